@@ -1,0 +1,20 @@
+"""How the model's numbers are computed: choices that change speed and memory, never the mathematics."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """Resolved choices ('auto' is settled before this exists, but for attention, which settles by shape).
+
+    `dtype` is that of activations and matrix products; `loss_chunk` is in tokens of one row.
+    """
+
+    dtype: str = "float32"
+    remat: Literal["none", "selective", "full"] = "none"
+    attention: Literal["auto", "direct", "blockwise"] = "auto"
+    loss_chunk: int = 256
+    scan: bool = True

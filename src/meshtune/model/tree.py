@@ -1,0 +1,54 @@
+"""Trees of parameters: nested dicts with string keys, whose leaves are anything that is not a dict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Tree = dict[str, Any]
+
+
+def flatten(tree: Tree, prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": x}} -> {"a/b": x}, in the tree's own order."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{path}/")
+        else:
+            flat[path] = value
+    return flat
+
+
+def unflatten(flat: dict[str, Any]) -> Tree:
+    """The inverse of `flatten`."""
+    tree: Tree = {}
+    for path, value in flat.items():
+        node = tree
+        *parents, last = path.split("/")
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[last] = value
+    return tree
+
+
+def split(tree: Tree, chosen: Callable[[str], bool]) -> tuple[Tree, Tree]:
+    """(the leaves whose path is chosen, the others), both as trees without empty branches."""
+    flat = flatten(tree)
+    return (
+        unflatten({path: leaf for path, leaf in flat.items() if chosen(path)}),
+        unflatten({path: leaf for path, leaf in flat.items() if not chosen(path)}),
+    )
+
+
+def merge(first: Tree, second: Tree) -> Tree:
+    """One tree with the leaves of both; a leaf both have is a defect and raises KeyError."""
+    merged = dict(first)
+    for key, value in second.items():
+        if key not in merged:
+            merged[key] = value
+        elif isinstance(merged[key], dict) and isinstance(value, dict):
+            merged[key] = merge(merged[key], value)
+        else:
+            raise KeyError(f"both trees have a leaf at '{key}'")
+    return merged

@@ -1,0 +1,44 @@
+"""Real models and data for the tests: from ../shared where it is, else the tests that need them are skipped."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def shared() -> pathlib.Path:
+    """The folder of shared test assets beside the checkout."""
+    path = pathlib.Path(os.environ.get("MESHTUNE_SHARED", ROOT.parent / "shared"))
+    if not path.is_dir():
+        pytest.skip("needs the shared test assets (../shared, or MESHTUNE_SHARED)")
+    return path
+
+
+@pytest.fixture(scope="session")
+def stories260k(shared: pathlib.Path) -> pathlib.Path:
+    """A trained 260K-parameter Llama."""
+    return shared / "assets/models/stories260K"
+
+
+@pytest.fixture(scope="session")
+def smollm2(shared: pathlib.Path) -> pathlib.Path:
+    """SmolLM2-135M-Instruct as a Hugging Face directory, made once and kept in the user's cache."""
+    cache = pathlib.Path(os.environ.get("MESHTUNE_TEST_CACHE", pathlib.Path.home() / ".cache/meshtune-tests"))
+    model = cache / "SmolLM2-135M-Instruct"
+    if not (model / "config.json").exists():
+        tool = shared / "tools/make-smollm2"
+        made = subprocess.run([sys.executable, str(tool), str(model)], capture_output=True, text=True)
+        if made.returncode:
+            pytest.skip(f"could not make SmolLM2: {made.stderr.strip()[-300:]}")
+    return model
