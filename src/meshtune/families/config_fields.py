@@ -1,0 +1,154 @@
+"""Reading a Hugging Face config strictly: every field is used, known to be harmless, or an error that names it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshtune.errors import UserError, nearest
+from meshtune.model.spec import RopeSpec
+
+# Fields that say nothing about the mathematics of a forward pass: names, token ids, generation defaults, bookkeeping.
+HARMLESS = frozenset(
+    """
+    model_type architectures dtype torch_dtype transformers_version use_cache name_or_path pretraining_tp
+    bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id unk_token_id decoder_start_token_id
+    initializer_range is_decoder is_encoder_decoder output_attentions output_hidden_states return_dict
+    return_dict_in_generate torchscript use_bfloat16 use_return_dict tokenizer_class task_specific_params
+    problem_type id2label label2id num_labels finetuning_task prefix max_length min_length do_sample temperature
+    top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size num_beams num_beam_groups
+    num_return_sequences early_stopping diversity_penalty bad_words_ids forced_bos_token_id forced_eos_token_id
+    remove_invalid_values suppress_tokens begin_suppress_tokens exponential_decay_length_penalty
+    encoder_no_repeat_ngram_size output_scores chunk_size_feed_forward tf_legacy_loss attn_implementation
+    unsloth_version unsloth_fixed is_llama_config model_max_length
+    """.split()
+)
+
+# Fields whose listed values change nothing; any other value would, and is refused.
+ONLY = {
+    "attention_dropout": (0, 0.0, None),
+    "hidden_dropout": (0, 0.0, None),
+    "residual_dropout": (0, 0.0, None),
+    "embedding_dropout": (0, 0.0, None),
+    "resid_pdrop": (0, 0.0, None),
+    "partial_rotary_factor": (1, 1.0, None),
+    "quantization_config": (None,),
+    "auto_map": (None, {}),
+    "is_causal": (True, None),
+    "add_cross_attention": (False, None),
+    "cross_attention_hidden_size": (None,),
+    "tie_encoder_decoder": (False, None),
+    "pruned_heads": (None, {}),
+    "rope_interleaved": (False, None),
+}
+REASONS = {
+    "quantization_config": "weights that are already quantised cannot be loaded; use the full-precision checkpoint",
+    "auto_map": "this model needs code of its own, which is never run",
+}
+
+
+class ConfigFields:
+    """A config being read; `finish` refuses the fields that nobody asked for."""
+
+    def __init__(self, config: dict[str, Any], where: str):
+        self._config, self._where, self._used = config, where, set[str]()
+
+    def error(self, field: str, what: str, fix: str | None = None) -> UserError:
+        return UserError(what, where=f"{self._where}, field {field}", fix=fix)
+
+    def get(self, field: str, default: Any = None) -> Any:
+        """The field's value; its default where it is absent or null."""
+        self._used.add(field)
+        value = self._config.get(field)
+        return default if value is None else value
+
+    def integer(self, field: str, default: int | None = None) -> int:
+        """A positive whole number, required unless there is a default."""
+        value = self.get(field, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            found = "is missing" if value is None else f"is {value!r}, not a positive whole number"
+            raise self.error(field, f"{field} {found}")
+        return value
+
+    def number(self, field: str, default: float | None = None) -> float:
+        value = self.get(field, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            found = "is missing" if value is None else f"is {value!r}, not a positive number"
+            raise self.error(field, f"{field} {found}")
+        return float(value)
+
+    def only(self, field: str, *values: Any) -> None:
+        """Refuses any other value of a field that this family does not implement otherwise."""
+        found = self.get(field, values[0])
+        if found not in values:
+            raise self.error(field, f"{field} = {found!r} is not implemented for this family")
+
+    def finish(self, architecture: str) -> None:
+        """Every field that was not read must be harmless; the architecture must be the family's causal language model."""
+        found = self._config.get("architectures") or [architecture]
+        if found != [architecture]:
+            raise self.error(
+                "architectures", f"architecture {found!r} is not supported", f"expected ['{architecture}']"
+            )
+        for field, value in self._config.items():
+            if field in self._used or field in HARMLESS or field.startswith(("_", "transformers.js")):
+                continue
+            if field in ONLY:
+                if value not in ONLY[field]:
+                    reason = REASONS.get(field, "it would change the mathematics and is not implemented")
+                    raise self.error(field, f"{field} = {value!r}: {reason}")
+                continue
+            if value is None:
+                continue
+            raise self.error(
+                field,
+                f"{field} = {value!r} is a field that Meshtune does not know, so it might change the mathematics",
+                f"{nearest(field, self._used)}if it has no effect on the model's numbers, remove it from the config",
+            )
+
+
+ROPE_NUMBERS: dict[str, tuple[set[str], set[str]]] = {  # kind -> (required, optional)
+    "default": (set(), set()),
+    "linear": ({"factor"}, set()),
+    "dynamic": ({"factor"}, set()),
+    "yarn": ({"factor"}, {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
+    "llama3": ({"factor", "low_freq_factor", "high_freq_factor"}, set()),
+}
+ALWAYS = {"rope_type", "type", "rope_theta", "original_max_position_embeddings", "partial_rotary_factor"}
+
+
+def read_rope(fields: ConfigFields, head_dim: int) -> RopeSpec:
+    """rope_parameters (transformers 5), or rope_theta and rope_scaling (before), as a RopeSpec."""
+    theta = fields.get("rope_theta")
+    new, old = fields.get("rope_parameters"), fields.get("rope_scaling")
+    source, scaling = ("rope_parameters", new) if new is not None else ("rope_scaling", old or {})
+    if not isinstance(scaling, dict):
+        raise fields.error(source, f"{source} must be a mapping, found {scaling!r}")
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in ROPE_NUMBERS:
+        known = ", ".join(ROPE_NUMBERS)
+        raise fields.error(
+            source, f"rope type {kind!r} is not implemented", f"{nearest(str(kind), ROPE_NUMBERS)}known: {known}"
+        )
+    required, optional = ROPE_NUMBERS[kind]
+    for key, value in scaling.items():
+        if key not in required | optional | ALWAYS and value is not None:
+            raise fields.error(source, f"{source}.{key} = {value!r} is not known for rope type '{kind}'")
+    if missing := sorted(k for k in required if scaling.get(k) is None):
+        raise fields.error(source, f"rope type '{kind}' needs {', '.join(missing)}")
+    if scaling.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
+        raise fields.error(source, "partial_rotary_factor other than 1 is not implemented")
+    theta = scaling.get("rope_theta", theta)
+    if theta is None:
+        raise fields.error(
+            "rope_theta", "rope_theta is missing", "add it; the family's published value is in its model card"
+        )
+    longest = fields.integer("max_position_embeddings")
+    numbers = {k: float(scaling[k]) for k in required | optional if scaling.get(k) is not None}
+    return RopeSpec(
+        theta=float(theta),
+        head_dim=head_dim,
+        kind=kind,
+        parameters=tuple(sorted(numbers.items())),
+        original_length=int(scaling.get("original_max_position_embeddings") or longest),
+        max_length=longest,
+    )

@@ -1,0 +1,97 @@
+"""Llama 2, 3, 3.1, 3.2, SmolLM2 and all that share their layout (https://arxiv.org/abs/2302.13971)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshtune.families.config_fields import ConfigFields, read_rope
+from meshtune.model.spec import LayerSpec, ModelSpec, abstract_params, stacks_of
+from meshtune.model.tree import flatten
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+MODULES = {
+    "attn_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "attn/q": "self_attn.q_proj",
+    "attn/k": "self_attn.k_proj",
+    "attn/v": "self_attn.v_proj",
+    "attn/o": "self_attn.o_proj",
+    "attn/q_norm": "self_attn.q_norm",
+    "attn/k_norm": "self_attn.k_norm",
+    "mlp/gate": "mlp.gate_proj",
+    "mlp/up": "mlp.up_proj",
+    "mlp/down": "mlp.down_proj",
+}
+OUTSIDE = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+
+
+def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
+    """LlamaConfig -> ModelSpec."""
+    fields = ConfigFields(config, where)
+    bias = bool(fields.get("attention_bias", False))
+    layers = [LayerSpec()] * fields.integer("num_hidden_layers")
+    spec = common_spec(
+        fields, "llama", layers, qkv_bias=bias, out_bias=bias, mlp_bias=bool(fields.get("mlp_bias", False))
+    )
+    fields.finish("LlamaForCausalLM")
+    return spec
+
+
+def common_spec(fields: ConfigFields, family: str, layers: list[LayerSpec], **switches: Any) -> ModelSpec:
+    """What all families with Llama's layout share. `switches` are ModelSpec fields."""
+    embed, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    kv_heads = fields.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise fields.error("num_key_value_heads", f"{heads} heads do not divide into {kv_heads} key-value heads")
+    if fields.get("head_dim") is None and embed % heads:
+        raise fields.error(
+            "hidden_size", f"hidden_size {embed} does not divide by {heads} heads, and head_dim is not given"
+        )
+    head_dim = fields.integer("head_dim", embed // heads)
+    if head_dim % 2:
+        raise fields.error("head_dim", f"head_dim {head_dim} is odd; rotary embedding needs pairs")
+    activation = fields.get("hidden_act", "silu")
+    if activation not in ACTIVATIONS:
+        raise fields.error(
+            "hidden_act", f"hidden_act {activation!r} is not implemented", f"known: {', '.join(ACTIVATIONS)}"
+        )
+    return ModelSpec(
+        family=family,
+        vocab=fields.integer("vocab_size"),
+        embed=embed,
+        ffn=fields.integer("intermediate_size"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope=read_rope(fields, head_dim),
+        stacks=stacks_of(layers),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        activation=ACTIVATIONS[activation],  # pyright: ignore[reportArgumentType]  (values are the literals)
+        tied=bool(fields.get("tie_word_embeddings", False)),
+        init_std=fields.number("initializer_range", 0.02),
+        **switches,
+    )
+
+
+def hf_names(spec: ModelSpec) -> dict[str, list[str]]:
+    """Tree path -> Hugging Face tensor names."""
+    modules = module_names(spec)
+    names: dict[str, list[str]] = {}
+    for path in flatten(abstract_params(spec)):
+        node, leaf = path.rsplit("/", 1)
+        names[path] = [f"{module}.{leaf}" for module in modules[node]]
+    return names
+
+
+def module_names(spec: ModelSpec) -> dict[str, list[str]]:
+    """Node path -> Hugging Face module names."""
+    numbers = {key: numbers for key, _, _, numbers in spec.positions()}
+    names: dict[str, list[str]] = {}
+    for path in flatten(abstract_params(spec)):
+        node = path.rsplit("/", 1)[0]
+        if node in OUTSIDE:
+            names[node] = [OUTSIDE[node]]
+        else:
+            _, key, inner = node.split("/", 2)
+            names[node] = [f"model.layers.{n}.{MODULES[inner]}" for n in numbers[key]]
+    return names

@@ -1,0 +1,22 @@
+"""Mistral 7B and its successors: Llama's layout with a sliding window (https://arxiv.org/abs/2310.06825)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshtune.families.config_fields import ConfigFields
+from meshtune.families.llama import common_spec, hf_names, module_names
+from meshtune.model.spec import LayerSpec, ModelSpec
+
+__all__ = ["hf_names", "model_spec", "module_names"]
+
+
+def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
+    """MistralConfig -> ModelSpec. A config that does not mention sliding_window has Mistral 7B v0.1's 4096."""
+    fields = ConfigFields(config, where)
+    window = fields.get("sliding_window")
+    if "sliding_window" not in config:
+        window = 4096
+    spec = common_spec(fields, "mistral", [LayerSpec(window)] * fields.integer("num_hidden_layers"))
+    fields.finish("MistralForCausalLM")
+    return spec

@@ -1,0 +1,188 @@
+"""The decoder: embedding, scanned layers, final norm, head. Pure functions of a parameter tree.
+
+Layers of a stack run under `lax.scan` over groups of its pattern, so compile time does not grow with depth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from meshtune.model.attention import Rows, attend, queries_keys_values
+from meshtune.model.compute import Compute
+from meshtune.model.linear import linear, precision, site_key
+from meshtune.model.mlp import mlp
+from meshtune.model.norm import rms_norm
+from meshtune.model.rope import angles
+from meshtune.model.spec import LayerSpec, ModelSpec
+from meshtune.model.tree import Tree
+
+Tokens = Int[Array, "B T"]
+Hidden = Float[Array, "B T D"]
+
+
+def hidden_states(
+    params: Tree,
+    spec: ModelSpec,
+    compute: Compute,
+    tokens: Tokens,
+    positions: Tokens,
+    segment_ids: Tokens,
+    *,
+    rng: Array | None = None,
+) -> Hidden:
+    """The normalised hidden state of every token, in compute.dtype.
+
+    Tokens see earlier tokens of their own segment only; segment 0 is padding. `rng` turns adapters' dropout on.
+    """
+    rows, x = _enter(params, spec, compute, tokens, positions, segment_ids)
+    x = _through_layers(
+        params,
+        spec,
+        compute,
+        x,
+        lambda x, node, layer, number: _layer(x, node, spec, layer, compute, rows, _fold(rng, number)),
+    )
+    return rms_norm(x, params["norm"]["weight"], spec.norm_eps)
+
+
+def head_params(params: Tree, spec: ModelSpec) -> Tree:
+    """The node of the output head: the embedding where the two are tied."""
+    return params["embed" if spec.tied else "head"]
+
+
+def head_logits(head: Tree, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+    """float32 logits. The product is accumulated and kept in float32 whatever hidden's dtype."""
+    if "adapter" in head:
+        return linear(hidden, head).astype(jnp.float32)
+    return lax.dot_general(
+        hidden,
+        head["weight"].astype(hidden.dtype),
+        (((hidden.ndim - 1,), (1,)), ((), ())),
+        precision=precision(hidden.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def logits(params: Tree, spec: ModelSpec, hidden: Hidden) -> Float[Array, "B T V"]:
+    """float32 logits of every token."""
+    return head_logits(head_params(params, spec), hidden)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Keys and values of the past, per key of params["layers"] [L', B, S, K, h], with each slot's position and segment."""
+
+    keys: dict[str, Array]
+    values: dict[str, Array]
+    positions: Int[Array, "B S"]
+    segment_ids: Int[Array, "B S"]
+
+
+def init_cache(spec: ModelSpec, batch: int, length: int, dtype: str) -> Cache:
+    """An empty cache of `length` slots a row; empty slots belong to segment 0, which nothing sees."""
+
+    def empty() -> dict[str, Array]:
+        shape = (batch, length, spec.kv_heads, spec.head_dim)
+        return {key: jnp.zeros((repeats, *shape), dtype) for key, repeats, _, _ in spec.positions()}
+
+    slots = jnp.zeros((batch, length), jnp.int32)
+    return Cache(empty(), empty(), slots, slots)
+
+
+def forward_cached(
+    params: Tree,
+    spec: ModelSpec,
+    compute: Compute,
+    tokens: Tokens,
+    positions: Tokens,
+    segment_ids: Tokens,
+    cache: Cache,
+    start: Int[Array, ""],
+) -> tuple[Hidden, Cache]:
+    """`hidden_states` of T new tokens that also see what the cache holds; they are written to slots start..start+T."""
+    rows, x = _enter(params, spec, compute, tokens, positions, segment_ids)
+    past = (
+        lax.dynamic_update_slice(cache.positions, positions, (0, start)),
+        lax.dynamic_update_slice(cache.segment_ids, segment_ids, (0, start)),
+    )
+
+    def layer(carry: tuple[Hidden, Tree, Tree], node: Tree, layer: LayerSpec, number: Array, key: str, row: Array):
+        x, keys, values = carry
+        h = rms_norm(x, node["attn_norm"]["weight"], spec.norm_eps)
+        q, k, v = queries_keys_values(h, node["attn"], spec, rows, None)
+        index = (row, 0, start, 0, 0)
+        new_k = lax.dynamic_update_slice(keys[key], k[None].astype(keys[key].dtype), index)
+        new_v = lax.dynamic_update_slice(values[key], v[None].astype(values[key].dtype), index)
+        k = lax.dynamic_index_in_dim(new_k, row, keepdims=False).astype(q.dtype)
+        v = lax.dynamic_index_in_dim(new_v, row, keepdims=False).astype(q.dtype)
+        x = x + attend(q, k, v, node["attn"], spec, layer, compute, rows, past, None)
+        x = x + mlp(rms_norm(x, node["mlp_norm"]["weight"], spec.norm_eps), node["mlp"], spec)
+        return x, keys | {key: new_k}, values | {key: new_v}
+
+    x, keys, values = _through_layers(params, spec, compute, (x, cache.keys, cache.values), layer, with_rows=True)
+    return rms_norm(x, params["norm"]["weight"], spec.norm_eps), Cache(keys, values, *past)
+
+
+def _enter(
+    params: Tree, spec: ModelSpec, compute: Compute, tokens: Tokens, positions: Tokens, segment_ids: Tokens
+) -> tuple[Rows, Hidden]:
+    cos, sin = angles(spec.rope, positions, segment_ids)
+    x = jnp.take(params["embed"]["weight"], tokens, axis=0).astype(compute.dtype)
+    return Rows(cos, sin, positions, segment_ids), x
+
+
+def _layer(
+    x: Hidden, node: Tree, spec: ModelSpec, layer: LayerSpec, compute: Compute, rows: Rows, key: Array | None
+) -> Hidden:
+    h = rms_norm(x, node["attn_norm"]["weight"], spec.norm_eps)
+    q, k, v = queries_keys_values(h, node["attn"], spec, rows, site_key(key, "attn"))
+    x = x + attend(q, k, v, node["attn"], spec, layer, compute, rows, None, site_key(key, "attn"))
+    return x + mlp(rms_norm(x, node["mlp_norm"]["weight"], spec.norm_eps), node["mlp"], spec, site_key(key, "mlp"))
+
+
+def _through_layers(
+    params: Tree, spec: ModelSpec, compute: Compute, carry: Any, layer: Callable[..., Any], *, with_rows: bool = False
+) -> Any:
+    """Carries `carry` through all layers: layer(carry, node, layer spec, number[, key, row]) -> carry."""
+    first = 0
+    for s, stack in enumerate(spec.stacks):
+        width = len(stack.pattern)
+        nodes = {f"{s}.{p}": params["layers"][f"{s}.{p}"] for p in range(width)}
+
+        def group(carry: Any, x: tuple[Tree, Array], first: int = first, stack: Any = stack, s: int = s) -> Any:
+            nodes, row = x
+            for p, layer_spec in enumerate(stack.pattern):
+                number = first + row * len(stack.pattern) + p
+                where = (f"{s}.{p}", row) if with_rows else ()
+                carry = layer(carry, nodes[f"{s}.{p}"], layer_spec, number, *where)
+            return carry, None
+
+        group = _rematerialised(group, compute)
+        if compute.scan and stack.repeats > 1:
+            carry, _ = lax.scan(group, carry, (nodes, jnp.arange(stack.repeats)))
+        else:
+            for row in range(stack.repeats):
+                carry, _ = group(carry, (jax.tree.map(lambda leaf, row=row: leaf[row], nodes), jnp.int32(row)))
+        first += stack.layers
+    return carry
+
+
+def _rematerialised(group: Callable[..., Any], compute: Compute) -> Callable[..., Any]:
+    """Full keeps only the residual stream between groups; selective also keeps the results of matrix products."""
+    if compute.remat == "none":
+        return group
+    policies = jax.checkpoint_policies
+    policy = policies.nothing_saveable if compute.remat == "full" else policies.dots_with_no_batch_dims_saveable
+    return jax.checkpoint(group, policy=policy, prevent_cse=not compute.scan)
+
+
+def _fold(rng: Array | None, number: Array) -> Array | None:
+    return None if rng is None else jax.random.fold_in(rng, number)

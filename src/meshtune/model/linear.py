@@ -1,0 +1,45 @@
+"""Linear layers: weights are [out, in], adapters sit beside the weight they adapt."""
+
+from __future__ import annotations
+
+import zlib
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from meshtune.model.tree import Tree
+
+
+def precision(dtype: jnp.dtype) -> lax.Precision | None:
+    """float32 means float32 on every chip: TPUs and newer GPUs would otherwise round the factors."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def matmul(x: Float[Array, "*B i"], weight: Float[Array, "o i"]) -> Float[Array, "*B o"]:
+    """x times the transposed weight, in x's dtype."""
+    return lax.dot_general(
+        x,
+        weight.astype(x.dtype),
+        (((x.ndim - 1,), (1,)), ((), ())),
+        precision=precision(x.dtype),
+        preferred_element_type=x.dtype,
+    )
+
+
+def linear(x: Float[Array, "*B i"], node: Tree, key: Array | None = None) -> Float[Array, "*B o"]:
+    """A linear layer: node holds `weight`, perhaps `bias`, perhaps an `adapter` with `.apply(x, weight, key)`.
+
+    `key` is the adapter's source of dropout; without one nothing is dropped.
+    """
+    adapter = node.get("adapter")
+    y = matmul(x, node["weight"]) if adapter is None else adapter.apply(x, node["weight"], key)
+    if "bias" in node:
+        y = y + node["bias"].astype(y.dtype)
+    return y
+
+
+def site_key(key: Array | None, site: str) -> Array | None:
+    """The dropout key of the linear layer called `site`, the same whatever other layers exist."""
+    return None if key is None else jax.random.fold_in(key, zlib.crc32(site.encode()))

@@ -1,0 +1,106 @@
+"""Rotary position embedding (https://arxiv.org/abs/2104.09864) and its context extensions.
+
+Formulas follow the papers and transformers' `modeling_rope_utils`, which the tests compare with: linear (position
+interpolation, https://arxiv.org/abs/2306.15595), dynamic NTK, YaRN (https://arxiv.org/abs/2309.00071), llama3.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from meshtune.model.spec import RopeSpec
+
+
+def frequencies(rope: RopeSpec) -> tuple[np.ndarray, float]:
+    """(inverse frequencies float64 [h/2], factor on cos and sin) for every kind but 'dynamic', which depends on length."""
+    inverse = 1.0 / rope.theta ** (np.arange(0, rope.head_dim, 2, dtype=np.float64) / rope.head_dim)
+    numbers = dict(rope.parameters)
+    match rope.kind:
+        case "default" | "dynamic":
+            return inverse, 1.0
+        case "linear":
+            return inverse / numbers["factor"], 1.0
+        case "llama3":
+            return _llama3(inverse, rope, numbers), 1.0
+        case "yarn":
+            return _yarn(inverse, rope, numbers)
+
+
+def angles(
+    rope: RopeSpec, positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
+    """cos and sin of every token's rotation, float32.
+
+    'dynamic' rescales by the length of the token's own document (the largest position in its segment), so that a
+    document means the same packed and alone.
+    """
+    inverse, factor = frequencies(rope)
+    phase = positions.astype(jnp.float32)[..., None]
+    if rope.kind == "dynamic":
+        phase = phase * _dynamic(rope, _document_lengths(positions, segment_ids))
+    else:
+        phase = phase * jnp.asarray(inverse, jnp.float32)
+    return jnp.cos(phase) * factor, jnp.sin(phase) * factor
+
+
+def rotate(
+    x: Float[Array, "B T H h"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
+) -> Float[Array, "B T H h"]:
+    """Rotates the pairs (i, i + h/2) of each head, computed in float32, in x's dtype."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _llama3(inverse: np.ndarray, rope: RopeSpec, numbers: dict[str, float]) -> np.ndarray:
+    factor, low, high = numbers["factor"], numbers["low_freq_factor"], numbers["high_freq_factor"]
+    wavelength = 2 * math.pi / inverse
+    smooth = (rope.original_length / wavelength - low) / (high - low)
+    blended = (1 - smooth) * inverse / factor + smooth * inverse
+    scaled = np.where(wavelength > rope.original_length / low, inverse / factor, inverse)
+    between = (wavelength >= rope.original_length / high) & (wavelength <= rope.original_length / low)
+    return np.where(between, blended, scaled)
+
+
+def _yarn(inverse: np.ndarray, rope: RopeSpec, numbers: dict[str, float]) -> tuple[np.ndarray, float]:
+    factor = numbers["factor"]
+
+    def magnitude(scale: float, m: float = 1.0) -> float:
+        return 1.0 if scale <= 1 else 0.1 * m * math.log(scale) + 1.0
+
+    attention = numbers.get("attention_factor")
+    if attention is None:
+        m, m_all = numbers.get("mscale"), numbers.get("mscale_all_dim")
+        attention = magnitude(factor, m) / magnitude(factor, m_all) if m and m_all else magnitude(factor)
+
+    def dimension(rotations: float) -> float:
+        return rope.head_dim * math.log(rope.original_length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(numbers.get("beta_fast") or 32.0), dimension(numbers.get("beta_slow") or 1.0)
+    if numbers.get("truncate", 1.0):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.head_dim - 1)
+    ramp = np.clip((np.arange(rope.head_dim // 2) - low) / max(high - low, 0.001), 0, 1)
+    return inverse / factor * ramp + inverse * (1 - ramp), attention
+
+
+def _dynamic(rope: RopeSpec, lengths: Int[Array, "B T"]) -> Float[Array, "B T half"]:
+    factor, dim = dict(rope.parameters)["factor"], rope.head_dim
+    longest = jnp.maximum(lengths, rope.original_length).astype(jnp.float32)
+    theta = rope.theta * (factor * longest / rope.original_length - (factor - 1)) ** (dim / (dim - 2))
+    return 1.0 / theta[..., None] ** (jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
+
+
+def _document_lengths(positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Each token's document length, so far as this row shows it: its segment's largest position, plus one."""
+
+    def row(positions: Int[Array, "T"], segments: Int[Array, "T"]) -> Int[Array, "T"]:
+        longest = jnp.zeros(segments.shape[0] + 1, jnp.int32).at[segments].max(positions + 1)
+        return longest[segments]
+
+    return jax.vmap(row)(positions, segment_ids)
