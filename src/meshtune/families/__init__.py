@@ -1,6 +1,7 @@
 """Architecture families: a Hugging Face config in, a `ModelSpec` and the names of its tensors out.
 
-A new family is one module with `model_spec(config)`, `hf_names(spec)` and `module_names(spec)`, and one line in FAMILIES.
+A new family is one module with `model_spec(config, where)`, `hf_names(spec)` and `module_names(spec)`, and one line in
+FAMILIES.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class ConfigFields:
             raise self.error(field, f"{field} = {found!r} is not implemented for this family")
 
     def finish(self, architecture: str) -> None:
-        """Every field that was not read must be harmless; the architecture must be the family's causal language model."""
+        """Refuses unread fields that may matter, and any architecture but the family's causal language model."""
         found = self._config.get("architectures") or [architecture]
         if found != [architecture]:
             raise self.error(

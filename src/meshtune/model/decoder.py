@@ -78,7 +78,7 @@ def logits(params: Tree, spec: ModelSpec, hidden: Hidden) -> Float[Array, "B T V
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Keys and values of the past, per key of params["layers"] [L', B, S, K, h], with each slot's position and segment."""
+    """Keys and values of the past, per key of params["layers"] [L', B, S, K, h]; position and segment of each slot."""
 
     keys: dict[str, Array]
     values: dict[str, Array]

@@ -17,7 +17,7 @@ from meshtune.model.spec import RopeSpec
 
 
 def frequencies(rope: RopeSpec) -> tuple[np.ndarray, float]:
-    """(inverse frequencies float64 [h/2], factor on cos and sin) for every kind but 'dynamic', which depends on length."""
+    """(inverse frequencies float64 [h/2], factor on cos and sin); 'dynamic' rescales them later, by length."""
     inverse = 1.0 / rope.theta ** (np.arange(0, rope.head_dim, 2, dtype=np.float64) / rope.head_dim)
     numbers = dict(rope.parameters)
     match rope.kind:
