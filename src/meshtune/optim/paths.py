@@ -1,0 +1,17 @@
+"""Names of the leaves of a tree that may hold registered pytree nodes, such as adapters, beside dicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """A jax key path in the form of the parameter tree's own paths: layers/0.0/attn/q/adapter/a."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """(path, leaf) of every leaf, in the tree's order."""
+    return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
