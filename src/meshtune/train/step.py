@@ -1,0 +1,124 @@
+"""The one train step: a pure function of state, frozen weights and batch.
+
+`train` runs it; planning compiles the very same function for hardware that is not here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from meshtune.model.compute import Compute
+from meshtune.model.spec import ModelSpec
+from meshtune.model.tree import Tree, merge
+from meshtune.objectives.score import Batch, Objective, Score
+
+Metrics = dict[str, Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All that a step changes: updates made so far, the trainable leaves, the optimizer's state."""
+
+    step: Int[Array, ""]
+    trainable: Tree
+    opt_state: Any
+
+
+def init_state(trainable: Tree, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state before the first update."""
+    return TrainState(jnp.zeros((), jnp.int32), trainable, optimizer.init(trainable))
+
+
+def make_train_step(
+    objective: Objective,
+    spec: ModelSpec,
+    compute: Compute,
+    optimizer: optax.GradientTransformation,
+    *,
+    max_grad_norm: float | None = None,
+    dropout: bool = False,
+) -> Callable[[TrainState, Tree, Batch, Array], tuple[TrainState, Metrics]]:
+    """A jitted step(state, frozen, batch, seed) -> (state, metrics); `state` is donated.
+
+    Every array of the batch is [A, B, T]: A micro-batches are computed in turn, their losses, weights and gradients
+    added in float32, and divided once by the whole weight. Metrics: loss, weight, accuracy ..., grad_norm (before
+    clipping), finite (bool) and finite_micro (bool [A]). Where anything is not finite the state is returned as it
+    came: the update is not applied.
+    """
+
+    def score(trainable: Tree, frozen: Tree, micro: Batch, rng: Array | None) -> tuple[Array, Score]:
+        scored = objective(merge(trainable, frozen), spec, compute, micro, rng)
+        return scored.loss, scored
+
+    def step(state: TrainState, frozen: Tree, batch: Batch, seed: Int[Array, ""]) -> tuple[TrainState, Metrics]:
+        own = jax.random.fold_in(jax.random.key(seed), state.step) if dropout else None
+
+        def micro_batch(number: Array, micro: Batch) -> tuple[Score, Tree, Array]:
+            rng = None if own is None else jax.random.fold_in(own, number)
+            (_, scored), gradient = jax.value_and_grad(score, has_aux=True)(state.trainable, frozen, micro, rng)
+            gradient = jax.tree.map(lambda g: g.astype(jnp.float32), gradient)
+            return scored, gradient, jnp.isfinite(scored.loss) & jnp.isfinite(optax.global_norm(gradient))
+
+        total, gradient, finite_micro = _accumulate(micro_batch, batch)
+        weight = jnp.where(total.weight > 0, total.weight, 1.0)
+        gradient = jax.tree.map(lambda g: g / weight, gradient)
+        norm = optax.global_norm(gradient)
+        finite = jnp.all(finite_micro) & jnp.isfinite(norm)
+        if max_grad_norm is not None:
+            # As torch.nn.utils.clip_grad_norm_ does it, the 1e-6 included.
+            shrink = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))
+            gradient = jax.tree.map(lambda g: g * shrink, gradient)
+        gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, state.trainable)
+        updates, opt_state = optimizer.update(gradient, state.opt_state, state.trainable)
+        trainable = cast(Tree, optax.apply_updates(state.trainable, updates))
+        new = TrainState(state.step + 1, trainable, opt_state)
+        state = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
+        metrics = {name: value / weight for name, value in total.metrics.items()}
+        metrics |= {
+            "loss": total.loss / weight,
+            "weight": total.weight,
+            "grad_norm": norm,
+            "finite": finite,
+            "finite_micro": finite_micro,
+        }
+        return state, metrics
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def make_eval_step(objective: Objective, spec: ModelSpec, compute: Compute) -> Callable[[Tree, Tree, Batch], Score]:
+    """A jitted step(trainable, frozen, batch of [B, T] arrays) -> Score, without dropout."""
+
+    def step(trainable: Tree, frozen: Tree, batch: Batch) -> Score:
+        return objective(merge(trainable, frozen), spec, compute, batch, None)
+
+    return jax.jit(step)
+
+
+def _accumulate(
+    micro_batch: Callable[[Array, Batch], tuple[Score, Tree, Array]], batch: Batch
+) -> tuple[Score, Tree, Float[Array, "A"]]:
+    """(summed scores, summed gradients, finite flag of each micro-batch)."""
+    count = batch["tokens"].shape[0]
+    if count == 1:
+        scored, gradient, finite = micro_batch(jnp.int32(0), jax.tree.map(lambda x: x[0], batch))
+        return scored, gradient, finite[None]
+
+    def add(carry: tuple[Score, Tree], x: tuple[Array, Batch]) -> tuple[tuple[Score, Tree], Array]:
+        scored, gradient, finite = micro_batch(*x)
+        return jax.tree.map(jnp.add, carry, (scored, gradient)), finite
+
+    numbers = jnp.arange(count)
+    shapes = jax.eval_shape(micro_batch, numbers[0], jax.tree.map(lambda x: x[0], batch))[:2]
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    (scored, gradient), finite = lax.scan(add, zeros, (numbers, batch))
+    return scored, gradient, finite
