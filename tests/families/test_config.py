@@ -1,0 +1,96 @@
+"""A config is read strictly: what would change the mathematics is implemented or refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshtune.errors import UserError
+from meshtune.families import FAMILIES, hf_names, model_spec, module_names
+from meshtune.model.spec import LayerSpec, Stack, abstract_params, split_stacks, stacks_of
+from meshtune.model.tree import flatten
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "lama"}, "did you mean 'llama'"),
+        ({"model_type": "mamba2"}, "model_type 'mamba2' is not supported"),
+        ({"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' is not implemented"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not implemented"),
+        ({"rope_scaling": {"type": "linear"}}, "needs factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3}}, "beta_fast = 3 is not known"),
+        ({"rope_theta": None}, "rope_theta is missing"),
+        ({"attention_dropout": 0.1}, "attention_dropout = 0.1: it would change the mathematics"),
+        ({"quantization_config": {"bits": 4}}, "already quantised"),
+        ({"auto_map": {"AutoModel": "x.Y"}}, "never run"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({"logit_scale": 0.5}, "logit_scale = 0.5 is a field that Meshtune does not know"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "16"}, "not a positive whole number"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_key_value_heads": 3}, "do not divide"),
+        ({"num_attention_heads": 5}, "does not divide by 5 heads"),
+        ({"head_dim": 7}, "odd"),
+    ],
+)
+def test_a_field_that_is_not_implemented_is_named(changes, message):
+    with pytest.raises(UserError, match="config.json, field") as error:
+        model_spec({**LLAMA, **changes})
+    assert message in str(error.value)
+
+
+def test_theta_has_no_default():
+    """transformers fills in 10000; a config that has lost the field must not silently get another model's theta."""
+    config = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
+    with pytest.raises(UserError, match="rope_theta is missing"):
+        model_spec(config)
+
+
+def test_old_and_new_rope_fields_mean_the_same():
+    old = LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 5e5}
+    new = {k: v for k, v in LLAMA.items() if k != "rope_theta"}
+    new["rope_parameters"] = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}
+    assert model_spec(old) == model_spec(new)
+    assert model_spec(old).rope.theta == 5e5
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_parameter_has_a_name_for_each_layer(name):
+    config = LLAMA | {"model_type": name, "architectures": None, "num_hidden_layers": 3, "head_dim": 4}
+    spec = model_spec(config)
+    abstract, names = flatten(abstract_params(spec)), hf_names(spec)
+    assert names.keys() == abstract.keys()
+    for path, leaf in abstract.items():
+        assert len(names[path]) == (leaf.shape[0] if path.startswith("layers/") else 1)
+    every = [name for group in names.values() for name in group]
+    assert len(set(every)) == len(every)
+    assert {path.rsplit("/", 1)[0] for path in abstract} == module_names(spec).keys()
+
+
+def test_layers_are_grouped_by_their_shortest_pattern():
+    full, slide = LayerSpec(), LayerSpec(4)
+    assert stacks_of([full] * 5) == (Stack((full,), 5),)
+    assert stacks_of([slide, slide, full] * 2 + [slide]) == (Stack((slide, slide, full), 2), Stack((slide,), 1))
+    assert stacks_of([full] * 3 + [slide]) == (Stack((full,), 3), Stack((slide,), 1))
+    assert stacks_of([full, slide, slide, full, full]) == (Stack((full,), 1), Stack((slide,), 2), Stack((full,), 2))
+
+
+def test_split_stacks_keeps_every_layer_in_order():
+    spec = model_spec(LLAMA | {"num_hidden_layers": 7})
+    parts = split_stacks(spec, 5)
+    assert [stack.repeats for stack in parts.stacks] == [5, 2]
+    assert [n for *_, numbers in parts.positions() for n in numbers] == list(range(7))
+    assert split_stacks(spec, 0) == split_stacks(spec, 7) == spec
