@@ -1,0 +1,101 @@
+"""Attention behind one function: what is asked is described once, and the first backend that serves it computes it."""
+
+from __future__ import annotations
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from meshtune.errors import UserError, nearest
+from meshtune.kernels.attention.blockwise import BLOCKWISE
+from meshtune.kernels.attention.direct import DIRECT
+from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest, Backend
+
+__all__ = ["BACKENDS", "AttentionInputs", "AttentionRequest", "Backend", "attention", "choose"]
+
+# In order of preference for backend="auto". A new backend is one file and one line here.
+BACKENDS: list[Backend] = [
+    DIRECT,
+    BLOCKWISE,
+]
+
+
+def choose(request: AttentionRequest, backend: str = "auto") -> tuple[Backend, str]:
+    """The backend that serves `request`, and why it was taken (for the run's banner).
+
+    Raises UserError if a forced backend is unknown or cannot serve, or if none can, with every backend's reason.
+    """
+    if backend != "auto":
+        by_name = {entry.name: entry for entry in BACKENDS}
+        if backend not in by_name:
+            raise UserError(
+                f"attention backend '{backend}' does not exist",
+                fix=f"{nearest(backend, by_name)}choose one of auto, {', '.join(by_name)}",
+            )
+        refusal = by_name[backend].supports(request)
+        if refusal is None:
+            return by_name[backend], "asked for"
+        serving = [entry.name for entry in BACKENDS if entry.supports(request) is None]
+        raise UserError(
+            f"attention backend '{backend}' cannot serve this model or batch: {_reasons(request)}",
+            fix=f"choose auto{''.join(', ' + name for name in serving)}",
+        )
+    passed_over = []
+    for entry in BACKENDS:
+        refusal = entry.supports(request) or entry.suits(request)
+        if refusal is None:
+            return entry, "; ".join(passed_over) or "first choice"
+        passed_over.append(f"not {entry.name}: {refusal}")
+    raise UserError(f"no attention backend can serve this model or batch: {'; '.join(passed_over)}")
+
+
+def _reasons(request: AttentionRequest) -> str:
+    refusals = {entry.name: entry.supports(request) for entry in BACKENDS}
+    return "; ".join(f"{name}: {reason}" for name, reason in refusals.items() if reason is not None)
+
+
+def attention(
+    q: Float[Array, "B T H h"],
+    k: Float[Array, "B S K h"],
+    v: Float[Array, "B S K h"],
+    *,
+    q_positions: Int[Array, "B T"],
+    kv_positions: Int[Array, "B S"],
+    q_segments: Int[Array, "B T"],
+    kv_segments: Int[Array, "B S"],
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    backend: str = "auto",
+    aligned: bool = False,
+) -> Float[Array, "B T H h"]:
+    """Grouped-query softmax attention over packed rows.
+
+    Token i sees token j if and only if they share a segment other than 0 (padding), q_positions[i] >= kv_positions[j],
+    and, with a window, q_positions[i] - kv_positions[j] < window. Query head n reads key head n // (H // K), and keys
+    and values are never repeated. A token that sees nothing gives 0 and takes part in no gradient.
+
+    Scores are float32 whatever the inputs are; the result has q's dtype. `softcap` squashes scaled scores by tanh.
+    `aligned=True` promises T == S and that within a row no token sees one that stands after it.
+    Raises UserError for a backend that does not exist or cannot serve (see `choose`).
+    """
+    B, T, H, h = q.shape
+    S, K = k.shape[1:3]
+    assert k.shape == v.shape == (B, S, K, h), f"keys {k.shape}, values {v.shape} for queries {q.shape}"
+    assert H % K == 0, f"{H} heads are no multiple of {K} key heads"
+    assert not aligned or T == S, f"aligned rows of {T} queries and {S} keys"
+    request = AttentionRequest(
+        batch=B,
+        q_length=T,
+        kv_length=S,
+        heads=H,
+        kv_heads=K,
+        head_dim=h,
+        dtype=str(q.dtype),
+        platform=jax.default_backend(),
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        aligned=aligned,
+    )
+    chosen, _ = choose(request, backend)
+    return chosen.run(AttentionInputs(q, k, v, q_positions, kv_positions, q_segments, kv_segments), request)

@@ -1,0 +1,238 @@
+"""Attention block by block with an online softmax: no T x S array, forward or backward, on any platform XLA serves.
+
+FlashAttention-2 (arXiv:2307.08691) in plain XLA. The forward pass saves only the output and each row's log-sum-exp;
+the backward pass makes every block of weights again from them. Blocks that nobody can see (above the diagonal of an
+aligned row, of other documents of a packed row, outside the window) are skipped while running: the loops are bounded
+by what the segments and positions of this batch allow.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest, Backend
+from meshtune.kernels.attention.visibility import MASKED, capped, capped_slope, visible
+
+# Names a rematerialisation policy may save: with them the forward pass is not run again.
+OUTPUT, LOG_SUM_EXP = "attention_output", "attention_log_sum_exp"
+
+Q_BLOCK = 128
+KV_BLOCK = 128
+# Where a row's running maximum starts: above MASKED, so that exp(MASKED - LOWEST) is 0 and not 1.
+LOWEST = 0.5 * MASKED
+
+
+class Tokens(NamedTuple):
+    """Positions and segments of one side, in blocks: int32 [n, B, block]."""
+
+    positions: jax.Array
+    segments: jax.Array
+
+
+def run(inputs: AttentionInputs, request: AttentionRequest) -> jax.Array:
+    """Softmax attention with float32 scores and sums; first derivatives only. [B,T,H,h] in q's dtype."""
+    queries = Tokens(inputs.q_positions, inputs.q_segments)
+    keys = Tokens(inputs.kv_positions, inputs.kv_segments)
+    return _attend(request, inputs.q, inputs.k, inputs.v, queries, keys)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(request: AttentionRequest, q, k, v, queries: Tokens, keys: Tokens):
+    return _forward(request, q, k, v, queries, keys)[0]
+
+
+def _attend_forward(request: AttentionRequest, q, k, v, queries: Tokens, keys: Tokens):
+    out, log_sum_exp = _forward(request, q, k, v, queries, keys)
+    out = checkpoint_name(out, OUTPUT)
+    log_sum_exp = checkpoint_name(log_sum_exp, LOG_SUM_EXP)
+    return out, (q, k, v, queries, keys, out, log_sum_exp)
+
+
+def _attend_backward(request: AttentionRequest, saved, d_out):
+    q, k, v, queries, keys, out, log_sum_exp = saved
+    dq, dk, dv = _backward(request, q, k, v, queries, keys, out, log_sum_exp, d_out)
+    return dq, dk, dv, None, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _forward(request: AttentionRequest, q, k, v, queries: Tokens, keys: Tokens):
+    """The output [B,T,H,h] and the log-sum-exp of every row of scores, in blocks: float32 [n, B,K,G,block]."""
+    q, k, v = _q_blocks(request, q), _kv_blocks(request, k), _kv_blocks(request, v)
+    queries, keys = _token_blocks(queries, _q_block(request)), _token_blocks(keys, _kv_block(request))
+    starts, stops = _bounds(_any_visible(request, queries, keys))
+    _, B, K, G, block, h = q.shape
+
+    def one_q_block(_, this):
+        q_i, tokens_i, start, stop = this
+
+        def one_kv_block(j, running):
+            top, total, out = running
+            scores, seen = _scores(request, q_i, _at(k, j), tokens_i, _at(keys, j))
+            scores = jnp.where(seen, scores, MASKED)
+            new_top = jnp.maximum(top, scores.max(-1))
+            weights = jnp.exp(scores - new_top[..., None])
+            fade = jnp.exp(top - new_top)
+            total = total * fade + weights.sum(-1)
+            added = jnp.einsum(
+                "bkgqs,bksh->bkgqh", weights.astype(v.dtype), _at(v, j), preferred_element_type=jnp.float32
+            )
+            return new_top, total, out * fade[..., None] + added
+
+        rows = (B, K, G, block)
+        empty = (jnp.full(rows, LOWEST), jnp.zeros(rows), jnp.zeros((*rows, h)))
+        top, total, out = jax.lax.fori_loop(start, stop, one_kv_block, empty)
+        nothing = total == 0.0
+        total = jnp.where(nothing, 1.0, total)
+        log_sum_exp = jnp.where(nothing, 0.0, top + jnp.log(total))
+        return None, ((out / total[..., None]).astype(q.dtype), log_sum_exp)
+
+    _, (out, log_sum_exp) = jax.lax.scan(one_q_block, None, (q, queries, starts, stops))
+    return _from_q_blocks(request, out), log_sum_exp
+
+
+def _backward(request: AttentionRequest, q, k, v, queries: Tokens, keys: Tokens, out, log_sum_exp, d_out):
+    """Gradients of q, k and v, each in its own dtype."""
+    dtypes = q.dtype, k.dtype, v.dtype
+    # Sum over keys of weight times its gradient, which is the same as that of the output and its gradient.
+    delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), -1, keepdims=True)
+    delta = _q_blocks(request, delta)[..., 0]
+    q, k, v = _q_blocks(request, q), _kv_blocks(request, k), _kv_blocks(request, v)
+    d_out = _q_blocks(request, d_out)
+    queries, keys = _token_blocks(queries, _q_block(request)), _token_blocks(keys, _kv_block(request))
+    starts, stops = _bounds(_any_visible(request, queries, keys).T)
+
+    def one_kv_block(dq, this):
+        k_j, v_j, tokens_j, start, stop = this
+
+        def one_q_block(i, running):
+            dq, dk, dv = running
+            q_i, d_out_i = _at(q, i), _at(d_out, i)
+            scores, seen = _scores(request, q_i, k_j, _at(queries, i), tokens_j)
+            weights = jnp.exp(jnp.where(seen, scores, MASKED) - _at(log_sum_exp, i)[..., None])
+            d_weights = jnp.einsum("bkgqh,bksh->bkgqs", d_out_i, v_j, preferred_element_type=jnp.float32)
+            d_scores = weights * (d_weights - _at(delta, i)[..., None])
+            if request.softcap is not None:
+                d_scores = d_scores * capped_slope(scores, request.softcap)
+            d_scores = (d_scores * request.scale).astype(q.dtype)
+            dv = dv + jnp.einsum(
+                "bkgqs,bkgqh->bksh", weights.astype(v.dtype), d_out_i, preferred_element_type=jnp.float32
+            )
+            dk = dk + jnp.einsum("bkgqs,bkgqh->bksh", d_scores, q_i, preferred_element_type=jnp.float32)
+            dq_i = jnp.einsum("bkgqs,bksh->bkgqh", d_scores, k_j, preferred_element_type=jnp.float32)
+            dq = jax.lax.dynamic_update_index_in_dim(dq, _at(dq, i) + dq_i, i, 0)
+            return dq, dk, dv
+
+        empty = jnp.zeros(k_j.shape), jnp.zeros(v_j.shape)
+        dq, dk, dv = jax.lax.fori_loop(start, stop, one_q_block, (dq, *empty))
+        return dq, (dk.astype(dtypes[1]), dv.astype(dtypes[2]))
+
+    dq, (dk, dv) = jax.lax.scan(one_kv_block, jnp.zeros(q.shape), (k, v, keys, starts, stops))
+    return _from_q_blocks(request, dq).astype(dtypes[0]), _from_kv_blocks(request, dk), _from_kv_blocks(request, dv)
+
+
+def _scores(request: AttentionRequest, q_i, k_j, tokens_i: Tokens, tokens_j: Tokens):
+    """One block of capped float32 scores [B,K,G,q,s], and who sees whom [B,1,1,q,s]."""
+    scores = jnp.einsum("bkgqh,bksh->bkgqs", q_i, k_j, preferred_element_type=jnp.float32) * request.scale
+    seen = visible(tokens_i.positions, tokens_j.positions, tokens_i.segments, tokens_j.segments, request.window)
+    return capped(scores, request.softcap), seen[:, None, None]
+
+
+def _any_visible(request: AttentionRequest, queries: Tokens, keys: Tokens):
+    """False where no token of a block of queries sees any of a block of keys, in any row: bool [q blocks, kv blocks].
+
+    Judged by the ranges of segments and positions in a block, so True may be said too often and False never.
+    """
+    q_low, q_high, q_first, q_last = (bound[:, None] for bound in _ranges(queries))
+    kv_low, kv_high, kv_first, kv_last = (bound[None] for bound in _ranges(keys))
+    seen = (q_low <= kv_high) & (kv_low <= q_high) & (q_last >= kv_first)
+    if request.window is not None:
+        seen &= q_first - kv_last < request.window
+    seen = seen.any(-1)
+    if request.aligned:
+        last_query = (jnp.arange(seen.shape[0]) + 1) * _q_block(request) - 1
+        first_key = jnp.arange(seen.shape[1]) * _kv_block(request)
+        seen &= last_query[:, None] >= first_key[None, :]
+    return seen
+
+
+def _ranges(tokens: Tokens):
+    """Least and greatest segment, least and greatest position of each block, padding apart: int32 [n, B] each."""
+    # A block of padding alone gets an empty range of segments, which overlaps none. Small enough to be subtracted.
+    far = jnp.int32(2**30)
+    real = tokens.segments != 0
+    return (
+        jnp.where(real, tokens.segments, far).min(-1),
+        jnp.where(real, tokens.segments, -far).max(-1),
+        jnp.where(real, tokens.positions, far).min(-1),
+        jnp.where(real, tokens.positions, -far).max(-1),
+    )
+
+
+def _bounds(seen):
+    """For each row of a bool [n, m]: the first True, and one past the last (0 and 0 where there is none)."""
+    some = seen.any(1)
+    start = jnp.where(some, jnp.argmax(seen, 1), 0)
+    stop = jnp.where(some, seen.shape[1] - jnp.argmax(seen[:, ::-1], 1), 0)
+    return start, stop
+
+
+def _q_block(request: AttentionRequest) -> int:
+    return min(Q_BLOCK, request.q_length)
+
+
+def _kv_block(request: AttentionRequest) -> int:
+    return min(KV_BLOCK, request.kv_length)
+
+
+def _at(tree, index):
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), tree)
+
+
+def _padded(x, block: int):
+    """Axis 1 filled with zeros to a multiple of `block`: padding tokens have segment 0, which nobody sees."""
+    missing = -x.shape[1] % block
+    return jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)) if missing else x
+
+
+def _token_blocks(tokens: Tokens, block: int) -> Tokens:
+    def blocks(x):
+        x = _padded(x, block)
+        return x.reshape(x.shape[0], -1, block).swapaxes(0, 1)
+
+    return Tokens(blocks(tokens.positions), blocks(tokens.segments))
+
+
+def _q_blocks(request: AttentionRequest, x):
+    """[B,T,H,h] to [n, B,K,G,block,h]."""
+    block, K = _q_block(request), request.kv_heads
+    x = _padded(x, block)
+    B, T, H, h = x.shape
+    return x.reshape(B, T // block, block, K, H // K, h).transpose(1, 0, 3, 4, 2, 5)
+
+
+def _from_q_blocks(request: AttentionRequest, x):
+    n, B, K, G, block, h = x.shape
+    return x.transpose(1, 0, 4, 2, 3, 5).reshape(B, n * block, K * G, h)[:, : request.q_length]
+
+
+def _kv_blocks(request: AttentionRequest, x):
+    """[B,S,K,h] to [n, B,K,block,h]."""
+    block = _kv_block(request)
+    x = _padded(x, block)
+    B, S, K, h = x.shape
+    return x.reshape(B, S // block, block, K, h).transpose(1, 0, 3, 2, 4)
+
+
+def _from_kv_blocks(request: AttentionRequest, x):
+    n, B, K, block, h = x.shape
+    return x.transpose(1, 0, 3, 2, 4).reshape(B, n * block, K, h)[:, : request.kv_length]
+
+
+BLOCKWISE = Backend("blockwise", run)

@@ -1,0 +1,33 @@
+"""Who sees whom: the one definition that every backend written here shares."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+# Stands for minus infinity where a difference of two of them must not become NaN.
+MASKED = -1e30
+
+
+def visible(
+    q_positions: Int[Array, "B T"],
+    kv_positions: Int[Array, "B S"],
+    q_segments: Int[Array, "B T"],
+    kv_segments: Int[Array, "B S"],
+    window: int | None,
+) -> Bool[Array, "B T S"]:
+    """True where a query sees a key: same segment (not 0, padding), not later, and inside the window."""
+    apart = q_positions[:, :, None] - kv_positions[:, None, :]
+    seen = (q_segments[:, :, None] == kv_segments[:, None, :]) & (q_segments != 0)[:, :, None] & (apart >= 0)
+    return seen if window is None else seen & (apart < window)
+
+
+def capped(scores: Float[Array, "*any"], softcap: float | None) -> Float[Array, "*any"]:
+    """Scores squashed into (-softcap, softcap) by tanh, as in Gemma 2 (arXiv:2408.00118); unchanged without a cap."""
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+
+
+def capped_slope(scores: Float[Array, "*any"], softcap: float) -> Float[Array, "*any"]:
+    """The derivative of `capped` where its value was `scores`."""
+    return 1.0 - jax.lax.square(scores / softcap)
