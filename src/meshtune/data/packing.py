@@ -1,0 +1,105 @@
+"""Which documents share a row: best-fit packing of a seeded order, and the padded alternative.
+
+Orders come from splitmix64 keys, not from a library's generator, so that they never change with a version.
+Best-fit decreasing (Johnson 1973) inside windows of the shuffled order keeps rows full and the order random.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+WINDOW = 4096  # documents that may end up beside each other
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows of documents: row r holds `documents[starts[r] : starts[r + 1]]` in that order; both int64."""
+
+    documents: np.ndarray
+    starts: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        return self.documents[self.starts[row] : self.starts[row + 1]]
+
+
+def random_keys(seed: int, stream: int, n: int) -> np.ndarray:
+    """n uint64 numbers, a pure function of seed and stream: splitmix64 (Steele, Lea, Flood 2014)."""
+    with np.errstate(over="ignore"):
+        state = _mix(_mix(np.uint64([seed])) + np.uint64(stream))
+        return _mix(state + np.arange(1, n + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    z = z + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def shuffled(n: int, seed: int, stream: int) -> np.ndarray:
+    """A permutation of 0..n-1, int64."""
+    return np.argsort(random_keys(seed, stream, n), kind="stable")
+
+
+def pack(lengths: np.ndarray, order: np.ndarray, row_length: int, *, window: int = WINDOW) -> Rows:
+    """Put the documents of `order` into rows of `row_length` positions.
+
+    `lengths` int [n] are positions a document takes, each between 1 and `row_length`. Documents lie in a row as in
+    `order`, and rows follow the places of their longest documents, so a shuffled order gives shuffled rows. Each document
+    is in exactly one row.
+    """
+    row_of = np.empty(len(order), np.int64)  # by place in the order
+    openers: list[int] = []
+    for start in range(0, len(order), window):
+        sizes = np.asarray(lengths[order[start : start + window]], np.int64)
+        found, opened_by = _best_fit_decreasing(sizes, row_length)
+        row_of[start : start + window] = found + len(openers)
+        openers += [start + place for place in opened_by]
+    rows = len(openers)
+    rank = np.empty(rows, np.int64)
+    # By the longest document: by the first one, rows of many short documents would come early in every epoch.
+    rank[np.argsort(np.asarray(openers, np.int64), kind="stable")] = np.arange(rows)
+    by_row = np.argsort(rank[row_of], kind="stable")
+    starts = np.concatenate([[0], np.cumsum(np.bincount(rank[row_of], minlength=rows))]).astype(np.int64)
+    return Rows(np.asarray(order, np.int64)[by_row], starts)
+
+
+def one_a_row(order: np.ndarray) -> Rows:
+    """The padded alternative: every document alone."""
+    return Rows(np.asarray(order, np.int64), np.arange(len(order) + 1, dtype=np.int64))
+
+
+def padded_length(longest: int, max_length: int, *, multiple: int = 64) -> int:
+    """Positions of a padded row: the longest document rounded up, but never above `max_length`."""
+    return min(max_length, -(-max(longest, 1) // multiple) * multiple)
+
+
+def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, list[int]]:
+    """The row of each document, and each row's first: longest first, each into the fullest row with room for it."""
+    row_of = np.empty(len(sizes), np.int64)
+    rows_with_room: dict[int, list[int]] = {}  # room -> rows
+    rooms = 0  # bit r is set if some row has room r: the least sufficient room is found by integer arithmetic
+    openers: list[int] = []
+    order = np.argsort(-sizes, kind="stable")
+    for place, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
+        enough = rooms >> size
+        if enough:
+            room = size + (enough & -enough).bit_length() - 1
+            same = rows_with_room[room]
+            row = same.pop()
+            if not same:
+                rooms &= ~(1 << room)
+        else:
+            room, row = capacity, len(openers)
+            openers.append(place)
+        row_of[place] = row
+        left = room - size
+        if left:
+            rows_with_room.setdefault(left, []).append(row)
+            rooms |= 1 << left
+    return row_of, openers

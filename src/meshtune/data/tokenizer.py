@@ -1,0 +1,115 @@
+"""The tokenizer a model ships with: loaded from its own files, with its own chat template or another one."""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+import pathlib
+from typing import TYPE_CHECKING
+
+from meshtune.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+# Any of these makes a directory a tokenizer's; transformers reads the rest from beside it.
+_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
+_HUB_FILES = [
+    "tokenizer*",
+    "*.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+]
+
+
+def load_tokenizer(
+    path: str | os.PathLike[str], chat_template: str | None = None, *, revision: str | None = None
+) -> PreTrainedTokenizerFast:
+    """The tokenizer in a directory or of a hub id, without running any remote code.
+
+    `chat_template` replaces the tokenizer's own: a Jinja file, or one of `template_names()`.
+    Raises UserError if there is no tokenizer, if it has no fast (tokenizer.json) form, or if the template is unknown.
+    """
+    from transformers import AutoTokenizer  # seconds to import: only when a tokenizer is wanted
+
+    directory = _directory(path, revision)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(directory), use_fast=True, trust_remote_code=False, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as problem:
+        first = str(problem).strip().splitlines() or [type(problem).__name__]
+        raise UserError(
+            f"the tokenizer cannot be read: {first[0]}",
+            where=str(directory),
+            fix="check tokenizer.json and tokenizer_config.json (half-downloaded?), or name another one with model.tokenizer",
+        ) from problem
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"{type(tokenizer).__name__} has no fast form, which exact loss masks need",
+            where=str(directory),
+            fix="save it once with transformers as a fast tokenizer, so that there is a tokenizer.json",
+        )
+    if chat_template is not None:
+        tokenizer.chat_template = template_text(chat_template)
+    return tokenizer
+
+
+def _directory(path: str | os.PathLike[str], revision: str | None) -> pathlib.Path:
+    directory = pathlib.Path(path).expanduser()
+    if not directory.exists():
+        from meshtune.weights.hub import locate
+
+        directory = pathlib.Path(locate(str(path), revision, allow=_HUB_FILES))
+    if directory.is_file():
+        raise UserError(
+            "a tokenizer is a directory, this is a file",
+            where=str(directory),
+            fix=f"give its folder, {directory.parent}",
+        )
+    if not any((directory / name).is_file() for name in _FILES):
+        raise UserError(
+            "there is no tokenizer here (no tokenizer.json)",
+            where=str(directory),
+            fix="copy tokenizer.json and tokenizer_config.json of the model into it, or set model.tokenizer to where they are",
+        )
+    return directory
+
+
+def template_names() -> list[str]:
+    """Names of the chat templates that ship with Meshtune."""
+    folder = importlib.resources.files("meshtune.data") / "templates"
+    return sorted(file.name.removesuffix(".jinja") for file in folder.iterdir() if file.name.endswith(".jinja"))
+
+
+def template_text(name_or_path: str) -> str:
+    """The Jinja text of a template that ships with Meshtune, or of a file. Raises UserError if it is neither."""
+    names = template_names()
+    if name_or_path in names:
+        folder = importlib.resources.files("meshtune.data") / "templates"
+        return (folder / f"{name_or_path}.jinja").read_text(encoding="utf-8")
+    file = pathlib.Path(name_or_path).expanduser()
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as problem:
+            raise UserError(f"the chat template cannot be read: {problem}", where=str(file)) from problem
+    raise UserError(
+        f"'{name_or_path}' is neither a file nor the name of a chat template",
+        where="model.chat_template",
+        fix=f"{nearest(name_or_path, names)}give a Jinja file, or one of: {', '.join(names)}",
+    )
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerFast, vocab: int) -> None:
+    """Raise UserError if the tokenizer can make ids that an embedding of `vocab` rows does not have."""
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= vocab:
+        raise UserError(
+            f"the tokenizer makes ids up to {largest}, but the model's embedding has {vocab} rows",
+            where=str(tokenizer.name_or_path),
+            fix="use the tokenizer that belongs to this model; added tokens need a model whose embedding was enlarged",
+        )
