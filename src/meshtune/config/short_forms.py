@@ -1,0 +1,46 @@
+"""Short ways to write a recipe, and the long form each stands for. Everything else sees the long form only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def written_out(raw: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a recipe's raw mapping with its short forms written out.
+
+    `model: PATH` is `model: {path: PATH}`; `method: full` is `method: {kind: full}`, and a method without a kind is
+    lora; `data: PATH` is `data: {train: PATH}`; a source that is a path, or a single source, becomes a list of mappings.
+    """
+    raw = {key: _copy(value) for key, value in raw.items()}
+    if isinstance(raw.get("model"), str):
+        raw["model"] = {"path": raw["model"]}
+    method = raw.get("method")
+    if isinstance(method, str):
+        raw["method"] = {"kind": method}
+    elif isinstance(method, dict) and "kind" not in method:
+        raw["method"] = {"kind": "lora", **method}
+    if isinstance(raw.get("data"), str | list):
+        raw["data"] = {"train": raw["data"]}
+    if isinstance(data := raw.get("data"), dict):
+        for key in ("train", "validation"):
+            if key in data:
+                data[key] = sources(data[key])
+    return raw
+
+
+def sources(value: Any) -> Any:
+    """A path, a mapping, or a list of either, as a list of mappings; anything else as it is."""
+    if isinstance(value, str | dict):
+        value = [value]
+    if isinstance(value, list):
+        return [{"path": one} if isinstance(one, str) else one for one in value]
+    return value
+
+
+def _copy(value: Any) -> Any:
+    """Fresh containers, so that an override never writes into what the caller gave."""
+    if isinstance(value, dict):
+        return {key: _copy(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_copy(entry) for entry in value]
+    return value
