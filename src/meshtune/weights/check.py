@@ -1,0 +1,126 @@
+"""Do the weights fit the config? Answered from headers, before anything is allocated."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from meshtune.errors import UserError, nearest
+from meshtune.model.spec import ModelSpec
+from meshtune.weights.safetensors_files import FLOATS, TensorInfo, TensorReader
+from meshtune.weights.slots import Slot, blocks, slots
+
+# Tensors that checkpoints carry and no model needs: buffers that are computed from the config.
+HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.rotary_emb\.inv_freq|attn\.(masked_)?bias)$")
+HEAD = "lm_head.weight"
+SHOWN = 6
+
+# Which config field sets the size of each logical axis.
+FIELDS = {
+    "vocab": "vocab_size",
+    "embed": "hidden_size",
+    "ffn": "intermediate_size",
+    "heads": "num_attention_heads x head_dim",
+    "kv_heads": "num_key_value_heads x head_dim",
+    "head_dim": "head_dim",
+}
+
+
+def check(directory: Path, spec: ModelSpec, found: dict[str, TensorInfo]) -> None:
+    """Raises UserError with every disagreement between config and weights: missing or unexpected tensors, wrong shapes,
+    dtypes that are not floating point, and an lm_head that differs from the embedding it is said to be tied to.
+    """
+    wanted = {slot.name: slot for slot in slots(spec)}
+    missing = [name for name in wanted if name not in found]
+    extra = [name for name in found if name not in wanted and not _harmless(name, spec)]
+    problems = _missing_lines(missing, wanted, found) + _extra_lines(extra, found)
+    for name, slot in wanted.items():
+        if name in found:
+            problems += _tensor_lines(slot, found[name])
+    if problems:
+        raise _disagreement(directory, problems, _hints(spec, missing, extra, found))
+    if spec.tied and HEAD in found:
+        _check_tied_copy(spec, found)
+
+
+def _harmless(name: str, spec: ModelSpec) -> bool:
+    return bool(HARMLESS.search(name)) or (spec.tied and name == HEAD)
+
+
+def _missing_lines(missing: list[str], wanted: dict[str, Slot], found: dict[str, TensorInfo]) -> list[str]:
+    spare = [name for name in found if name not in wanted]
+    return [f"tensor '{name}' is missing {nearest(name, spare)}".rstrip() for name in missing]
+
+
+def _extra_lines(extra: list[str], found: dict[str, TensorInfo]) -> list[str]:
+    return [f"tensor '{name}' in {found[name].file.name} belongs to nothing in the config" for name in extra]
+
+
+def _tensor_lines(slot: Slot, info: TensorInfo) -> list[str]:
+    if info.dtype not in FLOATS:
+        return [
+            f"tensor '{slot.name}' in {info.file.name} has dtype {info.dtype}; supported: {', '.join(FLOATS)} "
+            "(weights that are already quantised cannot be loaded)"
+        ]
+    if info.shape == slot.shape:
+        return []
+    line = f"tensor '{slot.name}' in {info.file.name} has shape {list(info.shape)}, expected {list(slot.shape)}"
+    if len(info.shape) == len(slot.shape):
+        differing = [
+            f"{FIELDS[axis]} is {want:,} in the config, {have:,} in the file"
+            for axis, want, have in zip(slot.axes, slot.shape, info.shape, strict=True)
+            if want != have
+        ]
+        line += f" ({'; '.join(differing)})"
+    return [line]
+
+
+def _hints(spec: ModelSpec, missing: list[str], extra: list[str], found: dict[str, TensorInfo]) -> str:
+    """What most likely happened, from the pattern of the disagreements."""
+    layers = {int(match[1]) for name in found if (match := re.search(r"\.layers\.(\d+)\.", name))}
+    if layers and len(layers) == max(layers) + 1 != spec.layers:
+        return f"num_hidden_layers is {spec.layers} in the config, but the files hold {len(layers)} layers"
+    if missing == [HEAD]:
+        return "if the head shares the embedding, set tie_word_embeddings to true in config.json"
+    if (
+        missing
+        and all(name.startswith("model.") for name in missing if name != HEAD)
+        and "embed_tokens.weight" in found
+    ):
+        return "the model was saved without its head: save the causal language model (AutoModelForCausalLM)"
+    if any(re.search(r"(weight_scale|scale_inv|qweight|qzeros|absmax|quant_map)", name) for name in extra):
+        return "weights that are already quantised cannot be loaded; use the full-precision checkpoint"
+    if any(name.endswith((".bias", "_norm.weight")) for name in extra) and not missing:
+        return "the weights have parts that the config switches off: compare config.json with the model's original"
+    return "config.json and the weights are from different models, or a file is missing; download the model again"
+
+
+def _disagreement(directory: Path, problems: list[str], hint: str) -> UserError:
+    if len(problems) == 1:
+        return UserError(problems[0], where=str(directory), fix=hint)
+    lines = [f"  {line}" for line in problems[:SHOWN]]
+    if len(problems) > SHOWN:
+        lines.append(f"  ... and {len(problems) - SHOWN} more")
+    what = f"config.json and the weights disagree in {len(problems)} places:\n" + "\n".join(lines)
+    return UserError(what, where=str(directory), fix=hint)
+
+
+def _check_tied_copy(spec: ModelSpec, found: dict[str, TensorInfo]) -> None:
+    """A tied model's lm_head.weight may be written out as a copy of the embedding, never as something else."""
+    embedding = next(slot for slot in slots(spec) if slot.path == "embed/weight")
+    first, second = found[embedding.name], found[HEAD]
+    same = first.shape == second.shape and first.dtype == second.dtype
+    if same:
+        with TensorReader() as reader:
+            same = all(
+                bool((reader.rows(first, *rows).view("u1") == reader.rows(second, *rows).view("u1")).all())
+                for rows in blocks(first.shape, first.nbytes // max(1, first.shape[0] * first.shape[1]), 16 << 20)
+            )
+    if not same:
+        raise UserError(
+            f"the config ties the head to the embedding, but '{HEAD}' in {second.file.name} is not equal to "
+            f"'{embedding.name}' in {first.file.name}",
+            where=str(second.file.parent),
+            fix="set tie_word_embeddings to false in config.json if the head is a weight of its own; "
+            f"otherwise save the model again without '{HEAD}'",
+        )

@@ -1,0 +1,151 @@
+"""Where a model is: a local directory, or a hub id that is downloaded into the hub's cache. An edge, not the core."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from pathlib import Path
+from urllib.parse import urlparse
+
+from meshtune.errors import UserError
+from meshtune.weights.load import load_config
+from meshtune.weights.safetensors_files import headers
+
+# Never *.bin, *.pt, *.pkl (pickles) or *.py (code).
+TOKENIZER = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+MODEL = ("*.safetensors", *TOKENIZER)
+# Other layouts of the same weights, and what belongs to other runtimes, in folders of their own.
+NOT_OURS = ("consolidated*", "*/*.safetensors", "*/*.json", "*/*.txt", "*/*.model")
+
+HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
+
+
+def locate(path_or_id: str | os.PathLike[str], revision: str | None = None, *, allow: tuple[str, ...] = MODEL) -> Path:
+    """The local directory of a model; a hub id is downloaded first.
+
+    `allow` are the patterns of the files to have: MODEL, or TOKENIZER for a tokenizer alone. With MODEL the directory
+    is known to hold a config.json and whole safetensors files. The hub's own cache, HF_TOKEN and HF_HUB_OFFLINE are
+    honoured. Raises UserError for a path that does not exist, an unknown or gated repository, an unknown revision, no
+    network, or a directory that is not a model's.
+    """
+    text = os.fspath(path_or_id)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        if revision is not None:
+            raise UserError(
+                f"revision '{revision}' was given, but '{text}' is a local directory, which has no revisions",
+                fix="remove the revision, or give a hub id",
+            )
+        directory = path
+    elif path.exists():
+        raise UserError(
+            f"'{text}' is a file; a model is a directory with config.json and *.safetensors",
+            fix=f"give the folder: {path.parent}",
+        )
+    elif HUB_ID.match(text) and not _is_plainly_a_path(text):
+        directory = _download(text, revision, allow)
+    else:
+        raise UserError(
+            f"model path '{text}' does not exist",
+            where=str(path.absolute()),
+            fix=f"{near_paths(path)}a hub id looks like organisation/name, as in HuggingFaceTB/SmolLM2-135M",
+        )
+    if allow == MODEL:
+        load_config(directory)
+        headers(directory)
+    return directory
+
+
+def _is_plainly_a_path(text: str) -> bool:
+    return text.startswith((".", "~", "/"))
+
+
+def near_paths(path: Path) -> str:
+    """`did you mean 'x'? ` for entries of the path's parent with similar names, or what is wrong with the parent."""
+    parent = path.parent
+    if not parent.is_dir():
+        missing = next((p for p in reversed(path.parents) if not p.exists()), parent)
+        return f"the folder '{missing}' does not exist either. "
+    try:
+        names = {entry.name.lower(): entry.name for entry in parent.iterdir() if entry.is_dir()}
+    except PermissionError:
+        return ""
+    found = difflib.get_close_matches(path.name.lower(), names, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(repr(str(parent / names[name])) for name in found)}? " if found else ""
+
+
+def _download(repo: str, revision: str | None, allow: tuple[str, ...]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    near = near_paths(Path(repo)) if Path(repo).parent.is_dir() else ""
+    where = f"hub id '{repo}'" + (f", revision '{revision}'" if revision else "")
+    page = f"{_endpoint()}/{repo}"
+    try:
+        found = snapshot_download(
+            repo, revision=revision, allow_patterns=list(allow), ignore_patterns=list(NOT_OURS), library_name="meshtune"
+        )
+    except GatedRepoError as error:
+        raise UserError(
+            f"'{repo}' is gated: its owner asks you to accept a licence first",
+            where=where,
+            fix=f"accept it at {page}, then set HF_TOKEN to a token of that account (or run `hf auth login`)",
+        ) from error
+    except RepositoryNotFoundError as error:
+        token = "the token in use may not see it" if os.environ.get("HF_TOKEN") else "no HF_TOKEN is set"
+        raise UserError(
+            f"no directory '{repo}' exists here, and the hub knows no such model, or it is private ({token})",
+            where=where,
+            fix=f"{near}check the spelling at {page}; for a private model set HF_TOKEN",
+        ) from error
+    except RevisionNotFoundError as error:
+        raise UserError(
+            f"'{repo}' has no revision '{revision}'", where=where, fix=f"see its branches and tags at {page}/tree/main"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise _not_cached(repo, where, near) from error
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", "none")
+        if status in (401, 403):
+            raise UserError(
+                f"the hub refused access to '{repo}' (HTTP {status})",
+                where=where,
+                fix="set HF_TOKEN to a valid token of an account that may read it (or run `hf auth login`)",
+            ) from error
+        raise UserError(
+            f"the hub could not serve '{repo}' (HTTP {status})",
+            where=where,
+            fix="try again later; what was already downloaded is kept",
+        ) from error
+    except (OSError, HTTPError) as error:  # the network broke, the proxy refused, or the disk is full
+        raise UserError(
+            f"downloading '{repo}' failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+            where=where,
+            fix="check network, proxy and disk space, then try again; what was already downloaded is kept",
+        ) from error
+    return Path(found)
+
+
+def _endpoint() -> str:
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+
+
+def _not_cached(repo: str, where: str, near: str) -> UserError:
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
+    reason = (
+        "HF_HUB_OFFLINE is set" if offline else f"the hub ({urlparse(_endpoint()).netloc}) cannot be reached from here"
+    )
+    return UserError(
+        f"'{repo}' is not (or not wholly) in the hub's cache, and {reason}",
+        where=where,
+        fix=f"{near}{'unset HF_HUB_OFFLINE' if offline else 'check the network'}; or download it elsewhere with "
+        f"`hf download {repo}` and give the path of the folder; no directory '{repo}' exists here",
+    )

@@ -1,0 +1,282 @@
+"""Reading safetensors files: headers first, then single tensors by byte range, never a whole file.
+
+Format: https://huggingface.co/docs/safetensors. The header is read here rather than with the library so that a
+half-written, truncated or stubbed file is reported as what it is, with its name. Nothing pickled is ever opened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from meshtune.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+SHARD = re.compile(r"^(.+)-(\d{5})-of-(\d{5})\.safetensors$")
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+HEADER_LIMIT = 100_000_000  # as in the reference implementation
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64),
+    "U32": np.dtype(np.uint32),
+    "U16": np.dtype(np.uint16),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor is: its safetensors dtype name, and bytes `start` .. `start + nbytes` of `file`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    file: Path
+    start: int
+    nbytes: int
+
+
+def headers(directory: Path) -> dict[str, TensorInfo]:
+    """Every tensor of a model directory, in file order, from headers alone.
+
+    model.safetensors if there is one (as transformers prefers), else the shards of model.safetensors.index.json, else
+    a complete set of -00001-of-0000N shards. Raises UserError for missing, half-written or inconsistent files, or
+    weights that are not safetensors.
+    """
+    found: dict[str, TensorInfo] = {}
+    files, listed = _files(directory)
+    for file in files:
+        for name, info in read_header(file).items():
+            if name in found:
+                raise UserError(
+                    f"tensor '{name}' is in two files, {found[name].file.name} and {file.name}",
+                    where=str(directory),
+                    fix="remove the stale file, or download the model again into an empty folder",
+                )
+            found[name] = info
+    absent = [(name, file) for name, file in listed.items() if name not in found]
+    if absent:
+        name, file = absent[0]
+        raise UserError(
+            f"the index names {_count(len(absent), 'tensor')} that the shards do not hold, such as '{name}', "
+            f"which it says is in {file}",
+            where=str(directory / INDEX),
+            fix="index and shards are from different versions: download or copy them again together",
+        )
+    return found
+
+
+def _files(directory: Path) -> tuple[list[Path], dict[str, str]]:
+    """The weight files, and the index's map of tensor to file where there is an index."""
+    if (directory / SINGLE).is_file():
+        return [directory / SINGLE], {}
+    present = sorted(path.name for path in directory.glob("*.safetensors"))
+    if (directory / INDEX).is_file():
+        listed = _weight_map(directory / INDEX)
+        names = sorted(set(listed.values()))
+    else:
+        listed = {}
+        shards = [match for name in present if (match := SHARD.match(name)) and not name.startswith("consolidated")]
+        kinds = {(match[1], match[3]) for match in shards}
+        if len(kinds) != 1:
+            raise _no_weights(directory, present)
+        ((stem, total),) = kinds
+        names = [f"{stem}-{number:05d}-of-{total}.safetensors" for number in range(1, int(total) + 1)]
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise UserError(
+            f"{len(missing)} of {len(names)} shards {'is' if len(missing) == 1 else 'are'} missing: {shown}",
+            where=str(directory),
+            fix="download or copy the missing files; an interrupted download can simply be started again",
+        )
+    return [directory / name for name in names], listed
+
+
+def _weight_map(file: Path) -> dict[str, str]:
+    index = read_json(file)
+    listed = index.get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise UserError("the index has no weight_map", where=str(file), fix="download or copy the file again")
+    for name, shard in listed.items():
+        # A shard is a file beside its index: no path may lead out of the directory.
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise UserError(
+                f"the index says that '{name}' is in {shard!r}, which is not the name of a safetensors file",
+                where=str(file),
+                fix="use a checkpoint saved as safetensors",
+            )
+    return listed
+
+
+def _no_weights(directory: Path, present: list[str]) -> UserError:
+    if (directory / "adapter_config.json").is_file():
+        return UserError(
+            "this directory holds an adapter, not a model",
+            where=str(directory),
+            fix="give the base model's path, and this one as the adapter",
+        )
+    pickles = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLES)
+    if pickles:
+        return UserError(
+            f"only pickled weights are here ({', '.join(pickles[:3])}), and Meshtune never opens a pickle: "
+            "unpickling runs whatever code the file's author put in it",
+            where=str(directory),
+            fix="use a revision with *.safetensors, or convert it where you trust it: "
+            "AutoModelForCausalLM.from_pretrained(path).save_pretrained(new_path)",
+        )
+    other = f" (found {', '.join(present[:3])}, which is none of them)" if present else ""
+    return UserError(
+        f"no weights: neither {SINGLE}, nor {INDEX}, nor a set of numbered shards{other}",
+        where=str(directory),
+        fix="download or copy the model's *.safetensors files into this folder",
+    )
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises UserError with line and column where it is malformed."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"not UTF-8 text: byte {error.start} cannot be decoded", where=str(file)) from error
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"malformed JSON: {error.msg}", where=f"{file}, line {error.lineno}, column {error.colno}"
+        ) from error
+    if not isinstance(value, dict):
+        raise UserError(f"expected a JSON object, found {type(value).__name__}", where=str(file))
+    return value
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file. Raises UserError naming the file if it is not whole."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        if start.startswith(b"version "):
+            raise _broken(
+                file, "it is a Git LFS pointer, not the weights themselves", "run `git lfs pull` in the clone"
+            )
+        if len(start) < 8:
+            raise _broken(file, f"it is {size} bytes long, too short for a header")
+        (length,) = struct.unpack("<Q", start)
+        if length > HEADER_LIMIT:
+            raise _broken(file, "it does not start with a safetensors header")
+        if 8 + length > size:
+            raise _broken(file, f"its header says {length:,} bytes, but the file ends after {size - 8:,}")
+        text = stream.read(length)
+    try:
+        entries = json.loads(text)
+    except ValueError as error:  # malformed JSON or not UTF-8
+        raise _broken(file, f"its header is not JSON ({error})") from error
+    if not isinstance(entries, dict):
+        raise _broken(file, "its header is not a JSON object")
+    entries.pop("__metadata__", None)
+    tensors = {name: _tensor(file, name, entry, 8 + length) for name, entry in entries.items()}
+    ordered = sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes))
+    at = 8 + length
+    for name, info in ordered:
+        if info.start != at:
+            raise _broken(file, f"tensor '{name}' starts at byte {info.start:,}, expected {at:,}")
+        at += info.nbytes
+    if at > size:
+        raise _broken(file, f"it is half-written: {size:,} of {at:,} bytes are there")
+    if at < size:
+        raise _broken(file, f"it is {size:,} bytes long, but its tensors end at byte {at:,}")
+    return dict(ordered)
+
+
+def _tensor(file: Path, name: str, entry: Any, data: int) -> TensorInfo:
+    try:
+        dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        if not all(type(n) is int and n >= 0 for n in (*shape, start, stop)) or start > stop:
+            raise ValueError("not byte ranges and sizes")
+    except (KeyError, TypeError, ValueError) as error:
+        raise _broken(file, f"the header's entry for tensor '{name}' is malformed: {entry!r}"[:300]) from error
+    if dtype in DTYPES:
+        expected = int(np.prod(shape, dtype=np.int64)) * DTYPES[dtype].itemsize
+        if expected != stop - start:
+            raise _broken(
+                file,
+                f"tensor '{name}' {dtype}{list(shape)} needs {expected:,} bytes, the header gives {stop - start:,}",
+            )
+    return TensorInfo(shape, str(dtype), file, data + start, stop - start)
+
+
+def _broken(file: Path, what: str, fix: str = "download or copy the file again") -> UserError:
+    return UserError(f"{file.name} is not a whole safetensors file: {what}", where=str(file), fix=fix)
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
+class TensorReader:
+    """Reads tensors, or blocks of their rows, into fresh host arrays; keeps files open until closed.
+
+    Bytes are read, not mapped: pages of a mapped file count as the process's own memory.
+    """
+
+    def __init__(self):
+        self._open: dict[Path, int] = {}
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+    def rows(self, info: TensorInfo, start: int, stop: int) -> np.ndarray:
+        """Rows start..stop of the tensor's first axis, in the file's own dtype."""
+        dtype = DTYPES[info.dtype]
+        shape = (stop - start, *info.shape[1:])
+        row_bytes = info.nbytes // info.shape[0] if info.shape[0] else 0
+        block = np.empty(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize, np.uint8)
+        self._fill(info, block.data, info.start + start * row_bytes)
+        return block.view(dtype).reshape(shape)
+
+    def tensor(self, info: TensorInfo) -> np.ndarray:
+        """The whole tensor."""
+        if not info.shape:
+            block = np.empty(info.nbytes, np.uint8)
+            self._fill(info, block.data, info.start)
+            return block.view(DTYPES[info.dtype]).reshape(())
+        return self.rows(info, 0, info.shape[0])
+
+    def read(self, info: TensorInfo, offset: int, length: int) -> bytes:
+        """`length` raw bytes of the tensor from byte `offset`."""
+        block = bytearray(length)
+        self._fill(info, memoryview(block), info.start + offset)
+        return bytes(block)
+
+    def _fill(self, info: TensorInfo, into: memoryview, at: int) -> None:
+        if info.file not in self._open:
+            self._open[info.file] = os.open(info.file, os.O_RDONLY)
+        descriptor, done = self._open[info.file], 0
+        while done < len(into):
+            got = os.preadv(descriptor, [into[done:]], at + done)
+            if got == 0:
+                raise _broken(info.file, "it became shorter while it was read")
+            done += got
