@@ -1,0 +1,295 @@
+"""Generation: a compiled prefill and a compiled decode loop over a key-value cache.
+
+Prompts of a batch stand at the left of their rows, filled up on the right with segment 0, which nothing sees; all rows
+then write their new tokens to the same slots. Lengths are rounded up, so that few programs are compiled, and the
+programs are shared by all engines of the same spec: parameters are arguments, so those of a run in training do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from meshtune.errors import UserError
+from meshtune.generate.sampling import Knobs, Sampling, Switches, compiled_form, next_token
+from meshtune.model.compute import Compute
+from meshtune.model.decoder import Cache, forward_cached, init_cache, logits
+from meshtune.model.spec import ModelSpec
+from meshtune.model.tree import Tree
+
+DEFAULT_TOKENS = 256  # generated at most when nobody says how many
+AHEAD = 512  # slots made at first for tokens to come; a longer text lets the cache grow
+STEPS = 16  # decode steps of one call of the compiled loop
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """A batch between two decode steps. `token` is the newest, not yet in the cache; `position` is its place."""
+
+    cache: Cache
+    slot: Int[Array, ""]
+    token: Int[Array, "B"]
+    position: Int[Array, "B"]
+    done: Bool[Array, "B"]
+    seen: Bool[Array, "B V"]
+    finite: Bool[Array, "B"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """A model ready to continue token ids. `stop_ids` end a row and are its last token."""
+
+    params: Tree
+    spec: ModelSpec
+    compute: Compute
+    stop_ids: frozenset[int] = frozenset()
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt and answer together, at most: the config's max_position_embeddings."""
+        return self.spec.rope.max_length
+
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling | None = None,
+        *,
+        max_tokens: int | None = None,
+        stop_ids: Iterable[int] | None = None,
+        steps: int = STEPS,
+    ) -> Run:
+        """Starts on a batch of prompts of any lengths; iterate over the result for the new tokens.
+
+        `max_tokens` new tokens a row at most; None is 256, or what the context still has room for. `steps` tokens a row
+        come at once (1 to 16). Raises UserError for an empty prompt, a token id outside the vocabulary, and a prompt
+        and max_tokens that together are longer than the context.
+        """
+        rows = [np.asarray(prompt, np.int32).reshape(-1) for prompt in prompts]
+        room = self.context - self._longest(rows)
+        if max_tokens is None:
+            max_tokens = min(DEFAULT_TOKENS, room)
+        if max_tokens < 1:
+            raise UserError(f"max_tokens = {max_tokens} generates nothing", fix="give 1 or more")
+        if max_tokens > room:
+            raise UserError(
+                f"a prompt of {self.context - room} tokens and max_tokens = {max_tokens} are more than the model's "
+                f"context of {self.context} tokens",
+                fix=f"give max_tokens = {room} at most, or shorten the prompt",
+            )
+        stops = self.stop_ids if stop_ids is None else frozenset(stop_ids)
+        return Run(self, rows, sampling or Sampling(), max_tokens, stops, max(1, min(steps, STEPS)))
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling | None = None,
+        *,
+        max_tokens: int | None = None,
+        stop_ids: Iterable[int] | None = None,
+    ) -> list[list[int]]:
+        """The new tokens of each prompt, a stop id included. See `run`."""
+        found: list[list[int]] = [[] for _ in prompts]
+        for piece in self.run(prompts, sampling, max_tokens=max_tokens, stop_ids=stop_ids):
+            for row, tokens in zip(found, piece, strict=True):
+                row.extend(tokens)
+        return found
+
+    def _longest(self, rows: list[np.ndarray]) -> int:
+        if not rows:
+            raise UserError("there is no prompt", fix="give at least one")
+        for number, row in enumerate(rows):
+            where = f"prompt {number}" if len(rows) > 1 else None
+            if row.size == 0:
+                raise UserError("the prompt is empty", where=where, fix="give at least one token to continue from")
+            if row.min() < 0 or row.max() >= self.spec.vocab:
+                wrong = row[(row < 0) | (row >= self.spec.vocab)][0]
+                raise UserError(
+                    f"token id {wrong} is outside the model's vocabulary of {self.spec.vocab}",
+                    where=where,
+                    fix="use the tokenizer that belongs to the model",
+                )
+            if row.size >= self.context:
+                raise UserError(
+                    f"the prompt's {row.size} tokens leave no room in the model's context of {self.context} tokens",
+                    where=where,
+                    fix="shorten the prompt",
+                )
+        return max(row.size for row in rows)
+
+
+class Run:
+    """A batch being generated: iterating yields, piece by piece, each row's new tokens (none for a finished row)."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        rows: list[np.ndarray],
+        sampling: Sampling,
+        max_tokens: int,
+        stop_ids: frozenset[int],
+        steps: int,
+    ):
+        self._engine, self._rows, self._max_tokens, self._steps = engine, rows, max_tokens, steps
+        switches, self._knobs = compiled_form(sampling, len(rows))
+        self._static = {"spec": engine.spec, "compute": engine.compute, "switches": switches}
+        # Filled up to a multiple of 8 with an id that no token has, so that their number rarely compiles anew.
+        stops = sorted(stop_ids)
+        self._stop_ids = jnp.asarray(stops + [-1] * (8 - len(stops) % 8), jnp.int32)
+        self._stopped = np.zeros(len(rows), bool)
+
+    def stop(self, row: int) -> None:
+        """Ends a row, for reasons that only the reader of its text sees."""
+        self._stopped[row] = True
+
+    def __iter__(self) -> Iterator[list[list[int]]]:
+        params = self._engine.params
+        longest = max(row.size for row in self._rows)
+        length = min(bucket(longest), self._engine.context)
+        tokens = np.zeros((len(self._rows), length), np.int32)
+        for number, row in enumerate(self._rows):
+            tokens[number, : row.size] = row
+        lengths = jnp.asarray([row.size for row in self._rows], jnp.int32)
+        state = _prefill(params, jnp.asarray(tokens), lengths, self._stop_ids, self._knobs, **self._static)
+        self._check(state, 0)
+        yield [[token] for token in np.asarray(state.token).tolist()]
+        given, filled = 1, length
+        state = _grown(state, slots=bucket(length + min(self._max_tokens, AHEAD)))
+        while given < self._max_tokens and not (self._stopped | np.asarray(state.done)).all():
+            steps = min(self._steps, self._max_tokens - given)
+            slots = state.cache.positions.shape[1]
+            if filled + steps > slots:
+                state = _grown(state, slots=2 * slots)
+            state = dataclasses.replace(state, done=state.done | jnp.asarray(self._stopped))
+            state, new = _decode(params, state, jnp.int32(steps), self._stop_ids, self._knobs, **self._static)
+            self._check(state, given)
+            given, filled = given + steps, filled + steps
+            yield [[token for token in row if token >= 0] for row in np.asarray(new).tolist()]
+
+    def _check(self, state: State, given: int) -> None:
+        if not (finite := np.asarray(state.finite)).all():
+            row = int(np.flatnonzero(~finite)[0])
+            raise UserError(
+                f"the model's logits are not finite near new token {given}",
+                where=f"prompt {row}" if len(self._rows) > 1 else None,
+                fix="the weights hold NaN or infinity, or overflow in this dtype: try float32, else the weights are damaged",
+            )
+
+
+def bucket(n: int) -> int:
+    """The next of 16, 24, 32, 48, 64, 96, ...: at most half as much again, and few different lengths."""
+    power = 16
+    while power < n:
+        power *= 2
+    return power * 3 // 4 if n <= power * 3 // 4 and power > 16 else power
+
+
+@partial(jax.jit, static_argnames=("spec", "compute", "switches"))
+def _prefill(
+    params: Tree,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    stop_ids: Int[Array, "n"],
+    knobs: Knobs,
+    *,
+    spec: ModelSpec,
+    compute: Compute,
+    switches: Switches,
+) -> State:
+    """Reads the prompts and chooses each row's first new token."""
+    B, T = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    real = positions < lengths[:, None]
+    cache = init_cache(spec, B, T, compute.dtype)
+    positions = jnp.where(real, positions, 0)
+    hidden, cache = forward_cached(
+        params, spec, compute, tokens, positions, real.astype(jnp.int32), cache, jnp.int32(0)
+    )
+    last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)
+    seen = jnp.zeros((B, spec.vocab if switches.penalty else 0), bool)
+    if switches.penalty:
+        # Padding is scattered out of bounds, which is dropped.
+        seen = seen.at[jnp.arange(B)[:, None], jnp.where(real, tokens, spec.vocab)].set(True, mode="drop")
+    nothing = jnp.zeros(B, bool)
+    before = State(cache, jnp.int32(T), tokens[:, 0], lengths - 1, nothing, seen, ~nothing)
+    return _chosen(params, spec, before, last, stop_ids, switches, knobs)
+
+
+@partial(jax.jit, static_argnames=("spec", "compute", "switches"), donate_argnames=("state",))
+def _decode(
+    params: Tree,
+    state: State,
+    steps: Int[Array, ""],
+    stop_ids: Int[Array, "n"],
+    knobs: Knobs,
+    *,
+    spec: ModelSpec,
+    compute: Compute,
+    switches: Switches,
+) -> tuple[State, Int[Array, "B STEPS"]]:
+    """`steps` decode steps, fewer once all rows are done; tokens that were not made are -1."""
+
+    def step(carry: tuple[Array, State, Array]) -> tuple[Array, State, Array]:
+        i, state, new = carry
+        alive = (~state.done).astype(jnp.int32)[:, None]
+        hidden, cache = forward_cached(
+            params, spec, compute, state.token[:, None], state.position[:, None], alive, state.cache, state.slot
+        )
+        after = dataclasses.replace(state, cache=cache, slot=state.slot + 1)
+        after = _chosen(params, spec, after, hidden, stop_ids, switches, knobs)
+        return i + 1, after, new.at[:, i].set(jnp.where(state.done, -1, after.token))
+
+    def more(carry: tuple[Array, State, Array]) -> Array:
+        i, state, _ = carry
+        return (i < steps) & ~state.done.all()
+
+    new = jnp.full((state.token.shape[0], STEPS), -1, jnp.int32)
+    _, state, new = jax.lax.while_loop(more, step, (jnp.int32(0), state, new))
+    return state, new
+
+
+def _chosen(
+    params: Tree,
+    spec: ModelSpec,
+    state: State,
+    hidden: Array,
+    stop_ids: Int[Array, "n"],
+    switches: Switches,
+    knobs: Knobs,
+) -> State:
+    """The state with the token after `hidden` [B, 1, D] chosen."""
+    scores = logits(params, spec, hidden)[:, 0]
+    position = state.position + 1
+    token = next_token(scores, state.seen, position, switches, knobs)
+    seen = state.seen
+    if switches.penalty:
+        seen = seen.at[jnp.arange(token.shape[0]), token].set(True)
+    # A finished row sees nothing, so what it computes does not matter.
+    finite = state.finite & (state.done | jnp.isfinite(scores).all(-1))
+    done = state.done | (token[:, None] == stop_ids).any(-1)
+    return State(state.cache, state.slot, token, position, done, seen, finite)
+
+
+@partial(jax.jit, static_argnames=("slots",))
+def _grown(state: State, *, slots: int) -> State:
+    """The same state with room for `slots` tokens a row."""
+
+    def grow(x: Array, axis: int) -> Array:
+        return jnp.pad(x, [(0, slots - n if i == axis else 0) for i, n in enumerate(x.shape)])
+
+    cache = state.cache
+    return dataclasses.replace(
+        state,
+        cache=Cache(
+            jax.tree.map(partial(grow, axis=2), cache.keys),
+            jax.tree.map(partial(grow, axis=2), cache.values),
+            grow(cache.positions, 1),
+            grow(cache.segment_ids, 1),
+        ),
+    )
