@@ -7,6 +7,7 @@ import zlib
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from meshtune.model.tree import Tree
@@ -17,24 +18,26 @@ def precision(dtype: jnp.dtype) -> lax.Precision | None:
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
-def matmul(x: Float[Array, "*B i"], weight: Float[Array, "o i"]) -> Float[Array, "*B o"]:
-    """x times the transposed weight, in x's dtype."""
+def matmul(x: Float[Array, "*B i"], weight: Float[Array, "o i"], out: DTypeLike | None = None) -> Float[Array, "*B o"]:
+    """x times the transposed weight: factors in x's dtype, accumulated and given in `out` (default: x's dtype)."""
     return lax.dot_general(
         x,
         weight.astype(x.dtype),
         (((x.ndim - 1,), (1,)), ((), ())),
         precision=precision(x.dtype),
-        preferred_element_type=x.dtype,
+        preferred_element_type=out or x.dtype,
     )
 
 
-def linear(x: Float[Array, "*B i"], node: Tree, key: Array | None = None) -> Float[Array, "*B o"]:
-    """A linear layer: node holds `weight`, perhaps `bias`, perhaps an `adapter` with `.apply(x, weight, key)`.
+def linear(
+    x: Float[Array, "*B i"], node: Tree, key: Array | None = None, out: DTypeLike | None = None
+) -> Float[Array, "*B o"]:
+    """A linear layer: node holds `weight`, perhaps `bias`, perhaps an `adapter` with `.apply(x, weight, key, out)`.
 
     `key` is the adapter's source of dropout; without one nothing is dropped.
     """
     adapter = node.get("adapter")
-    y = matmul(x, node["weight"]) if adapter is None else adapter.apply(x, node["weight"], key)
+    y = matmul(x, node["weight"], out) if adapter is None else adapter.apply(x, node["weight"], key, out)
     if "bias" in node:
         y = y + node["bias"].astype(y.dtype)
     return y

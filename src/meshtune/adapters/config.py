@@ -1,0 +1,81 @@
+"""Which parameters a run trains, as plain data: the three methods."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from meshtune.errors import UserError
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters beside frozen weights (https://arxiv.org/abs/2106.09685).
+
+    `targets` is 'all-linear' (every linear layer but the head), or module names and patterns, as are `train_modules`,
+    the modules trained in full beside the adapters. `adapter` is a key of `meshtune.adapters.ADAPTERS`.
+    Raises UserError for a rank, alpha or dropout that cannot be.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    targets: str | tuple[str, ...] = ALL_LINEAR
+    rslora: bool = False
+    train_modules: tuple[str, ...] = ()
+    adapter: str = "lora"
+
+    def __post_init__(self):
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+            raise UserError(
+                f"the adapters' rank is {self.rank!r}", where="method.rank", fix="give a whole number from 1, such as 8"
+            )
+        if not (math.isfinite(self.alpha) and self.alpha > 0):
+            raise UserError(
+                f"the adapters' alpha is {self.alpha!r}", where="method.alpha", fix="give a number above 0, such as 16"
+            )
+        if not 0 <= self.dropout < 1:
+            raise UserError(
+                f"the adapters' dropout is {self.dropout!r}", where="method.dropout", fix="give a number in [0, 1)"
+            )
+        if not isinstance(self.targets, str):
+            object.__setattr__(self, "targets", tuple(self.targets))
+        object.__setattr__(self, "train_modules", tuple(self.train_modules))
+
+    def scale(self, rank: int | None = None, alpha: float | None = None) -> float:
+        """What B @ A is multiplied by: alpha / rank, or alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732)."""
+        rank, alpha = rank or self.rank, self.alpha if alpha is None else alpha
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+
+@dataclasses.dataclass(frozen=True)
+class FullConfig:
+    """Every weight is trained."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FreezeConfig:
+    """The last or first n layers are trained in full, or named modules, or named modules within those layers."""
+
+    last_layers: int | None = None
+    first_layers: int | None = None
+    modules: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        object.__setattr__(self, "modules", tuple(self.modules))
+        if self.last_layers is not None and self.first_layers is not None:
+            raise UserError("freeze has both last_layers and first_layers", where="method", fix="give one of the two")
+        for name, n in (("last_layers", self.last_layers), ("first_layers", self.first_layers)):
+            if n is not None and n < 1:
+                raise UserError(f"{name} is {n}", where=f"method.{name}", fix="give a whole number from 1")
+        if not (self.last_layers or self.first_layers or self.modules):
+            raise UserError(
+                "freeze without last_layers, first_layers or modules trains nothing",
+                where="method",
+                fix="give at least one of the three, or use method: full",
+            )
+
+
+Method = LoraConfig | FullConfig | FreezeConfig

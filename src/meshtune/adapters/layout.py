@@ -1,0 +1,66 @@
+"""How layers are stacked when a method treats them differently.
+
+Arrays are stacked over layers, so all layers of a stack must be trained, adapted and ranked alike. Where a choice
+differs from layer to layer, the stacks are split at the boundaries; nothing else in the model changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from meshtune.adapters.targets import modules
+from meshtune.model.spec import ModelSpec, stacks_of
+from meshtune.model.tree import Tree, flatten, unflatten
+
+
+def uniform(spec: ModelSpec, choice: Mapping[str, Hashable]) -> ModelSpec:
+    """The spec, with stacks split where needed so that `choice` (HF module name -> anything) is the same in a stack.
+
+    A module that `choice` lacks differs from one it has.
+    """
+    signature: list[dict[str, Hashable]] = [{} for _ in range(spec.layers)]
+    by_node: dict[str, set[Hashable]] = {}
+    for name, module in modules(spec).items():
+        if module.layer is not None:
+            signature[module.layer][module.site] = choice.get(name)
+            by_node.setdefault(module.node, set()).add(choice.get(name))
+    if all(len(seen) == 1 for seen in by_node.values()):
+        return spec
+    flat = [layer for stack in spec.stacks for _ in range(stack.repeats) for layer in stack.pattern]
+    starts = [at for at in range(spec.layers) if at == 0 or signature[at] != signature[at - 1]]
+    parts = [flat[start:end] for start, end in zip(starts, [*starts[1:], spec.layers], strict=True)]
+    return dataclasses.replace(spec, stacks=tuple(stack for part in parts for stack in stacks_of(part)))
+
+
+def restack(params: Tree, old: ModelSpec, new: ModelSpec) -> Tree:
+    """Parameters of `old`'s layout in `new`'s. `params` is used up: at most one stacked leaf exists twice."""
+    if old == new:
+        return params
+    row_of = {n: (key, row) for key, _, _, numbers in old.positions() for row, n in enumerate(numbers)}
+    layers = params.pop("layers")
+    sites: dict[str, None] = {}
+    for key in list(layers):
+        layers[key] = flatten(layers[key])
+        sites |= dict.fromkeys(layers[key])
+    moved: dict[str, jax.Array] = {}
+    for site in sites:
+        source = {key: leaves.pop(site) for key, leaves in layers.items() if site in leaves}
+        for key, _, _, numbers in new.positions():
+            moved[f"layers/{key}/{site}"] = _rows(source, [row_of[n] for n in numbers])
+        jax.block_until_ready([moved[f"layers/{key}/{site}"] for key, *_ in new.positions()])
+    return params | unflatten(moved)
+
+
+def _rows(source: dict[str, jax.Array], wanted: list[tuple[str, int]]) -> jax.Array:
+    keys = {key for key, _ in wanted}
+    if len(keys) == 1:
+        rows = [row for _, row in wanted]
+        whole = source[keys.pop()]
+        if rows == list(range(whole.shape[0])):
+            return whole
+        return whole[rows[0] : rows[-1] + 1] if rows == list(range(rows[0], rows[-1] + 1)) else whole[jnp.array(rows)]
+    return jnp.stack([source[key][row] for key, row in wanted])

@@ -1,0 +1,88 @@
+"""LoRA: a low-rank product beside a frozen weight (https://arxiv.org/abs/2106.09685)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Key
+
+from meshtune.adapters.config import LoraConfig
+from meshtune.model.linear import matmul
+from meshtune.model.spec import ArraySpec
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LoRA:
+    """y = x W^T + scale * (dropout(x) A^T) B^T. A is [R, in], B is [out, R]; stacked layers lead both.
+
+    Any other kind of adapter is a class like this one, registered as a pytree and entered in ADAPTERS: `abstract`,
+    `init`, `apply`, `merge`; PEFT_TENSORS, the PEFT tensor that each array field is stored as; PEFT_FIELDS, what
+    marks the kind in an adapter_config.json.
+    """
+
+    a: Any
+    b: Any
+    scale: float = dataclasses.field(metadata={"static": True})
+    dropout: float = dataclasses.field(default=0.0, metadata={"static": True})
+
+    PEFT_TENSORS: ClassVar[dict[str, str]] = {"a": "lora_A.weight", "b": "lora_B.weight"}
+    PEFT_FIELDS: ClassVar[dict[str, Any]] = {"peft_type": "LORA", "use_dora": False}
+
+    @classmethod
+    def abstract(cls, weight: ArraySpec, config: LoraConfig, dtype: str = "float32") -> LoRA:
+        """The adapter of a weight [.., out, in], with ArraySpecs for arrays."""
+        rank = config.rank
+        *lead, out, into = weight.shape
+        *lead_axes, out_axis, in_axis = weight.axes
+        a = ArraySpec((*lead, rank, into), dtype, (*lead_axes, "rank", in_axis), "normal")
+        b = ArraySpec((*lead, out, rank), dtype, (*lead_axes, out_axis, "rank"), "zeros")
+        return cls(a, b, config.scale(), config.dropout)
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[-2]
+
+    def init(self, keys: Key[Array, "..."], weight: Array) -> tuple[LoRA, Array]:
+        """The concrete adapter of an abstract one, and the weight that stays frozen under it (here: as it is).
+
+        A is uniform in +-1/sqrt(in), as PEFT draws it, B is zero. `keys` is one key, or one a layer of a stack.
+        """
+        *_, rank, into = self.a.shape
+        bound = 1 / math.sqrt(into)
+
+        def draw(key: Array) -> Array:
+            return jax.random.uniform(key, (rank, into), jnp.float32, -bound, bound).astype(self.a.dtype)
+
+        a = jax.vmap(draw)(keys) if keys.ndim else draw(keys)
+        return dataclasses.replace(self, a=a, b=jnp.zeros(self.b.shape, self.b.dtype)), weight
+
+    def apply(
+        self,
+        x: Float[Array, "*B i"],
+        weight: Float[Array, "o i"],
+        key: Array | None = None,
+        out: DTypeLike | None = None,
+    ) -> Float[Array, "*B o"]:
+        """The adapted linear layer without its bias, in `out` or x's dtype. `key` turns dropout on."""
+        y = matmul(x, weight, out)
+        if key is not None and self.dropout > 0:
+            kept = jax.random.bernoulli(key, 1 - self.dropout, x.shape)
+            x = jnp.where(kept, x / (1 - self.dropout), jnp.zeros((), x.dtype))
+        # The scale goes onto the narrow product: R numbers a token instead of `out`.
+        return y + matmul(matmul(x, self.a) * self.scale, self.b, out)
+
+    def merge(self, weight: Float[Array, "*L o i"]) -> Float[Array, "*L o i"]:
+        """W + scale * B A, computed in float32, in the weight's dtype."""
+        product = jnp.einsum(
+            "...or,...ri->...oi",
+            self.b.astype(jnp.float32),
+            self.a.astype(jnp.float32),
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        return (weight.astype(jnp.float32) + self.scale * product).astype(weight.dtype)

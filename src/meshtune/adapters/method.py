@@ -1,0 +1,181 @@
+"""Methods: which parameters are trained, and the two trees that come of it.
+
+Trainable and frozen are separate before anything is differentiated, so no gradient of a frozen parameter can exist.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Key
+
+from meshtune.adapters import ADAPTERS
+from meshtune.adapters.config import FreezeConfig, FullConfig, LoraConfig, Method
+from meshtune.adapters.layout import restack, uniform
+from meshtune.adapters.targets import Module, adapter_targets, fully_trained, modules
+from meshtune.errors import UserError
+from meshtune.model.spec import ArraySpec, ModelSpec, abstract_params
+from meshtune.model.tree import Tree, flatten, unflatten
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A model ready to be trained: `tree.merge(trainable, frozen)` is what the model functions take with `spec`.
+
+    `spec` may stack the layers anew, where a method treats layers differently. Adapters are leaves of `trainable` at
+    "<node>/adapter".
+    """
+
+    spec: ModelSpec
+    trainable: Tree
+    frozen: Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Numbers of parameters."""
+
+    adapters: int
+    full: int
+    frozen: int
+
+    @property
+    def trainable(self) -> int:
+        return self.adapters + self.full
+
+    @property
+    def total(self) -> int:
+        return self.trainable + self.frozen
+
+
+def abstract(method: Method, spec: ModelSpec, trainable_dtype: str = "float32") -> Prepared:
+    """What `prepare` gives, with an ArraySpec for every array: for shardings, memory estimates and loading.
+
+    Weights loaded with this spec need no restacking. Raises UserError for whatever the method asks that cannot be.
+    """
+    adapted, trained = _choose(method, spec)
+    choice: dict[str, Hashable] = dict.fromkeys(trained, "full")
+    for name in adapted:
+        choice[name] = (choice.get(name), "adapter")
+    return arranged(
+        uniform(spec, choice), trained, _abstract_adapters(method, adapted, trainable_dtype), trainable_dtype
+    )
+
+
+def prepare(
+    method: Method, spec: ModelSpec, params: Tree, key: Key[Array, ""], trainable_dtype: str = "float32"
+) -> Prepared:
+    """Splits the parameters of a model into trainable ones, in `trainable_dtype`, and frozen ones, as they are.
+
+    `params` is used up (its dicts are emptied), so that whatever is restacked or cast exists twice only leaf by leaf.
+    An adapter's start depends on `key` and the HF name of its module only.
+    Raises UserError for whatever the method asks that cannot be.
+    """
+    plan = abstract(method, spec, trainable_dtype)
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    weights = used_up(restack(params, spec, plan.spec))
+    names: dict[str, list[str]] = {}
+    for name, module in modules(plan.spec).items():
+        names.setdefault(module.node, []).append(name)
+    trainable: dict[str, Any] = {}
+    for path, leaf in flatten(plan.trainable).items():
+        node, _, last = path.rpartition("/")
+        if last == "adapter":
+            held = "embed/weight" if node == "head" and plan.spec.tied else f"{node}/weight"
+            keys = _keys(key, names[node], node.startswith("layers/"))
+            trainable[path], weights[held] = leaf.init(keys, weights[held])
+        else:
+            trainable[path] = weights.pop(path).astype(trainable_dtype)
+    return Prepared(plan.spec, unflatten(trainable), unflatten(weights))
+
+
+def count(prepared: Prepared) -> Counts:
+    """Parameters by kind; works on abstract and concrete trees."""
+    adapters = full = 0
+    for path, leaf in flatten(prepared.trainable).items():
+        if path.endswith("/adapter"):
+            adapters += sum(array.size for array in jax.tree.leaves(leaf))
+        else:
+            full += leaf.size
+    return Counts(adapters, full, sum(leaf.size for leaf in jax.tree.leaves(prepared.frozen)))
+
+
+def arranged(spec: ModelSpec, trained: list[str], adapters: dict[str, Any], dtype: str) -> Prepared:
+    """The abstract trees of a spec whose stacks are uniform.
+
+    `trained` and `adapters` are by HF module name; an adapter is a function of its weight's ArraySpec.
+    """
+    leaves = flatten(abstract_params(spec))
+    among = modules(spec)
+    first = {module.node: module for module in reversed(among.values())}
+    full = {f"{among[name].node}/{leaf}" for name in trained for leaf in among[name].leaves}
+    trainable = {path: dataclasses.replace(leaf, dtype=dtype) for path, leaf in leaves.items() if path in full}
+    for node, module in first.items():
+        if module.name in adapters:
+            weight = leaves["embed/weight" if node == "head" and spec.tied else f"{node}/weight"]
+            trainable[f"{node}/adapter"] = adapters[module.name](weight)
+    frozen = {path: leaf for path, leaf in leaves.items() if path not in full}
+    return Prepared(spec, unflatten(trainable), unflatten(frozen))
+
+
+def used_up(params: Tree) -> dict[str, Any]:
+    """The flat form of a tree whose dicts are emptied, so that a leaf popped from it is really freed."""
+    flat = flatten(params)
+    _empty(params)
+    return flat
+
+
+def _empty(tree: Tree) -> None:
+    for value in tree.values():
+        if isinstance(value, dict):
+            _empty(value)
+    tree.clear()
+
+
+def _choose(method: Method, spec: ModelSpec) -> tuple[list[str], list[str]]:
+    among = modules(spec)
+    match method:
+        case FullConfig():
+            return [], [name for name, module in among.items() if not (spec.tied and module.node == "head")]
+        case FreezeConfig():
+            return [], fully_trained(method, spec, among)
+        case LoraConfig():
+            adapted = adapter_targets(method, among)
+            trained = fully_trained(method, spec, among)
+            _disjoint(adapted, trained, among, spec)
+            return adapted, trained
+
+
+def _disjoint(adapted: list[str], trained: list[str], among: dict[str, Module], spec: ModelSpec) -> None:
+    held = {among[name].node for name in trained}
+    for name in adapted:
+        node = among[name].node
+        if name in trained or (node == "head" and spec.tied and "embed" in held):
+            raise UserError(
+                f"{name} is to have an adapter and to be trained in full"
+                + (" (it shares the embedding's matrix)" if name not in trained else ""),
+                where="method.targets, method.train_modules",
+                fix="name it in one of the two",
+            )
+
+
+def _abstract_adapters(method: Method, adapted: list[str], dtype: str) -> dict[str, Any]:
+    if not isinstance(method, LoraConfig):
+        return {}
+    kind = ADAPTERS[method.adapter]
+
+    def make(weight: ArraySpec) -> Any:
+        return kind.abstract(weight, method, dtype)
+
+    return dict.fromkeys(adapted, make)
+
+
+def _keys(key: Array, names: list[str], stacked: bool) -> Array:
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.array([zlib.crc32(n.encode()) for n in names], jnp.uint32))
+    return keys if stacked else keys[0]

@@ -1,0 +1,178 @@
+"""adapter_config.json: read so that no field that matters is ever ignored, and written so that any peft reads it.
+
+Fields as of peft 0.21 (https://huggingface.co/docs/peft/package_reference/lora).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+from meshtune.adapters import ADAPTERS
+from meshtune.adapters.config import ALL_LINEAR, LoraConfig
+from meshtune.adapters.targets import Module
+from meshtune.errors import UserError
+
+# Only said for information, or without effect unless another field (which is refused) is set.
+INFORMATION = {
+    "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version", "peft_type",
+    "megatron_core", "qalora_group_size", "loftq_config", "eva_config", "runtime_config", "ensure_weight_tying",
+    "trainable_modules", "init_lora_weights",
+}  # fmt: skip
+READ = {
+    "r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "use_rslora", "rank_pattern",
+    "alpha_pattern", "exclude_modules", "layers_to_transform", "layers_pattern",
+}  # fmt: skip
+NEUTRAL: dict[str, Any] = {"bias": "none"}
+# Starts that leave the base as it is; the others (pissa, olora, corda, loftq, lora_ga, ...) change its weights.
+HARMLESS_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+@dataclasses.dataclass(frozen=True)
+class PeftConfig:
+    """The fields of an adapter_config.json that say what the tensors beside it mean."""
+
+    fields: dict[str, Any]
+    kind: str
+    config: LoraConfig
+
+    def rank(self, name: str) -> int:
+        """The rank of the adapter of an HF module."""
+        return self._pattern("rank_pattern", name, self.config.rank)
+
+    def alpha(self, name: str) -> float:
+        """The alpha of the adapter of an HF module."""
+        return float(self._pattern("alpha_pattern", name, self.config.alpha))
+
+    def targeted(self, module: Module) -> bool:
+        """Whether peft would put an adapter beside this linear module."""
+        wanted, name = self.fields.get("target_modules"), module.name
+        excluded = self.fields.get("exclude_modules") or []
+        if isinstance(excluded, str):
+            if re.fullmatch(excluded, name):
+                return False
+        elif any(f".{name}".endswith(f".{e}") for e in excluded):
+            return False
+        saved = self.fields.get("modules_to_save") or []
+        if not module.linear or any(re.match(rf"(^|.*\.){m}($|\..*)", name) for m in saved):
+            return False
+        if isinstance(wanted, str):
+            return module.node != "head" if wanted.lower() == ALL_LINEAR else bool(re.fullmatch(wanted, name))
+        if name in (wanted or []):
+            return True
+        layers = self.fields.get("layers_to_transform")
+        if isinstance(layers, int):
+            layers = [layers]
+        return any(name.endswith(f".{w}") for w in wanted or []) and (not layers or module.layer in layers)
+
+    def _pattern(self, field: str, name: str, default: Any) -> Any:
+        patterns = self.fields.get(field) or {}
+        return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), default)
+
+
+def read_config(fields: dict[str, Any], where: str) -> PeftConfig:
+    """Raises UserError, naming the field, for whatever would change the mathematics and is not implemented."""
+
+    def refuse(field: str, why: str, fix: str = "train or export the adapter without it") -> UserError:
+        return UserError(f"{field} is {fields.get(field)!r}: {why}", where=f"{where}, field {field}", fix=fix)
+
+    kinds = [name for name, kind in ADAPTERS.items() if all(_same(fields, kind, field) for field in kind.PEFT_FIELDS)]
+    if not kinds:
+        known = {kind.PEFT_FIELDS["peft_type"] for kind in ADAPTERS.values()}
+        field = "peft_type" if fields.get("peft_type") not in known else "use_dora"
+        raise refuse(field, "this kind of adapter is not supported", f"supported: {', '.join(sorted(ADAPTERS))}")
+    told = {field for name in kinds for field in ADAPTERS[name].PEFT_FIELDS}
+    for field, value in fields.items():
+        if field in INFORMATION or field in READ or field in told or value == NEUTRAL.get(field):
+            continue
+        if field in NEUTRAL or value not in (False, [], {}, ""):
+            raise refuse(field, "this is not implemented and would change the result")
+    if fields.get("task_type") not in (None, "CAUSAL_LM"):
+        raise refuse("task_type", "only adapters of causal language models are supported", "use a CAUSAL_LM adapter")
+    if fields.get("init_lora_weights", True) not in HARMLESS_STARTS:
+        raise refuse(
+            "init_lora_weights",
+            "this start changes the base's weights, which are not in the adapter",
+            "save it with peft's path_initial_model_for_weight_conversion, which makes it a plain LoRA",
+        )
+    if "r" not in fields or "lora_alpha" not in fields:
+        raise UserError("r or lora_alpha is missing", where=where, fix="this is not a complete adapter_config.json")
+    for field in ("rank_pattern", "alpha_pattern"):
+        for pattern in fields.get(field) or {}:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise refuse(field, f"'{pattern}' is not a regular expression ({error})", "mend the pattern") from error
+    targets = fields.get("target_modules")
+    config = LoraConfig(
+        rank=fields["r"],
+        alpha=float(fields["lora_alpha"]),
+        dropout=float(fields.get("lora_dropout") or 0.0),
+        targets=targets if isinstance(targets, str) else tuple(targets or ()),
+        rslora=bool(fields.get("use_rslora", False)),
+        train_modules=tuple(fields.get("modules_to_save") or ()),
+        adapter=kinds[0],
+    )
+    return PeftConfig(fields, kinds[0], config)
+
+
+def write_config(
+    config: LoraConfig,
+    base: str,
+    ranks: dict[str, int],
+    alphas: dict[str, float],
+    trained: list[str],
+    names: list[str],
+) -> dict[str, Any]:
+    """The fields for adapters of these ranks and alphas (by HF module), with `trained` modules saved in full.
+
+    `names` are all modules of the model: short names are used where they select exactly the right ones.
+    """
+    rank_pattern = {name: rank for name, rank in ranks.items() if rank != config.rank}
+    alpha_pattern = {name: _plain(a) for name, a in alphas.items() if not math.isclose(a, config.alpha, rel_tol=1e-9)}
+    return {
+        **ADAPTERS[config.adapter].PEFT_FIELDS,
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "revision": None,
+        "inference_mode": True,
+        "r": config.rank,
+        "lora_alpha": _plain(config.alpha),
+        "lora_dropout": config.dropout,
+        "use_rslora": config.rslora,
+        "target_modules": _shortest(list(ranks), names, "."),
+        "modules_to_save": _shortest(trained, names, "") or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "rank_pattern": rank_pattern,
+        "alpha_pattern": alpha_pattern,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+    }
+
+
+def _same(fields: dict[str, Any], kind: Any, field: str) -> bool:
+    wanted = kind.PEFT_FIELDS[field]
+    return (fields.get(field) or False) == wanted if wanted is False else fields.get(field) == wanted
+
+
+def _shortest(chosen: list[str], names: list[str], before: str) -> list[str]:
+    """Last parts of names where those select the chosen modules and no other, else whole names.
+
+    peft compares target_modules with the whole name or what follows a dot (`before` "."), modules_to_save with any
+    ending ("").
+    """
+    held = {".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 2)}
+    wanted, short = set(chosen), []
+    for name in chosen:
+        last = name.rpartition(".")[2]
+        selected = {other for other in held if other == last or other.endswith(before + last)}
+        short.append(last if selected <= wanted else name)
+    return sorted(set(short))
+
+
+def _plain(number: float) -> int | float:
+    return int(number) if float(number).is_integer() else float(number)

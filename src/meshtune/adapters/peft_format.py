@@ -1,0 +1,193 @@
+"""Adapters on disk, as peft reads and writes them: adapter_config.json and adapter_model.safetensors.
+
+What Meshtune knows beyond peft's fields (the base's hash, the version that wrote it) is in the safetensors metadata.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+import safetensors
+from safetensors.numpy import save_file
+
+from meshtune.adapters import ADAPTERS
+from meshtune.adapters.config import LoraConfig
+from meshtune.adapters.layout import restack, uniform
+from meshtune.adapters.method import arranged, used_up
+from meshtune.adapters.peft_config import PeftConfig, read_config, write_config
+from meshtune.adapters.peft_tensors import Content, collect, names_of_nodes, read, sort
+from meshtune.adapters.publish import published
+from meshtune.adapters.targets import modules
+from meshtune.errors import UserError
+from meshtune.model.spec import ModelSpec
+from meshtune.model.tree import Tree, flatten, merge, unflatten
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+@dataclasses.dataclass(frozen=True)
+class BaseRecord:
+    """What an adapter was trained against. `hash` is weights.fingerprint's, or None where the writer recorded none."""
+
+    path: str
+    hash: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedAdapter:
+    """An adapter read from disk: adapters, and modules trained in full, as `trainable` for `spec`.
+
+    `spec` differs from the base's where layers are adapted differently (its stacks are split) and where the adapter
+    unties the head from the embedding. `copies` are weights of the base, by HF module, that peft wrote beside an
+    adapted head.
+    """
+
+    config: LoraConfig
+    spec: ModelSpec
+    trainable: Tree
+    base: BaseRecord
+    copies: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+
+def save_adapter(
+    dest: str | os.PathLike[str],
+    trainable: Tree,
+    spec: ModelSpec,
+    config: LoraConfig,
+    base: BaseRecord,
+    *,
+    check: Callable[[pathlib.Path], None] | None = None,
+) -> pathlib.Path:
+    """Writes the adapter directory `dest`, whole or not at all; an adapter already there is replaced.
+
+    `check` is called with the directory before it gets its name, and may raise: `verify.export_adapter` reloads there.
+    In a tied model a trained embedding is written as embed_tokens and as lm_head, which every peft keeps equal.
+    Raises UserError where `dest` holds something else than an adapter, and what `check` raises.
+    """
+    dest = pathlib.Path(dest)
+    written = collect(trainable, spec, config)
+    fields = write_config(config, base.path, written.ranks, written.alphas, written.trained, list(modules(spec)))
+    record = {
+        "base": dataclasses.asdict(base),
+        "rank": config.rank,
+        "alpha": config.alpha,
+        "targets": fields["target_modules"],
+        "version": importlib.metadata.version("meshtune"),
+    }
+    with published(dest, CONFIG) as partial:
+        save_file(written.tensors, str(partial / WEIGHTS), metadata={"format": "pt", "meshtune": json.dumps(record)})
+        (partial / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        if check is not None:
+            check(partial)
+    return dest
+
+
+def load_adapter(source: str | os.PathLike[str], spec: ModelSpec) -> LoadedAdapter:
+    """Reads an adapter that Meshtune or peft wrote for a base of this spec.
+
+    Adapters come as float32, modules trained in full in the dtype they have on disk.
+    Raises UserError, naming file, field or tensor, for whatever is missing, does not fit the base or is unsupported.
+    """
+    source = pathlib.Path(source)
+    peft = read_config(_json(source), str(source / CONFIG))
+    with _opened(source / WEIGHTS) as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        content = sort(shapes, spec, peft, str(source / WEIGHTS))
+        if spec.tied and _unties(content, peft, spec, file):
+            spec = dataclasses.replace(spec, tied=False)
+        among = modules(spec)
+        full = [name for name in content.full if not (spec.tied and among[name].node == "head")]
+        choice: dict[str, Hashable] = dict.fromkeys(full, "full")
+        makers: dict[str, Callable[[Any], Any]] = {}
+        for name in content.adapted:
+            own = dataclasses.replace(peft.config, rank=peft.rank(name), alpha=peft.alpha(name))
+            choice[name] = (choice.get(name), own.rank, own.alpha)
+            makers[name] = lambda weight, own=own: ADAPTERS[peft.kind].abstract(weight, own)
+        spec = uniform(spec, choice)
+        trainable = read(arranged(spec, full, makers, "float32").trainable, spec, file, content)
+        copies = {module: file.get_tensor(name) for name, module in content.copies.items()}
+        return LoadedAdapter(peft.config, spec, trainable, _record(file.metadata() or {}, peft), copies)
+
+
+def attach(params: Tree, spec: ModelSpec, adapter: LoadedAdapter) -> tuple[ModelSpec, Tree]:
+    """The base with the adapter: the spec and the whole tree for the model functions. `params` is used up.
+
+    Raises UserError where the adapter carries weights of its base that are not this base's.
+    """
+    names = {name: node for node, owners in names_of_nodes(spec).items() for name in owners}
+    for name, copy in adapter.copies.items():
+        held = params["embed" if names[name] == "head" and spec.tied else names[name]]["weight"]
+        if not np.array_equal(np.asarray(held, np.float32), np.asarray(copy, np.float32)):
+            raise UserError(
+                f"the adapter carries a {name} that is not this base's",
+                where=f"{WEIGHTS}, {name}.base_layer.weight",
+                fix="give the base this adapter was trained on (a resized vocabulary is a change of the base too)",
+            )
+    weights = used_up(restack(params, dataclasses.replace(spec, tied=adapter.spec.tied), adapter.spec))
+    if spec.tied and not adapter.spec.tied:
+        weights["head/weight"] = weights["embed/weight"]
+    for path in flatten(adapter.trainable):
+        weights.pop(path, None)
+    return adapter.spec, merge(unflatten(weights), adapter.trainable)
+
+
+def check_base(adapter: LoadedAdapter, path: str, hash: str) -> None:
+    """Raises UserError where the adapter records another base than the one at `path` with this hash."""
+    if adapter.base.hash is not None and adapter.base.hash != hash:
+        raise UserError(
+            f"the adapter was trained on another base: {adapter.base.path} ({adapter.base.hash}), not {path} ({hash})",
+            where=f"{WEIGHTS}, metadata",
+            fix=f"give the base it was trained on: {adapter.base.path}",
+        )
+
+
+def _unties(content: Content, peft: PeftConfig, spec: ModelSpec, file: Any) -> bool:
+    """Whether peft, with this adapter, would use a head that differs from the embedding."""
+    names = names_of_nodes(spec)
+    table, head = (content.full.get(names[node][0]) for node in ("embed", "head"))
+    if table and head:
+        return not np.array_equal(file.get_tensor(table["weight"]), file.get_tensor(head["weight"]))
+    return bool(head or table) and not peft.fields.get("ensure_weight_tying")
+
+
+def _record(metadata: dict[str, str], peft: PeftConfig) -> BaseRecord:
+    if "meshtune" in metadata:
+        return BaseRecord(**json.loads(metadata["meshtune"])["base"])
+    return BaseRecord(peft.fields.get("base_model_name_or_path") or "unknown")
+
+
+def _json(source: pathlib.Path) -> dict[str, Any]:
+    path = source / CONFIG
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        what = f"no adapter at {source}: " + ("the directory does not exist" if not source.exists() else f"no {CONFIG}")
+        raise UserError(what, where=str(path), fix="give a directory with a PEFT adapter") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{CONFIG} is not JSON: {error}", where=str(path), fix="save the adapter again") from error
+    if not isinstance(fields, dict):
+        raise UserError(f"{CONFIG} is not a JSON object", where=str(path), fix="save the adapter again")
+    return fields
+
+
+def _opened(path: pathlib.Path) -> Any:
+    if not path.is_file():
+        pickled = (path.parent / "adapter_model.bin").exists()
+        raise UserError(
+            f"{WEIGHTS} is missing" + (", and adapter_model.bin is a pickle, which Meshtune never opens" * pickled),
+            where=str(path),
+            fix="save it with peft's save_pretrained(..., safe_serialization=True)" if pickled else "copy it whole",
+        )
+    try:
+        return safetensors.safe_open(str(path), framework="np")
+    except safetensors.SafetensorError as error:
+        raise UserError(
+            f"{WEIGHTS} is damaged or only half written: {error}", where=str(path), fix="copy or save it again"
+        ) from error

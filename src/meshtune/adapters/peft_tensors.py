@@ -1,0 +1,183 @@
+"""The tensors of an adapter_model.safetensors <-> trees: names, which belong together, which shape they need."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from meshtune.adapters import ADAPTERS
+from meshtune.adapters.config import LoraConfig
+from meshtune.adapters.peft_config import PeftConfig
+from meshtune.adapters.targets import Module, modules
+from meshtune.errors import UserError
+from meshtune.model.spec import ModelSpec
+from meshtune.model.tree import Tree, flatten, unflatten
+
+PREFIX = "base_model.model."
+
+
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """Tensor names by HF module: those of adapters by array field, those of modules saved in full by leaf.
+
+    `copies` are the base's own weights, which peft writes beside an adapted lm_head.
+    """
+
+    adapted: dict[str, dict[str, str]]
+    full: dict[str, dict[str, str]]
+    copies: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """What an adapter's file will hold: tensors by name, ranks and alphas by adapted HF module, modules in full."""
+
+    tensors: dict[str, np.ndarray]
+    ranks: dict[str, int]
+    alphas: dict[str, float]
+    trained: list[str]
+
+
+def collect(trainable: Tree, spec: ModelSpec, config: LoraConfig) -> Written:
+    """The tensors of a trainable tree. In a tied model a trained embedding is there as embed_tokens and as lm_head."""
+    names = names_of_nodes(spec)
+    out = Written({}, {}, {}, [])
+    for path, leaf in flatten(trainable).items():
+        node, _, last = path.rpartition("/")
+        owners = names[node] + (names["head"] if node == "embed" and spec.tied else [])
+        stacked = node.startswith("layers/")
+        if last != "adapter":
+            array = np.asarray(leaf)
+            for row, name in enumerate(owners):
+                out.tensors[f"{PREFIX}{name}.{last}"] = array[row] if stacked else array
+            out.trained.extend(name for name in owners if name not in out.trained)
+            continue
+        assert isinstance(leaf, ADAPTERS[config.adapter]), (path, type(leaf), config.adapter)
+        for field, suffix in leaf.PEFT_TENSORS.items():
+            array = np.asarray(getattr(leaf, field))
+            for row, name in enumerate(owners):
+                out.tensors[f"{PREFIX}{name}.{suffix}"] = array[row] if stacked else array
+        for name in owners:
+            out.ranks[name] = leaf.rank
+            out.alphas[name] = float(f"{leaf.scale * config.alpha / config.scale(leaf.rank):.12g}")
+    return out
+
+
+def sort(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, peft: PeftConfig, where: str) -> Content:
+    """Which tensor is what, checked against the base's spec and the config beside it.
+
+    Raises UserError naming the tensor that is unknown, missing, or of a shape that does not fit.
+    """
+    among = modules(spec)
+    suffixes = {f".{suffix}": field for field, suffix in ADAPTERS[peft.kind].PEFT_TENSORS.items()}
+    content = Content({}, {}, {})
+    for name in shapes:
+        inner = name.removeprefix(PREFIX).replace(".modules_to_save.", ".").replace(".default.", ".")
+        suffix = next((s for s in suffixes if inner.endswith(s)), None)
+        module, _, leaf = inner.rpartition(".")
+        if suffix is not None and inner.removesuffix(suffix) in among:
+            module = inner.removesuffix(suffix)
+            if not among[module].linear:
+                raise _misfit(name, where, f"{module} is not a linear layer of this model")
+            content.adapted.setdefault(module, {})[suffixes[suffix]] = name
+        elif inner.endswith(".base_layer.weight") and inner.removesuffix(".base_layer.weight") in among:
+            content.copies[name] = inner.removesuffix(".base_layer.weight")
+        elif module in among and leaf in among[module].leaves:
+            content.full.setdefault(module, {})[leaf] = name
+        else:
+            raise _misfit(name, where, "this model has no place for it")
+    for module, tensors in content.adapted.items():
+        _check_adapter(among[module], tensors, shapes, peft, where)
+    for module, tensors in content.full.items():
+        for leaf, wanted in among[module].leaves.items():
+            if leaf not in tensors:
+                raise _missing(f"{PREFIX}{module}.{leaf}", where)
+            _check_shape(tensors[leaf], shapes, wanted.shape, where)
+    for module in among.values():
+        if peft.targeted(module) and module.name not in content.adapted:
+            raise _missing(f"{PREFIX}{module.name}.{next(iter(suffixes))[1:]}", where)
+    for wanted in peft.config.train_modules:
+        if not any(name.endswith(wanted) for name in (*content.full, *_containers(content.full))):
+            raise _missing(f"{PREFIX}{wanted}.weight", where)
+    if not content.adapted and not content.full:
+        raise UserError("the adapter holds no tensors", where=where, fix="write the adapter again")
+    return content
+
+
+def read(abstract: Tree, spec: ModelSpec, file: Any, content: Content) -> Tree:
+    """The arrays of an abstract trainable tree: adapters in float32, modules in full in the dtype of the file."""
+    names = names_of_nodes(spec)
+
+    def load(node: str, tensors: dict[str, dict[str, str]], part: str) -> np.ndarray:
+        rows = [file.get_tensor(tensors[name][part]) for name in names[node]]
+        return np.stack(rows) if node.startswith("layers/") else rows[0]
+
+    found: dict[str, Any] = {}
+    for path, leaf in flatten(abstract).items():
+        node, _, last = path.rpartition("/")
+        if last == "adapter":
+            arrays = {part: load(node, content.adapted, part) for part in leaf.PEFT_TENSORS}
+            arrays = {part: jnp.asarray(array, getattr(leaf, part).dtype) for part, array in arrays.items()}
+            found[path] = dataclasses.replace(leaf, **arrays)
+        else:
+            found[path] = jnp.asarray(load(node, content.full, last))
+    return unflatten(found)
+
+
+def names_of_nodes(spec: ModelSpec) -> dict[str, list[str]]:
+    """Node path -> HF module names, row by row, the head of a tied model included."""
+    names: dict[str, list[str]] = {}
+    for name, module in modules(spec).items():
+        names.setdefault(module.node, []).append(name)
+    return names
+
+
+def _check_adapter(
+    module: Module, tensors: dict[str, str], shapes: Mapping[str, tuple[int, ...]], peft: PeftConfig, where: str
+) -> None:
+    kind, rank = ADAPTERS[peft.kind], peft.rank(module.name)
+    wanted = kind.abstract(module.leaves["weight"], dataclasses.replace(peft.config, rank=rank))
+    for field, suffix in kind.PEFT_TENSORS.items():
+        if field not in tensors:
+            raise _missing(f"{PREFIX}{module.name}.{suffix}", where)
+        _check_shape(tensors[field], shapes, getattr(wanted, field).shape, where, f" for rank {rank}")
+
+
+def _check_shape(
+    name: str, shapes: Mapping[str, tuple[int, ...]], wanted: tuple[int, ...], where: str, more: str = ""
+) -> None:
+    if tuple(shapes[name]) != wanted:
+        raise UserError(
+            f"tensor {name} is {_by(shapes[name])}, but the base needs {_by(wanted)}{more}",
+            where=where,
+            fix="give the base this adapter was trained on (base_model_name_or_path), and its own adapter_config.json",
+        )
+
+
+def _containers(names: Mapping[str, Any]) -> set[str]:
+    return {".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 1)}
+
+
+def _misfit(name: str, where: str, why: str) -> UserError:
+    return UserError(
+        f"tensor {name} does not fit: {why}",
+        where=where,
+        fix="give the base this adapter was trained on; of peft's kinds, "
+        + f"{', '.join(sorted(ADAPTERS))} on linear layers is supported",
+    )
+
+
+def _missing(name: str, where: str) -> UserError:
+    return UserError(
+        f"tensor {name} is missing, which the adapter_config.json beside it promises",
+        where=where,
+        fix="the adapter is only half there: copy or save it again",
+    )
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return " x ".join(str(n) for n in shape)

@@ -1,0 +1,178 @@
+"""Names of modules, as people write them, resolved to the modules of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Sequence
+
+from meshtune.adapters.config import ALL_LINEAR, FreezeConfig, LoraConfig
+from meshtune.errors import UserError, nearest
+from meshtune.families import module_names
+from meshtune.model.spec import ArraySpec, ModelSpec, abstract_params
+from meshtune.model.tree import flatten
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """One Hugging Face module: its name, the tree node and row that hold it, and its leaves (without a layers axis)."""
+
+    name: str
+    node: str
+    row: int | None
+    layer: int | None
+    leaves: dict[str, ArraySpec]
+
+    @property
+    def linear(self) -> bool:
+        """Whether an adapter can sit beside it: every matrix but the embedding table."""
+        return self.node != "embed" and "weight" in self.leaves and len(self.leaves["weight"].shape) == 2
+
+    @property
+    def site(self) -> str:
+        """Where in a layer it is ("attn/q"), the same in every layer."""
+        return self.node if self.layer is None else self.node.split("/", 2)[2]
+
+
+def modules(spec: ModelSpec) -> dict[str, Module]:
+    """HF module name -> Module, in the tree's order. A tied head is a module whose weight is the embedding's."""
+    numbers = {key: numbers for key, _, _, numbers in spec.positions()}
+    leaves: dict[str, dict[str, ArraySpec]] = {}
+    for path, leaf in flatten(abstract_params(spec)).items():
+        node, _, name = path.rpartition("/")
+        leaves.setdefault(node, {})[name] = leaf
+    named = dict(module_names(spec))
+    if spec.tied:
+        leaves["head"] = {"weight": leaves["embed"]["weight"]}
+        named.setdefault("head", ["lm_head"])
+    found: dict[str, Module] = {}
+    for node, own in leaves.items():
+        if not node.startswith("layers/"):
+            found[named[node][0]] = Module(named[node][0], node, None, None, own)
+            continue
+        rows = numbers[node.split("/", 2)[1]]
+        each = {name: ArraySpec(a.shape[1:], a.dtype, a.axes[1:], a.init) for name, a in own.items()}
+        for row, (name, layer) in enumerate(zip(named[node], rows, strict=True)):
+            found[name] = Module(name, node, row, layer, each)
+    return found
+
+
+def matches(wanted: str, name: str) -> bool:
+    """Whether a written name or pattern means the module `name`, or a module that holds it.
+
+    A name is whole dotted parts anywhere in the module's name: q_proj, mlp, layers.3. A pattern (with * ? or [) is
+    compared with the whole name, with and without a leading 'model.'.
+    """
+    parts = name.split(".")
+    if any(c in wanted for c in "*?["):
+        prefixes = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+        return any(fnmatch.fnmatchcase(p, wanted) or fnmatch.fnmatchcase(p, f"model.{wanted}") for p in prefixes)
+    return f".{wanted}." in f".{name}."
+
+
+def choose(wanted: Sequence[str], among: dict[str, Module], where: str) -> list[str]:
+    """The modules that the written names and patterns mean, in the model's order.
+
+    Raises UserError for one that means none, with the nearest valid name.
+    """
+    for name in wanted:
+        if not any(matches(name, module) for module in among):
+            raise _unknown(name, among, where)
+    return [module for module in among if any(matches(name, module) for name in wanted)]
+
+
+def adapter_targets(config: LoraConfig, among: dict[str, Module]) -> list[str]:
+    """The linear modules to adapt. A pattern means the linear layers among what it matches.
+
+    Raises UserError for unknown names, for names of what is not a linear layer, and for a rank above a layer's size.
+    """
+    linear = {name: module for name, module in among.items() if module.linear}
+    wanted = (config.targets,) if isinstance(config.targets, str) else config.targets
+    if not wanted:
+        raise UserError(
+            "no targets for the adapters", where="method.targets", fix=f"give '{ALL_LINEAR}' or module names"
+        )
+    chosen: dict[str, Module] = {}
+    for target in wanted:
+        if target.lower() == ALL_LINEAR:
+            found = [name for name, module in linear.items() if module.node != "head"]
+        else:
+            found = [name for name in linear if matches(target, name)]
+        if not found and any(matches(target, name) for name in among):
+            raise UserError(
+                f"'{target}' is not a linear layer, so it cannot have an adapter",
+                where="method.targets",
+                fix=f"train it in full instead: method.train_modules: ['{target}']",
+            )
+        if not found:
+            raise _unknown(target, linear, "method.targets")
+        chosen |= {name: linear[name] for name in found}
+    for name, module in chosen.items():
+        if config.rank > min(module.leaves["weight"].shape):
+            out, into = module.leaves["weight"].shape
+            raise UserError(
+                f"rank {config.rank} is above what {name} can use: its weight is {out} x {into}",
+                where="method.rank",
+                fix=f"give at most {min(out, into)}, or leave {name.rpartition('.')[2]} out of method.targets",
+            )
+    if config.dropout and any(module.node == "head" for module in chosen.values()):
+        raise UserError(
+            "adapters with dropout cannot target lm_head: its loss is computed in chunks without random numbers",
+            where="method.dropout",
+            fix="set dropout to 0, or leave lm_head out of method.targets",
+        )
+    return [name for name in among if name in chosen]
+
+
+def fully_trained(method: LoraConfig | FreezeConfig, spec: ModelSpec, among: dict[str, Module]) -> list[str]:
+    """The modules that a method trains in full. In a tied model embed_tokens and lm_head both mean the one matrix.
+
+    Raises UserError for unknown names and for more layers than the model has.
+    """
+    if isinstance(method, LoraConfig):
+        return _tied_once(choose(method.train_modules, among, "method.train_modules"), among, spec)
+    layers = range(spec.layers)
+    for field, n in (("last_layers", method.last_layers), ("first_layers", method.first_layers)):
+        if n is not None and n > spec.layers:
+            raise UserError(
+                f"{field} is {n}, but the model has {spec.layers} layers",
+                where=f"method.{field}",
+                fix=f"give at most {spec.layers}, or use method: full",
+            )
+    if method.last_layers:
+        layers = range(spec.layers - method.last_layers, spec.layers)
+    if method.first_layers:
+        layers = range(method.first_layers)
+    inside = [name for name, module in among.items() if module.layer is None or module.layer in layers]
+    if not method.modules:
+        return [name for name in inside if among[name].layer is not None]
+    named = choose(method.modules, among, "method.modules")
+    for name in method.modules:
+        if not any(matches(name, module) for module in inside):
+            raise UserError(
+                f"'{name}' matches nothing in the chosen layers {layers.start} to {layers.stop - 1}",
+                where="method.modules",
+                fix="name modules of those layers, or leave last_layers and first_layers out",
+            )
+    return _tied_once([name for name in named if name in inside], among, spec)
+
+
+def _tied_once(names: list[str], among: dict[str, Module], spec: ModelSpec) -> list[str]:
+    if not spec.tied:
+        return names
+    table = next(name for name, module in among.items() if module.node == "embed")
+    renamed = {table if among[name].node == "head" else name for name in names}
+    return [name for name in among if name in renamed]
+
+
+def _unknown(name: str, among: dict[str, Module], where: str) -> UserError:
+    short = list(dict.fromkeys(part for module in among for part in reversed(module.split(".")) if not part.isdigit()))
+    short = [part for part in short if part not in ("model", "layers")]
+    pattern = any(c in name for c in "*?[")
+    hint = nearest(name.rpartition(".")[2] if "." in name else name, short)
+    example = next(iter(among))
+    return UserError(
+        f"{'the pattern' if pattern else 'the module'} '{name}' matches nothing in this model",
+        where=where,
+        fix=f"{hint}valid names: {', '.join(short)}; patterns are compared with names such as {example}",
+    )

@@ -1,0 +1,132 @@
+"""Adapters written here load in peft, adapters written by peft load here, with the same logits.
+
+Tolerance 1e-4 on float32 logits of size ~1-10: the two libraries sum in different orders, nothing else differs.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import peft
+import pytest
+import torch
+from twins import base, moved, our_logits, torch_logits, trained_logits
+
+from meshtune.adapters.config import LoraConfig
+from meshtune.adapters.merge import merged
+from meshtune.adapters.method import Prepared, prepare
+from meshtune.adapters.peft_format import BaseRecord, attach, load_adapter, save_adapter
+from tiny_models import torch_model
+
+BASE = BaseRecord("some/base", "sha256:0")
+
+
+def tuned(name: str, config: LoraConfig) -> Prepared:
+    made = prepare(config, *base(name), jax.random.key(0))
+    return Prepared(made.spec, moved(made.trainable), made.frozen)
+
+
+def in_peft(model: Any, where: pathlib.Path) -> Any:
+    """The adapter in peft. Missing or unexpected tensors, of which peft only warns, are failures."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", message=".*(missing|unexpected|Unexpected|not found).*")
+        return peft.PeftModel.from_pretrained(model, str(where)).eval()
+
+
+CASES = {
+    "all_linear": LoraConfig(rank=4, alpha=8),
+    "rslora": LoraConfig(rank=4, alpha=3, rslora=True),
+    "some": LoraConfig(rank=3, targets=("q_proj", "mlp.down_proj")),
+    "head": LoraConfig(rank=4, targets=("all-linear", "lm_head")),
+    "some_layers": LoraConfig(rank=4, targets=("layers.[13].mlp.*", "layers.0.self_attn.k_proj")),
+    "with_modules": LoraConfig(rank=4, targets=("v_proj",), train_modules=("embed_tokens", "lm_head", "norm")),
+    "with_embedding": LoraConfig(rank=4, targets=("v_proj",), train_modules=("embed_tokens",)),
+    "with_layer_norms": LoraConfig(rank=4, targets=("v_proj",), train_modules=("layers.2.input_layernorm", "o_proj")),
+}
+
+
+@pytest.mark.parametrize("name", ["llama_bias", "qwen3"])
+@pytest.mark.parametrize("case", CASES)
+def test_our_adapters_have_the_same_logits_in_peft(case: str, name: str, tmp_path: pathlib.Path):
+    model, config = torch_model(name), CASES[case]
+    made = tuned(name, config)
+    expected = trained_logits(made)
+    assert np.abs(expected - torch_logits(model)).max() > 0.1  # the adapter does something
+    save_adapter(tmp_path / "adapter", made.trainable, made.spec, config, BASE)
+    assert np.abs(torch_logits(in_peft(model, tmp_path / "adapter")) - expected).max() < 1e-4
+
+    spec, params = base(name)
+    loaded = load_adapter(tmp_path / "adapter", spec)
+    assert loaded.base == BASE
+    spec, params = attach(params, spec, loaded)
+    assert np.array_equal(our_logits(params, spec), expected)  # what was trained, bit for bit
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral_window", "qwen2_window", "qwen3_bias_window"])
+def test_every_family_exports(name: str, tmp_path: pathlib.Path):
+    config = CASES["all_linear"]
+    made = tuned(name, config)
+    save_adapter(tmp_path / "adapter", made.trainable, made.spec, config, BASE)
+    assert np.abs(torch_logits(in_peft(torch_model(name), tmp_path / "adapter")) - trained_logits(made)).max() < 1e-4
+
+
+PEFT_CASES: dict[str, dict[str, Any]] = {
+    "all_linear": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
+    "rslora": {"r": 4, "lora_alpha": 8, "use_rslora": True, "target_modules": ["q_proj", "up_proj"]},
+    "regular_expression": {"r": 4, "target_modules": r".*\.(q|k)_proj"},
+    "some_layers": {"r": 4, "target_modules": ["q_proj"], "layers_to_transform": [1, 2], "layers_pattern": "layers"},
+    "patterns": {
+        "r": 4, "target_modules": ["q_proj", "up_proj"],
+        "rank_pattern": {"q_proj": 2, r"layers.1.mlp.up_proj": 6}, "alpha_pattern": {r"layers\.[03].*up_proj": 32},
+    },
+    "excluded": {"r": 4, "target_modules": ["q_proj", "v_proj"], "exclude_modules": ["layers.0.self_attn.q_proj"]},
+    "head": {"r": 4, "target_modules": ["q_proj", "lm_head"]},
+    "embedding": {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    "head_in_full": {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "tied_embedding": {
+        "r": 4, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True,
+    },
+    "norms": {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["norm"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama_tied"])
+@pytest.mark.parametrize("case", PEFT_CASES)
+def test_adapters_of_peft_have_the_same_logits_here(case: str, name: str, tmp_path: pathlib.Path):
+    plain = torch_logits(torch_model(name))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(torch_model(name), peft.LoraConfig(task_type="CAUSAL_LM", **PEFT_CASES[case]))
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+        expected = torch_logits(model.eval())
+        model.save_pretrained(str(tmp_path))
+    assert np.abs(expected - plain).max() > 0.1
+    spec, params = base(name)
+    loaded = load_adapter(tmp_path, spec)
+    new, params = attach(params, spec, loaded)
+    assert np.abs(our_logits(params, new) - expected).max() < 1e-4
+
+    # and what was loaded can be written again for peft
+    save_adapter(tmp_path / "again", loaded.trainable, loaded.spec, loaded.config, loaded.base)
+    again = in_peft(torch_model(name), tmp_path / "again")
+    assert np.abs(torch_logits(again) - expected).max() < 1e-4
+
+    if "tied" not in name or case != "head":
+        assert np.abs(our_logits(merged(params), new) - expected).max() < 1e-4
+
+
+def test_bfloat16_adapters_load_as_float32(tmp_path: pathlib.Path):
+    model = peft.get_peft_model(torch_model("llama3"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model.to(torch.bfloat16).save_pretrained(str(tmp_path))
+    loaded = load_adapter(tmp_path, base("llama3")[0])
+    assert {x.dtype for x in jax.tree.leaves(loaded.trainable)} == {jnp.dtype("float32")}
