@@ -56,9 +56,9 @@ def _written_path(details: ErrorDetails, raw: Any) -> Path:
     path: list[str | int] = []
     for position, step in enumerate(details["loc"]):
         last = position + 1 == len(details["loc"])
-        entry = isinstance(raw, list) and isinstance(step, int) and step < len(raw)
-        if entry or (isinstance(raw, dict) and step in raw):
-            raw = raw[step]
+        written: Any = dict(enumerate(raw)) if isinstance(raw, list) else raw
+        if isinstance(written, dict) and step in written:
+            raw = written[step]
         elif not (last and details["type"] == _MISSING):
             continue
         path.append(step)

@@ -9,7 +9,7 @@ def written_out(raw: dict[str, Any]) -> dict[str, Any]:
     """A copy of a recipe's raw mapping with its short forms written out.
 
     `model: PATH` is `model: {path: PATH}`; `method: full` is `method: {kind: full}`, and a method without a kind is
-    lora; `data: PATH` is `data: {train: PATH}`; a source that is a path, or a single source, becomes a list of mappings.
+    lora; `data: PATH` is `data: {train: PATH}`; a path or a single source becomes a list of mappings.
     """
     raw = {key: _copy(value) for key, value in raw.items()}
     if isinstance(raw.get("model"), str):

@@ -1,0 +1,79 @@
+# Everything a clone needs: `make quickstart` to see it work, `make test` to prove it, `make check` for all that CI runs.
+# Exact versions come from constraints.txt; the environment is .venv and is made again only when they change.
+
+VENV    := .venv
+PYTHON  := $(VENV)/bin/python
+PIP     := $(PYTHON) -m pip install --quiet --quiet --disable-pip-version-check --no-input -c constraints.txt
+RUN     := $(VENV)/.installed-run
+TEST    := $(VENV)/.installed-test
+OUTPUT  ?= runs/quickstart
+PYTEST  := $(PYTHON) -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart install test test-slow test-gpu test-deviceless check lint format types lock wheel clean
+
+help: ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-22s %s\n", $$1, $$2}'
+
+quickstart: $(RUN) ## Tune a tiny real model on this machine, in under two minutes
+	@$(VENV)/bin/meshtune quickstart --output $(OUTPUT)
+
+install: $(TEST) ## Make .venv with everything, tests and linters included
+
+test: $(TEST) ## The fast tests: minutes, CPU
+	$(PYTEST)
+
+test-slow: $(TEST) ## Tests on a real 135M model, or of minutes of CPU time
+	$(PYTEST) -m slow
+
+test-gpu: $(TEST) ## Tests that need an accelerator
+	$(PYTEST) -m gpu
+
+test-deviceless: $(TEST) ## Compile for accelerators that are not here
+	$(PYTEST) -m deviceless
+
+check: lint types test ## All that CI runs: format, lint, types, fast tests
+
+lint: $(TEST) ## Formatting and lint, changing nothing
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+
+types: $(TEST) ## Static types
+	$(VENV)/bin/pyright
+
+format: $(TEST) ## Format, and fix what lint can fix
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+lock: $(TEST) ## Write the versions in .venv to constraints.txt
+	@{ sed -n '/^#/p' constraints.txt; $(PYTHON) -m pip freeze --disable-pip-version-check --exclude-editable 2>/dev/null \
+	  | grep -E '^[A-Za-z0-9._-]+==' | sed 's/+.*//'; } > constraints.new
+	@mv constraints.new constraints.txt
+
+wheel: $(TEST) ## Build the wheel into dist/
+	$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
+
+clean: ## Remove what was built; .venv and runs stay
+	rm -rf build dist .pytest_cache .ruff_cache src/*.egg-info
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(PYTHON):
+	@for name in python3.11 python3.12 python3.13 python3 python; do \
+	  if $$name -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1; then found=$$name; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+	  echo "Meshtune needs Python 3.11, 3.12 or 3.13, and none of python3.11 ... python3 on the PATH is one." >&2; \
+	  echo "Install one (such as: apt install python3.11 python3.11-venv), then run make again." >&2; exit 1; \
+	fi; \
+	echo "Making $(VENV) with $$found"; \
+	$$found -m venv $(VENV) || { echo "Could not make $(VENV): on Debian and Ubuntu, apt install $$found-venv" >&2; rm -rf $(VENV); exit 1; }
+
+$(RUN): pyproject.toml constraints.txt | $(PYTHON)
+	@echo "Installing Meshtune and what it needs (minutes, the first time)"
+	@$(PIP) -e .
+	@touch $@
+
+$(TEST): pyproject.toml constraints.txt | $(PYTHON)
+	@echo "Installing Meshtune, what it needs and what its tests need (minutes, the first time)"
+	@$(PIP) -e '.[test,dev]'
+	@touch $@ $(RUN)

@@ -1,0 +1,25 @@
+"""`meshtune env` and `meshtune version`: what this installation is and what it can run on."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+from rich.console import Console
+
+PACKAGES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "transformers", "tokenizers", "datasets", "grain", "numpy")
+
+
+def version() -> None:
+    """Print Meshtune's version."""
+    print(f"meshtune {metadata.version('meshtune')}")
+
+
+def env() -> None:
+    """Show the devices, and the versions to name in a report."""
+    from meshtune.cli.devices import device_table
+
+    console = Console(highlight=False)
+    console.print(device_table())
+    console.print(f"meshtune {metadata.version('meshtune')}, Python {platform.python_version()}, {platform.platform()}")
+    console.print(", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES))

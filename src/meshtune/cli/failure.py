@@ -1,0 +1,54 @@
+"""How a failure looks: a user's mistake in three lines, a defect of ours with a way to report it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import tempfile
+import traceback
+from importlib import metadata
+from types import TracebackType
+
+from rich.console import Console
+from rich.text import Text
+
+from meshtune.errors import UserError
+
+REPORT = "open an issue with the command, this message and that file"
+
+
+def show(error: UserError) -> None:
+    """Print what is wrong, where, and what to do, on stderr."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(Text.assemble(("error: ", "bold red"), error.what))
+    for label, words in (("where", error.where), ("fix", error.fix)):
+        if words:
+            console.print(Text.assemble((f"{label}: ".rjust(7), "bold cyan" if label == "fix" else "bold"), words))
+
+
+def report_defect(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A `sys.excepthook`: an exception nobody foresaw is our defect; its traceback goes to a file, not the screen."""
+    text = "".join(traceback.format_exception(kind, error, trace))
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    summary = str(error).strip().splitlines()
+    console.print(
+        Text.assemble(
+            ("This is a defect in Meshtune, not in what you did: ", "bold red"),
+            f"{kind.__name__}: {summary[0] if summary else 'no message'}",
+        )
+    )
+    console.print(Text.assemble(("traceback: ", "bold"), _kept(text) or "could not be written; add --debug to see it"))
+    console.print(Text.assemble((" to do: ".rjust(11), "bold cyan"), REPORT))
+
+
+def _kept(text: str) -> str | None:
+    """The file that now holds the traceback and the versions, or None where no file can be written."""
+    head = f"meshtune {metadata.version('meshtune')}, Python {platform.python_version()}, {platform.platform()}\n"
+    try:
+        handle, path = tempfile.mkstemp(prefix="meshtune-defect-", suffix=".txt")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(f"{head}command: {' '.join(sys.argv)}\n\n{text}")
+    except OSError:
+        return None
+    return path

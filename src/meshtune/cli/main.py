@@ -1,0 +1,64 @@
+"""The program `meshtune`: its verbs, and how whatever goes wrong is said."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from meshtune.cli import env, failure, schema, train
+from meshtune.errors import UserError
+
+app = typer.Typer(
+    name="meshtune",
+    help="Fine-tune open LLMs on JAX/XLA: Hugging Face models and data in, PEFT adapters or models out.",
+    epilog="Start with: meshtune quickstart",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+VERBS = {
+    "train": train.train,
+    "schema": schema.schema,
+    "env": env.env,
+    "version": env.version,
+}
+for name, verb in VERBS.items():
+    app.command(name)(verb)
+
+
+@app.callback()
+def _everywhere(
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", help="Show the traceback of any error. Works at any place, as does MESHTUNE_DEBUG=1."),
+    ] = False,
+) -> None:
+    """`main` reads --debug itself, wherever it stands; it is declared here for --help."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command and exit: 0 done, 1 a defect in Meshtune, 2 a mistake the user can mend, 130 Ctrl-C."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = given[: given.index("--")] if "--" in given else given
+    debug = "--debug" in options or os.environ.get("MESHTUNE_DEBUG", "") not in ("", "0")
+    given = [word for word in options if word != "--debug"] + given[len(options) :]
+    if not debug:
+        # The hook, not a broad except: an unexpected exception ends the program as Python ends it, only quieter.
+        sys.excepthook = failure.report_defect
+    try:
+        typer.main.get_command(app)(given, prog_name="meshtune")
+    except UserError as error:
+        if debug:
+            raise
+        failure.show(error)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

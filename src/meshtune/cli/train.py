@@ -1,0 +1,40 @@
+"""`meshtune train`: run a recipe."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+
+def train(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RECIPE [KEY=VALUE]",
+            help="A YAML recipe, then what to change in it: method.rank=16 optimizer.learning_rate=1e-4 model=PATH. "
+            "The recipe may be left out if the overrides say everything.",
+            show_default=False,
+        ),
+    ],
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the output.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew; the old run is moved aside.")] = False,
+) -> None:
+    """Tune a model as a recipe says. Relative paths count from the current directory."""
+    from meshtune.config.load import load_recipe
+    from meshtune.train.run import train as run
+
+    recipe_file, overrides = split(arguments)
+    overrides += ["resume=true"] * resume + ["overwrite=true"] * overwrite
+    result = run(load_recipe(recipe_file, overrides))
+    if result.interrupted:
+        raise typer.Exit(130)
+
+
+def split(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """(the recipe file or None, the overrides): the first argument is a file unless it can only be an override."""
+    first, *rest = arguments
+    if "=" in first and not os.path.exists(first):
+        return None, arguments
+    return first, rest
