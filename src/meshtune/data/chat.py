@@ -125,7 +125,7 @@ def template_error(problem: Exception, *, where: str) -> UserError:
     return UserError(
         f"the chat template cannot render this conversation: {words}",
         where=where,
-        fix="change the record, set model.chat_template to a template that allows it, or data.on_bad=skip to leave it out",
+        fix="change the record, set model.chat_template to one that allows it, or data.on_bad=skip to leave it out",
     )
 
 

@@ -22,6 +22,14 @@ from meshtune.data.packing import Rows, one_a_row, pack, padded_length, shuffled
 from meshtune.data.store import Store
 from meshtune.errors import UserError
 
+_ARRAYS = {
+    "tokens": np.int32,
+    "targets": np.int32,
+    "positions": np.int32,
+    "segment_ids": np.int32,
+    "weights": np.float32,
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
@@ -113,8 +121,7 @@ class Loader:
         epoch, within = self.place(step)
         rows = self.rows(epoch)
         shape = (self.batch_size, self.row_length)
-        arrays = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets", "positions", "segment_ids")}
-        arrays["weights"] = np.zeros(shape, np.float32)
+        arrays = {name: np.zeros(shape, dtype) for name, dtype in _ARRAYS.items()}
         origins: list[list[Origin]] = []
         for place in range(self.batch_size):
             row = within * self.batch_size + place

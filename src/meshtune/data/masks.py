@@ -9,7 +9,6 @@ conversation again with other words in its place and comparing, and counted in `
 from __future__ import annotations
 
 import dataclasses
-import os.path
 from typing import Any
 
 from meshtune.data.chat import ChatTemplate, as_dicts, template_error
@@ -179,8 +178,7 @@ def _changed(
             where=str(conversation.origin),
             fix="set model.chat_template to a template that writes every message once, or data.on_bad=skip",
         )
-    first = len(os.path.commonprefix([text, other]))
-    after = len(os.path.commonprefix([text[::-1], other[::-1]]))
+    first, after = _common(text, other), _common(text[::-1], other[::-1])
     return first, max(first, len(text) - after)
 
 
@@ -194,8 +192,7 @@ def _removed(
         other = chat.render([*messages[:index], *messages[index + 1 :]], conversation.tools)
     except chat.failures:
         other = text
-    first = len(os.path.commonprefix([text, other]))
-    after = len(os.path.commonprefix([text[::-1], other[::-1]]))
+    first, after = _common(text, other), _common(text[::-1], other[::-1])
     length = len(text) - len(other)
     if whole and length > 0 and first + after >= len(other):
         # What was taken out may begin with the same characters as what follows it, so its place is known only up to a
@@ -206,8 +203,17 @@ def _removed(
     raise UserError(
         f"cannot find what the chat template makes of assistant message {index}",
         where=str(conversation.origin),
-        fix="set model.chat_template to a template that writes every assistant turn, or data.on_bad=skip to leave it out",
+        fix="set model.chat_template to a template that writes every assistant turn, or data.on_bad=skip",
     )
+
+
+def _common(one: str, other: str) -> int:
+    """Length of the common beginning."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
+    return low
 
 
 def _unused(text: str) -> tuple[str, str]:

@@ -10,6 +10,7 @@ import dataclasses
 
 import numpy as np
 
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 WINDOW = 4096  # documents that may end up beside each other
 
 
@@ -30,12 +31,12 @@ class Rows:
 def random_keys(seed: int, stream: int, n: int) -> np.ndarray:
     """n uint64 numbers, a pure function of seed and stream: splitmix64 (Steele, Lea, Flood 2014)."""
     with np.errstate(over="ignore"):
-        state = _mix(_mix(np.uint64([seed])) + np.uint64(stream))
-        return _mix(state + np.arange(1, n + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+        state = _mix(_mix(np.asarray([seed], np.uint64)) + np.uint64(stream))
+        return _mix(state + np.arange(1, n + 1, dtype=np.uint64) * _GOLDEN)
 
 
 def _mix(z: np.ndarray) -> np.ndarray:
-    z = z + np.uint64(0x9E3779B97F4A7C15)
+    z = z + _GOLDEN
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
@@ -50,8 +51,8 @@ def pack(lengths: np.ndarray, order: np.ndarray, row_length: int, *, window: int
     """Put the documents of `order` into rows of `row_length` positions.
 
     `lengths` int [n] are positions a document takes, each between 1 and `row_length`. Documents lie in a row as in
-    `order`, and rows follow the places of their longest documents, so a shuffled order gives shuffled rows. Each document
-    is in exactly one row.
+    `order`, and rows follow the places of their longest documents, so a shuffled order gives shuffled rows. Each
+    document is in exactly one row.
     """
     row_of = np.empty(len(order), np.int64)  # by place in the order
     openers: list[int] = []

@@ -8,13 +8,13 @@ import pathlib
 from typing import TYPE_CHECKING
 
 from meshtune.errors import UserError, nearest
+from meshtune.weights.hub import TOKENIZER, locate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # Any of these makes a directory a tokenizer's; transformers reads the rest from beside it.
 _FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
-_HUB_FILES = [
     "tokenizer*",
     "*.jinja",
     "special_tokens_map.json",
@@ -45,7 +45,7 @@ def load_tokenizer(
         raise UserError(
             f"the tokenizer cannot be read: {first[0]}",
             where=str(directory),
-            fix="check tokenizer.json and tokenizer_config.json (half-downloaded?), or name another one with model.tokenizer",
+            fix="check tokenizer.json and tokenizer_config.json (half-downloaded?), or set model.tokenizer",
         ) from problem
     if not tokenizer.is_fast:
         raise UserError(
@@ -59,22 +59,17 @@ def load_tokenizer(
 
 
 def _directory(path: str | os.PathLike[str], revision: str | None) -> pathlib.Path:
-    directory = pathlib.Path(path).expanduser()
-    if not directory.exists():
-        from meshtune.weights.hub import locate
-
-        directory = pathlib.Path(locate(str(path), revision, allow=_HUB_FILES))
-    if directory.is_file():
+    file = pathlib.Path(path).expanduser()
+    if file.is_file():
         raise UserError(
-            "a tokenizer is a directory, this is a file",
-            where=str(directory),
-            fix=f"give its folder, {directory.parent}",
+            "a tokenizer is a directory, this is a file", where=str(file), fix=f"give its folder, {file.parent}"
         )
+    directory = locate(path, revision, allow=TOKENIZER)
     if not any((directory / name).is_file() for name in _FILES):
         raise UserError(
             "there is no tokenizer here (no tokenizer.json)",
             where=str(directory),
-            fix="copy tokenizer.json and tokenizer_config.json of the model into it, or set model.tokenizer to where they are",
+            fix="copy the model's tokenizer.json and tokenizer_config.json into it, or set model.tokenizer",
         )
     return directory
 

@@ -41,7 +41,7 @@ class TokenOptions:
     """How documents become tokens. `max_length` is the most tokens a document may have."""
 
     max_length: int
-    learn: Learn = Learn()
+    learn: Learn = dataclasses.field(default_factory=Learn)
     overlong: Literal["truncate", "drop", "error"] = "truncate"
     skip_bad: bool = False
 
@@ -86,8 +86,8 @@ class Tokenize:
         self._specials = re.compile("|".join(map(re.escape, specials)) or "(?!)")
         bare = tokenizer("a", add_special_tokens=False)["input_ids"]
         dressed = tokenizer("a")["input_ids"]
-        begins = tokenizer.bos_token_id is not None and dressed[:1] == [tokenizer.bos_token_id] != bare[:1]
-        self._begin = [tokenizer.bos_token_id] if begins else []
+        begins = dressed[:1] if dressed[:1] == [tokenizer.bos_token_id] != bare[:1] else []
+        self._begin = np.asarray(begins, np.int32)
 
     @property
     def chat(self) -> ChatTemplate:
@@ -196,7 +196,7 @@ class Tokenize:
         if isinstance(document, Conversation):
             self.counts.double_bos += begin is not None and ids[:2].tolist() == [begin, begin]
             return ids, weights
-        if self._begin and ids[:1].tolist() != self._begin:
+        if len(self._begin) and not np.array_equal(ids[:1], self._begin):
             ids, weights = np.concatenate([self._begin, ids]), np.concatenate([[0], weights])
         if end is None:
             self.counts.without_eos += 1

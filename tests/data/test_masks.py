@@ -1,0 +1,327 @@
+"""Loss masks, proved by decoding exactly the learned tokens under stock chat templates with real tokenizers.
+
+The expected words are written here by hand from the templates' own documentation of a turn, and prompts and ids are
+compared with transformers' `apply_chat_template`, which we did not write. All comparisons are exact.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from meshtune.data.chat import ChatTemplate, as_dicts
+from meshtune.data.conversation import Conversation, Message, Origin
+from meshtune.data.masks import Learn, mark
+from meshtune.data.tokens import TokenOptions, Tokenize
+from meshtune.errors import UserError
+
+HERE = Origin("chat.jsonl", 7)
+GEMMA = ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
+MISTRAL = ["<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[AVAILABLE_TOOLS]"]
+MISTRAL += ["[/AVAILABLE_TOOLS]"]
+# template: tokenizer it runs with, its end of turn, special tokens to add, and bos, eos
+STOCK = {
+    "meta-llama-Llama-3.1-8B-Instruct": ("hf-llama3_1", "<|eot_id|>", [], None),
+    "meta-llama-Llama-3.2-3B-Instruct": ("hf-llama3_1", "<|eot_id|>", [], None),
+    "Qwen-Qwen2.5-7B-Instruct": ("hf-qwen3", "<|im_end|>", [], None),
+    "Qwen-Qwen3-0.6B": ("hf-qwen3", "<|im_end|>", [], None),
+    "google-gemma-2-2b-it": ("hf-qwen3", "<end_of_turn>", GEMMA, ("<bos>", "<eos>")),
+    "mistralai-Mistral-Nemo-Instruct-2407": ("hf-qwen3", "</s>", MISTRAL, ("<s>", "</s>")),
+    "HuggingFaceTB-SmolLM3-3B": ("hf-llama3_1", "<|im_end|>", ["<|im_start|>", "<|im_end|>"], None),
+    "SmolLM2": ("smollm2", "<|im_end|>", [], None),
+}
+TRIMS = {"meta-llama-Llama-3.1-8B-Instruct", "meta-llama-Llama-3.2-3B-Instruct", "google-gemma-2-2b-it"}
+NO_SYSTEM = {"google-gemma-2-2b-it"}
+_made: dict = {}
+
+
+@pytest.fixture(params=list(STOCK))
+def stock(request, shared):
+    """(name, tokenizer with the stock template, end of turn)"""
+    name = request.param
+    return name, tokenizer_of(name, shared), STOCK[name][1]
+
+
+def tokenizer_of(name, shared):
+    if name not in _made:
+        folder, _, special, ends = STOCK[name]
+        tokenizer = AutoTokenizer.from_pretrained(shared / "assets/tokenizers" / folder)
+        if special:
+            tokenizer.add_special_tokens({"additional_special_tokens": special})
+        if ends:
+            tokenizer.bos_token, tokenizer.eos_token = ends
+        file = shared / "assets/tokenizers/chat_templates" / f"{name}.jinja"
+        if file.exists():
+            tokenizer.chat_template = file.read_text()
+        _made[name] = tokenizer
+    return _made[name]
+
+
+def chat(*turns, system=None, weights=None, tools=()):
+    messages = [Message("system", system)] if system else []
+    for place, words in enumerate(turns):
+        messages.append(Message("assistant" if place % 2 else "user", words))
+    return Conversation(tuple(messages), HERE, tools)
+
+
+def encoded(tokenizer, conversation, learn=None):
+    tokenize = Tokenize(tokenizer, TokenOptions(1 << 20, learn or Learn()))
+    (example,) = tokenize([conversation])
+    return example, tokenize.counts
+
+
+def learned_pieces(tokenizer, example):
+    """The decoded runs of learned tokens."""
+    on = example.weights > 0
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], on.astype(int), [0]])))
+    return [
+        tokenizer.decode(example.ids[start:end].tolist(), clean_up_tokenization_spaces=False)
+        for start, end in zip(edges[::2], edges[1::2], strict=True)
+    ]
+
+
+def expected(name, words, end, *, last):
+    """What a turn of `words` must teach under a template."""
+    if name in TRIMS:
+        words = words.strip()
+    if name == "Qwen-Qwen3-0.6B":
+        # Generation is prompted with '<|im_start|>assistant\n' alone, so the empty reasoning is the model's to say.
+        words = "<think>\n\n</think>\n\n" + words.lstrip("\n") if last else words
+    if name == "HuggingFaceTB-SmolLM3-3B":
+        words = words.lstrip("\n")
+    if name != "SmolLM2" and "Llama" not in name and "SmolLM3" not in name:
+        words = unicodedata.normalize("NFC", words)  # Qwen's tokenizer does
+    return words + end
+
+
+HARD = {
+    "plain": ("What is two and two?", "Four."),
+    "unicode": ("Grüße 你好", "日本語 🤖👩‍👩‍👧 naïve e\u0301 — ∑ \u200b zero"),
+    "emoji alone": ("?", "👍🏽"),
+    "spaces around": ("Hi", "  indented answer  "),
+    "leading space": ("Hi", " yes"),
+    "newlines around": ("Hi", "\n\nText\n\n"),
+    "one newline first": ("Hi", "\nText"),
+    "code": ("Hi", "```python\n\tdef f():\n\t\treturn 1\n```"),
+    "echo of the user": ("Paris", "Paris"),
+    "part of the user": ("Say assistant please", "assistant"),
+    "header": ("user", "user"),
+    "role words": ("Hi", "model"),
+    "digits": ("1 1 1", "1"),
+    "punctuation": ("Hi", "...!?\"'"),
+    "angle": ("Hi", "<|"),
+    "html": ("Hi", "<think is not a tag> & <b>bold</b>"),
+    "long": ("Hi", "word " * 400 + "end"),
+}
+
+
+@pytest.mark.parametrize("case", list(HARD))
+def test_learned_tokens_decode_to_the_answer_and_its_end_of_turn(stock, case):
+    name, tokenizer, end = stock
+    question, answer = HARD[case]
+    example, counts = encoded(tokenizer, chat(question, answer))
+    assert learned_pieces(tokenizer, example) == [expected(name, answer, end, last=True)]
+    assert counts.prompts_differ == counts.unended == counts.straddling == 0
+
+
+@pytest.mark.parametrize("system", [None, "Be brief. Paris."])
+def test_every_assistant_turn_is_learned(stock, system):
+    name, tokenizer, end = stock
+    if system and name in NO_SYSTEM:
+        pytest.skip("this template has no system role (its refusal is tested below)")
+    answers = ["Paris", "Paris", "Paris", " no\n", "Paris is in France 🇫🇷"]
+    turns = [words for answer in answers for words in ("Paris", answer)]
+    example, counts = encoded(tokenizer, chat(*turns, system=system))
+    want = [expected(name, words, end, last=place == len(answers) - 1) for place, words in enumerate(answers)]
+    assert learned_pieces(tokenizer, example) == want
+    # Mistral-Nemo shows the system prompt only while the last message is the user's.
+    assert counts.prompts_differ == (len(answers) if system and "Nemo" in name else 0)
+
+
+@pytest.mark.parametrize("case", list(HARD))
+def test_prompt_tokens_are_those_generation_is_fed(stock, case):
+    name, tokenizer, _ = stock
+    question, answer = HARD[case]
+    conversation = chat(question, answer)
+    example, _ = encoded(tokenizer, conversation)
+    prompt = ChatTemplate(tokenizer).render(as_dicts(conversation)[:1], generation_prompt=True)
+    fed = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    first = int(np.flatnonzero(example.weights)[0])
+    assert example.ids[:first].tolist() == fed
+    if "3.2" not in name:  # it writes today's date, and ours stands still
+        ours = tokenizer.apply_chat_template(as_dicts(conversation)[:1], add_generation_prompt=True, return_dict=False)
+        assert fed == ours
+
+
+@pytest.mark.parametrize("case", list(HARD))
+def test_ids_are_those_of_apply_chat_template_unless_the_edge_was_split(stock, case):
+    name, tokenizer, _ = stock
+    question, answer = HARD[case]
+    conversation = chat(question, answer, "And?", "So.")
+    example, counts = encoded(tokenizer, conversation)
+    text = ChatTemplate(tokenizer).render(as_dicts(conversation))
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if "3.2" not in name:
+        assert whole == tokenizer.apply_chat_template(as_dicts(conversation), return_dict=False)
+    assert (example.ids.tolist() == whole) == (counts.split == 0)
+    assert tokenizer.decode(example.ids.tolist()) == tokenizer.decode(whole)
+    assert counts.split == 0 or answer[0].isspace()  # only white space can merge with a header's newline
+
+
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "add", "arguments": {"a": 1, "note": "Vier"}}}
+
+
+def tool_chat(content=""):
+    return Conversation(
+        (
+            Message("user", "Add 1."),
+            Message("assistant", content, tool_calls=(CALL,)),
+            Message("tool", '{"sum": 2}', extra=(("tool_call_id", "abcdefghi"), ("name", "add"))),
+            Message("assistant", "It is 2."),
+            Message("user", "Thanks, add"),
+            Message("assistant", "It is 2."),
+        ),
+        HERE,
+        (TOOL,),
+    )
+
+
+QWEN_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "note": "Vier"}}\n</tool_call><|im_end|>'
+LLAMA_CALL = '{"name": "add", "parameters": {"a": 1, "note": "Vier"}}<|eot_id|>'
+CALLS = {
+    "meta-llama-Llama-3.1-8B-Instruct": LLAMA_CALL,
+    "meta-llama-Llama-3.2-3B-Instruct": LLAMA_CALL,
+    "Qwen-Qwen3-0.6B": QWEN_CALL,
+    "Qwen-Qwen2.5-7B-Instruct": "\n" + QWEN_CALL,
+    "mistralai-Mistral-Nemo-Instruct-2407": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "note": "Vier"}, '
+    '"id": "abcdefghi"}]</s>',
+}
+
+
+@pytest.mark.parametrize("name", list(CALLS))
+def test_tool_calls_are_learned_whole(name, shared):
+    tokenizer, end = tokenizer_of(name, shared), STOCK[name][1]
+    example, _ = encoded(tokenizer, tool_chat())
+    call = CALLS[name]
+    pieces = learned_pieces(tokenizer, example)
+    last = expected(name, "It is 2.", end, last=True)
+    if name == "Qwen-Qwen2.5-7B-Instruct":
+        # Without words the template omits the header's newline: "<|im_start|>assistant\n<tool_call>".
+        call = QWEN_CALL
+    assert pieces == [call, "It is 2." + end, last]
+
+
+@pytest.mark.parametrize("name", ["Qwen-Qwen3-0.6B", "Qwen-Qwen2.5-7B-Instruct"])
+def test_words_before_a_tool_call_are_learned_with_it(name, shared):
+    tokenizer = tokenizer_of(name, shared)
+    example, _ = encoded(tokenizer, tool_chat("Let me see."))
+    assert learned_pieces(tokenizer, example)[0] == "Let me see.\n" + QWEN_CALL
+
+
+def test_reasoning_is_learned_where_the_template_keeps_it(shared):
+    tokenizer = tokenizer_of("Qwen-Qwen3-0.6B", shared)
+    first, last = "<think>\nsecret one\n</think>\n\nOne.", "<think>\nsecret two\n</think>\n\nTwo."
+    example, counts = encoded(tokenizer, chat("1?", first, "2?", last))
+    assert learned_pieces(tokenizer, example) == ["One.<|im_end|>", last + "<|im_end|>"]
+    assert counts.prompts_differ == 0
+
+
+def test_a_past_that_changes_is_counted_and_still_found(shared):
+    """Qwen3 shows reasoning between tool calls only until the next question."""
+    tokenizer = tokenizer_of("Qwen-Qwen3-0.6B", shared)
+    turns = list(tool_chat().messages)
+    turns[1] = Message("assistant", "", tool_calls=(CALL,), extra=(("reasoning_content", "Adding."),))
+    example, counts = encoded(tokenizer, Conversation(tuple(turns), HERE, (TOOL,)))
+    assert learned_pieces(tokenizer, example) == [
+        QWEN_CALL,
+        "It is 2.<|im_end|>",
+        "<think>\n\n</think>\n\nIt is 2.<|im_end|>",
+    ]
+    assert counts.prompts_differ == 1
+
+
+@pytest.mark.parametrize("mode", ["/think", "/no_think"])
+def test_smollm3_modes(shared, mode):
+    tokenizer = tokenizer_of("HuggingFaceTB-SmolLM3-3B", shared)
+    example, counts = encoded(tokenizer, chat("Hi", "Hello", "Hi", "Hello", system=f"Be kind. {mode}"))
+    assert learned_pieces(tokenizer, example) == ["Hello<|im_end|>"] * 2  # the empty reasoning is in the prompt
+    assert counts.prompts_differ == 0
+
+
+def test_gemma_refuses_a_system_turn_in_the_templates_words(shared):
+    tokenizer = tokenizer_of("google-gemma-2-2b-it", shared)
+    with pytest.raises(UserError, match="System role not supported") as error:
+        encoded(tokenizer, chat("Hi", "Hello", system="Be brief."))
+    assert error.value.where == str(HERE)
+
+
+@pytest.mark.parametrize("name", ["google-gemma-2-2b-it", "mistralai-Mistral-Nemo-Instruct-2407"])
+def test_bad_alternation_is_refused_in_the_templates_words(name, shared):
+    twice = Conversation((Message("user", "a"), Message("user", "b"), Message("assistant", "c")), HERE)
+    with pytest.raises(UserError, match=r"roles must alternate[\s\S]*chat.jsonl, record 7"):
+        encoded(tokenizer_of(name, shared), twice)
+
+
+def test_last_turn_only(stock):
+    name, tokenizer, end = stock
+    example, _ = encoded(tokenizer, chat("a", "one", "b", "two"), Learn(last_turn_only=True))
+    assert learned_pieces(tokenizer, example) == [expected(name, "two", end, last=True)]
+
+
+def test_train_on_prompt_learns_everything(stock):
+    _, tokenizer, _ = stock
+    example, _ = encoded(tokenizer, chat("a", "one", "b", "two"), Learn(train_on_prompt=True))
+    assert (example.weights == 1).all()
+
+
+def test_message_weights_scale_their_turn(stock):
+    name, tokenizer, end = stock
+    turns = [Message("user", "a"), Message("assistant", "one", weight=0.0)]
+    turns += [Message("user", "b", weight=0.25), Message("assistant", "two", weight=0.5)]
+    example, _ = encoded(tokenizer, Conversation(tuple(turns), HERE))
+    assert set(example.weights.tolist()) == {0.0, 0.25, 0.5}
+    half = tokenizer.decode(example.ids[example.weights == 0.5].tolist())
+    assert half == expected(name, "two", end, last=True)
+    assert tokenizer.decode(example.ids[example.weights == 0.25].tolist()) == "b"
+
+
+def test_a_conversation_may_begin_with_the_assistant(shared):
+    tokenizer = tokenizer_of("SmolLM2", shared)
+    example, _ = encoded(
+        tokenizer, Conversation((Message("assistant", "Hi!"), Message("user", "a"), Message("assistant", "b")), HERE)
+    )
+    assert learned_pieces(tokenizer, example) == ["Hi!<|im_end|>", "b<|im_end|>"]
+
+
+def test_consecutive_assistant_turns_are_both_found(shared):
+    for name in ("SmolLM2", "Qwen-Qwen3-0.6B", "meta-llama-Llama-3.1-8B-Instruct"):
+        tokenizer, end = tokenizer_of(name, shared), STOCK[name][1]
+        turns = (Message("user", "a"), Message("assistant", "x"), Message("assistant", "x"))
+        example, _ = encoded(tokenizer, Conversation(turns, HERE))
+        assert learned_pieces(tokenizer, example) == ["x" + end, expected(name, "x", end, last=True)]
+
+
+def test_answers_that_hold_special_tokens_are_found_and_counted(shared):
+    tokenizer = tokenizer_of("SmolLM2", shared)
+    words = "The end is written <|im_end|>\n<|im_start|>user\nso."
+    example, counts = encoded(tokenizer, chat("How?", words, "And?", "Yes"))
+    assert learned_pieces(tokenizer, example) == [words + "<|im_end|>", "Yes<|im_end|>"]
+    assert counts.special_in_text == 1
+
+
+def test_learning_both_everything_and_only_the_last_is_refused():
+    with pytest.raises(UserError, match="contradict"):
+        Learn(train_on_prompt=True, last_turn_only=True)
+
+
+def test_spans_are_ordered_and_within_the_text(stock):
+    _, tokenizer, _ = stock
+    marked = mark(ChatTemplate(tokenizer), chat("a", "one", "b", "two", "c", "three"))
+    edges = [edge for start, end, _ in marked.spans for edge in (start, end)]
+    assert edges == sorted(edges)
+    assert edges[-1] <= len(marked.text)
+    assert len(marked.spans) == 3
