@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from meshtune.model.attention import Rows, attend, queries_keys_values
 from meshtune.model.compute import Compute
-from meshtune.model.linear import linear, precision, site_key
+from meshtune.model.linear import linear, site_key
 from meshtune.model.mlp import mlp
 from meshtune.model.norm import rms_norm
 from meshtune.model.rope import angles
@@ -53,21 +53,14 @@ def hidden_states(
 
 
 def head_params(params: Tree, spec: ModelSpec) -> Tree:
-    """The node of the output head: the embedding where the two are tied."""
-    return params["embed" if spec.tied else "head"]
+    """The node of the output head: where it is tied, the embedding's weight and whatever adapts the head alone."""
+    head = params.get("head", {})
+    return {"weight": params["embed"]["weight"], **head} if spec.tied else head
 
 
 def head_logits(head: Tree, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """float32 logits. The product is accumulated and kept in float32 whatever hidden's dtype."""
-    if "adapter" in head:
-        return linear(hidden, head).astype(jnp.float32)
-    return lax.dot_general(
-        hidden,
-        head["weight"].astype(hidden.dtype),
-        (((hidden.ndim - 1,), (1,)), ((), ())),
-        precision=precision(hidden.dtype),
-        preferred_element_type=jnp.float32,
-    )
+    return linear(hidden, head, out=jnp.float32)
 
 
 def logits(params: Tree, spec: ModelSpec, hidden: Hidden) -> Float[Array, "B T V"]:
