@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from meshtune.data.chat import ChatTemplate, as_dicts
 from meshtune.data.conversation import Conversation, Message, Origin
 from meshtune.data.masks import Learn, mark
-from meshtune.data.tokens import TokenOptions, Tokenize
+from meshtune.data.tokens import Tokenize, TokenOptions
 from meshtune.errors import UserError
 
 HERE = Origin("chat.jsonl", 7)

@@ -15,14 +15,6 @@ if TYPE_CHECKING:
 
 # Any of these makes a directory a tokenizer's; transformers reads the rest from beside it.
 _FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
-    "tokenizer*",
-    "*.jinja",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-]
 
 
 def load_tokenizer(
