@@ -41,13 +41,13 @@ def hidden_states(
 
     Tokens see earlier tokens of their own segment only; segment 0 is padding. `rng` turns adapters' dropout on.
     """
-    rows, x = _enter(params, spec, compute, tokens, positions, segment_ids)
+    rows, x = enter(params, spec, compute, tokens, positions, segment_ids)
     x = _through_layers(
         params,
         spec,
         compute,
         x,
-        lambda x, node, layer, number: _layer(x, node, spec, layer, compute, rows, _fold(rng, number)),
+        lambda x, node, layer, number: one_layer(x, node, spec, layer, compute, rows, _fold(rng, number)),
     )
     return rms_norm(x, params["norm"]["weight"], spec.norm_eps)
 
@@ -101,7 +101,7 @@ def forward_cached(
     start: Int[Array, ""],
 ) -> tuple[Hidden, Cache]:
     """`hidden_states` of T new tokens that also see what the cache holds; they are written to slots start..start+T."""
-    rows, x = _enter(params, spec, compute, tokens, positions, segment_ids)
+    rows, x = enter(params, spec, compute, tokens, positions, segment_ids)
     past = (
         lax.dynamic_update_slice(cache.positions, positions, (0, start)),
         lax.dynamic_update_slice(cache.segment_ids, segment_ids, (0, start)),
@@ -124,17 +124,19 @@ def forward_cached(
     return rms_norm(x, params["norm"]["weight"], spec.norm_eps), Cache(keys, values, *past)
 
 
-def _enter(
+def enter(
     params: Tree, spec: ModelSpec, compute: Compute, tokens: Tokens, positions: Tokens, segment_ids: Tokens
 ) -> tuple[Rows, Hidden]:
+    """What every layer must know of the tokens, and their embeddings in compute.dtype. Reads params["embed"] alone."""
     cos, sin = angles(spec.rope, positions, segment_ids)
     x = jnp.take(params["embed"]["weight"], tokens, axis=0).astype(compute.dtype)
     return Rows(cos, sin, positions, segment_ids), x
 
 
-def _layer(
+def one_layer(
     x: Hidden, node: Tree, spec: ModelSpec, layer: LayerSpec, compute: Compute, rows: Rows, key: Array | None
 ) -> Hidden:
+    """The hidden state after a single layer, whose unstacked parameters are `node`; `key` turns dropout on."""
     h = rms_norm(x, node["attn_norm"]["weight"], spec.norm_eps)
     q, k, v = queries_keys_values(h, node["attn"], spec, rows, site_key(key, "attn"))
     x = x + attend(q, k, v, node["attn"], spec, layer, compute, rows, None, site_key(key, "attn"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from meshtune.families import model_spec
 from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.model.tree import Tree, flatten, unflatten
 from meshtune.weights.check import check
-from meshtune.weights.safetensors_files import TensorInfo, TensorReader, headers, read_json
+from meshtune.weights.safetensors_files import DTYPES, TensorInfo, TensorReader, headers, read_json
 from meshtune.weights.slots import Slot, blocks, index, place, slots, zeros
 
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
@@ -78,12 +78,20 @@ def load_params(directory: Path, spec: ModelSpec, *, progress: Progress | None =
     found = headers(Path(directory))
     check(Path(directory), spec, found)
     flat = {path: zeros(array) for path, array in flatten(abstract_params(spec)).items()}
-    wanted = sorted(slots(spec), key=lambda slot: (str(found[slot.name].file), found[slot.name].start))
+    fill(flat, slots(spec), found, progress)
+    return unflatten(flat)
+
+
+def fill(
+    flat: dict[str, jax.Array], wanted: list[Slot], found: dict[str, TensorInfo], progress: Progress | None = None
+) -> None:
+    """Writes the tensors of some slots into the leaves they belong to, in place; `flat` maps path to leaf."""
+    wanted = sorted(wanted, key=lambda slot: (str(found[slot.name].file), found[slot.name].start))
     total, done = sum(found[slot.name].nbytes for slot in wanted), 0
     for slot, start, block in _read_ahead(wanted, found):
-        if block.dtype == np.float64:  # JAX keeps no float64 unless asked to; rounding here equals rounding there
-            block = block.astype(np.float32)
         size = block.nbytes
+        if block.dtype == np.float64:  # JAX keeps no float64 unless asked to
+            block = block.astype(np.float32)
         flat[slot.path] = place(flat[slot.path], jax.device_put(block), index(slot, start))
         del block
         # One block in flight: an asynchronous queue of them would hold them all.
@@ -91,21 +99,18 @@ def load_params(directory: Path, spec: ModelSpec, *, progress: Progress | None =
         done += size
         if progress:
             progress(done, total)
-    return unflatten(flat)
 
 
 def _read_ahead(wanted: list[Slot], found: dict[str, TensorInfo]) -> Iterator[tuple[Slot, int, np.ndarray]]:
     """(slot, first row, rows) of every block, the next one being read while this one is used."""
-
-    def ranges() -> Iterator[tuple[Slot, int, int]]:
-        for slot in wanted:
-            info = found[slot.name]
-            for start, stop in blocks(info.shape, max(1, info.nbytes // max(1, int(np.prod(info.shape))))):
-                yield slot, start, stop
-
+    ranges = (
+        (slot, start, stop)
+        for slot in wanted
+        for start, stop in blocks(slot.shape, DTYPES[found[slot.name].dtype].itemsize)
+    )
     with TensorReader() as reader, ThreadPoolExecutor(1) as thread:
-        pending: Any = None
-        for slot, start, stop in ranges():
+        pending: tuple[Slot, int, Future[np.ndarray]] | None = None
+        for slot, start, stop in ranges:
             following = (slot, start, thread.submit(reader.rows, found[slot.name], start, stop))
             if pending is not None:
                 yield pending[0], pending[1], pending[2].result()

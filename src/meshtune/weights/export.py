@@ -1,0 +1,236 @@
+"""Parameters in, a verified Hugging Face directory out, tensor by tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Float
+from numpy import ndarray
+
+from meshtune.adapters.publish import published
+from meshtune.errors import UserError
+from meshtune.model.spec import ModelSpec
+from meshtune.model.tree import Tree, flatten
+from meshtune.weights.load import MODEL_DTYPES, Progress, load_config, stored_dtype
+from meshtune.weights.safetensors_files import INDEX, SINGLE
+from meshtune.weights.slots import Slot, blocks, cut, slots
+from meshtune.weights.verify import ExportError, Verified, verify_export
+
+ST_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+# What a tokenizer is made of, and the texts that must travel with a model.
+TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.model",
+    "*.tiktoken", "chat_template.*", "additional_chat_templates/*.jinja",
+)  # fmt: skip
+MODEL_FILES = ("generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
+CODE_OR_PICKLES = ("*.py", "*.pkl", "*.bin", "*.pt", "*.pth")
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """What was written: where, its weight files, their bytes and dtype, and how it was verified."""
+
+    path: Path
+    files: tuple[str, ...]
+    nbytes: int
+    dtype: str
+    verified: Verified
+
+
+def export_model(
+    params: Tree,
+    spec: ModelSpec,
+    source: Path,
+    dest: Path,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
+    expected: Float[ndarray, "B T V"] | None = None,
+    tokenizer: Path | None = None,
+    chat_template: str | None = None,
+    progress: Progress | None = None,
+) -> Exported:
+    """Writes `params` (merged: without adapters) as a Hugging Face directory and verifies it.
+
+    `source` is the model the training started from: config, generation config and tokenizer come from there (the
+    tokenizer from `tokenizer` if given, the chat template from `chat_template`). `dtype` defaults to the source's.
+    `expected` are the `probe_logits` of what was trained, taken before adapters were merged. Tensors are written one
+    after another, so host memory holds one block of one tensor. `dest` appears whole and verified or not at all; an
+    export that fails its verification is left beside it as `<dest>.failed-verification`.
+
+    Raises UserError for a destination that holds something, a full disk or a bad dtype, ExportError if what was
+    written differs from what was trained.
+    """
+    source, dest = Path(source), Path(dest)
+    config = load_config(source)
+    dtype = dtype or stored_dtype(source, config)
+    if dtype not in MODEL_DTYPES:
+        raise UserError(f"dtype '{dtype}' cannot be exported", fix=f"one of {', '.join(MODEL_DTYPES)}")
+    flat = flatten(params)
+    shards = plan_shards(slots(spec), dtype, max_shard_bytes)
+    copies = list(_copies(source, MODEL_FILES)) + list(_copies(tokenizer or source, TOKENIZER_FILES))
+    _check_destination(dest, (source, *([tokenizer] if tokenizer else [])), overwrite)
+    _check_room(dest, shards, dtype, copies)
+
+    with published(dest, "config.json") as folder:
+        total = sum(_nbytes(slot, dtype) for _, shard in shards for slot in shard)
+        done = 0
+        for name, shard in shards:
+            for written in _write_shard(folder / name, flat, shard, dtype):
+                done += written
+                if progress:
+                    progress(done, total)
+        if len(shards) > 1:
+            weight_map = {slot.name: name for name, shard in shards for slot in shard}
+            elements = total // jnp.dtype(dtype).itemsize
+            metadata = {"total_parameters": elements, "total_size": total}
+            _write_json(folder / INDEX, {"metadata": metadata, "weight_map": weight_map})
+        _write_json(folder / "config.json", _exported_config(config, spec, dtype))
+        for file, relative in copies:
+            (folder / relative).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, folder / relative)
+        if chat_template is not None:
+            _write_chat_template(folder, chat_template)
+        verified = _verified(params, spec, folder, dest, dtype, expected)
+    return Exported(dest, tuple(name for name, _ in shards), total, dtype, verified)
+
+
+def _verified(
+    params: Tree, spec: ModelSpec, folder: Path, dest: Path, dtype: str, expected: ndarray | None
+) -> Verified:
+    try:
+        return verify_export(params, spec, folder, dtype=dtype, expected=expected)
+    except UserError as error:
+        failed = dest.with_name(f"{dest.name}.failed-verification")
+        shutil.rmtree(failed, ignore_errors=True)
+        folder.rename(failed)
+        raise ExportError(
+            f"the export was written but is not what was trained, so it is not called done: {error.what}",
+            where=str(failed),
+            fix="if the disk is sound this is a defect of Meshtune: please report it with this message; "
+            f"nothing was put at {dest}",
+        ) from error
+
+
+def plan_shards(wanted: list[Slot], dtype: str, max_shard_bytes: int) -> list[tuple[str, list[Slot]]]:
+    """(file name, tensors) of each shard, filled in order up to the size; a larger tensor has a shard of its own."""
+    if max_shard_bytes <= 0:
+        raise UserError(f"a shard of {max_shard_bytes} bytes cannot hold anything", fix="give a size such as 5 GB")
+    shards: list[list[Slot]] = []
+    room = 0
+    for slot in wanted:
+        size = _nbytes(slot, dtype)
+        if not shards or size > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(slot)
+        room -= size
+    if len(shards) == 1:
+        return [(SINGLE, shards[0])]
+    return [(f"model-{i:05d}-of-{len(shards):05d}.safetensors", shard) for i, shard in enumerate(shards, 1)]
+
+
+def _nbytes(slot: Slot, dtype: str) -> int:
+    size = jnp.dtype(dtype).itemsize
+    for n in slot.shape:
+        size *= n
+    return size
+
+
+def _header(shard: list[Slot], dtype: str) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for slot in shard:
+        stop = at + _nbytes(slot, dtype)
+        entries[slot.name] = {"dtype": ST_DTYPES[dtype], "shape": list(slot.shape), "data_offsets": [at, stop]}
+        at = stop
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)  # the data starts at a multiple of eight bytes
+
+
+def _write_shard(file: Path, flat: dict[str, Any], shard: list[Slot], dtype: str) -> Iterator[int]:
+    """Writes one safetensors file (https://huggingface.co/docs/safetensors); yields the bytes of every block."""
+    header = _header(shard, dtype)
+    with file.open("wb") as stream:
+        stream.write(struct.pack("<Q", len(header)))
+        stream.write(header)
+        for slot in shard:
+            for start, stop in blocks(slot.shape, jnp.dtype(dtype).itemsize):
+                block = cut(flat[slot.path], slot, start, stop, dtype)
+                stream.write(block.view("u1").data)
+                yield block.nbytes
+        stream.flush()
+        os.fsync(stream.fileno())
+        if hasattr(os, "posix_fadvise"):  # so that the verification reads the disk, not the cache, where it can
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _exported_config(config: dict[str, Any], spec: ModelSpec, dtype: str) -> dict[str, Any]:
+    """The source's config with the dtype that was written, under the name (or names) it has there."""
+    fields = [field for field in ("torch_dtype", "dtype") if field in config] or ["dtype"]
+    exported = config | dict.fromkeys(fields, dtype)
+    if bool(config.get("tie_word_embeddings", False)) != spec.tied:
+        exported["tie_word_embeddings"] = spec.tied
+    return exported
+
+
+def _copies(directory: Path, patterns: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
+    for file in sorted([*directory.glob("*"), *directory.glob("additional_chat_templates/*")]):
+        relative = file.relative_to(directory).as_posix()
+        wanted = any(fnmatch.fnmatch(relative, pattern) for pattern in patterns)
+        if file.is_file() and wanted and not any(fnmatch.fnmatch(relative, pattern) for pattern in CODE_OR_PICKLES):
+            yield file, relative
+
+
+def _write_chat_template(folder: Path, template: str) -> None:
+    """One template, in the file that transformers prefers; none elsewhere that could say something different."""
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    (folder / "chat_template.json").unlink(missing_ok=True)
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file():
+        fields = json.loads(settings.read_text(encoding="utf-8"))
+        fields.pop("chat_template", None)
+        _write_json(settings, fields)
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _check_destination(dest: Path, sources: tuple[Path, ...], overwrite: bool) -> None:
+    for source in sources:
+        ours, theirs = dest.resolve(), source.resolve()
+        if ours == theirs or ours in theirs.parents or theirs in ours.parents:
+            raise UserError(
+                "the export's destination and the model it is made from are the same folder, or one inside the other",
+                where=str(dest),
+                fix="export to another directory",
+            )
+    if dest.is_dir() and any(dest.iterdir()) and not overwrite:
+        raise UserError(
+            "the export's destination is not empty", where=str(dest), fix="give an empty directory, or ask to overwrite"
+        )
+
+
+def _check_room(dest: Path, shards: list[tuple[str, list[Slot]]], dtype: str, copies: list[tuple[Path, str]]) -> None:
+    parent = next(p for p in dest.absolute().parents if p.is_dir())
+    need = sum(len(_header(shard, dtype)) + sum(_nbytes(slot, dtype) for slot in shard) for _, shard in shards)
+    need += sum(file.stat().st_size for file, _ in copies) + (1 << 20)
+    free = shutil.disk_usage(parent).free
+    if need > free:
+        raise UserError(
+            f"not enough room on the disk: the export needs {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free",
+            where=str(parent),
+            fix="make room, or export to another disk",
+        )
