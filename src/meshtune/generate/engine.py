@@ -178,7 +178,7 @@ class Run:
             raise UserError(
                 f"the model's logits are not finite near new token {given}",
                 where=f"prompt {row}" if len(self._rows) > 1 else None,
-                fix="the weights hold NaN or infinity, or overflow in this dtype: try float32, else the weights are damaged",
+                fix="the weights overflow in this dtype (try float32), or hold NaN or infinity",
             )
 
 
