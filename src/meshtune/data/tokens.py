@@ -96,6 +96,11 @@ class Tokenize:
             self._chat = ChatTemplate(self.tokenizer)
         return self._chat
 
+    @property
+    def met_conversations(self) -> bool:
+        """Whether any document so far was a conversation."""
+        return self._chat is not None
+
     def __call__(self, documents: Iterable[Document]) -> Iterator[Example]:
         """Examples of the documents that have something to learn, in order.
 
