@@ -1,0 +1,47 @@
+"""When something is due: functions of the number of updates made alone, so that a resumed run does the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Literal
+
+Due = Callable[[int], bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cadence:
+    """What is due after `step` updates, of `total`."""
+
+    total: int
+    evaluate: Due
+    sample: Due
+    save: Due
+
+
+def every(interval: int | None, total: int) -> Due:
+    """Each `interval` updates and after the last one; None: after the last one only."""
+    return lambda step: step == total or (interval is not None and step > 0 and step % interval == 0)
+
+
+def never(step: int) -> bool:
+    """Not at any step."""
+    return False
+
+
+def evaluations(interval: int | Literal["epoch"] | None, total: int, place: Callable[[int], tuple[int, int]]) -> Due:
+    """Each `interval` updates, or at the end of each epoch, and after the last update; None: never.
+
+    `place(step)` tells the epoch of a batch and its number therein.
+    """
+    if interval is None:
+        return never
+    if interval == "epoch":
+        return lambda step: step == total or (step > 0 and place(step)[1] == 0)
+    return every(interval, total)
+
+
+def save_interval(asked: int | None, total: int) -> int:
+    """Updates between saves: as asked, or about ten saves a run."""
+    return asked or max(1, math.ceil(total / 10))

@@ -1,0 +1,237 @@
+"""The loop: batches in, updates made, and whatever is due after each.
+
+Metrics of an update are fetched while the next one runs, so the device never waits for the host. Nothing is saved,
+evaluated or sampled before the metrics of the last update are known to be finite.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from meshtune.errors import UserError
+from meshtune.model.tree import Tree
+from meshtune.train.cadence import Cadence
+from meshtune.train.checkpoint import Checkpoints, Record
+from meshtune.train.early_stopping import EarlyStopping
+from meshtune.train.evaluate import Evaluation
+from meshtune.train.events import Evaluated, Event, Events, Sampled, Saved, Started, Stepped, Stopped
+from meshtune.train.interrupt import Interrupt
+from meshtune.train.memory import memory_in_use
+from meshtune.train.step import Metrics, TrainState
+
+MOST_RECORDS = 12  # named in a message
+
+
+class TrainBatch(Protocol):
+    """One update's rows, as data.loader.Batch."""
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]: ...
+
+    @property
+    def origins(self) -> Any: ...
+
+    @property
+    def step(self) -> int: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a loop works with. `record` is the checkpoint record of its start; `epoch_at(step)` is a fraction.
+
+    `evaluate(trainable)` and `sample(trainable)` may be None; samples are (prompt, text).
+    """
+
+    step: Callable[[TrainState, Tree, dict[str, np.ndarray], Any], tuple[TrainState, Metrics]]
+    frozen: Tree
+    batches: Callable[[int, int], Iterable[TrainBatch]]
+    learning_rate: Callable[[int], float]
+    epoch_at: Callable[[int], float]
+    cadence: Cadence
+    record: Record
+    early_stopping: EarlyStopping
+    evaluate: Callable[[Tree], Evaluation] | None = None
+    evaluate_at_start: bool = False
+    sample: Callable[[Tree], Iterable[tuple[str, str]]] | None = None
+    keep_best: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a loop ended: the state after `step` updates; `interrupted` is a signal's number or None."""
+
+    state: TrainState
+    step: int
+    early_stopping: EarlyStopping
+    interrupted: int | None
+    last_loss: float | None
+    last_evaluation: float | None
+
+
+def run_loop(task: Task, state: TrainState, checkpoints: Checkpoints, events: Events, interrupt: Interrupt) -> Ended:
+    """Makes the updates from `task.record.step` on to the last; `state` is used up.
+
+    Raises: UserError for a loss or gradient that is not finite (naming update, micro-batch and records; the update is
+    not applied) and for a checkpoint that cannot be written.
+    """
+    return _Loop(task, state, checkpoints, events, interrupt).run()
+
+
+class _Loop:
+    def __init__(self, task: Task, state: TrainState, checkpoints: Checkpoints, events: Events, interrupt: Interrupt):
+        self.task, self.state = task, state
+        self.checkpoints, self.events, self.interrupt = checkpoints, events, interrupt
+        self.early_stopping = task.early_stopping
+        self.seed = np.int32(task.record.seed)
+        self.saved: int | None = None
+        self.last_loss: float | None = None
+        self.last_evaluation: float | None = None
+        self.clock = time.perf_counter()
+
+    def run(self) -> Ended:
+        done, total = self.task.record.step, self.task.cadence.total
+        self.events.emit(Started(done, total))
+        if done == 0:
+            self._at_start()
+        self.clock = time.perf_counter()
+        if not self.early_stopping.stop:
+            done = self._updates(done, total)
+        self.events.emit(Stopped(done, self._reason(done)))
+        return Ended(
+            self.state, done, self.early_stopping, self.interrupt.received, self.last_loss, self.last_evaluation
+        )
+
+    def _updates(self, start: int, total: int) -> int:
+        done, pending = start, None
+        batches = iter(self.task.batches(start, total))
+        try:
+            while done < total and self.interrupt.received is None and not self.early_stopping.stop:
+                batch = next(batches)
+                self.state, metrics = self.task.step(self.state, self.task.frozen, batch.arrays, self.seed)
+                if pending is not None:
+                    self._report(*pending)
+                pending = (batch, metrics)
+                done += 1
+                if self._something_due(done):
+                    self._report(*pending)
+                    pending = None
+                    self._whatever_is_due(done)
+                    self.clock = time.perf_counter()
+        finally:
+            _close(batches)
+        if pending is not None:
+            self._report(*pending)
+        if done > start and self.saved != done:
+            self._save(done)
+        return done
+
+    def _at_start(self) -> None:
+        if self.task.evaluate is not None and self.task.evaluate_at_start:
+            self._evaluate(0, counts=False)
+        self._sample(0)
+
+    def _something_due(self, done: int) -> bool:
+        due = self.task.cadence
+        return due.evaluate(done) or due.sample(done) or due.save(done)
+
+    def _whatever_is_due(self, done: int) -> None:
+        due = self.task.cadence
+        best = False
+        if self.task.evaluate is not None and due.evaluate(done):
+            best = self._evaluate(done, counts=True)
+        if due.sample(done):
+            self._sample(done)
+        if due.save(done) or (best and self.task.keep_best):
+            self._save(done)
+
+    def _report(self, batch: TrainBatch, metrics: Metrics) -> None:
+        values = jax.device_get(metrics)
+        if not bool(values["finite"]):
+            raise _not_finite(batch, values, self.checkpoints)
+        now = time.perf_counter()
+        seconds, self.clock = now - self.clock, now
+        step = batch.step + 1
+        self.last_loss = float(values["loss"])
+        own = ("loss", "weight", "grad_norm", "finite", "finite_micro")
+        self._emit(
+            Stepped(
+                step=step,
+                epoch=self.task.epoch_at(step),
+                loss=self.last_loss,
+                grad_norm=float(values["grad_norm"]),
+                learning_rate=self.task.learning_rate(batch.step),
+                metrics={name: float(value) for name, value in values.items() if name not in own},
+                tokens=int(np.count_nonzero(batch.arrays["segment_ids"])),
+                learned=int(np.count_nonzero(batch.arrays["weights"])),
+                seconds=seconds,
+                memory=memory_in_use(),
+            )
+        )
+
+    def _evaluate(self, done: int, *, counts: bool) -> bool:
+        assert self.task.evaluate is not None
+        began = time.perf_counter()
+        found = self.task.evaluate(self.state.trainable)
+        before = self.early_stopping.best
+        if counts:
+            self.early_stopping = self.early_stopping.after(done, found.loss)
+        best = counts and self.early_stopping.best != before
+        self.last_evaluation = found.loss
+        seconds = time.perf_counter() - began
+        self._emit(Evaluated(done, self.task.epoch_at(done), found.loss, found.metrics, best, seconds))
+        return best
+
+    def _sample(self, done: int) -> None:
+        if self.task.sample is not None:
+            for prompt, text in self.task.sample(self.state.trainable):
+                self._emit(Sampled(done, prompt, text))
+
+    def _save(self, done: int) -> None:
+        best, stale = self.early_stopping.best, self.early_stopping.stale
+        record = dataclasses.replace(self.task.record, step=done, best=best, stale=stale)
+        self.checkpoints.save(self.state, record, keep=best.step if best and self.task.keep_best else None)
+        self.saved = done
+        self._emit(Saved(done, self.checkpoints.path(done)))
+
+    def _emit(self, event: Event) -> None:
+        self.events.emit(event)
+
+    def _reason(self, done: int) -> str:
+        if self.interrupt.received is not None and done < self.task.cadence.total:
+            return signal.Signals(self.interrupt.received).name
+        if self.early_stopping.stop:
+            best, stale = self.early_stopping.best, self.early_stopping.stale
+            found = f"the best was {best.loss:.4f} after {best.step}" if best else "none was a number"
+            return f"no improvement in {stale} evaluations; {found}"
+        return ""
+
+
+def _close(batches: Iterator[TrainBatch]) -> None:
+    close = getattr(batches, "close", None)
+    if close is not None:
+        close()
+
+
+def _not_finite(batch: TrainBatch, values: dict[str, Any], checkpoints: Checkpoints) -> UserError:
+    finite = np.atleast_1d(values["finite_micro"])
+    bad = [number for number, fine in enumerate(finite) if not fine] or list(range(len(finite)))
+    loss, norm = float(values["loss"]), float(values["grad_norm"])
+    value = f"the loss is {loss}" if not np.isfinite(loss) else f"the gradient's norm is {norm}"
+    which = ", ".join(str(number + 1) for number in bad)
+    named = list(dict.fromkeys(str(origin) for number in bad for row in batch.origins[number] for origin in row))
+    more = f" and {len(named) - MOST_RECORDS} more" if len(named) > MOST_RECORDS else ""
+    checkpoints.wait()
+    saved = checkpoints.latest()
+    kept = f"the checkpoint of update {saved} is kept" if saved is not None else "no checkpoint was saved yet"
+    return UserError(
+        f"{value} in update {batch.step + 1}, micro-batch {which} of {len(finite)}; the update was not made; {kept}",
+        where="; ".join(named[:MOST_RECORDS]) + more,
+        fix="look at these records, lower optimizer.learning_rate, or use compute.precision=float32",
+    )
