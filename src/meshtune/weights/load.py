@@ -16,7 +16,7 @@ from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.model.tree import Tree, flatten, unflatten
 from meshtune.weights.check import check
 from meshtune.weights.safetensors_files import DTYPES, TensorInfo, TensorReader, headers, read_json
-from meshtune.weights.slots import Slot, blocks, index, place, slots, zeros
+from meshtune.weights.slots import Slot, allocate, blocks, index, place, slots
 
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 STORED_AS = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -77,7 +77,7 @@ def load_params(directory: Path, spec: ModelSpec, *, progress: Progress | None =
     """
     found = headers(Path(directory))
     check(Path(directory), spec, found)
-    flat = {path: zeros(array) for path, array in flatten(abstract_params(spec)).items()}
+    flat = allocate(flatten(abstract_params(spec)))
     fill(flat, slots(spec), found, progress)
     return unflatten(flat)
 

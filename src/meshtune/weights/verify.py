@@ -23,7 +23,7 @@ from meshtune.model.tree import Tree, flatten, unflatten
 from meshtune.weights.check import check
 from meshtune.weights.load import fill, load_spec
 from meshtune.weights.safetensors_files import TensorInfo, TensorReader, headers
-from meshtune.weights.slots import Slot, blocks, cut, slots, zeros
+from meshtune.weights.slots import Slot, blocks, cut, slots
 
 COMPUTE = Compute(dtype="float32", attention="direct")
 PROBE_SHAPE = (2, 48)
@@ -174,7 +174,7 @@ def _read(wanted: list[Slot], found: dict[str, TensorInfo]) -> Tree:
         dataclasses.replace(slot, row=None, array=dataclasses.replace(slot.array, shape=slot.shape, axes=slot.axes))
         for slot in wanted
     ]
-    flat = {slot.path: zeros(slot.array) for slot in alone}
+    flat = {slot.path: jnp.zeros(slot.shape, slot.array.dtype) for slot in alone}
     fill(flat, alone, found)
     return unflatten(flat)
 
