@@ -1,0 +1,118 @@
+"""Chat templates: rendered as transformers renders them, with a clock that stands still, failing in their own words."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+
+from meshtune.data.chat import ChatTemplate, as_dicts
+from meshtune.data.conversation import Conversation, Message, Origin
+from meshtune.data.masks import mark
+from meshtune.data.tokenizer import load_tokenizer, template_names
+from meshtune.data.tokens import Tokenize, TokenOptions
+from meshtune.errors import UserError
+
+HERE = Origin("chat.jsonl", 3)
+CHAT = Conversation(
+    (Message("user", "Hi"), Message("assistant", "Hello"), Message("user", "a"), Message("assistant", "b")), HERE
+)
+
+
+@pytest.fixture(scope="module")
+def llama(shared):
+    return load_tokenizer(shared / "assets/tokenizers/hf-llama3_1")
+
+
+@pytest.fixture
+def stories(shared):
+    return load_tokenizer(shared / "assets/models/stories260K")
+
+
+def test_a_date_in_a_template_stands_still(llama, shared):
+    file = shared / "assets/tokenizers/chat_templates/meta-llama-Llama-3.2-3B-Instruct.jinja"
+    llama.chat_template = file.read_text()
+    chat = ChatTemplate(llama)
+    ours = chat.render(as_dicts(CHAT))
+    theirs = llama.apply_chat_template(as_dicts(CHAT), tokenize=False)
+    today = datetime.date.today().strftime("%d %b %Y")
+    assert chat.writes_date
+    assert "Today Date: 26 Jul 2024\n" in ours
+    assert ours == theirs.replace(today, "26 Jul 2024")
+
+
+def test_every_part_of_a_date_stands_still(stories):
+    form = "%A %a %d %B %b %m %Y %y %H:%M:%S"
+    stories.chat_template = "\n{{ strftime_now('" + form + "') }}|{{ messages[0].content }}"
+    want = datetime.datetime(2024, 7, 26, 12).strftime(form)
+    assert ChatTemplate(stories).render([{"role": "user", "content": "x"}]) == f"\n{want}|x"
+
+
+def test_no_template_names_the_remedy(stories):
+    tokenize = Tokenize(stories, TokenOptions(100))
+    with pytest.raises(UserError, match=r"no chat template, but the data are conversations[\s\S]*plain"):
+        list(tokenize([CHAT]))
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for m in messages %}{{ m.content }", "not valid Jinja"),
+        ("{{ messages[0].content + 1 }}", "can only concatenate str"),
+        ("{{ raise_exception('never on Sundays') }}", "never on Sundays"),
+        ("{{ nothing.at.all }}", "'nothing' is undefined"),
+    ],
+)
+def test_a_template_fails_in_its_own_words(stories, template, words):
+    stories.chat_template = template
+    with pytest.raises(UserError, match=words) as error:
+        mark(ChatTemplate(stories), CHAT)
+    assert error.value.where == str(HERE)
+
+
+def test_a_template_without_the_assistants_words_is_refused(stories):
+    stories.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(UserError, match="writes the assistant's words 0 times"):
+        mark(ChatTemplate(stories), CHAT)
+
+
+# What each template that ships with Meshtune makes of a conversation, by the models' published formats.
+SHIPPED = {
+    "chatml": "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n",
+    "llama3": "<s><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\nHello<|eot_id|>",
+    "mistral": "<s>[INST]Hi[/INST]Hello</s>",
+    "gemma": "<s><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\nHello<end_of_turn>\n",
+    "plain": "<s>User:\nHi\nAssistant:\nHello</s>\n",
+    "alpaca": "<s>### Instruction:\nHi\n\n### Response:\nHello</s>\n\n",
+}
+
+
+@pytest.mark.parametrize("name", template_names())
+def test_shipped_templates_render_and_prompt(shared, name):
+    tokenizer = load_tokenizer(shared / "assets/models/stories260K", name)
+    chat = ChatTemplate(tokenizer)
+    text = chat.render(as_dicts(CHAT)[:2])
+    assert text == SHIPPED[name]
+    prompt = chat.render(as_dicts(CHAT)[:1], generation_prompt=True)
+    assert text.startswith(prompt)
+    assert text[len(prompt) :].startswith("Hello" + chat.end_of_turn.head)
+
+
+@pytest.mark.parametrize("name", template_names())
+def test_shipped_templates_put_a_system_prompt_somewhere(shared, name):
+    chat = ChatTemplate(load_tokenizer(shared / "assets/models/stories260K", name))
+    text = chat.render([{"role": "system", "content": "BRIEF"}, *as_dicts(CHAT)])
+    assert text.count("BRIEF") == 1
+    assert text.index("BRIEF") < text.index("Hi")
+
+
+@pytest.mark.parametrize("name", template_names())
+def test_shipped_templates_teach_every_answer(shared, name):
+    tokenizer = load_tokenizer(shared / "assets/models/stories260K", name)
+    tokenize = Tokenize(tokenizer, TokenOptions(1000))
+    (example,) = tokenize([CHAT])
+    end = tokenize.chat.end_of_turn
+    learned = tokenizer.decode(example.ids[example.weights > 0].tolist())
+    assert learned.replace(" ", "") == f"Hello{end.head}b{end.head}"  # SentencePiece decodes a space before words
+    assert (end.token is None) == (name in {"chatml", "llama3", "gemma"})  # of no such token in this vocabulary

@@ -1,0 +1,189 @@
+"""From recipes to loaders: real records, the cache, the system prompt, and data with nothing in them."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from meshtune.cli.data import app
+from meshtune.config.recipe import Recipe
+from meshtune.data.prepare import prepare
+from meshtune.data.tokenizer import load_tokenizer
+from meshtune.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def smol(shared):
+    return load_tokenizer(shared / "assets/tokenizers/smollm2")
+
+
+@pytest.fixture(scope="module")
+def alpaca(shared):
+    return str(shared / "assets/data/llamafactory/alpaca_en_demo.json")
+
+
+def recipe(train, **data):
+    return Recipe.model_validate({"model": "none", "output": "out", "data": {"train": train, **data}, "seed": 3})
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def pair(question="2+2?", answer="four"):
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def test_real_records_fill_their_rows(smol, alpaca, tmp_path):
+    """At least 97% of the positions of alpaca_en_demo at T = 1024 hold tokens."""
+    made = prepare(recipe(alpaca), smol, vocab=49152, cache=tmp_path)
+    assert made.report.efficiency >= 0.97
+    assert made.report.counts.documents == made.report.counts.kept == 999
+    assert made.report.warnings == []
+    answers = [record["output"] for record in json.loads(pathlib.Path(alpaca).read_text())]
+    for index in (0, 500, 998):
+        example = made.train.store[index]
+        learned = smol.decode(example.ids[example.weights > 0].tolist())
+        assert learned == answers[example.origin.record] + "<|im_end|>"
+
+
+def test_tokens_are_made_once(smol, tmp_path):
+    file = write(tmp_path / "a.jsonl", [pair(answer=f"answer {index}") for index in range(5)])
+    first = prepare(recipe(file), smol, cache=tmp_path)
+    again = prepare(recipe(file), smol, cache=tmp_path)
+    assert again.train.store.path == first.train.store.path
+    assert again.report == first.report
+    assert again.fingerprint == first.fingerprint
+
+
+@pytest.mark.parametrize(
+    "change", [{"max_length": 9}, {"train_on_prompt": True}, {"system": "Be brief."}, {"overlong": "drop"}]
+)
+def test_tokens_are_made_anew_when_what_they_depend_on_changes(smol, tmp_path, change):
+    file = write(tmp_path / "a.jsonl", [pair(answer=f"answer {index}") for index in range(5)])
+    first = prepare(recipe(file), smol, cache=tmp_path)
+    try:
+        assert prepare(recipe(file, **change), smol, cache=tmp_path).fingerprint != first.fingerprint
+    except UserError as error:
+        assert "nothing to learn" in str(error)  # noqa: PT017 - all are longer than nine tokens
+
+
+def test_another_template_is_another_cache(shared, tmp_path):
+    file = write(tmp_path / "a.jsonl", [pair()])
+    folder = shared / "assets/models/stories260K"
+    prints = {
+        prepare(recipe(file), load_tokenizer(folder, name), cache=tmp_path).fingerprint for name in ("plain", "alpaca")
+    }
+    assert len(prints) == 2
+
+
+def test_changed_records_are_read_again(smol, tmp_path):
+    file = write(tmp_path / "a.jsonl", [pair(answer="four")])
+    prepare(recipe(file), smol, cache=tmp_path)
+    write(tmp_path / "a.jsonl", [pair(answer="five")])
+    example = prepare(recipe(file), smol, cache=tmp_path).train.store[0]
+    assert smol.decode(example.ids[example.weights > 0].tolist()) == "five<|im_end|>"
+
+
+def test_validation_has_its_own_order_and_micro_batches(smol, tmp_path):
+    file = write(tmp_path / "a.jsonl", [pair(answer=f"answer {index}") for index in range(40)])
+    given = Recipe.model_validate(
+        {
+            "model": "none",
+            "output": "out",
+            "data": {"train": file, "validation": 8},
+            "train": {"batch_size": 8, "micro_batch": 2},
+        }
+    )
+    made = prepare(given, smol, cache=tmp_path)
+    assert made.validation is not None
+    assert made.train.batch(0).arrays["tokens"].shape == (4, 2, 1024)
+    assert made.validation.batch(0).arrays["tokens"].shape == (1, 2, 1024)
+    records = [origin.record for row in made.validation.batch(0).origins[0] for origin in row]
+    assert len(records) == len(set(records)) == 8
+    train = [made.train.store.origin(index).record for index in range(len(made.train.store))]
+    assert not set(train) & set(records)
+    order = [made.validation.rows(epoch).documents.tolist() for epoch in (0, 1)]
+    assert order[0] == order[1]
+
+
+def test_a_system_prompt_goes_before_conversations_that_have_none(smol, tmp_path):
+    own = {"messages": [{"role": "system", "content": "Mine."}, *pair()["messages"]]}
+    made = prepare(recipe(write(tmp_path / "a.jsonl", [pair(), own]), system="Yours."), smol, cache=tmp_path)
+    texts = [smol.decode(made.train.store[index].ids.tolist()) for index in range(2)]
+    assert ["Yours." in text for text in texts] == [True, False]
+    assert ["Mine." in text for text in texts] == [False, True]
+
+
+def test_nothing_to_learn_anywhere_is_an_error_with_reasons(smol, tmp_path):
+    file = write(tmp_path / "a.jsonl", [pair("word " * 50) for _ in range(3)])
+    with pytest.raises(UserError, match=r"nothing to learn anywhere[\s\S]*3 have nothing to learn after truncation"):
+        prepare(recipe(file, max_length=40), smol, cache=tmp_path)
+
+
+def test_a_vocabulary_larger_than_the_embedding_is_an_error_before_anything_is_read(smol, tmp_path):
+    with pytest.raises(UserError, match="embedding has 1000 rows"):
+        prepare(recipe("not there"), smol, vocab=1000, cache=tmp_path)
+
+
+def test_the_report_lists_skipped_records_of_formats_and_templates(shared, tmp_path):
+    gemma = shared / "assets/tokenizers/chat_templates/google-gemma-2-2b-it.jinja"
+    tokenizer = load_tokenizer(shared / "assets/tokenizers/smollm2", str(gemma))
+    refused = {"messages": [{"role": "system", "content": "s"}, *pair()["messages"]]}
+    empty = pair(answer="")
+    file = write(tmp_path / "a.jsonl", [pair(), refused, empty, pair()])
+    made = prepare(recipe(file, on_bad="skip"), tokenizer, cache=tmp_path)
+    assert [one.origin.rsplit(" ", 1)[1] for one in made.report.skipped] == ["2", "1"]
+    assert made.report.counts.kept == 2
+
+
+def test_progress_is_told(smol, tmp_path):
+    told = []
+    file = write(tmp_path / "a.jsonl", [pair(answer=f"answer {index}") for index in range(300)])
+    prepare(recipe(file), smol, cache=tmp_path, progress=lambda *one: told.append(one))
+    assert ("reading train data", 0, 300) in told
+    assert told[-1] == ("tokenising train data", 300, 300)
+
+
+def test_inspect_shows_what_is_learned(shared, tmp_path, monkeypatch):
+    monkeypatch.setenv("MESHTUNE_CACHE", str(tmp_path / "cache"))
+    file = write(tmp_path / "a.jsonl", [pair(answer="four apples")])
+    model = shared / "assets/models/stories260K"
+    arguments = ["inspect", f"model={model}", f"data={file}", "output=out", "model.chat_template=plain"]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    shown = result.output.replace("·", "").replace("\n", "")
+    assert "⟦four apples</s>⟧" in shown
+    assert "packing efficiency" in shown
+    assert "padding" in shown  # one document in a row of 1024 is warned of
+
+
+def test_inspect_checks_the_vocabulary_of_the_model(shared, tmp_path, monkeypatch):
+    monkeypatch.setenv("MESHTUNE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 100}))
+    file = write(tmp_path / "a.jsonl", [pair()])
+    tokenizer = shared / "assets/tokenizers/smollm2"
+    arguments = ["inspect", f"model.path={tmp_path}", f"model.tokenizer={tokenizer}", f"data={file}", "output=out"]
+    with pytest.raises(UserError, match="embedding has 100 rows"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def test_the_first_batch_holds_what_the_records_say(smol, alpaca, tmp_path):
+    """The whole way, against plain transformers: every segment is a record's own `apply_chat_template`, shifted."""
+    made = prepare(recipe(alpaca), smol, cache=tmp_path)
+    batch, records = made.train.batch(0), json.loads(pathlib.Path(alpaca).read_text())
+    row = {name: array[0, 0] for name, array in batch.arrays.items()}
+    for segment, origin in enumerate(batch.origins[0][0], start=1):
+        record = records[origin.record]
+        question = record["instruction"] + (f"\n{record['input']}" if record["input"] else "")
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": record["output"]}]
+        ids = smol.apply_chat_template(messages, return_dict=False)
+        here = row["segment_ids"] == segment
+        assert row["tokens"][here].tolist() == ids[:-1]
+        assert row["targets"][here].tolist() == ids[1:]
+        assert np.array_equal(row["positions"][here], np.arange(len(ids) - 1))

@@ -1,0 +1,116 @@
+"""The report: counts that can be checked by hand, and a warning for everything that deserves one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from meshtune.data.conversation import Conversation, Message, Origin, Text
+from meshtune.data.inspection import coloured
+from meshtune.data.loader import Loader
+from meshtune.data.report import Skipped, Template, histogram, make_report, render
+from meshtune.data.store import open_or_build
+from meshtune.data.tokenizer import load_tokenizer
+from meshtune.data.tokens import Counts, Example, Tokenize, TokenOptions
+
+
+def report_of(tmp_path, lengths=(10, 20, 30), counts=None, skipped=(), template=None, batch_size=1, **loader):
+    examples = [
+        Example(np.arange(n, dtype=np.int32), np.ones(n, np.float32), Origin("f", i)) for i, n in enumerate(lengths)
+    ]
+    store = open_or_build(repr((lengths, loader)).replace("/", ""), lambda: (examples, dict), tmp_path)
+    made = Loader(store, max_length=64, batch_size=batch_size, **loader)
+    total = sum(lengths)
+    counts = counts or Counts(documents=len(lengths), kept=len(lengths), tokens=total, learned=total - len(lengths))
+    return make_report("train", made, counts, skipped, max_length=64, template=template)
+
+
+def test_counts_are_those_of_the_rows(tmp_path):
+    report = report_of(tmp_path)
+    assert (report.rows, report.row_length, report.steps_per_epoch, report.longest) == (1, 64, 1, 30)
+    assert report.efficiency == pytest.approx((9 + 19 + 29) / 64)
+    assert report.warnings == []
+    assert report.notes == []
+
+
+def test_histogram_bins_hold_everything():
+    lengths = np.asarray([1, 2, 3, 4, 7, 8, 1000])
+    assert histogram(lengths)[:4] == ((1, 1, 1), (2, 3, 2), (4, 7, 2), (8, 15, 1))
+    assert sum(number for *_, number in histogram(lengths)) == len(lengths)
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("truncated", "are cut at max_length 64"),
+        ("nothing_after_truncation", "nothing to learn after truncation"),
+        ("dropped", "dropped for being longer"),
+        ("nothing_to_learn", "nothing in them is learned"),
+        ("unended", "no end of turn"),
+        ("without_eos", "no end-of-sequence token"),
+        ("prompts_differ", "differently when generating"),
+        ("double_bos", "two beginning-of-sequence"),
+        ("straddling", "spans the edge"),
+        ("special_in_text", "special tokens in their own text"),
+    ],
+)
+def test_each_count_has_its_warning(tmp_path, field, words):
+    counts = Counts(documents=3, kept=3, tokens=60, learned=50, **{field: 2})
+    (warning,) = report_of(tmp_path, counts=counts).warnings
+    assert words in warning
+    assert "2" in warning or field == "without_eos"
+
+
+def test_waste_is_warned_of(tmp_path):
+    padded = report_of(tmp_path, (5, 6, 64), packing=False).warnings
+    assert any("data.packing=true" in warning for warning in padded)
+    assert any("copies of others" in warning for warning in report_of(tmp_path, (30, 30, 30)).warnings)
+    assert any("smaller train.batch_size" in warning for warning in report_of(tmp_path, batch_size=8).warnings)
+    few = Counts(documents=3, kept=3, tokens=1000, learned=5)
+    assert any("0.5% of the tokens are learned" in warning for warning in report_of(tmp_path, counts=few).warnings)
+
+
+def test_skips_are_listed_with_reasons(tmp_path):
+    report = report_of(tmp_path, skipped=[Skipped(f"f, record {index}", "no answer") for index in range(12)])
+    (warning,) = report.warnings
+    assert warning == "12 records were skipped; the first: f, record 0: no answer"
+    shown = text_of(render(report))
+    assert "skipped f, record 9: no answer" in shown
+    assert "and 2 more" in shown
+
+
+def test_templates_that_cannot_stop_or_tell_the_date_are_told_of(tmp_path):
+    report = report_of(tmp_path, template=Template("<|im_end|>", False, True))
+    assert "no token" in report.warnings[0]
+    assert "26 Jul 2024" in report.notes[0]
+
+
+def text_of(renderable):
+    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(renderable)
+    return console.export_text()
+
+
+def test_the_picture_holds_the_numbers(tmp_path):
+    shown = text_of(render(report_of(tmp_path)))
+    for words in ("documents", "packing efficiency", "89.1%", "16 to 31", "95.0% of all"):
+        assert words in shown
+
+
+def test_colours_show_exactly_what_is_learned(shared):
+    tokenizer = load_tokenizer(shared / "assets/tokenizers/smollm2")
+    conversation = Conversation((Message("user", "héllo 👩‍👧"), Message("assistant", "yes 🤖 sir")), Origin("f", 0))
+    (example,) = Tokenize(tokenizer, TokenOptions(100))([conversation])
+    text = coloured(tokenizer, example, 100)
+    green = "".join(text.plain[span.start : span.end] for span in text.spans if "green" in str(span.style))
+    assert green == "yes 🤖 sir<|im_end|>"
+    assert text.plain.replace("↵", "") == tokenizer.decode(example.ids.tolist())
+    plain = coloured(tokenizer, example, 100, brackets=True).plain.replace("·", "")
+    assert plain[plain.index("⟦") : plain.index("⟧") + 1] == "⟦yes 🤖 sir<|im_end|>⟧"
+
+
+def test_long_documents_are_shown_in_part(shared):
+    tokenizer = load_tokenizer(shared / "assets/models/stories260K")
+    (example,) = Tokenize(tokenizer, TokenOptions(1000))([Text("once upon a time " * 40, Origin("f", 0))])
+    assert f"... {len(example.ids) - 50} more tokens" in coloured(tokenizer, example, 50).plain
