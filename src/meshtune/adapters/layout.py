@@ -41,7 +41,9 @@ def restack(params: Tree, old: ModelSpec, new: ModelSpec) -> Tree:
     if old == new:
         return params
     row_of = {n: (key, row) for key, _, _, numbers in old.positions() for row, n in enumerate(numbers)}
-    layers = params.pop("layers")
+    rest, layers = dict(params), params.pop("layers")
+    del rest["layers"]
+    params.clear()
     sites: dict[str, None] = {}
     for key in list(layers):
         layers[key] = flatten(layers[key])
@@ -52,7 +54,7 @@ def restack(params: Tree, old: ModelSpec, new: ModelSpec) -> Tree:
         for key, _, _, numbers in new.positions():
             moved[f"layers/{key}/{site}"] = _rows(source, [row_of[n] for n in numbers])
         jax.block_until_ready([moved[f"layers/{key}/{site}"] for key, *_ in new.positions()])
-    return params | unflatten(moved)
+    return rest | unflatten(moved)
 
 
 def _rows(source: dict[str, jax.Array], wanted: list[tuple[str, int]]) -> jax.Array:

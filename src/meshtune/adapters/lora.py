@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, ClassVar
 
@@ -53,13 +54,7 @@ class LoRA:
 
         A is uniform in +-1/sqrt(in), as PEFT draws it, B is zero. `keys` is one key, or one a layer of a stack.
         """
-        *_, rank, into = self.a.shape
-        bound = 1 / math.sqrt(into)
-
-        def draw(key: Array) -> Array:
-            return jax.random.uniform(key, (rank, into), jnp.float32, -bound, bound).astype(self.a.dtype)
-
-        a = jax.vmap(draw)(keys) if keys.ndim else draw(keys)
+        a = _uniform(keys, self.a.shape[-2:], self.a.dtype)
         return dataclasses.replace(self, a=a, b=jnp.zeros(self.b.shape, self.b.dtype)), weight
 
     def apply(
@@ -86,3 +81,13 @@ class LoRA:
             precision=jax.lax.Precision.HIGHEST,
         )
         return (weight.astype(jnp.float32) + self.scale * product).astype(weight.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _uniform(keys: Array, shape: tuple[int, int], dtype: str) -> Array:
+    bound = 1 / math.sqrt(shape[1])
+
+    def draw(key: Array) -> Array:
+        return jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
+
+    return jax.vmap(draw)(keys) if keys.ndim else draw(keys)

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Key
 
 from meshtune.adapters import ADAPTERS
@@ -177,5 +178,8 @@ def _abstract_adapters(method: Method, adapted: list[str], dtype: str) -> dict[s
 
 
 def _keys(key: Array, names: list[str], stacked: bool) -> Array:
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.array([zlib.crc32(n.encode()) for n in names], jnp.uint32))
-    return keys if stacked else keys[0]
+    numbers = np.array([zlib.crc32(name.encode()) for name in names], np.uint32)
+    return _fold(key, numbers) if stacked else jax.random.fold_in(key, numbers[0])
+
+
+_fold = jax.jit(jax.vmap(jax.random.fold_in, (None, 0)))

@@ -1,0 +1,194 @@
+"""Adapter directories: verified before they appear, whole or not at all, and refused with the reason when they are bad."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from twins import base, moved, our_logits, trained_logits
+
+from meshtune.adapters import verify
+from meshtune.adapters.config import LoraConfig
+from meshtune.adapters.merge import merged
+from meshtune.adapters.method import Prepared, prepare
+from meshtune.adapters.peft_format import BaseRecord, attach, check_base, load_adapter, save_adapter
+from meshtune.adapters.verify import export_adapter, verify_adapter
+from meshtune.errors import UserError
+from meshtune.model.tree import merge
+
+CONFIG = LoraConfig(rank=4, alpha=6, targets=("q_proj", "down_proj"), train_modules=("norm",))
+BASE = BaseRecord("org/base", "sha256:aa")
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+@pytest.fixture(scope="module")
+def made() -> Prepared:
+    made = prepare(CONFIG, *base("llama3"), jax.random.key(0))
+    return dataclasses.replace(made, trainable=moved(made.trainable))
+
+
+@pytest.fixture
+def saved(made: Prepared, tmp_path: pathlib.Path) -> pathlib.Path:
+    return save_adapter(tmp_path / "adapter", made.trainable, made.spec, CONFIG, BASE)
+
+
+def change(adapter: pathlib.Path, **fields: Any) -> None:
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def change_tensors(adapter: pathlib.Path, function: Any) -> None:
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    function(tensors)
+    save_file(tensors, path)
+
+
+def test_an_export_is_verified_bit_for_bit(made: Prepared, tmp_path: pathlib.Path):
+    path = export_adapter(tmp_path / "a", made, CONFIG, BASE)
+    assert verify_adapter(path, made) == 0.0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
+
+
+def test_an_export_that_differs_from_what_was_trained_does_not_appear(
+    made: Prepared, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The defects of the field: a tensor lost in writing, a scale that is not recorded."""
+    real = verify.save_adapter
+
+    def doubled(dest, trainable, spec, config, base, check):
+        config = dataclasses.replace(config, alpha=config.alpha * 2)
+        trainable = jax.tree.map(lambda x: x, trainable)
+        return real(
+            dest, trainable, spec, config, base, check=lambda path: (change(path, alpha_pattern={}), check(path))
+        )
+
+    monkeypatch.setattr(verify, "save_adapter", doubled)
+    with pytest.raises(UserError, match="differs from what was trained"):
+        export_adapter(tmp_path / "a", made, CONFIG, BASE)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_gone_wrong_is_not_exported(made: Prepared, tmp_path: pathlib.Path):
+    broken = dataclasses.replace(made, trainable=jax.tree.map(lambda x: x * np.nan, made.trainable))
+    with pytest.raises(UserError, match="not finite"):
+        export_adapter(tmp_path / "a", broken, CONFIG, BASE)
+
+
+def test_the_record_names_base_hash_rank_alpha_and_targets(saved: pathlib.Path):
+    with safe_open(saved / "adapter_model.safetensors", framework="np") as file:
+        record = json.loads(file.metadata()["meshtune"])
+    assert record["base"] == {"path": "org/base", "hash": "sha256:aa"}
+    assert (record["rank"], record["alpha"], record["targets"]) == (4, 6, ["down_proj", "q_proj"])
+    config = json.loads((saved / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "org/base"
+    assert config["modules_to_save"] == ["model.norm"]  # 'norm' alone would mean every layer norm to peft
+
+
+def test_an_adapter_for_another_base_is_refused(saved: pathlib.Path):
+    loaded = load_adapter(saved, base("llama3")[0])
+    check_base(loaded, "org/base", "sha256:aa")
+    with pytest.raises(UserError, match=r"org/base \(sha256:aa\), not org/other \(sha256:bb\)"):
+        check_base(loaded, "org/other", "sha256:bb")
+    narrow = dataclasses.replace(base("llama3")[0], ffn=24)
+    with pytest.raises(UserError, match=r"down_proj.lora_A.weight is 4 x 56, but the base needs 4 x 24"):
+        load_adapter(saved, narrow)
+    with pytest.raises(UserError, match="(?s)does not fit.*no place for it"):
+        load_adapter(saved, dataclasses.replace(narrow, ffn=56, stacks=base("qwen2_window")[0].stacks[:1]))
+
+
+FIELDS: dict[str, Any] = {
+    "use_dora": True,
+    "bias": "all",
+    "lora_bias": True,
+    "fan_in_fan_out": True,
+    "peft_type": "IA3",
+    "task_type": "SEQ_CLS",
+    "init_lora_weights": "pissa",
+    "layer_replication": [[0, 2]],
+    "trainable_token_indices": [1],
+    "use_qalora": True,
+    "a_field_of_the_future": 3,
+    "rank_pattern": {"q_proj": 2},
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_field_that_would_change_the_result_is_named(field: str, saved: pathlib.Path):
+    change(saved, **{field: FIELDS[field]})
+    with pytest.raises(UserError, match="q_proj.lora_A.weight is 4 x 32.*for rank 2" if "rank" in field else field):
+        load_adapter(saved, base("llama3")[0])
+
+
+def test_a_missing_file_or_tensor_is_named(saved: pathlib.Path):
+    spec = base("llama3")[0]
+    change_tensors(saved, lambda t: t.pop(FIRST))
+    with pytest.raises(UserError, match=f"tensor {FIRST} is missing"):
+        load_adapter(saved, spec)
+    change_tensors(saved, lambda t: t.pop(FIRST.replace("lora_A", "lora_B")))
+    with pytest.raises(UserError, match=f"tensor {FIRST} is missing"):
+        load_adapter(saved, spec)
+    weights = saved / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(UserError, match="damaged or only half written"):
+        load_adapter(saved, spec)
+    weights.rename(saved / "adapter_model.bin")
+    with pytest.raises(UserError, match="a pickle, which Meshtune never opens"):
+        load_adapter(saved, spec)
+    (saved / "adapter_config.json").write_text('{"r": 4,')
+    with pytest.raises(UserError, match="not JSON.*line 1"):
+        load_adapter(saved, spec)
+    with pytest.raises(UserError, match="the directory does not exist"):
+        load_adapter(saved / "nowhere", spec)
+
+
+def test_an_adapter_is_replaced_but_nothing_else_is(made: Prepared, saved: pathlib.Path, tmp_path: pathlib.Path):
+    save_adapter(saved, made.trainable, made.spec, CONFIG, BaseRecord("new"))
+    assert load_adapter(saved, made.spec).base.path == "new"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").write_text("keep")
+    with pytest.raises(UserError, match="is not what was to be written there"):
+        save_adapter(tmp_path / "mine", made.trainable, made.spec, CONFIG, BASE)
+    assert (tmp_path / "mine/notes.txt").read_text() == "keep"
+
+    def fail(path: pathlib.Path) -> None:
+        raise UserError("no")
+
+    with pytest.raises(UserError, match="no"):
+        save_adapter(saved, made.trainable, made.spec, CONFIG, BASE, check=fail)
+    assert load_adapter(saved, made.spec).base.path == "new"  # the old one is still whole
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "mine"]
+
+
+def test_a_copy_of_another_bases_head_is_refused(tmp_path: pathlib.Path):
+    config = LoraConfig(rank=4, targets=("lm_head",))
+    made = prepare(config, *base("llama3"), jax.random.key(0))
+    saved = save_adapter(tmp_path / "a", made.trainable, made.spec, config, BASE)
+    name = "base_model.model.lm_head.base_layer.weight"
+    change_tensors(saved, lambda t: t.update({name: np.zeros((97, 32), np.float32)}))
+    spec, params = base("llama3")
+    with pytest.raises(UserError, match="carries a lm_head that is not this base's"):
+        attach(params, spec, load_adapter(saved, spec))
+
+
+def test_merging_gives_the_logits_of_what_was_trained(made: Prepared):
+    """1e-4: x (W + sBA)^T and x W^T + s (x A^T) B^T round differently in float32."""
+    expected = trained_logits(made)
+    whole = merge(jax.tree.map(lambda x: x + 0, made.trainable), jax.tree.map(lambda x: x + 0, made.frozen))
+    flat = merged(whole)
+    assert whole == {}
+    assert jax.tree.structure(flat) == jax.tree.structure(base("llama3")[1])
+    assert np.abs(our_logits(flat, made.spec) - expected).max() < 1e-4
+
+
+def test_a_tied_heads_adapter_cannot_be_merged():
+    made = prepare(LoraConfig(rank=4, targets=("lm_head",)), *base("llama_tied"), jax.random.key(0))
+    with pytest.raises(UserError, match="tied to its embedding"):
+        merged(merge(made.trainable, made.frozen))
