@@ -1,0 +1,58 @@
+"""The base's hash: the same for the same model however it is stored, another for any other."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from meshtune.weights.fingerprint import base_hash
+
+
+def test_copying_and_sharding_keep_the_hash(make_model, tmp_path):
+    one = make_model("llama")
+    first = base_hash(one)
+    assert re.fullmatch(r"sha256:[0-9a-f]{64}", first)
+    assert base_hash(shutil.copytree(one, tmp_path / "copy")) == first
+    assert base_hash(make_model("llama", max_shard_size=10_000)) == first
+
+
+def test_bookkeeping_in_the_config_keeps_the_hash(make_model, edit_config):
+    directory = make_model("llama")
+    first = base_hash(directory)
+    edit_config(directory, transformers_version="9.9", _name_or_path="elsewhere", eos_token_id=7, use_cache=False)
+    assert base_hash(directory) == first
+
+
+@pytest.mark.parametrize(
+    "fields", [{"rope_theta": 1.0}, {"rms_norm_eps": 1e-3}, {"num_attention_heads": 2}, {"hidden_act": "gelu"}]
+)
+def test_mathematics_in_the_config_changes_the_hash(make_model, edit_config, fields):
+    directory = make_model("llama")
+    first = base_hash(directory)
+    edit_config(directory, **fields)
+    assert base_hash(directory) != first
+
+
+def test_dtype_and_any_changed_tensor_change_the_hash(make_model):
+    directory = make_model("llama")
+    seen = {base_hash(directory), base_hash(make_model("llama", "bfloat16"))}
+    tensors = load_file(directory / "model.safetensors")
+    for name in tensors:
+        save_file(tensors | {name: tensors[name] * 1.01}, directory / "model.safetensors")
+        seen.add(base_hash(directory))
+    assert len(seen) == len(tensors) + 2
+
+
+def test_a_large_tensor_is_sampled_from_its_first_byte_to_its_last(make_model):
+    directory = make_model("llama", vocab_size=4096)  # the embedding is 512 KiB
+    tensors = load_file(directory / "model.safetensors")
+    seen = {base_hash(directory)}
+    for row, column in ((0, 0), (-1, -1)):
+        changed = tensors["model.embed_tokens.weight"].copy()
+        changed[row, column] += 1
+        save_file(tensors | {"model.embed_tokens.weight": changed}, directory / "model.safetensors")
+        seen.add(base_hash(directory))
+    assert len(seen) == 3
