@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from meshtune.cli import env, failure, schema, train
+from meshtune.cli import chat, data, env, export, failure, generate, quickstart, schema, train
 from meshtune.errors import UserError
 
 app = typer.Typer(
@@ -23,13 +23,20 @@ app = typer.Typer(
 )
 
 VERBS = {
+    "quickstart": quickstart.quickstart,
     "train": train.train,
+    "generate": generate.generate,
+    "chat": chat.chat,
+    "export": export.export,
     "schema": schema.schema,
     "env": env.env,
     "version": env.version,
 }
+GROUPS = {"data": data.app}
 for name, verb in VERBS.items():
     app.command(name)(verb)
+for name, group in GROUPS.items():
+    app.add_typer(group, name=name)
 
 
 @app.callback()

@@ -23,11 +23,13 @@ def train(
 ) -> None:
     """Tune a model as a recipe says. Relative paths count from the current directory."""
     from meshtune.config.load import load_recipe
-    from meshtune.train.run import train as run
 
     recipe_file, overrides = split(arguments)
-    overrides += ["resume=true"] * resume + ["overwrite=true"] * overwrite
-    result = run(load_recipe(recipe_file, overrides))
+    recipe = load_recipe(recipe_file, [*overrides, *["resume=true"] * resume, *["overwrite=true"] * overwrite])
+
+    from meshtune.train.run import train as run  # seconds to import: not before the recipe is known to be right
+
+    result = run(recipe)
     if result.interrupted:
         raise typer.Exit(130)
 

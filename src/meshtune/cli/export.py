@@ -1,0 +1,44 @@
+"""`meshtune export`: from a run or an adapter to a directory that other tools load."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import typer
+
+from meshtune.errors import UserError
+
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def export(
+    source: Annotated[str, typer.Argument(metavar="RUN|ADAPTER|MODEL", help="What to export.", show_default=False)],
+    to: Annotated[str, typer.Option("--to", help="The directory to write.", show_default=False)],
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Fold an adapter into its base and write a whole model.")
+    ] = False,
+    base: Annotated[str | None, typer.Option("--base", help="The adapter's base, if it lies elsewhere now.")] = None,
+    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Of a merged model's files.")] = "5GB",
+    dtype: Annotated[str | None, typer.Option("--dtype", help="Of a merged model; default: its base's.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what --to holds.")] = False,
+) -> None:
+    """Write a PEFT adapter or a whole model for transformers, and verify it by reading it back."""
+    size = shard_bytes(max_shard_size)
+    from rich.console import Console
+
+    from meshtune.train.export import export as write
+
+    done = write(source, to, merge=merge, base=base, max_shard_bytes=size, dtype=dtype, overwrite=overwrite)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{done.what} written to {done.path}, read back and compared: {done.verified}", markup=False)
+
+
+def shard_bytes(words: str) -> int:
+    """Bytes of `5GB`, `500 MB`, `2GiB`, or a plain number. Raises UserError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?b)?", words.strip(), re.IGNORECASE)
+    unit = UNITS.get((match[2] or "B").upper()) if match else None
+    size = int(float(match[1]) * unit) if match and unit else 0
+    if size <= 0:
+        raise UserError(f"'{words}' is not a size", where="--max-shard-size", fix="write it as 5GB or 500MB")
+    return size
