@@ -1,0 +1,90 @@
+"""Resuming with another recipe: what changed, and whether the run can go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from typing import Any
+
+from meshtune.errors import UserError
+from meshtune.optim.schedules import ENDLESS
+
+# Keys that decide what is written, shown or kept, and never what is learned. Bases and data are known by their content
+# (hashes in the checkpoint), so the places they lie in may change.
+FREE = (
+    "output", "resume", "overwrite", "log.*", "sample.*", "checkpoint.*", "model.path", "model.revision",
+    "model.tokenizer", "model.chat_template", "data.*",
+)  # fmt: skip
+# Free as long as nothing is stopped early: evaluations then only look.
+EVALUATION = ("eval.*",)
+LENGTH = ("train.steps", "train.epochs")
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One key of the recipe whose value is not what it was."""
+
+    key: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.before!r} -> {self.after!r}"
+
+
+def changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
+    """Differences between two recipes (as `model_dump(mode="json")`), by key, sorted."""
+    old, new = _flat(before), _flat(after)
+    return [
+        Change(key, old.get(key), new.get(key))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
+
+
+def check_changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
+    """The changes, if a resumed run may have them all.
+
+    Raises: UserError that lists those it may not have (they would change what is learned), and those it may.
+    """
+    found = changes(before, after)
+    refused = [change for change in found if not _allowed(change, before, after)]
+    if refused:
+        fine = [change for change in found if change not in refused]
+        raise UserError(
+            "the recipe is not the one this run was started with: "
+            + "; ".join(map(str, refused))
+            + (f" (these changes are fine: {'; '.join(map(str, fine))})" if fine else ""),
+            where=str(after["output"]),
+            fix="put these keys back to go on; to train with the new ones use overwrite=true or another output. "
+            "A resumed run may change output, log, sample, checkpoint, eval (without early stopping), and places of "
+            "model and data",
+        )
+    return found
+
+
+def _allowed(change: Change, before: dict[str, Any], after: dict[str, Any]) -> bool:
+    early = before["eval"]["early_stopping"] or after["eval"]["early_stopping"]
+    if _matches(change.key, FREE):
+        return True
+    if _matches(change.key, EVALUATION):
+        return not early
+    if change.key in LENGTH:
+        schedule = after["optimizer"]
+        fixed_warmup = schedule["warmup_steps"] is not None or schedule["warmup_ratio"] == 0
+        return schedule["schedule"] in ENDLESS and fixed_warmup and not early
+    return False
+
+
+def _matches(key: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def _flat(recipe: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in recipe.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

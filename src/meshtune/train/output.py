@@ -1,0 +1,118 @@
+"""The directory of a run: who may write there, and the files that say what the run is."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import json
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from meshtune.errors import UserError
+
+RUN, RECIPE, CHECKPOINTS, LOCK = "run.json", "recipe.yaml", "checkpoints", ".lock"
+ADAPTER, MODEL = "adapter", "model"
+
+
+def check_output(output: pathlib.Path, *, resume: bool, overwrite: bool) -> None:
+    """Raises UserError, before anything is done, if a run may not be written to `output`. Creates nothing."""
+    if output.exists() and not output.is_dir():
+        raise UserError("the output is a file, and must be a directory", where=str(output), fix="give another output")
+    parent = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(
+            "the output cannot be written: no permission, or its parent is a file",
+            where=str(parent),
+            fix="give another output, or make this directory writable",
+        )
+    held = _content(output)
+    if not held or overwrite:
+        return
+    if not resume:
+        raise UserError(
+            f"the output directory is not empty: it holds {', '.join(held[:4])}{', ...' if len(held) > 4 else ''}",
+            where=str(output),
+            fix="resume=true goes on with the run in it, overwrite=true moves it aside; or give another output",
+        )
+    if not (output / RUN).is_file():
+        raise UserError(
+            f"there is no run to resume: the directory holds {', '.join(held[:4])}, but no {RUN}",
+            where=str(output),
+            fix="give the output of a run, or an empty or new directory",
+        )
+
+
+@contextlib.contextmanager
+def claimed(output: pathlib.Path, *, overwrite: bool) -> Iterator[pathlib.Path | None]:
+    """Holds `output` for this process; with `overwrite`, what is there is moved aside first and never deleted.
+
+    Yields where the old run went, or None. The lock is the system's: it goes with the process, however that ends.
+    Raises: UserError if another process is writing there.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    aside = None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_locked(output))
+        if overwrite and _content(output):
+            aside = _free_name(output)
+            os.rename(output, aside)
+            output.mkdir()
+            stack.enter_context(_locked(output))
+        yield aside
+
+
+def write_run(output: pathlib.Path, fields: dict[str, Any]) -> None:
+    """Merges `fields` into run.json as one atomic replacement."""
+    path = output / RUN
+    _replace(path, json.dumps({**read_run(output), **fields}, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_run(output: pathlib.Path) -> dict[str, Any]:
+    """run.json, or an empty dict where there is none."""
+    path = output / RUN
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def write_recipe(output: pathlib.Path, recipe: dict[str, Any]) -> None:
+    """recipe.yaml, with every default written out."""
+    _replace(output / RECIPE, yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True))
+
+
+def _replace(path: pathlib.Path, text: str) -> None:
+    draft = path.with_name(f".{path.name}.partial")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, path)
+
+
+def _content(output: pathlib.Path) -> list[str]:
+    """Names in the directory, without the lock and what a killed process left half-written."""
+    if not output.is_dir():
+        return []
+    names = sorted(path.name for path in output.iterdir())
+    return [name for name in names if name != LOCK and not name.endswith(".partial")]
+
+
+def _free_name(output: pathlib.Path) -> pathlib.Path:
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    base = output.absolute()
+    names = [base.with_name(f"{base.name}.old-{stamp}{suffix}") for suffix in ("", *(f"-{n}" for n in range(2, 100)))]
+    return next(name for name in names if not name.exists())
+
+
+@contextlib.contextmanager
+def _locked(output: pathlib.Path) -> Iterator[None]:
+    with (output / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                "another process is writing to this output",
+                where=str(output),
+                fix="wait for that run, or give another output",
+            ) from None
+        yield

@@ -1,0 +1,137 @@
+"""Every 'auto' of a recipe settled, each with its reason, and the recipe's sections as the core's own dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from meshtune.adapters.config import FreezeConfig, FullConfig, LoraConfig, Method
+from meshtune.config.recipe import FreezeMethod, FullMethod, LoraMethod, Recipe
+from meshtune.kernels.attention import AttentionRequest, choose
+from meshtune.model.compute import Compute
+from meshtune.model.spec import ModelSpec
+from meshtune.optim.build import OptimizerConfig
+from meshtune.optim.schedules import ScheduleConfig
+
+LOGITS_BYTES = 64 * 2**20  # held at once by default
+LEARNING_RATES = {"lora": 2e-4, "full": 2e-5, "freeze": 2e-5}
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """Dtypes: frozen weights are kept in `frozen`, activations in `compute`; `state` is the optimizer's."""
+
+    name: str
+    frozen: str
+    trainable: str
+    compute: str
+    state: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A settled choice, for the banner."""
+
+    name: str
+    value: str
+    reason: str
+
+
+def precision_of(recipe: Recipe, stored: str) -> tuple[Precision, Choice]:
+    """The dtypes of a run from a model whose weights are stored in `stored`."""
+    asked = recipe.compute.precision
+    backend = jax.default_backend()
+    name = asked if asked != "auto" else ("float32" if backend == "cpu" else "mixed")
+    reason = "asked for" if asked != "auto" else f"auto: {name} on {backend}"
+    match name:
+        case "float32":
+            made = Precision(name, "float32", "float32", "float32", "float32")
+        case "bfloat16":
+            made = Precision(name, "bfloat16", "bfloat16", "bfloat16", "bfloat16")
+        case _:
+            # Weights that will be trained keep all the digits they come with; those that only meet bf16 activations
+            # need not be wider than these.
+            frozen = "bfloat16" if recipe.method.kind == "lora" or stored != "float32" else "float32"
+            made = Precision(name, frozen, "float32", "bfloat16", "float32")
+    return made, Choice("precision", name, reason)
+
+
+def compute_of(
+    recipe: Recipe, spec: ModelSpec, precision: Precision, rows: int, length: int
+) -> tuple[Compute, list[Choice]]:
+    """How numbers are computed for micro-batches of `rows` rows of `length` positions.
+
+    Raises: UserError for a forced attention backend that cannot serve.
+    """
+    asked = recipe.compute
+    backend = jax.default_backend()
+    remat = asked.remat if asked.remat != "auto" else ("none" if backend == "cpu" else "selective")
+    why = "asked for" if asked.remat != "auto" else f"auto: {remat} on {backend}"
+    choices = [Choice("remat", remat, why)]
+    windows = {layer.window for stack in spec.stacks for layer in stack.pattern}
+    taken = []
+    for window in sorted(windows, key=lambda w: (w is not None, w)):
+        request = AttentionRequest(
+            batch=rows,
+            q_length=length,
+            kv_length=length,
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            dtype=precision.compute,
+            platform=backend,
+            scale=spec.head_dim**-0.5,
+            window=window,
+            aligned=True,
+        )
+        chosen, reason = choose(request, asked.attention)
+        taken.append(Choice("attention", chosen.name + (f" (window {window})" if window else ""), reason))
+    choices += list(dict.fromkeys(taken))
+    if asked.loss_chunk is not None:
+        chunk, reason = max(1, asked.loss_chunk // rows), "asked for"
+    else:
+        most = max(1, LOGITS_BYTES // (4 * spec.vocab * rows))
+        chunk = max(16, 1 << (most.bit_length() - 1))
+        reason = f"auto: about {LOGITS_BYTES >> 20} MiB of logits at once"
+    chunk = min(chunk, length)
+    choices.append(Choice("loss_chunk", f"{chunk * rows} tokens", reason))
+    return Compute(precision.compute, remat, asked.attention, chunk, asked.scan_layers), choices
+
+
+def method_of(recipe: Recipe) -> Method:
+    """The method as the core's dataclass."""
+    match recipe.method:
+        case LoraMethod() as lora:
+            return LoraConfig(
+                rank=lora.rank,
+                alpha=lora.alpha,
+                dropout=lora.dropout,
+                targets=lora.targets if isinstance(lora.targets, str) else tuple(lora.targets),
+                rslora=lora.rslora,
+                train_modules=tuple(lora.train_modules),
+            )
+        case FullMethod():
+            return FullConfig()
+        case FreezeMethod() as freeze:
+            return FreezeConfig(freeze.last_layers, freeze.first_layers, tuple(freeze.modules))
+
+
+def optimizer_of(recipe: Recipe, precision: Precision) -> OptimizerConfig:
+    """The optimizer and its schedule as the core's dataclass."""
+    asked = recipe.optimizer
+    schedule = ScheduleConfig(
+        asked.schedule, asked.warmup_ratio, asked.warmup_steps, asked.min_lr_ratio, asked.decay_ratio
+    )
+    return OptimizerConfig(
+        name=asked.name,
+        learning_rate=asked.learning_rate or LEARNING_RATES[recipe.method.kind],
+        schedule=schedule,
+        weight_decay=asked.weight_decay,
+        no_decay=tuple(asked.no_decay),
+        beta1=asked.beta1,
+        beta2=asked.beta2,
+        eps=asked.eps,
+        momentum=asked.momentum,
+        state_dtype=precision.state if precision.trainable != "float32" else None,
+    )
