@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -86,12 +87,12 @@ class Documents:
 def documents(data: DataSection, *, seed: int) -> Documents:
     """Reads and checks every record of the sources, then mixes and splits them; the same for the same files and seed.
 
-    Validation as a share or number is drawn by the seed from the records before they are mixed, from every source in
+    Validation as a share or number is drawn by the seed from the records before they are mixed, from each source in
     proportion, so that a repeated record is never on both sides. A number below 1 is a share, 1 and above a count; at
     least one record is held out. Validation sources are concatenated.
 
-    Raises UserError at the first bad record (with `on_bad: error`), for a source in which no record is usable, for a
-    validation share that would leave a source without training records, and as the readers, formats and the registry do.
+    Raises UserError at the first bad record (with `on_bad: error`), for a source with no usable record, for a
+    validation share that would leave a source nothing to train on, and as readers, formats and registry do.
     """
     registry = Registry.load(data.registry) if data.registry else None
     skipped: list[Skip] = []
@@ -150,7 +151,7 @@ def _check(source: Source, on_bad: str, seed: int, skipped: list[Skip]) -> Check
     records = open_source(source)
     form = _format(source, records, on_bad)
     fields, convert, tags = form.resolve(source.columns), form.convert, source.tags
-    usable, bad = [], 0
+    usable, bad = array.array("q"), 0
     for index, record in enumerate(records.sweep()):
         if len(usable) == source.cap:
             break
@@ -233,11 +234,12 @@ def _split(sources: list[Checked], held_out: float, seed: int) -> tuple[list[Che
     for index in np.argsort(-sizes, kind="stable"):  # what a small source could not give, a large one does
         counts[index] += min(count - int(counts.sum()), int(sizes[index] - 1 - counts[index]))
     if counts.sum() < count:
+        most = f"hold out at most {total - len(sources)}, " if total > len(sources) else ""
         asked = f"a share of {held_out:g}" if held_out < 1 else f"{count}"
         raise UserError(
             f"holding out {asked} of {total} records ({count}) would leave a source without training data",
             where="data.validation",
-            fix=f"hold out at most {total - len(sources)}, add records, or give validation files of their own",
+            fix=f"{most}add records, or give validation files of their own",
         )
     rng = np.random.default_rng([seed, SPLIT_STREAM])
     kept, taken = [], []

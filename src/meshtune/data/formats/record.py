@@ -169,7 +169,7 @@ def check_turns(
         allowed = _after(before, messages[index - 1] if before else None, results_alone)
         if role not in allowed:
             word = said[index] if said else role
-            after = f"after {said[index - 1] if said else before}" if index else "at the start"
+            after = f"after {said[index - 1] if said else messages[index - 1].role}" if index else "at the start"
             raise bad(
                 f"wrong role order: '{word}' {after}, where {' or '.join(allowed)} is expected",
                 origin,

@@ -5,7 +5,9 @@ Read here and not through `datasets`, whose reader guesses types: an answer "NA"
 
 from __future__ import annotations
 
+import array
 import csv
+import itertools
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -27,10 +29,10 @@ class CsvRecords:
     def __init__(self, path: pathlib.Path, name: str, *, delimiter: str = ","):
         csv.field_size_limit(LARGEST_FIELD)
         self.file, self.delimiter = MappedFile(path, name), delimiter
-        spans = list(self._rows())
-        if not spans:
+        spans = np.array(array.array("q", itertools.chain.from_iterable(self._rows())), np.int64).reshape(-1, 2)
+        if not len(spans):
             raise UserError("the file holds no records", where=name, fix="write records into it, or leave it out")
-        self.header = [field.strip() for field in self._read(*spans[0])]
+        self.header = [field.strip() for field in self._read(int(spans[0, 0]), int(spans[0, 1]))]
         twice = {field for field in self.header if self.header.count(field) > 1}
         if twice or "" in self.header:
             what = (
@@ -39,7 +41,7 @@ class CsvRecords:
             raise UserError(f"the header {what}", where=f"{name}, line 1", fix="give every column a name of its own")
         if len(spans) == 1:
             raise UserError("the file holds a header and no records", where=name, fix="write records into it")
-        self.spans = np.array(spans[1:], np.int64)
+        self.spans = spans[1:]
 
     def _lines(self) -> Iterator[tuple[int, int]]:
         at, size = self.file.start, len(self.file.view)

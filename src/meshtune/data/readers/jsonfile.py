@@ -6,6 +6,7 @@ other, adds nulls to those that lack a key, and says of malformed JSON neither l
 
 from __future__ import annotations
 
+import array
 import json
 import pathlib
 import re
@@ -84,6 +85,8 @@ def _looks_like_lines(file: MappedFile) -> bool:
     end = file.view.find(b"\n", first.start())
     if end < 0 or not file.view[end : end + 4096].strip():
         return False
+    if any(file.view.find(alone, end) >= 0 for alone in (b"\n{\n", b"\n{\r\n")):  # objects spread over lines
+        return False
     try:
         return isinstance(json.loads(file.view[first.start() : end]), dict)
     except ValueError:
@@ -92,18 +95,18 @@ def _looks_like_lines(file: MappedFile) -> bool:
 
 def _spans(file: MappedFile) -> np.ndarray:
     """[n, 2] int64: begin and end of each record of an array, or of objects one after another."""
-    spans: list[tuple[int, int]] = []
+    spans = array.array("q")  # flat: begin, end, begin, end, ...; a list of pairs would take ten times the memory
     head = file.view[file.start : file.start + 4096].lstrip()[:1]
-    array = head == b"["
+    listed = head == b"["
     depth, begin, last, closed = 0, 0, file.start, False
-    if array:
+    if listed:
         last = file.view.find(b"[", file.start) + 1
     for token in TOKEN.finditer(file.view, last):
         at = token.start()
         kind = file.view[at : at + 1]
         if depth == 0:
-            _check_gap(file, spans, last, at, array, kind)
-            if array and kind == b"]":
+            _check_gap(file, spans, last, at, listed, kind)
+            if listed and kind == b"]":
                 last, closed = token.end(), True
                 break
             begin = at
@@ -112,23 +115,23 @@ def _spans(file: MappedFile) -> np.ndarray:
         elif kind in b"}]":
             depth -= 1
         if depth == 0:
-            spans.append((begin, token.end()))
+            spans.extend((begin, token.end()))
             last = token.end()
     if depth:
         raise _first_mistake(file, spans, begin, "the last record is not closed")
     rest = _skip_space(file, last)
-    if array and not closed:
+    if listed and not closed:
         raise _first_mistake(file, spans, rest, "the list of records is not closed by ]")
     if rest < len(file.view):
         raise _first_mistake(file, spans, rest, "expected a list of records" if not spans else "expected nothing more")
     return np.array(spans, np.int64).reshape(-1, 2)
 
 
-def _check_gap(file: MappedFile, spans: list[tuple[int, int]], last: int, at: int, array: bool, kind: bytes) -> None:
+def _check_gap(file: MappedFile, spans: array.array[int], last: int, at: int, listed: bool, kind: bytes) -> None:
     """Between two records of an array stands exactly one comma, and nothing else but space."""
     gap = file.view[last:at].strip()
-    closing = kind == b"]" and array
-    wanted = b"," if array and spans and not closing else b""
+    closing = kind == b"]" and listed
+    wanted = b"," if listed and spans and not closing else b""
     if gap == wanted and (closing or kind not in b"]}"):
         return
     at_fault = _skip_space(file, last)
@@ -143,9 +146,9 @@ def _check_gap(file: MappedFile, spans: list[tuple[int, int]], last: int, at: in
     raise _first_mistake(file, spans, at_fault, what)
 
 
-def _first_mistake(file: MappedFile, spans: list[tuple[int, int]], offset: int, what: str) -> UserError:
+def _first_mistake(file: MappedFile, spans: array.array[int], offset: int, what: str) -> UserError:
     """The error to show: a quote missing far above makes nonsense of all that follows, so look there first."""
-    for begin, end in spans:
+    for begin, end in zip(spans[::2], spans[1::2], strict=True):
         try:
             parse(file, begin, end)
         except UserError as error:

@@ -1,0 +1,371 @@
+"""Sources are read lazily and exactly; what cannot be read says file, line and column, and what to do."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from meshtune.data.readers.records import Records
+from meshtune.data.sources import Source, open_path, open_source
+from meshtune.errors import UserError
+
+RECORDS = [{"instruction": "one", "output": 'say "hi"\n[{,}]'}, {"text": "köln \\ 漢字"}, {"n": [1, {"a": None}]}]
+
+
+def read(path) -> list:
+    return list(open_path(path, path.name).sweep())
+
+
+def fails(path, name: str | None = None, **source) -> UserError:
+    """The error that opening or reading the source gives."""
+
+    def read_all(records: Records) -> None:
+        for index in range(len(records)):
+            records[index]
+
+    with pytest.raises(UserError) as caught:
+        read_all(open_source(Source(name or str(path), **source)))
+    return caught.value
+
+
+def write_json(path, records, style: str) -> None:
+    if style == "lines":
+        path.write_text("\n".join(json.dumps(one) for one in records) + "\n\n")
+    elif style == "blank lines":
+        path.write_text("\n\r\n" + "\r\n   \n".join(json.dumps(one, ensure_ascii=False) for one in records), "utf-8")
+    elif style == "pretty":
+        path.write_text(json.dumps(records, indent=4, ensure_ascii=False), "utf-8")
+    elif style == "pretty objects":
+        path.write_text("\n".join(json.dumps(one, indent=2) for one in records))
+    elif style == "byte order mark":
+        path.write_bytes(b"\xef\xbb\xbf" + json.dumps(records).encode())
+    else:
+        path.write_text(json.dumps(records))
+
+
+@pytest.mark.parametrize("style", ["array", "pretty", "lines", "blank lines", "pretty objects", "byte order mark"])
+def test_json_of_every_layout_gives_the_records_written(tmp_path, style):
+    path = tmp_path / "data.json"
+    write_json(path, RECORDS, style)
+    records = open_path(path, "data.json")
+    assert len(records) == 3
+    assert [records[index] for index in (2, 0, 1)] == [RECORDS[2], RECORDS[0], RECORDS[1]]
+    assert str(records.origin(1)) == "data.json, record 1"
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    records=st.lists(st.dictionaries(st.text(), VALUES, max_size=4), min_size=1, max_size=5),
+    style=st.sampled_from(["array", "pretty", "lines", "pretty objects"]),
+)
+def test_any_json_records_survive_as_the_standard_library_reads_them(tmp_path, records, style):
+    path = tmp_path / "any.json"
+    write_json(path, records, style)
+    assert read(path) == records
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_json_cut_or_changed_anywhere_is_read_right_or_reported_with_a_line(tmp_path, data):
+    """The oracle is json.loads on the whole file: what it refuses, the reader must refuse too, and never with another
+    kind of error."""
+    text = json.dumps(RECORDS, indent=1, ensure_ascii=False)
+    at = data.draw(st.integers(1, len(text) - 1))
+    text = text[:at] + data.draw(st.sampled_from(["", '"', "}", "]", ",", "{", "\\", "x"])) + text[at + 1 :]
+    path = tmp_path / "cut.json"
+    path.write_text(text, "utf-8")
+    try:
+        expected = json.loads(text)
+    except ValueError:
+        assert "line " in (fails(path).where or "")
+    else:
+        assert read(path) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "what"),
+    [
+        ('[{"a": "b"},\n {"a": "c"\n', "line 3, column 1", "delimiter"),
+        ('[{"a": "b"},\n {"a": "c",}]', "line 2, column 12", "enclosed in double quotes"),
+        ('[{"a": "b"},\n {"a": "c"},\n]', "line 2, column 12", "comma after the last record"),
+        ('[{"a": "b"}\n {"a": "c"}]', "line 2, column 2", "expected a comma"),
+        ('[{"a": "b"},, {"a": "c"}]', "line 1, column 13", "expected a record"),
+        ('[{"a": "b"}] {"a": "c"}', "line 1, column 14", "expected nothing more"),
+        ('[{"a": "b"},\n {"a": "say "hi" now"},\n {"a": "d"}]', "line 2, column 14", "delimiter"),
+        ('[{"a": "b"},\n {"a": "unclosed},\n {"a": "d"}]', "line 2, column 19", "control character"),
+        ("hello", "line 1, column 1", "expected a list of records"),
+        ("[1, 2]", "line 1, column 2", "expected a record"),
+        ('[{"a": ' + "[" * 100_000 + "]" * 100_000 + "}]", "line 1, column 2", "nested too deeply"),
+        ('[{"a": ' + "9" * 5000 + "}]", "line 1, column 2", "digits"),
+    ],
+)
+def test_malformed_json_says_line_column_and_what_stands_there(tmp_path, text, where, what):
+    """Mistakes inside a record are where json.loads of the whole file puts them; those between records are our own."""
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    error = fails(path)
+    assert error.where == f"{path}, {where}"
+    assert error.what.startswith("malformed JSON")
+    assert what in error.what
+    assert "▸" in error.what
+    if "delimiter" in what or "control" in what or "quotes" in what:
+        with pytest.raises(json.JSONDecodeError) as caught:
+            json.loads(text)
+        assert where == f"line {caught.value.lineno}, column {caught.value.colno}"
+
+
+def test_a_bad_line_of_jsonl_says_its_line_and_leaves_the_others_readable(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"a": "1"}\n\n{"a": "2\n{"a": "3"}\n')
+    swept = read(path)
+    assert swept[0] == {"a": "1"}
+    assert swept[2] == {"a": "3"}
+    assert isinstance(swept[1], UserError)
+    assert swept[1].where == "data.jsonl, line 3, column 7"
+    assert '{"a": ▸"2⏎' in swept[1].what
+
+
+def test_bytes_that_are_not_utf8_say_where(tmp_path):
+    path = tmp_path / "latin.jsonl"
+    path.write_bytes('{"a": "x"}\n{"a": "käse"}\n'.encode("latin-1"))
+    error = fails(path)
+    assert error.where == f"{path}, line 2, column 9"
+    assert "0xe4" in error.what
+    wide = tmp_path / "wide.json"
+    wide.write_text('[{"a": 1}]', "utf-16")
+    assert "UTF-16" in fails(wide).what
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_a_record_of_10_mb_is_read_whole(tmp_path, suffix):
+    path = tmp_path / f"large{suffix}"
+    answer = 'a"\\\n' * 2_500_000
+    path.write_text(json.dumps({"text": answer}))
+    assert open_path(path, "large")[0]["text"] == answer
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl", "csv", "txt"])
+def test_gzipped_files_read_like_plain_ones(tmp_path, kind):
+    plain, packed = tmp_path / f"a.{kind}", tmp_path / f"b.{kind}.gz"
+    plain.write_text({"json": '[{"a": "1"}]', "jsonl": '{"a": "1"}', "csv": "a\n1\n", "txt": "one\ntwo"}[kind])
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert read(packed) == read(plain)
+    packed.write_bytes(packed.read_bytes()[:-5])
+    assert "broken or cut short" in fails(packed).what
+
+
+def test_csv_keeps_every_value_as_the_text_that_was_written(tmp_path):
+    rows = [{"q": "NA", "a": "007"}, {"q": 'two\nlines, "quoted"\r\n', "a": ""}, {"q": "x\u2028y", "a": "null"}]
+    path = tmp_path / "data.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["q", "a"])
+        writer.writeheader()
+        writer.writerows(rows)
+    records = open_path(path, "data.csv")
+    assert [records[index] for index in range(3)] == rows
+    assert records.where(2) == "data.csv, record 2 (line 6)"
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "what"),
+    [
+        ("a,b\n1,2\n3\n", "record 1 (line 3)", "the row has 1 fields, the header 2: a, b"),
+        ("a,b\n1,2,3\n", "record 0 (line 2)", "the row has 3 fields"),
+        ('a,b\n1,"2\n3,4\n', "line 2", "malformed CSV"),
+        ("a,a\n1,2\n", "line 1", "'a' more than once"),
+        ("a,b\n", "", "no records"),
+    ],
+)
+def test_malformed_csv_says_the_line(tmp_path, text, where, what):
+    path = tmp_path / "data.csv"
+    path.write_text(text)
+    error = fails(path)
+    assert what in error.what
+    assert where in (error.where or "")
+
+
+def test_a_line_of_text_is_a_record_and_blank_lines_are_none(tmp_path):
+    path = tmp_path / "data.txt"
+    path.write_bytes(b"one\r\n\r\n  \ntwo\xc2\x85still two\nthree")
+    assert [record["text"] for record in read(path)] == ["one", "two\x85still two", "three"]
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl", "csv", "txt", "parquet", "arrow", "json.gz"])
+def test_an_empty_file_is_named(tmp_path, kind):
+    path = tmp_path / f"nothing.{kind}"
+    path.write_bytes(gzip.compress(b"") if kind.endswith("gz") else b"")
+    error = fails(path)
+    assert error.what == "the file is empty"
+    assert error.where == str(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [("json", "[]"), ("json", " \n"), ("jsonl", "\n\n"), ("txt", "\n \n"), ("csv", "\n")]
+)
+def test_a_file_without_records_is_named(tmp_path, kind, text):
+    path = tmp_path / f"nothing.{kind}"
+    path.write_text(text)
+    assert fails(path).where.startswith(str(path))
+
+
+def test_a_missing_path_suggests_near_names(tmp_path):
+    (tmp_path / "train_data.jsonl").write_text("{}")
+    error = fails(tmp_path / "trian_data.jsonl")
+    assert "no such file" in error.what
+    assert error.fix == f"did you mean {tmp_path / 'train_data.jsonl'}?"
+    assert "train_data.jsonl" in fails(tmp_path / "train_data.json").fix
+    deep = fails(tmp_path / "no" / "where" / "x.json")
+    assert str(tmp_path / "no") in deep.what
+    assert str(tmp_path) in deep.fix
+
+
+def test_an_unsupported_extension_lists_the_supported_ones(tmp_path):
+    for name in ("data.pkl", "data", "data.zip", "weights.gz"):
+        (tmp_path / name).write_text("x")
+        error = fails(tmp_path / name)
+        assert ".jsonl" in error.fix
+        assert ".parquet" in error.fix
+
+
+def test_a_folder_of_one_kind_is_read_file_after_file(tmp_path):
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    (folder / "b.jsonl").write_text('{"n": 2}\n{"n": 3}\n')
+    (folder / "a.jsonl").write_text('{"n": 1}\n')
+    (folder / "README.md").write_text("about")
+    (folder / ".hidden").write_text("x")
+    records = open_path(folder, "parts/")
+    assert list(records.sweep()) == [records[index] for index in range(3)] == [{"n": 1}, {"n": 2}, {"n": 3}]
+    assert str(records.origin(2)) == "parts/b.jsonl, record 1"
+    (folder / "c.csv").write_text("n\n4\n")
+    assert "mixes kinds: .csv (1, e.g. c.csv), .jsonl (2, e.g. a.jsonl)" in fails(folder).what
+    (folder / "c.csv").rename(folder / "c.bin")
+    assert "c.bin" in fails(folder).what
+
+
+def test_a_folder_without_data_is_named(tmp_path):
+    (tmp_path / "inner").mkdir()
+    error = fails(tmp_path)
+    assert "holds no data files; it holds the folders inner" in error.what
+    assert error.where == str(tmp_path)
+
+
+@pytest.fixture
+def hf_home(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    return tmp_path / "hf"
+
+
+def test_parquet_and_arrow_give_the_rows_written(tmp_path, hf_home):
+    import datasets
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"messages": [{"role": "user", "content": f"q{n}"}], "n": n} for n in range(600)]
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=100)
+    with pyarrow.OSFile(str(tmp_path / "b.arrow"), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    stream = next((tmp_path / "saved").glob("*.arrow"))
+    for path in (tmp_path / "a.parquet", tmp_path / "b.arrow", tmp_path / "saved", stream):
+        records = open_path(path, path.name)
+        assert list(records.sweep()) == rows
+        assert records[599] == rows[599]
+    assert any(hf_home.rglob("*.arrow")), "parquet is cached where HF_HOME says"
+
+
+def test_broken_parquet_and_arrow_say_so(tmp_path, hf_home):
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"a": ["x"]}), path)
+    path.write_bytes(path.read_bytes()[:-6])
+    assert "cut short" in fails(path).what
+    path.write_bytes(b"PAR1" + b"garbage" * 9 + b"PAR1")
+    assert "cannot read the parquet file" in fails(path).what
+    path.write_text("a,b\n1,2\n")
+    assert "not parquet" in fails(path).what
+    arrow = tmp_path / "a.arrow"
+    arrow.write_text("no arrow at all")
+    assert "cannot read the arrow file" in fails(arrow).what
+
+
+def test_a_saved_data_set_with_splits_wants_one_of_them(tmp_path):
+    import datasets
+
+    one = datasets.Dataset.from_list([{"text": "x"}])
+    datasets.DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path / "saved")
+    assert len(open_path(tmp_path / "saved", "saved", split="test")) == 1
+    error = fails(tmp_path / "saved", split="dev")
+    assert error.fix == "set split to one of: test, train"
+
+
+def test_a_hub_id_offline_says_so_and_what_to_do():
+    error = fails(None, "tatsu-lab/alpaca")
+    assert "'tatsu-lab/alpaca' is no file here" in error.what
+    assert "HF_HUB_OFFLINE" in error.what
+    assert error.where == "data set tatsu-lab/alpaca, split train"
+    assert "unset HF_HUB_OFFLINE" in error.fix
+    assert "HF_HOME" in error.fix
+
+
+def test_a_name_inside_a_folder_that_is_here_is_a_missing_file_and_no_hub_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "training").mkdir()
+    error = fails(None, "data/trainin")
+    assert error.fix == "did you mean data/training?"
+
+
+def test_records_can_be_sent_to_another_process(tmp_path):
+    for name, text in (("a.json", json.dumps(RECORDS)), ("b.csv", "a\n1\n"), ("c.txt", "x\n")):
+        path = tmp_path / name
+        path.write_text(text)
+        records = open_path(path, name)
+        assert list(pickle.loads(pickle.dumps(records)).sweep()) == list(records.sweep())
+
+
+def test_a_large_file_is_read_in_bounded_memory(tmp_path):
+    """60 MB of records are passed through with less than 40 MB of memory that is not the file itself (RssAnon)."""
+    path = tmp_path / "large.jsonl"
+    record = json.dumps({"instruction": "x" * 300, "output": "y" * 300}) + "\n"
+    path.write_text(record * 95_000)
+    assert os.path.getsize(path) > 60_000_000
+    code = (
+        "import sys\n"
+        "from meshtune.data.sources import open_path\n"
+        "import pathlib\n"
+        "def anonymous():\n"
+        "    lines = open('/proc/self/status').read().splitlines()\n"
+        "    return next(int(line.split()[1]) for line in lines if line.startswith('RssAnon'))\n"
+        "before = anonymous()\n"
+        "records = open_path(pathlib.Path(sys.argv[1]), 'large')\n"
+        "count = sum(1 for _ in records.sweep())\n"
+        "print(count, anonymous() - before)\n"
+    )
+    if sys.platform != "linux":
+        pytest.skip("reads /proc/self/status")
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    count, grown = map(int, done.stdout.split())
+    assert count == 95_000
+    assert grown < 40_000
