@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest, Backend
-from meshtune.kernels.attention.visibility import MASKED, capped, capped_slope, visible
+from meshtune.kernels.attention.visibility import MASKED, capped, capped_slope, exact, visible
 
 # Names a rematerialisation policy may save: with them the forward pass is not run again.
 OUTPUT, LOG_SUM_EXP = "attention_output", "attention_log_sum_exp"
@@ -63,29 +63,26 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _forward(request: AttentionRequest, q, k, v, queries: Tokens, keys: Tokens):
-    """The output [B,T,H,h] and the log-sum-exp of every row of scores, in blocks: float32 [n, B,K,G,block]."""
+    """The output [B,T,H,h], and the log-sum-exp of every row of scores in blocks: float32 [n, B,K,R]."""
     q, k, v = _q_blocks(request, q), _kv_blocks(request, k), _kv_blocks(request, v)
-    queries, keys = _token_blocks(queries, _q_block(request)), _token_blocks(keys, _kv_block(request))
+    queries, keys = _q_tokens(request, queries), _kv_tokens(request, keys)
     starts, stops = _bounds(_any_visible(request, queries, keys))
-    _, B, K, G, block, h = q.shape
+    rows, h = q.shape[1:4], q.shape[4]
 
     def one_q_block(_, this):
         q_i, tokens_i, start, stop = this
 
         def one_kv_block(j, running):
             top, total, out = running
-            scores, seen = _scores(request, q_i, _at(k, j), tokens_i, _at(keys, j))
-            scores = jnp.where(seen, scores, MASKED)
+            scores = _scores(request, "bkrh,bksh->bkrs", q_i, _at(k, j))
+            scores = jnp.where(_seen(request, tokens_i, _at(keys, j)), scores, MASKED)
             new_top = jnp.maximum(top, scores.max(-1))
             weights = jnp.exp(scores - new_top[..., None])
             fade = jnp.exp(top - new_top)
             total = total * fade + weights.sum(-1)
-            added = jnp.einsum(
-                "bkgqs,bksh->bkgqh", weights.astype(v.dtype), _at(v, j), preferred_element_type=jnp.float32
-            )
-            return new_top, total, out * fade[..., None] + added
+            out = out * fade[..., None] + _product("bkrs,bksh->bkrh", weights.astype(v.dtype), _at(v, j))
+            return new_top, total, out
 
-        rows = (B, K, G, block)
         empty = (jnp.full(rows, LOWEST), jnp.zeros(rows), jnp.zeros((*rows, h)))
         top, total, out = jax.lax.fori_loop(start, stop, one_kv_block, empty)
         nothing = total == 0.0
@@ -98,14 +95,17 @@ def _forward(request: AttentionRequest, q, k, v, queries: Tokens, keys: Tokens):
 
 
 def _backward(request: AttentionRequest, q, k, v, queries: Tokens, keys: Tokens, out, log_sum_exp, d_out):
-    """Gradients of q, k and v, each in its own dtype."""
+    """Gradients of q, k and v, each in its own dtype.
+
+    Blocks are held as [keys, queries], so that of the five products only one has a factor to turn.
+    """
     dtypes = q.dtype, k.dtype, v.dtype
     # Sum over keys of weight times its gradient, which is the same as that of the output and its gradient.
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), -1, keepdims=True)
     delta = _q_blocks(request, delta)[..., 0]
     q, k, v = _q_blocks(request, q), _kv_blocks(request, k), _kv_blocks(request, v)
     d_out = _q_blocks(request, d_out)
-    queries, keys = _token_blocks(queries, _q_block(request)), _token_blocks(keys, _kv_block(request))
+    queries, keys = _q_tokens(request, queries), _kv_tokens(request, keys)
     starts, stops = _bounds(_any_visible(request, queries, keys).T)
 
     def one_kv_block(dq, this):
@@ -114,20 +114,18 @@ def _backward(request: AttentionRequest, q, k, v, queries: Tokens, keys: Tokens,
         def one_q_block(i, running):
             dq, dk, dv = running
             q_i, d_out_i = _at(q, i), _at(d_out, i)
-            scores, seen = _scores(request, q_i, k_j, _at(queries, i), tokens_j)
-            weights = jnp.exp(jnp.where(seen, scores, MASKED) - _at(log_sum_exp, i)[..., None])
-            d_weights = jnp.einsum("bkgqh,bksh->bkgqs", d_out_i, v_j, preferred_element_type=jnp.float32)
-            d_scores = weights * (d_weights - _at(delta, i)[..., None])
+            scores = _scores(request, "bksh,bkrh->bksr", k_j, q_i)
+            seen = _seen(request, _at(queries, i), tokens_j).swapaxes(2, 3)
+            weights = jnp.exp(jnp.where(seen, scores, MASKED) - _at(log_sum_exp, i)[:, :, None, :])
+            d_weights = _product("bksh,bkrh->bksr", v_j, d_out_i)
+            d_scores = weights * (d_weights - _at(delta, i)[:, :, None, :])
             if request.softcap is not None:
                 d_scores = d_scores * capped_slope(scores, request.softcap)
             d_scores = (d_scores * request.scale).astype(q.dtype)
-            dv = dv + jnp.einsum(
-                "bkgqs,bkgqh->bksh", weights.astype(v.dtype), d_out_i, preferred_element_type=jnp.float32
-            )
-            dk = dk + jnp.einsum("bkgqs,bkgqh->bksh", d_scores, q_i, preferred_element_type=jnp.float32)
-            dq_i = jnp.einsum("bkgqs,bksh->bkgqh", d_scores, k_j, preferred_element_type=jnp.float32)
-            dq = jax.lax.dynamic_update_index_in_dim(dq, _at(dq, i) + dq_i, i, 0)
-            return dq, dk, dv
+            dv = dv + _product("bksr,bkrh->bksh", weights.astype(v.dtype), d_out_i)
+            dk = dk + _product("bksr,bkrh->bksh", d_scores, q_i)
+            dq_i = _at(dq, i) + _product("bksr,bksh->bkrh", d_scores, k_j)
+            return jax.lax.dynamic_update_index_in_dim(dq, dq_i, i, 0), dk, dv
 
         empty = jnp.zeros(k_j.shape), jnp.zeros(v_j.shape)
         dq, dk, dv = jax.lax.fori_loop(start, stop, one_q_block, (dq, *empty))
@@ -137,11 +135,17 @@ def _backward(request: AttentionRequest, q, k, v, queries: Tokens, keys: Tokens,
     return _from_q_blocks(request, dq).astype(dtypes[0]), _from_kv_blocks(request, dk), _from_kv_blocks(request, dv)
 
 
-def _scores(request: AttentionRequest, q_i, k_j, tokens_i: Tokens, tokens_j: Tokens):
-    """One block of capped float32 scores [B,K,G,q,s], and who sees whom [B,1,1,q,s]."""
-    scores = jnp.einsum("bkgqh,bksh->bkgqs", q_i, k_j, preferred_element_type=jnp.float32) * request.scale
-    seen = visible(tokens_i.positions, tokens_j.positions, tokens_i.segments, tokens_j.segments, request.window)
-    return capped(scores, request.softcap), seen[:, None, None]
+def _product(equation: str, x, y):
+    return jnp.einsum(equation, x, y, precision=exact(x.dtype), preferred_element_type=jnp.float32)
+
+
+def _scores(request: AttentionRequest, equation: str, x, y):
+    return capped(_product(equation, x, y) * request.scale, request.softcap)
+
+
+def _seen(request: AttentionRequest, queries: Tokens, keys: Tokens):
+    """Who sees whom in one block: bool [B,1,R,s]."""
+    return visible(queries.positions, keys.positions, queries.segments, keys.segments, request.window)[:, None]
 
 
 def _any_visible(request: AttentionRequest, queries: Tokens, keys: Tokens):
@@ -201,25 +205,36 @@ def _padded(x, block: int):
     return jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)) if missing else x
 
 
-def _token_blocks(tokens: Tokens, block: int) -> Tokens:
-    def blocks(x):
-        x = _padded(x, block)
-        return x.reshape(x.shape[0], -1, block).swapaxes(0, 1)
+def _q_tokens(request: AttentionRequest, tokens: Tokens) -> Tokens:
+    """[B,T] to [n, B,R]: a row of a block for each query head of a key head."""
+    groups = request.heads // request.kv_heads
+    return Tokens(*(jnp.tile(_token_blocks(x, _q_block(request)), groups) for x in tokens))
 
-    return Tokens(blocks(tokens.positions), blocks(tokens.segments))
+
+def _kv_tokens(request: AttentionRequest, tokens: Tokens) -> Tokens:
+    """[B,S] to [n, B,block]."""
+    return Tokens(*(_token_blocks(x, _kv_block(request)) for x in tokens))
+
+
+def _token_blocks(x, block: int):
+    x = _padded(x, block)
+    return x.reshape(x.shape[0], -1, block).swapaxes(0, 1)
 
 
 def _q_blocks(request: AttentionRequest, x):
-    """[B,T,H,h] to [n, B,K,G,block,h]."""
+    """[B,T,H,h] to [n, B,K,R,h]: the query heads of a key head share its products as G * block rows."""
     block, K = _q_block(request), request.kv_heads
     x = _padded(x, block)
     B, T, H, h = x.shape
-    return x.reshape(B, T // block, block, K, H // K, h).transpose(1, 0, 3, 4, 2, 5)
+    x = x.reshape(B, T // block, block, K, H // K, h).transpose(1, 0, 3, 4, 2, 5)
+    return x.reshape(T // block, B, K, H // K * block, h)
 
 
 def _from_q_blocks(request: AttentionRequest, x):
-    n, B, K, G, block, h = x.shape
-    return x.transpose(1, 0, 4, 2, 3, 5).reshape(B, n * block, K * G, h)[:, : request.q_length]
+    n, B, K, R, h = x.shape
+    block = _q_block(request)
+    x = x.reshape(n, B, K, R // block, block, h).transpose(1, 0, 4, 2, 3, 5)
+    return x.reshape(B, n * block, K * R // block, h)[:, : request.q_length]
 
 
 def _kv_blocks(request: AttentionRequest, x):

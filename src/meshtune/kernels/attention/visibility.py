@@ -31,3 +31,8 @@ def capped(scores: Float[Array, "*any"], softcap: float | None) -> Float[Array, 
 def capped_slope(scores: Float[Array, "*any"], softcap: float) -> Float[Array, "*any"]:
     """The derivative of `capped` where its value was `scores`."""
     return 1.0 - jax.lax.square(scores / softcap)
+
+
+def exact(dtype: jnp.dtype) -> jax.lax.Precision | None:
+    """The precision of products: float32 means float32 on every chip, where some would round the factors."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
