@@ -97,20 +97,17 @@ def documents(data: DataSection, *, seed: int) -> Documents:
     registry = Registry.load(data.registry) if data.registry else None
     skipped: list[Skip] = []
 
-    def read(sections: Sequence[SourceSection], place: str) -> list[Checked]:
-        return [
-            _check(_describe(section, registry, f"data.{place}[{index}]"), data.on_bad, seed, skipped)
-            for index, section in enumerate(sections)
-        ]
+    def read(sections: Sequence[SourceSection]) -> list[Checked]:
+        return [_check(_describe(section, registry), data.on_bad, seed, skipped) for section in sections]
 
-    train = read(data.train, "train")
+    train = read(data.train)
     validation = None
     if isinstance(data.validation, list):
         for index, section in enumerate(data.validation):
             if section.weight is not None:
                 where = f"data.validation[{index}].weight"
                 raise UserError("validation sources have no weights", where=where, fix="use cap instead")
-        validation = _concatenated(read(data.validation, "validation"))
+        validation = _concatenated(read(data.validation))
     elif data.validation is not None:
         train, held_out = _split(train, data.validation, seed)
         validation = _concatenated(held_out)
@@ -124,14 +121,9 @@ def documents(data: DataSection, *, seed: int) -> Documents:
     )
 
 
-def _describe(section: SourceSection, registry: Registry | None, where: str) -> Source:
+def _describe(section: SourceSection, registry: Registry | None) -> Source:
     if section.name is not None:
-        if registry is None:
-            raise UserError(
-                f"'{section.name}' names an entry of a registry, and the recipe has none",
-                where=f"{where}.name",
-                fix="set data.registry to a dataset_info.json, or give a path instead of a name",
-            )
+        assert registry is not None, "DataSection refuses a name without a registry"
         return registry.source(section)
     return Source(
         path=section.path or "",

@@ -1,0 +1,230 @@
+"""Documents are checked once, split and mixed by the seed, and read when asked for."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from meshtune.config.data import DataSection
+from meshtune.data.conversation import Conversation, Text
+from meshtune.data.documents import documents
+from meshtune.errors import UserError
+
+GOOD = {"instruction": "q", "output": "a"}
+
+
+def write(path, records) -> str:
+    path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in records))
+    return str(path)
+
+
+def numbered(path, count: int, letter: str = "") -> str:
+    return write(path, [{"text": f"{letter}{number}"} for number in range(count)])
+
+
+def texts(found) -> list[str]:
+    return [document.text for document in found]
+
+
+def fails(seed: int = 0, **section) -> UserError:
+    with pytest.raises(UserError) as caught:
+        documents(DataSection(**section), seed=seed)
+    return caught.value
+
+
+def test_the_first_bad_record_is_named_with_file_record_line_field_and_format(tmp_path):
+    path = write(tmp_path / "a.jsonl", [GOOD, GOOD, "", GOOD | {"output": ""}, GOOD | {"output": 3}])
+    error = fails(train=[path])
+    assert error.what == "the text is empty"
+    assert error.where == f"{path}, record 2 (line 4), field 'output' (format alpaca)"
+    assert "on_bad: skip" in error.fix
+
+
+def test_malformed_json_is_named_with_its_line_and_record(tmp_path):
+    path = write(tmp_path / "a.jsonl", [GOOD, '{"instruction": '])
+    error = fails(train=[path])
+    assert error.where.startswith(f"{path}, line 2, column ")
+    assert "record 1" in error.where
+
+
+def test_bad_records_are_skipped_counted_and_listed_when_asked(tmp_path):
+    bad = [GOOD | {"output": ""}, '{"broken', "[1]", {"instruction": "q"}]
+    path = write(tmp_path / "a.jsonl", [GOOD, *bad, GOOD])
+    found = documents(DataSection(train=[path], on_bad="skip"), seed=0)
+    assert len(found.train) == 2
+    assert [skip.origin.record for skip in found.skipped] == [1, 2, 3, 4]
+    reasons = [skip.reason for skip in found.skipped]
+    assert reasons[0] == "field 'output': the text is empty"
+    assert "malformed JSON" in reasons[1]
+    assert "line 3" in reasons[1]
+    assert "no object, found a list" in reasons[2]
+    assert "missing" in reasons[3]
+    assert found.train[1].origin.record == 5
+
+
+def test_a_source_with_nothing_left_is_an_error(tmp_path):
+    path = write(tmp_path / "a.jsonl", [GOOD | {"output": ""}] * 3)
+    error = fails(train=[path], on_bad="skip")
+    assert "all 3 were skipped" in error.what
+    assert "field 'output': the text is empty" in error.what
+    assert error.where == path
+
+
+def test_a_named_format_that_does_not_fit_names_record_and_field(tmp_path):
+    path = write(tmp_path / "a.jsonl", [GOOD])
+    error = fails(train=[{"path": path, "format": "messages"}])
+    assert error.where == f"{path}, record 0 (line 1), field 'messages' (format messages)"
+    assert "instruction, output" in error.what
+
+
+def test_records_of_any_shape_are_documents_or_named_errors(tmp_path_factory):
+    """Whatever JSON stands in a file, only UserError comes out, and it names the file."""
+    folder = tmp_path_factory.mktemp("any")
+    keys = st.sampled_from(
+        ["instruction", "output", "conversations", "messages", "text", "prompt", "from", "role", "x"]
+    )
+    leaves = st.none() | st.integers() | st.text(max_size=3) | st.sampled_from(["user", "assistant", "human", "gpt"])
+    values = st.recursive(
+        leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3), max_leaves=8
+    )
+
+    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(records=st.lists(st.dictionaries(keys, values, max_size=4) | values, min_size=1, max_size=3))
+    def check(records):
+        path = write(folder / "a.jsonl", [json.dumps(record) for record in records])
+        try:
+            found = documents(DataSection(train=[path], on_bad="error"), seed=0)
+        except UserError as error:
+            assert path in error.where  # noqa: PT017
+        else:
+            assert len(found.train) == len(records)
+            assert all(isinstance(document, Conversation | Text) for document in found.train)
+
+    check()
+
+
+def test_documents_are_read_by_index_slice_and_iteration(tmp_path):
+    found = documents(DataSection(train=[numbered(tmp_path / "a.jsonl", 10)]), seed=0)
+    assert texts(found.train) == [str(number) for number in range(10)]
+    assert found.train[-1].text == "9"
+    assert texts(found.train[2:4]) == ["2", "3"]
+    assert found.train.origin(4) == found.train[4].origin
+    with pytest.raises(IndexError):
+        found.train[10]
+    assert found.formats == {str(tmp_path / "a.jsonl"): "text"}
+
+
+def test_documents_can_be_sent_to_another_process(tmp_path):
+    found = documents(DataSection(train=[numbered(tmp_path / "a.jsonl", 4)]), seed=0)
+    assert texts(pickle.loads(pickle.dumps(found.train))) == texts(found.train)
+
+
+@pytest.mark.parametrize(("validation", "expected"), [(0.25, 10), (7, 7), (1, 1), (0.001, 1), (39, 39)])
+def test_validation_is_held_out_by_share_or_number(tmp_path, validation, expected):
+    path = numbered(tmp_path / "a.jsonl", 40)
+
+    def split(seed):
+        found = documents(DataSection(train=[path], validation=validation), seed=seed)
+        return texts(found.train), texts(found.validation)
+
+    train, held_out = split(0)
+    assert len(held_out) == expected
+    assert sorted(train + held_out, key=int) == [str(number) for number in range(40)]
+    assert split(0) == (train, held_out)
+    assert split(1) != (train, held_out)
+
+
+def test_validation_is_taken_from_every_source_in_proportion(tmp_path):
+    sources = [
+        numbered(tmp_path / "a.jsonl", 80, "a"),
+        numbered(tmp_path / "b.jsonl", 20, "b"),
+        numbered(tmp_path / "c.jsonl", 1, "c"),
+    ]
+    found = documents(DataSection(train=sources, validation=10), seed=0)
+    assert [sum(text[0] == letter for text in texts(found.validation)) for letter in "abc"] == [8, 2, 0]
+    assert "c0" in texts(found.train)
+
+
+def test_a_repeated_record_is_never_on_both_sides(tmp_path):
+    sources = [
+        {"path": numbered(tmp_path / "a.jsonl", 60, "a"), "weight": 1.0},
+        {"path": numbered(tmp_path / "b.jsonl", 12, "b"), "weight": 1.0},
+    ]
+    for mixing in ("concat", "interleave_over", "interleave_under"):
+        found = documents(DataSection(train=sources, validation=0.25, mixing=mixing), seed=0)
+        assert not set(texts(found.train)) & set(texts(found.validation))
+        assert len(set(texts(found.validation))) == len(found.validation) == 18
+
+
+def test_holding_out_everything_is_an_error(tmp_path):
+    error = fails(train=[numbered(tmp_path / "a.jsonl", 4)], validation=4)
+    assert "holding out 4 of 4 records" in error.what
+    assert error.where == "data.validation"
+    assert "hold out at most 3" in error.fix
+    assert "a share of 0.5 of 1 records" in fails(train=[numbered(tmp_path / "b.jsonl", 1)], validation=0.5).what
+
+
+def test_validation_has_sources_of_its_own(tmp_path):
+    train, other = numbered(tmp_path / "a.jsonl", 3, "a"), numbered(tmp_path / "b.jsonl", 9, "b")
+    found = documents(DataSection(train=[train], validation=[{"path": other, "cap": 2}]), seed=0)
+    assert texts(found.validation) == ["b0", "b1"]
+    assert len(found.train) == 3
+    error = fails(train=[train], validation=[{"path": other, "weight": 2.0}])
+    assert error.where == "data.validation[0].weight"
+
+
+def test_a_cap_takes_the_first_usable_records_and_reads_no_further(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"text": "a"}, {"text": ""}, {"text": "b"}, {"text": "c"}, "{broken"])
+    found = documents(DataSection(train=[{"path": path, "cap": 2}], on_bad="skip"), seed=0)
+    assert texts(found.train) == ["a", "b"]
+    assert len(found.skipped) == 1
+
+
+def test_sources_are_mixed_by_weight(tmp_path):
+    sources = [
+        {"path": numbered(tmp_path / "a.jsonl", 30, "a"), "weight": 1.0},
+        {"path": numbered(tmp_path / "b.jsonl", 10, "b"), "weight": 3.0},
+    ]
+    found = texts(documents(DataSection(train=sources), seed=0).train)
+    assert [sum(text[0] == letter for text in found) for letter in "ab"] == [10, 30]
+
+
+@pytest.mark.parametrize(
+    ("file", "count", "form"),
+    [
+        ("fastchat/dummy_conversation.json", 500, "sharegpt"),
+        ("llamafactory/v1_sft_demo.jsonl", 500, "messages"),
+        ("llamafactory/reason_tool_use_demo_50.jsonl", 50, "messages"),
+        ("llamafactory/wiki_demo.txt", 30, "text"),
+        ("tinystories", 806, "text"),
+    ],
+)
+def test_real_files_are_recognised_and_read_whole(shared, file, count, form):
+    path = str(shared / "assets/data" / file)
+    found = documents(DataSection(train=[path]), seed=0)
+    assert len(found.train) == count
+    assert found.formats == {path: form}
+
+
+def test_weights_and_reasoning_of_real_messages_arrive(shared):
+    folder = shared / "assets/data/llamafactory"
+    weighted = documents(DataSection(train=[str(folder / "v1_sft_demo.jsonl")]), seed=0).train
+    assert {(one.role, one.weight) for document in weighted for one in document.messages} == {
+        ("user", 0.0),
+        ("assistant", 1.0),
+    }
+    tools = documents(DataSection(train=[str(folder / "reason_tool_use_demo_50.jsonl")]), seed=0).train
+    calls = sum(len(one.tool_calls) for document in tools for one in document.messages)
+    raw = (folder / "reason_tool_use_demo_50.jsonl").read_text()
+    assert calls == raw.count('"type": "tool_call"') > 0
+
+
+def test_preference_files_are_refused_and_can_be_read_as_text(shared):
+    path = str(shared / "assets/data/hh-rlhf/harmless-base-test.jsonl.gz")
+    assert "preference data (chosen and rejected)" in fails(train=[path]).what
+    found = documents(DataSection(train=[{"path": path, "format": "text", "columns": {"text": "chosen"}}]), seed=0)
+    assert found.train[0].text.startswith("\n\nHuman:")
