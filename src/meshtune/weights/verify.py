@@ -21,7 +21,7 @@ from meshtune.model.norm import rms_norm
 from meshtune.model.spec import LayerSpec, ModelSpec
 from meshtune.model.tree import Tree, flatten, unflatten
 from meshtune.weights.check import check
-from meshtune.weights.load import fill, load_spec
+from meshtune.weights.load import load_spec
 from meshtune.weights.safetensors_files import TensorInfo, TensorReader, headers
 from meshtune.weights.slots import Slot, blocks, cut, slots
 
@@ -56,11 +56,13 @@ def probe(spec: ModelSpec) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 def probe_logits(params: Tree, spec: ModelSpec) -> Float[np.ndarray, "B T V"]:
     """float32 logits of the probe, adapters included. Taken before merging, they say what was trained."""
-    layers = (
-        (layer, jax.tree.map(lambda leaf, row=row: leaf[row], params["layers"][key]))
-        for _, key, row, layer in _by_layer(spec)
-    )
+    layers = ((layer, _row(params["layers"][key], row)) for _, key, row, layer in _by_layer(spec))
     return _logits(spec, lambda: {"embed": params["embed"]}, layers, lambda: params)
+
+
+@jax.jit
+def _row(stacked: Tree, row: int) -> Tree:
+    return jax.tree.map(lambda leaf: leaf[row], stacked)
 
 
 def _logits(
@@ -169,14 +171,9 @@ def written_logits(directory: Path) -> Float[np.ndarray, "B T V"]:
 
 
 def _read(wanted: list[Slot], found: dict[str, TensorInfo]) -> Tree:
-    """Some tensors as a tree, each alone in its leaf: a layer's are not stacked."""
-    alone = [
-        dataclasses.replace(slot, row=None, array=dataclasses.replace(slot.array, shape=slot.shape, axes=slot.axes))
-        for slot in wanted
-    ]
-    flat = {slot.path: jnp.zeros(slot.shape, slot.array.dtype) for slot in alone}
-    fill(flat, alone, found)
-    return unflatten(flat)
+    """Some tensors as a tree, in the file's dtype, each alone in its leaf: a layer's are not stacked."""
+    with TensorReader() as reader:
+        return unflatten({slot.path: jax.device_put(reader.tensor(found[slot.name])) for slot in wanted})
 
 
 def _compare_logits(expected: np.ndarray, got: np.ndarray, dest: Path, dtype: str) -> float:
