@@ -115,6 +115,32 @@ def test_a_cache_that_cannot_be_written_says_so(tmp_path):
         open_or_build("key", Builder(), tmp_path)
 
 
+def test_a_full_disk_says_so_and_leaves_nothing(tmp_path):
+    """A limit on the size of files stands in for the disk: the system answers both with an OSError while writing."""
+    code = f"""
+        import sys, resource; sys.path.insert(0, {str(__file__.rsplit("/", 1)[0])!r})
+        from test_store import made, open_or_build, UserError
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        try:
+            open_or_build("key", lambda: (made(500, 10_000), dict), {str(tmp_path)!r})
+        except UserError as error:
+            print(error)
+    """
+    told = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    assert "tokenised data cannot be written: File too large" in told.stdout
+    assert "MESHTUNE_CACHE" in told.stdout
+    assert list(cache_directory(tmp_path).iterdir()) == []
+
+
+def test_an_error_of_the_source_is_not_taken_for_the_caches(tmp_path):
+    def unreadable():
+        yield from made()
+        raise FileNotFoundError("the source is gone")
+
+    with pytest.raises(FileNotFoundError, match="the source is gone"):
+        open_or_build("key", lambda: (unreadable(), dict), tmp_path)
+
+
 def test_the_cache_directory_can_be_set(tmp_path, monkeypatch):
     monkeypatch.setenv("MESHTUNE_CACHE", str(tmp_path / "elsewhere"))
     assert open_or_build("key", Builder()).path.parent == tmp_path / "elsewhere/tokens"

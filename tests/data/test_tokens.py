@@ -82,6 +82,15 @@ def test_prompts_that_would_merge_with_completions_are_tokenised_apart(smol):
     assert counts.split == 1
 
 
+def test_prompts_are_tokenised_without_looking_ahead(smol):
+    """GPT-2's pattern gives a run of newlines at the end of a text one token, before a word one each."""
+    (example,), counts = run(smol, [Text("Answer", here(), prompt="Question?\n\n")])
+    prompt = smol("Question?\n\n")["input_ids"]
+    assert smol("Question?\n\nAnswer")["input_ids"][: len(prompt)] != prompt
+    assert example.ids[: len(prompt)].tolist() == prompt
+    assert counts.split == 1
+
+
 def test_where_a_tokenizer_cannot_be_split_the_token_on_the_edge_is_learned(stories):
     (example,), counts = run(stories, [Text("e day", here(), prompt="Onc")])
     whole = stories("Once day")["input_ids"]

@@ -54,9 +54,16 @@ class ChatTemplate:
         """Whether the template asks for today's date."""
         return "strftime_now" in str(self.tokenizer.chat_template)
 
-    @functools.cache  # noqa: B019 - two entries a tokenizer, and both live as long
-    def _text(self, with_tools: bool) -> str:
-        text = self.tokenizer.get_chat_template(None, tools=[{}] if with_tools else None)
+    @functools.cached_property
+    def _without_tools(self) -> str:
+        return self._with_fixed_date(self.tokenizer.get_chat_template(None, tools=None))
+
+    @functools.cached_property
+    def _with_tools(self) -> str:
+        """A tokenizer may have a template of its own for tools."""
+        return self._with_fixed_date(self.tokenizer.get_chat_template(None, tools=[{}]))
+
+    def _with_fixed_date(self, text: str) -> str:
         if "strftime_now" not in text:
             return text
         value = "format" + "".join(f".replace({key!r}, {value!r})" for key, value in sorted(FIXED_DATE.items()))
@@ -77,7 +84,7 @@ class ChatTemplate:
         return self.tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType] - a str, since tokenize=False
             list(messages),  # pyright: ignore[reportArgumentType]
             tools=list(tools) or None,  # pyright: ignore[reportArgumentType]
-            chat_template=self._text(bool(tools)),
+            chat_template=self._with_tools if tools else self._without_tools,
             add_generation_prompt=generation_prompt,
             tokenize=False,
         )

@@ -12,8 +12,8 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import IO, Any
 
 import numpy as np
 
@@ -96,22 +96,19 @@ def open_or_build(
     found = open_store(path)
     if found is not None:
         return found
-    try:
+    with _writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         _clear_abandoned(path.parent)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".building-", ignore_cleanup_errors=True) as draft:
-            examples, note = build()
-            _write(pathlib.Path(draft), examples, note)
-            if path.exists() and open_store(path) is None:
-                shutil.rmtree(path, ignore_errors=True)
-            with contextlib.suppress(FileExistsError, NotADirectoryError):
-                _publish(pathlib.Path(draft), path)
-    except OSError as problem:
-        raise UserError(
-            f"tokenised data cannot be written: {problem.strerror or problem}",
-            where=str(path.parent),
-            fix="make room there, or set MESHTUNE_CACHE to a directory that can be written",
-        ) from problem
+        draft = pathlib.Path(tempfile.mkdtemp(dir=path.parent, prefix=".building-"))
+    try:
+        examples, note = build()
+        _write(draft, examples, note)
+        if path.exists() and open_store(path) is None:
+            shutil.rmtree(path, ignore_errors=True)
+        with _writing(path.parent):
+            _publish(draft, path)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
     built = open_store(path)
     if built is None:
         raise UserError(
@@ -144,20 +141,35 @@ def _publish(draft: pathlib.Path, path: pathlib.Path) -> None:
     except OSError:
         if not path.exists():
             raise
-        return  # another process was faster; its store holds the same
-    draft.mkdir()  # for TemporaryDirectory to remove
+        # Another process was faster; its store holds the same.
+
+
+@contextlib.contextmanager
+def _writing(directory: pathlib.Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        raise UserError(
+            f"tokenised data cannot be written: {problem.strerror or problem}",
+            where=str(directory),
+            fix="make room there, or set MESHTUNE_CACHE to a directory that can be written",
+        ) from problem
 
 
 def _write(draft: pathlib.Path, examples: Iterable[Example], note: Callable[[], dict[str, Any]]) -> None:
     sources: dict[str, int] = {}
     with contextlib.ExitStack() as stack:
-        files = {name: stack.enter_context((draft / f"{name}.bin").open("wb", 1 << 20)) for name in _ARRAYS}
+        with _writing(draft.parent):
+            files = {name: (draft / f"{name}.bin").open("wb", 1 << 20) for name in _ARRAYS}
+        for file in files.values():
+            stack.callback(_close, file)
         sums = dict.fromkeys(_ARRAYS, 0)
         sizes = dict.fromkeys(_ARRAYS, 0)
 
         def put(name: str, values: Sequence[int] | np.ndarray) -> None:
             data = np.asarray(values, _ARRAYS[name]).tobytes()
-            files[name].write(data)
+            with _writing(draft.parent):
+                files[name].write(data)
             sums[name] = zlib.crc32(data, sums[name])
             sizes[name] += len(data)
 
@@ -171,15 +183,22 @@ def _write(draft: pathlib.Path, examples: Iterable[Example], note: Callable[[], 
             put("records", [example.origin.record])
             hashed = hashlib.blake2b(example.ids.tobytes(), digest_size=8).digest()
             put("digests", np.frombuffer(hashed, np.uint64))
-        for file in files.values():
-            file.flush()
-            os.fsync(file.fileno())
+        with _writing(draft.parent):
+            for file in files.values():
+                file.flush()
+                os.fsync(file.fileno())
     written = {name: {"bytes": sizes[name], "crc32": sums[name]} for name in _ARRAYS}
     meta = {"version": VERSION, "files": written, "sources": list(sources), "notes": note()}
-    with (draft / "meta.json").open("w", encoding="utf-8") as file:
+    with _writing(draft.parent), (draft / "meta.json").open("w", encoding="utf-8") as file:
         json.dump(meta, file)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _close(file: IO[bytes]) -> None:
+    # What counts was flushed and synchronised before; after a failed write, closing fails once more on what is left.
+    with contextlib.suppress(OSError):
+        file.close()
 
 
 def _checksum(file: pathlib.Path) -> int:
