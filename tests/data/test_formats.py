@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import typing
 
 import pytest
 
+from meshtune.config.data import SourceSection
 from meshtune.data.conversation import Conversation, Message, Origin, Text
 from meshtune.data.formats import FORMATS, choose
 from meshtune.errors import UserError
@@ -367,3 +369,8 @@ def test_a_new_format_is_picked_up_from_its_line_in_the_registry(monkeypatch):
     poem = type(poem)("poem", "verse", {"verse": "verse"}, lambda record, *_: 2 * ("verse" in record), poem.convert)
     monkeypatch.setitem(FORMATS, "poem", poem)
     assert choose("auto", [{"verse": "x"}], "here") is poem
+
+
+def test_a_recipe_may_name_every_format():
+    named = typing.get_args(SourceSection.model_fields["format"].annotation)
+    assert set(named) == {"auto", *FORMATS}
