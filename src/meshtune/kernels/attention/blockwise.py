@@ -16,15 +16,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest, Backend
-from meshtune.kernels.attention.visibility import MASKED, capped, capped_slope, exact, visible
+from meshtune.kernels.attention.visibility import LOWEST, MASKED, capped, capped_slope, exact, visible
 
 # Names a rematerialisation policy may save: with them the forward pass is not run again.
 OUTPUT, LOG_SUM_EXP = "attention_output", "attention_log_sum_exp"
 
-Q_BLOCK = 128
-KV_BLOCK = 128
-# Where a row's running maximum starts: above MASKED, so that exp(MASKED - LOWEST) is 0 and not 1.
-LOWEST = 0.5 * MASKED
+Q_BLOCK = 64
+KV_BLOCK = 64
 
 
 class Tokens(NamedTuple):

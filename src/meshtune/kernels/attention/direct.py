@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest, Backend
-from meshtune.kernels.attention.visibility import MASKED, capped, visible
+from meshtune.kernels.attention.visibility import LOWEST, MASKED, capped, exact, visible
 
 LONGEST_AREA = 256 * 256
 
@@ -21,22 +21,30 @@ def suits(request: AttentionRequest) -> str | None:
 def run(inputs: AttentionInputs, request: AttentionRequest) -> jax.Array:
     """Softmax attention with float32 scores; JAX differentiates it. [B,T,H,h] in q's dtype."""
     B, T, H, h = inputs.q.shape
-    K = inputs.k.shape[2]
-    q = inputs.q.reshape(B, T, K, H // K, h)
-    scores = jnp.einsum("btkgh,bskh->bkgts", q, inputs.k, preferred_element_type=jnp.float32)
+    K, G = request.kv_heads, request.heads // request.kv_heads
+    # Batch axes first and the query heads of a key head as rows of one product: no product has an axis to move.
+    q = inputs.q.reshape(B, T, K, G, h).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, h)
+    k, v = inputs.k.transpose(0, 2, 1, 3), inputs.v.transpose(0, 2, 1, 3)
+    scores = jnp.einsum("bkrh,bksh->bkrs", q, k, precision=exact(q.dtype), preferred_element_type=jnp.float32)
     scores = capped(scores * request.scale, request.softcap)
-    seen = visible(inputs.q_positions, inputs.kv_positions, inputs.q_segments, inputs.kv_segments, request.window)[
-        :, None, None
-    ]
+    seen = visible(
+        jnp.tile(inputs.q_positions, G),
+        inputs.kv_positions,
+        jnp.tile(inputs.q_segments, G),
+        inputs.kv_segments,
+        request.window,
+    )[:, None]
     scores = jnp.where(seen, scores, MASKED)
     # The greatest score only shifts the exponent: its gradient cancels, so it need not be computed.
-    top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
-    # Where nothing is seen every score equals the top, and exp gives 1: hence the second mask.
-    weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
+    top = jnp.maximum(jax.lax.stop_gradient(scores.max(-1, keepdims=True)), LOWEST)
+    weights = jnp.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
-    weights = weights / jnp.where(total == 0.0, 1.0, total)
-    out = jnp.einsum("bkgts,bskh->btkgh", weights.astype(inputs.v.dtype), inputs.v, preferred_element_type=jnp.float32)
-    return out.reshape(B, T, H, h).astype(inputs.q.dtype)
+    # Rows that see nothing sum to 0 and give 0; dividing after the product touches h values a row and not S.
+    out = jnp.einsum(
+        "bkrs,bksh->bkrh", weights.astype(v.dtype), v, precision=exact(v.dtype), preferred_element_type=jnp.float32
+    )
+    out = out / jnp.where(total == 0.0, 1.0, total)
+    return out.reshape(B, K, G, T, h).transpose(0, 3, 1, 2, 4).reshape(B, T, H, h).astype(inputs.q.dtype)
 
 
 DIRECT = Backend("direct", run, suits=suits)

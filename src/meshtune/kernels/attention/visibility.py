@@ -8,6 +8,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 # Stands for minus infinity where a difference of two of them must not become NaN.
 MASKED = -1e30
+# The least that the greatest score of a row is taken to be: exp(MASKED - LOWEST) is 0 and not 1 where all is masked.
+LOWEST = 0.5 * MASKED
 
 
 def visible(
