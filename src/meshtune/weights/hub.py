@@ -6,6 +6,7 @@ import difflib
 import os
 import re
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 
 from meshtune.errors import UserError
@@ -111,20 +112,11 @@ def _download(repo: str, revision: str | None, allow: tuple[str, ...]) -> Path:
             f"'{repo}' has no revision '{revision}'", where=where, fix=f"see its branches and tags at {page}/tree/main"
         ) from error
     except LocalEntryNotFoundError as error:
+        if isinstance(error.__cause__, HfHubHTTPError):  # the hub was reached and refused; nothing is cached
+            raise _refused(repo, where, error.__cause__) from error
         raise _not_cached(repo, where, near) from error
     except HfHubHTTPError as error:
-        status = getattr(error.response, "status_code", "none")
-        if status in (401, 403):
-            raise UserError(
-                f"the hub refused access to '{repo}' (HTTP {status})",
-                where=where,
-                fix="set HF_TOKEN to a valid token of an account that may read it (or run `hf auth login`)",
-            ) from error
-        raise UserError(
-            f"the hub could not serve '{repo}' (HTTP {status})",
-            where=where,
-            fix="try again later; what was already downloaded is kept",
-        ) from error
+        raise _refused(repo, where, error) from error
     except (OSError, HTTPError) as error:  # the network broke, the proxy refused, or the disk is full
         raise UserError(
             f"downloading '{repo}' failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
@@ -132,6 +124,21 @@ def _download(repo: str, revision: str | None, allow: tuple[str, ...]) -> Path:
             fix="check network, proxy and disk space, then try again; what was already downloaded is kept",
         ) from error
     return Path(found)
+
+
+def _refused(repo: str, where: str, error: Any) -> UserError:
+    status = getattr(error.response, "status_code", None)
+    if status in (401, 403):
+        return UserError(
+            f"the hub refused access to '{repo}' (HTTP {status})",
+            where=where,
+            fix="set HF_TOKEN to a valid token of an account that may read it (or run `hf auth login`)",
+        )
+    return UserError(
+        f"the hub could not serve '{repo}' (HTTP {status})",
+        where=where,
+        fix="try again later; what was already downloaded is kept",
+    )
 
 
 def _endpoint() -> str:
