@@ -215,6 +215,18 @@ def test_tool_calls_are_learned_whole(name, shared):
     assert pieces == [call, "It is 2." + end, last]
 
 
+def test_a_template_that_drops_tool_calls_is_refused(shared):
+    """SmolLM2's would teach an empty answer instead."""
+    with pytest.raises(UserError, match=r"does not write the assistant's tool calls: add[\s\S]*record 7"):
+        encoded(tokenizer_of("SmolLM2", shared), tool_chat())
+
+
+def test_tools_that_a_template_does_not_show_are_counted(shared):
+    talk = Conversation(chat("Hi", "Hello").messages, HERE, (TOOL,))
+    assert encoded(tokenizer_of("SmolLM2", shared), talk)[1].tools_unseen == 1
+    assert encoded(tokenizer_of("Qwen-Qwen3-0.6B", shared), talk)[1].tools_unseen == 0
+
+
 @pytest.mark.parametrize("name", ["Qwen-Qwen3-0.6B", "Qwen-Qwen2.5-7B-Instruct"])
 def test_words_before_a_tool_call_are_learned_with_it(name, shared):
     tokenizer = tokenizer_of(name, shared)

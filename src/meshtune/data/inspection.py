@@ -84,7 +84,7 @@ def _pieces(tokenizer: PreTrainedTokenizerFast, ids: list[int], weights: list[fl
     for place, (id_, weight) in enumerate(zip(ids, weights, strict=True)):
         held.append(id_)
         whole = str(tokenizer.decode(held, clean_up_tokenization_spaces=False))
-        if whole.endswith("�") and place + 1 < len(ids) and len(held) - len(said) < 64:
+        if whole.endswith("�") and place + 1 < len(ids):
             continue
         pieces.append((whole[len(said) :], weight))
         said = whole

@@ -9,6 +9,7 @@ conversation again with other words in its place and comparing, and counted in `
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from meshtune.data.chat import ChatTemplate, as_dicts, template_error
@@ -35,7 +36,7 @@ class Marked:
     """Text and what is learned of it: disjoint ordered `spans` of (start, end, weight), `rest` elsewhere.
 
     `prompts_differ` counts assistant turns whose past is not rendered as generation would render it, `unended` those
-    after which the template writes no end of turn.
+    after which the template writes no end of turn; `tools_unseen` tells that tools are offered and not all are written.
     """
 
     text: str
@@ -43,6 +44,7 @@ class Marked:
     rest: float = 0.0
     prompts_differ: int = 0
     unended: int = 0
+    tools_unseen: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +69,13 @@ def mark(chat: ChatTemplate, conversation: Conversation, learn: Learn = Learn())
     for index, message in enumerate(conversation.messages):
         if index in wanted:
             turn = _turn(chat, text, messages, conversation, index, floor)
+            if lost := [name for name in map(_name, message.tool_calls) if name not in text[turn.start : turn.end]]:
+                # Taught as it is rendered, the model would learn to say nothing where it should call.
+                raise UserError(
+                    f"the chat template does not write the assistant's tool calls: {', '.join(lost)}",
+                    where=where,
+                    fix="set model.chat_template to a template that knows tools, or data.on_bad=skip to leave them out",
+                )
             spans.append((turn.start, turn.end, 1.0 if message.weight is None else message.weight))
             floor = turn.end
             differ += turn.differs
@@ -75,7 +84,14 @@ def mark(chat: ChatTemplate, conversation: Conversation, learn: Learn = Learn())
             start, end = _changed(chat, text, messages, conversation, index, {**messages[index], "content": None})
             spans.append((max(start, floor), max(end, floor), message.weight))
             floor = max(end, floor)
-    return Marked(text, tuple(spans), float(learn.train_on_prompt), differ, unended)
+    unseen = any(_name(tool) not in text for tool in conversation.tools)
+    return Marked(text, tuple(spans), float(learn.train_on_prompt), differ, unended, unseen)
+
+
+def _name(tool: Mapping[str, Any]) -> str:
+    """The name of a tool or of a call, in OpenAI's form or bare."""
+    function = tool.get("function")
+    return str((function if isinstance(function, Mapping) else tool).get("name", ""))
 
 
 def _turn(

@@ -152,6 +152,10 @@ def _mistaught(report: Report) -> list[str]:
             f"{counts.prompts_differ} answers follow a prompt that the template writes differently when generating "
             "(such as a system prompt shown only with the last message)"
         )
+    if counts.tools_unseen:
+        found.append(
+            f"{counts.tools_unseen} conversations offer tools that the chat template does not show to the model"
+        )
     if counts.double_bos:
         found.append(f"{counts.double_bos} conversations begin with two beginning-of-sequence tokens: see the template")
     if counts.straddling:

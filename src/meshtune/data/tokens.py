@@ -63,6 +63,7 @@ class Counts:
     split: int = 0
     straddling: int = 0
     unended: int = 0
+    tools_unseen: int = 0
     double_bos: int = 0
     special_in_text: int = 0
     without_eos: int = 0
@@ -133,6 +134,7 @@ class Tokenize:
             return None
         counts.prompts_differ += marked.prompts_differ
         counts.unended += marked.unended
+        counts.tools_unseen += marked.tools_unseen
         counts.special_in_text += any(self._specials.search(message.content) for message in document.messages)
         return marked
 
