@@ -25,6 +25,7 @@ from meshtune.model.tree import Tree
 
 DEFAULT_TOKENS = 256  # generated at most when nobody says how many
 AHEAD = 512  # slots made at first for tokens to come; a longer text lets the cache grow
+FEWEST_SLOTS = 128  # then powers of two: empty slots cost little, another length costs a compilation
 STEPS = 16  # decode steps of one call of the compiled loop
 
 
@@ -137,30 +138,32 @@ class Run:
         steps: int,
     ):
         self._engine, self._rows, self._max_tokens, self._steps = engine, rows, max_tokens, steps
-        switches, self._knobs = compiled_form(sampling, len(rows))
+        self._computed = _rows(len(rows))
+        switches, self._knobs = compiled_form(sampling, self._computed)
         self._static = {"spec": engine.spec, "compute": engine.compute, "switches": switches}
         # Filled up to a multiple of 8 with an id that no token has, so that their number rarely compiles anew.
         stops = sorted(stop_ids)
         self._stop_ids = jnp.asarray(stops + [-1] * (8 - len(stops) % 8), jnp.int32)
-        self._stopped = np.zeros(len(rows), bool)
+        self._stopped = np.arange(self._computed) >= len(rows)
 
     def stop(self, row: int) -> None:
         """Ends a row, for reasons that only the reader of its text sees."""
         self._stopped[row] = True
 
     def __iter__(self) -> Iterator[list[list[int]]]:
-        params = self._engine.params
+        params, count = self._engine.params, len(self._rows)
         longest = max(row.size for row in self._rows)
         length = min(bucket(longest), self._engine.context)
-        tokens = np.zeros((len(self._rows), length), np.int32)
+        tokens = np.zeros((self._computed, length), np.int32)
+        lengths = np.ones(self._computed, np.int32)
         for number, row in enumerate(self._rows):
-            tokens[number, : row.size] = row
-        lengths = jnp.asarray([row.size for row in self._rows], jnp.int32)
-        state = _prefill(params, jnp.asarray(tokens), lengths, self._stop_ids, self._knobs, **self._static)
+            tokens[number, : row.size], lengths[number] = row, row.size
+        state = _prefill(params, jnp.asarray(tokens), jnp.asarray(lengths), self._stop_ids, self._knobs, **self._static)
         self._check(state, 0)
-        yield [[token] for token in np.asarray(state.token).tolist()]
+        yield [[token] for token in np.asarray(state.token)[:count].tolist()]
         given, filled = 1, length
-        state = _grown(state, slots=bucket(length + min(self._max_tokens, AHEAD)))
+        slots = length + min(self._max_tokens, AHEAD)
+        state = _grown(state, slots=max(FEWEST_SLOTS, 1 << (slots - 1).bit_length()))
         while given < self._max_tokens and not (self._stopped | np.asarray(state.done)).all():
             steps = min(self._steps, self._max_tokens - given)
             slots = state.cache.positions.shape[1]
@@ -170,7 +173,7 @@ class Run:
             state, new = _decode(params, state, jnp.int32(steps), self._stop_ids, self._knobs, **self._static)
             self._check(state, given)
             given, filled = given + steps, filled + steps
-            yield [[token for token in row if token >= 0] for row in np.asarray(new).tolist()]
+            yield [[token for token in row if token >= 0] for row in np.asarray(new)[:count].tolist()]
 
     def _check(self, state: State, given: int) -> None:
         if not (finite := np.asarray(state.finite)).all():
@@ -182,12 +185,16 @@ class Run:
             )
 
 
+def _rows(n: int) -> int:
+    """The next of 1, 2, 4, 6, 8, 12, 16, ...: rows that are filled up cost less than another compilation."""
+    power = 1 << (n - 1).bit_length()
+    return power * 3 // 4 if 4 < n <= power * 3 // 4 else power
+
+
 def bucket(n: int) -> int:
-    """The next of 16, 24, 32, 48, 64, 96, ...: at most half as much again, and few different lengths."""
-    power = 16
-    while power < n:
-        power *= 2
-    return power * 3 // 4 if n <= power * 3 // 4 and power > 16 else power
+    """The next of 32, 48, 64, 96, 128, ...: at most half as much again, and few different lengths."""
+    power = 1 << max(5, (n - 1).bit_length())
+    return power * 3 // 4 if 32 < n <= power * 3 // 4 else power
 
 
 @partial(jax.jit, static_argnames=("spec", "compute", "switches"))

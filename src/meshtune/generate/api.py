@@ -1,0 +1,280 @@
+"""The Python API: load a model, ask it for logits, text or a chat; run a recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from meshtune.data.tokenizer import check_vocabulary, load_tokenizer
+from meshtune.errors import UserError
+from meshtune.generate.chat import ChatSession, Overflow
+from meshtune.generate.engine import Engine, bucket
+from meshtune.generate.prompts import chat_ids, continuation_ids, text_end, turn_end
+from meshtune.generate.sampling import Sampling
+from meshtune.generate.sources import find
+from meshtune.generate.text import pieces
+from meshtune.model.compute import Compute
+from meshtune.model.decoder import hidden_states, logits
+from meshtune.model.spec import ModelSpec
+from meshtune.model.tree import Tree
+from meshtune.weights.load import MODEL_DTYPES, load_params, load_spec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from meshtune.config.recipe import Recipe
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Model:
+    """A loaded model. `params` is the parameter tree as `meshtune.model.spec.abstract_params(spec)` describes it,
+    with an adapter's arrays beside the weights they adapt; `directory` is where the base was read from.
+    """
+
+    params: Tree
+    spec: ModelSpec
+    compute: Compute
+    directory: Path
+    load_tokenizer: Callable[[], PreTrainedTokenizerFast]
+    stop_ids: frozenset[int]
+    stream_steps: int = 4  # tokens a piece when streaming
+
+    def __repr__(self) -> str:
+        spec = self.spec
+        return f"Model({spec.family}, {spec.layers} layers of {spec.embed}, {self.compute.dtype}, {self.directory})"
+
+    @functools.cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """The model's tokenizer. Raises UserError if there is none, or if it knows more tokens than the model."""
+        tokenizer = self.load_tokenizer()
+        check_vocabulary(tokenizer, self.spec.vocab)
+        return tokenizer
+
+    @functools.cached_property
+    def engine(self) -> Engine:
+        """Generation in token ids."""
+        return Engine(self.params, self.spec, self.compute, self.stop_ids)
+
+    def logits(self, token_ids: Any) -> Float[np.ndarray, "B T V"]:
+        """float32 logits of every position. `token_ids` is one row of ids, or rows of one length (lists or arrays).
+
+        Raises UserError for rows of different lengths, and for ids that the model does not have.
+        """
+        ids = _rows(token_ids, self.spec.vocab)
+        B, T = ids.shape
+        padded = bucket(T)
+        tokens = np.zeros((B, padded), np.int32)
+        tokens[:, :T] = ids
+        return np.array(
+            _logits(self.params, jnp.asarray(tokens), jnp.int32(T), spec=self.spec, compute=self.compute)[:, :T]
+        )
+
+    @overload
+    def generate(self, prompt: str, **options: Any) -> str: ...
+    @overload
+    def generate(self, prompt: Sequence[Any], **options: Any) -> Any: ...
+    def generate(
+        self,
+        prompt: str | Sequence[str] | Messages | Sequence[Messages],
+        *,
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        batch_size: int = 16,
+        **sampling: Any,
+    ) -> str | list[str]:
+        """What the model says after `prompt`, without the prompt: a string, or a list of them for several prompts.
+
+        A prompt is text to continue, or a conversation to answer ([{"role": "user", "content": "..."}]), rendered by
+        the chat template. `max_tokens`: at most so many new tokens (default 256, or what the context has room for).
+        `stop`: strings that end the text and are not part of it. `batch_size`: prompts computed at once. `sampling`:
+        temperature (default 0, greedy), top_k, top_p, min_p, repetition_penalty, seed; see `Sampling`.
+        Raises UserError for empty and over-long prompts, a chat without a chat template, numbers out of range.
+        """
+        how = _sampling(sampling)
+        if isinstance(prompt, str):
+            return "".join(self.stream(prompt, max_tokens=max_tokens, stop=stop, **sampling))
+        if len(prompt) and isinstance(prompt[0], Mapping):
+            return "".join(self.stream(prompt, max_tokens=max_tokens, stop=stop, **sampling))  # pyright: ignore[reportArgumentType]
+        if batch_size < 1:
+            raise UserError(f"batch_size = {batch_size}", fix="give 1 or more")
+        answers: list[str] = []
+        for start in range(0, len(prompt), batch_size):
+            group = prompt[start : start + batch_size]
+            # Prompt number i draws with seed + i, however many are computed at once.
+            own = dataclasses.replace(how, seed=how.seed + start)
+            rows = self._pieces(group, own, max_tokens=max_tokens, stop=stop, steps=None)
+            answers += map("".join, zip(*rows, strict=True))
+        return answers
+
+    def stream(
+        self,
+        prompt: str | Messages,
+        *,
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        **sampling: Any,
+    ) -> Iterator[str]:
+        """The same text as `generate` gives for one prompt, piece by piece as it is made: whole characters only."""
+        rows = self._pieces([prompt], _sampling(sampling), max_tokens=max_tokens, stop=stop, steps=self.stream_steps)
+        return (text for (text,) in rows if text)
+
+    def chat(
+        self,
+        system: str | None = None,
+        *,
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        overflow: Overflow = "error",
+        notify: Callable[[str], None] | None = None,
+        **sampling: Any,
+    ) -> ChatSession:
+        """A conversation with a memory: `.send`, `.stream`, `.messages`, `.reset`; see `ChatSession`."""
+        more = {} if notify is None else {"notify": notify}
+        return ChatSession(
+            self,
+            system,
+            sampling=_sampling(sampling),
+            max_tokens=max_tokens,
+            stop=_strings(stop),
+            overflow=overflow,
+            **more,
+        )
+
+    def _pieces(
+        self,
+        prompts: Sequence[Any],
+        sampling: Sampling,
+        *,
+        max_tokens: int | None,
+        stop: str | Sequence[str],
+        steps: int | None,
+    ) -> Iterator[list[str]]:
+        chats = [not isinstance(prompt, str) for prompt in prompts]
+        if any(chats) and not all(chats):
+            raise UserError("texts and conversations are mixed", fix="give prompts of one kind")
+        read = chat_ids if all(chats) else continuation_ids
+        turn_ids, turn_strings = turn_end(self.tokenizer) if all(chats) else (frozenset(), ())
+        return pieces(
+            self.engine,
+            self.tokenizer,
+            [read(self.tokenizer, prompt) for prompt in prompts],
+            sampling,
+            max_tokens=max_tokens,
+            stop=(*_strings(stop), *turn_strings),
+            stop_ids=self.stop_ids | turn_ids,
+            continued=not all(chats),
+            **({} if steps is None else {"steps": steps}),
+        )
+
+
+def load(
+    path: str | os.PathLike[str],
+    adapter: str | os.PathLike[str] | None = None,
+    *,
+    dtype: Literal["float32", "bfloat16"] | None = None,
+    revision: str | None = None,
+    chat_template: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Model:
+    """Loads a model for use.
+
+    `path` is a model directory, a hub id, an adapter directory (its base is found by what it records), or a directory
+    that `meshtune train` made. `adapter` is a PEFT adapter (or a run with one) to put on the base at `path`; it is
+    kept beside the weights, not merged into them. `dtype` is that of weights and computation: by default float32 on a
+    CPU and bfloat16 elsewhere. `chat_template` is a Jinja file or the name of one that ships with Meshtune.
+    `progress(done, total)` is called in bytes.
+    Raises UserError for a path that is none of these, an adapter for another base, damaged or unfit files.
+    """
+    from meshtune.adapters.peft_format import attach, check_base, load_adapter
+    from meshtune.weights.fingerprint import base_hash
+
+    source = find(path, adapter, revision=revision, chat_template=chat_template)
+    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    if dtype not in MODEL_DTYPES:
+        raise UserError(f"dtype {dtype!r} is not supported", where="dtype", fix=f"one of {', '.join(MODEL_DTYPES)}")
+    spec, config = load_spec(source.base, dtype)
+    read_tokenizer = functools.partial(load_tokenizer, source.tokenizer, source.chat_template)
+    tokenizer = None
+    if (Path(source.tokenizer) / "tokenizer.json").is_file():
+        # Before the weights, which may take minutes.
+        tokenizer = read_tokenizer()
+        check_vocabulary(tokenizer, spec.vocab)
+        read_tokenizer = functools.partial(_same, tokenizer)
+    added = None
+    if source.adapter is not None:
+        added = load_adapter(source.adapter, spec)
+        check_base(added, str(source.base), base_hash(source.base))
+    params = load_params(source.base, spec, progress=progress)
+    if added is not None:
+        spec, params = attach(params, spec, added)
+    stops = text_end(source.base, config, tokenizer)
+    return Model(params, spec, Compute(dtype=dtype), source.base, read_tokenizer, stops)
+
+
+def train(recipe: Recipe | str | os.PathLike[str] | dict[str, Any], *overrides: str) -> Any:
+    """Runs a recipe (a Recipe, a YAML file, a mapping), with "key.sub=value" overrides; gives train.run's Result.
+
+    Raises UserError for whatever is wrong with the recipe, the model or the data, before the first step.
+    """
+    from meshtune.config.load import load_recipe
+    from meshtune.train.run import train as run
+
+    if isinstance(recipe, os.PathLike):
+        recipe = os.fspath(recipe)
+    return run(load_recipe(recipe, overrides))
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "compute"))
+def _logits(params: Tree, tokens: jax.Array, length: jax.Array, *, spec: ModelSpec, compute: Compute) -> jax.Array:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    real = positions < length
+    hidden = hidden_states(params, spec, compute, tokens, jnp.where(real, positions, 0), real.astype(jnp.int32))
+    return logits(params, spec, hidden)
+
+
+def _rows(token_ids: Any, vocab: int) -> np.ndarray:
+    try:
+        ids = np.asarray(token_ids)
+    except ValueError as problem:
+        raise UserError(
+            "rows of token ids differ in length", where="token_ids", fix="give one row at a time"
+        ) from problem
+    if ids.ndim == 1:
+        ids = ids[None]
+    if ids.ndim != 2 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
+        raise UserError(
+            f"token_ids has shape {ids.shape} and dtype {ids.dtype}",
+            where="token_ids",
+            fix="give a row of whole numbers, or several rows of one length",
+        )
+    wrong = ids[(ids < 0) | (ids >= vocab)]
+    if wrong.size:
+        raise UserError(f"token id {wrong[0]} is outside the model's vocabulary of {vocab}", where="token_ids")
+    return ids
+
+
+def _sampling(options: Mapping[str, Any]) -> Sampling:
+    names = [field.name for field in dataclasses.fields(Sampling)]
+    for name in options:
+        if name not in names:
+            raise TypeError(f"unknown option {name!r}; sampling takes {', '.join(names)}")
+    return Sampling(**options)
+
+
+def _strings(stop: str | Sequence[str]) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _same(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    return tokenizer

@@ -1,0 +1,120 @@
+"""A conversation that remembers: history, system prompt, streaming, and what happens when the context is full."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from meshtune.errors import UserError
+from meshtune.generate.engine import DEFAULT_TOKENS
+from meshtune.generate.prompts import chat_ids, turn_end
+from meshtune.generate.sampling import Sampling
+from meshtune.generate.text import pieces
+
+if TYPE_CHECKING:
+    from meshtune.generate.api import Model
+
+Overflow = Literal["error", "drop_oldest"]
+
+
+def _say(notice: str) -> None:
+    print(notice, file=sys.stderr)
+
+
+class ChatSession:
+    """A chat with one model. `messages` is the history that the next answer sees, the system prompt included.
+
+    When history, new message and max_tokens are longer than the context, `overflow` decides: "error" raises UserError
+    and leaves the history as it was, "drop_oldest" forgets the oldest turns and says so through `notify` (standard
+    error by default). Raises UserError at once for a tokenizer that has no chat template.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        system: str | None = None,
+        *,
+        sampling: Sampling | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        overflow: Overflow = "error",
+        notify: Callable[[str], None] = _say,
+    ):
+        if overflow not in ("error", "drop_oldest"):
+            raise UserError(f"overflow = {overflow!r} is unknown", fix="give 'error' or 'drop_oldest'")
+        self._model, self._system = model, system
+        self.sampling, self.max_tokens, self.stop = sampling or Sampling(), max_tokens, tuple(stop)
+        self.overflow, self._notify = overflow, notify
+        self._turn_ids, self._turn_strings = turn_end(model.tokenizer)
+        self.messages: list[dict[str, str]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything but the system prompt."""
+        self.messages = [{"role": "system", "content": self._system}] if self._system else []
+
+    def send(self, words: str) -> str:
+        """The answer to `words`, which both become history."""
+        return "".join(self.stream(words))
+
+    def stream(self, words: str) -> Iterator[str]:
+        """The answer as it is made. What was made before an interruption stays in the history.
+
+        Raises UserError, before the first piece, for empty words and for a context that is full.
+        """
+        if not words.strip():
+            raise UserError("the message is empty", fix="write something")
+        messages, ids = self._fitting([*self.messages, {"role": "user", "content": words}])
+        generated = pieces(
+            self._model.engine,
+            self._model.tokenizer,
+            [ids],
+            self.sampling,
+            max_tokens=self.max_tokens,
+            stop=(*self.stop, *self._turn_strings),
+            stop_ids=self._model.engine.stop_ids | self._turn_ids,
+            continued=False,
+            steps=self._model.stream_steps,
+        )
+        return self._answered(messages, generated)
+
+    def _answered(self, messages: list[dict[str, str]], generated: Iterator[list[str]]) -> Iterator[str]:
+        answer = ""
+        try:
+            for (text,) in generated:
+                if text:
+                    answer += text
+                    yield text
+        finally:
+            self.messages = [*messages, {"role": "assistant", "content": answer}]
+
+    def _fitting(self, messages: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[int]]:
+        """The messages that fit beside an answer, and their ids."""
+        context, tokenizer = self._model.engine.context, self._model.tokenizer
+        wanted = self.max_tokens if self.max_tokens is not None else min(DEFAULT_TOKENS, context // 4)
+        first = 1 if messages[0]["role"] == "system" else 0
+        kept, ids = messages, chat_ids(tokenizer, messages)
+        while len(ids) + wanted > context and self.overflow == "drop_oldest" and len(kept) - first > 1:
+            later = next((i for i in range(first + 1, len(kept)) if kept[i]["role"] == "user"), None)
+            if later is None:
+                break
+            kept = kept[:first] + kept[later:]
+            ids = chat_ids(tokenizer, kept)
+        if len(ids) + wanted > context:
+            whole = "the message" if len(kept) - first == 1 else "the conversation"
+            fix = "send less at once, or give a smaller max_tokens"
+            if whole == "the conversation":
+                fix = "begin anew (reset), give a smaller max_tokens, or overflow='drop_oldest'"
+            raise UserError(
+                f"{whole} of {len(ids)} tokens and an answer of {wanted} are more than the context of {context}",
+                fix=fix,
+            )
+        if dropped := len(messages) - len(kept):
+            self._notify(f"The context of {context} tokens is full: the oldest {dropped} messages were forgotten.")
+        return kept, ids
+
+    def with_sampling(self, **changes: float) -> None:
+        """Changes how the next answers are sampled: temperature, top_k, top_p, min_p, repetition_penalty, seed."""
+        self.sampling = dataclasses.replace(self.sampling, **changes)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,121 @@
+"""What a path names: a model, an adapter, or a run; and where its base, adapter and tokenizer lie."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+from meshtune.errors import UserError
+from meshtune.weights.hub import HUB_ID, locate
+from meshtune.weights.safetensors_files import read_json
+
+ADAPTER_CONFIG = "adapter_config.json"
+RUN_FILES = ("recipe.yaml", "run.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Directories to load from. `tokenizer` is a directory or hub id, `chat_template` replaces the tokenizer's own."""
+
+    base: Path
+    adapter: Path | None
+    tokenizer: str
+    chat_template: str | None = None
+
+
+def find(
+    path: str | os.PathLike[str],
+    adapter: str | os.PathLike[str] | None = None,
+    *,
+    revision: str | None = None,
+    chat_template: str | None = None,
+) -> Source:
+    """Resolves a model directory, hub id, adapter directory or run directory, and an adapter to put on it.
+
+    Raises UserError for a path that does not exist, an adapter whose base is not there, and a run without a result.
+    """
+    directory = Path(path).expanduser()
+    if adapter is not None:
+        chosen = Path(adapter).expanduser()
+        if is_run(chosen):
+            chosen = _result(chosen)
+        if not (chosen / ADAPTER_CONFIG).is_file():
+            raise UserError(
+                f"there is no adapter at '{adapter}': "
+                + ("it has no adapter_config.json" if chosen.is_dir() else "no such directory"),
+                where=str(chosen.absolute()),
+                fix="give the directory with adapter_config.json and adapter_model.safetensors",
+            )
+        base = locate(path, revision)
+        return Source(base, chosen, _tokenizer(chosen, base), chat_template)
+    if is_run(directory):
+        result, recipe = _result(directory), _recipe(directory)
+        model = recipe.get("model") or {}
+        template = chat_template or model.get("chat_template")
+        if (result / ADAPTER_CONFIG).is_file():
+            base = _base(result, model.get("path"), revision or model.get("revision"))
+            return Source(base, result, _tokenizer(result, model.get("tokenizer") or base), template)
+        base = locate(result)
+        return Source(base, None, _tokenizer(result, model.get("tokenizer") or model.get("path") or base), template)
+    if (directory / ADAPTER_CONFIG).is_file():
+        base = _base(directory, None, revision)
+        return Source(base, directory, _tokenizer(directory, base), chat_template)
+    base = locate(path, revision)
+    return Source(base, None, str(base), chat_template)
+
+
+def is_run(directory: Path) -> bool:
+    """Whether a directory is one that `meshtune train` made."""
+    return any((directory / name).is_file() for name in RUN_FILES)
+
+
+def _result(run: Path) -> Path:
+    for name, mark in (("adapter", ADAPTER_CONFIG), ("model", "config.json")):
+        if (run / name / mark).is_file():
+            return run / name
+    raise UserError(
+        "this run has no result yet: neither adapter/ nor model/ is in it",
+        where=str(run.absolute()),
+        fix="let it finish: `meshtune train` with the same recipe and resume=true",
+    )
+
+
+def _recipe(run: Path) -> dict[str, Any]:
+    """The run's recipe as a mapping; empty where only run.json is left."""
+    file = run / "recipe.yaml"
+    if not file.is_file():
+        return {}
+    from meshtune.config.load import load_recipe
+
+    return load_recipe(file).model_dump(mode="json")
+
+
+def _base(adapter: Path, named: str | None, revision: str | None) -> Path:
+    """The base of an adapter: what the run names, else what the adapter itself records."""
+    config = read_json(adapter / ADAPTER_CONFIG)
+    recorded = named or config.get("base_model_name_or_path")
+    if not recorded:
+        raise UserError(
+            "the adapter does not say which model it is for",
+            where=f"{adapter / ADAPTER_CONFIG}, field base_model_name_or_path",
+            fix="give both: the base as the model, and this directory as the adapter",
+        )
+    text = os.path.expanduser(str(recorded))
+    # A relative path was meant from where the adapter was trained; the adapter may lie beside its base by now.
+    for candidate in (Path(text), adapter / text, adapter.parent / text):
+        if candidate.is_dir():
+            return locate(candidate)
+    if HUB_ID.match(text) and not text.startswith((".", "/")):
+        return locate(text, revision or config.get("revision"))
+    raise UserError(
+        f"the adapter's base model is not here: '{recorded}'",
+        where=f"{adapter / ADAPTER_CONFIG}, field base_model_name_or_path",
+        fix="give both: where the base is now as the model, and this directory as the adapter",
+    )
+
+
+def _tokenizer(result: Path, otherwise: str | os.PathLike[str]) -> str:
+    """The tokenizer saved with a result is the one it was trained with."""
+    return str(result if (result / "tokenizer.json").is_file() else otherwise)
