@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import safetensors
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import LoraConfig
@@ -82,7 +82,7 @@ def save_adapter(
         "version": importlib.metadata.version("meshtune"),
     }
     with published(dest, CONFIG) as partial:
-        save_file(written.tensors, str(partial / WEIGHTS), metadata={"format": "pt", "meshtune": json.dumps(record)})
+        (partial / WEIGHTS).write_bytes(_file(written.tensors, {"format": "pt", "meshtune": json.dumps(record)}))
         (partial / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         if check is not None:
             check(partial)
@@ -155,6 +155,17 @@ def _unties(content: Content, peft: PeftConfig, spec: ModelSpec, file: Any) -> b
     if table and head:
         return not np.array_equal(file.get_tensor(table["weight"]), file.get_tensor(head["weight"]))
     return bool(head or table) and not peft.fields.get("ensure_weight_tying")
+
+
+def _file(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> bytes:
+    """A safetensors file in which equal content is equal bytes: the library writes metadata in a random order."""
+    content = save(tensors, metadata=metadata)
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    header["__metadata__"] = metadata
+    ordered = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    assert len(ordered) <= start - 8, "the same header in another order is no longer"
+    return content[:8] + ordered.ljust(start - 8) + content[start:]
 
 
 def _record(metadata: dict[str, str], peft: PeftConfig) -> BaseRecord:

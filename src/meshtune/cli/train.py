@@ -31,7 +31,7 @@ def train(
 
     result = run(recipe)
     if result.interrupted:
-        raise typer.Exit(130)
+        raise typer.Exit(128 + result.interrupted)
 
 
 def split(arguments: list[str]) -> tuple[str | None, list[str]]:
