@@ -60,6 +60,11 @@ def test_a_half_written_file_is_named(file, lost):
     assert f"half-written: {len(data) - lost:,} of {len(data):,} bytes" in message
 
 
+def test_a_file_without_tensors_is_refused(file):
+    save_file({}, file)
+    assert "hold no tensors" in refused(headers, file.parent)
+
+
 def test_a_file_cut_in_its_header_is_named(file):
     file.write_bytes(file.read_bytes()[:40])
     assert "the file ends after 32" in refused(headers, file.parent)

@@ -83,6 +83,10 @@ def headers(directory: Path) -> dict[str, TensorInfo]:
             where=str(directory / INDEX),
             fix="index and shards are from different versions: download or copy them again together",
         )
+    if not found:
+        raise UserError(
+            "the weight files hold no tensors", where=str(directory), fix="download or copy the model again"
+        )
     return found
 
 
