@@ -7,8 +7,10 @@ https://yaml.org/spec/1.2.2/#103-core-schema instead.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -53,13 +55,13 @@ class Located:
 
 def read(text: str, where: str) -> Located:
     """Parse one YAML document. UserError, with its line, for broken YAML, a duplicate key, a key that is not text."""
-    loader = _Loader(text)
     try:
-        node = loader.get_single_node()
-        lines: dict[Path, int] = {}
-        if node is not None:
-            _walk(node, (), lines, set(), where)
-        value = None if node is None else loader.construct_document(node)
+        with _loader(text) as loader:
+            node = loader.get_single_node()
+            lines: dict[Path, int] = {}
+            if node is not None:
+                _walk(node, (), lines, set(), where)
+            return Located(None if node is None else loader.construct_document(node), lines)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{where}, line {mark.line + 1}, column {mark.column + 1}" if mark else where
@@ -70,14 +72,20 @@ def read(text: str, where: str) -> Located:
         ) from error
     except yaml.YAMLError as error:  # a character YAML does not allow: it has no mark
         raise UserError(f"this is not YAML: {error}", where=where, fix="save the file as plain UTF-8 text") from error
-    finally:
-        loader.dispose()
-    return Located(value, lines)
 
 
 def scalar(text: str, where: str) -> Any:
     """The value of an override, typed as the same text would be in a recipe."""
     return read(text, where).value
+
+
+@contextlib.contextmanager
+def _loader(text: str) -> Iterator[_Loader]:
+    loader = _Loader(text)
+    try:
+        yield loader
+    finally:
+        loader.dispose()
 
 
 def _problem(error: yaml.MarkedYAMLError) -> str:

@@ -1,0 +1,117 @@
+"""generate, chat and export on the model that ships with Meshtune."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import numpy as np
+import pytest
+import transformers
+
+from meshtune import quickstart
+from meshtune.cli import main as program
+
+PROMPT = "Once upon a time, there was a little dog"
+
+
+@pytest.fixture
+def meshtune(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Runs the program in this process: (exit code, standard output, standard error)."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    def run(*arguments: str) -> tuple[object, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            program.main(arguments)
+        captured = capsys.readouterr()
+        return ended.value.code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def continuation() -> str:
+    """What transformers' greedy generation says after PROMPT, in 12 tokens."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(quickstart.MODEL)
+    model = transformers.AutoModelForCausalLM.from_pretrained(quickstart.MODEL)
+    ids = tokenizer(PROMPT, return_tensors="pt")
+    made = model.generate(**ids, max_new_tokens=12, do_sample=False)[0]
+    return tokenizer.decode(made, skip_special_tokens=True)[len(PROMPT) :]
+
+
+def test_generate_says_what_transformers_says(meshtune, continuation):
+    code, out, err = meshtune("generate", str(quickstart.MODEL), "--prompt", PROMPT, "--max-tokens", "12")
+    assert (code, err) == (0, "")
+    assert out == continuation + "\n"
+
+
+def test_generate_reads_standard_input(meshtune, monkeypatch, continuation):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
+    assert meshtune("generate", str(quickstart.MODEL), "-n", "12")[1] == continuation + "\n"
+
+
+def test_the_same_seed_says_the_same(meshtune):
+    def story(seed: str) -> str:
+        return meshtune("generate", str(quickstart.MODEL), "-p", PROMPT, "-n", "24", "-t", "1", "--seed", seed)[1]
+
+    assert story("1") == story("1") != story("2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (("--temperature", "-1"), "temperature = -1.0 is out of range"),
+        (("--top-p", "0"), "top_p = 0.0 is out of range"),
+        (("--dtype", "int8"), "dtype 'int8' is not supported"),
+        (("--adapter", "nowhere"), "there is no adapter at 'nowhere'"),
+    ],
+)
+def test_bad_options_are_named(meshtune, arguments, what):
+    code, _, err = meshtune("generate", str(quickstart.MODEL), "-p", PROMPT, *arguments)
+    assert code == 2
+    assert what in err
+
+
+def test_a_model_that_is_not_there_is_a_users_mistake(meshtune, tmp_path):
+    code, _, err = meshtune("generate", str(tmp_path / "nope"), "-p", PROMPT)
+    assert code == 2
+    assert err.startswith("error: ")
+
+
+def test_chat_needs_a_chat_template(meshtune):
+    code, _, err = meshtune("chat", str(quickstart.MODEL))
+    assert code == 2
+    assert "chat template" in err
+
+
+def test_chat_answers_remembers_and_leaves(meshtune, monkeypatch, tmp_path):
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n/help\n/reset\n/exit\nnever\n"))
+    options = ("--chat-template", str(template), "-n", "4", "-t", "0")
+    code, out, err = meshtune("chat", str(quickstart.MODEL), *options)
+    assert (code, err) == (0, "")
+    assert out.count("/reset forgets the conversation") == 2
+    assert out.count("you:") == 4
+
+
+def test_export_writes_a_model_that_transformers_loads(meshtune, tmp_path):
+    """Same weights, other files: float32 logits agree to rounding."""
+    dest = tmp_path / "out"
+    code, out, _ = meshtune("export", str(quickstart.MODEL), "--to", str(dest), "--max-shard-size", "400KB")
+    assert code == 0
+    assert "a model in float32" in out
+    assert len(json.loads((dest / "model.safetensors.index.json").read_text())["weight_map"]) > 10
+    ids = transformers.AutoTokenizer.from_pretrained(dest)(PROMPT, return_tensors="pt")
+    ours, theirs = (
+        transformers.AutoModelForCausalLM.from_pretrained(path)(**ids).logits.detach().numpy()
+        for path in (dest, quickstart.MODEL)
+    )
+    np.testing.assert_array_equal(ours, theirs)
+
+
+def test_merging_what_has_no_adapter_is_an_error(meshtune, tmp_path):
+    code, _, err = meshtune("export", str(quickstart.MODEL), "--to", str(tmp_path / "x"), "--merge")
+    assert code == 2
+    assert "there is no adapter to merge" in err

@@ -1,0 +1,311 @@
+"""Recipes are read as they are meant, and whatever is wrong with one is said at once, in words, with its place.
+
+The expected values and messages are written out here by hand: they are the product's own contract with its users.
+"""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from meshtune.config.load import load_recipe
+from meshtune.config.recipe import FreezeMethod, FullMethod, LoraMethod, Recipe
+from meshtune.errors import UserError
+
+SMALL = "model: some/model\ndata: a.json\noutput: runs/x\n"
+
+
+@pytest.fixture
+def written(tmp_path: pathlib.Path):
+    def write(text: str) -> str:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def refused(source, *overrides: str) -> UserError:
+    with pytest.raises(UserError) as caught:
+        load_recipe(source, overrides)
+    return caught.value
+
+
+def test_short_forms_stand_for_long_ones(written):
+    short = load_recipe(written(SMALL))
+    long = load_recipe(
+        {
+            "model": {"path": "some/model"},
+            "data": {"train": [{"path": "a.json"}]},
+            "output": "runs/x",
+            "method": {"kind": "lora"},
+        }
+    )
+    assert short == long
+    assert load_recipe(written(SMALL + "method: full\n")).method == FullMethod()
+    assert load_recipe(written(SMALL + "method: {rank: 4}\n")).method == LoraMethod(rank=4)
+    several = load_recipe(written("model: m\noutput: o\ndata: [a.json, {path: b.json, cap: 3}]\n"))
+    assert [(source.path, source.cap) for source in several.data.train] == [("a.json", None), ("b.json", 3)]
+
+
+def test_a_saved_recipe_reads_back_as_itself(written):
+    """model_dump writes every default out; none of them may then look like a choice that contradicts another."""
+    for method in ("lora", "full", "{kind: freeze, last_layers: 2}"):
+        for optimizer in ("adamw", "sgd", "adafactor", "lion"):
+            recipe = load_recipe(written(SMALL + f"method: {method}\noptimizer: {{name: {optimizer}}}\n"))
+            assert load_recipe(recipe.model_dump(mode="json")) == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-4", 1e-4), ("2E5", 2e5), ("1e+2", 100.0), (".5", 0.5), ("3", 3.0), ("0x10", 16.0), ("010", 10.0)],
+)
+def test_numbers_are_numbers(written, text, value):
+    assert load_recipe(written(SMALL + f"optimizer: {{learning_rate: {text}}}\n")).optimizer.learning_rate == value
+    assert load_recipe(written(SMALL), [f"optimizer.learning_rate={text}"]).optimizer.learning_rate == value
+
+
+def test_words_stay_words_and_switches_still_switch(written):
+    recipe = load_recipe(written(SMALL.replace("runs/x", "no")))
+    assert recipe.output == "no"
+    for word, packing in (("off", False), ("no", False), ("false", False), ("on", True), ("yes", True)):
+        assert load_recipe(written(SMALL), [f"data.packing={word}"]).data.packing is packing
+    assert load_recipe(written(SMALL.replace("some/model", "2024-01-01"))).model.path == "2024-01-01"
+    assert load_recipe(written(SMALL.replace("some/model", "12:30"))).model.path == "12:30"
+
+
+def test_overrides_replace_what_stands_at_their_key(written):
+    path = written(SMALL + "method: {rank: 4, alpha: 8}\n")
+    recipe = load_recipe(
+        path,
+        [
+            "model=other/model",
+            "model.revision=main",
+            "method.rank=16",
+            "method.targets=[q_proj, v_proj]",
+            "data.train.0.cap=10",
+            "data.train.1.path=b.json",
+            "data.train.1.columns.prompt=question",
+            "data.validation=0.1",
+            "data.system='Be kind: always.'",
+            "optimizer.max_grad_norm=null",
+            "train.steps=",
+            "eval.every=50",
+        ],
+    )
+    assert (recipe.model.path, recipe.model.revision) == ("other/model", "main")
+    assert recipe.method == LoraMethod(rank=16, alpha=8, targets=["q_proj", "v_proj"])
+    assert [(source.path, source.cap) for source in recipe.data.train] == [("a.json", 10), ("b.json", None)]
+    assert recipe.data.train[1].columns == {"prompt": "question"}
+    assert recipe.data.validation == 0.1
+    assert recipe.data.system == "Be kind: always."
+    assert recipe.optimizer.max_grad_norm is None
+    assert recipe.train.steps is None
+    assert recipe.eval.every == 50
+
+
+def test_a_method_override_replaces_the_whole_method(written):
+    path = written(SMALL + "method: {rank: 4, alpha: 8}\n")
+    assert load_recipe(path, ["method=full"]).method == FullMethod()
+    assert load_recipe(path, ["method={kind: freeze, last_layers: 1}"]).method == FreezeMethod(last_layers=1)
+
+
+def test_later_overrides_win_and_the_source_is_left_alone():
+    raw = {"model": {"path": "m"}, "data": {"train": ["a.json"]}, "output": "o"}
+    recipe = load_recipe(raw, ["seed=1", "seed=2", "data.train.0.cap=1", "data.train=c.json"])
+    assert recipe.seed == 2
+    assert [(source.path, source.cap) for source in recipe.data.train] == [("c.json", None)]
+    assert raw == {"model": {"path": "m"}, "data": {"train": ["a.json"]}, "output": "o"}
+
+
+def test_overrides_alone_make_a_recipe():
+    assert load_recipe(None, ["model=m", "data=a.json", "output=o"]).model.path == "m"
+    assert load_recipe(load_recipe(None, ["model=m", "data=a.json", "output=o"]), ["seed=3"]).seed == 3
+
+
+def test_paths_stay_as_written_and_home_is_found(written, monkeypatch):
+    """Relative paths count from the current directory, not from the recipe's."""
+    monkeypatch.setenv("HOME", "/home/someone")
+    recipe = load_recipe(written(SMALL), ["output=~/runs", "data.train.0.path=../data/a.json"])
+    assert recipe.output == "/home/someone/runs"
+    assert recipe.data.train[0].path == "../data/a.json"
+
+
+def test_merge_keys_and_anchors_work(written):
+    text = "model: m\noutput: o\ndata:\n  train: [{<<: &x {path: a.json, cap: 3}, cap: 4}, {<<: *x, path: b.json}]\n"
+    recipe = load_recipe(written(text))
+    assert [(source.path, source.cap) for source in recipe.data.train] == [("a.json", 4), ("b.json", 3)]
+
+
+# One mistake each: what the message says, and where it says it is.
+@pytest.mark.parametrize(
+    ("more", "what", "line"),
+    [
+        ("method: {rank: 0}\n", "method.rank is 0: it must be a whole number above 0", 4),
+        ("method:\n  rank: -8\n", "method.rank is -8: it must be a whole number above 0", 5),
+        ("method: {rank: true}\n", "method.rank is true: it must be a whole number above 0", 4),
+        ("method: {rank: eight}\n", "method.rank is 'eight': it must be a whole number above 0", 4),
+        ("method: {rnk: 8}\n", "method.rnk is not a key; did you mean 'rank'? method takes kind, rank, alpha,", 4),
+        ("method: lorra\n", "method is 'lorra': it must be one of lora, full, freeze; did you mean 'lora'?", 4),
+        ("method: {kind: full, rank: 8}\n", "method.rank does not belong to method full, which takes kind", 4),
+        ("method: freeze\n", "method: give last_layers, first_layers or modules; otherwise nothing is trained", 4),
+        (
+            "optimizer: {name: adam}\n",
+            "optimizer.name is 'adam': it must be one of adamw, sgd, adafactor, lion; did you mean 'adamw'?",
+            4,
+        ),
+        ("optimizer: {learning_rate: 0}\n", "optimizer.learning_rate is 0: it must be a number above 0 or null", 4),
+        (
+            "optimizer: {learning_rate: .nan}\n",
+            "optimizer.learning_rate is nan: it must be a number above 0 or null",
+            4,
+        ),
+        (
+            "optimizer: {momentum: 0.9}\n",
+            "optimizer: momentum is read by sgd alone, and adamw was chosen",
+            4,
+        ),
+        (
+            "optimizer: {warmup_steps: 5, warmup_ratio: 0.1}\n",
+            "optimizer: give warmup_ratio or warmup_steps, not both",
+            4,
+        ),
+        ("learning_rate: 1\n", "learning_rate is not a key; did you mean 'optimizer.learning_rate'? a recipe takes", 4),
+        ("lora_rank: 1\n", "lora_rank is not a key; did you mean 'method.rank'?", 4),
+        ("seed: -1\n", "seed is -1: it must be a whole number of at least 0 and below 2147483648", 4),
+        ("sample: {every: 5}\n", "the recipe: sample.every needs sample.prompts: there is nothing to continue", 1),
+        ("sample: {prompts: [1]}\n", "sample.prompts.0 is 1: it must be text", 4),
+        ("eval: {every: weekly}\n", "eval.every is 'weekly': it must be a whole number above 0, epoch or null", 4),
+        ("eval: {early_stopping: 2}\n", "the recipe: eval.early_stopping needs validation data", 1),
+        ("log: {trackers: [wand]}\n", "log.trackers.0 is 'wand': it must be one of tensorboard, wandb,", 4),
+        ("train: {epochs: 1, steps: 2}\n", "train: give epochs or steps, not both", 4),
+        (
+            "train:\n  batch_size: 6\n  micro_batch: 4\n",
+            "train: batch_size 6 does not divide by micro_batch 4",
+            4,
+        ),
+        ("resume: true\noverwrite: true\n", "the recipe: give resume or overwrite, not both", 1),
+    ],
+)
+def test_a_mistake_is_named_with_its_line_and_what_would_be_right(written, more, what, line):
+    path = written(SMALL + more)
+    error = refused(path)
+    assert error.what.startswith(what)
+    assert error.where == f"{path}, line {line}"
+    assert error.fix == "change it; `meshtune schema --markdown` lists every key"
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        ("{train: a.json, max_length: -1}", "data.max_length is -1: it must be a whole number above 0"),
+        ("{train: [{path: a, weigth: 2}]}", "data.train.0.weigth is not a key; did you mean 'weight'?"),
+        ("{train: [{cap: 2}]}", "data.train.0: give exactly one of path and name"),
+        ("{train: []}", "data.train is []: it must be a list of sources (paths or mappings)"),
+        ("{train: [{name: alpaca}]}", "data: the source named 'alpaca' needs data.registry"),
+        ("{train: a, validation: [{pth: b}]}", "data.validation.0.pth is not a key; did you mean 'path'?"),
+        ("{train: a, validation: -1}", "data.validation: give a share between 0 and 1, or a whole number of records"),
+        ("{train: a, validation: true}", "data.validation is true: it must be a number, a list of sources"),
+        ("{train: a, train_on_prompt: true, last_turn_only: true}", "data: give train_on_prompt or last_turn_only"),
+        ("{train: a, overlong: cut}", "data.overlong is 'cut': it must be one of truncate, drop, error"),
+    ],
+)
+def test_mistakes_in_the_data_section(written, data, what):
+    error = refused(written(f"model: m\noutput: o\ndata: {data}\n"))
+    assert error.what.startswith(what)
+    assert error.where is not None
+    assert error.where.endswith("line 3")
+
+
+def test_all_mistakes_are_listed_at_once_each_with_its_place(written):
+    path = written("model: m\ndata: a.json\nmethod:\n  rank: -1\n  rnk: 3\n")
+    error = refused(path, "eval.every=weekly")
+    assert error.what.splitlines() == [
+        f"4 problems in {path}:",
+        "  output is missing: Directory of the run: checkpoints, logs, plots, the final adapter or model"
+        f"  [{path}, line 1]",
+        f"  method.rank is -1: it must be a whole number above 0  [{path}, line 4]",
+        "  method.rnk is not a key; did you mean 'rank'? method takes kind, rank, alpha, dropout, targets, rslora, "
+        f"train_modules  [{path}, line 5]",
+        "  eval.every is 'weekly': it must be a whole number above 0, epoch or null  [command line, eval.every=weekly]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "what", "fix"),
+    [
+        (
+            "seed",
+            "'seed' is not an override",
+            "write key=value or section.key=value, e.g. optimizer.learning_rate=1e-4",
+        ),
+        ("=3", "'=3' is not an override", "write key=value"),
+        ("a..b=3", "'a..b=3' is not an override", "write key=value"),
+        ("data.train.3.cap=1", "data.train is a list with entries 0 to 0, not '3'", "use a number from 0 to 1; 1 adds"),
+        ("data.train.cap=1", "data.train is a list with entries 0 to 0, not 'cap'", "use a number from 0 to 1"),
+        ("output.x=1", "output is 'runs/x': it has no parts to set", "write output=VALUE"),
+        ("method.targets=[a", "this is not YAML: ", "correct that line"),
+    ],
+)
+def test_a_bad_override_is_named(written, override, what, fix):
+    error = refused(written(SMALL), override)
+    assert error.what.startswith(what)
+    assert error.fix is not None
+    assert error.fix.startswith(fix)
+    assert error.where is not None
+    assert error.where.startswith("command line")
+
+
+def test_an_override_that_does_not_fit_is_blamed_not_the_file(written):
+    error = refused(written(SMALL + "method: {rank: 8}\n"), "method.rank=0")
+    assert error.where == "command line, method.rank=0"
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "place"),
+    [
+        ("model: a\nmodel: b\n", "the key 'model' is given twice", "lines 1 and 2"),
+        ("data:\n  train: a\n  train: b\n", "the key 'train' is given twice", "lines 2 and 3"),
+        ("model: a\n  b: c\n", "this is not YAML: mapping values are not allowed here", "line 2, column 4"),
+        ("model: a\n\tb: c\n", "this is not YAML: a tab is used for indentation", "line 2, column 1"),
+        ("model: [a\n", "this is not YAML: ", "line 2, column 1"),
+        ("model: 'a\n", "this is not YAML: ", "line 2, column 1"),
+        ("model: !!python/object:os.system a\n", "this is not YAML: could not determine a constructor", "line 1"),
+        ("model: *nope\n", "this is not YAML: found undefined alias", "line 1"),
+        ("a: 1\n---\nb: 2\n", "this is not YAML: ", "line 2"),
+        ("model: &x [*x]\n", "an alias refers to a value it is part of", "line 1"),
+        ("1: a\n", "a key must be text", "line 1"),
+        ("model: \x00\n", "this is not YAML: ", ""),
+        ("", "the recipe is empty", ""),
+        ("# nothing\n", "the recipe is empty", ""),
+        ("- a\n", "a recipe is a mapping of keys to values, and this is a list", ""),
+        ("just words\n", "a recipe is a mapping of keys to values, and this is text", ""),
+    ],
+)
+def test_text_that_is_no_recipe_is_an_error_with_its_place(written, text, what, place):
+    path = written(text)
+    error = refused(path)
+    assert error.what.startswith(what)
+    assert error.where is not None
+    assert error.where.startswith(path)
+    assert place in error.where
+
+
+def test_a_file_that_is_not_there_suggests_the_nearest(tmp_path, written):
+    written(SMALL)
+    error = refused(tmp_path / "recip.yaml")
+    assert error.what == "there is no such recipe"
+    assert error.fix == "did you mean 'recipe.yaml'? name a recipe in it: recipe.yaml"
+    assert refused(tmp_path / "nowhere/recipe.yaml").fix == f"the directory {tmp_path}/nowhere does not exist either"
+    assert refused(tmp_path).what == "the recipe is a directory, not a file"
+    (tmp_path / "latin.yaml").write_bytes("model: caf\xe9\n".encode("latin-1"))
+    assert refused(tmp_path / "latin.yaml").what == "the recipe is not UTF-8 text (byte 10)"
+
+
+def test_recipes_are_frozen_and_refuse_unknown_keys_in_python_too():
+    with pytest.raises(ValueError, match="rnk"):
+        Recipe.model_validate({"model": "m", "data": "d", "output": "o", "method": {"rnk": 1}})
+    recipe = load_recipe({"model": "m", "data": "d", "output": "o"})
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.seed = 3  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,148 @@
+"""The rules of the house that a machine can check: who may import what, and how large a file may grow."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+import meshtune
+
+PACKAGE = pathlib.Path(meshtune.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# The core runs on any image that has JAX.
+CORE = {"families", "model", "kernels", "adapters", "quantize", "mesh", "weights", "objectives", "optim"}
+CORE_FILES = {"train/step.py"}
+OUTSIDE_THE_CORE = {"weights/hub.py"}
+CORE_PACKAGES = {"jax", "optax", "numpy", "ml_dtypes", "jaxtyping", "safetensors"}
+
+# Arrows point down: a room imports rooms of its own line or of lines below it.
+LINES = [
+    {"__main__"},
+    {"cli", "board", "serve", "launch"},
+    {"__init__"},
+    {"train", "plan", "evaluate", "generate", "quickstart"},
+    {"data", "config"},
+    {"objectives"},
+    {"weights", "adapters"},
+    {"families"},
+    {"model", "quantize", "optim", "mesh"},
+    {"kernels"},
+    {"errors"},
+]
+DOES_NOT_SAY = {"utils", "util", "helpers", "helper", "common", "manager", "base", "misc"}
+
+
+def relative(path: pathlib.Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def room(name: str) -> str:
+    """The room of a file (`train/step.py`) or module (`meshtune.train.step`)."""
+    parts = name.removesuffix(".py").split("/") if name.endswith(".py") else name.split(".")[1:]
+    return parts[0] if parts else "__init__"
+
+
+def imports(path: pathlib.Path) -> Iterator[tuple[str, bool]]:
+    """(module, whether it is imported only for type checkers) for every import in a file, inside functions too."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, id(node) in typing_only
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            for alias in node.names:
+                module = node.module or ""
+                is_module = (PACKAGE.parent / f"{module}.{alias.name}".replace(".", "/")).with_suffix(".py").exists()
+                inner = module == "meshtune" or (module.startswith("meshtune") and is_module)
+                yield (f"{module}.{alias.name}" if inner else module), id(node) in typing_only
+
+
+def is_core(name: str) -> bool:
+    return name in CORE_FILES or (room(name) in CORE and name not in OUTSIDE_THE_CORE)
+
+
+def test_the_core_imports_only_what_any_image_with_jax_has():
+    allowed = CORE_PACKAGES | set(sys.stdlib_module_names) | {"meshtune"}
+    wrong = [
+        f"{relative(path)} imports {module}"
+        for path in FILES
+        if is_core(relative(path))
+        for module, _ in imports(path)
+        if module.split(".")[0] not in allowed
+    ]
+    assert wrong == []
+
+
+def test_the_core_imports_no_module_of_meshtune_outside_the_core():
+    def fine(module: str) -> bool:
+        return module == "meshtune.errors" or any(
+            is_core(name) for name in (module.removeprefix("meshtune.").replace(".", "/") + ".py",)
+        )
+
+    wrong = [
+        f"{relative(path)} imports {module}"
+        for path in FILES
+        if is_core(relative(path))
+        for module, typing_only in imports(path)
+        if module.startswith("meshtune") and not typing_only and not fine(module)
+    ]
+    assert wrong == []
+
+
+def test_arrows_point_one_way():
+    line = {name: number for number, names in enumerate(LINES) for name in names}
+    wrong = []
+    for path in FILES:
+        for module, typing_only in imports(path):
+            if module.split(".")[0] == "meshtune" and not typing_only:
+                here, there = room(relative(path)), room(module)
+                if here != "__init__" and line[there] < line[here]:
+                    wrong.append(f"{relative(path)} imports {module}")
+    assert wrong == []
+
+
+def test_every_room_has_its_line():
+    rooms = {room(relative(path)) for path in FILES}
+    assert rooms <= {name for names in LINES for name in names}
+
+
+def test_nothing_private_of_jax_is_imported():
+    wrong = [f"{relative(p)} imports {m}" for p in FILES for m, _ in imports(p) if m.startswith("jax._src")]
+    assert wrong == []
+
+
+def test_no_module_framework():
+    wrong = [
+        f"{relative(p)} imports {m}" for p in FILES for m, _ in imports(p) if m.split(".")[0] in ("flax", "equinox")
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_a_file_is_one_idea(path: pathlib.Path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 350
+    assert path.stem not in DOES_NOT_SAY
+
+
+def test_only_edges_import_pydantic():
+    wrong = [
+        f"{relative(path)} imports pydantic"
+        for path in FILES
+        if room(relative(path)) not in ("config", "cli")
+        for module, _ in imports(path)
+        if module.split(".")[0] in ("pydantic", "pydantic_core")
+    ]
+    assert wrong == []
