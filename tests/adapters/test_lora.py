@@ -133,7 +133,7 @@ def test_dropout_drops_the_adapters_input_and_nothing_else():
 
 
 def test_dropout_differs_between_layers_modules_and_steps():
-    config = LoraConfig(rank=4, dropout=0.5)
+    config = LoraConfig(rank=4, dropout=0.5, targets=("q_proj", "down_proj"))
     made = prepare(config, *base("llama3"), jax.random.key(0))
     params = merge(moved(made.trainable), made.frozen)
     plain, one, same, two = (our_logits(params, made.spec, rng=r) for r in (None, *map(jax.random.key, (1, 1, 2))))
