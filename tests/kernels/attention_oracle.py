@@ -1,0 +1,51 @@
+"""The definition of attention in float64 NumPy loops of whole rows, and random packed rows to ask it about."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def reference(q, k, v, q_positions, kv_positions, q_segments, kv_segments, *, scale, window=None, softcap=None):
+    """[B,T,H,h] in float64: written from the contract, one head at a time, keys never regrouped."""
+    out = np.zeros(q.shape, np.float64)
+    for b in range(q.shape[0]):
+        seen = mask(q_positions[b], kv_positions[b], q_segments[b], kv_segments[b], window)
+        for n in range(q.shape[2]):
+            shared = n // (q.shape[2] // k.shape[2])
+            scores = q[b, :, n].astype(np.float64) @ k[b, :, shared].astype(np.float64).T * scale
+            if softcap is not None:
+                scores = softcap * np.tanh(scores / softcap)
+            weights = np.exp(np.where(seen, scores, -np.inf))
+            total = weights.sum(1, keepdims=True)
+            out[b, :, n] = np.divide(weights, total, where=total > 0, out=np.zeros_like(weights)) @ v[b, :, shared]
+    return out
+
+
+def mask(q_positions, kv_positions, q_segments, kv_segments, window):
+    """bool [T,S] for one row, pair by pair."""
+    seen = np.zeros((len(q_positions), len(kv_positions)), bool)
+    for i in range(seen.shape[0]):
+        for j in range(seen.shape[1]):
+            apart = q_positions[i] - kv_positions[j]
+            near = window is None or apart < window
+            seen[i, j] = q_segments[i] == kv_segments[j] != 0 and apart >= 0 and near
+    return seen
+
+
+def packed(lengths_of_rows, T):
+    """Segments and positions int32 [B,T] of rows that hold documents of these lengths, then padding."""
+    segments = np.zeros((len(lengths_of_rows), T), np.int32)
+    positions = np.zeros_like(segments)
+    for row, lengths in enumerate(lengths_of_rows):
+        start = 0
+        for n, length in enumerate(lengths):
+            segments[row, start : start + length] = n + 1
+            positions[row, start : start + length] = np.arange(length)
+            start += length
+        assert start <= T
+    return segments, positions
+
+
+def normal(seed, *shapes):
+    random = np.random.default_rng(seed)
+    return [random.normal(size=shape).astype(np.float32) for shape in shapes]
