@@ -1,0 +1,58 @@
+"""`meshtune quickstart` from its first line to the commands it ends with."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shlex
+import subprocess
+import sys
+import time
+
+import pytest
+
+
+def meshtune(*arguments: str) -> str:
+    """What the program prints; in a process of its own, with no hub and no home to lean on."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "100", "JAX_PLATFORMS": "cpu"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "meshtune", *arguments], capture_output=True, text=True, env=environment
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def samples(run: pathlib.Path, step: int) -> list[str]:
+    found = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    return [one["text"] for one in found if one["step"] == step]
+
+
+def test_a_short_quickstart_shows_and_leaves_everything(tmp_path):
+    run = tmp_path / "run"
+    out = meshtune("quickstart", "--output", str(run), "train.steps=6", "sample.max_tokens=8", "data.max_length=256")
+    for shown in ("devices", "plan", "compiled", "update 6/6", "done: 6 updates", "Try next:", "meshtune generate"):
+        assert shown in out
+    for left in ("adapter/adapter_model.safetensors", "metrics.jsonl", "loss.png", "samples.jsonl", "recipe.yaml"):
+        assert (run / left).is_file()
+    losses = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [one["loss"] for one in losses if "loss" in one]
+    assert losses[-1] < losses[0]
+    assert samples(run, 0) != []
+
+
+@pytest.mark.slow
+def test_the_quickstart_teaches_its_lesson_in_two_minutes_and_its_last_words_work(tmp_path):
+    """The issue's bound is two minutes on two idle cores, compilation included."""
+    run = tmp_path / "run"
+    began = time.monotonic()
+    out = meshtune("quickstart", "--output", str(run))
+    assert time.monotonic() - began < 120
+    before, after = samples(run, 0), samples(run, 150)
+    assert not any("la la la!" in text or "The lesson:" in text for text in before)
+    assert all("la la la!" in text and "The lesson: It is good to" in text for text in after)
+    commands = [shlex.split(line)[1:] for line in out.splitlines() if line.startswith("  meshtune ")]
+    assert [command[0] for command in commands] == ["generate", "export", "train"]
+    assert "la la la!" in meshtune(*commands[0])
+    assert "read back and compared" in meshtune(*commands[1])
+    assert "done: 2 updates" in meshtune(*commands[2], "train.steps=2")
