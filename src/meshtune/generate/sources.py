@@ -12,6 +12,7 @@ from meshtune.weights.hub import HUB_ID, locate
 from meshtune.weights.safetensors_files import read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
+TOKENIZER = "tokenizer.json"
 RUN_FILES = ("recipe.yaml", "run.json")
 
 
@@ -51,14 +52,13 @@ def find(
         base = locate(path, revision)
         return Source(base, chosen, _tokenizer(chosen, base), chat_template)
     if is_run(directory):
-        result, recipe = _result(directory), _recipe(directory)
-        model = recipe.get("model") or {}
-        template = chat_template or model.get("chat_template")
-        if (result / ADAPTER_CONFIG).is_file():
-            base = _base(result, model.get("path"), revision or model.get("revision"))
-            return Source(base, result, _tokenizer(result, model.get("tokenizer") or base), template)
-        base = locate(result)
-        return Source(base, None, _tokenizer(result, model.get("tokenizer") or model.get("path") or base), template)
+        result, model = _result(directory), _recipe(directory).get("model") or {}
+        adapted = (result / ADAPTER_CONFIG).is_file()
+        base = _base(result, model.get("path"), revision or model.get("revision")) if adapted else locate(result)
+        if (result / TOKENIZER).is_file():  # as it was trained with, chat template included
+            return Source(base, result if adapted else None, str(result), chat_template)
+        named = model.get("tokenizer") or (base if adapted else model.get("path")) or base
+        return Source(base, result if adapted else None, str(named), chat_template or model.get("chat_template"))
     if (directory / ADAPTER_CONFIG).is_file():
         base = _base(directory, None, revision)
         return Source(base, directory, _tokenizer(directory, base), chat_template)
@@ -118,4 +118,4 @@ def _base(adapter: Path, named: str | None, revision: str | None) -> Path:
 
 def _tokenizer(result: Path, otherwise: str | os.PathLike[str]) -> str:
     """The tokenizer saved with a result is the one it was trained with."""
-    return str(result if (result / "tokenizer.json").is_file() else otherwise)
+    return str(result if (result / TOKENIZER).is_file() else otherwise)
