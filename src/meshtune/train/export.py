@@ -20,7 +20,7 @@ from meshtune.generate.sources import Source, find
 from meshtune.model.tree import flatten
 from meshtune.weights.export import export_model
 from meshtune.weights.fingerprint import base_hash
-from meshtune.weights.hub import locate
+from meshtune.weights.hub import TOKENIZER, locate
 from meshtune.weights.load import load_params, load_spec
 from meshtune.weights.verify import ExportError, probe_logits
 
@@ -86,7 +86,7 @@ def export(
         max_shard_bytes=max_shard_bytes,
         overwrite=overwrite,
         expected=expected,
-        tokenizer=locate(found.tokenizer),
+        tokenizer=locate(found.tokenizer, allow=TOKENIZER),
         chat_template=template,
         progress=progress,
     )
