@@ -47,7 +47,7 @@ LLAMA = {
     ],
 )
 def test_a_field_that_is_not_implemented_is_named(changes, message):
-    with pytest.raises(UserError, match="config.json, field") as error:
+    with pytest.raises(UserError, match=r"config\.json, field") as error:
         model_spec({**LLAMA, **changes})
     assert message in str(error.value)
 

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from tiny_models import CONFIGS, same_weights, torch_model
 
 from meshtune.families import hf_names
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import hidden_states, logits
 from meshtune.model.tree import flatten
+from tiny_models import CONFIGS, same_weights, torch_model
 
 COMPUTE = Compute(attention="direct")
 
@@ -41,7 +41,7 @@ def test_logits_equal_transformers(name, length):
 
 @pytest.mark.parametrize("name", ["llama_bias", "llama_tied", "mistral_window", "qwen2_window", "qwen3_bias_window"])
 def test_gradients_equal_transformers(name):
-    """Of the mean next-token loss, for every tensor. 1e-4 of the tensor's largest gradient: float32 sums in two orders."""
+    """Of the mean next-token loss. 1e-4 of each tensor's largest gradient: float32 sums in two orders."""
     model = torch_model(name)
     spec, params = same_weights(model)
     tokens = rows(20)

@@ -1,0 +1,57 @@
+"""Every recipe in examples/ runs: its own data, method and settings, on a tiny random model of its family."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+
+import pytest
+import torch
+import transformers
+
+import meshtune.quickstart
+from meshtune.config.load import load_recipe
+from meshtune.train.run import train
+from tiny_models import SMALL
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.yaml"))
+KINDS = {"llama3": "llama", "mistral": "mistral", "qwen2.5": "qwen2", "qwen3": "qwen3"}
+TOKENIZER = pathlib.Path(meshtune.quickstart.__file__).parent / "model"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A directory with a random model of each family, all with the quickstart's tokenizer of 512 (Qwen: 513) tokens."""
+    root = tmp_path_factory.mktemp("models")
+    for kind in ("llama", "mistral", "qwen2", "qwen3"):
+        torch.manual_seed(0)
+        changes = {"vocab_size": 520, "num_hidden_layers": 5, "max_position_embeddings": 4096}
+        config = transformers.AutoConfig.for_model(kind, **SMALL | changes)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(root / kind)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(TOKENIZER / name, root / kind)
+    return root
+
+
+def test_there_is_an_example_for_every_family_and_method():
+    text = {name: (ROOT / f"examples/{name}.yaml").read_text() for name in EXAMPLES}
+    assert all(any(name.startswith(family) for name in EXAMPLES) for family in KINDS)
+    assert all(any(kind in body for body in text.values()) for kind in ("kind: lora", "kind: freeze", "method: full"))
+    assert all(body.startswith(f"# meshtune train examples/{name}.yaml\n") for name, body in text.items())
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_runs(name, models, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    kind = next((kind for prefix, kind in KINDS.items() if name.startswith(prefix)), "llama")
+    small = ["train.steps=2", "train.batch_size=2", "train.micro_batch=1", "data.max_length=192", "sample.max_tokens=4"]
+    overrides = [f"model.path={models / kind}", f"output={tmp_path / 'run'}", "train.epochs=null", *small]
+    recipe = load_recipe(f"examples/{name}.yaml", [*overrides, "model.chat_template=chatml"])
+    result = train(recipe)
+    assert result.steps == 2
+    assert result.path is not None
+    assert any(result.path.glob("*.safetensors"))
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert all(line["loss"] > 0 for line in lines if "loss" in line)
