@@ -55,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = given[: given.index("--")] if "--" in given else given
     debug = "--debug" in options or os.environ.get("MESHTUNE_DEBUG", "") not in ("", "0")
     given = [word for word in options if word != "--debug"] + given[len(options) :]
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is absent is as it should be
     if not debug:
         # The hook, not a broad except: an unexpected exception ends the program as Python ends it, only quieter.
         sys.excepthook = failure.report_defect
