@@ -15,8 +15,10 @@ FREE = (
     "output", "resume", "overwrite", "log.*", "sample.*", "checkpoint.*", "model.path", "model.revision",
     "model.tokenizer", "model.chat_template", "data.*",
 )  # fmt: skip
+# Not in the data's fingerprint, which is of documents and tokens: these decide how rows are made of them.
+ROWS = ("data.packing", "data.shuffle", "data.max_length")
 # Free as long as nothing is stopped early: evaluations then only look.
-EVALUATION = ("eval.*",)
+EVALUATION = ("eval.*", "data.validation")
 LENGTH = ("train.steps", "train.epochs")
 
 
@@ -65,10 +67,12 @@ def check_changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]
 
 def _allowed(change: Change, before: dict[str, Any], after: dict[str, Any]) -> bool:
     early = before["eval"]["early_stopping"] or after["eval"]["early_stopping"]
-    if _matches(change.key, FREE):
-        return True
+    if change.key in ROWS:
+        return False
     if _matches(change.key, EVALUATION):
         return not early
+    if _matches(change.key, FREE):
+        return True
     if change.key in LENGTH:
         schedule = after["optimizer"]
         fixed_warmup = schedule["warmup_steps"] is not None or schedule["warmup_ratio"] == 0
