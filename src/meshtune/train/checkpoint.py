@@ -115,6 +115,10 @@ class Checkpoints:
         with _disk_errors(self.directory):
             self._manager.wait_until_finished()
             self._best = keep
+            # Asked first, because Orbax, refused, leaves threads behind that wait for minutes.
+            probe = self.directory / f"{record.step}.orbax-checkpoint-tmp-probe"
+            probe.mkdir()
+            probe.rmdir()
             self._manager.save(
                 record.step,
                 args=ocp.args.Composite(

@@ -1,0 +1,144 @@
+"""Killed and resumed equals never interrupted: every loss, every weight, every file, bit for bit.
+
+Processes are really killed (SIGKILL). Each scenario is one run whose command is given again after each death.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+import random
+import subprocess
+import sys
+
+import pytest
+
+from meshtune.train.metrics_log import TIMINGS
+
+SCRIPT = pathlib.Path(__file__).with_name("run_and_die.py")
+KILLED = -9
+
+
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory) -> pathlib.Path:
+    """48 short texts of different lengths."""
+    path = tmp_path_factory.mktemp("data") / "stories.jsonl"
+    made, words = random.Random(0), ["Tom", "Lily", "the dog", "a big tree", "went home", "was happy", "saw a cake"]
+    lines = [" ".join(made.choice(words) for _ in range(made.randint(4, 30))) for _ in range(48)]
+    path.write_text("".join(json.dumps({"text": f"Once upon a time {line}."}) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> pathlib.Path:
+    """JAX's compilation cache, so that one scenario compiles its step once."""
+    return tmp_path_factory.mktemp("xla")
+
+
+@pytest.fixture
+def live(tmp_path, stories, stories260k, compiled):
+    """live(name, when, **recipe) runs the recipe in a process until it ends or dies; the exit code."""
+
+    def run(name: str, when: str, **sections) -> int:
+        fields = {
+            "model": str(stories260k),
+            "data": {"train": str(stories), "max_length": 64, "validation": 8, **sections.pop("data", {})},
+            "output": str(tmp_path / name),
+            "resume": True,
+            "seed": 5,
+            **sections,
+        }
+        recipe = tmp_path / f"{name}.json"
+        recipe.write_text(json.dumps(fields))
+        environment = os.environ | {
+            "JAX_COMPILATION_CACHE_DIR": str(compiled),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+            "MESHTUNE_CACHE": str(tmp_path / "cache"),
+        }
+        done = subprocess.run(
+            [sys.executable, str(SCRIPT), str(recipe), when], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode in (0, KILLED, 130, 143), done.stdout[-3000:] + done.stderr[-5000:]
+        return done.returncode
+
+    return run
+
+
+def what_was_learned(output: pathlib.Path) -> dict[str, object]:
+    """Everything a run leaves that is not a time: metrics, samples, and every byte of the result."""
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    found: dict[str, object] = {
+        "metrics": [{key: value for key, value in row.items() if key not in TIMINGS} for row in rows],
+        "samples": (output / "samples.jsonl").read_text(),
+    }
+    for file in sorted([*output.glob("adapter/*"), *output.glob("model/*")]):
+        found[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert any(name.endswith(".safetensors") for name in found)
+    return found
+
+
+PACKED = {
+    "method": {"kind": "lora", "rank": 4, "dropout": 0.1},
+    "train": {"steps": 14, "batch_size": 4, "micro_batch": 2},
+    "optimizer": {"learning_rate": 0.01, "weight_decay": 0.01},
+    "eval": {"every": 3, "early_stopping": 50},
+    "checkpoint": {"every": 2, "keep": 2},
+}
+
+
+def test_packed_lora_with_accumulation_dropout_and_evaluation(live, tmp_path):
+    """Dies before the first checkpoint, while writing one, and in the second epoch."""
+    assert live("whole", "never", **PACKED) == 0
+    for when in ("save:2", "save:6", "step:11"):
+        assert live("killed", when, **PACKED) == KILLED, when
+    assert not (tmp_path / "killed/adapter").exists()
+    assert live("killed", "never", **PACKED) == 0
+    assert what_was_learned(tmp_path / "killed") == what_was_learned(tmp_path / "whole")
+    epochs = [json.loads(line)["epoch"] for line in (tmp_path / "killed/metrics.jsonl").read_text().splitlines()]
+    assert max(epochs) > 1, "the last death was to be in a later epoch"
+
+
+UNPACKED = {
+    "method": "full",
+    "data": {"packing": False},
+    "train": {"epochs": 2, "batch_size": 8},
+    "optimizer": {"name": "adafactor", "learning_rate": 0.003, "schedule": "wsd"},
+    "eval": {"every": "epoch", "early_stopping": 1, "min_delta": 10.0},
+    "checkpoint": {"every": 1, "keep": 1},
+    "sample": {"prompts": ["Once upon"], "every": 2, "max_tokens": 8},
+}
+
+
+@pytest.mark.slow
+def test_unpacked_full_tuning_that_stops_early(live, tmp_path):
+    """Dies while an old checkpoint is half deleted, and after the evaluation that ends the run."""
+    assert live("whole", "never", **UNPACKED) == 0
+    for when in ("delete:1", "save:4", "step:9"):
+        assert live("killed", when, **UNPACKED) == KILLED, when
+    assert live("killed", "never", **UNPACKED) == 0
+    assert what_was_learned(tmp_path / "killed") == what_was_learned(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_deaths_at_any_time(live, tmp_path):
+    """Twelve lives of random length, so deaths come in imports, compilation, saves, evaluations and the export."""
+    assert live("whole", "never", **PACKED) == 0
+    lengths = random.Random(1)
+    for _ in range(12):
+        live("killed", f"time:{lengths.uniform(2, 14):.2f}", **PACKED)
+    assert live("killed", "never", **PACKED) == 0
+    assert what_was_learned(tmp_path / "killed") == what_was_learned(tmp_path / "whole")
+
+
+def test_ctrl_c_and_sigterm_save_and_can_be_resumed(live, tmp_path):
+    """The update under way is finished and saved; exit codes are the shell's for the two signals."""
+    recipe = PACKED | {"checkpoint": {"every": 100}, "eval": {"every": None}}
+    assert live("whole", "never", **recipe) == 0
+    assert live("stopped", "int:4", **recipe) == 130
+    saved = [int(path.name) for path in (tmp_path / "stopped/checkpoints").iterdir()]
+    assert len(saved) == 1
+    assert 4 <= saved[0] <= 6
+    assert json.loads((tmp_path / "stopped/run.json").read_text())["status"] == "interrupted"
+    assert live("stopped", "term:9", **recipe) == 143
+    assert live("stopped", "never", **recipe) == 0
+    assert what_was_learned(tmp_path / "stopped") == what_was_learned(tmp_path / "whole")
