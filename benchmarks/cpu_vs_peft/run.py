@@ -1,0 +1,167 @@
+"""LoRA on SmolLM2-135M and alpaca records, CPU: Meshtune beside transformers' Trainer with peft, alternated.
+
+    python benchmarks/cpu_vs_peft/run.py MODEL ALPACA_JSON [--updates 16] [--rounds 3]
+
+Every arm is a process of its own, run as a user would run it, and takes one pass over the same records with the same
+rank, targets, learning rate and number of sequences an update:
+
+- trainer, default: random order, each batch padded to its longest record
+- trainer, grouped: the same with records of like length together (its best)
+- meshtune, packed: packed rows, the default; as many records an update on average
+- trainer, fixed and meshtune, fixed: every record padded to one length, equal shapes on both sides
+
+Figures are medians over the rounds; ratios are made round by round, since the speed of a shared machine drifts.
+Supervised tokens are those whose prediction counts in the loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+HERE = pathlib.Path(__file__).resolve().parent
+SEQUENCES, LENGTH = 8, 512
+# Two packed rows of 800 tokens hold eight alpaca records on average (they have 202 tokens on average).
+ROWS, ROW_LENGTH = 2, 800
+ARMS = [
+    ("trainer", "default"),
+    ("meshtune", "packed"),
+    ("trainer", "grouped"),
+    ("trainer", "fixed"),
+    ("meshtune", "fixed"),
+]
+
+
+def trainer(arm: str, model: str, data: pathlib.Path, updates: int, _work: pathlib.Path) -> dict:
+    """One run of peft_side.py: a line of its output an update."""
+    command = [sys.executable, str(HERE / "peft_side.py"), model, str(data), "--arm", arm]
+    command += ["--updates", str(updates), "--sequences", str(SEQUENCES), "--length", str(LENGTH)]
+    began = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    ends, losses, learned = [], [], 0
+    for line in process.stdout:
+        if line.startswith('{"loss"'):
+            ends.append(time.perf_counter() - began)
+            losses.append(json.loads(line)["loss"])
+        elif line.startswith('{"learned'):
+            learned = json.loads(line)["learned_tokens"]
+    while (usage := _finished(process)) is None:
+        time.sleep(0.01)
+    return figures(ends, losses, learned, usage)
+
+
+def meshtune(arm: str, model: str, data: pathlib.Path, _updates: int, work: pathlib.Path) -> dict:
+    """One `meshtune train`: a line of its metrics.jsonl an update, timed as it appears."""
+    rows, length = (ROWS, ROW_LENGTH) if arm == "packed" else (SEQUENCES, LENGTH)
+    output = work / "run"
+    settings = [
+        f"model={model}",
+        f"data.train={data}",
+        f"output={output}",
+        f"data.packing={str(arm == 'packed').lower()}",
+        f"data.max_length={length}",
+        "train.epochs=1",
+        f"train.batch_size={rows}",
+        "optimizer.learning_rate=2e-4",
+        "optimizer.warmup_steps=1",
+        "compute.precision=float32",
+        "checkpoint.every=1000",
+    ]
+    environment = os.environ | {"MESHTUNE_CACHE": str(work / "cache")}  # nothing from an earlier run
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meshtune", "train", *settings],
+        stdout=subprocess.DEVNULL,
+        env=environment,
+    )
+    log, ends, lines = output / "metrics.jsonl", [], []
+    while (usage := _finished(process)) is None:
+        time.sleep(0.01)
+        lines = log.read_text().splitlines() if log.exists() else []
+        ends += [time.perf_counter() - began] * (len(lines) - len(ends))
+    steps = [json.loads(line) for line in lines]
+    return figures(ends, [one["loss"] for one in steps], sum(one["learned_tokens"] for one in steps), usage)
+
+
+def figures(ends: list[float], losses: list[float], learned: int, peak_bytes: int) -> dict:
+    """What is reported of a run. `ends` are the seconds after its start at which updates were done."""
+    steps = [after - before for before, after in itertools.pairwise(ends)]
+    return {
+        "updates": len(ends),
+        "supervised_tokens": learned,
+        "seconds": ends[-1],
+        "first_update_seconds": ends[0],
+        "update_seconds": statistics.median(steps),
+        "tokens_per_second": learned / ends[-1],
+        "steady_tokens_per_second": learned / len(ends) / statistics.mean(steps),
+        "peak_bytes": peak_bytes,
+        "first_loss": losses[0],
+        "final_loss": statistics.mean(losses[-4:]),
+    }
+
+
+def _finished(process: subprocess.Popen) -> int | None:
+    """The largest resident set of a process that has ended well, in bytes; None while it runs."""
+    pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+    if pid == 0:
+        return None
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, f"exit code {process.returncode}: {process.args}"
+    return usage.ru_maxrss * 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("data", type=pathlib.Path)
+    parser.add_argument("--updates", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--arms", default="", help="comma-separated, such as trainer-fixed,meshtune-fixed")
+    given = parser.parse_args()
+    arms = [arm for arm in ARMS if not given.arms or "-".join(arm) in given.arms.split(",")]
+    records = json.loads(given.data.read_text(encoding="utf-8"))[: given.updates * SEQUENCES]
+    found: dict[str, list[dict]] = {"-".join(arm): [] for arm in arms}
+    for round_number in range(given.rounds):
+        for side, arm in arms:
+            with tempfile.TemporaryDirectory() as work:
+                data = pathlib.Path(work) / "records.json"
+                data.write_text(json.dumps(records), encoding="utf-8")
+                run = {"trainer": trainer, "meshtune": meshtune}[side]
+                found[f"{side}-{arm}"].append(run(arm, given.model, data, given.updates, pathlib.Path(work)))
+            print(f"round {round_number + 1}, {side}, {arm}: {json.dumps(found[f'{side}-{arm}'][-1])}", flush=True)
+    print(json.dumps(summary(found), indent=2))
+
+
+def summary(found: dict[str, list[dict]]) -> dict:
+    """Medians of every arm, and ratios made round by round."""
+    medians = {
+        arm: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for arm, runs in found.items()
+    }
+
+    def ratio(ours: str, theirs: str, key: str) -> float | None:
+        if not (found.get(ours) and found.get(theirs)):
+            return None
+        pairs = zip(found[ours], found[theirs], strict=True)
+        return round(statistics.median(a[key] / b[key] for a, b in pairs), 3)
+
+    ratios = {
+        "end to end, against default": ratio("meshtune-packed", "trainer-default", "tokens_per_second"),
+        "end to end, against grouped": ratio("meshtune-packed", "trainer-grouped", "tokens_per_second"),
+        "steady, against default": ratio("meshtune-packed", "trainer-default", "steady_tokens_per_second"),
+        "steady, against grouped": ratio("meshtune-packed", "trainer-grouped", "steady_tokens_per_second"),
+        "equal padded shapes, steady": ratio("meshtune-fixed", "trainer-fixed", "steady_tokens_per_second"),
+    }
+    return {"medians": medians, "ratios": ratios}
+
+
+if __name__ == "__main__":
+    main()
