@@ -269,7 +269,9 @@ def request_of(T, S=None, **changes):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("T", "S", "name"), [(32, 32, "direct"), (1, 4096, "direct"), (1024, 1024, "blockwise")])
+@pytest.mark.parametrize(
+    ("T", "S", "name"), [(128, 128, "direct"), (1, 40960, "direct"), (256, 256, "blockwise"), (1024, 1024, "blockwise")]
+)
 def test_auto_takes_direct_for_short_rows_and_decoding(T, S, name):
     backend, reason = choose(request_of(T, S))
     assert backend.name == name
