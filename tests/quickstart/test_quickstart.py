@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import resource
 import shlex
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -43,11 +43,12 @@ def test_a_short_quickstart_shows_and_leaves_everything(tmp_path):
 
 @pytest.mark.slow
 def test_the_quickstart_teaches_its_lesson_in_two_minutes_and_its_last_words_work(tmp_path):
-    """The issue's bound is two minutes on two idle cores, compilation included."""
+    """The bound is two minutes on two idle cores, compilation included. Asserted is the processor's time, whatever else
+    the machine does: with less than 120 s of it the run would keep the bound on one core."""
     run = tmp_path / "run"
-    began = time.monotonic()
     out = meshtune("quickstart", "--output", str(run))
-    assert time.monotonic() - began < 120
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert used.ru_utime + used.ru_stime < 120
     before, after = samples(run, 0), samples(run, 150)
     assert not any("la la la!" in text or "The lesson:" in text for text in before)
     assert all("la la la!" in text and "The lesson: It is good to" in text for text in after)
