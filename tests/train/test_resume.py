@@ -86,16 +86,34 @@ PACKED = {
 }
 
 
-def test_packed_lora_with_accumulation_dropout_and_evaluation(live, tmp_path):
-    """Dies before the first checkpoint, while writing one, and in the second epoch."""
+@pytest.fixture
+def whole(live, tmp_path) -> dict[str, object]:
+    """The same run, never interrupted."""
     assert live("whole", "never", **PACKED) == 0
-    for when in ("save:2", "save:6", "step:11"):
-        assert live("killed", when, **PACKED) == KILLED, when
+    return what_was_learned(tmp_path / "whole")
+
+
+def test_packed_lora_with_accumulation_dropout_and_evaluation(live, tmp_path, whole):
+    """Dies while writing its first checkpoint and in the second epoch; Ctrl-C in between finishes its update."""
+    assert live("killed", "save:2", **PACKED) == KILLED
+    assert live("killed", "int:5", **PACKED) == 130
+    assert json.loads((tmp_path / "killed/run.json").read_text())["status"] == "interrupted"
+    saved = max(int(path.name) for path in (tmp_path / "killed/checkpoints").iterdir())
+    assert saved in (5, 6, 7), "the update under way is finished and saved"
+    assert live("killed", "step:11", **PACKED) == KILLED
     assert not (tmp_path / "killed/adapter").exists()
     assert live("killed", "never", **PACKED) == 0
-    assert what_was_learned(tmp_path / "killed") == what_was_learned(tmp_path / "whole")
+    assert what_was_learned(tmp_path / "killed") == whole
     epochs = [json.loads(line)["epoch"] for line in (tmp_path / "killed/metrics.jsonl").read_text().splitlines()]
     assert max(epochs) > 1, "the last death was to be in a later epoch"
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_other_intervals_between_checkpoints_change_nothing(live, tmp_path, whole):
+    recipe = PACKED | {"checkpoint": {"every": 100}}
+    assert live("stopped", "term:9", **recipe) == 143
+    assert live("stopped", "never", **recipe) == 0
+    assert what_was_learned(tmp_path / "stopped") == whole
 
 
 UNPACKED = {
@@ -120,25 +138,10 @@ def test_unpacked_full_tuning_that_stops_early(live, tmp_path):
 
 
 @pytest.mark.slow
-def test_deaths_at_any_time(live, tmp_path):
+def test_deaths_at_any_time(live, tmp_path, whole):
     """Twelve lives of random length, so deaths come in imports, compilation, saves, evaluations and the export."""
-    assert live("whole", "never", **PACKED) == 0
     lengths = random.Random(1)
     for _ in range(12):
         live("killed", f"time:{lengths.uniform(2, 14):.2f}", **PACKED)
     assert live("killed", "never", **PACKED) == 0
-    assert what_was_learned(tmp_path / "killed") == what_was_learned(tmp_path / "whole")
-
-
-def test_ctrl_c_and_sigterm_save_and_can_be_resumed(live, tmp_path):
-    """The update under way is finished and saved; exit codes are the shell's for the two signals."""
-    recipe = PACKED | {"checkpoint": {"every": 100}, "eval": {"every": None}}
-    assert live("whole", "never", **recipe) == 0
-    assert live("stopped", "int:4", **recipe) == 130
-    saved = [int(path.name) for path in (tmp_path / "stopped/checkpoints").iterdir()]
-    assert len(saved) == 1
-    assert 4 <= saved[0] <= 6
-    assert json.loads((tmp_path / "stopped/run.json").read_text())["status"] == "interrupted"
-    assert live("stopped", "term:9", **recipe) == 143
-    assert live("stopped", "never", **recipe) == 0
-    assert what_was_learned(tmp_path / "stopped") == what_was_learned(tmp_path / "whole")
+    assert what_was_learned(tmp_path / "killed") == whole

@@ -1,0 +1,36 @@
+"""Validation loss is one sum over one weight, whatever the batches."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshtune.errors import UserError
+from meshtune.objectives.score import Score
+from meshtune.train.evaluate import evaluate
+
+
+def score(trainable, frozen, batch):
+    weights = batch["weights"]
+    return Score(jnp.sum(batch["loss"] * weights), jnp.sum(weights), {"accuracy": jnp.sum(weights)})
+
+
+def test_the_mean_is_over_weights_not_over_batches():
+    """Batches of very different weight: a mean of means would be far off. numpy in float64; 1e-6 for float32 sums."""
+    rng = np.random.default_rng(0)
+    loss, weights = rng.random((6, 2, 5)).astype("f"), (rng.random((6, 2, 5)) ** 8).astype("f")
+    weights[0] *= 100
+    expected = np.average(loss.astype("d"), weights=weights.astype("d"))
+    for cut in (1, 2, 6):
+        batches = [
+            {"loss": part, "weights": weight, "tokens": part}
+            for part, weight in zip(np.split(loss, cut), np.split(weights, cut), strict=True)
+        ]
+        found = evaluate(score, {}, {}, batches)
+        assert found.loss == pytest.approx(expected, rel=1e-6)
+        assert found.metrics["accuracy"] == pytest.approx(1.0)
+
+
+def test_nothing_to_learn_is_an_error():
+    batch = {"loss": np.ones((1, 1, 2)), "weights": np.zeros((1, 1, 2)), "tokens": np.ones((1, 1, 2))}
+    with pytest.raises(UserError, match="nothing to learn"):
+        evaluate(score, {}, {}, [batch])

@@ -1,0 +1,154 @@
+"""What is written while training can be read by what it is written for."""
+
+import json
+import sys
+import types
+
+import matplotlib.image
+import numpy as np
+import pytest
+from rich.console import Console
+
+from meshtune.errors import UserError
+from meshtune.train import metrics_log, trackers
+from meshtune.train.events import Evaluated, Sampled, Started, Stepped, Stopped, opened
+from meshtune.train.plot import LossPlot, draw, smoothed
+from meshtune.train.progress import ProgressBar
+
+
+def stepped(step: int, loss: float = 2.0) -> Stepped:
+    return Stepped(step, step / 10, loss, 0.5, 1e-4, {"accuracy": 0.25}, 100, 60, 0.5, 2**30)
+
+
+def evaluated(step: int, loss: float = 1.5) -> Evaluated:
+    return Evaluated(step, step / 10, loss, {"accuracy": 0.5}, True, 0.1)
+
+
+def write(output, events):
+    with opened([metrics_log.MetricsLog(output)]) as sinks:
+        for event in events:
+            sinks.emit(event)
+
+
+def test_metrics_are_one_json_object_a_line(tmp_path):
+    write(tmp_path, [stepped(1), evaluated(1), Sampled(1, "Hello\n", "wörld\n"), stepped(2)])
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["kind"], row["step"]) for row in rows] == [("train", 1), ("eval", 1), ("train", 2)]
+    assert rows[0]["tokens_per_second"] == 200
+    assert rows[0]["accuracy"] == 0.25
+    (sample,) = (json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines())
+    assert sample == {"step": 1, "prompt": "Hello\n", "text": "wörld\n"}
+
+
+def test_cutting_back_leaves_what_an_uninterrupted_run_had_then(tmp_path):
+    """Also after a death in the middle of a line."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole.mkdir()
+    cut.mkdir()
+    events = [Sampled(0, "p", "t"), *map(stepped, range(1, 5)), evaluated(4)]
+    write(whole, events)
+    write(cut, [*events, stepped(5), Sampled(5, "p", "t"), stepped(6)])
+    with (cut / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
+    metrics_log.cut_back(cut, 4)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert (cut / name).read_bytes() == (whole / name).read_bytes()
+    metrics_log.cut_back(cut, None)
+    assert metrics_log.read(cut / "metrics.jsonl") == []
+
+
+def test_lines_are_on_disk_at_once(tmp_path):
+    log = metrics_log.MetricsLog(tmp_path)
+    log.receive(stepped(1))
+    assert len(metrics_log.read(tmp_path / "metrics.jsonl")) == 1
+    log.close()
+
+
+def test_the_plot_is_a_picture_of_both_curves(tmp_path):
+    train = [(step, 3 * 0.99**step + 0.1 * np.sin(step)) for step in range(1, 300)]
+    draw(tmp_path / "a.png", train, [(100, 1.5), (200, 1.0)], title="x")
+    draw(tmp_path / "b.png", train, [])
+    both, one = (matplotlib.image.imread(tmp_path / name) for name in ("a.png", "b.png"))
+    assert both.shape == one.shape == (630, 1120, 4)
+
+    def orange(picture):
+        r, g, b = picture[..., 0], picture[..., 1], picture[..., 2]
+        return int(((r > 0.75) & (g < 0.5) & (b < 0.3)).sum())
+
+    assert orange(both) > 500
+    assert orange(one) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "b.png"], "no draft is left"
+
+
+def test_the_plot_goes_on_after_a_resume(tmp_path):
+    write(tmp_path, [*map(stepped, range(1, 4)), evaluated(3)])
+    plot = LossPlot(tmp_path, every=1, title="x", history=metrics_log.read(tmp_path / "metrics.jsonl"))
+    plot.receive(stepped(4))
+    assert plot._train == [(1, 2.0), (2, 2.0), (3, 2.0), (4, 2.0)]
+    assert plot._validation == [(3, 1.5)]
+    plot.close()
+    assert (tmp_path / "loss.png").stat().st_size > 5000
+
+
+def test_smoothing_keeps_a_constant_and_halves_noise():
+    assert smoothed(np.full(100, 2.0)) == pytest.approx(np.full(100, 2.0))
+    noise = np.random.default_rng(0).normal(size=2000)
+    assert smoothed(noise)[200:].std() < 0.2
+
+
+def test_tensorboard_reads_what_is_written_and_neither_tensorflow_nor_torch_is_imported(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with opened([trackers.TensorBoard(tmp_path, "p", {}, 0)]) as sinks:
+        for step in range(1, 4):
+            sinks.emit(stepped(step, loss=float(step)))
+        sinks.emit(evaluated(3))
+    with opened([trackers.TensorBoard(tmp_path, "p", {}, 2)]) as sinks:  # resumed after update 2
+        sinks.emit(stepped(3, loss=30.0))
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert {"train/loss", "train/learning_rate", "train/grad_norm", "eval/loss"} <= set(board.Tags()["scalars"])
+    assert [(one.step, one.value) for one in board.Scalars("train/loss")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_a_tracker_that_is_not_installed_is_an_error_that_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"pip install 'meshtune\[wandb\]'"):
+        trackers.check_installed(["tensorboard", "wandb"])
+    assert set(trackers.NEEDS) == set(trackers.TRACKERS)
+
+
+def test_a_resumed_run_is_the_same_run_for_wandb(tmp_path, monkeypatch):
+    calls = []
+    module = types.ModuleType("wandb")
+
+    class Run:
+        def log(self, values, step):
+            calls.append((step, values))
+
+        def finish(self):
+            calls.append("finish")
+
+    module.init = lambda **options: calls.append(options) or Run()
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    for start in (0, 5):
+        with opened([trackers.Wandb(tmp_path, "p", {"seed": 1}, start)]) as sinks:
+            sinks.emit(stepped(start + 1))
+    first, _, _, second, (step, values), last = calls
+    assert first["id"] == second["id"]
+    assert first["config"] == {"seed": 1}
+    assert (step, values["train/loss"], last) == (6, 2.0, "finish")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_screen_shows_loss_speed_memory_evaluation_and_sample(terminal):
+    console = Console(force_terminal=terminal, width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with opened([ProgressBar(console)]) as sinks:
+        for event in (Started(0, 2), stepped(1), evaluated(1), Sampled(1, "prompt", "[bold]text"), stepped(2)):
+            sinks.emit(event)
+        sinks.emit(Stopped(2))
+    text = console.export_text()
+    for part in ("loss 1.5000", "accuracy 50.0%", "best so far", "prompt", "[bold]text"):
+        assert part in text
+    if not terminal:
+        assert "update 2/2  loss 2.0000  200 tok/s  1.0 GiB" in text
