@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest, Backend
 from meshtune.kernels.attention.visibility import LOWEST, MASKED, capped, exact, visible
 
-# Measured on CPU, forward and backward (benchmarks/cpu_kernels): at 64 x 64 direct takes two fifths of blockwise's time,
+# Measured on CPU, both ways (benchmarks/cpu_kernels): at 64 x 64 direct takes two fifths of blockwise's time,
 # at 128 x 128 they are level, at 256 x 256 blockwise is ahead. At 128 x 128 the scores kept for the backward pass are
 # still of the size of the queries themselves (T against h numbers a token and head).
 LARGEST_AREA = 128 * 128
