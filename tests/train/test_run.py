@@ -1,0 +1,172 @@
+"""`train(recipe)` from beginning to end on a real 260K-parameter model, and the ways it must refuse to begin."""
+
+import io
+import json
+import pathlib
+
+import numpy as np
+import pytest
+import yaml
+from rich.console import Console
+from safetensors.numpy import load_file, save_file
+
+from meshtune.config.load import load_recipe
+from meshtune.errors import UserError
+from meshtune.train.run import train
+
+
+@pytest.fixture(scope="module")
+def lesson(tmp_path_factory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("data") / "lesson.jsonl"
+    names = ["Tom", "Lily", "Ben", "Mia", "Sue"]
+    texts = [
+        f"{name} had a red {thing}. It was {name}'s." for name in names for thing in ("hat", "ball", "kite", "cup")
+    ]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MESHTUNE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def recipe(model, data, output, *overrides: str):
+    fields = {
+        "model": str(model),
+        "data": {"train": str(data), "max_length": 64},
+        "output": str(output),
+        "train": {"steps": 6, "batch_size": 4},
+        "optimizer": {"learning_rate": 0.01, "schedule": "constant", "warmup_steps": 0},
+    }
+    return load_recipe(fields, overrides)
+
+
+def screen() -> tuple[Console, io.StringIO]:
+    text = io.StringIO()
+    return Console(file=text, width=200), text
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, stories260k, lesson):
+    """(result, what was on the screen) of one LoRA run with everything on."""
+    output = tmp_path_factory.mktemp("run") / "out"
+    console, text = screen()
+    asked = recipe(
+        stories260k, lesson, output, "data.validation=4", "eval.every=3", "sample.prompts=[Tom had]",
+        "sample.max_tokens=8", "log.trackers=[tensorboard]", "train.micro_batch=2",
+    )  # fmt: skip
+    return train(asked, console=console), text.getvalue()
+
+
+def test_a_run_learns_and_leaves_everything_where_it_says(finished):
+    result, text = finished
+    rows = [json.loads(line) for line in (result.output / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if row["kind"] == "train"]
+    assert len(losses) == result.steps == 6
+    assert losses[-1] < losses[0] - 0.5
+    assert result.loss == losses[-1]
+    assert result.eval_loss == [row["loss"] for row in rows if row["kind"] == "eval"][-1]
+    assert result.path == result.output / "adapter"
+    for name in ("adapter/adapter_model.safetensors", "adapter/tokenizer.json", "metrics.jsonl", "loss.png",
+                 "samples.jsonl", "recipe.yaml", "run.json", "checkpoints/6", "tensorboard"):  # fmt: skip
+        assert (result.output / name).exists(), name
+    for part in ("devices", "46.2k trainable", "6 updates of 4 x 64", "auto: float32 on cpu", "compiled",
+                 "validation after 6", "sample after 0", "sample after 6", "read back and verified"):  # fmt: skip
+        assert part in text, part
+
+
+def test_the_recipe_it_saves_is_the_whole_recipe(finished):
+    result, _ = finished
+    saved = yaml.safe_load((result.output / "recipe.yaml").read_text())
+    assert saved["optimizer"]["beta1"] == 0.9
+    assert saved["method"]["kind"] == "lora"
+    assert load_recipe(result.output / "recipe.yaml").model_dump(mode="json") == saved
+
+
+def test_its_record_names_versions_and_base(finished):
+    from meshtune.weights.fingerprint import base_hash
+
+    result, _ = finished
+    about = json.loads((result.output / "run.json").read_text())
+    assert about["status"] == "finished"
+    assert about["base"]["hash"] == base_hash(pathlib.Path(about["base"]["path"]))
+    assert {"meshtune", "jax", "optax", "python"} <= about["versions"].keys()
+
+
+def test_a_finished_run_resumed_changes_nothing(finished, stories260k, lesson):
+    result, _ = finished
+    before = load_file(result.path / "adapter_model.safetensors")
+    again = load_recipe(result.output / "recipe.yaml", ["resume=true", "log.plot_every=7"])
+    console, text = screen()
+    assert train(again, console=console).steps == 6
+    assert "changed: log.plot_every: 20 -> 7" in text.getvalue()
+    after = load_file(result.path / "adapter_model.safetensors")
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_a_run_is_not_resumed_with_what_would_make_it_another(finished, tmp_path, lesson):
+    result, _ = finished
+    with pytest.raises(UserError, match=r"optimizer\.learning_rate: 0\.01 -> 0\.02"):
+        train(load_recipe(result.output / "recipe.yaml", ["resume=true", "optimizer.learning_rate=0.02"]))
+    longer = tmp_path / "longer.jsonl"
+    longer.write_text(lesson.read_text() + json.dumps({"text": "One more story."}) + "\n")
+    with pytest.raises(UserError, match="training data are not those of the run"):
+        train(load_recipe(result.output / "recipe.yaml", ["resume=true", f"data.train={longer}"]))
+
+
+def test_a_run_is_not_started_into_another(finished):
+    result, _ = finished
+    with pytest.raises(UserError, match="resume=true goes on with the run in it"):
+        train(load_recipe(result.output / "recipe.yaml"))
+
+
+def test_freezing_exports_a_whole_model_in_which_only_the_chosen_layer_moved(tmp_path, stories260k, lesson):
+    output = tmp_path / "out"
+    asked = recipe(stories260k, lesson, output, "method.kind=freeze", "method.last_layers=1", "train.steps=2")
+    result = train(asked, console=screen()[0])
+    assert result.path == output / "model"
+    (before,) = (load_file(file) for file in stories260k.glob("*.safetensors"))
+    (after,) = (load_file(file) for file in result.path.glob("*.safetensors"))
+    moved = {name for name in after if not np.array_equal(before[name], after[name])}
+    assert moved
+    assert all(".layers.4." in name for name in moved), moved
+
+
+def test_weights_that_overflow_stop_the_first_update_with_its_records(tmp_path, stories260k, lesson):
+    """A base with an infinity in it: the loss is not finite, nothing is updated, the message names the records."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in stories260k.iterdir():
+        if file.is_file():
+            (broken / file.name).write_bytes(file.read_bytes())
+    (weights,) = broken.glob("*.safetensors")
+    tensors = load_file(weights)
+    name = "model.layers.2.mlp.down_proj.weight"
+    tensors[name] = np.full_like(tensors[name], np.inf)
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(UserError) as caught:
+        train(recipe(broken, lesson, tmp_path / "out", "train.steps=2"), console=screen()[0])
+    assert "in update 1, micro-batch 1 of 1; the update was not made; no checkpoint was saved yet" in caught.value.what
+    assert f"{lesson}, record" in caught.value.where
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model=/no/such/model", "no/such/model"),
+        ("method.targets=[q_prej]", "q_proj"),
+        ("data.train=/no/such.jsonl", "such.jsonl"),
+        ("log.trackers=[mlflow]", "not installed"),
+    ],
+)
+def test_what_cannot_be_fails_before_anything_is_written(tmp_path, stories260k, lesson, override, message, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    output = tmp_path / "out"
+    with pytest.raises(UserError, match=message):
+        train(recipe(stories260k, lesson, output, override), console=screen()[0])
+    assert not output.exists()
