@@ -23,8 +23,10 @@ import jax
 
 from meshtune.errors import UserError
 from meshtune.optim.paths import named_leaves
+from meshtune.train.memory import size_in_words
 from meshtune.train.step import TrainState
 
+MARGIN = 256 * 1024  # bytes of a checkpoint that are not arrays
 PACKAGES = ("meshtune", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
 
 
@@ -115,10 +117,7 @@ class Checkpoints:
         with _disk_errors(self.directory):
             self._manager.wait_until_finished()
             self._best = keep
-            # Asked first, because Orbax, refused, leaves threads behind that wait for minutes.
-            probe = self.directory / f"{record.step}.orbax-checkpoint-tmp-probe"
-            probe.mkdir()
-            probe.rmdir()
+            self._check_room(state)
             self._manager.save(
                 record.step,
                 args=ocp.args.Composite(
@@ -179,6 +178,16 @@ class Checkpoints:
             # Another error is on its way; a failing save must not hide it.
             with contextlib.suppress(UserError):
                 self.close()
+
+    def _check_room(self, state: TrainState) -> None:
+        """Asks the disk first: Orbax, refused half-way, prints tracebacks and leaves threads that wait for minutes."""
+        probe = self.directory / "room.orbax-checkpoint-tmp"
+        probe.mkdir()
+        probe.rmdir()
+        need = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) + MARGIN
+        free = shutil.disk_usage(self.directory).free
+        if free < need:
+            raise OSError(errno.ENOSPC, f"it needs {size_in_words(need)}, and {size_in_words(free)} are free")
 
     def _check_same_arrays(self, step: int, target: dict[str, Any]) -> None:
         saved = self._manager.item_metadata(step)["state"].tree
@@ -254,10 +263,14 @@ def _disk_errors(directory: pathlib.Path) -> Iterator[None]:
         whole = sorted(int(path.name) for path in directory.glob("[0-9]*") if path.name.isdigit())
         kept = f"whole checkpoints there: {', '.join(map(str, whole))}" if whole else "no checkpoint was saved yet"
         raise UserError(
-            f"a checkpoint could not be written: {reason}; {kept}",
+            f"a checkpoint could not be written: {reason}{_measured(error)}; {kept}",
             where=str(directory),
             fix="make room or make the directory writable, then run the same command with resume=true",
         ) from error
+
+
+def _measured(error: BaseException) -> str:
+    return f" ({error.strerror})" if isinstance(error, OSError) and error.errno and error.filename is None else ""
 
 
 def disk_reason(error: BaseException | None) -> str | None:
