@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -13,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.model.linear import matmul
+from meshtune.model.linear import matmul, precision
 from meshtune.model.spec import ArraySpec
 
 
@@ -70,7 +71,8 @@ class LoRA:
             kept = jax.random.bernoulli(key, 1 - self.dropout, x.shape)
             x = jnp.where(kept, x / (1 - self.dropout), jnp.zeros((), x.dtype))
         # The scale goes onto the narrow product: R numbers a token instead of `out`.
-        return y + matmul(matmul(x, self.a) * self.scale, self.b, out)
+        narrow: Array = matmul(x, self.a) * self.scale
+        return jnp.add(y, widen(narrow, self.b, y.dtype))
 
     def merge(self, weight: Float[Array, "*L o i"]) -> Float[Array, "*L o i"]:
         """W + scale * B A, computed in float32, in the weight's dtype."""
@@ -91,3 +93,32 @@ def _uniform(keys: Array, shape: tuple[int, int], dtype: str) -> Array:
         return jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
 
     return jax.vmap(draw)(keys) if keys.ndim else draw(keys)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def widen(z: Float[Array, "*B r"], b: Float[Array, "o r"], out: DTypeLike) -> Float[Array, "*B o"]:
+    """z B^T in `out`, whose gradient with respect to B never transposes the wide cotangent.
+
+    XLA would compute that gradient as (cotangent^T z), writing out the transposed [out, tokens] cotangent first. Here
+    it is (z^T cotangent)^T, summed in float32, and only the [R, out] result is transposed.
+    """
+    return matmul(z, b, out)
+
+
+def _widen_forward(z: Array, b: Array, out: DTypeLike) -> tuple[Array, tuple[Array, Array]]:
+    return matmul(z, b, out), (z, b)
+
+
+def _widen_backward(out: DTypeLike, kept: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+    z, b = kept
+    cotangent = cotangent.astype(z.dtype)
+    tokens = tuple(range(z.ndim - 1))
+    narrow = jax.lax.dot_general(
+        z, cotangent, ((tokens, tokens), ((), ())), precision=precision(z.dtype), preferred_element_type=jnp.float32
+    )
+    # Without the barrier XLA folds the transposition back into the product.
+    d_b = jax.lax.optimization_barrier(narrow).T.astype(b.dtype)
+    return matmul(cotangent, b.T), d_b
+
+
+widen.defvjp(_widen_forward, _widen_backward)
