@@ -90,7 +90,8 @@ def export(
         chat_template=template,
         progress=progress,
     )
-    how = f"{done.verified.tensors} tensors equal, logits within {done.verified.difference:.1e} of what was trained"
+    found = done.verified
+    how = f"{found.tensors} tensors equal, logits within {found.difference:.1e} (relative) of what was trained"
     return Exported(f"a model in {done.dtype}, {len(done.files)} file(s),", done.path, how)
 
 
