@@ -28,7 +28,8 @@ import tempfile
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
-SEQUENCES, LENGTH = 8, 512
+SEQUENCES = 8
+LENGTHS = {"default": 512, "grouped": 512, "fixed": 256}  # longer records are cut
 # Two packed rows of 800 tokens hold eight alpaca records on average (they have 202 tokens on average).
 ROWS, ROW_LENGTH = 2, 800
 ARMS = [
@@ -43,7 +44,7 @@ ARMS = [
 def trainer(arm: str, model: str, data: pathlib.Path, updates: int, _work: pathlib.Path) -> dict:
     """One run of peft_side.py: a line of its output an update."""
     command = [sys.executable, str(HERE / "peft_side.py"), model, str(data), "--arm", arm]
-    command += ["--updates", str(updates), "--sequences", str(SEQUENCES), "--length", str(LENGTH)]
+    command += ["--updates", str(updates), "--sequences", str(SEQUENCES), "--length", str(LENGTHS[arm])]
     began = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
@@ -61,7 +62,7 @@ def trainer(arm: str, model: str, data: pathlib.Path, updates: int, _work: pathl
 
 def meshtune(arm: str, model: str, data: pathlib.Path, _updates: int, work: pathlib.Path) -> dict:
     """One `meshtune train`: a line of its metrics.jsonl an update, timed as it appears."""
-    rows, length = (ROWS, ROW_LENGTH) if arm == "packed" else (SEQUENCES, LENGTH)
+    rows, length = (ROWS, ROW_LENGTH) if arm == "packed" else (SEQUENCES, LENGTHS["fixed"])
     output = work / "run"
     settings = [
         f"model={model}",
