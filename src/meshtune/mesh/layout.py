@@ -1,0 +1,99 @@
+"""From logical axes to mesh axes: one table says how every array of a run lies on the devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+# Logical axis -> the mesh axes that split it, alternatives in order of preference. Read from the top: an array's axis
+# gets the first alternative that no axis above it has taken. So a batch takes fsdp and leaves the embed axis of
+# activations whole, while in a weight, which has no batch, fsdp splits embed; and an adapter's rank takes tp, so that
+# the other side of A [rank, in] and B [out, rank] goes to fsdp.
+RULES: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
+    ("batch", (("dp", "fsdp"),)),
+    ("length", (("cp",),)),
+    ("experts", (("ep",),)),
+    ("rank", (("tp",),)),
+    ("vocab", (("tp",), ("fsdp", "cp"))),
+    ("heads", (("tp",), ("fsdp", "cp"))),
+    ("kv_heads", (("tp",), ("fsdp", "cp"))),
+    ("ffn", (("tp",), ("fsdp", "cp"))),
+    ("embed", (("fsdp", "cp"),)),
+    ("head_dim", ()),
+    ("norm", ()),
+    ("layers", ()),
+)
+_ORDER = {name: place for place, (name, _) in enumerate(RULES)}
+
+
+class Shaped(Protocol):
+    """Anything with a shape and a logical axis for each dimension, as model.spec.ArraySpec."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def axes(self) -> tuple[str, ...]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How arrays lie on a mesh. `whole` names logical axes that tp does not split in this model, though RULES would.
+
+    A dimension that its mesh axes do not divide is left whole too: `mesh.fit.layout_for` has made sure that this
+    befalls no parameter it should not, and a batch of generation may be of any size.
+    """
+
+    mesh: Mesh
+    whole: frozenset[str] = frozenset()
+
+    def size(self, *axes: str) -> int:
+        """Devices along some mesh axes together."""
+        total = 1
+        for axis in axes:
+            total *= self.mesh.shape[axis]
+        return total
+
+    def spec(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
+        """The mesh axes of each dimension of an array. Raises KeyError for a logical axis that no rule names."""
+        assert len(axes) == len(shape), (axes, shape)
+        if axes in (("embed",), ("layers", "embed")):  # norms and biases: not worth a message
+            return PartitionSpec()
+        parts: list[tuple[str, ...]] = [()] * len(axes)
+        taken: set[str] = set()
+        for place in sorted(range(len(axes)), key=lambda place: _ORDER[axes[place]]):
+            axis, size = axes[place], shape[place]
+            for alternative in RULES[_ORDER[axis]][1]:
+                if taken.isdisjoint(alternative):
+                    taken |= set(alternative)
+                    if not (axis in self.whole and "tp" in alternative):
+                        parts[place] = self._dividing(alternative, size)
+                    break
+        while parts and not parts[-1]:
+            parts.pop()
+        return PartitionSpec(*(part[0] if len(part) == 1 else part or None for part in parts))
+
+    def _dividing(self, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+        used = tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
+        return used if size % self.size(*used) == 0 else ()
+
+    def sharding(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
+        """`spec` on this mesh."""
+        return NamedSharding(self.mesh, self.spec(axes, shape))
+
+    def of(self, array: Shaped) -> NamedSharding:
+        """The sharding of a parameter."""
+        return self.sharding(array.axes, array.shape)
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """The same on every device."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+
+def constrain(x: jax.Array, layout: Layout | None, *axes: str) -> jax.Array:
+    """x laid out by its logical axes, inside a jitted function; as it is where there is no layout."""
+    return x if layout is None else jax.lax.with_sharding_constraint(x, layout.sharding(axes, x.shape))
