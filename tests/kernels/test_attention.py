@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-import meshtune.kernels.attention.blockwise as blockwise
+import meshtune.kernels.attention.blocks as blocks
 from kernels.attention_oracle import mask, normal, packed, reference
 from meshtune.errors import UserError
-from meshtune.kernels.attention import BACKENDS, AttentionRequest, Backend, attention, choose
+from meshtune.kernels.attention import BACKENDS, LOG_SUM_EXP, OUTPUT, AttentionRequest, Backend, attention, choose
 
 # float32 sums of up to 300 terms of size one: errors of some 1e-6; 2e-5 leaves room for gradients' larger values.
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
@@ -24,7 +24,7 @@ BOTH = ["direct", "blockwise"]
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Blocks of two different small sizes, so that small rows have many, whole and broken."""
-    monkeypatch.setattr(blockwise, "sizes", lambda request: (min(16, request.q_length), min(24, request.kv_length)))
+    monkeypatch.setattr(blocks, "sizes", lambda request: (min(16, request.q_length), min(24, request.kv_length)))
 
 
 # (rows of document lengths, T, H, K, h, window, softcap)
@@ -234,8 +234,8 @@ def test_blockwise_computes_only_blocks_that_somebody_sees():
     segments, positions = packed([[32, 32, 32, 32]], T)
 
     def count(window, segments, positions):
-        tokens = blockwise.Tokens(*(x.reshape(1, -1, block).swapaxes(0, 1) for x in (positions, segments)))
-        start, stop = blockwise.bounds(blockwise.any_visible(tokens, tokens, window, aligned=True))
+        tokens = blocks.Tokens(*(x.reshape(1, -1, block).swapaxes(0, 1) for x in (positions, segments)))
+        start, stop = blocks.bounds(blocks.any_visible(tokens, tokens, window))
         return int((stop - start).sum())
 
     assert count(None, segments, positions) == 4 * 3  # a triangle of 2 blocks in each of 4 documents
@@ -256,7 +256,7 @@ def test_checkpoint_policy_can_keep_the_output():
         gradient = jax.grad(lambda q, k, v: (run(q, k, v) * g).sum(), (0, 1, 2))
         return str(jax.make_jaxpr(gradient)(q, k, v)).count("scan[")
 
-    keep = jax.checkpoint_policies.save_only_these_names(blockwise.OUTPUT, blockwise.LOG_SUM_EXP)
+    keep = jax.checkpoint_policies.save_only_these_names(OUTPUT, LOG_SUM_EXP)
     assert loops(keep) == loops(jax.checkpoint_policies.nothing_saveable) - 1
 
 

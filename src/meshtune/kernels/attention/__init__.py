@@ -6,11 +6,25 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from meshtune.errors import UserError, nearest
+from meshtune.kernels.attention.balance import balanced_order
 from meshtune.kernels.attention.blockwise import BLOCKWISE
 from meshtune.kernels.attention.direct import DIRECT
+from meshtune.kernels.attention.products import LOG_SUM_EXP, OUTPUT
 from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest, Backend
+from meshtune.kernels.attention.split import AttentionSplit, run_over_mesh
 
-__all__ = ["BACKENDS", "AttentionInputs", "AttentionRequest", "Backend", "attention", "choose"]
+__all__ = [
+    "BACKENDS",
+    "LOG_SUM_EXP",
+    "OUTPUT",
+    "AttentionInputs",
+    "AttentionRequest",
+    "AttentionSplit",
+    "Backend",
+    "attention",
+    "balanced_order",
+    "choose",
+]
 
 # In order of preference for backend="auto". A new backend is one file and one line here.
 BACKENDS: list[Backend] = [
@@ -31,17 +45,17 @@ def choose(request: AttentionRequest, backend: str = "auto") -> tuple[Backend, s
                 f"attention backend '{backend}' does not exist",
                 fix=f"{nearest(backend, by_name)}choose one of auto, {', '.join(by_name)}",
             )
-        refusal = by_name[backend].supports(request)
+        refusal = by_name[backend].refusal(request)
         if refusal is None:
             return by_name[backend], "asked for"
-        serving = [entry.name for entry in BACKENDS if entry.supports(request) is None]
+        serving = [entry.name for entry in BACKENDS if entry.refusal(request) is None]
         raise UserError(
             f"attention backend '{backend}' cannot serve this model or batch: {_reasons(request)}",
             fix=f"choose auto{''.join(', ' + name for name in serving)}",
         )
     passed_over = []
     for entry in BACKENDS:
-        refusal = entry.supports(request) or entry.suits(request)
+        refusal = entry.refusal(request) or entry.suits(request)
         if refusal is None:
             return entry, "; ".join(passed_over) or "first choice"
         passed_over.append(f"not {entry.name}: {refusal}")
@@ -49,7 +63,7 @@ def choose(request: AttentionRequest, backend: str = "auto") -> tuple[Backend, s
 
 
 def _reasons(request: AttentionRequest) -> str:
-    refusals = {entry.name: entry.supports(request) for entry in BACKENDS}
+    refusals = {entry.name: entry.refusal(request) for entry in BACKENDS}
     return "; ".join(f"{name}: {reason}" for name, reason in refusals.items() if reason is not None)
 
 
@@ -67,6 +81,7 @@ def attention(
     softcap: float | None = None,
     backend: str = "auto",
     aligned: bool = False,
+    split: AttentionSplit | None = None,
 ) -> Float[Array, "B T H h"]:
     """Grouped-query softmax attention over packed rows.
 
@@ -74,8 +89,11 @@ def attention(
     and, with a window, q_positions[i] - kv_positions[j] < window. Query head n reads key head n // (H // K), and keys
     and values are never repeated. A token that sees nothing gives 0 and takes part in no gradient.
 
-    Scores are float32 whatever the inputs are; the result has q's dtype. `softcap` squashes scaled scores by tanh.
-    `aligned=True` promises T == S and that within a row no token sees one that stands after it.
+    Scores are float32 (float64 for float64 inputs); the result has q's dtype. `softcap` squashes scaled scores by tanh.
+    `aligned=True` promises T == S and that within a row no token sees one that stands after it. With a `split` each
+    device of its mesh computes its own rows and heads, and aligned rows may be split too: keys and values then go
+    round a ring of devices, and rows should be held in `balanced_order` ("stands after" means in the row's own order).
+    The result is the same; what an axis does not divide is whole on each of its devices.
     Raises UserError for a backend that does not exist or cannot serve (see `choose`).
     """
     B, T, H, h = q.shape
@@ -91,11 +109,15 @@ def attention(
         kv_heads=K,
         head_dim=h,
         dtype=str(q.dtype),
-        platform=jax.default_backend(),
+        platform=jax.default_backend() if split is None else split.platform,
         scale=scale,
         window=window,
         softcap=softcap,
         aligned=aligned,
     )
-    chosen, _ = choose(request, backend)
-    return chosen.run(AttentionInputs(q, k, v, q_positions, kv_positions, q_segments, kv_segments), request)
+    inputs = AttentionInputs(q, k, v, q_positions, kv_positions, q_segments, kv_segments)
+    if split is None or split.mesh.size == 1:
+        return choose(request, backend)[0].run(inputs, request)
+    split = split.fitted(request)
+    request = split.local(request)
+    return run_over_mesh(choose(request, backend)[0], inputs, request, split)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import jax
+
+if TYPE_CHECKING:
+    from meshtune.kernels.attention.split import AttentionSplit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,6 +18,8 @@ class AttentionRequest:
 
     Lengths are in tokens (q_length is T, kv_length is S). `aligned` promises that T == S and that no token sees one
     that stands after it in the row. `platform` is the JAX platform the program is traced for.
+    Over a mesh all sizes are those of one device, and `ring` is the number of devices that hold a row's parts in turn
+    (1: each device has whole rows of keys).
     """
 
     batch: int
@@ -29,10 +34,10 @@ class AttentionRequest:
     window: int | None = None
     softcap: float | None = None
     aligned: bool = False
+    ring: int = 1
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionInputs:
+class AttentionInputs(NamedTuple):
     """The arrays of one call: q [B,T,H,h], k and v [B,S,K,h]; positions and segments int32 [B,T] and [B,S]."""
 
     q: jax.Array
@@ -48,6 +53,10 @@ class Run(Protocol):
     def __call__(self, inputs: AttentionInputs, request: AttentionRequest) -> jax.Array: ...
 
 
+class RunOverMesh(Protocol):
+    def __call__(self, inputs: AttentionInputs, request: AttentionRequest, split: AttentionSplit) -> jax.Array: ...
+
+
 def _always(request: AttentionRequest) -> str | None:
     return None
 
@@ -58,10 +67,19 @@ class Backend:
 
     `supports` says why a request cannot be served (None: it can); a forced backend obeys it too.
     `suits` says why the automatic choice should look further although the request could be served (None: take it).
-    `run` returns [B,T,H,h] in q's dtype.
+    `run` returns [B,T,H,h] in q's dtype, on one device: over a mesh each device runs it on its rows and heads.
+    `over_mesh` is for a backend that goes over the mesh itself, with whole arrays, a split that divides them and the
+    request of one device. Without it a backend serves no ring.
     """
 
     name: str
     run: Run
     supports: Callable[[AttentionRequest], str | None] = _always
     suits: Callable[[AttentionRequest], str | None] = _always
+    over_mesh: RunOverMesh | None = None
+
+    def refusal(self, request: AttentionRequest) -> str | None:
+        """Why it cannot serve."""
+        if request.ring > 1 and self.over_mesh is None:
+            return f"it does not pass keys on between {request.ring} devices (mesh.cp)"
+        return self.supports(request)

@@ -35,6 +35,11 @@ def capped_slope(scores: Float[Array, "*any"], softcap: float) -> Float[Array, "
     return 1.0 - jax.lax.square(scores / softcap)
 
 
+def accumulator(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype of scores and sums: float32, or float64 where the inputs are."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
 def exact(dtype: jnp.dtype) -> jax.lax.Precision | None:
     """The precision of products: float32 means float32 on every chip, where some would round the factors."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
