@@ -1,8 +1,9 @@
-"""The definition of attention in float64 NumPy loops of whole rows, and random packed rows to ask it about."""
+"""The definition of attention in float64 NumPy loops, torch's gradients of it, and random packed rows to ask about."""
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 
 def reference(q, k, v, q_positions, kv_positions, q_segments, kv_segments, *, scale, window=None, softcap=None):
@@ -49,3 +50,25 @@ def packed(lengths_of_rows, T):
 def normal(seed, *shapes):
     random = np.random.default_rng(seed)
     return [random.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+def torch_gradients(q, k, v, g, tokens, *, scale, window, softcap):
+    """Output and gradients in float64 by torch's own autograd: scaled_dot_product_attention where it can."""
+    q, k, v, g = (torch.tensor(x, dtype=torch.float64).transpose(1, 2) for x in (q, k, v, g))
+    for x in (q, k, v):
+        x.requires_grad_()
+    names = ("q_positions", "kv_positions", "q_segments", "kv_segments")
+    rows = zip(*(tokens[name] for name in names), strict=True)
+    seen = torch.tensor(np.stack([mask(*row, window) for row in rows]))[:, None]
+    blind = ~seen.any(-1, keepdim=True)
+    # Torch would give NaN to a row that sees nothing: let it see all, then take it out of the result.
+    allowed = seen | blind
+    groups = q.shape[1] // k.shape[1]
+    if softcap is None:
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale, enable_gqa=True)
+    else:
+        scores = softcap * torch.tanh(q @ k.repeat_interleave(groups, 1).mT * scale / softcap)
+        out = scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v.repeat_interleave(groups, 1)
+    out = out.masked_fill(blind, 0.0)
+    out.backward(g)
+    return [x.detach().transpose(1, 2).numpy() for x in (out, q.grad, k.grad, v.grad)]

@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 import meshtune.kernels.attention.blocks as blocks
-from kernels.attention_oracle import mask, normal, packed, reference
+from kernels.attention_oracle import normal, packed, reference, torch_gradients
 from meshtune.errors import UserError
 from meshtune.kernels.attention import BACKENDS, LOG_SUM_EXP, OUTPUT, AttentionRequest, Backend, attention, choose
 
@@ -66,28 +65,6 @@ def with_gradients(q, k, v, g, tokens, **options):
         return out, *pull(g)
 
     return [np.asarray(x) for x in both(q, k, v, g)]
-
-
-def torch_gradients(q, k, v, g, tokens, *, scale, window, softcap):
-    """Output and gradients in float64 by torch's own autograd: scaled_dot_product_attention where it can."""
-    q, k, v, g = (torch.tensor(x, dtype=torch.float64).transpose(1, 2) for x in (q, k, v, g))
-    for x in (q, k, v):
-        x.requires_grad_()
-    names = ("q_positions", "kv_positions", "q_segments", "kv_segments")
-    rows = zip(*(tokens[name] for name in names), strict=True)
-    seen = torch.tensor(np.stack([mask(*row, window) for row in rows]))[:, None]
-    blind = ~seen.any(-1, keepdim=True)
-    # Torch would give NaN to a row that sees nothing: let it see all, then take it out of the result.
-    allowed = seen | blind
-    groups = q.shape[1] // k.shape[1]
-    if softcap is None:
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale, enable_gqa=True)
-    else:
-        scores = softcap * torch.tanh(q @ k.repeat_interleave(groups, 1).mT * scale / softcap)
-        out = scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v.repeat_interleave(groups, 1)
-    out = out.masked_fill(blind, 0.0)
-    out.backward(g)
-    return [x.detach().transpose(1, 2).numpy() for x in (out, q.grad, k.grad, v.grad)]
 
 
 @pytest.mark.parametrize("backend", BOTH)

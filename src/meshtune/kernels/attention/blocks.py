@@ -35,18 +35,21 @@ def sizes(request: AttentionRequest) -> tuple[int, int]:
     return min(block, request.q_length), min(block, request.kv_length)
 
 
-def tokens_in_blocks(positions: jax.Array, segments: jax.Array, block: int) -> Tokens:
-    def cut(x: jax.Array) -> jax.Array:
-        x = _padded(x, block)
-        return x.reshape(x.shape[0], -1, block).swapaxes(0, 1)
+def q_tokens(request: AttentionRequest, inputs: AttentionInputs) -> Tokens:
+    return _token_blocks(inputs.q_positions, inputs.q_segments, sizes(request)[0])
 
-    return Tokens(cut(positions), cut(segments))
+
+def kv_tokens(request: AttentionRequest, inputs: AttentionInputs) -> Tokens:
+    return _token_blocks(inputs.kv_positions, inputs.kv_segments, sizes(request)[1])
+
+
+def _token_blocks(positions: jax.Array, segments: jax.Array, block: int) -> Tokens:
+    padded = _padded(positions, block), _padded(segments, block)
+    return Tokens(*(x.reshape(x.shape[0], -1, block).swapaxes(0, 1) for x in padded))
 
 
 def rows_of(inputs: AttentionInputs, request: AttentionRequest) -> Rows:
-    q_block, kv_block = sizes(request)
-    queries = tokens_in_blocks(inputs.q_positions, inputs.q_segments, q_block)
-    return meeting(request, queries, tokens_in_blocks(inputs.kv_positions, inputs.kv_segments, kv_block))
+    return meeting(request, q_tokens(request, inputs), kv_tokens(request, inputs))
 
 
 def meeting(request: AttentionRequest, queries: Tokens, keys: Tokens) -> Rows:

@@ -23,11 +23,11 @@ from meshtune.kernels.attention.blocks import (
     from_kv_blocks,
     from_q_blocks,
     kv_blocks,
+    kv_tokens,
     meeting,
     q_blocks,
+    q_tokens,
     rows_of,
-    sizes,
-    tokens_in_blocks,
 )
 from meshtune.kernels.attention.products import (
     LOG_SUM_EXP,
@@ -104,7 +104,7 @@ def _forward_here(request: AttentionRequest, split: AttentionSplit, inputs: Atte
     inputs = _own_key_heads(request, split, inputs)
     if request.ring == 1:
         return forward(request, inputs.q, inputs.k, inputs.v, rows_of(inputs, request))
-    q, queries, held = q_blocks(request, inputs.q), _q_tokens(request, inputs), _held(request, inputs)
+    q, queries, held = q_blocks(request, inputs.q), q_tokens(request, inputs), _held(request, inputs)
 
     def meet(running: Running, held: Held) -> Running:
         rows = meeting(request, queries, held.tokens)
@@ -145,7 +145,7 @@ def _backward_in_ring(
     request: AttentionRequest, split: AttentionSplit, inputs: AttentionInputs, out, log_sum_exp, d_out
 ):
     sums = accumulator(inputs.q.dtype)
-    q, queries, held = q_blocks(request, inputs.q), _q_tokens(request, inputs), _held(request, inputs)
+    q, queries, held = q_blocks(request, inputs.q), q_tokens(request, inputs), _held(request, inputs)
     delta = q_blocks(request, output_slope(out, d_out))[..., 0]
     d_out = q_blocks(request, d_out)
 
@@ -179,13 +179,8 @@ def _own_key_heads(request: AttentionRequest, split: AttentionSplit, inputs: Att
     return inputs._replace(k=k, v=v)
 
 
-def _q_tokens(request: AttentionRequest, inputs: AttentionInputs) -> Tokens:
-    return tokens_in_blocks(inputs.q_positions, inputs.q_segments, sizes(request)[0])
-
-
 def _held(request: AttentionRequest, inputs: AttentionInputs) -> Held:
-    tokens = tokens_in_blocks(inputs.kv_positions, inputs.kv_segments, sizes(request)[1])
-    return Held(kv_blocks(request, inputs.k), kv_blocks(request, inputs.v), tokens)
+    return Held(kv_blocks(request, inputs.k), kv_blocks(request, inputs.v), kv_tokens(request, inputs))
 
 
 def _passed_on(tree: Any, split: AttentionSplit) -> Any:

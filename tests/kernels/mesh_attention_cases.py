@@ -1,0 +1,149 @@
+"""Attention over meshes of 8 simulated devices: the cases, and the program that runs them in a process of its own.
+
+python mesh_attention_cases.py RESULTS.npz     writes for each case the output and the gradients of q, k and v
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    mesh: dict[str, int]
+    lengths: list[list[int]]
+    T: int
+    H: int = 4
+    K: int = 2
+    kv_whole: bool = False
+    balanced: bool = True
+    backend: str = "auto"
+    dtype: str = "float64"
+    window: int | None = None
+    softcap: float | None = None
+    new: int | None = None  # these last tokens alone ask, of a cache of T
+
+    def arrays(self):
+        """q, k, v, the output's cotangent, then segments and positions of the row."""
+        # Not imported above: what the program needs of the tests must not load torch into it.
+        B, T, h, random = len(self.lengths), self.T, 8, np.random.default_rng(0)
+        q, k, v, g = (random.normal(size=(B, T, n, h)).astype(self.dtype) for n in (self.H, self.K, self.K, self.H))
+        segments, positions = np.zeros((B, T), np.int32), np.zeros((B, T), np.int32)
+        for row, lengths in enumerate(self.lengths):
+            ends = np.cumsum(lengths)
+            for n, (end, length) in enumerate(zip(ends, lengths, strict=True)):
+                segments[row, end - length : end] = n + 1
+                positions[row, end - length : end] = np.arange(length)
+        start = 0 if self.new is None else T - self.new
+        return q[:, start:], k, v, g[:, start:], segments, positions, start
+
+    def tokens(self, segments, positions, start):
+        return {
+            "q_positions": positions[:, start:],
+            "kv_positions": positions,
+            "q_segments": segments[:, start:],
+            "kv_segments": segments,
+        }
+
+    @property
+    def options(self):
+        return {"scale": 0.4, "window": self.window, "softcap": self.softcap}
+
+
+PACKED = [[70, 1, 90, 60], [200, 56], [30] * 8, [256]]
+CASES = {
+    "one document, cp=2": Case({"cp": 2}, [[256], [200]], 256),
+    "one document, cp=4": Case({"cp": 4}, [[256], [200]], 256),
+    "one document, cp=8": Case({"cp": 8}, [[256], [200]], 256),
+    "in its own order": Case({"cp": 4}, [[256], [200]], 256, balanced=False),
+    "packed": Case({"cp": 4}, PACKED, 256),
+    "packed over all of them": Case({"dp": 2, "cp": 2, "tp": 2}, PACKED, 256),
+    "rows over two axes": Case({"dp": 2, "fsdp": 2, "cp": 2}, PACKED, 256),
+    "many segments": Case({"cp": 8}, [[3] * 50, [7] * 22], 160),
+    "padding, and a row of nothing else": Case({"cp": 4}, [[20], [41, 3], []], 64),
+    "window": Case({"cp": 8}, [[256], [100, 150]], 256, window=40),
+    "window of one": Case({"cp": 2}, [[64]], 64, window=1),
+    "softcap": Case({"cp": 4}, [[100, 28]], 128, softcap=1.5),
+    "window and softcap": Case({"cp": 4, "tp": 2}, PACKED, 256, window=19, softcap=2.0),
+    "chunks that blocks do not fit": Case({"cp": 4}, [[104], [50, 40]], 104),
+    "two tokens a device": Case({"cp": 8}, [[16], [9, 7]], 16),
+    "heads over tp": Case({"cp": 2, "tp": 4}, PACKED, 256, H=8, K=4),
+    "fewer key heads than tp": Case({"cp": 2, "tp": 4}, PACKED, 256, H=8, K=2),
+    "one key head": Case({"cp": 2, "tp": 4}, [[64]], 64, H=4, K=1),
+    "key heads whole though tp divides them": Case({"cp": 2, "tp": 2}, [[64]], 64, H=8, K=4, kv_whole=True),
+    "groups that tp cuts": Case({"cp": 2, "tp": 2}, [[60]], 64, H=6, K=3),
+    "groups that tp cuts, direct": Case({"dp": 2, "tp": 2}, [[60], [30]], 64, H=6, K=3, backend="direct"),
+    "fewer key heads than tp, direct": Case({"dp": 2, "tp": 4}, [[60], [30]], 64, H=8, K=2, backend="direct"),
+    "fewer key heads than tp, no ring": Case({"dp": 2, "tp": 4}, PACKED, 256, H=8, K=2, backend="blockwise"),
+    "heads that tp does not divide": Case({"dp": 2, "tp": 4}, [[60], [30]], 64, H=6, K=3, backend="blockwise"),
+    "rows that dp does not divide": Case({"dp": 2, "tp": 2}, [[60], [30], [64]], 64, backend="blockwise"),
+    "rows that dp does not divide, direct": Case({"dp": 2, "tp": 2}, [[60], [30], [64]], 64, backend="direct"),
+    "a length that cp does not divide": Case({"cp": 4}, [[37], [30]], 37, balanced=False, backend="direct"),
+    "one new token": Case({"dp": 2, "cp": 2, "tp": 2}, [[57], [40, 17]], 57, new=1),
+    "one new token, fewer key heads than tp": Case({"dp": 2, "tp": 4}, [[57], [40, 17]], 57, H=8, new=1),
+    "new tokens in blocks": Case({"cp": 2, "tp": 4}, [[64], [40, 24]], 64, H=8, new=32, backend="blockwise"),
+    "float32": Case({"cp": 4, "tp": 2}, PACKED, 256, dtype="float32"),
+}
+
+
+def mesh_of(sizes: dict[str, int]):
+    import jax
+
+    names = ("dp", "fsdp", "cp", "ep", "tp")
+    shape = tuple(sizes.get(name, 1) for name in names)
+    devices = jax.devices()[: int(np.prod(shape))]
+    return jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names), devices=devices)
+
+
+def split_of(sizes: dict[str, int], H: int, K: int, kv_whole: bool = False):
+    from meshtune.kernels.attention import AttentionSplit
+
+    tp = sizes.get("tp", 1)
+    return AttentionSplit(mesh_of(sizes), ("dp", "fsdp"), "tp", None if kv_whole or K % tp else "tp", "cp")
+
+
+def ours(case: Case):
+    """Output and gradients, in the row's own order."""
+    import jax
+
+    from meshtune.kernels.attention import attention, balanced_order
+
+    q, k, v, g, segments, positions, start = case.arrays()
+    order = balanced_order(case.T, case.mesh.get("cp", 1)) if case.balanced and case.new is None else np.arange(case.T)
+    split = split_of(case.mesh, case.H, case.K, case.kv_whole)
+
+    # Half the time to compile; the structure of the program is tested with the compiler's own choice.
+    @jax.jit(compiler_options={"xla_backend_optimization_level": 0})
+    def both(q, k, v, g, segments, positions):
+        def run(q, k, v):
+            tokens = case.tokens(segments, positions, start)
+            aligned = case.new is None
+            return attention(q, k, v, **tokens, **case.options, backend=case.backend, aligned=aligned, split=split)
+
+        out, pull = jax.vjp(run, q, k, v)
+        return out, *pull(g)
+
+    if case.new is None:
+        arrays = [x[:, order] for x in (q, k, v, g, segments, positions)]
+        return [np.asarray(x)[:, np.argsort(order)] for x in both(*arrays)]
+    return [np.asarray(x) for x in both(q, k, v, g, segments, positions)]
+
+
+def main() -> None:
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_enable_x64", True)
+    from meshtune.kernels.attention import blocks
+
+    # Small blocks of two different sizes, so that small rows have many, whole and broken.
+    blocks.sizes = lambda request: (min(8, request.q_length), min(12, request.kv_length))
+    results = {f"{name}/{n}": x for name, case in CASES.items() for n, x in enumerate(ours(case))}
+    np.savez(sys.argv[1], **results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Attention over meshes of 8 simulated devices, in float64, against torch on one."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from kernels import mesh_attention_cases
+from kernels.attention_oracle import reference, torch_gradients
+from kernels.mesh_attention_cases import CASES
+
+# Float64 sums of up to 256 terms of size one in another order: some 1e-15. In float32 2e-5, as on one device.
+CLOSE = {"float64": 1e-12, "float32": 2e-5}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    file = tmp_path_factory.mktemp("mesh") / "results.npz"
+    program = pathlib.Path(mesh_attention_cases.__file__)
+    ran = subprocess.run([sys.executable, program, file], capture_output=True, text=True, timeout=540)
+    assert ran.returncode == 0, ran.stderr
+    with np.load(file) as found:
+        return dict(found)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_over_a_mesh_are_torchs_in_float64(name, results):
+    case = CASES[name]
+    q, k, v, g, *rows = case.arrays()
+    tokens, close = case.tokens(*rows), CLOSE[case.dtype]
+    theirs = torch_gradients(q, k, v, g, tokens, **case.options)
+    for n, expected in enumerate(theirs):
+        mine = results[f"{name}/{n}"]
+        assert mine.dtype == case.dtype
+        np.testing.assert_allclose(mine, expected, rtol=close, atol=close)
+    blind = tokens["q_segments"] == 0
+    assert not results[f"{name}/0"][blind].any()
+
+
+def test_the_rows_of_the_cases_are_the_definitions():
+    """Torch's values, which the others are compared with, for the case with the most in it."""
+    case = CASES["window and softcap"]
+    q, k, v, g, *rows = case.arrays()
+    tokens = case.tokens(*rows)
+    expected = reference(q, k, v, **tokens, **case.options)
+    np.testing.assert_allclose(torch_gradients(q, k, v, g, tokens, **case.options)[0], expected, rtol=1e-12, atol=1e-12)
