@@ -1,0 +1,193 @@
+"""What the ring does: which collectives, how much memory, how even the work, and what a policy can save."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels import mesh_attention_cases
+from kernels.attention_oracle import packed
+from meshtune.errors import UserError
+from meshtune.kernels.attention import AttentionRequest, balanced_order, blocks, choose
+
+# Its own process: the number of CPU devices is settled when JAX starts.
+PROGRAM = """
+import json, re, sys
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+import jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+sys.path.insert(0, TESTS)
+from kernels.mesh_attention_cases import split_of
+from meshtune.kernels.attention import LOG_SUM_EXP, OUTPUT, attention
+
+H, K, h = 2, 1, 16
+
+def attend(q, k, v, positions, segments, split, **options):
+    return attention(q, k, v, q_positions=positions, kv_positions=positions, q_segments=segments, kv_segments=segments,
+                     scale=0.25, aligned=True, split=split, backend="blockwise", **options)
+
+def gradients(split, policy=None):
+    def run(q, k, v, g, positions, segments):
+        function = lambda *qkv: attend(*qkv, positions, segments, split)
+        out, pull = jax.vjp(function if policy is None else jax.checkpoint(function, policy=policy), q, k, v)
+        return out, pull(g)
+    return run
+
+def shapes(T, cp, split):
+    def of(shape, dtype):
+        spec = P(None, "cp") if cp > 1 else P()
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(split.mesh, spec))
+    return [of((1, T, n, h), jnp.float32) for n in (H, K, K, H)] + [of((1, T), jnp.int32)] * 2
+
+def compiled(T, cp):
+    split = split_of({"cp": cp}, H, K)
+    return jax.jit(gradients(split)).lower(*shapes(T, cp, split)).compile()
+
+"""
+
+
+def ask(program: str):
+    tests = str(pathlib.Path(mesh_attention_cases.__file__).parents[1])
+    source = PROGRAM.replace("TESTS", repr(tests)) + program
+    ran = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=500)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def test_keys_are_passed_on_and_never_gathered():
+    """Of the compiled forward and backward for cp=4: every collective, and the largest array in the program."""
+    T, cp, H, h = 2048, 4, 2, 16
+    text = ask(f"print(json.dumps(compiled({T}, {cp}).as_text()))")
+    collectives = set(re.findall(r"\b(all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute)\(", text))
+    assert collectives == {"collective-permute"}
+    arrays = re.findall(r"\b(?:f32|s32|pred)\[([\d,]+)\]", text)
+    largest = max(np.prod([int(n) for n in shape.split(",")]) for shape in arrays)
+    assert largest <= T // cp * H * h  # a device's own queries; all keys would be twice as much
+    assert largest < (T // cp) ** 2
+
+
+MEMORY = """
+found = {{cp: compiled({T}, cp).memory_analysis().temp_size_in_bytes for cp in {parts}}}
+print(json.dumps(found))
+"""
+
+
+def falls_with_cp(found):
+    """Bytes by cp: half for each doubling. From 2 to 4 a little less falls: the compiler takes a loop of one step apart
+    and holds one part of the keys less. Against one device the ring adds what travels and the running sums."""
+    assert found["4"] <= 0.6 * found["2"]
+    assert found["8"] <= 0.52 * found["4"]
+    assert found["8"] <= 0.25 * found["1"]
+
+
+def test_memory_of_a_device_falls_with_cp():
+    """Temporary memory of forward and backward for 32k tokens, as compiled."""
+    falls_with_cp(ask(MEMORY.format(T=32 * 1024, parts=(1, 2, 4, 8))))
+
+
+@pytest.mark.slow
+def test_rows_of_128k_tokens_compile_and_their_memory_falls_with_cp():
+    falls_with_cp(ask(MEMORY.format(T=128 * 1024, parts=(1, 2, 4, 8))))
+
+
+def test_a_policy_that_saves_the_names_keeps_the_forward_ring_from_running_again():
+    found = ask("""
+split = split_of({"cp": 4, "tp": 2}, H, K)
+policies = jax.checkpoint_policies
+arguments = shapes(256, 4, split)
+def permutes(policy):
+    return str(jax.make_jaxpr(gradients(split, policy))(*arguments)).count("ppermute")
+print(json.dumps([permutes(policies.nothing_saveable), permutes(policies.save_only_these_names(OUTPUT, LOG_SUM_EXP)),
+                  permutes(None)]))
+""")
+    nothing, names, none = found
+    assert names == none
+    assert names < nothing
+
+
+def work(segments, positions, order, parts, window=None):
+    """Visible blocks [device, step] of a ring of `parts`."""
+    T = len(order)
+    request = AttentionRequest(1, T // parts, T // parts, 1, 1, 8, "float32", "cpu", 1.0, window)
+    pieces = [(x[:, order].reshape(1, parts, -1)) for x in (positions, segments)]
+
+    def tokens(device):
+        own = [jnp.asarray(x[:, device].reshape(1, -1, blocks.sizes(request)[0]).swapaxes(0, 1)) for x in pieces]
+        return blocks.Tokens(*own)
+
+    return np.array(
+        [
+            [int(blocks.any_visible(tokens(i), tokens((i - step) % parts), window).sum()) for step in range(parts)]
+            for i in range(parts)
+        ]
+    )
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_the_balanced_order_gives_every_device_the_same_work(parts):
+    T = 64 * 8 * parts
+    segments, positions = packed([[T]], T)
+    even = work(segments, positions, balanced_order(T, parts), parts)
+    uneven = work(segments, positions, np.arange(T), parts)
+    assert even.sum() == uneven.sum()
+    assert even.sum(1).max() == even.sum(1).min()
+    # A ring goes at the pace of the slowest device of each step.
+    assert even.max(0).sum() <= 1.02 * even.sum() / parts
+    assert uneven.max(0).sum() >= 1.4 * uneven.sum() / parts
+
+
+def test_parts_that_no_query_sees_are_skipped():
+    """Documents of an eighth of the row, in the row's own order on 8 devices: only a device's own part is computed."""
+    segments, positions = packed([[512] * 8], 4096)
+    each = work(segments, positions, np.arange(4096), 8)
+    assert (each[:, 0] > 0).all()
+    assert not each[:, 1:].any()
+
+
+def test_blocks_of_many_documents_are_as_triangular_as_those_of_one():
+    """Judged by segment and position together, a later block of the same row is never taken for visible."""
+    segments, positions = packed([[24] * 85], 2048)
+    each = work(segments, positions, np.arange(2048), 1)
+    assert each.sum() <= 2 * 2048 // 64
+    once = work(*packed([[2048]], 2048), np.arange(2048), 1)
+    assert once.sum() == 32 * 33 // 2
+
+
+@pytest.mark.parametrize(("length", "parts"), [(8, 2), (48, 4), (128, 8), (7, 1)])
+def test_balanced_order_pairs_an_early_chunk_with_a_late_one(length, parts):
+    order = balanced_order(length, parts)
+    assert order.dtype == np.int32
+    assert sorted(order) == list(range(length))
+    if parts == 1:
+        assert (order == np.arange(length)).all()
+        return
+    chunk = length // (2 * parts)
+    for i, held in enumerate(order.reshape(parts, -1)):
+        late = (2 * parts - 1 - i) * chunk
+        assert list(held) == [*range(i * chunk, (i + 1) * chunk), *range(late, late + chunk)]
+
+
+def test_a_length_that_cannot_be_balanced_names_lengths_that_can():
+    with pytest.raises(UserError) as error:
+        balanced_order(1000, 8)
+    assert error.value.where == "mesh.cp"
+    assert "992 or 1008" in str(error.value)
+    with pytest.raises(UserError, match="make rows 16 tokens long"):
+        balanced_order(5, 8)
+
+
+def test_a_backend_that_serves_no_ring_says_so():
+    request = AttentionRequest(1, 64, 64, 2, 1, 8, "float32", "cpu", 1.0, aligned=True, ring=4)
+    backend, reason = choose(request)
+    assert backend.name == "blockwise"
+    assert "not direct: it does not pass keys on between 4 devices" in reason
+    with pytest.raises(UserError, match="does not pass keys on"):
+        choose(request, "direct")
