@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from meshtune.cli import chat, data, env, export, failure, generate, quickstart, schema, train
+from meshtune.cli import chat, data, env, export, failure, generate, launch, quickstart, schema, train
 from meshtune.errors import UserError
 
 app = typer.Typer(
@@ -32,7 +32,7 @@ VERBS = {
     "env": env.env,
     "version": env.version,
 }
-GROUPS = {"data": data.app}
+GROUPS = {"data": data.app, "launch": launch.app}
 for name, verb in VERBS.items():
     app.command(name)(verb)
 for name, group in GROUPS.items():

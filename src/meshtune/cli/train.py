@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from meshtune.mesh.peers import find_place
+
 
 def train(
     arguments: Annotated[
@@ -21,15 +23,29 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the output.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew; the old run is moved aside.")] = False,
 ) -> None:
-    """Tune a model as a recipe says. Relative paths count from the current directory."""
+    """Tune a model as a recipe says. Relative paths count from the current directory.
+
+    As one of several processes (Slurm, Open MPI, Kubernetes, SkyPilot, meshtune launch) it finds the others by itself.
+    """
     from meshtune.config.load import load_recipe
 
     recipe_file, overrides = split(arguments)
-    recipe = load_recipe(recipe_file, [*overrides, *["resume=true"] * resume, *["overwrite=true"] * overwrite])
+    overrides += [*["resume=true"] * resume, *["overwrite=true"] * overwrite]
+    place = find_place()
+    if place.processes == 1:
+        load_recipe(recipe_file, overrides)  # a mistake in it is said at once: JAX takes seconds to import
 
-    from meshtune.train.run import train as run  # seconds to import: not before the recipe is known to be right
+    from meshtune.mesh.agreement import agree, code_version
+    from meshtune.mesh.processes import start
 
-    result = run(recipe)
+    with start(place) as job:
+        recipe = load_recipe(recipe_file, overrides)
+        agree(job, "the code", code_version(), fix="run the same image or environment on every host")
+        agree(job, "the recipe", recipe.model_dump(mode="json"), fix="give every process the same recipe and overrides")
+
+        from meshtune.train.run import train as run
+
+        result = run(recipe)
     if result.interrupted:
         raise typer.Exit(128 + result.interrupted)
 

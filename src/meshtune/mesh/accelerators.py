@@ -42,14 +42,22 @@ def own_gpus(place: Place, visible: int) -> list[int] | None:
     Processes that share a host and all see the same GPUs divide them evenly; where the launcher shows each process its
     own, nothing is divided. Raises: UserError if they do not divide.
     """
-    local = place.local_processes
-    if local <= 1 or place.own_devices or visible <= 1:
+    local, each = place.local_processes, place.local_devices
+    if each is None and (local <= 1 or place.own_devices or visible <= 1):
         return None
-    if visible % local:
+    if visible == 0:
+        return None
+    if each is None and visible % local:
         raise UserError(
             f"{local} processes on this host see {visible} GPUs, which do not divide by {local}",
             where=f"process {place.process} of {place.processes}, launched by {place.launcher}",
             fix="launch one process a host, one for each GPU, or a number that divides the GPUs",
         )
-    each = visible // local
+    each = each or visible // local
+    if local * each > visible:
+        raise UserError(
+            f"{local} processes of {each} GPUs need {local * each}, and this host has {visible}",
+            where=f"process {place.process} of {place.processes}, launched by {place.launcher}",
+            fix="launch fewer processes, or with fewer devices each",
+        )
     return list(range(place.local_process * each, (place.local_process + 1) * each))

@@ -65,8 +65,8 @@ class Hub:
         for seat in seats:
             send(seat.line, seat.lock, {"t": "end", **dataclasses.asdict(ending)})
 
-    def close(self, wait: float = 10.0) -> None:
-        """Waits until every member has said that it leaves, then closes."""
+    def close(self, wait: float = 5.0) -> None:
+        """Waits until every member has left, or `wait` seconds, then closes."""
         until = time.monotonic() + wait
         while time.monotonic() < until and not all(seat.left for seat in list(self.seats.values())):
             time.sleep(0.02)
@@ -96,9 +96,10 @@ class Hub:
                 elif message["t"] == "failed":
                     self.end(Ending(**message["ending"]))
                 elif message["t"] == "bye":
-                    seat.left = True
-                    return
-            self._lost(seat, "its connection closed: it was killed, crashed, or its host went down")
+                    break
+            else:
+                self._lost(seat, "its connection closed: it was killed, crashed, or its host went down")
+            seat.left = True
 
     def _greet(self, line: socket.socket, hello: dict[str, Any] | None) -> _Seat | None:
         lock = threading.Lock()

@@ -15,6 +15,7 @@ from meshtune.errors import UserError
 
 COORDINATOR, PROCESSES, PROCESS = "MESHTUNE_COORDINATOR", "MESHTUNE_PROCESSES", "MESHTUNE_PROCESS"
 LOCAL_PROCESS, LOCAL_PROCESSES = "MESHTUNE_LOCAL_PROCESS", "MESHTUNE_LOCAL_PROCESSES"
+LOCAL_DEVICES, JOB = "MESHTUNE_LOCAL_DEVICES", "MESHTUNE_JOB"
 PORT = 61400  # where nothing says otherwise: above what systems hand out by themselves
 FIRST_PORT, PORTS = 61440, 4096  # ports for jobs that share nodes, by the job's number
 
@@ -26,7 +27,8 @@ class Place:
     """Process `process` of `processes`; they meet at `coordinator` (host:port), where process 0 listens.
 
     `launcher` said so. `local_process` of `local_processes` is its place on its own host where that is known.
-    `own_devices`: the launcher shows every process the devices that are its own, so there is nothing to divide.
+    `local_devices`: it drives that many of the GPUs it sees, not an even share. `own_devices`: the launcher shows
+    every process the devices that are its own, so there is nothing to divide.
     `job` is the launcher's name of the job: processes of another job are turned away.
     """
 
@@ -36,6 +38,7 @@ class Place:
     launcher: str = "none"
     local_process: int = 0
     local_processes: int = 1
+    local_devices: int | None = None
     own_devices: bool = False
     job: str = ""
 
@@ -77,8 +80,9 @@ def _own(env: Environment) -> Place | None:
     if PROCESSES not in env and PROCESS not in env:
         return None
     count = _number(env, PROCESSES)
+    devices = _number(env, LOCAL_DEVICES) if LOCAL_DEVICES in env else None
     if count <= 1 and PROCESS not in env:
-        return Place(launcher="Meshtune")
+        return Place(launcher="Meshtune", local_devices=devices)
     if PROCESS not in env and "JOB_COMPLETION_INDEX" in env:
         process = _number(env, "JOB_COMPLETION_INDEX")
     else:
@@ -86,7 +90,7 @@ def _own(env: Environment) -> Place | None:
     if count > 1:
         _needed(env, COORDINATOR)
     local, locals_ = _number(env, LOCAL_PROCESS, 0), _number(env, LOCAL_PROCESSES, 1)
-    return Place(process, count, env.get(COORDINATOR), "Meshtune", local, locals_, job=env.get("MESHTUNE_JOB", ""))
+    return Place(process, count, env.get(COORDINATOR), "Meshtune", local, locals_, devices, job=env.get(JOB, ""))
 
 
 def _slurm(env: Environment) -> Place | None:

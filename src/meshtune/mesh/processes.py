@@ -9,6 +9,7 @@ import dataclasses
 import os
 import socket
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -72,7 +73,7 @@ class Job:
         if self.member is None:
             return
         if error is not None:
-            faults.leave(self.member, error)
+            faults.leave(self.member, error, _others_left(self.hub))
             return
         self.exchange("end of the run", None)
         self.member.close()
@@ -91,7 +92,12 @@ def start(place: Place | None = None, *, timeout: float | None = None) -> Job:
     twice, or they were told of different numbers of processes.
     """
     place = place or find_place()
+    gpus = visible_gpus()
+    own = own_gpus(place, gpus)
     if place.processes == 1:
+        if own is not None:
+            for platform in ("cuda", "rocm"):
+                jax.config.update(f"jax_{platform}_visible_devices", ",".join(map(str, own)))
         return Job(place)
     timeout = timeout or _seconds("MESHTUNE_START_TIMEOUT", START_TIMEOUT)
     began = time.monotonic()
@@ -104,14 +110,17 @@ def start(place: Place | None = None, *, timeout: float | None = None) -> Job:
             where=f"launched by {place.launcher}",
             fix="give every process its own number (MESHTUNE_PROCESS), from 0 on",
         )
-    gpus = visible_gpus()
     port = _free_port() if hub is not None else None
     hello = {"host": member.host, "jax": jax.__version__, "port": port, "gpus": gpus}
     hellos = _gather(hub, member, hello, timeout - (time.monotonic() - began))
     _alike(hellos)
-    faults.watch(member)
-    _initialize(place, f"{host}:{hellos[0]['port']}", own_gpus(place, gpus), timeout)
+    faults.watch(member, _others_left(hub))
+    _initialize(place, f"{host}:{hellos[0]['port']}", own, timeout)
     return Job(place, member, hub)
+
+
+def _others_left(hub: Hub | None) -> Callable[[], None]:
+    return hub.close if hub is not None else lambda: None
 
 
 def _gather(hub: Hub | None, member: Member, hello: dict[str, Any], timeout: float) -> list[dict[str, Any]]:

@@ -90,9 +90,10 @@ def _advice(seen: Sequence[Seen], expected: int, found: int, launcher: str) -> s
     each = expected // len(seen)
     if found < expected and launcher == "Slurm" and seen[0].platform != "cpu":
         if all(one.count == 1 for one in seen):
+            per_node = max(1, expected // len(hosts(seen)))
             return (
                 "every process sees one GPU, as with --gpus-per-task=1, --gpu-bind or --gpus-per-node=1: ask sbatch "
-                f"for --gpus-per-node={max(1, expected // len(hosts(seen)))} --ntasks-per-node=1 and none of those, {other}"
+                f"for --gpus-per-node={per_node} --ntasks-per-node=1 and none of those, {other}"
             )
         return f"ask sbatch for more: --nodes, or --gpus-per-node={expected // len(hosts(seen))}; {other}"
     if seen[0].platform == "cpu":

@@ -17,6 +17,7 @@ from meshtune.errors import UserError
 
 RUN, RECIPE, CHECKPOINTS, LOCK = "run.json", "recipe.yaml", "checkpoints", ".lock"
 ADAPTER, MODEL = "adapter", "model"
+LOGS = "logs"  # what the processes print, written by what launches them: before the run begins
 
 
 def check_output(output: pathlib.Path, *, resume: bool, overwrite: bool) -> None:
@@ -62,6 +63,8 @@ def claimed(output: pathlib.Path, *, overwrite: bool) -> Iterator[pathlib.Path |
             aside = _free_name(output)
             os.rename(output, aside)
             output.mkdir()
+            if (aside / LOGS).is_dir():
+                os.rename(aside / LOGS, output / LOGS)  # they are being written: a launch adds to them
             stack.enter_context(_locked(output))
         yield aside
 
@@ -90,11 +93,11 @@ def _replace(path: pathlib.Path, text: str) -> None:
 
 
 def _content(output: pathlib.Path) -> list[str]:
-    """Names in the directory, without the lock and what a killed process left half-written."""
+    """Names in the directory, without the lock, the logs and what a killed process left half-written."""
     if not output.is_dir():
         return []
     names = sorted(path.name for path in output.iterdir())
-    return [name for name in names if name != LOCK and not name.endswith(".partial")]
+    return [name for name in names if name not in (LOCK, LOGS) and not name.endswith(".partial")]
 
 
 def _free_name(output: pathlib.Path) -> pathlib.Path:
