@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Annotated
 
 import typer
+
+from meshtune.errors import UserError
 
 app = typer.Typer(
     help="Run a recipe in several processes: here, under Slurm, Kubernetes or SkyPilot.", no_args_is_help=True
@@ -37,3 +40,77 @@ def local(
 
     code = launch(order(arguments), processes, devices, Console(stderr=True, highlight=False))
     raise typer.Exit(code)
+
+
+@app.command()
+def slurm(
+    arguments: Arguments,
+    nodes: Annotated[int, typer.Option("--nodes", "-N", min=1, help="Nodes.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", "-g", min=0, help="GPUs of each node; 0: CPUs.")] = 8,
+    processes_per_node: Annotated[
+        int, typer.Option("--processes-per-node", min=1, help="Processes a node; one drives all its GPUs.")
+    ] = 1,
+    time: Annotated[str | None, typer.Option("--time", "-t", help="Limit of one go: 4:00:00 or 2-00:00:00.")] = None,
+    partition: Annotated[str | None, typer.Option("--partition", "-p", help="Partition.")] = None,
+    account: Annotated[str | None, typer.Option("--account", "-A", help="Account.")] = None,
+    qos: Annotated[str | None, typer.Option("--qos", help="Quality of service.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Name of the job; default: that of the output.")] = None,
+    cpus: Annotated[int | None, typer.Option("--cpus-per-process", min=1, help="CPU cores for each process.")] = None,
+    memory: Annotated[str | None, typer.Option("--mem", help="Memory of each node, as 200G; 0: all.")] = None,
+    mail: Annotated[str | None, typer.Option("--mail", help="Address that is written to.")] = None,
+    mail_type: Annotated[str, typer.Option("--mail-type", help="When: BEGIN, END, FAIL, REQUEUE, ALL.")] = "END,FAIL",
+    warning: Annotated[int, typer.Option("--warning", min=30, help="Seconds before the limit to save and stop.")] = 120,
+    container: Annotated[
+        str | None, typer.Option("--container", help="An image: rocm/jax, nvcr.io#nvidia/jax, or a .sif file.")
+    ] = None,
+    container_runtime: Annotated[str | None, typer.Option("--container-runtime", help="pyxis or apptainer.")] = None,
+    mount: Annotated[list[str] | None, typer.Option("--mount", help="A shared directory the container sees.")] = None,
+    sbatch: Annotated[list[str] | None, typer.Option("--sbatch", help="Any other option of sbatch, as it is.")] = None,
+    out: Annotated[pathlib.Path | None, typer.Option("--out", "-o", help="Where the script goes; - prints it.")] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Hand it to sbatch.")] = False,
+) -> None:
+    """Write a batch script for Slurm: restarts, signals, containers and shared storage seen to."""
+    from meshtune.launch import slurm as writer
+    from meshtune.launch.order import restartable
+
+    found = restartable(arguments)
+    request = writer.Request(
+        nodes,
+        gpus_per_node,
+        processes=processes_per_node,
+        time=time,
+        partition=partition,
+        account=account,
+        qos=qos,
+        name=name,
+        cpus=cpus,
+        memory=memory,
+        mail=mail,
+        mail_type=mail_type,
+        warning=warning,
+        container=container,
+        runtime=container_runtime,
+        mounts=tuple(mount or ()),
+        options=tuple(sbatch or ()),
+    )
+    path = _written(writer.script(found, request), out, f"{found.name}.sbatch")
+    if path is None:
+        return
+    if submit:
+        print(f"job {writer.submit(path)} submitted; its progress: tail -F {found.logs}/process-0.log")
+    else:
+        print(f"submit it with: sbatch {path}")
+
+
+def _written(text: str, out: pathlib.Path | None, name: str) -> pathlib.Path | None:
+    """Where the file went, or None if it was printed."""
+    if str(out) == "-":
+        print(text, end="")
+        return None
+    path = out or pathlib.Path(name)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"the file cannot be written: {error.strerror}", where=str(path), fix="give --out") from None
+    print(f"written: {path}")
+    return path

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import socket
 from collections.abc import Callable, Mapping
 
 from meshtune.errors import UserError
@@ -104,11 +105,14 @@ def _slurm(env: Environment) -> Place | None:
     process, local = _number(env, "SLURM_PROCID"), _number(env, "SLURM_LOCALID")
     node = _number(env, "SLURM_NODEID", 0)
     per_node = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", str(count)))
+    host = first_host(env["SLURM_STEP_NODELIST"])
+    if "SLURM_LAUNCH_NODE_IPADDR" in env and not _resolves(host):
+        host = env["SLURM_LAUNCH_NODE_IPADDR"]  # of a batch script: its first node, where process 0 is
     port = FIRST_PORT + (job + 17 * _number(env, "SLURM_STEP_ID", 0)) % PORTS
     return Place(
         process,
         count,
-        f"{first_host(env['SLURM_STEP_NODELIST'])}:{port}",
+        f"{host}:{port}",
         "Slurm",
         local,
         per_node[node] if node < len(per_node) else 1,
@@ -188,6 +192,14 @@ def first_host(nodes: str) -> str:
     if not match:
         raise UserError(f"'{nodes}' is not a list of Slurm nodes", where="SLURM_STEP_NODELIST")
     return f"{match[1]}{match[2] or ''}{match[3] or ''}"
+
+
+def _resolves(host: str) -> bool:
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return False
+    return True
 
 
 def tasks_per_node(words: str) -> list[int]:

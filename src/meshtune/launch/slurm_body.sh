@@ -1,0 +1,42 @@
+
+set -u
+OUTPUT=@OUTPUT@
+LOGS="$OUTPUT/logs"  # a file for every process; number 0 shows the progress of all
+mkdir -p "$LOGS" || exit 2
+@SETTINGS@
+# Preempted, this shell goes on until the processes have saved and left.
+trap 'echo "SIGTERM: the processes save and stop"' TERM
+
+# Every node must see the same output, recipe and model: a file written here must appear there.
+TOKEN="$LOGS/.job-$SLURM_JOB_ID.partial"
+echo "$SLURM_JOB_ID" > "$TOKEN" || exit 2
+srun --ntasks-per-node=1 --ntasks="$SLURM_JOB_NUM_NODES" bash -c '
+  for try in {1..60}; do  # network file systems take their time
+    [ "$(cat "$1" 2>/dev/null)" = "$SLURM_JOB_ID" ] && break
+    sleep 1
+  done
+  for file in "$@"; do
+    [ -e "$file" ] || { echo "error: $(hostname) does not see $file: put it on shared storage" >&2; exit 2; }
+  done
+' check "$TOKEN" @FILES@ || { rm -f "$TOKEN"; exit 2; }
+rm -f "$TOKEN"
+
+# The processes find each other by Slurm's own variables. resume=true begins anew where there is nothing yet.
+srun @SRUN@ --wait=120 \
+  --open-mode=append --output="$LOGS/process-%t.log" \
+  @COMMAND@
+code=$?
+
+case $code in
+  0) echo "finished"; exit 0 ;;
+  1|2) echo "failed with exit code $code, which another try would not mend: see $LOGS" >&2; exit $code ;;
+  @STOPPED@) reason="stopped by a signal and saved" ;;
+  *) reason="lost a process (exit code $code)"  # @LOST@, or what killed it
+    if [ "${SLURM_RESTART_COUNT:-0}" -ge @RESTARTS@ ]; then
+      echo "$reason, after @RESTARTS@ restarts: giving up" >&2
+      exit $code
+    fi ;;
+esac
+echo "$reason; queued again, to go on from the last checkpoint"
+scontrol requeue "$SLURM_JOB_ID"
+exit $code

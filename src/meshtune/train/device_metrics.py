@@ -1,0 +1,116 @@
+"""What the devices of this process do while it trains: memory of each, and how hard and hot the GPUs work.
+
+Memory is JAX's own; utilisation, power and temperature come from `nvidia-ml-py` or AMD's `amdsmi` where one is
+installed. Each reading is a few calls of a driver: milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from meshtune.mesh.accelerators import VISIBLE
+
+Reading = dict[str, float]
+
+
+class DeviceMetrics:
+    """Reads this process's devices; keys carry the device's number here, as `device0_memory`.
+
+    `memory` and `peak_memory` are bytes, `utilization` percent, `power` watts, `temperature` degrees Celsius.
+    """
+
+    def __init__(self, env: Mapping[str, str] = os.environ):
+        self._devices = jax.local_devices()
+        self._gpus: list[Callable[[], Reading]] = []
+        if self._devices[0].platform in ("gpu", "cuda", "rocm"):
+            found = _nvidia() or _amd()
+            self._gpus = [found[number] for number in physical(self._devices, env) if number < len(found)]
+
+    def read(self) -> Reading:
+        """The figures now; empty on a CPU, which has none."""
+        figures: Reading = {}
+        for number, device in enumerate(self._devices):
+            stats = device.memory_stats() or {}
+            for name, key in (("memory", "bytes_in_use"), ("peak_memory", "peak_bytes_in_use")):
+                if key in stats:
+                    figures[f"device{number}_{name}"] = float(stats[key])
+        for number, gpu in enumerate(self._gpus):
+            figures |= {f"device{number}_{name}": value for name, value in gpu().items()}
+        return figures
+
+
+def physical(devices: Sequence[Any], env: Mapping[str, str] = os.environ) -> list[int]:
+    """The drivers' numbers of `devices`: they count all of the machine's, JAX those that are visible."""
+    shown = next((env[name] for name in VISIBLE if name in env), "")
+    numbers = [int(word) for word in shown.split(",") if word.strip().isdigit()]
+    own = [getattr(device, "local_hardware_id", None) for device in devices]
+    own = [number if number is not None else place for place, number in enumerate(own)]
+    return [numbers[number] if number < len(numbers) else number for number in own]
+
+
+def _nvidia() -> list[Callable[[], Reading]]:
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return []
+    try:
+        nvml.nvmlInit()
+        handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
+    except nvml.NVMLError:
+        return []
+
+    def reader(handle: Any) -> Callable[[], Reading]:
+        def read() -> Reading:
+            figures: Reading = {}
+            with contextlib.suppress(nvml.NVMLError):  # not every card tells everything
+                figures["utilization"] = float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+            with contextlib.suppress(nvml.NVMLError):
+                figures["power"] = nvml.nvmlDeviceGetPowerUsage(handle) / 1000
+            with contextlib.suppress(nvml.NVMLError):
+                figures["temperature"] = float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+            return figures
+
+        return read
+
+    return [reader(handle) for handle in handles]
+
+
+def _amd() -> list[Callable[[], Reading]]:
+    try:
+        smi = importlib.import_module("amdsmi")
+    except (ImportError, KeyError, OSError):  # amdsmi looks for its library, by a variable, while it is imported
+        return []
+    try:
+        smi.amdsmi_init()
+        handles = smi.amdsmi_get_processor_handles()
+    except smi.AmdSmiException:
+        return []
+
+    def reader(handle: Any) -> Callable[[], Reading]:
+        def read() -> Reading:
+            figures: Reading = {}
+            with contextlib.suppress(smi.AmdSmiException):
+                figures |= _number("utilization", smi.amdsmi_get_gpu_activity(handle).get("gfx_activity"))
+            with contextlib.suppress(smi.AmdSmiException):
+                power = smi.amdsmi_get_power_info(handle)
+                now = _number("power", power.get("current_socket_power"))
+                figures |= now or _number("power", power.get("average_socket_power"))
+            with contextlib.suppress(smi.AmdSmiException):
+                kind, now = smi.AmdSmiTemperatureType.HOTSPOT, smi.AmdSmiTemperatureMetric.CURRENT
+                figures |= _number("temperature", smi.amdsmi_get_temp_metric(handle, kind, now))
+            return figures
+
+        return read
+
+    return [reader(handle) for handle in handles]
+
+
+def _number(name: str, value: Any) -> Reading:
+    """amdsmi says 'N/A' for what a card does not tell."""
+    return {name: float(value)} if isinstance(value, int | float) else {}
