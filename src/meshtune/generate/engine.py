@@ -213,7 +213,7 @@ def _prefill(
     B, T = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
     real = positions < lengths[:, None]
-    cache = init_cache(spec, B, T, compute.dtype)
+    cache = init_cache(spec, B, T, compute.dtype, compute.layout)
     positions = jnp.where(real, positions, 0)
     hidden, cache = forward_cached(
         params, spec, compute, tokens, positions, real.astype(jnp.int32), cache, jnp.int32(0)

@@ -61,7 +61,7 @@ def check_batch(config: MeshConfig, rows: int, length: int) -> None:
         raise UserError(
             f"a micro-batch of {rows} row{'' if rows == 1 else 's'} cannot be split over dp x fsdp = {ways}",
             where="train.micro_batch" if rows > ways else "train.batch_size",
-            fix=f"use a multiple of {ways} rows, such as {-(-rows // ways) * ways}, or give devices to tp or cp instead",
+            fix=f"use a multiple of {ways} rows, such as {-(-rows // ways) * ways}, or give devices to tp or cp",
         )
     if config.cp > 1 and length % (2 * config.cp):
         per = 2 * config.cp

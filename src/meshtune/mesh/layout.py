@@ -23,8 +23,8 @@ RULES: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("ffn", (("tp",), ("fsdp", "cp"))),
     ("embed", (("fsdp", "cp"),)),
     ("head_dim", ()),
-    ("norm", ()),
     ("layers", ()),
+    ("whole", ()),
 )
 _ORDER = {name: place for place, (name, _) in enumerate(RULES)}
 

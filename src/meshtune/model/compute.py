@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from meshtune.mesh.layout import Layout
+
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
     """Resolved choices ('auto' is settled before this exists, but for attention, which settles by shape).
 
     `dtype` is that of activations and matrix products; `loss_chunk` is in tokens of one row.
+    `layout` says how activations lie on a mesh; None: on one device.
     """
 
     dtype: str = "float32"
@@ -18,3 +21,4 @@ class Compute:
     attention: Literal["auto", "direct", "blockwise"] = "auto"
     loss_chunk: int = 256
     scan: bool = True
+    layout: Layout | None = None

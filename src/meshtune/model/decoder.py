@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from meshtune.mesh.layout import Layout, constrain
 from meshtune.model.attention import Rows, attend, queries_keys_values
 from meshtune.model.compute import Compute
+from meshtune.model.embedding import embedded
 from meshtune.model.linear import linear, site_key
 from meshtune.model.mlp import mlp
 from meshtune.model.norm import rms_norm
@@ -79,12 +81,16 @@ class Cache:
     segment_ids: Int[Array, "B S"]
 
 
-def init_cache(spec: ModelSpec, batch: int, length: int, dtype: str) -> Cache:
+def init_cache(spec: ModelSpec, batch: int, length: int, dtype: str, layout: Layout | None = None) -> Cache:
     """An empty cache of `length` slots a row; empty slots belong to segment 0, which nothing sees."""
 
     def empty() -> dict[str, Array]:
-        shape = (batch, length, spec.kv_heads, spec.head_dim)
-        return {key: jnp.zeros((repeats, *shape), dtype) for key, repeats, _, _ in spec.positions()}
+        shape, axes = (
+            (batch, length, spec.kv_heads, spec.head_dim),
+            ("layers", "batch", "whole", "kv_heads", "head_dim"),
+        )
+        zeros = {key: jnp.zeros((repeats, *shape), dtype) for key, repeats, _, _ in spec.positions()}
+        return {key: constrain(array, layout, *axes) for key, array in zeros.items()}
 
     slots = jnp.zeros((batch, length), jnp.int32)
     return Cache(empty(), empty(), slots, slots)
@@ -118,6 +124,7 @@ def forward_cached(
         v = lax.dynamic_index_in_dim(new_v, row, keepdims=False).astype(q.dtype)
         x = x + attend(q, k, v, node["attn"], spec, layer, compute, rows, past, None)
         x = x + mlp(rms_norm(x, node["mlp_norm"]["weight"], spec.norm_eps), node["mlp"], spec)
+        x = _laid_out(x, compute.layout)
         return x, keys | {key: new_k}, values | {key: new_v}
 
     x, keys, values = _through_layers(params, spec, compute, (x, cache.keys, cache.values), layer, with_rows=True)
@@ -129,8 +136,12 @@ def enter(
 ) -> tuple[Rows, Hidden]:
     """What every layer must know of the tokens, and their embeddings in compute.dtype. Reads params["embed"] alone."""
     cos, sin = angles(spec.rope, positions, segment_ids)
-    x = jnp.take(params["embed"]["weight"], tokens, axis=0).astype(compute.dtype)
+    x = embedded(params["embed"]["weight"], tokens, compute.layout).astype(compute.dtype)
     return Rows(cos, sin, positions, segment_ids), x
+
+
+def _laid_out(x: Hidden, layout: Layout | None) -> Hidden:
+    return constrain(x, layout, "batch", "length", "embed")
 
 
 def one_layer(
@@ -140,7 +151,9 @@ def one_layer(
     h = rms_norm(x, node["attn_norm"]["weight"], spec.norm_eps)
     q, k, v = queries_keys_values(h, node["attn"], spec, rows, site_key(key, "attn"))
     x = x + attend(q, k, v, node["attn"], spec, layer, compute, rows, None, site_key(key, "attn"))
-    return x + mlp(rms_norm(x, node["mlp_norm"]["weight"], spec.norm_eps), node["mlp"], spec, site_key(key, "mlp"))
+    x = _laid_out(x, compute.layout)
+    x = x + mlp(rms_norm(x, node["mlp_norm"]["weight"], spec.norm_eps), node["mlp"], spec, site_key(key, "mlp"))
+    return _laid_out(x, compute.layout)
 
 
 def _through_layers(

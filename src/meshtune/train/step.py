@@ -11,10 +11,13 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from meshtune.mesh.layout import Layout
+from meshtune.mesh.placement import in_use, like_parameters
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
 from meshtune.model.tree import Tree, merge
@@ -33,9 +36,27 @@ class TrainState:
     opt_state: Any
 
 
-def init_state(trainable: Tree, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first update."""
-    return TrainState(jnp.zeros((), jnp.int32), trainable, optimizer.init(trainable))
+def abstract_state(abstract: Tree, optimizer: optax.GradientTransformation, layout: Layout | None = None) -> TrainState:
+    """The state of trainable ArraySpecs, as ShapeDtypeStructs; with a layout, each with its sharding."""
+    shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), abstract)
+    state = jax.eval_shape(lambda tree: TrainState(jnp.zeros((), jnp.int32), tree, optimizer.init(tree)), shapes)
+    if layout is None:
+        return state
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        state,
+        like_parameters(state, abstract, layout),
+    )
+
+
+def init_state(trainable: Tree, optimizer: optax.GradientTransformation, like: TrainState | None = None) -> TrainState:
+    """The state before the first update; what the optimizer keeps lies as in `like`, an `abstract_state`."""
+    make = optimizer.init
+    if like is not None:
+        make = jax.jit(make, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, like.opt_state))
+    zero = np.zeros((), np.int32)
+    step = jnp.asarray(zero) if like is None else jax.device_put(zero, like.step.sharding)
+    return TrainState(step, trainable, make(trainable))
 
 
 def make_train_step(
@@ -46,17 +67,23 @@ def make_train_step(
     *,
     max_grad_norm: float | None = None,
     dropout: bool = False,
+    abstract: Tree | None = None,
 ) -> Callable[[TrainState, Tree, Batch, Array], tuple[TrainState, Metrics]]:
     """A jitted step(state, frozen, batch, seed) -> (state, metrics); `state` is donated.
 
     Every array of the batch is [A, B, T]: A micro-batches are computed in turn, their losses, weights and gradients
     added in float32, and divided once by the whole weight. Metrics: loss, weight, accuracy ..., grad_norm (before
     clipping), finite (bool) and finite_micro (bool [A]). Where anything is not finite the state is returned as it
-    came: the update is not applied.
+    came: the update is not applied. With `compute.layout`, `abstract` are the trainable leaves' ArraySpecs: state and
+    gradients lie as these say, the batch as `mesh.placement.place_batch` puts it, and metrics are on every device.
     """
+    layout = compute.layout
+    assert layout is None or abstract is not None, "a layout needs the logical axes of what is trained"
+    like = None if layout is None or abstract is None else abstract_state(abstract, optimizer, layout)
 
     def score(trainable: Tree, frozen: Tree, micro: Batch, rng: Array | None) -> tuple[Array, Score]:
-        scored = objective(merge(trainable, frozen), spec, compute, micro, rng)
+        used = trainable if abstract is None else in_use(trainable, abstract, layout)
+        scored = objective(merge(used, frozen), spec, compute, micro, rng)
         return scored.loss, scored
 
     def step(state: TrainState, frozen: Tree, batch: Batch, seed: Int[Array, ""]) -> tuple[TrainState, Metrics]:
@@ -66,6 +93,10 @@ def make_train_step(
             rng = None if own is None else jax.random.fold_in(own, number)
             (_, scored), gradient = jax.value_and_grad(score, has_aux=True)(state.trainable, frozen, micro, rng)
             gradient = jax.tree.map(lambda g: g.astype(jnp.float32), gradient)
+            if like is not None:  # summed over the devices' rows and split in one go, before anything is kept
+                gradient = jax.tree.map(
+                    lambda g, leaf: lax.with_sharding_constraint(g, leaf.sharding), gradient, like.trainable
+                )
             return scored, gradient, jnp.isfinite(scored.loss) & jnp.isfinite(optax.global_norm(gradient))
 
         total, gradient, finite_micro = _accumulate(micro_batch, batch)
@@ -92,16 +123,23 @@ def make_train_step(
         }
         return state, metrics
 
-    return jax.jit(step, donate_argnums=0)
+    if like is None or layout is None:
+        return jax.jit(step, donate_argnums=0)
+    kept = jax.tree.map(lambda leaf: leaf.sharding, like)
+    return jax.jit(step, donate_argnums=0, out_shardings=(kept, layout.replicated))
 
 
-def make_eval_step(objective: Objective, spec: ModelSpec, compute: Compute) -> Callable[[Tree, Tree, Batch], Score]:
-    """A jitted step(trainable, frozen, batch of [B, T] arrays) -> Score, without dropout."""
+def make_eval_step(
+    objective: Objective, spec: ModelSpec, compute: Compute, *, abstract: Tree | None = None
+) -> Callable[[Tree, Tree, Batch], Score]:
+    """A jitted step(trainable, frozen, batch of [B, T] arrays) -> Score, without dropout; see `make_train_step`."""
+    layout = compute.layout
 
     def step(trainable: Tree, frozen: Tree, batch: Batch) -> Score:
-        return objective(merge(trainable, frozen), spec, compute, batch, None)
+        used = trainable if abstract is None else in_use(trainable, abstract, layout)
+        return objective(merge(used, frozen), spec, compute, batch, None)
 
-    return jax.jit(step)
+    return jax.jit(step) if layout is None else jax.jit(step, out_shardings=layout.replicated)
 
 
 def _accumulate(

@@ -1,0 +1,71 @@
+"""Where whole trees of arrays lie: parameters, what an optimizer keeps of them, and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from meshtune.mesh.layout import Layout, Shaped, constrain
+from meshtune.optim.paths import named_leaves, path_name
+
+Tree = dict[str, Any]
+BATCH_AXES = ("whole", "batch", "length")  # of [A, B, T]; [B, T] leaves out the first
+
+
+def shardings(abstract: Tree, layout: Layout) -> Tree:
+    """A NamedSharding for every ArraySpec of a tree."""
+    return jax.tree.map(layout.of, abstract)
+
+
+def in_use(trainable: Tree, abstract: Tree, layout: Layout | None) -> Tree:
+    """Trainable leaves as the step computes with them: an adapter's rank is gathered over tp.
+
+    At rest tp splits the rank, so that no device keeps a whole adapter. But a product over a split rank would have to
+    be summed over tp at full width; gathering the thin matrices first moves far less.
+    """
+    if layout is None or layout.size("tp") == 1:
+        return trainable
+
+    def gather(leaf: jax.Array, array: Shaped) -> jax.Array:
+        if "rank" not in array.axes:
+            return leaf
+        return constrain(leaf, layout, *("whole" if axis == "rank" else axis for axis in array.axes))
+
+    return jax.tree.map(gather, trainable, abstract)
+
+
+def like_parameters(state: Any, abstract: Tree, layout: Layout) -> Any:
+    """The shardings of an optimizer's state: what it keeps of a parameter, in the parameter's shape, lies as that does.
+
+    `state` holds arrays or ShapeDtypeStructs; a parameter's path is part of the path of what belongs to it. All else
+    (counts, factored statistics of a row or column) is on every device.
+    """
+    known = [(f"/{name}/", array.shape, layout.of(array)) for name, array in named_leaves(abstract)]
+
+    def one(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        here = f"/{path_name(path)}/"
+        fitting = (sharding for name, shape, sharding in known if name in here and shape == leaf.shape)
+        return next(fitting, layout.replicated)
+
+    return jax.tree_util.tree_map_with_path(one, state)
+
+
+def place_batch(arrays: Mapping[str, np.ndarray], layout: Layout | None, order: np.ndarray | None = None) -> Any:
+    """A batch's arrays, [A, B, T] or [B, T] and whole on every process, as global arrays split by rows and positions.
+
+    Each process hands to its devices only the rows and positions they hold. `order` rearranges the positions of every
+    row first (see kernels.attention.balanced_order).
+    """
+    if layout is None:
+        return dict(arrays)
+    placed = {}
+    for name, array in arrays.items():
+        if order is not None:
+            array = array[..., order]
+        sharding = layout.sharding(BATCH_AXES[-array.ndim :], array.shape)
+        placed[name] = jax.make_array_from_callback(array.shape, sharding, lambda index, array=array: array[index])
+    return placed
