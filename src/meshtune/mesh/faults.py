@@ -18,7 +18,7 @@ from meshtune.mesh.member import Member
 from meshtune.mesh.wire import LOST, Ending
 
 GRACE = 1.0  # seconds the main thread has to end by itself, with its own message
-VERDICT = 5.0  # seconds to wait for the reason after a collective operation failed
+VERDICT = 3.0  # seconds to wait for the reason after a collective operation failed
 
 _said = threading.Lock()
 
