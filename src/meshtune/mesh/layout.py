@@ -8,6 +8,8 @@ from typing import Protocol
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshtune.kernels.attention import AttentionSplit
+
 # Logical axis -> the mesh axes that split it, alternatives in order of preference. Read from the top: an array's axis
 # gets the first alternative that no axis above it has taken. So a batch takes fsdp and leaves the embed axis of
 # activations whole, while in a weight, which has no batch, fsdp splits embed; and an adapter's rank takes tp, so that
@@ -87,6 +89,11 @@ class Layout:
     def of(self, array: Shaped) -> NamedSharding:
         """The sharding of a parameter."""
         return self.sharding(array.axes, array.shape)
+
+    def attention_split(self) -> AttentionSplit:
+        """The axes that split attention's rows, heads and tokens."""
+        kv_heads = None if "kv_heads" in self.whole else "tp"
+        return AttentionSplit(self.mesh, batch=("dp", "fsdp"), heads="tp", kv_heads=kv_heads, length="cp")
 
     @property
     def replicated(self) -> NamedSharding:

@@ -66,5 +66,6 @@ def attend(
         window=layer.window,
         backend=compute.attention,
         aligned=past is None,
+        split=None if compute.layout is None else compute.layout.attention_split(),
     )
     return linear(mixed.reshape(*mixed.shape[:2], -1), node["o"], site_key(key, "o"))
