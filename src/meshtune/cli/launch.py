@@ -22,6 +22,8 @@ Arguments = Annotated[
     ),
 ]
 
+Out = Annotated[pathlib.Path | None, typer.Option("--out", "-o", help="Where the file goes; - prints it.")]
+
 
 @app.command()
 def local(
@@ -66,7 +68,7 @@ def slurm(
     container_runtime: Annotated[str | None, typer.Option("--container-runtime", help="pyxis or apptainer.")] = None,
     mount: Annotated[list[str] | None, typer.Option("--mount", help="A shared directory the container sees.")] = None,
     sbatch: Annotated[list[str] | None, typer.Option("--sbatch", help="Any other option of sbatch, as it is.")] = None,
-    out: Annotated[pathlib.Path | None, typer.Option("--out", "-o", help="Where the script goes; - prints it.")] = None,
+    out: Out = None,
     submit: Annotated[bool, typer.Option("--submit", help="Hand it to sbatch.")] = False,
 ) -> None:
     """Write a batch script for Slurm: restarts, signals, containers and shared storage seen to."""
@@ -100,6 +102,74 @@ def slurm(
         print(f"job {writer.submit(path)} submitted; its progress: tail -F {found.logs}/process-0.log")
     else:
         print(f"submit it with: sbatch {path}")
+
+
+@app.command()
+def k8s(
+    arguments: Arguments,
+    image: Annotated[str, typer.Option("--image", help="An image that holds Meshtune (docker/).", show_default=False)],
+    claim: Annotated[
+        str, typer.Option("--claim", help="PersistentVolumeClaim (ReadWriteMany) all mount.", show_default=False)
+    ],
+    nodes: Annotated[int, typer.Option("--nodes", "-N", min=1, help="Pods, one a node.")] = 1,
+    gpus_per_node: Annotated[
+        int, typer.Option("--gpus-per-node", "-g", min=0, help="Accelerators of each; 0: CPUs.")
+    ] = 8,
+    vendor: Annotated[str, typer.Option("--vendor", help="nvidia, amd or tpu.")] = "nvidia",
+    mount: Annotated[
+        str, typer.Option("--mount", help="Where the claim is mounted; paths count from there.")
+    ] = "/shared",
+    name: Annotated[str | None, typer.Option("--name", help="Name of the JobSet; default: that of the output.")] = None,
+    namespace: Annotated[str | None, typer.Option("--namespace", help="Namespace.")] = None,
+    queue: Annotated[str | None, typer.Option("--queue", help="Kueue's local queue.")] = None,
+    cpus: Annotated[str | None, typer.Option("--cpus", help="CPU cores of each pod.")] = None,
+    memory: Annotated[str | None, typer.Option("--mem", help="Memory of each pod, as 200Gi.")] = None,
+    node_label: Annotated[list[str] | None, typer.Option("--node-label", help="Only nodes with key=value.")] = None,
+    warning: Annotated[int, typer.Option("--warning", min=30, help="Seconds to save in when stopped.")] = 120,
+    out: Out = None,
+) -> None:
+    """Write a JobSet for Kubernetes, with the recipe in it."""
+    from meshtune.launch import kubernetes as writer
+    from meshtune.launch.order import restartable
+
+    found = restartable(arguments, here=False)
+    labels = tuple(node_label or ())
+    pods = writer.Pods(
+        image, nodes, gpus_per_node, vendor, claim, mount, name, namespace, queue, cpus, memory, labels, warning
+    )
+    path = _written(writer.text(found, pods), out, f"{found.name}.jobset.yaml")
+    if path is not None:
+        print(f"start it with: kubectl apply -f {path}")
+
+
+@app.command()
+def skypilot(
+    arguments: Arguments,
+    nodes: Annotated[int, typer.Option("--nodes", "-N", min=1, help="Machines.")] = 1,
+    accelerators: Annotated[
+        str | None, typer.Option("--accelerators", "-a", help="Of each machine: H100:8; none: CPUs.")
+    ] = None,
+    volume: Annotated[str | None, typer.Option("--volume", help="A SkyPilot volume, mounted on all.")] = None,
+    bucket: Annotated[str | None, typer.Option("--bucket", help="s3://name or gs://name, mounted on all.")] = None,
+    mount: Annotated[str, typer.Option("--mount", help="Where; the output lies in it.")] = "/shared",
+    name: Annotated[str | None, typer.Option("--name", help="Name of the task; default: that of the output.")] = None,
+    image: Annotated[str | None, typer.Option("--image", help="A container image.")] = None,
+    infra: Annotated[str | None, typer.Option("--infra", help="aws, gcp/us-central1, k8s/context ...")] = None,
+    spot: Annotated[bool, typer.Option("--spot", help="Spot machines.")] = False,
+    setup: Annotated[
+        str, typer.Option("--setup", help="What installs Meshtune on a machine.")
+    ] = "pip install 'meshtune[cuda13]'",
+    out: Out = None,
+) -> None:
+    """Write a task for SkyPilot."""
+    from meshtune.launch import skypilot as writer
+    from meshtune.launch.order import restartable
+
+    found = restartable(arguments, here=False)
+    machines = writer.Machines(nodes, accelerators, name, image, infra, spot, volume, bucket, mount, setup)
+    path = _written(writer.text(found, machines), out, f"{found.name}.sky.yaml")
+    if path is not None:
+        print(f"start it with: sky jobs launch {path}")
 
 
 def _written(text: str, out: pathlib.Path | None, name: str) -> pathlib.Path | None:

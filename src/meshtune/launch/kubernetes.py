@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import shlex
 from typing import Any
 
 import yaml
@@ -17,14 +16,15 @@ RESOURCES = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu", "tpu": "google.co
 QUANTITY = r"\d+(\.\d+)?(m|[KMGTP]i?)?"
 RESTARTS = 20
 WORKERS = "workers"
+RECIPES = "/etc/meshtune"
 
 
 @dataclasses.dataclass(frozen=True)
 class Pods:
     """What is asked of Kubernetes: `nodes` pods with `devices` accelerators of `vendor` each (none: CPU pods).
 
-    `claim` is a PersistentVolumeClaim that every pod can mount (ReadWriteMany), at `mount`: recipe, model, data and
-    output lie there. `selector` are labels of nodes.
+    `claim` is a PersistentVolumeClaim that every pod can mount (ReadWriteMany), at `mount`: model, data and output lie
+    there, and relative paths count from there. The recipe comes along in a ConfigMap. `selector` are labels of nodes.
     """
 
     image: str
@@ -56,10 +56,7 @@ class Pods:
 
 
 def jobset(order: Order, pods: Pods) -> dict[str, Any]:
-    """The JobSet, as YAML has it.
-
-    Raises: UserError if output, recipe or model do not lie on the volume every pod mounts.
-    """
+    """The JobSet, as YAML has it. Raises: UserError if the output does not lie on the volume every pod mounts."""
     name = label(pods.name or order.name)
     _on_volume(order, pods.mount)
     spec: dict[str, Any] = {
@@ -88,7 +85,25 @@ def text(order: Order, pods: Pods) -> str:
         f"# Watch: kubectl logs -f -l jobset.sigs.k8s.io/jobset-name={name},batch.kubernetes.io/job-completion-index=0",
         f"# Stop:  kubectl delete jobset {name}",
     ]
-    return "\n".join(head) + "\n" + yaml.safe_dump(jobset(order, pods), sort_keys=False, width=120)
+    documents = [*([_config_map(order, pods, name)] if order.file else []), jobset(order, pods)]
+    return "\n".join(head) + "\n" + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text of several lines as it stands, so that the recipe can be read."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
+
+def _config_map(order: Order, pods: Pods, name: str) -> dict[str, Any]:
+    assert order.file is not None
+    metadata = {"name": name} | ({"namespace": pods.namespace} if pods.namespace else {})
+    recipe = order.file.read_text(encoding="utf-8")
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"recipe.yaml": recipe}}
 
 
 def _job(order: Order, pods: Pods, name: str) -> dict[str, Any]:
@@ -124,7 +139,7 @@ def _pod(order: Order, pods: Pods, name: str) -> dict[str, Any]:
         "name": "train",
         "image": pods.image,
         # The process itself receives SIGTERM: no shell in between.
-        "command": ["meshtune", "train", *order.arguments],
+        "command": ["meshtune", "train", *([f"{RECIPES}/recipe.yaml"] if order.file else []), *order.overrides],
         "workingDir": pods.mount,
         "env": [{"name": key, "value": value} for key, value in environment.items()],
         "ports": [{"containerPort": PORT}],
@@ -144,6 +159,9 @@ def _pod(order: Order, pods: Pods, name: str) -> dict[str, Any]:
             {"name": "memory", "emptyDir": {"medium": "Memory"}},
         ],
     }
+    if order.file:
+        spec["volumes"].append({"name": "recipe", "configMap": {"name": name}})
+        container["volumeMounts"].append({"name": "recipe", "mountPath": RECIPES, "readOnly": True})
     if pods.selector:
         spec["nodeSelector"] = dict(one.split("=", 1) for one in pods.selector)
     if pods.devices and pods.vendor != "tpu":
@@ -152,11 +170,11 @@ def _pod(order: Order, pods: Pods, name: str) -> dict[str, Any]:
 
 
 def _on_volume(order: Order, mount: str) -> None:
-    named = {"output": str(order.output), **{f"file {number}": str(path) for number, path in enumerate(order.files)}}
-    for what, path in named.items():
-        if not f"{path}/".startswith(mount.rstrip("/") + "/"):
-            raise UserError(
-                f"{what if what == 'output' else 'a file of the run'} does not lie on the volume every pod sees",
-                where=path,
-                fix=f"put it under {mount}, or give another --mount: {shlex.quote(path)} must be the same in every pod",
-            )
+    """Relative paths count from the mount; an absolute output must lie in it."""
+    output = order.recipe.output
+    if output.startswith(("/", "~")) and not f"{output}/".startswith(mount.rstrip("/") + "/"):
+        raise UserError(
+            "the output does not lie on the volume that every pod sees",
+            where=output,
+            fix=f"give output={mount.rstrip('/')}/{order.name}, or another --mount",
+        )

@@ -14,8 +14,6 @@ from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
 from meshtune.train.output import LOGS, check_output
 
-CPU_ONLY = {"JAX_PLATFORMS": "cpu"}
-
 
 @dataclasses.dataclass(frozen=True)
 class Order:
@@ -40,22 +38,34 @@ class Order:
         return self.output.name
 
     @property
+    def file(self) -> pathlib.Path | None:
+        """The recipe's file, if there is one."""
+        return pathlib.Path(self.arguments[0]) if _is_file(self.arguments[0]) else None
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The arguments without the file."""
+        return self.arguments[1:] if self.file else self.arguments
+
+    @property
     def files(self) -> list[pathlib.Path]:
         """What must be visible where the run runs: recipe and model, as far as they are files here."""
-        named = [self.arguments[0], self.recipe.model.path]
-        return [pathlib.Path(one).expanduser().absolute() for one in named if pathlib.Path(one).expanduser().exists()]
+        named = [str(self.file or ""), self.recipe.model.path]
+        paths = [pathlib.Path(one).expanduser().absolute() for one in named if one]
+        return [path for path in paths if path.exists()]
 
 
 def order(arguments: list[str]) -> Order:
     """Raises UserError for a recipe that is not right, as `meshtune train` would."""
     first, *rest = arguments
-    file, overrides = (None, arguments) if "=" in first and not os.path.exists(first) else (first, rest)
+    file, overrides = (first, rest) if _is_file(first) else (None, arguments)
     return Order(tuple(arguments), load_recipe(file, overrides))
 
 
-def restartable(arguments: list[str]) -> Order:
+def restartable(arguments: list[str], *, here: bool = True) -> Order:
     """The same for a job that a scheduler may start again: it resumes whenever there is something to resume.
 
+    `here`: this machine sees the output as the job will.
     Raises: UserError if the output holds something already and resume=true does not say that it is to go on, or if
     overwrite=true would move the work aside at every restart.
     """
@@ -66,9 +76,15 @@ def restartable(arguments: list[str]) -> Order:
             where=f"output {found.output}",
             fix="give another output, or move the old run away yourself",
         )
-    check_output(found.output, resume=found.recipe.resume, overwrite=False)
+    if here:
+        check_output(found.output, resume=found.recipe.resume, overwrite=False)
     kept = [one for one in found.arguments if not one.startswith("resume=")]
     return dataclasses.replace(found, arguments=(*kept, "resume=true"))
+
+
+def _is_file(argument: str) -> bool:
+    """An argument is a recipe unless it can only be an override, as for `meshtune train`."""
+    return "=" not in argument or os.path.exists(argument)
 
 
 def program() -> str:

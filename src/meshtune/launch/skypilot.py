@@ -20,7 +20,8 @@ LOST_CODES = [75, 137, 143]  # a process was lost, was killed, was stopped and s
 class Machines:
     """What is asked of SkyPilot: `nodes` machines with `accelerators` (H100:8, MI300X:8, tpu-v5p-8; None: CPUs).
 
-    `bucket` (s3://..., gs://...) is mounted on all of them at `mount`; the output must lie there.
+    A SkyPilot `volume`, or a `bucket` (s3://..., gs://...), is mounted on all of them at `mount`; the output must lie
+    there. The current directory is copied to each: recipe, data and model that lie in it are seen by relative paths.
     """
 
     nodes: int
@@ -29,6 +30,7 @@ class Machines:
     image: str | None = None
     infra: str | None = None
     spot: bool = False
+    volume: str | None = None
     bucket: str | None = None
     mount: str = "/shared"
     setup: str = "pip install 'meshtune[cuda13]'"
@@ -43,19 +45,11 @@ class Machines:
 
 
 def task(order: Order, machines: Machines) -> dict[str, Any]:
-    """The task, as YAML has it. Raises: UserError if several machines would not see one output."""
-    if machines.bucket and not f"{order.output}/".startswith(machines.mount.rstrip("/") + "/"):
-        raise UserError(
-            "the output does not lie in the bucket that every machine mounts",
-            where=str(order.output),
-            fix=f"give output={machines.mount}/{order.name}, or another --mount",
-        )
-    if machines.nodes > 1 and not machines.bucket:
-        raise UserError(
-            f"{machines.nodes} machines need one output that all see",
-            where="--bucket",
-            fix="give a bucket (s3://name) that is mounted on all of them",
-        )
+    """The task, as YAML has it.
+
+    Raises: UserError if the machines would not see one output, or not the recipe.
+    """
+    _seen_by_all(order, machines)
     resources: dict[str, Any] = {
         **({"infra": machines.infra} if machines.infra else {}),
         **({"accelerators": machines.accelerators} if machines.accelerators else {"cpus": "8+"}),
@@ -73,9 +67,11 @@ def task(order: Order, machines: Machines) -> dict[str, Any]:
     if not machines.accelerators:
         spec["envs"] = {"JAX_PLATFORMS": "cpu"}
     if machines.bucket:
-        spec["file_mounts"] = {machines.mount: {"source": machines.bucket, "mode": "MOUNT_CACHED"}}
+        spec["file_mounts"] = {machines.mount: {"source": machines.bucket, "mode": "MOUNT"}}
+    if machines.volume:
+        spec["volumes"] = {machines.mount: machines.volume}
     # exec: SIGTERM reaches the process that saves, not a shell.
-    return spec | {"setup": machines.setup, "run": f"exec {shlex.join(['meshtune', 'train', *order.arguments])}\n"}
+    return spec | {"setup": machines.setup, "run": f"exec {shlex.join(['meshtune', 'train', *order.arguments])}"}
 
 
 def text(order: Order, machines: Machines) -> str:
@@ -85,3 +81,26 @@ def text(order: Order, machines: Machines) -> str:
         "# or: sky launch THIS_FILE. The processes find each other by SKYPILOT_NODE_RANK and SKYPILOT_NODE_IPS.",
     ]
     return "\n".join(head) + "\n" + yaml.safe_dump(task(order, machines), sort_keys=False, width=120)
+
+
+def _seen_by_all(order: Order, machines: Machines) -> None:
+    shared = machines.volume or machines.bucket
+    if not shared:
+        raise UserError(
+            "the output needs a place that outlives the machines"
+            + (", and that all of them see" if machines.nodes > 1 else ""),
+            where="--volume, --bucket",
+            fix="give a SkyPilot volume, or a bucket (s3://name), and an output in it",
+        )
+    if not f"{order.recipe.output}/".startswith(machines.mount.rstrip("/") + "/"):
+        raise UserError(
+            f"the output does not lie in {shared}, which every machine mounts",
+            where=order.recipe.output,
+            fix=f"give output={machines.mount}/{order.name}, or another --mount",
+        )
+    if order.file and (order.file.is_absolute() or ".." in order.file.parts):
+        raise UserError(
+            "the recipe does not lie in the current directory, which is what the machines get",
+            where=str(order.file),
+            fix="go to a directory that holds it and name it from there",
+        )
