@@ -23,7 +23,7 @@ from meshtune.mesh.member import Member
 from meshtune.mesh.peers import Place, find_place
 
 START_TIMEOUT = 300.0  # seconds for all processes to come; MESHTUNE_START_TIMEOUT
-LINE_TIMEOUT = 1800.0  # seconds one process may be behind another in what is done before the first update
+LINE_TIMEOUT = 6 * 3600.0  # seconds one process may wait for another that lives: process 0 may prepare data for hours
 
 
 @dataclasses.dataclass
