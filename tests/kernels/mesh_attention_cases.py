@@ -55,7 +55,6 @@ class Case:
 PACKED = [[70, 1, 90, 60], [200, 56], [30] * 8, [256]]
 CASES = {
     "one document, cp=4": Case({"cp": 4}, [[256], [200]], 256),
-    "one document, cp=8": Case({"cp": 8}, [[256], [200]], 256),
     "in its own order": Case({"cp": 4}, [[256], [200]], 256, balanced=False),
     "packed": Case({"fsdp": 4, "cp": 2}, PACKED, 256),
     "packed over all of them": Case({"dp": 2, "cp": 2, "tp": 2}, PACKED, 256),
@@ -67,7 +66,6 @@ CASES = {
     "chunks that blocks do not fit": Case({"cp": 2}, [[104], [50, 40]], 104),
     "two tokens a device": Case({"cp": 8}, [[16], [9, 7]], 16),
     "fewer key heads than tp": Case({"cp": 2, "tp": 4}, PACKED, 256, H=8, K=2),
-    "one key head": Case({"cp": 2, "tp": 4}, [[64]], 64, H=4, K=1),
     "key heads whole though tp divides them": Case({"cp": 2, "tp": 2}, [[64]], 64, H=8, K=4, kv_whole=True),
     "groups that tp cuts": Case({"cp": 2, "tp": 2}, [[60]], 64, H=6, K=3),
     "groups that tp cuts, direct": Case({"dp": 2, "tp": 2}, [[60], [30]], 64, H=6, K=3, backend="direct"),

@@ -105,6 +105,10 @@ def at(tree: Any, index: jax.Array) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), tree)
 
 
+def add_at(x: jax.Array, index: jax.Array, more: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(x, at(x, index) + more, index, 0)
+
+
 def _padded(x: jax.Array, block: int) -> jax.Array:
     """Axis 1 filled with zeros to a multiple of `block`: padding tokens have segment 0, which nobody sees."""
     missing = -x.shape[1] % block

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from meshtune.kernels.attention.blocks import (
     Rows,
     Tokens,
+    add_at,
     at,
     bounds,
     from_kv_blocks,
@@ -51,10 +52,10 @@ def add_keys(
         top, total, values = running
         scores = _scores(request, "bkrh,bksh->bkrs", q_i, at(k, j))
         scores = jnp.where(_seen(request, tokens_i, at(keys, j)), scores, MASKED)
-        new_top = jnp.maximum(top, scores.max(-1))
+        new_top = jnp.maximum(top, _greatest(request, scores))
         weights = jnp.exp(scores - new_top[..., None])
         fade = jnp.exp(top - new_top)
-        total = total * fade + weights.sum(-1)
+        total = total * fade + _sum(request, weights)
         values = values * fade[..., None] + _product("bkrs,bksh->bkrh", weights.astype(v.dtype), at(v, j))
         return Running(new_top, total, values)
 
@@ -102,36 +103,37 @@ def output_slope(out: jax.Array, d_out: jax.Array) -> jax.Array:
 def gradients(request: AttentionRequest, q, d_out, log_sum_exp, delta, k, v, rows: Rows, dq, kv_dtype):
     """`dq` with these keys' share added, and the gradients of these keys and values in `kv_dtype`. All in blocks.
 
-    Weights are made again from the log-sum-exp over all keys, so k and v may be a part of them.
-    Blocks are held as [keys, queries], so that of the five products only one has a factor to turn.
+    Weights are made again from the log-sum-exp over all keys, so k and v may be a part of them. The inner loop goes
+    over keys, the smaller side where query heads share them. Blocks are held as [keys, queries], so that of the five
+    products only one has a factor to turn.
     """
-    starts, stops = bounds(rows.seen.T)
     dtype = accumulator(q.dtype)
 
-    def one_kv_block(dq, this):
-        k_j, v_j, tokens_j, start, stop = this
+    def one_q_block(d_keys, this):
+        q_i, d_out_i, log_sum_exp_i, delta_i, tokens_i, dq_i, start, stop = this
 
-        def one_q_block(i, running):
-            dq, dk, dv = running
-            q_i, d_out_i = at(q, i), at(d_out, i)
+        def one_kv_block(j, running):
+            dk, dv, dq_i = running
+            k_j, v_j = at(k, j), at(v, j)
             scores = _scores(request, "bksh,bkrh->bksr", k_j, q_i)
-            seen = _seen(request, at(rows.queries, i), tokens_j).swapaxes(2, 3)
-            weights = jnp.exp(jnp.where(seen, scores, MASKED) - at(log_sum_exp, i)[:, :, None, :])
+            seen = _seen(request, tokens_i, at(rows.keys, j)).swapaxes(2, 3)
+            weights = jnp.exp(jnp.where(seen, scores, MASKED) - log_sum_exp_i[:, :, None, :])
             d_weights = _product("bksh,bkrh->bksr", v_j, d_out_i)
-            d_scores = weights * (d_weights - at(delta, i)[:, :, None, :])
+            d_scores = weights * (d_weights - delta_i[:, :, None, :])
             if request.softcap is not None:
                 d_scores = d_scores * capped_slope(scores, request.softcap)
             d_scores = (d_scores * request.scale).astype(q.dtype)
-            dv = dv + _product("bksr,bkrh->bksh", weights.astype(v.dtype), d_out_i)
-            dk = dk + _product("bksr,bkrh->bksh", d_scores, q_i)
-            dq_i = at(dq, i) + _product("bksr,bksh->bkrh", d_scores, k_j)
-            return jax.lax.dynamic_update_index_in_dim(dq, dq_i, i, 0), dk, dv
+            dv = add_at(dv, j, _product("bksr,bkrh->bksh", weights.astype(v.dtype), d_out_i))
+            dk = add_at(dk, j, _product("bksr,bkrh->bksh", d_scores, q_i))
+            return dk, dv, dq_i + _product("bksr,bksh->bkrh", d_scores, k_j)
 
-        empty = jnp.zeros(k_j.shape, dtype), jnp.zeros(v_j.shape, dtype)
-        dq, dk, dv = jax.lax.fori_loop(start, stop, one_q_block, (dq, *empty))
-        return dq, (dk.astype(kv_dtype), dv.astype(kv_dtype))
+        dk, dv, dq_i = jax.lax.fori_loop(start, stop, one_kv_block, (*d_keys, dq_i))
+        return (dk, dv), dq_i
 
-    return jax.lax.scan(one_kv_block, dq, (k, v, rows.keys, starts, stops))
+    empty = jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype)
+    blocks = q, d_out, log_sum_exp, delta, rows.queries, dq, *bounds(rows.seen)
+    (dk, dv), dq = jax.lax.scan(one_q_block, empty, blocks)
+    return dq, (dk.astype(kv_dtype), dv.astype(kv_dtype))
 
 
 def _product(equation: str, x, y):
@@ -140,6 +142,25 @@ def _product(equation: str, x, y):
 
 def _scores(request: AttentionRequest, equation: str, x, y):
     return capped(_product(equation, x, y) * request.scale, request.softcap)
+
+
+def _greatest(request: AttentionRequest, scores: jax.Array) -> jax.Array:
+    """The greatest of each row.
+
+    XLA's loop for CPUs goes number by number for `max`, which has to pass NaN on; this does several at once and leaves
+    NaN to the exponential, which passes it on as well (measured in benchmarks/cpu_kernels).
+    """
+    if request.platform != "cpu":
+        return scores.max(-1)
+    least = jnp.array(-jnp.inf, scores.dtype)
+    return jax.lax.reduce(scores, least, lambda a, b: jnp.where(a > b, a, b), (scores.ndim - 1,))
+
+
+def _sum(request: AttentionRequest, weights: jax.Array) -> jax.Array:
+    """The sum of each row: on CPU as a product with ones, which takes several numbers at once, too."""
+    if request.platform != "cpu":
+        return weights.sum(-1)
+    return _product("bkrs,s->bkr", weights, jnp.ones(weights.shape[-1], weights.dtype))
 
 
 def _seen(request: AttentionRequest, queries: Tokens, keys: Tokens):
