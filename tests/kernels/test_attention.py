@@ -150,6 +150,20 @@ def test_rows_that_see_nothing_give_zero_and_no_gradient(backend):
 
 
 @pytest.mark.parametrize("backend", BOTH)
+def test_nan_is_passed_on_to_those_who_see_it(backend):
+    """A NaN must reach the loss, whatever way the greatest score is found; who does not see it stays as it was."""
+    q, k, v, g, tokens, options = case("packed")
+    clean = with_gradients(q, k, v, g, tokens, **options, backend=backend, aligned=True)[0]
+    k = k.copy()
+    k[0, 25] = np.nan  # a token of the third document of the first row
+    out = with_gradients(q, k, v, g, tokens, **options, backend=backend, aligned=True)[0]
+    sees = np.zeros(out.shape[:2], bool)
+    sees[0, 25:51] = True
+    assert np.isnan(out[sees]).all()
+    np.testing.assert_array_equal(out[~sees], clean[~sees])
+
+
+@pytest.mark.parametrize("backend", BOTH)
 def test_another_document_cannot_be_felt(backend):
     """Bit for bit: changing one document of a row to huge numbers leaves its neighbours as they were."""
     q, k, v, g, tokens, options = case("packed")
