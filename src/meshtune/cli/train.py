@@ -45,7 +45,7 @@ def train(
 
         from meshtune.train.run import train as run
 
-        result = run(recipe)
+        result = run(recipe, job=job)
     if result.interrupted:
         raise typer.Exit(128 + result.interrupted)
 

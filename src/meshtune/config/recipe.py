@@ -18,6 +18,11 @@ class ModelSection(Section):
         description="A Hugging Face directory or a hub id, such as HuggingFaceTB/SmolLM2-135M-Instruct."
     )
     revision: str | None = Field(default=None, description="Branch, tag or commit on the hub.")
+    load: Literal["direct", "broadcast"] = Field(
+        default="direct",
+        description="direct: every process reads what its devices hold; broadcast: one process a host reads for all, "
+        "for slow shared storage.",
+    )
     tokenizer: PathText | None = Field(
         default=None, description="Directory or hub id of the tokenizer, if not the model's own."
     )
@@ -160,7 +165,7 @@ class ComputeSection(Section):
         "auto: mixed on accelerators, float32 on CPU.",
     )
     remat: Literal["auto", "none", "selective", "full"] = Field(
-        default="auto", description="What is recomputed in the backward pass; auto: none on CPU, selective elsewhere."
+        default="auto", description="What is recomputed in the backward pass; auto: selective, everything but products."
     )
     attention: Literal["auto", "direct", "blockwise"] = Field(default="auto", description="The attention backend.")
     loss_chunk: PositiveInt | None = Field(
@@ -169,6 +174,19 @@ class ComputeSection(Section):
     scan_layers: bool = Field(
         default=True, description="Scan over layers (compile time does not grow with depth) or unroll."
     )
+
+
+AxisSize = Annotated[int, Field(ge=-1)]
+
+
+class MeshSection(Section):
+    """Devices along each axis of the mesh; they multiply to the number of devices. One may be -1: all that are left."""
+
+    dp: AxisSize = Field(default=1, description="Replicas: rows are split, parameters are not; goes across hosts.")
+    fsdp: AxisSize = Field(default=1, description="Rows and parameters are split.")
+    tp: AxisSize = Field(default=1, description="Heads, ffn and vocabulary are split.")
+    cp: AxisSize = Field(default=1, description="The sequence is split; parameters as with fsdp.")
+    ep: AxisSize = Field(default=1, description="Experts are split.")
 
 
 class EvalSection(Section):
@@ -223,6 +241,9 @@ class Recipe(Section):
     data: DataSection
     output: PathText = Field(description="Directory of the run: checkpoints, logs, plots, the final adapter or model.")
     method: Method = Field(default_factory=LoraMethod)
+    mesh: MeshSection | Literal["auto"] = Field(
+        default="auto", description="How devices share the work; auto: fsdp over all devices as far as rows allow."
+    )
     train: TrainSection = Field(default_factory=TrainSection)
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
     compute: ComputeSection = Field(default_factory=ComputeSection)

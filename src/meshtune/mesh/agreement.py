@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -41,6 +42,16 @@ def agree(job: Job, about: str, fields: Mapping[str, Any], *, fix: str) -> None:
         f"and {theirs.get(name, 'absent')} on process {other} ({everyone[other]['host']}){group}",
         fix=fix,
     )
+
+
+@contextlib.contextmanager
+def first_alone(job: Job, what: str) -> Iterator[None]:
+    """A block that process 0 runs before all others do, so that they find what it left on a disk they may share."""
+    if not job.first:
+        job.exchange(what, None)
+    yield
+    if job.first:
+        job.exchange(what, None)
 
 
 def code_version() -> dict[str, str]:

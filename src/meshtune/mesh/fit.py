@@ -55,7 +55,7 @@ def layout_for(mesh: Mesh, spec: ModelSpec) -> tuple[Layout, list[Note]]:
 
 
 def check_batch(config: MeshConfig, rows: int, length: int) -> None:
-    """Raises UserError if micro-batches of `rows` rows of `length` positions cannot be split over the mesh."""
+    """Raises UserError if micro-batches of `rows` rows of `length` positions (0: any) cannot be split over the mesh."""
     ways = config.dp * config.fsdp
     if rows % ways:
         raise UserError(

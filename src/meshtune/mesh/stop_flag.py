@@ -35,13 +35,15 @@ class StopFlag:
     submit equally often. With one process nothing runs on a device.
     """
 
+    several: bool  # whether there are other processes
+
     def __init__(self, devices: Sequence[jax.Device] | None = None):
         devices = list(jax.devices() if devices is None else devices)
-        self._many = len({device.process_index for device in devices}) > 1
+        self.several = len({device.process_index for device in devices}) > 1
         self._pending: list[jax.Array | np.ndarray] = []
         first = {device.process_index: number for number, device in reversed(list(enumerate(devices)))}
         self._rows = [first[process] for process in sorted(first)]
-        if self._many:
+        if self.several:
             # All devices of the job, so that no other group of them has to be connected.
             mesh = Mesh(np.array(devices), ("device",))
             self._split = NamedSharding(mesh, PartitionSpec("device"))
@@ -52,7 +54,7 @@ class StopFlag:
     def submit(self, signal: int | None, seconds: float = 0.0) -> None:
         """This process's answer for the update just dispatched: the signal it received, or None."""
         row = np.array([[signal or 0, seconds]], np.float32)
-        if not self._many:
+        if not self.several:
             self._pending.append(row)
             return
         rows = np.repeat(row, self._local, axis=0)
@@ -62,5 +64,5 @@ class StopFlag:
         """What all processes said for the oldest update not yet asked for."""
         flags = self._pending.pop(0)
         rows = np.asarray(flags.addressable_data(0) if isinstance(flags, jax.Array) else flags)
-        rows = rows[self._rows] if self._many else rows
+        rows = rows[self._rows] if self.several else rows
         return Agreed(int(rows[:, 0].max()), tuple(float(value) for value in rows[:, 1]))

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 
 from meshtune.adapters.method import Counts
-from meshtune.train.devices import device_table
 from meshtune.train.memory import size_in_words
 from meshtune.train.resolve import Choice
 
@@ -36,11 +35,6 @@ class Plan:
     records: int
     optimizer: str
     state_bytes: int
-
-
-def show_devices(console: Console) -> None:
-    """The device table."""
-    console.print(device_table())
 
 
 def show_plan(console: Console, plan: Plan, choices: Sequence[Choice]) -> None:

@@ -27,8 +27,11 @@ def evaluate(
     trainable: Tree,
     frozen: Tree,
     batches: Iterable[dict[str, np.ndarray]],
+    place: Callable[[dict[str, np.ndarray]], Batch] = dict,
 ) -> Evaluation:
     """The weighted mean over batches of [A, B, T] arrays; every sum is added in float64 on the host.
+
+    `place` puts a micro-batch of [B, T] arrays on the devices.
 
     Raises: UserError if the validation data have nothing to learn.
     """
@@ -36,7 +39,9 @@ def evaluate(
     sums: dict[str, float] = {}
     for arrays in batches:
         for number in range(arrays["tokens"].shape[0]):
-            score = jax.device_get(step(trainable, frozen, {name: array[number] for name, array in arrays.items()}))
+            score = jax.device_get(
+                step(trainable, frozen, place({name: array[number] for name, array in arrays.items()}))
+            )
             loss, weight = loss + float(score.loss), weight + float(score.weight)
             for name, value in score.metrics.items():
                 sums[name] = sums.get(name, 0.0) + float(value)

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from meshtune.errors import UserError
+from meshtune.mesh.stop_flag import StopFlag
 from meshtune.model.tree import Tree
 from meshtune.train.cadence import Cadence
 from meshtune.train.checkpoint import Checkpoints, Record
@@ -46,10 +47,11 @@ class TrainBatch(Protocol):
 class Task:
     """What a loop works with. `record` is the checkpoint record of its start; `epoch_at(step)` is a fraction.
 
-    `evaluate(trainable)` and `sample(trainable)` may be None; samples are (prompt, text).
+    `place` puts a batch's arrays on the devices. `evaluate(trainable)` and `sample(trainable)` may be None; samples
+    are (prompt, text).
     """
 
-    step: Callable[[TrainState, Tree, dict[str, np.ndarray], Any], tuple[TrainState, Metrics]]
+    step: Callable[[TrainState, Tree, Any, Any], tuple[TrainState, Metrics]]
     frozen: Tree
     batches: Callable[[int, int], Iterable[TrainBatch]]
     learning_rate: Callable[[int], float]
@@ -57,6 +59,7 @@ class Task:
     cadence: Cadence
     record: Record
     early_stopping: EarlyStopping
+    place: Callable[[dict[str, np.ndarray]], Any] = dict
     evaluate: Callable[[Tree], Evaluation] | None = None
     evaluate_at_start: bool = False
     sample: Callable[[Tree], Iterable[tuple[str, str]]] | None = None
@@ -90,6 +93,9 @@ class _Loop:
         self.checkpoints, self.events, self.interrupt = checkpoints, events, interrupt
         self.early_stopping = task.early_stopping
         self.seed = np.int32(task.record.seed)
+        self.stop_flag = StopFlag()
+        self.stop = 0  # the signal on which all processes have agreed to stop
+        self.seconds = 0.0
         self.saved: int | None = None
         self.last_loss: float | None = None
         self.last_evaluation: float | None = None
@@ -104,17 +110,17 @@ class _Loop:
         if not self.early_stopping.stop:
             done = self._updates(done, total)
         self.events.emit(Stopped(done, self._reason(done)))
-        return Ended(
-            self.state, done, self.early_stopping, self.interrupt.received, self.last_loss, self.last_evaluation
-        )
+        return Ended(self.state, done, self.early_stopping, self.stop or None, self.last_loss, self.last_evaluation)
 
     def _updates(self, start: int, total: int) -> int:
         done, pending = start, None
         batches = iter(self.task.batches(start, total))
         try:
-            while done < total and self.interrupt.received is None and not self.early_stopping.stop:
+            while done < total and not self._stopping() and not self.early_stopping.stop:
                 batch = next(batches)
-                self.state, metrics = self.task.step(self.state, self.task.frozen, batch.arrays, self.seed)
+                arrays = self.task.place(batch.arrays)
+                self.state, metrics = self.task.step(self.state, self.task.frozen, arrays, self.seed)
+                self.stop_flag.submit(self.interrupt.received, self.seconds)
                 if pending is not None:
                     self._report(*pending)
                 pending = (batch, metrics)
@@ -131,6 +137,12 @@ class _Loop:
         if done > start and self.saved != done:
             self._save(done)
         return done
+
+    def _stopping(self) -> bool:
+        """One process stops at once; several stop after the same update, which they know one update later."""
+        if not self.stop_flag.several:
+            self.stop = self.interrupt.received or 0
+        return self.stop != 0
 
     def _at_start(self) -> None:
         if self.task.evaluate is not None and self.task.evaluate_at_start:
@@ -153,10 +165,12 @@ class _Loop:
 
     def _report(self, batch: TrainBatch, metrics: Metrics) -> None:
         values = jax.device_get(metrics)
+        self.stop = self.stop or self.stop_flag.agreed().signal
         if not bool(values["finite"]):
             raise _not_finite(batch, values, self.checkpoints)
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
+        self.seconds = seconds
         step = batch.step + 1
         self.last_loss = float(values["loss"])
         own = ("loss", "weight", "grad_norm", "finite", "finite_micro")
@@ -204,8 +218,8 @@ class _Loop:
         self.events.emit(event)
 
     def _reason(self, done: int) -> str:
-        if self.interrupt.received is not None and done < self.task.cadence.total:
-            return signal.Signals(self.interrupt.received).name
+        if self.stop and done < self.task.cadence.total:
+            return signal.Signals(self.stop).name
         if self.early_stopping.stop:
             best, stale = self.early_stopping.best, self.early_stopping.stale
             found = f"the best was {best.loss:.4f} after {best.step}" if best else "none was a number"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import jax
 import psutil
 
@@ -12,6 +15,12 @@ def memory_in_use() -> int:
     if stats and "bytes_in_use" in stats:
         return int(stats["bytes_in_use"])
     return int(psutil.Process().memory_info().rss)
+
+
+def bytes_on_each(tree: Any, itemsize: int | None = None) -> int:
+    """Bytes of a tree's arrays on one device; with `itemsize`, as if every number took so many."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * (itemsize or leaf.dtype.itemsize) for leaf in leaves)
 
 
 def size_in_words(count: float) -> str:

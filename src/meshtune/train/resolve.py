@@ -9,6 +9,9 @@ import jax
 from meshtune.adapters.config import FreezeConfig, FullConfig, LoraConfig, Method
 from meshtune.config.recipe import FreezeMethod, FullMethod, LoraMethod, Recipe
 from meshtune.kernels.attention import AttentionRequest, choose
+from meshtune.mesh.axes import MeshConfig, make_mesh, resolved
+from meshtune.mesh.fit import auto_mesh, check_batch, layout_for
+from meshtune.mesh.layout import Layout
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
 from meshtune.optim.build import OptimizerConfig
@@ -57,17 +60,42 @@ def precision_of(recipe: Recipe, stored: str) -> tuple[Precision, Choice]:
     return made, Choice("precision", name, reason)
 
 
+def mesh_of(recipe: Recipe, spec: ModelSpec, devices: int) -> tuple[MeshConfig, str]:
+    """The mesh, of `devices` devices or of as many as it was asked for, and why.
+
+    Raises: UserError for a mesh that the rows of a micro-batch do not allow.
+    """
+    asked, rows = recipe.mesh, recipe.train.batch_size // recipe.train.accumulation
+    if asked == "auto":
+        return auto_mesh(devices, spec, rows)
+    config = MeshConfig(**asked.model_dump())
+    config = resolved(config, devices) if -1 in config.sizes.values() else config
+    check_batch(config, rows, 0)
+    return config, "asked for"
+
+
+def layout_of(config: MeshConfig, why: str, spec: ModelSpec) -> tuple[Layout | None, list[Choice]]:
+    """How arrays lie on the job's devices, None where there is only one, and the mesh in words.
+
+    Raises: UserError for a mesh that the model does not allow.
+    """
+    if config.devices == 1:
+        return None, []
+    layout, notes = layout_for(make_mesh(config), spec)
+    return layout, [Choice("mesh", str(config), why), *(Choice(note.axis, "whole", note.text) for note in notes)]
+
+
 def compute_of(
-    recipe: Recipe, spec: ModelSpec, precision: Precision, rows: int, length: int
+    recipe: Recipe, spec: ModelSpec, precision: Precision, rows: int, length: int, layout: Layout | None = None
 ) -> tuple[Compute, list[Choice]]:
-    """How numbers are computed for micro-batches of `rows` rows of `length` positions.
+    """How numbers are computed for micro-batches of `rows` rows of `length` positions, over all devices of `layout`.
 
     Raises: UserError for a forced attention backend that cannot serve.
     """
     asked = recipe.compute
     backend = jax.default_backend()
-    remat = asked.remat if asked.remat != "auto" else ("none" if backend == "cpu" else "selective")
-    why = "asked for" if asked.remat != "auto" else f"auto: {remat} on {backend}"
+    remat = asked.remat if asked.remat != "auto" else "selective"
+    why = "asked for" if asked.remat != "auto" else "auto: products are kept"
     choices = [Choice("remat", remat, why)]
     windows = {layer.window for stack in spec.stacks for layer in stack.pattern}
     taken = []
@@ -85,6 +113,9 @@ def compute_of(
             window=window,
             aligned=True,
         )
+        if layout is not None:
+            split = layout.attention_split().fitted(request)
+            request = split.local(request)
         chosen, reason = choose(request, asked.attention)
         taken.append(Choice("attention", chosen.name + (f" (window {window})" if window else ""), reason))
     choices += list(dict.fromkeys(taken))
@@ -96,7 +127,7 @@ def compute_of(
         reason = f"auto: about {LOGITS_BYTES >> 20} MiB of logits at once"
     chunk = min(chunk, length)
     choices.append(Choice("loss_chunk", f"{chunk * rows} tokens", reason))
-    return Compute(precision.compute, remat, asked.attention, chunk, asked.scan_layers), choices
+    return Compute(precision.compute, remat, asked.attention, chunk, asked.scan_layers, layout), choices
 
 
 def method_of(recipe: Recipe) -> Method:

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.method import Prepared, abstract, count
+from meshtune.adapters.method import Prepared, count
 from meshtune.adapters.method import prepare as split_parameters
 from meshtune.adapters.peft_format import BaseRecord
 from meshtune.config.recipe import Recipe
@@ -22,28 +21,31 @@ from meshtune.data.prepare import Prepared as Data
 from meshtune.data.prepare import prepare as prepare_data
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
-from meshtune.model.tree import Tree, merge
-from meshtune.objectives import OBJECTIVES
+from meshtune.mesh.agreement import agree, first_alone
+from meshtune.mesh.axes import MeshConfig
+from meshtune.mesh.fit import check_batch
+from meshtune.mesh.peers import Place
+from meshtune.mesh.placement import shardings
+from meshtune.mesh.processes import Job
 from meshtune.optim.build import make_optimizer
 from meshtune.train import banner, metrics_log, trackers
-from meshtune.train.cadence import Cadence, evaluations, every, save_interval
 from meshtune.train.checkpoint import Best, Checkpoints, Record, disk_reason, versions
-from meshtune.train.early_stopping import EarlyStopping
-from meshtune.train.evaluate import Evaluation, evaluate
+from meshtune.train.devices import device_table, seen_by_all
 from meshtune.train.events import opened
 from meshtune.train.final import export_result
 from meshtune.train.interrupt import interruptible
-from meshtune.train.loop import Ended, Task, run_loop
-from meshtune.train.memory import size_in_words
+from meshtune.train.loop import Ended, run_loop
+from meshtune.train.memory import bytes_on_each, size_in_words
 from meshtune.train.output import CHECKPOINTS, check_output, claimed, write_recipe, write_run
 from meshtune.train.plot import LossPlot
 from meshtune.train.progress import ProgressBar
-from meshtune.train.resolve import Precision, compute_of, method_of, optimizer_of, precision_of
+from meshtune.train.resolve import Choice, compute_of, optimizer_of
 from meshtune.train.resume import Resumed, find_resume
-from meshtune.train.step import TrainState, init_state, make_eval_step, make_train_step
+from meshtune.train.settle import settle
+from meshtune.train.step import TrainState, abstract_state, init_state
+from meshtune.train.task import Parts, make_task
 from meshtune.weights.fingerprint import base_hash
-from meshtune.weights.hub import locate
-from meshtune.weights.load import load_config, load_params, load_spec, stored_dtype
+from meshtune.weights.load import load_params
 
 DEFAULT_EPOCHS = 3.0
 
@@ -68,16 +70,20 @@ class Result:
     interrupted: int | None = None
 
 
-def train(recipe: Recipe, *, console: Console | None = None) -> Result:
+def train(recipe: Recipe, *, console: Console | None = None, job: Job | None = None) -> Result:
     """Runs a recipe, or goes on with it (`recipe.resume`), and leaves everything in `recipe.output`.
+
+    `job` are the processes that share the work (mesh.processes.start); all of them call this. Process 0 shows and
+    writes what is not split.
 
     Raises: UserError for whatever is wrong with recipe, data, model, disk or numbers. Ctrl-C and SIGTERM end the run
     after the update under way, saved, with `Result.interrupted` set.
     """
-    console = console or Console(highlight=False)
+    job = job or Job(Place())
+    console = console or Console(highlight=False, quiet=not job.first)
     output = pathlib.Path(recipe.output).expanduser()
     try:
-        return _Run(recipe, output, console).run()
+        return _Run(recipe, output, console, job).run()
     except OSError as error:
         if isinstance(error, UserError) or not (reason := disk_reason(error)):
             raise
@@ -89,49 +95,63 @@ def train(recipe: Recipe, *, console: Console | None = None) -> Result:
 
 
 class _Run:
-    def __init__(self, recipe: Recipe, output: pathlib.Path, console: Console):
-        self.recipe, self.output, self.console = recipe, output, console
+    def __init__(self, recipe: Recipe, output: pathlib.Path, console: Console, job: Job):
+        self.recipe, self.output, self.console, self.job = recipe, output, console, job
         self.began = time.monotonic()
         self.fields: dict[str, Any] = recipe.model_dump(mode="json")
 
     def run(self) -> Result:
-        recipe, console = self.recipe, self.console
-        check_output(self.output, resume=recipe.resume, overwrite=recipe.overwrite)
-        trackers.check_installed(list(recipe.log.trackers))
-        banner.show_devices(console)
-        self.source = locate(recipe.model.path, recipe.model.revision)
-        self.method = method_of(recipe)
-        precision, chosen = precision_of(recipe, stored_dtype(self.source, load_config(self.source)))
-        self.base_spec, _ = load_spec(self.source, precision.frozen)
-        abstract(self.method, self.base_spec, precision.trainable)  # a method that cannot be fails here
+        recipe, console, job = self.recipe, self.console, self.job
+        seen = seen_by_all(job)
+        console.print(device_table(seen))
+        if job.first:
+            check_output(self.output, resume=recipe.resume, overwrite=recipe.overwrite)
+            trackers.check_installed(list(recipe.log.trackers))
+        self.settled = settled = settle(recipe, job, seen)
         self.tokenizer = load_tokenizer(
-            recipe.model.tokenizer or self.source, recipe.model.chat_template, revision=recipe.model.revision
+            recipe.model.tokenizer or settled.source, recipe.model.chat_template, revision=recipe.model.revision
         )
-        self.data = self._data()
+        with first_alone(job, "data"):  # the others find what it prepared, where they share a disk
+            self.data = self._data()
         self.total = recipe.train.steps or self.data.train.total_steps(recipe.train.epochs or DEFAULT_EPOCHS)
-        rows = recipe.train.batch_size // recipe.train.accumulation
-        self.compute, choices = compute_of(recipe, self.base_spec, precision, rows, self.data.train.row_length)
-        self.base = BaseRecord(recipe.model.path, base_hash(self.source))
-        with claimed(self.output, overwrite=recipe.overwrite) as aside:
-            if aside is not None:
-                console.print(f"the old run is now in {aside}")
-            with Checkpoints(self.output / CHECKPOINTS, keep=recipe.checkpoint.keep) as checkpoints:
-                return self._train(checkpoints, precision, [chosen, *choices])
+        rows, length = recipe.train.batch_size // recipe.train.accumulation, self.data.train.row_length
+        if settled.layout is not None:
+            check_batch(MeshConfig(**settled.layout.mesh.shape), rows, length)
+        self.compute, choices = compute_of(recipe, settled.spec, settled.precision, rows, length, settled.layout)
+        self.base = BaseRecord(recipe.model.path, base_hash(settled.source))
+        same = {"base model": self.base.hash, "training data": self.data.fingerprint}
+        agree(job, "what they read", same, fix="give every host the same files")
+        with self._claimed(), Checkpoints(self.output / CHECKPOINTS, keep=recipe.checkpoint.keep) as checkpoints:
+            return self._train(checkpoints, [*settled.choices, *choices])
 
-    def _train(self, checkpoints: Checkpoints, precision: Precision, choices: list[banner.Choice]) -> Result:
+    @contextlib.contextmanager
+    def _claimed(self) -> Iterator[None]:
+        """The output directory is this job's: process 0 holds it for all."""
+        if not self.job.first:
+            self.job.exchange("output", None)
+            yield
+            return
+        with claimed(self.output, overwrite=self.recipe.overwrite) as aside:
+            if aside is not None:
+                self.console.print(f"the old run is now in {aside}")
+            self.job.exchange("output", None)
+            yield
+
+    def _train(self, checkpoints: Checkpoints, choices: list[Choice]) -> Result:
         record = Record(0, self.recipe.seed, self.fields, self.base.path, self.base.hash or "", self.data.fingerprint)
         record = dataclasses.replace(record, versions=versions())
         resumed = find_resume(checkpoints, record) if self.recipe.resume else None
         self._note_resume(resumed)
-        made, state, optimizer, schedule = self._parameters(precision)
+        made, state, optimizer, schedule = self._parameters()
         if resumed is not None:
             state = checkpoints.restore(resumed.step, state)
             record = dataclasses.replace(record, step=resumed.step, best=resumed.best, stale=resumed.stale)
-        banner.show_plan(self.console, self._plan(made, state, precision), choices)
-        metrics_log.cut_back(self.output, resumed.step if resumed else None)
-        write_recipe(self.output, self.fields | {"resume": False, "overwrite": False})
-        write_run(self.output, self._about(record, "running"))
-        task = self._task(record, made, state, optimizer, schedule)
+        banner.show_plan(self.console, self._plan(made, state), choices)
+        if self.job.first:
+            metrics_log.cut_back(self.output, resumed.step if resumed else None)
+            write_recipe(self.output, self.fields | {"resume": False, "overwrite": False})
+        self._write_run(self._about(record, "running"))
+        task = make_task(self._parts(made, optimizer, schedule), record, state)
         with interruptible() as interrupt:
             with opened(self._sinks(record.step)) as events:
                 ended = run_loop(task, state, checkpoints, events, interrupt)
@@ -145,120 +165,63 @@ class _Run:
             data = prepare_data(
                 self.recipe,
                 self.tokenizer,
-                vocab=self.base_spec.vocab,
+                vocab=self.settled.spec.vocab,
                 progress=lambda what, done, of: status.update(f"{what}: {done:,} of {of:,}"),
             )
         for report in (data.report, data.validation_report):
             for warning in report.warnings if report else ():
                 self.console.print(f"[yellow]{report.split} data:[/] {warning}" if report else "")
-        longest, context = self.recipe.data.max_length, self.base_spec.rope.max_length
+        longest, context = self.recipe.data.max_length, self.settled.spec.rope.max_length
         if context and longest > context:
             self.console.print(
                 f"[yellow]data.max_length {longest} is beyond the model's context of {context} tokens[/]"
             )
         return data
 
-    def _parameters(self, precision: Precision):
+    def _parameters(self):
         """(the split model, its first state, optimizer, schedule), with the weights of the base."""
+        recipe, settled = self.recipe, self.settled
         with self.console.status("loading weights") as status:
             params = load_params(
-                self.source,
-                self.base_spec,
+                settled.source,
+                settled.spec,
                 progress=lambda done, of: status.update(
                     f"loading weights: {size_in_words(done)} of {size_in_words(of)}"
                 ),
             )
-        key = jax.random.fold_in(jax.random.key(self.recipe.seed), 0)
-        made = split_parameters(self.method, self.base_spec, params, key, precision.trainable)
-        optimizer, schedule = make_optimizer(optimizer_of(self.recipe, precision), self.total, made.trainable)
-        return made, init_state(made.trainable, optimizer), optimizer, schedule
+        key = jax.random.fold_in(jax.random.key(recipe.seed), 0)
+        made = split_parameters(settled.method, settled.spec, params, key, settled.precision.trainable)
+        arrays, layout = settled.arrays.trainable, settled.layout
+        if layout is not None:
+            placed = [
+                jax.device_put(tree, shardings(like, layout))
+                for tree, like in ((made.trainable, arrays), (made.frozen, settled.arrays.frozen))
+            ]
+            made = dataclasses.replace(made, trainable=placed[0], frozen=placed[1])
+        optimizer, schedule = make_optimizer(optimizer_of(recipe, settled.precision), self.total, arrays)
+        like = None if layout is None else abstract_state(arrays, optimizer, layout)
+        return made, init_state(made.trainable, optimizer, like), optimizer, schedule
 
-    def _task(self, record: Record, made: Prepared, state: TrainState, optimizer: Any, schedule: Any) -> Task:
-        recipe, loader = self.recipe, self.data.train
-        objective = OBJECTIVES["sft"]
-        step: Any = make_train_step(
-            objective,
-            made.spec,
-            self.compute,
-            optimizer,
-            max_grad_norm=recipe.optimizer.max_grad_norm,
-            dropout=isinstance(self.method, LoraConfig) and self.method.dropout > 0,
+    def _parts(self, made: Prepared, optimizer: Any, schedule: Any) -> Parts:
+        return Parts(
+            recipe=self.recipe,
+            settled=self.settled,
+            compute=self.compute,
+            data=self.data,
+            total=self.total,
+            tokenizer=self.tokenizer,
+            console=self.console,
+            made=made,
+            optimizer=optimizer,
+            schedule=schedule,
         )
-        rates = np.asarray(jax.vmap(schedule)(np.arange(self.total)))
-        early = recipe.eval
-        return Task(
-            step=self._compiled(step, state, made.frozen) if record.step < self.total else step,
-            frozen=made.frozen,
-            batches=loader.iterate,
-            learning_rate=lambda number: float(rates[number]),
-            epoch_at=self._epoch_at,
-            cadence=Cadence(
-                self.total,
-                evaluate=evaluations(early.every, self.total, loader.place),
-                sample=every(recipe.sample.every, self.total),
-                save=every(save_interval(recipe.checkpoint.every, self.total), self.total),
-            ),
-            record=record,
-            early_stopping=EarlyStopping(early.early_stopping, early.min_delta, record.best, record.stale),
-            evaluate=self._evaluator(made),
-            evaluate_at_start=early.at_start,
-            sample=self._sampler(made),
-            keep_best=recipe.checkpoint.keep_best,
-        )
-
-    def _compiled(self, step: Any, state: TrainState, frozen: Tree) -> Any:
-        began = time.monotonic()
-        with self.console.status("compiling the training step"):
-            compiled = step.lower(state, frozen, self.data.train.batch(0).arrays, np.int32(0)).compile()
-        facts = compiled.memory_analysis()
-        words = ""
-        if facts is not None:
-            held = facts.argument_size_in_bytes + facts.output_size_in_bytes - facts.alias_size_in_bytes
-            words = f"; it needs {size_in_words(held + facts.temp_size_in_bytes)} of device memory"
-        self.console.print(f"[bold]compiled[/] the training step in {time.monotonic() - began:.1f} s{words}")
-        return compiled
-
-    def _evaluator(self, made: Prepared):
-        loader = self.data.validation
-        if loader is None or self.recipe.eval.every is None:
-            return None
-        step = make_eval_step(OBJECTIVES["sft"], made.spec, self.compute)
-
-        def run(trainable: Tree) -> Evaluation:
-            with contextlib.closing(loader.iterate(0, loader.steps_per_epoch(0))) as batches:  # pyright: ignore[reportArgumentType]
-                return evaluate(step, trainable, made.frozen, (batch.arrays for batch in batches))
-
-        return run
-
-    def _sampler(self, made: Prepared):
-        asked = self.recipe.sample
-        if not asked.prompts:
-            return None
-        from meshtune.generate.samples import sample
-
-        chat = self.data.report.template is not None
-
-        def run(trainable: Tree) -> Iterator[tuple[str, str]]:
-            texts = sample(
-                merge(trainable, made.frozen),
-                made.spec,
-                self.compute,
-                self.tokenizer,
-                asked.prompts,
-                chat=chat,
-                system=self.recipe.data.system if chat else None,
-                max_tokens=asked.max_tokens,
-                temperature=asked.temperature,
-                seed=self.recipe.seed,
-            )
-            return zip(asked.prompts, texts, strict=True)
-
-        return run
 
     def _sinks(self, start: int) -> list[Any]:
+        if not self.job.first:
+            return []
         log, output = self.recipe.log, self.output
         history = metrics_log.read(output / metrics_log.METRICS)
-        title = f"{self.source.name}, {self.recipe.method.kind}"
+        title = f"{self.settled.source.name}, {self.recipe.method.kind}"
         sinks: list[Any] = [
             ProgressBar(self.console),
             metrics_log.MetricsLog(output, every=log.every),
@@ -266,20 +229,13 @@ class _Run:
         ]
         return sinks + [trackers.TRACKERS[name](output, log.project, self.fields, start) for name in log.trackers]
 
-    def _epoch_at(self, step: int) -> float:
-        if step == 0:
-            return 0.0
-        epoch, within = self.data.train.place(step - 1)
-        return epoch + (within + 1) / self.data.train.steps_per_epoch(epoch)
-
-    def _plan(self, made: Prepared, state: TrainState, precision: Precision) -> banner.Plan:
+    def _plan(self, made: Prepared, state: TrainState) -> banner.Plan:
         recipe, loader, report = self.recipe, self.data.train, self.data.report
-        held = sum(leaf.nbytes for leaf in jax.tree.leaves((state, made.frozen)))
-        gradients = sum(leaf.size * 4 for leaf in jax.tree.leaves(made.trainable))
-        optimizer = optimizer_of(recipe, precision)
+        state_bytes = bytes_on_each((state, made.frozen)) + bytes_on_each(made.trainable, itemsize=4)
+        optimizer = optimizer_of(recipe, self.settled.precision)
         method = recipe.method.kind
-        if isinstance(self.method, LoraConfig):
-            method += f", rank {self.method.rank}, alpha {self.method.alpha:g}"
+        if isinstance(self.settled.method, LoraConfig):
+            method += f", rank {self.settled.method.rank}, alpha {self.settled.method.alpha:g}"
         return banner.Plan(
             model=recipe.model.path,
             family=made.spec.family,
@@ -292,12 +248,16 @@ class _Run:
             tokens=report.counts.tokens / max(1, report.steps_per_epoch),
             records=report.counts.kept,
             optimizer=f"{optimizer.name}, learning rate {optimizer.learning_rate:g}, {optimizer.schedule.name}",
-            state_bytes=held + gradients,
+            state_bytes=state_bytes,
         )
 
     def _about(self, record: Record, status: str, **more: Any) -> dict[str, Any]:
         base = {"path": self.base.path, "hash": self.base.hash}
         return {"status": status, "versions": record.versions, "base": base, "data": record.data} | more
+
+    def _write_run(self, fields: dict[str, Any]) -> None:
+        if self.job.first:
+            write_run(self.output, fields)
 
     def _note_resume(self, resumed: Resumed | None) -> None:
         if self.recipe.resume and resumed is None:
@@ -308,7 +268,7 @@ class _Run:
                 self.console.print(f"[yellow]{note}[/]", highlight=False)
 
     def _interrupted(self, ended: Ended) -> Result:
-        write_run(self.output, {"status": "interrupted", "step": ended.step})
+        self._write_run({"status": "interrupted", "step": ended.step})
         self.console.print(f"[bold]saved[/] after update {ended.step} of {self.total}; to go on:")
         self.console.print(f"  meshtune train {self.output}/recipe.yaml --resume", soft_wrap=True)
         return self._result(ended, None, ended.interrupted)
@@ -322,15 +282,15 @@ class _Run:
             path = export_result(
                 self.output,
                 dataclasses.replace(made, trainable=state.trainable),
-                self.method,
-                self.source,
+                self.settled.method,
+                self.settled.source,
                 self.base,
                 self.tokenizer,
             )
         found = {"step": ended.step, "exported_step": exported, "loss": ended.last_loss, "result": path.name}
         if best is not None:
             found["best"] = dataclasses.asdict(best)
-        write_run(self.output, self._about(record, "finished", **found))
+        self._write_run(self._about(record, "finished", **found))
         result = self._result(ended, path, None)
         banner.show_summary(self.console, result, exported)
         return result

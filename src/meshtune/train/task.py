@@ -1,0 +1,162 @@
+"""The loop's task, made from the parts of a run: the compiled step, when what is due, evaluation, samples."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from meshtune.adapters.config import LoraConfig
+from meshtune.adapters.method import Prepared
+from meshtune.config.recipe import Recipe
+from meshtune.data.prepare import Prepared as Data
+from meshtune.kernels.attention import balanced_order
+from meshtune.mesh.placement import place_batch
+from meshtune.model.compute import Compute
+from meshtune.model.tree import Tree, merge
+from meshtune.objectives import OBJECTIVES
+from meshtune.train.cadence import Cadence, evaluations, every, save_interval
+from meshtune.train.checkpoint import Record
+from meshtune.train.early_stopping import EarlyStopping
+from meshtune.train.evaluate import Evaluation, evaluate
+from meshtune.train.loop import Task
+from meshtune.train.memory import size_in_words
+from meshtune.train.settle import Settled
+from meshtune.train.step import TrainState, make_eval_step, make_train_step
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What a run is made of when its weights are there."""
+
+    recipe: Recipe
+    settled: Settled
+    compute: Compute
+    data: Data
+    total: int
+    tokenizer: PreTrainedTokenizerFast
+    console: Console
+    made: Prepared
+    optimizer: Any
+    schedule: Any
+
+
+def make_task(parts: Parts, record: Record, state: TrainState) -> Task:
+    """The task from `record.step` on; compiles the training step if there is anything left to do."""
+    recipe, loader, method = parts.recipe, parts.data.train, parts.settled.method
+    place = _placing(parts)
+    step: Any = make_train_step(
+        OBJECTIVES["sft"],
+        parts.made.spec,
+        parts.compute,
+        parts.optimizer,
+        max_grad_norm=recipe.optimizer.max_grad_norm,
+        dropout=isinstance(method, LoraConfig) and method.dropout > 0,
+        abstract=parts.settled.arrays.trainable,
+    )
+    if record.step < parts.total:
+        step = _compiled(parts, step, state, place(loader.batch(0).arrays))
+    rates = np.asarray(jax.vmap(parts.schedule)(np.arange(parts.total)))
+    early = recipe.eval
+    return Task(
+        step=step,
+        frozen=parts.made.frozen,
+        batches=loader.iterate,
+        place=place,
+        learning_rate=lambda number: float(rates[number]),
+        epoch_at=lambda number: _epoch_at(parts, number),
+        cadence=Cadence(
+            parts.total,
+            evaluate=evaluations(early.every, parts.total, loader.place),
+            sample=every(recipe.sample.every, parts.total),
+            save=every(save_interval(recipe.checkpoint.every, parts.total), parts.total),
+        ),
+        record=record,
+        early_stopping=EarlyStopping(early.early_stopping, early.min_delta, record.best, record.stale),
+        evaluate=_evaluator(parts, place),
+        evaluate_at_start=early.at_start,
+        sample=_sampler(parts),
+        keep_best=recipe.checkpoint.keep_best,
+    )
+
+
+def _placing(parts: Parts) -> Callable[[dict[str, np.ndarray]], Any]:
+    """How a batch gets to the devices."""
+    layout = parts.compute.layout
+    cp = 1 if layout is None else layout.size("cp")
+    order = balanced_order(parts.data.train.row_length, cp) if cp > 1 else None
+
+    def place(arrays: dict[str, np.ndarray]) -> Any:
+        fits = order is not None and arrays["tokens"].shape[-1] == len(order)
+        return place_batch(arrays, layout, order if fits else None)
+
+    return place
+
+
+def _compiled(parts: Parts, step: Any, state: TrainState, batch: Any) -> Any:
+    began = time.monotonic()
+    with parts.console.status("compiling the training step"):
+        compiled = step.lower(state, parts.made.frozen, batch, np.int32(0)).compile()
+    facts = compiled.memory_analysis()
+    words = ""
+    if facts is not None:
+        held = facts.argument_size_in_bytes + facts.output_size_in_bytes - facts.alias_size_in_bytes
+        where = "of device memory" if parts.compute.layout is None else "of memory on each device"
+        words = f"; it needs {size_in_words(held + facts.temp_size_in_bytes)} {where}"
+    parts.console.print(f"[bold]compiled[/] the training step in {time.monotonic() - began:.1f} s{words}")
+    return compiled
+
+
+def _epoch_at(parts: Parts, step: int) -> float:
+    if step == 0:
+        return 0.0
+    epoch, within = parts.data.train.place(step - 1)
+    return epoch + (within + 1) / parts.data.train.steps_per_epoch(epoch)
+
+
+def _evaluator(parts: Parts, place: Callable[[dict[str, np.ndarray]], Any]) -> Callable[[Tree], Evaluation] | None:
+    loader = parts.data.validation
+    if loader is None or parts.recipe.eval.every is None:
+        return None
+    step = make_eval_step(OBJECTIVES["sft"], parts.made.spec, parts.compute, abstract=parts.settled.arrays.trainable)
+
+    def run(trainable: Tree) -> Evaluation:
+        with contextlib.closing(loader.iterate(0, loader.steps_per_epoch(0))) as batches:  # pyright: ignore[reportArgumentType]
+            return evaluate(step, trainable, parts.made.frozen, (batch.arrays for batch in batches), place=place)
+
+    return run
+
+
+def _sampler(parts: Parts) -> Callable[[Tree], Iterator[tuple[str, str]]] | None:
+    asked = parts.recipe.sample
+    if not asked.prompts:
+        return None
+    from meshtune.generate.samples import sample
+
+    chat = parts.data.report.template is not None
+
+    def run(trainable: Tree) -> Iterator[tuple[str, str]]:
+        texts = sample(
+            merge(trainable, parts.made.frozen),
+            parts.made.spec,
+            parts.compute,
+            parts.tokenizer,
+            asked.prompts,
+            chat=chat,
+            system=parts.recipe.data.system if chat else None,
+            max_tokens=asked.max_tokens,
+            temperature=asked.temperature,
+            seed=parts.recipe.seed,
+        )
+        return zip(asked.prompts, texts, strict=True)
+
+    return run
