@@ -4,6 +4,9 @@ A checkpoint is a directory named by its step. It is written beside its place an
 process killed at any moment leaves the checkpoints that were whole before; what it left half-written is removed when
 the directory is opened again. Arrays go through Orbax, asynchronously; what is not an array is JSON beside them.
 Frozen weights are not in it: the record refers to them by path and hash.
+
+Of arrays that are spread over processes each writes what its own devices hold (what several hold is written once), and
+reads what its devices will hold: nothing is gathered, and meshes and numbers of processes may differ between the two.
 """
 
 from __future__ import annotations
@@ -11,65 +14,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import importlib.metadata
 import logging
 import pathlib
-import platform
 import shutil
+import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
 from meshtune.errors import UserError
+from meshtune.mesh.processes import Job
+from meshtune.mesh.together import ALONE, together
 from meshtune.optim.paths import named_leaves
+from meshtune.train.disk import disk_errors, disk_reason
 from meshtune.train.memory import size_in_words
+from meshtune.train.record import Best, Record, versions
 from meshtune.train.step import TrainState
 
+__all__ = ["Best", "Checkpoints", "Record", "disk_reason", "versions"]
+
 MARGIN = 256 * 1024  # bytes of a checkpoint that are not arrays
-PACKAGES = ("meshtune", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
-
-
-@dataclasses.dataclass(frozen=True)
-class Best:
-    """The best evaluation so far: after `step` updates, with this validation loss."""
-
-    step: int
-    loss: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Record:
-    """What a checkpoint holds beside arrays.
-
-    `step` updates are made and as many batches are used up: together with `seed` it is the state of the random numbers
-    and of the data order. `data` fingerprints the prepared examples, `base_hash` the frozen weights; `stale` counts
-    evaluations since the best one; `recipe` is the resolved recipe.
-    """
-
-    step: int
-    seed: int
-    recipe: dict[str, Any]
-    base_path: str
-    base_hash: str
-    data: str
-    best: Best | None = None
-    stale: int = 0
-    versions: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Record:
-        best = value.get("best")
-        return cls(**{**value, "best": Best(**best) if best else None})
-
-
-def versions() -> dict[str, str]:
-    """Versions of what decides a run's numbers."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+TIMEOUT = 3600  # seconds the slowest process's writing may take; a process that is lost ends the others at once
+UNFINISHED = "orbax-checkpoint-tmp"
 
 
 class Checkpoints:
@@ -77,23 +44,40 @@ class Checkpoints:
 
     `save` returns when the arrays may be overwritten and writes in the background; a failure there is raised by the
     next call. Use as a context manager, or call `close`.
+
+    With several processes each opens the same directory, on storage they share, and all make the same calls in the same
+    order (`check`, `path`, `latest` and `steps` apart). A write that fails is raised on the process it fails on, which
+    `job` tells the others.
     """
 
-    def __init__(self, directory: str | pathlib.Path, *, keep: int):
+    def __init__(self, directory: str | pathlib.Path, *, keep: int, job: Job = ALONE):
         import orbax.checkpoint as ocp  # late: importing it takes seconds
 
         _quiet_orbax()
         self.directory = pathlib.Path(directory).absolute()
+        self._job = job
         self._best: int | None = None
-        with _disk_errors(self.directory):
-            self.directory.mkdir(parents=True, exist_ok=True)
-            for unfinished in self.directory.glob("*.orbax-checkpoint-tmp*"):
-                shutil.rmtree(unfinished)
+        _prepare(self.directory, job)
+        # Naming the processes makes Orbax wait for them through the coordination service. Its other way is a collective
+        # operation on the devices, which from its background thread could come between those of the training step.
+        among = set(range(job.processes)) if job.processes > 1 else None
+        asynchronous = ocp.options.AsyncOptions(timeout_secs=TIMEOUT)
+        several = ocp.options.MultiprocessingOptions(primary_host=0, active_processes=among)
+        with disk_errors(self.directory):
             self._manager = ocp.CheckpointManager(
                 self.directory,
-                item_handlers={"state": ocp.PyTreeCheckpointHandler(), "record": ocp.JsonCheckpointHandler()},
-                options=ocp.CheckpointManagerOptions(preservation_policy=_Newest(keep, self)),
+                item_handlers={
+                    "state": ocp.PyTreeCheckpointHandler(multiprocessing_options=several),
+                    "record": ocp.JsonCheckpointHandler(multiprocessing_options=several),
+                },
+                options=ocp.CheckpointManagerOptions(
+                    create=False,
+                    preservation_policy=_Newest(keep, self),
+                    async_options=asynchronous,
+                    multiprocessing_options=several,
+                ),
             )
+        _same_everywhere(self.steps(), self.directory, job)
 
     def latest(self) -> int | None:
         """The step of the newest whole checkpoint, or None."""
@@ -114,10 +98,13 @@ class Checkpoints:
         """
         import orbax.checkpoint as ocp
 
-        with _disk_errors(self.directory):
+        with disk_errors(self.directory):
+            # Not `together`: where this process's part of the previous save failed, the others still wait for it.
             self._manager.wait_until_finished()
-            self._best = keep
+        with together(self._job, "room for a checkpoint"), disk_errors(self.directory):
             self._check_room(state)
+        with disk_errors(self.directory):
+            self._best = keep
             self._manager.save(
                 record.step,
                 args=ocp.args.Composite(
@@ -127,9 +114,14 @@ class Checkpoints:
                 force=True,
             )
 
+    def check(self) -> None:
+        """Raises: UserError if a save in the background has failed on this process. Waits for nothing."""
+        with disk_errors(self.directory):
+            self._manager.check_for_errors()
+
     def wait(self) -> None:
         """Returns when everything is on disk. Raises: UserError if it could not be written."""
-        with _disk_errors(self.directory):
+        with disk_errors(self.directory):
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
 
@@ -165,7 +157,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits for saves under way and gives up the directory. Raises as `wait` does."""
-        with _disk_errors(self.directory):
+        with disk_errors(self.directory):
             self._manager.close()
 
     def __enter__(self) -> Checkpoints:
@@ -181,9 +173,10 @@ class Checkpoints:
 
     def _check_room(self, state: TrainState) -> None:
         """Asks the disk first: Orbax, refused half-way, prints tracebacks and leaves threads that wait for minutes."""
-        probe = self.directory / "room.orbax-checkpoint-tmp"
+        probe = self.directory / f"room-{self._job.process}.{UNFINISHED}"
         probe.mkdir()
         probe.rmdir()
+        # Of all processes together: they write to the same storage.
         need = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) + MARGIN
         free = shutil.disk_usage(self.directory).free
         if free < need:
@@ -214,6 +207,39 @@ class Checkpoints:
                 where=str(self.path(step)),
                 fix="delete this directory to go on from the checkpoint before it",
             ) from error
+
+
+def _prepare(directory: pathlib.Path, job: Job) -> None:
+    """Process 0 makes the directory and removes what was left half-written; all see that it is the same directory."""
+    token = f"shared-{job.exchange('checkpoints: token', uuid.uuid4().hex)[0]}.{UNFINISHED}"
+    with together(job, "checkpoints: directory"), disk_errors(directory):
+        if job.first:
+            directory.mkdir(parents=True, exist_ok=True)
+            for unfinished in directory.glob(f"*.{UNFINISHED}*"):
+                shutil.rmtree(unfinished)
+            if job.processes > 1:
+                (directory / token).mkdir()
+    with together(job, "checkpoints: shared"):
+        if job.processes > 1 and not (directory / token).is_dir():
+            raise UserError(
+                f"host {job.host} does not see the directory that process 0 made for checkpoints: the output is not on "
+                "storage that all hosts share",
+                where=str(directory),
+                fix="give an output on a shared file system, mounted at the same path on every host",
+            )
+    if job.first and job.processes > 1:
+        (directory / token).rmdir()
+
+
+def _same_everywhere(steps: list[int], directory: pathlib.Path, job: Job) -> None:
+    everyone = job.exchange("checkpoints: steps", steps)
+    for process, found in enumerate(everyone):
+        if found != everyone[0]:
+            raise UserError(
+                f"process 0 finds the checkpoints {everyone[0]}, and process {process} finds {found}",
+                where=str(directory),
+                fix="wait until the shared file system shows the same on every host, and start again",
+            )
 
 
 class _NotOrbax(logging.Filter):
@@ -250,62 +276,6 @@ def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def _described(found: tuple[tuple[int, ...], str] | None) -> str:
     return "absent" if found is None else f"{found[1]}{list(found[0])}"
-
-
-@contextlib.contextmanager
-def _disk_errors(directory: pathlib.Path) -> Iterator[None]:
-    """What the disk refuses, as an error that says what is still there. Orbax wraps some of these in ValueError."""
-    try:
-        yield
-    except (OSError, ValueError, RuntimeError) as error:
-        if isinstance(error, UserError) or not (reason := disk_reason(error)):
-            raise
-        whole = sorted(int(path.name) for path in directory.glob("[0-9]*") if path.name.isdigit())
-        kept = f"whole checkpoints there: {', '.join(map(str, whole))}" if whole else "no checkpoint was saved yet"
-        raise UserError(
-            f"a checkpoint could not be written: {reason}{_measured(error)}; {kept}",
-            where=str(directory),
-            fix="make room or make the directory writable, then run the same command with resume=true",
-        ) from error
-
-
-def _measured(error: BaseException) -> str:
-    return f" ({error.strerror})" if isinstance(error, OSError) and error.errno and error.filename is None else ""
-
-
-def disk_reason(error: BaseException | None) -> str | None:
-    """Why the disk refused, if that is what is behind an error; looks through the errors that caused it."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _DISK:
-            return _DISK[error.errno]
-        text = str(error).lower()
-        for number, words in _DISK.items():
-            if any(word in text for word in (words, errno.errorcode[number].lower(), _STRERROR[number])):
-                return words
-        error = error.__cause__ or error.__context__
-    return None
-
-
-_DISK = {
-    errno.ENOSPC: "no space left on the device",
-    errno.EDQUOT: "disk quota exceeded",
-    errno.EROFS: "the file system is read-only",
-    errno.EACCES: "permission denied",
-    errno.EPERM: "operation not permitted",
-    errno.ENOTDIR: "not a directory",
-    errno.EEXIST: "a file is in the way",
-    errno.EIO: "input/output error",
-}
-_STRERROR = {
-    errno.ENOSPC: "no space left on device",
-    errno.EDQUOT: "quota exceeded",
-    errno.EROFS: "read-only file system",
-    errno.EACCES: "permission denied",
-    errno.EPERM: "operation not permitted",
-    errno.ENOTDIR: "not a directory",
-    errno.EEXIST: "file exists",
-    errno.EIO: "input/output error",
-}
 
 
 def _first_line(error: BaseException) -> str:

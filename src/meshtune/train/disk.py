@@ -1,0 +1,66 @@
+"""What a disk refuses, in words."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import pathlib
+from collections.abc import Iterator
+
+from meshtune.errors import UserError
+
+
+@contextlib.contextmanager
+def disk_errors(directory: pathlib.Path) -> Iterator[None]:
+    """What the disk refuses, as an error that says what is still there. Orbax wraps some of these in ValueError."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        if isinstance(error, UserError) or not (reason := disk_reason(error)):
+            raise
+        whole = sorted(int(path.name) for path in directory.glob("[0-9]*") if path.name.isdigit())
+        kept = f"whole checkpoints there: {', '.join(map(str, whole))}" if whole else "no checkpoint was saved yet"
+        raise UserError(
+            f"a checkpoint could not be written: {reason}{_measured(error)}; {kept}",
+            where=str(directory),
+            fix="make room or make the directory writable, then run the same command with resume=true",
+        ) from error
+
+
+def _measured(error: BaseException) -> str:
+    return f" ({error.strerror})" if isinstance(error, OSError) and error.errno and error.filename is None else ""
+
+
+def disk_reason(error: BaseException | None) -> str | None:
+    """Why the disk refused, if that is what is behind an error; looks through the errors that caused it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _DISK:
+            return _DISK[error.errno]
+        text = str(error).lower()
+        for number, words in _DISK.items():
+            if any(word in text for word in (words, errno.errorcode[number].lower(), _STRERROR[number])):
+                return words
+        error = error.__cause__ or error.__context__
+    return None
+
+
+_DISK = {
+    errno.ENOSPC: "no space left on the device",
+    errno.EDQUOT: "disk quota exceeded",
+    errno.EROFS: "the file system is read-only",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "operation not permitted",
+    errno.ENOTDIR: "not a directory",
+    errno.EEXIST: "a file is in the way",
+    errno.EIO: "input/output error",
+}
+_STRERROR = {
+    errno.ENOSPC: "no space left on device",
+    errno.EDQUOT: "quota exceeded",
+    errno.EROFS: "read-only file system",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "operation not permitted",
+    errno.ENOTDIR: "not a directory",
+    errno.EEXIST: "file exists",
+    errno.EIO: "input/output error",
+}
