@@ -57,3 +57,21 @@ def test_a_signal_to_any_process_stops_all_after_the_same_update(tmp_path: pathl
     assert first.saying("done") == second.saying("done")
     assert first.saying("signal") == second.saying("signal") == signal.SIGTERM
     assert first.saying("skew") == 1.0  # process p says 1 + p seconds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_falls_silent_is_named_within_a_minute(tmp_path: pathlib.Path, victim: int):
+    processes = Processes(tmp_path, "work")
+    processes.wait_for("value")
+    stopped = processes.running[victim]
+    stopped.send_signal(signal.SIGSTOP)  # as a host that is gone: its connections stay open and nothing comes
+    began = time.monotonic()
+    try:
+        code = processes.running[1 - victim].wait(60)
+    finally:
+        stopped.send_signal(signal.SIGCONT)
+        stopped.kill()
+    assert time.monotonic() - began < 60
+    assert code == 75
+    assert f"error: process {victim} of 2 on " in processes.errors(1 - victim)
