@@ -1,0 +1,62 @@
+"""Meshes that can be, and what is said of those that cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from meshtune.errors import UserError
+from meshtune.mesh.axes import AXES, MeshConfig, make_mesh, resolved
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Device:
+    """A device as the mesh knows it."""
+
+    process_index: int
+    id: int
+    platform: str = "gpu"
+
+
+def test_an_open_axis_takes_the_devices_that_are_left():
+    assert resolved(MeshConfig(dp=2, fsdp=-1, tp=2), 16) == MeshConfig(dp=2, fsdp=4, tp=2)
+    assert resolved(MeshConfig(fsdp=-1), 1) == MeshConfig()
+
+
+@pytest.mark.parametrize(
+    ("config", "devices", "says"),
+    [
+        (MeshConfig(fsdp=3, tp=2), 8, "the mesh fsdp=3 x tp=2 is for 6 devices, and there are 8"),
+        (MeshConfig(fsdp=2), 1, "the mesh fsdp=2 is for 2 devices, and there is 1"),
+        (MeshConfig(dp=-1, tp=3), 8, "its fixed axes take 3 devices"),
+    ],
+)
+def test_axes_that_do_not_multiply_to_the_devices_say_what_does(config, devices, says):
+    with pytest.raises(UserError, match="mesh") as caught:
+        resolved(config, devices)
+    assert says in caught.value.what
+    assert caught.value.fix
+    assert "8 (fsdp=8" in caught.value.fix or devices == 1 or "multiple" in caught.value.what
+
+
+@pytest.mark.parametrize("size", [0, -2, True, 1.5])
+def test_a_size_that_cannot_be_is_refused(size):
+    with pytest.raises(UserError, match="along tp"):
+        MeshConfig(tp=size)
+
+
+def test_two_open_axes_are_refused():
+    with pytest.raises(UserError, match="both -1"):
+        MeshConfig(dp=-1, fsdp=-1)
+
+
+def test_dp_goes_across_hosts_and_the_rest_stays_inside():
+    devices = [Device(host, 4 * host + n) for host in (1, 0) for n in (3, 1, 0, 2)]
+    mesh = make_mesh(MeshConfig(dp=2, fsdp=2, tp=2), devices)
+    assert mesh.axis_names == AXES
+    hosts = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    assert [set(hosts[n].flat) for n in (0, 1)] == [{0}, {1}]
+    tp = mesh.devices[0, 0, 0, 0]
+    assert [device.id for device in tp] == [0, 1], "neighbours along tp are neighbours on their host"

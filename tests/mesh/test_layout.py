@@ -1,0 +1,129 @@
+"""Where arrays lie: the rules, for every family and every method."""
+
+from __future__ import annotations
+
+import time
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+from tiny_models import CONFIGS, torch_model
+
+from meshtune.adapters.config import FullConfig, LoraConfig
+from meshtune.adapters.method import abstract
+from meshtune.errors import UserError
+from meshtune.families import model_spec
+from meshtune.mesh.axes import AXES, MeshConfig
+from meshtune.mesh.fit import auto_mesh, check_batch, layout_for
+from meshtune.mesh.layout import Layout
+from meshtune.model.spec import ModelSpec
+from meshtune.optim.paths import named_leaves
+
+LLAMA_405B = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 16384, "intermediate_size": 53248,
+    "num_hidden_layers": 126, "num_attention_heads": 128, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu", "tie_word_embeddings": False,
+    "attention_bias": False, "mlp_bias": False,
+}  # fmt: skip
+
+
+def described(**sizes: int) -> Mesh:
+    """A mesh of devices that are not there: layouts are computed from sizes alone."""
+    shape = tuple(MeshConfig(**sizes).sizes.values())
+    devices = np.empty(int(np.prod(shape)), object)
+    devices[:] = [jax.devices()[0]] * len(devices)
+    return Mesh(devices.reshape(shape), AXES)
+
+
+def specs(spec: ModelSpec, mesh: Mesh, method=None) -> dict[str, PartitionSpec]:
+    layout, _ = layout_for(mesh, spec)
+    made = abstract(method or LoraConfig(), spec)
+    return {name: layout.of(array).spec for tree in (made.frozen, made.trainable) for name, array in named_leaves(tree)}
+
+
+def test_weights_and_adapters_of_405b_lie_as_the_rules_say():
+    found = specs(model_spec(LLAMA_405B, "bfloat16"), described(fsdp=4, tp=2))
+    P = PartitionSpec
+    assert found["layers/0.0/attn/q/weight"] == P(None, "tp", "fsdp")
+    assert found["layers/0.0/attn/o/weight"] == P(None, "fsdp", "tp")
+    assert found["layers/0.0/mlp/down/weight"] == P(None, "fsdp", "tp")
+    assert found["embed/weight"] == P("tp", "fsdp")
+    assert found["layers/0.0/attn/q/adapter/a"] == P(None, "tp", "fsdp"), "A [rank, in] over (fsdp, tp)"
+    assert found["layers/0.0/attn/q/adapter/b"] == P(None, "fsdp", "tp"), "B [out, rank] over (tp, fsdp)"
+    assert found["norm/weight"] == P()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("method", [LoraConfig(), FullConfig()])
+def test_nothing_larger_than_a_norm_is_whole_under_fsdp(name, method):
+    spec = model_spec(torch_model(name).config.to_dict(), "float32")
+    layout, _ = layout_for(described(fsdp=8), spec)
+    made = abstract(method, spec)
+    for tree in (made.frozen, made.trainable):
+        for path, array in named_leaves(tree):
+            split = layout.of(array).spec != PartitionSpec()
+            vectors = array.size // (array.shape[0] if array.axes[0] == "layers" else 1)
+            assert split or vectors <= max(spec.embed, spec.ffn, spec.heads * spec.head_dim), f"{path} is whole"
+
+
+def test_405b_over_8_devices_takes_an_eighth_of_its_bytes_and_no_time():
+    began = time.monotonic()
+    spec = model_spec(LLAMA_405B, "bfloat16")
+    layout, _ = layout_for(described(fsdp=8), spec)
+    leaves = jax.tree.leaves(abstract(LoraConfig(), spec).frozen)
+    here = sum(int(np.prod(layout.of(leaf).shard_shape(leaf.shape))) * 2 for leaf in leaves)
+    whole = sum(leaf.nbytes for leaf in leaves)
+    assert abs(whole / 2 - 405.85e9) < 0.1e9
+    assert here < whole / 8 * 1.001
+    assert time.monotonic() - began < 2
+
+
+def test_key_heads_that_tp_does_not_divide_stay_whole_and_are_explained():
+    spec = model_spec({**LLAMA_405B, "num_key_value_heads": 4}, "bfloat16")
+    layout, notes = layout_for(described(tp=8), spec)
+    assert layout.whole == {"kv_heads"}
+    assert "the 4 key and value heads do not divide by tp=8" in notes[0].text
+    found = specs(spec, described(tp=8))
+    assert found["layers/0.0/attn/k/weight"] == PartitionSpec()
+    assert found["layers/0.0/attn/q/weight"] == PartitionSpec(None, "tp")
+    assert layout_for(described(tp=4), spec)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "where", "says"),
+    [
+        ({"tp": 3}, "mesh.tp", "tp=3 does not divide the model's attention heads of 128"),
+        ({"fsdp": 7}, "mesh.fsdp", "embedding width of 16384"),
+        ({"ep": 2}, "mesh.ep", "llama has none"),
+    ],
+)
+def test_what_does_not_divide_is_refused_before_anything_is_allocated(sizes, where, says):
+    with pytest.raises(UserError) as caught:
+        layout_for(described(**sizes), model_spec(LLAMA_405B, "bfloat16"))
+    assert caught.value.where == where
+    assert says in caught.value.what
+
+
+def test_rows_and_lengths_that_do_not_divide_are_refused_with_what_does():
+    with pytest.raises(UserError, match="6 rows cannot be split over dp x fsdp = 4") as caught:
+        check_batch(MeshConfig(dp=2, fsdp=2), 6, 64)
+    assert "such as 8" in (caught.value.fix or "")
+    with pytest.raises(UserError, match="100 positions cannot be split over cp=4") as caught:
+        check_batch(MeshConfig(cp=4), 8, 100)
+    assert "such as 104" in (caught.value.fix or "")
+    check_batch(MeshConfig(dp=2, fsdp=2, cp=4), 8, 64)
+
+
+def test_auto_takes_fsdp_as_far_as_rows_allow_and_then_tp():
+    spec = model_spec(LLAMA_405B, "bfloat16")
+    assert auto_mesh(8, spec, 16)[0] == MeshConfig(fsdp=8)
+    assert auto_mesh(8, spec, 4)[0] == MeshConfig(fsdp=4, tp=2)
+    assert auto_mesh(1, spec, 3)[0] == MeshConfig()
+    with pytest.raises(UserError, match="no mesh of 3 devices"):
+        auto_mesh(3, spec, 16)
+
+
+def test_an_axis_that_no_rule_names_is_a_defect_and_not_silence():
+    with pytest.raises(KeyError, match="spin"):
+        Layout(described(fsdp=8)).spec(("spin", "embed"), (8, 8))

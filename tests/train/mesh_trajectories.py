@@ -1,0 +1,150 @@
+"""Thirty updates of a tiny model on meshes of simulated devices. A program: `mesh_trajectories.py OUT.json CASE ...`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+from typing import Any
+
+UPDATES, MICRO, ROWS, LENGTH, VOCAB = 30, 2, 8, 64, 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    mesh: dict[str, int]
+    method: str = "lora"
+    packed: bool = True
+    kv_heads: int = 8
+    tied: bool = False
+    dropout: float = 0.0
+
+
+CASES = {
+    "dp=8": Case({"dp": 8}),
+    "fsdp=8": Case({"fsdp": 8}),
+    "fsdp=8, full": Case({"fsdp": 8}, method="full"),
+    "fsdp=8, dropout": Case({"fsdp": 8}, dropout=0.2),
+    "tp=8": Case({"tp": 8}),
+    "tp=8, fewer key heads": Case({"tp": 8}, kv_heads=2),
+    "tp=8, full, fewer key heads, padded, tied": Case({"tp": 8}, method="full", packed=False, kv_heads=2, tied=True),
+    "cp=4": Case({"cp": 4}),
+    "cp=4, full, padded": Case({"cp": 4}, method="full", packed=False),
+    "fsdp=4 tp=2": Case({"fsdp": 4, "tp": 2}),
+    "fsdp=4 tp=2, full, padded": Case({"fsdp": 4, "tp": 2}, method="full", packed=False),
+    "dp=2 fsdp=2 tp=2": Case({"dp": 2, "fsdp": 2, "tp": 2}, packed=False),
+    "dp=2 fsdp=2 tp=2, full": Case({"dp": 2, "fsdp": 2, "tp": 2}, method="full"),
+    "fsdp=2 cp=2 tp=2": Case({"fsdp": 2, "cp": 2, "tp": 2}),
+    "fsdp=2 cp=2 tp=2, full, tied": Case({"fsdp": 2, "cp": 2, "tp": 2}, method="full", tied=True),
+}
+
+
+def batches(packed: bool) -> list[dict[str, Any]]:
+    """UPDATES batches [MICRO, ROWS, LENGTH] of random documents; about half of the positions are supervised.
+
+    Tokens are drawn from few, so that there is something to learn.
+    """
+    import numpy as np
+
+    rng = np.random.default_rng(5)
+    made = []
+    for _ in range(UPDATES):
+        shape = (MICRO, ROWS, LENGTH)
+        tokens = (rng.integers(0, 16, (*shape[:2], LENGTH + 1)) ** 2 % VOCAB).astype(np.int32)
+        segments, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        for a in range(MICRO):
+            for b in range(ROWS):
+                cuts = [0, *sorted(rng.choice(np.arange(1, LENGTH), 3, replace=False))] if packed else [0]
+                cuts.append(
+                    int(rng.integers(LENGTH // 2, LENGTH + 1)) if not packed else LENGTH - int(rng.integers(0, 2))
+                )
+                for number, (start, end) in enumerate(zip(cuts, cuts[1:], strict=False), start=1):
+                    if end > start:
+                        segments[a, b, start:end], positions[a, b, start:end] = number, np.arange(end - start)
+        weights = ((segments > 0) & (rng.random(shape) < 0.5)).astype(np.float32)
+        made.append(
+            {
+                "tokens": tokens[..., :-1],
+                "targets": tokens[..., 1:],
+                "positions": positions,
+                "segment_ids": segments,
+                "weights": weights,
+            }
+        )
+    return made
+
+
+def trajectory(case: Case, on_mesh: bool) -> dict[str, Any]:
+    """Losses and gradient norms of every update, and a norm of each trained leaf at the end."""
+    import jax
+    import numpy as np
+
+    from meshtune.adapters.config import FullConfig, LoraConfig
+    from meshtune.adapters.method import abstract, prepare
+    from meshtune.families import model_spec
+    from meshtune.kernels.attention import balanced_order
+    from meshtune.mesh.axes import MeshConfig, make_mesh
+    from meshtune.mesh.fit import layout_for
+    from meshtune.mesh.placement import place_batch, shardings
+    from meshtune.model.compute import Compute
+    from meshtune.model.init import init_params
+    from meshtune.objectives import OBJECTIVES
+    from meshtune.optim.build import OptimizerConfig, make_optimizer
+    from meshtune.train.step import abstract_state, init_state, make_train_step
+
+    config = {
+        "model_type": "llama", "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": case.kv_heads,
+        "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
+        "tie_word_embeddings": case.tied, "attention_bias": False, "mlp_bias": False, "initializer_range": 0.1,
+    }  # fmt: skip
+    spec = model_spec(config, "float32")
+    method = FullConfig() if case.method == "full" else LoraConfig(rank=8, dropout=case.dropout)
+    arrays = abstract(method, spec)
+    made = prepare(method, spec, init_params(spec, jax.random.key(1)), jax.random.key(2))
+    optimizer, _ = make_optimizer(OptimizerConfig(learning_rate=1e-3), UPDATES, arrays.trainable)
+    trainable, frozen, layout, order, like = made.trainable, made.frozen, None, None, None
+    if on_mesh:
+        mesh = MeshConfig(**case.mesh)
+        layout, _ = layout_for(make_mesh(mesh, jax.devices()[: mesh.devices]), spec)
+        trainable = jax.device_put(trainable, shardings(arrays.trainable, layout))
+        frozen = jax.device_put(frozen, shardings(arrays.frozen, layout))
+        like = abstract_state(arrays.trainable, optimizer, layout)
+        order = balanced_order(LENGTH, mesh.cp) if mesh.cp > 1 else None
+    compute = Compute(loss_chunk=16, layout=layout)
+    step = make_train_step(
+        OBJECTIVES["sft"],
+        arrays.spec,
+        compute,
+        optimizer,
+        max_grad_norm=1.0,
+        dropout=case.dropout > 0,
+        abstract=arrays.trainable,
+    )
+    state = init_state(trainable, optimizer, like)
+    losses, norms = [], []
+    for batch in batches(case.packed):
+        state, metrics = step(state, frozen, place_batch(batch, layout, order), np.int32(7))
+        losses.append(float(metrics["loss"]))
+        norms.append(float(metrics["grad_norm"]))
+    ends = [float(np.linalg.norm(jax.device_get(leaf))) for leaf in jax.tree.leaves(state.trainable)]
+    return {"loss": losses, "grad_norm": norms, "weights": ends}
+
+
+def main(out: str, names: list[str]) -> None:
+    alone: dict[str, dict[str, Any]] = {}
+    found = {}
+    for name in names:
+        case = CASES[name]
+        same = dataclasses.replace(case, mesh={})
+        key = json.dumps(dataclasses.asdict(same))
+        alone[key] = alone.get(key) or trajectory(case, on_mesh=False)
+        found[name] = {"one device": alone[key], "mesh": trajectory(case, on_mesh=True)}
+    pathlib.Path(out).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    main(sys.argv[1], sys.argv[2:])
