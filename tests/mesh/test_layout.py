@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
-from tiny_models import CONFIGS, torch_model
 
 from meshtune.adapters.config import FullConfig, LoraConfig
 from meshtune.adapters.method import abstract
@@ -19,6 +18,7 @@ from meshtune.mesh.fit import auto_mesh, check_batch, layout_for
 from meshtune.mesh.layout import Layout
 from meshtune.model.spec import ModelSpec
 from meshtune.optim.paths import named_leaves
+from tiny_models import CONFIGS, torch_model
 
 LLAMA_405B = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 16384, "intermediate_size": 53248,

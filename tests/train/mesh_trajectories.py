@@ -1,8 +1,9 @@
-"""Thirty updates of a tiny model on meshes of simulated devices. A program: `mesh_trajectories.py OUT.json CASE ...`."""
+"""Thirty updates of a tiny model on meshes of simulated devices: `mesh_trajectories.py OUT.json CASE ...`."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -60,7 +61,7 @@ def batches(packed: bool) -> list[dict[str, Any]]:
                 cuts.append(
                     int(rng.integers(LENGTH // 2, LENGTH + 1)) if not packed else LENGTH - int(rng.integers(0, 2))
                 )
-                for number, (start, end) in enumerate(zip(cuts, cuts[1:], strict=False), start=1):
+                for number, (start, end) in enumerate(itertools.pairwise(cuts), start=1):
                     if end > start:
                         segments[a, b, start:end], positions[a, b, start:end] = number, np.arange(end - start)
         weights = ((segments > 0) & (rng.random(shape) < 0.5)).astype(np.float32)

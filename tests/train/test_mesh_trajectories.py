@@ -7,10 +7,9 @@ import pathlib
 import subprocess
 import sys
 
+import mesh_trajectories
 import numpy as np
 import pytest
-
-import mesh_trajectories
 from mesh_trajectories import CASES, UPDATES
 
 # Sums over rows, heads and widths are added in another order: some 1e-7 an update, which Adam neither hides nor lets
