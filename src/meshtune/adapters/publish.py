@@ -9,42 +9,70 @@ import shutil
 from collections.abc import Iterator
 
 from meshtune.errors import UserError
+from meshtune.mesh.processes import Job
+from meshtune.mesh.together import ALONE, together
 
 
 @contextlib.contextmanager
-def published(dest: pathlib.Path, mark: str) -> Iterator[pathlib.Path]:
+def published(dest: pathlib.Path, mark: str, job: Job = ALONE) -> Iterator[pathlib.Path]:
     """Gives a new directory beside `dest` to write into, and renames it to `dest` when the block ends well.
 
-    A `dest` that holds the file `mark` is of the same kind, and is replaced. Raises UserError where `dest` holds
-    something else, or where it cannot be written.
+    A `dest` that holds the file `mark` is of the same kind, and is replaced. Every process of `job` is given the same
+    directory; process 0 makes, renames and removes it, when all have come to the end of the block. Each sees to it that
+    its own files are on disk. Raises UserError, on every process, where `dest` holds something else, or where it cannot
+    be written.
     """
+    number = job.exchange("publish: number", os.getpid())[0]
+    partial, old = (dest.with_name(f".{dest.name}.{what}-{number}") for what in ("partial", "old"))
+    try:
+        with together(job, "publish: begin"), _disk_errors(dest):
+            if job.first:
+                _check(dest, mark)
+                partial.mkdir(parents=True)
+        with together(job, "publish: shared"):
+            if not partial.is_dir():
+                raise UserError(
+                    f"host {job.host} does not see what process 0 writes: the output is not on storage that all share",
+                    where=str(partial),
+                    fix="give an output on a shared file system, mounted at the same path on every host",
+                )
+        with _disk_errors(dest):
+            yield partial
+        with together(job, "publish: end"), _disk_errors(dest):
+            if job.first:
+                for file in partial.iterdir():
+                    _to_disk(file)
+                if dest.exists():
+                    dest.rename(old)
+                partial.rename(dest)
+                _to_disk(dest.parent)
+    finally:
+        if job.first:
+            if old.exists() and not dest.exists():
+                old.rename(dest)
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _check(dest: pathlib.Path, mark: str) -> None:
     if dest.is_file() or (dest.is_dir() and any(dest.iterdir()) and not (dest / mark).exists()):
         raise UserError(
             f"{dest} exists and is not what was to be written there (it has no {mark})",
             where=str(dest),
             fix="give another directory, or move this one aside",
         )
-    partial, old = (dest.with_name(f".{dest.name}.{what}-{os.getpid()}") for what in ("partial", "old"))
+
+
+@contextlib.contextmanager
+def _disk_errors(dest: pathlib.Path) -> Iterator[None]:
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        for file in partial.iterdir():
-            _to_disk(file)
-        if dest.exists():
-            dest.rename(old)
-        partial.rename(dest)
-        _to_disk(dest.parent)
+        yield
     except OSError as error:
         raise UserError(
             f"cannot write {dest}: {error.strerror or error}",
             where=str(error.filename or dest),
             fix="make room, or give a directory that can be written",
         ) from error
-    finally:
-        if old.exists() and not dest.exists():
-            old.rename(dest)
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def _to_disk(path: pathlib.Path) -> None:

@@ -1,13 +1,16 @@
-"""Parameters in, a verified Hugging Face directory out, tensor by tensor."""
+"""Parameters in, a verified Hugging Face directory out, tensor by tensor.
+
+Parameters may be spread over the devices of several processes: each file is written by one of them, process 0 writes
+what is not weights, and the directory gets its name when all have written and verified their part.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import fnmatch
 import json
-import os
+import math
 import shutil
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,14 +21,18 @@ from numpy import ndarray
 
 from meshtune.adapters.publish import published
 from meshtune.errors import UserError
+from meshtune.mesh.layout import Layout
+from meshtune.mesh.processes import Job
+from meshtune.mesh.together import ALONE, together
 from meshtune.model.spec import ModelSpec
 from meshtune.model.tree import Tree, flatten
 from meshtune.weights.load import MODEL_DTYPES, Progress, load_config, stored_dtype
 from meshtune.weights.safetensors_files import INDEX, SINGLE
-from meshtune.weights.slots import Slot, blocks, cut, slots
+from meshtune.weights.slots import Slot, slots
+from meshtune.weights.streamed import Tensor, header, write_file
 from meshtune.weights.verify import ExportError, Verified, verify_export
 
-ST_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+METADATA = {"format": "pt"}
 
 # What a tokenizer is made of, and the texts that must travel with a model.
 TOKENIZER_FILES = (
@@ -60,6 +67,8 @@ def export_model(
     tokenizer: Path | None = None,
     chat_template: str | None = None,
     progress: Progress | None = None,
+    layout: Layout | None = None,
+    job: Job = ALONE,
 ) -> Exported:
     """Writes `params` (merged: without adapters) as a Hugging Face directory and verifies it.
 
@@ -68,6 +77,9 @@ def export_model(
     `expected` are the `probe_logits` of what was trained, taken before adapters were merged. Tensors are written one
     after another, so host memory holds one block of one tensor. `dest` appears whole and verified or not at all; an
     export that fails its verification is left beside it as `<dest>.failed-verification`.
+
+    `layout` says how `params` lie on a mesh. With several processes all of `job` call this; what one of them raises all
+    raise.
 
     Raises UserError for a destination that holds something, a full disk or a bad dtype, ExportError if what was
     written differs from what was trained.
@@ -79,42 +91,69 @@ def export_model(
         raise UserError(f"dtype '{dtype}' cannot be exported", fix=f"one of {', '.join(MODEL_DTYPES)}")
     flat = flatten(params)
     shards = plan_shards(slots(spec), dtype, max_shard_bytes)
+    files = {name: [Tensor(slot.name, flat[slot.path], slot.row, dtype) for slot in shard] for name, shard in shards}
+    total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
     copies = list(_copies(source, MODEL_FILES)) + list(_copies(tokenizer or source, TOKENIZER_FILES))
-    _check_destination(dest, (source, *([tokenizer] if tokenizer else [])), overwrite)
-    _check_room(dest, shards, dtype, copies)
+    with together(job, "export: destination"):
+        if job.first:
+            _check_destination(dest, (source, *([tokenizer] if tokenizer else [])), overwrite)
+            _check_room(dest, files, copies)
 
-    with published(dest, "config.json") as folder:
-        total = sum(_nbytes(slot, dtype) for _, shard in shards for slot in shard)
+    with published(dest, "config.json", job) as folder:
         done = 0
-        for name, shard in shards:
-            for written in _write_shard(folder / name, flat, shard, dtype):
-                done += written
-                if progress:
-                    progress(done, total)
-        if len(shards) > 1:
-            weight_map = {slot.name: name for name, shard in shards for slot in shard}
-            elements = total // jnp.dtype(dtype).itemsize
-            metadata = {"total_parameters": elements, "total_size": total}
-            _write_json(folder / INDEX, {"metadata": metadata, "weight_map": weight_map})
-        _write_json(folder / "config.json", _exported_config(config, spec, dtype))
-        for file, relative in copies:
-            (folder / relative).parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, folder / relative)
-        if chat_template is not None:
-            _write_chat_template(folder, chat_template)
-        verified = _verified(params, spec, folder, dest, dtype, expected)
-    return Exported(dest, tuple(name for name, _ in shards), total, dtype, verified)
+        for number, (name, tensors) in enumerate(files.items()):
+            with together(job, f"export: {name}"):
+                for written in write_file(folder / name, tensors, METADATA, mine=number % job.processes == job.process):
+                    done += written
+                    if progress:
+                        progress(done, total)
+        with together(job, "export: config"):
+            if job.first:
+                _write_rest(folder, _exported_config(config, spec, dtype), files, copies, chat_template)
+        verified = _verified(params, spec, folder, dest, dtype, expected, layout, job)
+    return Exported(dest, tuple(files), total, dtype, verified)
+
+
+def _write_rest(
+    folder: Path,
+    config: dict[str, Any],
+    files: dict[str, list[Tensor]],
+    copies: list[tuple[Path, str]],
+    chat_template: str | None,
+) -> None:
+    if len(files) > 1:
+        weight_map = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
+        every = [tensor for tensors in files.values() for tensor in tensors]
+        metadata = {
+            "total_parameters": sum(math.prod(tensor.shape) for tensor in every),
+            "total_size": sum(tensor.nbytes for tensor in every),
+        }
+        _write_json(folder / INDEX, {"metadata": metadata, "weight_map": weight_map})
+    _write_json(folder / "config.json", config)
+    for file, relative in copies:
+        (folder / relative).parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, folder / relative)
+    if chat_template is not None:
+        _write_chat_template(folder, chat_template)
 
 
 def _verified(
-    params: Tree, spec: ModelSpec, folder: Path, dest: Path, dtype: str, expected: ndarray | None
+    params: Tree,
+    spec: ModelSpec,
+    folder: Path,
+    dest: Path,
+    dtype: str,
+    expected: ndarray | None,
+    layout: Layout | None,
+    job: Job,
 ) -> Verified:
     try:
-        return verify_export(params, spec, folder, dtype=dtype, expected=expected)
+        return verify_export(params, spec, folder, dtype=dtype, expected=expected, layout=layout, job=job)
     except UserError as error:
         failed = dest.with_name(f"{dest.name}.failed-verification")
-        shutil.rmtree(failed, ignore_errors=True)
-        folder.rename(failed)
+        if job.first:
+            shutil.rmtree(failed, ignore_errors=True)
+            folder.rename(failed)
         raise ExportError(
             f"the export was written but is not what was trained, so it is not called done: {error.what}",
             where=str(failed),
@@ -146,34 +185,6 @@ def _nbytes(slot: Slot, dtype: str) -> int:
     for n in slot.shape:
         size *= n
     return size
-
-
-def _header(shard: list[Slot], dtype: str) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for slot in shard:
-        stop = at + _nbytes(slot, dtype)
-        entries[slot.name] = {"dtype": ST_DTYPES[dtype], "shape": list(slot.shape), "data_offsets": [at, stop]}
-        at = stop
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8)  # the data starts at a multiple of eight bytes
-
-
-def _write_shard(file: Path, flat: dict[str, Any], shard: list[Slot], dtype: str) -> Iterator[int]:
-    """Writes one safetensors file (https://huggingface.co/docs/safetensors); yields the bytes of every block."""
-    header = _header(shard, dtype)
-    with file.open("wb") as stream:
-        stream.write(struct.pack("<Q", len(header)))
-        stream.write(header)
-        for slot in shard:
-            for start, stop in blocks(slot.shape, jnp.dtype(dtype).itemsize):
-                block = cut(flat[slot.path], slot, start, stop, dtype)
-                stream.write(block.view("u1").data)
-                yield block.nbytes
-        stream.flush()
-        os.fsync(stream.fileno())
-        if hasattr(os, "posix_fadvise"):  # so that the verification reads the disk, not the cache, where it can
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _exported_config(config: dict[str, Any], spec: ModelSpec, dtype: str) -> dict[str, Any]:
@@ -223,9 +234,9 @@ def _check_destination(dest: Path, sources: tuple[Path, ...], overwrite: bool) -
         )
 
 
-def _check_room(dest: Path, shards: list[tuple[str, list[Slot]]], dtype: str, copies: list[tuple[Path, str]]) -> None:
+def _check_room(dest: Path, files: dict[str, list[Tensor]], copies: list[tuple[Path, str]]) -> None:
     parent = next(p for p in dest.absolute().parents if p.is_dir())
-    need = sum(len(_header(shard, dtype)) + sum(_nbytes(slot, dtype) for slot in shard) for _, shard in shards)
+    need = sum(len(header(tensors, METADATA)) + sum(each.nbytes for each in tensors) for tensors in files.values())
     need += sum(file.stat().st_size for file, _ in copies) + (1 << 20)
     free = shutil.disk_usage(parent).free
     if need > free:

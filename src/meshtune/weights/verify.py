@@ -14,6 +14,10 @@ import numpy as np
 from jaxtyping import Float
 
 from meshtune.errors import UserError
+from meshtune.mesh.layout import Layout
+from meshtune.mesh.placement import place_batch
+from meshtune.mesh.processes import Job
+from meshtune.mesh.together import ALONE, together
 from meshtune.model.attention import Rows
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import enter, head_logits, head_params, one_layer
@@ -23,7 +27,8 @@ from meshtune.model.tree import Tree, flatten, unflatten
 from meshtune.weights.check import check
 from meshtune.weights.load import load_spec
 from meshtune.weights.safetensors_files import TensorInfo, TensorReader, headers
-from meshtune.weights.slots import Slot, blocks, cut, slots
+from meshtune.weights.slots import Slot, slots
+from meshtune.weights.streamed import Tensor, first_difference
 
 COMPUTE = Compute(dtype="float32", attention="direct")
 PROBE_SHAPE = (2, 48)
@@ -54,10 +59,13 @@ def probe(spec: ModelSpec) -> tuple[jax.Array, jax.Array, jax.Array]:
     return jnp.asarray(tokens, jnp.int32), jnp.asarray(positions, jnp.int32), jnp.ones(PROBE_SHAPE, jnp.int32)
 
 
-def probe_logits(params: Tree, spec: ModelSpec) -> Float[np.ndarray, "B T V"]:
-    """float32 logits of the probe, adapters included. Taken before merging, they say what was trained."""
+def probe_logits(params: Tree, spec: ModelSpec, layout: Layout | None = None) -> Float[np.ndarray, "B T V"]:
+    """float32 logits of the probe, adapters included. Taken before merging, they say what was trained.
+
+    `params` lie as `layout` says; all processes of its mesh call this, and each gets all logits.
+    """
     layers = ((layer, _row(params["layers"][key], row)) for _, key, row, layer in _by_layer(spec))
-    return _logits(spec, lambda: {"embed": params["embed"]}, layers, lambda: params)
+    return _logits(spec, layout, lambda: {"embed": params["embed"]}, layers, lambda: params)
 
 
 @jax.jit
@@ -67,48 +75,73 @@ def _row(stacked: Tree, row: int) -> Tree:
 
 def _logits(
     spec: ModelSpec,
+    layout: Layout | None,
     embedding: Callable[[], Tree],
     layers: Iterable[tuple[LayerSpec, Tree]],
     ends: Callable[[], Tree],
 ) -> Float[np.ndarray, "B T V"]:
     """Logits of the probe from parameters that are handed over part by part: one layer at a time is in float32."""
     spec = dataclasses.replace(spec, stacks=(), dtype="float32")  # no part of one layer's numbers: one compilation
-    rows, x = enter(embedding(), spec, COMPUTE, *probe(spec))
+    compute = dataclasses.replace(COMPUTE, layout=layout)
+    names = ("tokens", "positions", "segment_ids")
+    batch = place_batch(dict(zip(names, map(np.asarray, probe(spec)), strict=True)), layout)
+    rows, x = _enter(embedding(), batch, spec, compute)
     for layer, node in layers:
-        x = _step(x, node, dataclasses.astuple(rows), spec, layer).block_until_ready()
+        x = _step(x, node, rows, spec, layer, compute).block_until_ready()
     params = ends()
     head = {name: leaf for name, leaf in params.items() if name in ("embed", "head")}
-    return np.asarray(_finish(x, params["norm"], head_params(head, spec), spec))
+    return np.asarray(_finish(x, params["norm"], head_params(head, spec), spec, compute).addressable_data(0))
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "layer"))
-def _step(x: jax.Array, node: Tree, rows: tuple[Any, ...], spec: ModelSpec, layer: LayerSpec) -> jax.Array:
-    return one_layer(x, node, spec, layer, COMPUTE, Rows(*rows), None)
+@functools.partial(jax.jit, static_argnames=("spec", "compute"))
+def _enter(params: Tree, batch: Tree, spec: ModelSpec, compute: Compute) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    rows, x = enter(params, spec, compute, batch["tokens"], batch["positions"], batch["segment_ids"])
+    return (rows.cos, rows.sin, rows.positions, rows.segment_ids), x
 
 
-@functools.partial(jax.jit, static_argnames="spec")
-def _finish(x: jax.Array, norm: Tree, head: Tree, spec: ModelSpec) -> jax.Array:
-    return head_logits(head, rms_norm(x, norm["weight"], spec.norm_eps))
+@functools.partial(jax.jit, static_argnames=("spec", "layer", "compute"))
+def _step(
+    x: jax.Array, node: Tree, rows: tuple[Any, ...], spec: ModelSpec, layer: LayerSpec, compute: Compute
+) -> jax.Array:
+    return one_layer(x, node, spec, layer, compute, Rows(*rows), None)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "compute"))
+def _finish(x: jax.Array, norm: Tree, head: Tree, spec: ModelSpec, compute: Compute) -> jax.Array:
+    found = head_logits(head, rms_norm(x, norm["weight"], spec.norm_eps))
+    return found if compute.layout is None else jax.lax.with_sharding_constraint(found, compute.layout.replicated)
 
 
 def verify_export(
-    params: Tree, spec: ModelSpec, dest: Path, *, dtype: str, expected: Float[np.ndarray, "B T V"] | None = None
+    params: Tree,
+    spec: ModelSpec,
+    dest: Path,
+    *,
+    dtype: str,
+    expected: Float[np.ndarray, "B T V"] | None = None,
+    layout: Layout | None = None,
+    job: Job = ALONE,
 ) -> Verified:
     """Compares a written model directory with the parameters it was written from.
 
     Every tensor must equal, bit for bit, the parameter cast to `dtype`; the directory's own config must give the same
     spec; and the logits of the probe, computed from the files alone, must agree with `expected` (default: those of
-    `params`) to the dtype's tolerance. One layer is in memory at a time. Raises ExportError.
+    `params`) to the dtype's tolerance. One layer is in memory at a time. With several processes each compares the
+    files that another one wrote. Raises ExportError.
     """
-    written, _ = load_spec(dest, dtype)
-    if (changed := _spec_difference(spec, written)) is not None:
-        raise ExportError(f"the written config.json describes another model: {changed}", where=str(dest))
-    found = headers(dest)
-    check(dest, written, found)
-    compared = _compare_tensors(flatten(params), spec, found, dtype)
+    with together(job, "verify: config"):
+        written, _ = load_spec(dest, dtype)
+        if (changed := _spec_difference(spec, written)) is not None:
+            raise ExportError(f"the written config.json describes another model: {changed}", where=str(dest))
+        found = headers(dest)
+        check(dest, written, found)
+    with together(job, "verify: tensors"):
+        compared = _compare_tensors(flatten(params), spec, found, dtype, job)
     if expected is None:
-        expected = probe_logits(params, spec)
-    return Verified(compared, _compare_logits(expected, written_logits(dest), dest, dtype), TOLERANCE[dtype])
+        expected = probe_logits(params, spec, layout)
+    got = written_logits(dest, layout)
+    with together(job, "verify: logits"):
+        return Verified(compared, _compare_logits(expected, got, dest, dtype), TOLERANCE[dtype])
 
 
 def _spec_difference(spec: ModelSpec, written: ModelSpec) -> str | None:
@@ -130,20 +163,19 @@ def _by_layer(spec: ModelSpec) -> list[tuple[int, str, int, LayerSpec]]:
     return sorted(every, key=lambda entry: entry[0])
 
 
-def _compare_tensors(flat: dict[str, Any], spec: ModelSpec, found: dict[str, TensorInfo], dtype: str) -> int:
-    with TensorReader() as reader:
-        for slot in slots(spec):
-            info = found[slot.name]
-            for start, stop in blocks(slot.shape, jnp.dtype(dtype).itemsize):
-                trained = cut(flat[slot.path], slot, start, stop, dtype)
-                there = reader.rows(info, start, stop)
-                if trained.dtype != there.dtype or trained.tobytes() != there.tobytes():
-                    raise ExportError(_tensor_message(slot, start, trained, there), where=str(info.file))
-    return len(slots(spec))
+def _compare_tensors(flat: dict[str, Any], spec: ModelSpec, found: dict[str, TensorInfo], dtype: str, job: Job) -> int:
+    files = {file: number for number, file in enumerate(sorted({info.file for info in found.values()}))}
+    mine = {name for name, info in found.items() if (files[info.file] + 1) % job.processes == job.process}
+    tensors = [Tensor(slot.name, flat[slot.path], slot.row, dtype) for slot in slots(spec)]
+    if (different := first_difference(tensors, found, mine)) is not None:
+        tensor, start, trained, there = different
+        message = _tensor_message(tensor.name, start, trained, there)
+        raise ExportError(message, where=str(found[tensor.name].file))
+    return len(tensors)
 
 
-def _tensor_message(slot: Slot, start: int, trained: np.ndarray, there: np.ndarray) -> str:
-    what = f"tensor '{slot.name}' differs from what was trained"
+def _tensor_message(name: str, start: int, trained: np.ndarray, there: np.ndarray) -> str:
+    what = f"tensor '{name}' differs from what was trained"
     if trained.dtype != there.dtype:
         return f"{what}: written as {there.dtype}, expected {trained.dtype}"
     unequal = np.argwhere(trained.view("u1") != there.view("u1"))
@@ -152,28 +184,42 @@ def _tensor_message(slot: Slot, start: int, trained: np.ndarray, there: np.ndarr
     return f"{what}: first at row {row}, by up to {distance:.3g}"
 
 
-def written_logits(directory: Path) -> Float[np.ndarray, "B T V"]:
-    """float32 logits of the probe from a model directory's files, read one layer at a time."""
+def written_logits(directory: Path, layout: Layout | None = None) -> Float[np.ndarray, "B T V"]:
+    """float32 logits of the probe from a model directory's files, one layer at a time, each laid out on the mesh."""
     spec, _ = load_spec(directory)
     found, wanted = headers(directory), slots(spec)
-    embedding = _read([slot for slot in wanted if slot.path.startswith("embed/")], found)
+    embedding = _read([slot for slot in wanted if slot.path.startswith("embed/")], found, layout)
 
     def layers() -> Iterator[tuple[LayerSpec, Tree]]:
         for _, key, row, layer in _by_layer(spec):
             inside = [slot for slot in wanted if slot.path.startswith(f"layers/{key}/") and slot.row == row]
-            yield layer, _read(inside, found)["layers"][key]
+            yield layer, _read(inside, found, layout)["layers"][key]
 
     def ends() -> Tree:
-        rest = _read([slot for slot in wanted if slot.row is None and not slot.path.startswith("embed/")], found)
-        return embedding | rest if spec.tied else rest
+        rest = [slot for slot in wanted if slot.row is None and not slot.path.startswith("embed/")]
+        return embedding | _read(rest, found, layout) if spec.tied else _read(rest, found, layout)
 
-    return _logits(spec, lambda: embedding, layers(), ends)
+    return _logits(spec, layout, lambda: embedding, layers(), ends)
 
 
-def _read(wanted: list[Slot], found: dict[str, TensorInfo]) -> Tree:
+def _read(wanted: list[Slot], found: dict[str, TensorInfo], layout: Layout | None) -> Tree:
     """Some tensors as a tree, in the file's dtype, each alone in its leaf: a layer's are not stacked."""
     with TensorReader() as reader:
-        return unflatten({slot.path: jax.device_put(reader.tensor(found[slot.name])) for slot in wanted})
+        return unflatten({slot.path: _placed(reader, slot, found[slot.name], layout) for slot in wanted})
+
+
+def _placed(reader: TensorReader, slot: Slot, info: TensorInfo, layout: Layout | None) -> jax.Array:
+    if layout is None:
+        return jax.device_put(reader.tensor(info))
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        rows, *columns = (cut.indices(size)[:2] for cut, size in zip(index, info.shape, strict=True))
+        if not columns or columns[0] == (0, info.shape[1]):
+            return reader.rows(info, *rows)
+        return reader.columns(info, rows, columns[0])
+
+    return jax.make_array_from_callback(info.shape, layout.sharding(slot.axes, slot.shape), part)
 
 
 def _compare_logits(expected: np.ndarray, got: np.ndarray, dest: Path, dtype: str) -> float:
