@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import safetensors
-from safetensors.numpy import save
 
 from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import LoraConfig
@@ -26,8 +25,12 @@ from meshtune.adapters.peft_tensors import Content, collect, names_of_nodes, rea
 from meshtune.adapters.publish import published
 from meshtune.adapters.targets import modules
 from meshtune.errors import UserError
+from meshtune.mesh.layout import Layout
+from meshtune.mesh.processes import Job
+from meshtune.mesh.together import ALONE, together
 from meshtune.model.spec import ModelSpec
 from meshtune.model.tree import Tree, flatten, merge, unflatten
+from meshtune.weights.streamed import write_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -64,11 +67,13 @@ def save_adapter(
     base: BaseRecord,
     *,
     check: Callable[[pathlib.Path], None] | None = None,
+    job: Job = ALONE,
 ) -> pathlib.Path:
     """Writes the adapter directory `dest`, whole or not at all; an adapter already there is replaced.
 
     `check` is called with the directory before it gets its name, and may raise: `verify.export_adapter` reloads there.
     In a tied model a trained embedding is written as embed_tokens and as lm_head, which every peft keeps equal.
+    Where `trainable` is spread over processes all of `job` call this; process 0 writes, a block of a tensor at a time.
     Raises UserError where `dest` holds something else than an adapter, and what `check` raises.
     """
     dest = pathlib.Path(dest)
@@ -81,18 +86,23 @@ def save_adapter(
         "targets": fields["target_modules"],
         "version": importlib.metadata.version("meshtune"),
     }
-    with published(dest, CONFIG) as partial:
-        (partial / WEIGHTS).write_bytes(_file(written.tensors, {"format": "pt", "meshtune": json.dumps(record)}))
-        (partial / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    with published(dest, CONFIG, job) as partial:
+        with together(job, "adapter: files"):
+            metadata = {"format": "pt", "meshtune": json.dumps(record)}
+            for _ in write_file(partial / WEIGHTS, written.tensors, metadata, mine=job.first):
+                pass
+            if job.first:
+                (partial / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         if check is not None:
             check(partial)
     return dest
 
 
-def load_adapter(source: str | os.PathLike[str], spec: ModelSpec) -> LoadedAdapter:
+def load_adapter(source: str | os.PathLike[str], spec: ModelSpec, layout: Layout | None = None) -> LoadedAdapter:
     """Reads an adapter that Meshtune or peft wrote for a base of this spec.
 
-    Adapters come as float32, modules trained in full in the dtype they have on disk.
+    Adapters come as float32, modules trained in full in the dtype they have on disk; on the default device, or as
+    `layout` says, each process reading what its devices hold.
     Raises UserError, naming file, field or tensor, for whatever is missing, does not fit the base or is unsupported.
     """
     source = pathlib.Path(source)
@@ -111,7 +121,7 @@ def load_adapter(source: str | os.PathLike[str], spec: ModelSpec) -> LoadedAdapt
             choice[name] = (choice.get(name), own.rank, own.alpha)
             makers[name] = lambda weight, own=own: ADAPTERS[peft.kind].abstract(weight, own)
         spec = uniform(spec, choice)
-        trainable = read(arranged(spec, full, makers, "float32").trainable, spec, file, content)
+        trainable = read(arranged(spec, full, makers, "float32").trainable, spec, file, content, layout)
         copies = {module: file.get_tensor(name) for name, module in content.copies.items()}
         return LoadedAdapter(peft.config, spec, trainable, _record(file.metadata() or {}, peft), copies)
 
@@ -155,17 +165,6 @@ def _unties(content: Content, peft: PeftConfig, spec: ModelSpec, file: Any) -> b
     if table and head:
         return not np.array_equal(file.get_tensor(table["weight"]), file.get_tensor(head["weight"]))
     return bool(head or table) and not peft.fields.get("ensure_weight_tying")
-
-
-def _file(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> bytes:
-    """A safetensors file in which equal content is equal bytes: the library writes metadata in a random order."""
-    content = save(tensors, metadata=metadata)
-    start = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:start])
-    header["__metadata__"] = metadata
-    ordered = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    assert len(ordered) <= start - 8, "the same header in another order is no longer"
-    return content[:8] + ordered.ljust(start - 8) + content[start:]
 
 
 def _record(metadata: dict[str, str], peft: PeftConfig) -> BaseRecord:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,8 +15,10 @@ from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.peft_config import PeftConfig
 from meshtune.adapters.targets import Module, modules
 from meshtune.errors import UserError
+from meshtune.mesh.layout import Layout
 from meshtune.model.spec import ModelSpec
 from meshtune.model.tree import Tree, flatten, unflatten
+from meshtune.weights.streamed import Tensor
 
 PREFIX = "base_model.model."
 
@@ -36,7 +39,7 @@ class Content:
 class Written:
     """What an adapter's file will hold: tensors by name, ranks and alphas by adapted HF module, modules in full."""
 
-    tensors: dict[str, np.ndarray]
+    tensors: list[Tensor]
     ranks: dict[str, int]
     alphas: dict[str, float]
     trained: list[str]
@@ -45,25 +48,27 @@ class Written:
 def collect(trainable: Tree, spec: ModelSpec, config: LoraConfig) -> Written:
     """The tensors of a trainable tree. In a tied model a trained embedding is there as embed_tokens and as lm_head."""
     names = names_of_nodes(spec)
-    out = Written({}, {}, {}, [])
+    out = Written([], {}, {}, [])
+
+    def add(array: Any, suffix: str, owners: list[str], stacked: bool) -> None:
+        for row, name in enumerate(owners):
+            out.tensors.append(Tensor(f"{PREFIX}{name}.{suffix}", array, row if stacked else None, str(array.dtype)))
+
     for path, leaf in flatten(trainable).items():
         node, _, last = path.rpartition("/")
         owners = names[node] + (names["head"] if node == "embed" and spec.tied else [])
         stacked = node.startswith("layers/")
         if last != "adapter":
-            array = np.asarray(leaf)
-            for row, name in enumerate(owners):
-                out.tensors[f"{PREFIX}{name}.{last}"] = array[row] if stacked else array
+            add(leaf, last, owners, stacked)
             out.trained.extend(name for name in owners if name not in out.trained)
             continue
         assert isinstance(leaf, ADAPTERS[config.adapter]), (path, type(leaf), config.adapter)
         for field, suffix in leaf.PEFT_TENSORS.items():
-            array = np.asarray(getattr(leaf, field))
-            for row, name in enumerate(owners):
-                out.tensors[f"{PREFIX}{name}.{suffix}"] = array[row] if stacked else array
+            add(getattr(leaf, field), suffix, owners, stacked)
         for name in owners:
             out.ranks[name] = leaf.rank
             out.alphas[name] = float(f"{leaf.scale * config.alpha / config.scale(leaf.rank):.12g}")
+    out.tensors.sort(key=lambda tensor: tensor.name)
     return out
 
 
@@ -108,24 +113,43 @@ def sort(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, peft: PeftConfi
     return content
 
 
-def read(abstract: Tree, spec: ModelSpec, file: Any, content: Content) -> Tree:
-    """The arrays of an abstract trainable tree: adapters in float32, modules in full in the dtype of the file."""
+def read(abstract: Tree, spec: ModelSpec, file: Any, content: Content, layout: Layout | None = None) -> Tree:
+    """The arrays of an abstract trainable tree: adapters in float32, modules in full in the dtype of the file.
+
+    With a layout each process reads what its devices hold.
+    """
     names = names_of_nodes(spec)
 
-    def load(node: str, tensors: dict[str, dict[str, str]], part: str) -> np.ndarray:
-        rows = [file.get_tensor(tensors[name][part]) for name in names[node]]
-        return np.stack(rows) if node.startswith("layers/") else rows[0]
+    def load(node: str, tensors: dict[str, dict[str, str]], part: str, array: Any, dtype: str | None) -> jax.Array:
+        stacked = node.startswith("layers/")
+
+        def cut(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            within = index[1:] if stacked else index
+            rows = [_cut(file, tensors[name][part], within) for name in names[node][index[0] if stacked else slice(1)]]
+            found = np.stack(rows) if stacked else rows[0]
+            return found if dtype is None else found.astype(dtype)
+
+        if layout is None:
+            return jnp.asarray(cut((slice(None),) * len(array.shape)))
+        return jax.make_array_from_callback(array.shape, layout.of(array), cut)
 
     found: dict[str, Any] = {}
     for path, leaf in flatten(abstract).items():
         node, _, last = path.rpartition("/")
         if last == "adapter":
-            arrays = {part: load(node, content.adapted, part) for part in leaf.PEFT_TENSORS}
-            arrays = {part: jnp.asarray(array, getattr(leaf, part).dtype) for part, array in arrays.items()}
+            parts = {part: getattr(leaf, part) for part in leaf.PEFT_TENSORS}
+            arrays = {part: load(node, content.adapted, part, array, array.dtype) for part, array in parts.items()}
             found[path] = dataclasses.replace(leaf, **arrays)
         else:
-            found[path] = jnp.asarray(load(node, content.full, last))
+            found[path] = load(node, content.full, last, leaf, None)
     return unflatten(found)
+
+
+def _cut(file: Any, name: str, within: tuple[slice, ...]) -> np.ndarray:
+    if all(part == slice(None) for part in within):
+        return file.get_tensor(name)
+    return file.get_slice(name)[within]
 
 
 def names_of_nodes(spec: ModelSpec) -> dict[str, list[str]]:

@@ -7,13 +7,15 @@ import os
 import pathlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import Prepared
 from meshtune.adapters.peft_format import BaseRecord, attach, load_adapter, save_adapter
 from meshtune.errors import UserError
+from meshtune.mesh.placement import place_batch
+from meshtune.mesh.processes import Job
+from meshtune.mesh.together import ALONE, together
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import hidden_states, logits
 from meshtune.model.spec import ModelSpec
@@ -23,38 +25,54 @@ TOLERANCE = 1e-5  # of the largest logit: the same numbers in the same program; 
 
 
 def export_adapter(
-    dest: str | os.PathLike[str], made: Prepared, config: LoraConfig, base: BaseRecord, compute: Compute | None = None
+    dest: str | os.PathLike[str],
+    made: Prepared,
+    config: LoraConfig,
+    base: BaseRecord,
+    compute: Compute | None = None,
+    job: Job = ALONE,
 ) -> pathlib.Path:
-    """`save_adapter`, verified before the directory gets its name. Raises UserError as that and `verify_adapter` do."""
+    """`save_adapter`, verified before the directory gets its name. Raises UserError as that and `verify_adapter` do.
+
+    Of a model on a mesh, `compute` has the layout.
+    """
 
     def check(path: pathlib.Path) -> None:
-        verify_adapter(path, made, compute)
+        verify_adapter(path, made, compute, job)
 
-    return save_adapter(dest, made.trainable, made.spec, config, base, check=check)
+    return save_adapter(dest, made.trainable, made.spec, config, base, check=check, job=job)
 
 
-def verify_adapter(path: str | os.PathLike[str], made: Prepared, compute: Compute | None = None) -> float:
+def verify_adapter(
+    path: str | os.PathLike[str], made: Prepared, compute: Compute | None = None, job: Job = ALONE
+) -> float:
     """The largest difference of logits between `made` and the same frozen weights with the adapter read from `path`.
 
     In float32 unless `compute` says otherwise, on two rows of 16 tokens spread over the vocabulary.
     Raises UserError where it is above 1e-5 of the largest logit, or where logits are not finite.
     """
     compute = compute or Compute()
-    loaded = load_adapter(path, made.spec)
+    with together(job, "verify: adapter"):
+        loaded = load_adapter(path, made.spec, compute.layout)
     spec, params = attach(unflatten(flatten(made.frozen)), made.spec, loaded)
     trained = _probe(merge(made.trainable, made.frozen), made.spec, compute)
     written = _probe(params, spec, compute)
+    with together(job, "verify: logits"):
+        return _compared(trained, written, str(path))
+
+
+def _compared(trained: np.ndarray, written: np.ndarray, where: str) -> float:
     if not np.isfinite(trained).all():
         raise UserError(
             "the trained model gives logits that are not finite, so its export cannot be verified",
-            where=str(path),
+            where=where,
             fix="train again with a lower learning rate, or export an earlier checkpoint",
         )
     difference = float(np.abs(trained - written).max())
     if not difference <= TOLERANCE * float(np.abs(trained).max()):
         raise UserError(
             f"the adapter as written differs from what was trained: logits by up to {difference:.3g}",
-            where=str(path),
+            where=where,
             fix="this is a defect of Meshtune; the run's checkpoints are not affected. Please report it",
         )
     return difference
@@ -63,10 +81,13 @@ def verify_adapter(path: str | os.PathLike[str], made: Prepared, compute: Comput
 def _probe(params: Tree, spec: ModelSpec, compute: Compute) -> np.ndarray:
     rows, length = 2, min(16, spec.rope.max_length or 16)
     tokens = np.random.default_rng(0).integers(0, spec.vocab, (rows, length)).astype(np.int32)
-    return np.asarray(_forward(params, spec, compute, jnp.asarray(tokens)))
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
+    batch = {"tokens": tokens, "positions": positions, "segment_ids": np.ones_like(tokens)}
+    return np.asarray(_forward(params, spec, compute, place_batch(batch, compute.layout)).addressable_data(0))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _forward(params: Tree, spec: ModelSpec, compute: Compute, tokens: jax.Array) -> jax.Array:
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    return logits(params, spec, hidden_states(params, spec, compute, tokens, positions, jnp.ones_like(tokens)))
+def _forward(params: Tree, spec: ModelSpec, compute: Compute, batch: dict[str, jax.Array]) -> jax.Array:
+    x = hidden_states(params, spec, compute, batch["tokens"], batch["positions"], batch["segment_ids"])
+    found = logits(params, spec, x)
+    return found if compute.layout is None else jax.lax.with_sharding_constraint(found, compute.layout.replicated)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import pathlib
+import shutil
 from typing import TYPE_CHECKING
 
 from meshtune.adapters.config import LoraConfig, Method
 from meshtune.adapters.method import Prepared
 from meshtune.adapters.peft_format import BaseRecord
 from meshtune.adapters.verify import export_adapter
+from meshtune.mesh.layout import Layout
+from meshtune.mesh.processes import Job
+from meshtune.mesh.together import ALONE, together
+from meshtune.model.compute import Compute
 from meshtune.model.tree import merge
 from meshtune.train.output import ADAPTER, MODEL
 from meshtune.weights.export import export_model
@@ -24,16 +29,29 @@ def export_result(
     source: pathlib.Path,
     base: BaseRecord,
     tokenizer: PreTrainedTokenizerFast,
+    *,
+    layout: Layout | None = None,
+    job: Job = ALONE,
 ) -> pathlib.Path:
     """Writes output/adapter (lora) or output/model (full, freeze) and returns it; an earlier one is replaced.
 
-    The tokenizer, with the chat template that was trained with, goes along. Raises UserError if what was written does
-    not give the logits of what was trained; the checkpoints are there still.
+    The tokenizer, with the chat template that was trained with, goes along. Parameters on a mesh lie as `layout` says;
+    all processes of `job` call this. Raises UserError if what was written does not give the logits of what was trained;
+    the checkpoints are there still.
     """
-    if isinstance(method, LoraConfig):
-        dest = export_adapter(output / ADAPTER, made, method, base)
+    adapter = isinstance(method, LoraConfig)
+    dest = output / (ADAPTER if adapter else MODEL)
+    if job.first:
+        for left in output.glob(f".{dest.name}.partial-*"):  # by an export that was killed
+            shutil.rmtree(left)
+    if adapter:
+        export_adapter(dest, made, method, base, Compute(layout=layout), job)
     else:
-        dest = output / MODEL
-        export_model(merge(made.trainable, made.frozen), made.spec, source, dest, overwrite=True)
-    tokenizer.save_pretrained(str(dest))
+        params = merge(made.trainable, made.frozen)
+        export_model(params, made.spec, source, dest, overwrite=True, layout=layout, job=job)
+    with together(job, "export: tokenizer"):
+        if job.first:
+            tokenizer.save_pretrained(str(dest))
+            for left in output.glob(f".{dest.name}.old-*"):
+                shutil.rmtree(left)
     return dest

@@ -1,0 +1,126 @@
+"""One process of a job that exports what was trained on a mesh; see test_sharded_export.py.
+
+python sharded_export_cases.py BASE OUTPUT MESH ...     an adapter and a model for each mesh, in OUTPUT/MESH
+
+The trained numbers are a function of the leaf alone, so that every mesh and number of processes has the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshtune.adapters.config import FullConfig, LoraConfig, Method
+from meshtune.adapters.method import Prepared, abstract, prepare
+from meshtune.adapters.peft_format import BaseRecord
+from meshtune.errors import UserError
+from meshtune.mesh.axes import MeshConfig, make_mesh
+from meshtune.mesh.fit import layout_for
+from meshtune.mesh.layout import Layout
+from meshtune.mesh.placement import shardings
+from meshtune.mesh.processes import Job, start
+from meshtune.model.tree import merge
+from meshtune.train.final import export_result
+from meshtune.weights import slots, streamed
+from meshtune.weights.export import export_model
+from meshtune.weights.load import load_params, load_spec
+
+LORA = LoraConfig(rank=8, alpha=16.0, targets=("all-linear",), train_modules=("norm",))
+BLOCK = 4096
+
+
+class Tokenizer:
+    """What export_result asks of one."""
+
+    def save_pretrained(self, path: str) -> None:
+        (pathlib.Path(path) / "tokenizer.json").write_text("{}")
+
+
+def say(**fields: object) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+def trained(base: pathlib.Path, method: Method) -> tuple[Prepared, Prepared]:
+    """(abstract, concrete on one device)"""
+    spec, _ = load_spec(base)
+    plan = abstract(method, spec)
+    made = prepare(method, spec, load_params(base, spec), jax.random.key(0))
+    leaves, tree = jax.tree.flatten(made.trainable)
+    random = np.random.default_rng(7)
+    moved = [leaf + 0.02 * random.normal(size=leaf.shape).astype(np.float32) for leaf in leaves]
+    return plan, dataclasses.replace(made, trainable=jax.tree.unflatten(tree, moved))
+
+
+def spread(tree: Any, abstract: Any, layout: Layout) -> Any:
+    def one(leaf: jax.Array, sharding: Any) -> jax.Array:
+        whole = np.asarray(leaf)
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+    return jax.tree.map(one, tree, shardings(abstract, layout))
+
+
+def laid_out(base: pathlib.Path, method: Method, words: str) -> tuple[Prepared, Layout | None]:
+    plan, made = trained(base, method)
+    if words == "one":
+        return made, None
+    config = MeshConfig(**{name: int(size) for name, size in (part.split("=") for part in words.split(","))})
+    layout, _ = layout_for(make_mesh(config, jax.devices()[: config.devices]), made.spec)
+    placed = dataclasses.replace(
+        made,
+        trainable=spread(made.trainable, plan.trainable, layout),
+        frozen=spread(made.frozen, plan.frozen, layout),
+    )
+    return placed, layout
+
+
+def main(job: Job, base: pathlib.Path, output: pathlib.Path, meshes: list[str]) -> None:
+    slots.blocks.__defaults__ = (BLOCK,)  # so that tensors travel in several blocks
+    written: list[str] = []
+    real = streamed._Output
+
+    def noted(file: pathlib.Path, start: bytes) -> Any:
+        written.append(file.name)
+        return real(file, start)
+
+    streamed._Output = noted  # type: ignore[misc, assignment]
+    for words in meshes:
+        place = output / words
+        for method in (LORA, FullConfig()):
+            made, layout = laid_out(base, method, words)
+            record = BaseRecord(str(base), "sha256:aa")
+            path = export_result(place, made, method, base, record, Tokenizer(), layout=layout, job=job)  # type: ignore[arg-type]
+            say(mesh=words, path=str(path))
+        made, layout = laid_out(base, FullConfig(), words)
+        params = merge(made.trainable, made.frozen)
+        done = export_model(params, made.spec, base, place / "shards", max_shard_bytes=100_000, layout=layout, job=job)
+        say(mesh=words, files=len(done.files), written=written, difference=done.verified.difference)
+        refuse(job, params, made, base, place, layout)
+
+
+def refuse(job: Job, params: Any, made: Prepared, base: pathlib.Path, place: pathlib.Path, layout: Layout | None):
+    """A disk that is full on the last process is an error on every one, and leaves nothing."""
+    real = streamed.os.pwrite
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    if job.process == job.processes - 1:
+        streamed.os.pwrite = full  # type: ignore[assignment]
+    try:
+        export_model(params, made.spec, base, place / "full", max_shard_bytes=100_000, layout=layout, job=job)
+    except UserError as error:
+        say(refused=error.what)
+    streamed.os.pwrite = real
+    job.exchange("after", None)
+    assert not any("full" in path.name for path in place.iterdir()), list(place.iterdir())
+
+
+if __name__ == "__main__":
+    with start() as job:
+        main(job, pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3:])
