@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from meshtune.cli import chat, data, env, export, failure, generate, launch, quickstart, schema, train
+from meshtune.cli import chat, data, env, export, failure, generate, launch, quickstart, schema, shard, train
 from meshtune.errors import UserError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ VERBS = {
     "generate": generate.generate,
     "chat": chat.chat,
     "export": export.export,
+    "shard": shard.shard,
     "schema": schema.schema,
     "env": env.env,
     "version": env.version,

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from meshtune.errors import UserError
 
@@ -94,6 +94,11 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     config = resolved(config, len(devices))
     shape = tuple(config.sizes.values())
     return Mesh(_arranged(devices, shape), AXES)
+
+
+def described_mesh(config: MeshConfig) -> AbstractMesh:
+    """The mesh without its devices: enough to say how arrays lie, for machines that are not here."""
+    return AbstractMesh(tuple(config.sizes.values()), AXES)
 
 
 def _arranged(devices: list[Any], shape: tuple[int, ...]) -> np.ndarray:

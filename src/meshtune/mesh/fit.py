@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from meshtune.errors import UserError
 from meshtune.mesh.axes import MeshConfig
@@ -21,7 +21,7 @@ class Note:
     text: str
 
 
-def layout_for(mesh: Mesh, spec: ModelSpec) -> tuple[Layout, list[Note]]:
+def layout_for(mesh: Mesh | AbstractMesh, spec: ModelSpec) -> tuple[Layout, list[Note]]:
     """The layout of a model on a mesh, and what is remarkable about it.
 
     Key and value heads that tp does not divide stay whole on every device of tp. Any other dimension that does not

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Protocol
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshtune.kernels.attention import AttentionSplit
 
@@ -49,7 +49,7 @@ class Layout:
     befalls no parameter it should not, and a batch of generation may be of any size.
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     whole: frozenset[str] = frozenset()
 
     def size(self, *axes: str) -> int:

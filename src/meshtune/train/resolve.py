@@ -10,7 +10,7 @@ from meshtune.adapters.config import FreezeConfig, FullConfig, LoraConfig, Metho
 from meshtune.config.recipe import FreezeMethod, FullMethod, LoraMethod, Recipe
 from meshtune.kernels.attention import AttentionRequest, choose
 from meshtune.mesh.axes import MeshConfig, make_mesh, resolved
-from meshtune.mesh.fit import auto_mesh, check_batch, layout_for
+from meshtune.mesh.fit import Note, auto_mesh, layout_for
 from meshtune.mesh.layout import Layout
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
@@ -41,10 +41,10 @@ class Choice:
     reason: str
 
 
-def precision_of(recipe: Recipe, stored: str) -> tuple[Precision, Choice]:
-    """The dtypes of a run from a model whose weights are stored in `stored`."""
+def precision_of(recipe: Recipe, stored: str, backend: str | None = None) -> tuple[Precision, Choice]:
+    """The dtypes of a run from a model whose weights are stored in `stored`, on `backend` (default: the one here)."""
     asked = recipe.compute.precision
-    backend = jax.default_backend()
+    backend = backend or jax.default_backend()
     name = asked if asked != "auto" else ("float32" if backend == "cpu" else "mixed")
     reason = "asked for" if asked != "auto" else f"auto: {name} on {backend}"
     match name:
@@ -61,17 +61,12 @@ def precision_of(recipe: Recipe, stored: str) -> tuple[Precision, Choice]:
 
 
 def mesh_of(recipe: Recipe, spec: ModelSpec, devices: int) -> tuple[MeshConfig, str]:
-    """The mesh, of `devices` devices or of as many as it was asked for, and why.
-
-    Raises: UserError for a mesh that the rows of a micro-batch do not allow.
-    """
+    """The mesh, of `devices` devices or of as many as it was asked for, and why."""
     asked, rows = recipe.mesh, recipe.train.batch_size // recipe.train.accumulation
     if asked == "auto":
         return auto_mesh(devices, spec, rows)
     config = MeshConfig(**asked.model_dump())
-    config = resolved(config, devices) if -1 in config.sizes.values() else config
-    check_batch(config, rows, 0)
-    return config, "asked for"
+    return (resolved(config, devices) if -1 in config.sizes.values() else config), "asked for"
 
 
 def layout_of(config: MeshConfig, why: str, spec: ModelSpec) -> tuple[Layout | None, list[Choice]]:
@@ -82,7 +77,12 @@ def layout_of(config: MeshConfig, why: str, spec: ModelSpec) -> tuple[Layout | N
     if config.devices == 1:
         return None, []
     layout, notes = layout_for(make_mesh(config), spec)
-    return layout, [Choice("mesh", str(config), why), *(Choice(note.axis, "whole", note.text) for note in notes)]
+    return layout, mesh_choices(config, why, notes)
+
+
+def mesh_choices(config: MeshConfig, why: str, notes: list[Note]) -> list[Choice]:
+    """A mesh and what is remarkable about it, for the banner."""
+    return [Choice("mesh", str(config), why), *(Choice(note.axis, "whole", note.text) for note in notes)]
 
 
 def compute_of(

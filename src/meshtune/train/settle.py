@@ -10,6 +10,7 @@ import jax
 from meshtune.adapters.config import Method
 from meshtune.adapters.method import Prepared, abstract
 from meshtune.config.recipe import Recipe
+from meshtune.mesh.fit import check_batch
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.processes import Job
 from meshtune.model.spec import ModelSpec
@@ -44,5 +45,6 @@ def settle(recipe: Recipe, job: Job, seen: list[Seen]) -> Settled:
     arrays = abstract(method, spec, precision.trainable)
     mesh, why = mesh_of(recipe, spec, jax.device_count())
     check_devices(seen, mesh.devices, mesh=str(mesh), launcher=job.place.launcher)
+    check_batch(mesh, recipe.train.batch_size // recipe.train.accumulation, 0)
     layout, choices = layout_of(mesh, why, arrays.spec)
     return Settled(source, method, precision, arrays, layout, [chosen, *choices])

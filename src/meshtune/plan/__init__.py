@@ -1,0 +1,1 @@
+"""Knowing before running: what machines hold, and what a run needs of them."""

@@ -1,0 +1,105 @@
+"""Machines that are only described: kinds of devices by name, and targets such as 8xMI300X or 2x8xA100-80."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import re
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+from meshtune.errors import UserError, nearest
+
+FACTS = pathlib.Path(__file__).with_name("hardware.toml")
+OWN = "MESHTUNE_HARDWARE"  # environment variable: a TOML file of the user's own devices
+TARGET = re.compile(r"^(?:(?P<hosts>\d+)x)?(?:(?P<each>\d+)x)?(?P<kind>[A-Za-z][\w.-]*)$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A kind of device. `platform` is JAX's: cuda, rocm, tpu or cpu; `memory` is in bytes."""
+
+    name: str
+    platform: str
+    memory: int
+
+    @property
+    def backend(self) -> str:
+        """What jax.default_backend() says there."""
+        return "gpu" if self.platform in ("cuda", "rocm") else self.platform
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """`hosts` machines of `each` devices."""
+
+    hosts: int
+    each: int
+    device: Device
+
+    @property
+    def devices(self) -> int:
+        return self.hosts * self.each
+
+    def __str__(self) -> str:
+        return f"{self.hosts}x{self.each}x{self.device.name}" if self.hosts > 1 else f"{self.each}x{self.device.name}"
+
+
+def known_devices(env: Mapping[str, str] = os.environ) -> dict[str, Device]:
+    """Every kind of device by name: Meshtune's own, then those of the file that MESHTUNE_HARDWARE names.
+
+    Raises UserError for a file of the user's that is not there or says something else than devices.
+    """
+    found = _read(FACTS)
+    if own := env.get(OWN):
+        path = pathlib.Path(own).expanduser()
+        if not path.is_file():
+            raise UserError(f"there is no file {path}", where=OWN, fix="name a TOML file, or unset it")
+        found |= _read(path)
+    return found
+
+
+def find_target(words: str, env: Mapping[str, str] = os.environ) -> Target:
+    """'MI300X', '8xMI300X' or '2x8xA100-80' (hosts x devices of each x kind) as a Target.
+
+    Raises UserError for another form, and for a kind that nothing describes, naming those that are near.
+    """
+    match = TARGET.match(words.strip())
+    if match is None:
+        raise UserError(
+            f"'{words}' is not a target", where="--target", fix="write it as 8xMI300X, or 2x8xA100-80 for two hosts"
+        )
+    devices = known_devices(env)
+    by_name = {name.lower(): device for name, device in devices.items()}
+    kind = match["kind"]
+    if kind.lower() not in by_name:
+        raise UserError(
+            f"no device is called '{kind}'",
+            where="--target",
+            fix=f"{nearest(kind, devices)}known are {', '.join(devices)}; {OWN} may name a TOML file with others",
+        )
+    hosts, each = (match["hosts"], match["each"]) if match["each"] else (None, match["hosts"])
+    target = Target(int(hosts or 1), int(each or 1), by_name[kind.lower()])
+    if not target.devices:
+        raise UserError(f"'{words}' has no devices", where="--target", fix="give 1 or more of them")
+    return target
+
+
+def _read(path: pathlib.Path) -> dict[str, Device]:
+    try:
+        tables: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"not TOML: {error}", where=str(path), fix="see plan/hardware.toml for the form") from error
+    return {name: _device(name, facts, path) for name, facts in tables.items()}
+
+
+def _device(name: str, facts: Any, path: pathlib.Path) -> Device:
+    where = f"{path}, [{name}]"
+    if not isinstance(facts, dict) or facts.get("platform") not in ("cuda", "rocm", "tpu", "cpu"):
+        raise UserError("a device needs a platform", where=where, fix='platform = "cuda", "rocm", "tpu" or "cpu"')
+    gib = facts.get("memory_gib")
+    if not isinstance(gib, int | float) or isinstance(gib, bool) or gib <= 0:
+        raise UserError("a device needs memory_gib, a number above 0", where=where, fix="memory_gib = 80.0")
+    return Device(name, facts["platform"], int(gib * 2**30))

@@ -1,0 +1,85 @@
+"""`meshtune shard`, from a config alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+LLAMA_405B = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 16384, "intermediate_size": 53248,
+    "num_hidden_layers": 126, "num_attention_heads": 128, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu", "tie_word_embeddings": False,
+    "attention_bias": False, "mlp_bias": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("405b")
+    (folder / "config.json").write_text(json.dumps(LLAMA_405B))
+    file = folder / "recipe.yaml"
+    file.write_text(f"model: {folder}\ndata: nothing.jsonl\noutput: {folder}/out\n")
+    return file
+
+
+def shard(*arguments):
+    env = {**os.environ, "COLUMNS": "160", "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "meshtune", "shard", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+
+
+def test_405b_over_eight_devices_is_told_in_seconds(recipe):
+    used = os.times()
+    ran = shard(recipe, "--target", "8xMI300X", "mesh.fsdp=8")
+    cpu = os.times()
+    assert ran.returncode == 0, ran.stderr
+    for words in ("8xMI300X", "fsdp=8", "layers/0.0/attn/q/weight", "layers heads embed", "- - fsdp", "whole on each"):
+        assert words in ran.stdout, words
+    assert "each device holds 95.1 GiB: frozen 94.5 GiB" in ran.stdout
+    assert "% of the 192 GiB" in ran.stdout
+    # Of processor time, not of the clock, which others on the machine would stretch; a minute would be a defect.
+    assert cpu.children_user - used.children_user < 20
+
+
+def test_json_adds_up(recipe):
+    ran = shard(recipe, "--target", "2x8xH100", "--json", "mesh.dp=2", "mesh.fsdp=4", "mesh.tp=2")
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert found["mesh"] == {"dp": 2, "fsdp": 4, "cp": 1, "ep": 1, "tp": 2}
+    assert found["device_bytes"] == sum(one["device_bytes"] for one in found["arrays"])
+    assert abs(found["breakdown"]["frozen"] - 405.85e9 * 2 / 8) < 0.1e9
+    assert found["device_bytes"] > found["device_capacity"]
+    first = next(one for one in found["arrays"] if one["path"] == "layers/0.0/mlp/down/weight")
+    assert first["spec"] == [None, "fsdp", "tp"]
+
+
+def test_a_picture_names_the_devices_that_hold_each_block(recipe):
+    ran = shard(recipe, "--target", "4xH200", "mesh.fsdp=2", "mesh.tp=2")
+    lines = ran.stdout.splitlines()
+    at = next(n for n, line in enumerate(lines) if "mlp/down/weight: each of 126 layers, 16384 x 53248" in line)
+    assert "0 │ 1" in lines[at + 2]
+    assert "2 │ 3" in lines[at + 4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--target", "8xMI300"], "no device is called 'MI300'"),
+        (["--target", "8xMI300X", "mesh.fsdp=3"], "the mesh fsdp=3 is for 3 devices, and there are 8"),
+        (["--target", "8xMI300X", "mesh.fdsp=8"], "fsdp"),
+        (["--target", "6xMI300X", "mesh.tp=6", "train.batch_size=6"], "tp=6 does not divide"),
+        (["--target", "8xMI300X", "mesh.fsdp=8", "train.batch_size=4"], "cannot be split over dp x fsdp = 8"),
+    ],
+)
+def test_what_cannot_be_is_one_message_and_exit_2(recipe, arguments, says):
+    began = time.monotonic()
+    ran = shard(recipe, *arguments)
+    assert ran.returncode == 2, ran.stdout + ran.stderr
+    assert says in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert time.monotonic() - began < 60
