@@ -121,7 +121,8 @@ class _Run:
         self.base = BaseRecord(recipe.model.path, base_hash(settled.source))
         same = {"base model": self.base.hash, "training data": self.data.fingerprint}
         agree(job, "what they read", same, fix="give every host the same files")
-        with self._claimed(), Checkpoints(self.output / CHECKPOINTS, keep=recipe.checkpoint.keep) as checkpoints:
+        keep = recipe.checkpoint.keep
+        with self._claimed(), Checkpoints(self.output / CHECKPOINTS, keep=keep, job=job) as checkpoints:
             return self._train(checkpoints, [*settled.choices, *choices])
 
     @contextlib.contextmanager
