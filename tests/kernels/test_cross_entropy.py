@@ -43,13 +43,13 @@ def case(weights):
     return params, hidden, targets, weights
 
 
-def value_and_gradients(function, params, hidden, targets, weights, chunk):
+def value_and_gradients(function, params, hidden, targets, weights, chunk, **options):
     """Loss, count, and the gradients of three times the loss: the backward pass must scale by what comes in."""
 
     @jax.jit
     def both(params, hidden, targets, weights):
         def run(params, hidden):
-            loss, correct = function(head, params, hidden, targets, weights, chunk=chunk)
+            loss, correct = function(head, params, hidden, targets, weights, chunk=chunk, **options)
             return 3.0 * loss, (loss, correct)
 
         (_, sums), gradients = jax.value_and_grad(run, (0, 1), has_aux=True)(params, hidden)
@@ -73,12 +73,15 @@ def torchs(params, hidden, targets, weights):
     return loss.item(), correct, {"weight": weight.grad.numpy(), "bias": bias.grad.numpy()}, states.grad.numpy()
 
 
+@pytest.mark.parametrize("joined", [False, True], ids=["rows apart", "rows joined"])
 @pytest.mark.parametrize("chunk", [1, 8, 29, 1000])
 @pytest.mark.parametrize("weights", ["all", "half", "fractions", "uneven rows", "one", "none"])
-def test_sums_and_gradients_are_torchs_in_float64(weights, chunk):
+def test_sums_and_gradients_are_torchs_in_float64(weights, chunk, joined):
     arguments = case(weights)
     loss, correct, d_params, d_hidden = torchs(*arguments)
-    (our_loss, our_correct), (our_d_params, our_d_hidden) = value_and_gradients(cross_entropy, *arguments, chunk)
+    (our_loss, our_correct), (our_d_params, our_d_hidden) = value_and_gradients(
+        cross_entropy, *arguments, chunk, joined=joined
+    )
     np.testing.assert_allclose(our_loss, loss, **CLOSE)
     np.testing.assert_allclose(our_correct, correct, rtol=1e-6)
     np.testing.assert_allclose(our_d_hidden, d_hidden, **CLOSE)
@@ -134,8 +137,12 @@ def test_unsupervised_positions_may_hold_anything():
     assert not after[1][1][idle].any()
 
 
-def test_only_the_chunks_that_the_fullest_row_needs_are_computed():
-    """Counted while it runs, by a head that reports each call."""
+@pytest.mark.parametrize(("joined", "chunks"), [(False, 3), (True, 2)])
+def test_only_the_chunks_that_are_needed_are_computed(joined, chunks):
+    """Counted while it runs, by a head that reports each call: 0, 7 and 5 positions, three a row and chunk.
+
+    Apart the fullest row needs three chunks; joined the twelve fill two of nine.
+    """
     calls = []
 
     def counting(params, hidden):
@@ -145,9 +152,9 @@ def test_only_the_chunks_that_the_fullest_row_needs_are_computed():
     params, hidden, targets, weights = case("uneven rows")
     weights[1, 7:] = 0  # the fullest row now has 7, not in one place
     weights[1] = np.roll(weights[1], 20)
-    jax.block_until_ready(cross_entropy(counting, params, hidden, targets, weights, chunk=3))
+    jax.block_until_ready(cross_entropy(counting, params, hidden, targets, weights, chunk=3, joined=joined))
     jax.effects_barrier()
-    assert len(calls) == 3
+    assert len(calls) == chunks
 
 
 def test_large_logits_do_not_overflow():

@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.model.linear import matmul, precision
+from meshtune.model.linear import NARROW, matmul, precision
 from meshtune.model.spec import ArraySpec
 
 
@@ -71,7 +72,7 @@ class LoRA:
             kept = jax.random.bernoulli(key, 1 - self.dropout, x.shape)
             x = jnp.where(kept, x / (1 - self.dropout), jnp.zeros((), x.dtype))
         # The scale goes onto the narrow product: R numbers a token instead of `out`.
-        narrow: Array = matmul(x, self.a) * self.scale
+        narrow: Array = checkpoint_name(matmul(x, self.a) * self.scale, NARROW)
         return jnp.add(y, widen(narrow, self.b, y.dtype))
 
     def merge(self, weight: Float[Array, "*L o i"]) -> Float[Array, "*L o i"]:

@@ -6,7 +6,8 @@ hidden states (and to those head weights that are differentiated). The backward 
 As in Liger (arXiv:2410.10989) and Cut Cross-Entropy (arXiv:2411.09009), but through any head function.
 
 Positions of weight 0 cost nothing: each row's supervised positions are brought to its front, and only as many chunks
-are computed as the fullest row needs. Rows stay where they are, so a batch split over devices stays split.
+are computed as the fullest row needs. Rows stay where they are, so a batch split over devices stays split. Where all
+rows are on one device they can be `joined`: their supervised positions then fill chunks together.
 """
 
 from __future__ import annotations
@@ -31,15 +32,21 @@ def cross_entropy(
     weights: Float[Array, "B T"],
     *,
     chunk: int,
+    joined: bool = False,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The weighted sums of -log p(target) and of correct first guesses: float32 scalars, to be divided by sum(weights).
 
     `head(head_params, hidden[..,D])` gives float32 logits [..,V]; `chunk` is the number of positions of each row whose
     logits exist at once, so B * chunk * V float32 is the peak. Gradients flow to hidden and to the differentiated
     leaves of head_params, none is computed for the others; weights are data and may not be differentiated (ValueError).
-    Positions of weight 0 may hold any target.
+    Positions of weight 0 may hold any target. `joined` treats all rows as one, with chunks of the same size: for one
+    device, or inside a shard_map.
     """
-    return _chunked(head, min(chunk, hidden.shape[1]), head_params, hidden, targets, weights)
+    chunk = min(chunk, hidden.shape[1])
+    if joined:
+        chunk *= hidden.shape[0]
+        hidden, targets, weights = (x.reshape(1, -1, *x.shape[2:]) for x in (hidden, targets, weights))
+    return _chunked(head, chunk, head_params, hidden, targets, weights)
 
 
 def plain_cross_entropy(
@@ -50,10 +57,11 @@ def plain_cross_entropy(
     weights: Float[Array, "B T"],
     *,
     chunk: int | None = None,
+    joined: bool = False,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The same sums as `cross_entropy` from all logits at once, differentiated by JAX: what it must agree with.
 
-    `chunk` is accepted for the same signature and has no meaning here.
+    `chunk` and `joined` are accepted for the same signature and have no meaning here.
     """
     logits = head(head_params, hidden)
     losses = jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from meshtune.kernels.attention import attention
@@ -13,6 +14,9 @@ from meshtune.model.norm import rms_norm
 from meshtune.model.rope import rotate
 from meshtune.model.spec import LayerSpec, ModelSpec
 from meshtune.model.tree import Tree
+
+# What a rematerialisation policy may keep: queries and keys, rotated.
+ROTATED = "rotated"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +41,8 @@ def queries_keys_values(
     if spec.qk_norm:
         q = rms_norm(q, node["q_norm"]["weight"], spec.norm_eps)
         k = rms_norm(k, node["k_norm"]["weight"], spec.norm_eps)
-    return rotate(q, rows.cos, rows.sin), rotate(k, rows.cos, rows.sin), v
+    q, k = (checkpoint_name(rotate(x, rows.cos, rows.sin), ROTATED) for x in (q, k))
+    return q, k, v
 
 
 def attend(

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from meshtune.kernels.attention import LOG_SUM_EXP, OUTPUT
 from meshtune.mesh.layout import Layout, constrain
-from meshtune.model.attention import Rows, attend, queries_keys_values
+from meshtune.model.attention import ROTATED, Rows, attend, queries_keys_values
 from meshtune.model.compute import Compute
 from meshtune.model.embedding import embedded
-from meshtune.model.linear import linear, site_key
+from meshtune.model.linear import NARROW, PRODUCT, linear, site_key
 from meshtune.model.mlp import mlp
 from meshtune.model.norm import rms_norm
 from meshtune.model.rope import angles
@@ -27,6 +28,9 @@ from meshtune.model.tree import Tree
 
 Tokens = Int[Array, "B T"]
 Hidden = Float[Array, "B T D"]
+
+# The results of matrix products (with LoRA the sum, not its parts) and of attention.
+KEPT = (PRODUCT, NARROW, ROTATED, OUTPUT, LOG_SUM_EXP)
 
 
 def hidden_states(
@@ -184,11 +188,15 @@ def _through_layers(
 
 
 def _rematerialised(group: Callable[..., Any], compute: Compute) -> Callable[..., Any]:
-    """Full keeps only the residual stream between groups; selective also keeps the results of matrix products."""
+    """Full keeps only the residual stream between groups; selective also keeps what `KEPT` names, each needed one once.
+
+    None leaves it to JAX, which keeps whatever any derivative reads: between two products several arrays as wide as
+    either. Making those again from the products costs less than storing and loading them.
+    """
     if compute.remat == "none":
         return group
     policies = jax.checkpoint_policies
-    policy = policies.nothing_saveable if compute.remat == "full" else policies.dots_with_no_batch_dims_saveable
+    policy = policies.nothing_saveable if compute.remat == "full" else policies.save_only_these_names(*KEPT)
     return jax.checkpoint(group, policy=policy, prevent_cse=not compute.scan)
 
 

@@ -7,10 +7,15 @@ import zlib
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from meshtune.model.tree import Tree
+
+# Names a rematerialisation policy may keep: the result of a linear layer, its adapter and bias included, and the narrow
+# product inside an adapter.
+PRODUCT, NARROW = "linear_product", "adapter_narrow"
 
 
 def precision(dtype: jnp.dtype) -> lax.Precision | None:
@@ -40,7 +45,7 @@ def linear(
     y = matmul(x, node["weight"], out) if adapter is None else adapter.apply(x, node["weight"], key, out)
     if "bias" in node:
         y = y + node["bias"].astype(y.dtype)
-    return y
+    return checkpoint_name(y, PRODUCT)
 
 
 def site_key(key: Array | None, site: str) -> Array | None:

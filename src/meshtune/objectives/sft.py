@@ -23,5 +23,6 @@ def score(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Ar
         batch["targets"],
         batch["weights"],
         chunk=compute.loss_chunk,
+        joined=compute.layout is None,
     )
     return Score(loss, jnp.sum(batch["weights"]), {"accuracy": correct})
