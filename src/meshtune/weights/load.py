@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -9,14 +11,19 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import make_array_from_single_device_arrays as from_shards
 
 from meshtune.errors import UserError
 from meshtune.families import model_spec
-from meshtune.model.spec import ModelSpec, abstract_params
+from meshtune.mesh.layout import Layout
+from meshtune.model.spec import ArraySpec, ModelSpec, abstract_params
 from meshtune.model.tree import Tree, flatten, unflatten
 from meshtune.weights.check import check
+from meshtune.weights.load_report import LoadReport, Watch, bytes_in_use, bytes_placed
+from meshtune.weights.relay import Relay, relay
 from meshtune.weights.safetensors_files import DTYPES, TensorInfo, TensorReader, headers, read_json
-from meshtune.weights.slots import Slot, allocate, blocks, index, place, slots
+from meshtune.weights.slots import Slot, allocate, place, slots
+from meshtune.weights.strips import Box, Device, Strip, boxes, strips
 
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 STORED_AS = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -67,53 +74,177 @@ def stored_dtype(directory: Path, config: dict[str, Any]) -> str:
     return max(totals, key=lambda dtype: totals[dtype])
 
 
-def load_params(directory: Path, spec: ModelSpec, *, progress: Progress | None = None) -> Tree:
-    """The parameters of a model directory as `abstract_params(spec)` describes them, on the default device.
+def load_params(
+    directory: Path,
+    spec: ModelSpec,
+    *,
+    layout: Layout | None = None,
+    broadcast: bool = False,
+    group: int | None = None,
+    progress: Progress | None = None,
+    report: Callable[[LoadReport], None] | None = None,
+) -> Tree:
+    """The parameters of a model directory as `abstract_params(spec)` describes them, where `layout` says they lie; on
+    the default device without one.
 
-    Stacked arrays are allocated once where they will live and filled in place, in the order of the files, each tensor
-    cast to the spec's dtype on the way. Host memory beyond the arrays themselves: two blocks of at most BLOCK_BYTES.
-    `progress(done, total)` is called in bytes of file. Raises UserError if config and weights disagree, before
-    anything is allocated.
+    The slices that each device holds are allocated once, there, and filled in place, in the order of the files, cast
+    to the spec's dtype on the way. A process reads only what its own devices hold, each number once, opening each
+    file once. Host memory beyond the arrays themselves: a few blocks of at most BLOCK_BYTES.
+
+    `broadcast` has one process of every group of `group` neighbouring ones (None: all are one group) read what its
+    group needs and pass it on; the others open nothing. Every process must then call this.
+    `progress(done, total)` is called in bytes of file, `report` once at the end with what it took on this process.
+    Raises UserError if config and weights disagree, before anything is allocated.
     """
-    found = headers(Path(directory))
-    check(Path(directory), spec, found)
-    flat = allocate(flatten(abstract_params(spec)))
-    fill(flat, slots(spec), found, progress)
-    return unflatten(flat)
+    directory = Path(directory)
+    devices: list[Device] = [None]
+    passing: Relay | None = None
+    if layout is not None:
+        every: list[jax.Device] = np.asarray(layout.mesh.devices).flatten().tolist()
+        if broadcast:
+            passing, every = relay(every, group)
+        else:
+            every = [device for device in every if device.process_index == jax.process_index()]
+        devices = [*every]
+    with Watch() as watch, TensorReader() as reader:
+        found = _checked(directory, spec, passing)
+        shards = Shards(flatten(abstract_params(spec)), layout, devices)
+        fill(shards, slots(spec), found, reader, passing, progress)
+        leaves = shards.assembled()
+    if report:
+        here = [device for device in devices if device is not None] or jax.local_devices()[:1]
+        here = [device for device in here if device.process_index == jax.process_index()]
+        report(
+            LoadReport(
+                process=jax.process_index(),
+                host_before=watch.before,
+                host_peak=watch.peak,
+                host_after=watch.after,
+                read=reader.bytes,
+                files=reader.files,
+                seconds=watch.seconds,
+                placed=bytes_placed(list(leaves.values())),
+                in_use=bytes_in_use(here),
+            )
+        )
+    return unflatten(leaves)
+
+
+def _checked(directory: Path, spec: ModelSpec, passing: Relay | None) -> dict[str, TensorInfo]:
+    """The tensors of a directory that fits the spec. Only a group's reader looks; what it finds, others hear."""
+    if passing is None or passing.reads:
+        try:
+            found = headers(directory)
+            check(directory, spec, found)
+        except UserError as error:
+            if passing is not None:
+                passing.tell({"error": [error.what, error.where, error.fix]})
+            raise
+        if passing is not None:
+            passing.tell({"found": [[n, t.shape, t.dtype, str(t.file), t.start, t.nbytes] for n, t in found.items()]})
+        return found
+    heard = passing.tell(None)
+    if "error" in heard:
+        what, where, fix = heard["error"]
+        raise UserError(what, where=where, fix=fix)
+    return {
+        name: TensorInfo(tuple(shape), dtype, Path(file), start, nbytes)
+        for name, shape, dtype, file, start, nbytes in heard["found"]
+    }
+
+
+class Shards:
+    """The slices of every leaf that this process's devices hold, while they are being filled."""
+
+    def __init__(self, arrays: dict[str, ArraySpec], layout: Layout | None, devices: list[Device]):
+        """`devices`: those whose slices are to be read; the slices of other processes' devices are not kept."""
+        self._shapes = {path: array.shape for path, array in arrays.items()}
+        self._shardings = {path: layout.of(array) if layout else None for path, array in arrays.items()}
+        self.held: dict[str, dict[Box, tuple[Device, ...]]] = {}
+        shards: dict[Device, dict[str, tuple[tuple[int, ...], str]]] = {}
+        for path, array in arrays.items():
+            held = boxes(array.shape, self._shardings[path], devices)
+            self.held[path] = {box: tuple(filter(_is_here, on)) for box, on in held.items()}
+            for box, on in self.held[path].items():
+                for device in on:
+                    shards.setdefault(device, {})[path] = (tuple(stop - start for start, stop in box), array.dtype)
+        self._leaves = {device: allocate(mine, device) for device, mine in shards.items()}
+
+    def put(self, strip: Strip, block: np.ndarray) -> None:
+        """Writes what this process's devices hold of a strip, whose numbers are `block`. Waits until it is done."""
+        if block.dtype == np.float64:  # JAX keeps no float64 unless asked to
+            block = block.astype(np.float32)
+        path, written = strip.slot.path, []
+        for piece in strip.pieces:
+            cut = np.ascontiguousarray(block[(slice(None), *piece.columns)])
+            at = np.asarray(piece.at, np.int32)
+            for device in piece.devices:
+                leaves = self._leaves[device]
+                leaves[path] = place(leaves[path], jax.device_put(cut, device), at)
+                written.append(leaves[path])
+            del cut
+        # One block in flight: an asynchronous queue of them would hold them all.
+        jax.block_until_ready(written)
+
+    def assembled(self) -> dict[str, jax.Array]:
+        """The leaves, path to global array; this object gives up its own hold on them."""
+        made: dict[str, jax.Array] = {}
+        for path, shape in self._shapes.items():
+            parts = [leaves.pop(path) for leaves in self._leaves.values()]
+            sharding = self._shardings[path]
+            made[path] = parts[0] if sharding is None else from_shards(shape, sharding, parts)
+        return made
+
+
+def _is_here(device: Device) -> bool:
+    return device is None or device.process_index == jax.process_index()
 
 
 def fill(
-    flat: dict[str, jax.Array], wanted: list[Slot], found: dict[str, TensorInfo], progress: Progress | None = None
+    shards: Shards,
+    wanted: list[Slot],
+    found: dict[str, TensorInfo],
+    reader: TensorReader,
+    passing: Relay | None,
+    progress: Progress | None = None,
 ) -> None:
-    """Writes the tensors of some slots into the leaves they belong to, in place; `flat` maps path to leaf."""
+    """Writes the tensors of some slots into the shards, in place, in the order of the files."""
     wanted = sorted(wanted, key=lambda slot: (str(found[slot.name].file), found[slot.name].start))
-    total, done = sum(found[slot.name].nbytes for slot in wanted), 0
-    for slot, start, block in _read_ahead(wanted, found):
-        size = block.nbytes
-        if block.dtype == np.float64:  # JAX keeps no float64 unless asked to
-            block = block.astype(np.float32)
-        flat[slot.path] = place(flat[slot.path], jax.device_put(block), index(slot, start))
+    order = [
+        strip
+        for slot in wanted
+        for strip in strips(slot, shards.held[slot.path], DTYPES[found[slot.name].dtype].itemsize)
+    ]
+    sizes = [math.prod(strip.shape) * DTYPES[found[strip.slot.name].dtype].itemsize for strip in order]
+    total, done = sum(sizes), 0
+    blocks = _read_ahead(order, found, reader) if passing is None or passing.reads else itertools.repeat(None)
+    for strip, size, block in zip(order, sizes, blocks, strict=False):
+        if passing is not None:
+            dtype = DTYPES[found[strip.slot.name].dtype]
+            block = passing.pass_on(block, size).view(dtype).reshape(strip.shape)
+        assert block is not None
+        shards.put(strip, block)
         del block
-        # One block in flight: an asynchronous queue of them would hold them all.
-        flat[slot.path].block_until_ready()
         done += size
         if progress:
             progress(done, total)
 
 
-def _read_ahead(wanted: list[Slot], found: dict[str, TensorInfo]) -> Iterator[tuple[Slot, int, np.ndarray]]:
-    """(slot, first row, rows) of every block, the next one being read while this one is used."""
-    ranges = (
-        (slot, start, stop)
-        for slot in wanted
-        for start, stop in blocks(slot.shape, DTYPES[found[slot.name].dtype].itemsize)
-    )
-    with TensorReader() as reader, ThreadPoolExecutor(1) as thread:
-        pending: tuple[Slot, int, Future[np.ndarray]] | None = None
-        for slot, start, stop in ranges:
-            following = (slot, start, thread.submit(reader.rows, found[slot.name], start, stop))
+def _read_ahead(order: list[Strip], found: dict[str, TensorInfo], reader: TensorReader) -> Iterator[np.ndarray]:
+    """The numbers of every strip, the next one being read while this one is used."""
+
+    def read(strip: Strip) -> np.ndarray:
+        info = found[strip.slot.name]
+        if strip.columns is None:
+            return reader.rows(info, *strip.rows)
+        return reader.columns(info, strip.rows, strip.columns)
+
+    with ThreadPoolExecutor(1) as thread:
+        pending: Future[np.ndarray] | None = None
+        for strip in order:
+            following = thread.submit(read, strip)
             if pending is not None:
-                yield pending[0], pending[1], pending[2].result()
+                yield pending.result()
             pending = following
         if pending is not None:
-            yield pending[0], pending[1], pending[2].result()
+            yield pending.result()

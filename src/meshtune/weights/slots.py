@@ -8,19 +8,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import SingleDeviceSharding
 
 from meshtune.families import hf_names
 from meshtune.model.spec import ArraySpec, ModelSpec, abstract_params
 from meshtune.model.tree import flatten
-
-# Host memory that moving one tensor may take; larger tensors are moved in several blocks of rows.
-BLOCK_BYTES = 16 << 20
+from meshtune.weights.safetensors_files import BLOCK_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,27 +73,12 @@ def place(leaf: jax.Array, block: jax.Array, at: jax.Array) -> jax.Array:
     return lax.dynamic_update_slice(leaf, block, tuple(at[i] for i in range(leaf.ndim)))
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
-def _cut(leaf: jax.Array, at: jax.Array, *, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    block = lax.dynamic_slice(leaf, tuple(at[i] for i in range(leaf.ndim)), shape)
-    # The barrier keeps float32 -> bfloat16 -> float32 from being simplified away by a caller that fuses this.
-    return lax.optimization_barrier(block.astype(dtype))
+def allocate(arrays: dict[str, tuple[tuple[int, ...], str]], device: jax.Device | None = None) -> dict[str, jax.Array]:
+    """The memory of some leaves (path -> shape and dtype), all zero, on one device (None: the default device)."""
+    where = None if device is None else SingleDeviceSharding(device)
 
+    def zeros() -> dict[str, jax.Array]:
+        return {path: jnp.zeros(shape, dtype) for path, (shape, dtype) in arrays.items()}
 
-def index(slot: Slot, start: int) -> np.ndarray:
-    """Index into the leaf of row `start` of the slot's tensor, int32."""
-    first = (start,) + (0,) * (len(slot.shape) - 1)
-    return np.asarray(first if slot.row is None else (slot.row, *first), np.int32)
-
-
-def cut(leaf: Any, slot: Slot, start: int, stop: int, dtype: str) -> np.ndarray:
-    """Rows start..stop of a slot's tensor, cast to `dtype` where the leaf lives, as a host array."""
-    shape = (stop - start, *slot.shape[1:])
-    block = _cut(leaf, index(slot, start), shape=shape if slot.row is None else (1, *shape), dtype=dtype)
-    return np.asarray(block).reshape(shape)
-
-
-def allocate(arrays: dict[str, ArraySpec]) -> dict[str, jax.Array]:
-    """The memory of some leaves, all zero, on the default device."""
     # One program for all: a compilation for every shape would take longer than reading a small model.
-    return jax.jit(lambda: {path: jnp.zeros(array.shape, array.dtype) for path, array in arrays.items()})()
+    return jax.jit(zeros, out_shardings=where)()
