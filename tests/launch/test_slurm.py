@@ -1,0 +1,142 @@
+"""The batch script under a real Slurm: a controller and two node daemons on loopback, started by slurm_here.sh."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+QUICKSTART = HERE.parents[1] / "src/meshtune/quickstart"
+STEPS = 60
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment in which Slurm's commands reach the two nodes."""
+    tool, at = str(HERE / "slurm_here.sh"), tmp_path_factory.mktemp("slurm")
+    installed = subprocess.run(["bash", tool, "install"], capture_output=True, text=True)
+    if installed.returncode:
+        pytest.skip(f"slurm-wlm and munge cannot be installed: {installed.stderr.strip()[-200:]}")
+    started = subprocess.run(["bash", tool, "start", str(at)], capture_output=True, text=True, timeout=120)
+    try:
+        assert started.returncode == 0, started.stderr
+        yield os.environ | {"SLURM_CONF": str(at / "slurm.conf")}
+    finally:
+        subprocess.run(["bash", tool, "stop", str(at)], check=False)
+
+
+@pytest.fixture
+def recipe(tmp_path: pathlib.Path) -> pathlib.Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"model: {QUICKSTART / 'model'}\n"
+        f"data:\n  train: [{{path: {QUICKSTART / 'lesson.jsonl'}, format: prompt_completion}}]\n  max_length: 256\n"
+        f"train: {{steps: {STEPS}, batch_size: 8}}\ncheckpoint: {{every: 10}}\noutput: {tmp_path / 'run'}\n"
+        "mesh: {dp: 2}\n"
+    )
+    return path
+
+
+def launch(slurm: dict[str, str], recipe: pathlib.Path, *more: str) -> str:
+    """Submits; returns the job's number."""
+    command = [sys.executable, "-m", "meshtune", "launch", "slurm", str(recipe), "--nodes", "2", "--gpus-per-node", "0"]
+    options = ["--time", "20", "--out", str(recipe.with_suffix(".sbatch")), "--submit", *more]
+    done = subprocess.run([*command, *options], env=slurm, cwd=recipe.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"job (\d+) submitted", done.stdout)
+    assert found, done.stdout
+    return found[1]
+
+
+def job(slurm: dict[str, str], number: str) -> dict[str, str]:
+    """What scontrol knows of a job."""
+    shown = subprocess.run(["scontrol", "-o", "show", "job", number], env=slurm, capture_output=True, text=True)
+    return dict(re.findall(r"(\w+)=(\S+)", shown.stdout))
+
+
+def wait(for_: Callable[[], bool], seconds: float, what: Callable[[], str]) -> None:
+    until = time.monotonic() + seconds
+    while not for_():
+        assert time.monotonic() < until, what()
+        time.sleep(0.2)
+
+
+def steps(output: pathlib.Path) -> list[int]:
+    path = output / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = [json.loads(line) for line in lines if line.endswith("}")]
+    return [row["step"] for row in rows if row["kind"] == "train"]
+
+
+def everything(tmp_path: pathlib.Path) -> str:
+    files = [*tmp_path.glob("slurm-*.out"), *tmp_path.glob("run/logs/*")]
+    return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in files)
+
+
+def test_a_run_on_two_nodes_is_requeued_and_goes_on_where_it_stopped(
+    slurm: dict[str, str], recipe: pathlib.Path, tmp_path: pathlib.Path
+):
+    output, number = tmp_path / "run", launch(slurm, recipe)
+    wait(lambda: len(steps(output)) >= 5 or job(slurm, number)["JobState"] == "FAILED", 180, lambda: "it hangs")
+    assert job(slurm, number)["JobState"] == "RUNNING", everything(tmp_path)
+    subprocess.run(["scontrol", "requeue", number], env=slurm, check=True)
+    wait(lambda: job(slurm, number)["JobState"] == "PENDING", 60, lambda: str(job(slurm, number)))
+    stopped = max(steps(output))
+    assert stopped < STEPS
+    # Slurm holds a requeued job back for two minutes, unless told otherwise.
+    subprocess.run(["scontrol", "update", f"JobId={number}", "StartTime=now"], env=slurm, check=True)
+    wait(lambda: job(slurm, number)["JobState"] in ("COMPLETED", "FAILED"), 300, lambda: everything(tmp_path))
+    found = job(slurm, number)
+    assert (found["JobState"], found["Restarts"], found["ExitCode"]) == ("COMPLETED", "1", "0:0"), everything(tmp_path)
+    log = (output / "logs/process-0.log").read_text()
+    assert "2 devices, 2 processes" in log
+    # It saved when it was told to stop, and not a step was made twice.
+    assert f"resuming after update {stopped}" in log
+    assert steps(output) == list(range(1, STEPS + 1))
+    assert (output / "adapter/adapter_model.safetensors").exists()
+
+
+def test_a_mistake_is_not_queued_again(slurm: dict[str, str], recipe: pathlib.Path, tmp_path: pathlib.Path):
+    number = launch(slurm, recipe, "mesh.dp=4")
+    wait(lambda: job(slurm, number)["JobState"] in ("COMPLETED", "FAILED"), 180, lambda: everything(tmp_path))
+    found = job(slurm, number)
+    assert (found["JobState"], found["ExitCode"]) == ("FAILED", "2:0"), everything(tmp_path)
+    assert found.get("Restarts") == "0"
+    assert "needs 4 devices, and the job has 2" in (tmp_path / "run/logs/process-1.log").read_text()
+
+
+def test_storage_that_a_node_does_not_see_ends_the_job_before_training(
+    slurm: dict[str, str], recipe: pathlib.Path, tmp_path: pathlib.Path
+):
+    script = recipe.with_suffix(".sbatch")
+    command = [
+        sys.executable,
+        "-m",
+        "meshtune",
+        "launch",
+        "slurm",
+        str(recipe),
+        "-N",
+        "2",
+        "-g",
+        "0",
+        "-o",
+        str(script),
+    ]
+    subprocess.run(command, env=slurm, cwd=tmp_path, check=True, capture_output=True)
+    script.write_text(script.read_text().replace(str(QUICKSTART / "model") + " ||", "/not/on/this/node ||"))
+    done = subprocess.run(["sbatch", "--wait", str(script)], env=slurm, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    text = everything(tmp_path)
+    assert "does not see /not/on/this/node: put it on shared storage" in text
+    assert not (tmp_path / "run/run.json").exists()
