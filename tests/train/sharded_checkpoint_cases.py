@@ -2,23 +2,28 @@
 
 python sharded_checkpoint_cases.py DIRECTORY COMMAND ...     prints a line of JSON for each thing worth asserting
 
-save MESH STEP [slowly]    restore MESH STEP    chain    fill    mesh: dp=1,fsdp=4,tp=2
+save MESH METHOD STEP      restore MESH METHOD STEP      chain METHOD MESH MESH ...      mesh: fsdp=4,tp=2
+die MESH PROCESS           no room MESH                  fifty MESH
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import pathlib
+import resource
+import shutil
+import signal
 import sys
 import time
 
 import jax
 import numpy as np
+import psutil
 
 from meshtune.adapters.config import FullConfig, LoraConfig
 from meshtune.adapters.method import abstract
+from meshtune.errors import UserError
 from meshtune.families import model_spec
 from meshtune.mesh.axes import MeshConfig, make_mesh
 from meshtune.mesh.fit import layout_for
@@ -93,24 +98,16 @@ def record_of(step: int) -> Record:
     return Record(step, 3, {"train": {"steps": 9}}, "base", "sha256:0", "d")
 
 
-def files(directory: pathlib.Path) -> dict[str, str]:
-    return {
-        path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(directory.rglob("*"))
-        if path.is_file()
-    }
-
-
 def main(job: Job, directory: pathlib.Path, command: str, *rest: str) -> None:
     if command == "save":
         mesh, method, step = rest[0], rest[1], int(rest[2])
         with Checkpoints(directory, keep=2, job=job) as checkpoints:
             checkpoints.save(filled(like(mesh, method), step), record_of(step))
         say(saved=step, steps=checkpoints.steps())
-    elif command == "restore":
+    elif command in ("restore", "restore wide"):
         mesh, method, step = rest[0], rest[1], int(rest[2])
         with Checkpoints(directory, keep=2, job=job) as checkpoints:
-            wanted = like(mesh, method)
+            wanted = like(mesh, method, wide=8 if "wide" in command else 1)
             assert checkpoints.record(step) == record_of(step)
             say(checked=check(checkpoints.restore(step, wanted), wanted, step), latest=checkpoints.latest())
     elif command == "chain":
@@ -124,20 +121,49 @@ def main(job: Job, directory: pathlib.Path, command: str, *rest: str) -> None:
                     state = filled(wanted, 1)
                 checkpoints.save(state, record_of(number))  # the same numbers travel from mesh to mesh
     elif command == "die":
-        mesh, where = rest[0], rest[1]
-        checkpoints = Checkpoints(directory, keep=2, job=job)
-        wanted = like(mesh, "full", wide=8)
-        checkpoints.save(filled(wanted, 1), record_of(1))
-        checkpoints.wait()
-        say(ready=os.getpid(), files=len(files(directory)))
-        checkpoints.save(filled(wanted, 2), record_of(2))
-        if job.process == int(where):
-            os.kill(os.getpid(), 9)
-        checkpoints.wait()
-        say(never=True)
-        time.sleep(100)
+        with Checkpoints(directory, keep=2, job=job) as checkpoints:
+            wanted = like(rest[0], "full", wide=8)
+            checkpoints.save(filled(wanted, 1), record_of(1))
+            checkpoints.wait()
+            state = filled(wanted, 2)
+            job.exchange("filled", None)
+            checkpoints.save(state, record_of(2))
+            if job.process == int(rest[1]):
+                os.kill(os.getpid(), signal.SIGKILL)
+            checkpoints.wait()
+            say(saved=2)
+    elif command == "no room":
+        with Checkpoints(directory, keep=2, job=job) as checkpoints:
+            wanted = like(rest[0], "full")
+            checkpoints.save(filled(wanted, 1), record_of(1))
+            checkpoints.wait()
+            if job.process == 1:
+                real = shutil.disk_usage
+                shutil.disk_usage = lambda path: real(path)._replace(free=1000)  # type: ignore[assignment]
+            try:
+                checkpoints.save(filled(wanted, 2), record_of(2))
+            except UserError as error:
+                say(refused=error.what)
+            shutil.disk_usage = real if job.process == 1 else shutil.disk_usage
+            job.exchange("refused", None)
+            state = filled(like(rest[0], "full", wide=8), 3)
+            if job.process == 1:
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+            checkpoints.save(state, record_of(3))  # what process 1 has no room for is found while it is written
+            for _ in range(600):
+                checkpoints.check()
+                time.sleep(0.1)
+    elif command == "fifty":
+        state, used = filled(like(rest[0], "full", wide=6), 1), []
+        say(bytes=sum(shard.data.nbytes for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards))
+        with Checkpoints(directory, keep=2, job=job) as checkpoints:
+            for number in range(50):
+                checkpoints.save(state, record_of(number))
+                used.append(psutil.Process().memory_info().rss)
+        say(used=used)
 
 
 if __name__ == "__main__":
     with start() as job:
-        main(job, pathlib.Path(sys.argv[1]), *sys.argv[2:])
+        main(job, pathlib.Path(sys.argv[1].format(process=job.process)), *sys.argv[2:])

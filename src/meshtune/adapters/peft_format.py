@@ -22,7 +22,7 @@ from meshtune.adapters.layout import restack, uniform
 from meshtune.adapters.method import arranged, used_up
 from meshtune.adapters.peft_config import PeftConfig, read_config, write_config
 from meshtune.adapters.peft_tensors import Content, collect, names_of_nodes, read, sort
-from meshtune.adapters.publish import published
+from meshtune.adapters.publish import disk_errors, published
 from meshtune.adapters.targets import modules
 from meshtune.errors import UserError
 from meshtune.mesh.layout import Layout
@@ -87,7 +87,7 @@ def save_adapter(
         "version": importlib.metadata.version("meshtune"),
     }
     with published(dest, CONFIG, job) as partial:
-        with together(job, "adapter: files"):
+        with together(job, "adapter: files"), disk_errors(dest):
             metadata = {"format": "pt", "meshtune": json.dumps(record)}
             for _ in write_file(partial / WEIGHTS, written.tensors, metadata, mine=job.first):
                 pass

@@ -25,7 +25,7 @@ def published(dest: pathlib.Path, mark: str, job: Job = ALONE) -> Iterator[pathl
     number = job.exchange("publish: number", os.getpid())[0]
     partial, old = (dest.with_name(f".{dest.name}.{what}-{number}") for what in ("partial", "old"))
     try:
-        with together(job, "publish: begin"), _disk_errors(dest):
+        with together(job, "publish: begin"), disk_errors(dest):
             if job.first:
                 _check(dest, mark)
                 partial.mkdir(parents=True)
@@ -36,9 +36,9 @@ def published(dest: pathlib.Path, mark: str, job: Job = ALONE) -> Iterator[pathl
                     where=str(partial),
                     fix="give an output on a shared file system, mounted at the same path on every host",
                 )
-        with _disk_errors(dest):
+        with disk_errors(dest):
             yield partial
-        with together(job, "publish: end"), _disk_errors(dest):
+        with together(job, "publish: end"), disk_errors(dest):
             if job.first:
                 for file in partial.iterdir():
                     _to_disk(file)
@@ -64,7 +64,8 @@ def _check(dest: pathlib.Path, mark: str) -> None:
 
 
 @contextlib.contextmanager
-def _disk_errors(dest: pathlib.Path) -> Iterator[None]:
+def disk_errors(dest: pathlib.Path) -> Iterator[None]:
+    """What the disk refuses while `dest` is written, as a UserError."""
     try:
         yield
     except OSError as error:

@@ -17,8 +17,9 @@ import errno
 import logging
 import pathlib
 import shutil
+import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -57,11 +58,13 @@ class Checkpoints:
         self.directory = pathlib.Path(directory).absolute()
         self._job = job
         self._best: int | None = None
+        self._failed: BaseException | None = None
         _prepare(self.directory, job)
         # Naming the processes makes Orbax wait for them through the coordination service. Its other way is a collective
         # operation on the devices, which from its background thread could come between those of the training step.
         among = set(range(job.processes)) if job.processes > 1 else None
-        asynchronous = ocp.options.AsyncOptions(timeout_secs=TIMEOUT)
+        barrier = None if among is None else self._barrier(ocp.multihost.get_barrier_sync_fn(processes=among))
+        asynchronous = ocp.options.AsyncOptions(timeout_secs=TIMEOUT, barrier_sync_fn=barrier)
         several = ocp.options.MultiprocessingOptions(primary_host=0, active_processes=among)
         with disk_errors(self.directory):
             self._manager = ocp.CheckpointManager(
@@ -117,6 +120,8 @@ class Checkpoints:
     def check(self) -> None:
         """Raises: UserError if a save in the background has failed on this process. Waits for nothing."""
         with disk_errors(self.directory):
+            if self._failed is not None:
+                raise self._failed
             self._manager.check_for_errors()
 
     def wait(self) -> None:
@@ -170,6 +175,18 @@ class Checkpoints:
             # Another error is on its way; a failing save must not hide it.
             with contextlib.suppress(UserError):
                 self.close()
+
+    def _barrier(self, wait: Callable[..., None]) -> Callable[..., None]:
+        """Where Orbax's background threads wait for the other processes."""
+
+        def barrier(*, key: str, timeout_ms: int) -> None:
+            # After a failure here Orbax waits all the same, and keeps the error until the others have come. They never
+            # will: they wait for this process's part. So it goes on, and the job ends with its error.
+            self._failed = self._failed or sys.exc_info()[1]
+            if self._failed is None:
+                wait(key=key, timeout_ms=timeout_ms)
+
+        return barrier
 
     def _check_room(self, state: TrainState) -> None:
         """Asks the disk first: Orbax, refused half-way, prints tracebacks and leaves threads that wait for minutes."""

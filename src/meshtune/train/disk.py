@@ -53,6 +53,7 @@ _DISK = {
     errno.ENOTDIR: "not a directory",
     errno.EEXIST: "a file is in the way",
     errno.EIO: "input/output error",
+    errno.EFBIG: "a file would be larger than is allowed here",
 }
 _STRERROR = {
     errno.ENOSPC: "no space left on device",
@@ -63,4 +64,5 @@ _STRERROR = {
     errno.ENOTDIR: "not a directory",
     errno.EEXIST: "file exists",
     errno.EIO: "input/output error",
+    errno.EFBIG: "file too large",
 }

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Float
 from numpy import ndarray
 
-from meshtune.adapters.publish import published
+from meshtune.adapters.publish import disk_errors, published
 from meshtune.errors import UserError
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.processes import Job
@@ -102,12 +102,12 @@ def export_model(
     with published(dest, "config.json", job) as folder:
         done = 0
         for number, (name, tensors) in enumerate(files.items()):
-            with together(job, f"export: {name}"):
+            with together(job, f"export: {name}"), disk_errors(dest):
                 for written in write_file(folder / name, tensors, METADATA, mine=number % job.processes == job.process):
                     done += written
                     if progress:
                         progress(done, total)
-        with together(job, "export: config"):
+        with together(job, "export: config"), disk_errors(dest):
             if job.first:
                 _write_rest(folder, _exported_config(config, spec, dtype), files, copies, chat_template)
         verified = _verified(params, spec, folder, dest, dtype, expected, layout, job)
