@@ -1,4 +1,4 @@
-"""Loads a model onto meshes of 8 simulated devices: `python sharded_load_cases.py MODEL RESULT.json [REFERENCE]`.
+"""Loads a model onto meshes of 8 simulated devices: `python sharded_load_cases.py MODEL RESULT.json [slow]`.
 
 For each mesh it says whether every leaf is, bit for bit, that of one device; whether it lies as the layout says; and
 what was read.
@@ -20,7 +20,8 @@ MESHES: dict[str, dict[str, int]] = {
     "fsdp=4 tp=2": {"fsdp": 4, "tp": 2},
     "fsdp=2 cp=2 tp=2": {"fsdp": 2, "cp": 2, "tp": 2},
 }
-METHODS = ("full", "lora", "freeze")
+PREPARED = [("fsdp=2 cp=2 tp=2", "full"), ("fsdp=2 cp=2 tp=2", "lora")]
+PREPARED_SLOWLY = [("fsdp=4 tp=2", "freeze"), ("tp=8", "full"), ("tp=8", "lora"), ("tp=8", "freeze")]
 
 
 def bits(array: Any) -> Any:
@@ -68,7 +69,54 @@ def compare(directory: pathlib.Path) -> dict[str, Any]:
     return results
 
 
+def compare_prepared(directory: pathlib.Path, cases: list[tuple[str, str]]) -> dict[str, Any]:
+    """The same for what methods make of the model, trainable and frozen."""
+    import jax
+    import numpy as np
+
+    from meshtune.adapters.config import FreezeConfig, FullConfig, LoraConfig, Method
+    from meshtune.adapters.method import abstract, prepare
+    from meshtune.mesh.axes import MeshConfig, make_mesh
+    from meshtune.mesh.fit import layout_for
+    from meshtune.weights.load import load_params, load_spec
+
+    methods: dict[str, Method] = {
+        "full": FullConfig(),
+        "lora": LoraConfig(rank=8, targets="all-linear", train_modules=("norm",)),
+        "freeze": FreezeConfig(last_layers=1),
+    }
+    spec, _ = load_spec(directory)
+    results: dict[str, Any] = {}
+    for mesh, name in cases:
+        method = methods[name]
+        plan = abstract(method, spec)
+        layout, _ = layout_for(make_mesh(MeshConfig(**MESHES[mesh]), jax.devices()), spec)
+        one = prepare(method, spec, load_params(directory, spec), jax.random.key(7))
+        params = load_params(directory, plan.spec, layout=layout)
+        held = set(map(id, jax.tree.leaves(params)))
+        many = prepare(method, plan.spec, params, jax.random.key(7), layout=layout)
+        assert many.spec == one.spec == plan.spec
+        results[f"{mesh}, {name}"] = {"leaves": 0, "other": [], "misplaced": [], "kept": 0, "emptied": params == {}}
+        said = results[f"{mesh}, {name}"]
+        for tree in ("trainable", "frozen"):
+            described = jax.tree_util.tree_leaves_with_path(getattr(plan, tree))
+            ones, manys = jax.tree.leaves(getattr(one, tree)), jax.tree.leaves(getattr(many, tree))
+            for (path, array), a, b in zip(described, ones, manys, strict=True):
+                where = jax.tree_util.keystr(path)
+                said["leaves"] += 1
+                said["kept"] += id(b) in held
+                if a.dtype != array.dtype or b.dtype != array.dtype or not np.array_equal(bits(a), bits(b)):
+                    said["other"].append(where)
+                if b.sharding != layout.of(array):
+                    said["misplaced"].append(where)
+    return results
+
+
 if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     model, result = map(pathlib.Path, sys.argv[1:3])
-    result.write_text(json.dumps(compare(model)))
+    if sys.argv[3:] == ["slow"]:
+        said = {"prepared": compare_prepared(model, PREPARED_SLOWLY)}
+    else:
+        said = {"loaded": compare(model), "prepared": compare_prepared(model, PREPARED)}
+    result.write_text(json.dumps(said))

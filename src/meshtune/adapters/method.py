@@ -20,6 +20,7 @@ from meshtune.adapters.config import FreezeConfig, FullConfig, LoraConfig, Metho
 from meshtune.adapters.layout import restack, uniform
 from meshtune.adapters.targets import Module, adapter_targets, fully_trained, modules
 from meshtune.errors import UserError
+from meshtune.mesh.layout import Layout
 from meshtune.model.spec import ArraySpec, ModelSpec, abstract_params
 from meshtune.model.tree import Tree, flatten, unflatten
 
@@ -69,15 +70,23 @@ def abstract(method: Method, spec: ModelSpec, trainable_dtype: str = "float32") 
 
 
 def prepare(
-    method: Method, spec: ModelSpec, params: Tree, key: Key[Array, ""], trainable_dtype: str = "float32"
+    method: Method,
+    spec: ModelSpec,
+    params: Tree,
+    key: Key[Array, ""],
+    trainable_dtype: str = "float32",
+    layout: Layout | None = None,
 ) -> Prepared:
     """Splits the parameters of a model into trainable ones, in `trainable_dtype`, and frozen ones, as they are.
 
     `params` is used up (its dicts are emptied), so that whatever is restacked or cast exists twice only leaf by leaf.
-    An adapter's start depends on `key` and the HF name of its module only.
+    An adapter's start depends on `key` and the HF name of its module only: it is the same on every mesh.
+    With a layout, on whose mesh `params` were loaded with `abstract(method, spec).spec`, everything lies as it says;
+    every process must then call this.
     Raises UserError for whatever the method asks that cannot be.
     """
     plan = abstract(method, spec, trainable_dtype)
+    assert layout is None or spec == plan.spec, "on a mesh, load with abstract(method, spec).spec"
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
     weights = used_up(restack(params, spec, plan.spec))
@@ -90,10 +99,33 @@ def prepare(
         if last == "adapter":
             held = "embed/weight" if node == "head" and plan.spec.tied else f"{node}/weight"
             keys = _keys(key, names[node], node.startswith("layers/"))
-            trainable[path], weights[held] = leaf.init(keys, weights[held])
+            trainable[path], weights[held] = _start(leaf, keys, weights[held], layout)
         else:
-            trainable[path] = weights.pop(path).astype(trainable_dtype)
+            trainable[path] = _cast(weights.pop(path), leaf, layout)
     return Prepared(plan.spec, unflatten(trainable), unflatten(weights))
+
+
+def _start(adapter: Any, keys: Array, weight: Array, layout: Layout | None) -> tuple[Any, Array]:
+    """An adapter's concrete start and the weight under it; on a mesh every device makes its own part."""
+    if layout is None:
+        return adapter.init(keys, weight)
+    data, kind = np.asarray(jax.random.key_data(keys)), jax.random.key_impl(keys)  # numbers that every process has
+
+    def begin(weight: Array) -> tuple[Any, Array]:
+        return adapter.init(jax.random.wrap_key_data(jnp.asarray(data), impl=kind), weight)
+
+    where = (jax.tree.map(layout.of, adapter), weight.sharding)
+    return jax.jit(begin, donate_argnums=0, out_shardings=where)(weight)
+
+
+def _cast(weight: Array, leaf: ArraySpec, layout: Layout | None) -> Array:
+    """A weight in a leaf's dtype, there before the next is begun, so that no two are held twice."""
+    if layout is None:
+        return weight.astype(leaf.dtype)
+    if weight.dtype == leaf.dtype:
+        return weight
+    cast = jax.jit(lambda weight: weight.astype(leaf.dtype), out_shardings=layout.of(leaf))
+    return cast(weight).block_until_ready()
 
 
 def count(prepared: Prepared) -> Counts:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from meshtune.cli import chat, data, env, export, failure, generate, launch, quickstart, schema, shard, train
+from meshtune.cli import chat, data, env, export, failure, generate, launch, quickstart, schema, shard, train, weights
 from meshtune.errors import UserError
 
 app = typer.Typer(
@@ -33,7 +33,7 @@ VERBS = {
     "env": env.env,
     "version": env.version,
 }
-GROUPS = {"data": data.app, "launch": launch.app}
+GROUPS = {"data": data.app, "launch": launch.app, "weights": weights.app}
 for name, verb in VERBS.items():
     app.command(name)(verb)
 for name, group in GROUPS.items():

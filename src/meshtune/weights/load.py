@@ -23,7 +23,7 @@ from meshtune.weights.load_report import LoadReport, Watch, bytes_in_use, bytes_
 from meshtune.weights.relay import Relay, relay
 from meshtune.weights.safetensors_files import DTYPES, TensorInfo, TensorReader, headers, read_json
 from meshtune.weights.slots import Slot, allocate, place, slots
-from meshtune.weights.strips import Box, Device, Strip, boxes, strips
+from meshtune.weights.strips import Box, Device, Piece, Strip, boxes, strips
 
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 STORED_AS = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -168,26 +168,29 @@ class Shards:
             for box, on in self.held[path].items():
                 for device in on:
                     shards.setdefault(device, {})[path] = (tuple(stop - start for start, stop in box), array.dtype)
+        self._threads = ThreadPoolExecutor(len(shards), "load")
         self._leaves = {device: allocate(mine, device) for device, mine in shards.items()}
 
     def put(self, strip: Strip, block: np.ndarray) -> None:
         """Writes what this process's devices hold of a strip, whose numbers are `block`. Waits until it is done."""
         if block.dtype == np.float64:  # JAX keeps no float64 unless asked to
             block = block.astype(np.float32)
-        path, written = strip.slot.path, []
-        for piece in strip.pieces:
+        path = strip.slot.path
+
+        def write(to: tuple[Piece, Device]) -> None:
+            piece, device = to
             cut = np.ascontiguousarray(block[(slice(None), *piece.columns)])
-            at = np.asarray(piece.at, np.int32)
-            for device in piece.devices:
-                leaves = self._leaves[device]
-                leaves[path] = place(leaves[path], jax.device_put(cut, device), at)
-                written.append(leaves[path])
-            del cut
-        # One block in flight: an asynchronous queue of them would hold them all.
-        jax.block_until_ready(written)
+            leaves = self._leaves[device]
+            leaves[path] = place(leaves[path], jax.device_put(cut, device), np.asarray(piece.at, np.int32))
+            # One block in flight: an asynchronous queue of them would hold them all.
+            leaves[path].block_until_ready()
+
+        # Side by side: every device compiles programs of its own.
+        list(self._threads.map(write, ((piece, device) for piece in strip.pieces for device in piece.devices)))
 
     def assembled(self) -> dict[str, jax.Array]:
         """The leaves, path to global array; this object gives up its own hold on them."""
+        self._threads.shutdown()
         made: dict[str, jax.Array] = {}
         for path, shape in self._shapes.items():
             parts = [leaves.pop(path) for leaves in self._leaves.values()]

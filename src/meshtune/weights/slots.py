@@ -59,9 +59,12 @@ def slots(spec: ModelSpec) -> list[Slot]:
 
 
 def blocks(shape: tuple[int, ...], itemsize: int, limit: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
-    """Ranges [start, stop) of a tensor's first axis, each at most `limit` bytes (or one row)."""
+    """Ranges [start, stop) of a tensor's first axis, each at most `limit` bytes (or one row), and as equal as can be:
+    every other size is another program to compile.
+    """
     row_bytes = max(1, int(np.prod(shape[1:], dtype=np.int64)) * itemsize)
-    rows = max(1, limit // row_bytes)
+    most = max(1, limit // row_bytes)
+    rows = -(-shape[0] // -(-shape[0] // most)) if shape[0] else most
     for start in range(0, shape[0], rows):
         yield start, min(shape[0], start + rows)
 

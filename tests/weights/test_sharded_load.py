@@ -1,0 +1,153 @@
+"""Loading onto meshes of 8 simulated devices, and in several processes: the same numbers, only what is held is read."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from weights import sharded_load_cases
+from weights.load_job import job, write_model
+from weights.sharded_load_cases import MESHES, PREPARED
+
+# 8 query heads and 4 key heads of 8: with tp=8 the key heads are fewer.
+SHAPE = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
+
+
+def run_cases(model: pathlib.Path, *how: str) -> dict:
+    result = model.parent / "result.json"
+    program = [sys.executable, str(pathlib.Path(sharded_load_cases.__file__)), str(model), str(result), *how]
+    ran = subprocess.run(program, capture_output=True, text=True, timeout=540)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(result.read_text())
+
+
+@pytest.fixture(scope="module")
+def results(make_model):
+    model = make_model("llama", "bfloat16", 40_000, attention_bias=False, mlp_bias=False, **SHAPE)
+    assert len(list(model.glob("*.safetensors"))) > 3
+    return run_cases(model)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_on_every_mesh_parameters_are_those_of_one_device_and_lie_as_the_layout_says(mesh, results):
+    got = results["loaded"][mesh]
+    assert got["leaves"] == 12
+    assert got["other"] == []
+    assert got["misplaced"] == []
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_number_is_read_once_whoever_holds_it(mesh, results):
+    got = results["loaded"][mesh]
+    assert got["report"]["read"] == got["model"]
+    assert list(got["report"]["placed"].values()) == got["placed"]
+    assert f"MiB read from {got['report']['files']} files" in got["line"]
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=4 tp=2", "fsdp=2 cp=2 tp=2"])
+def test_a_device_holds_an_eighth_and_the_norms(mesh, results):
+    """Two norms in each of 3 layers and the last one, of 64 bfloat16, are everywhere."""
+    got, norms = results["loaded"][mesh], (3 * 2 + 1) * 64 * 2
+    assert set(got["placed"]) == {(got["model"] - norms) // 8 + norms}
+
+
+def assert_prepared(got: dict) -> None:
+    assert got["leaves"] >= 12
+    assert got["other"] == []
+    assert got["misplaced"] == []
+    assert got["emptied"]
+
+
+@pytest.mark.parametrize(("mesh", "method"), PREPARED)
+def test_prepared_on_a_mesh_is_prepared_on_one_device(mesh, method, results):
+    """Bit for bit, an adapter's random start too; float32 trainables and adapters lie as the layout says."""
+    assert_prepared(results["prepared"][f"{mesh}, {method}"])
+
+
+@pytest.mark.slow
+def test_every_method_prepared_on_other_meshes_with_biases(make_model):
+    results = run_cases(make_model("llama", "bfloat16", 40_000, **SHAPE), "slow")
+    assert len(results["prepared"]) == 4
+    for got in results["prepared"].values():
+        assert_prepared(got)
+
+
+SMALL = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 2048,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+MB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("small") / "model"
+    return folder, write_model(folder, SMALL, 3)
+
+
+@pytest.fixture(scope="module")
+def alone(small):
+    """What one process holds of the model, as hashes of the slices of 4 devices along fsdp."""
+    (said,) = job(small[0], 1, {"fsdp": 4}, devices=4, digests=True)
+    assert said["report"]["read"] == small[1]
+    return said["digests"]
+
+
+def assert_same(digests: dict[str, str], alone: dict[str, str]) -> None:
+    assert digests.items() <= alone.items()
+
+
+@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)])
+def test_a_process_reads_what_its_devices_hold_and_no_more(small, alone, processes, devices):
+    said = job(small[0], processes, {"fsdp": 4}, devices=devices, digests=True)
+    assert set().union(*(one["digests"] for one in said)) == set(alone)
+    for one in said:
+        assert_same(one["digests"], alone)
+        assert one["report"]["read"] == one["distinct"]
+        assert one["report"]["files"] == 3
+        assert one["distinct"] < 1.02 * small[1] / processes
+        over = one["peak"] - one["before"] - one["local"]
+        assert over < 250 * MB, "a few blocks of 16 MB, and what compiling takes"
+
+
+@pytest.mark.parametrize(("processes", "group", "readers"), [(2, None, {0}), (4, 2, {0, 2}), (4, None, {0})])
+def test_with_broadcast_one_process_of_a_group_reads(small, alone, processes, group, readers):
+    said = job(small[0], processes, {"fsdp": 4}, devices=4 // processes, digests=True, broadcast=True, group=group)
+    assert {number for number, one in enumerate(said) if one["report"]["read"]} == readers
+    assert {number for number, one in enumerate(said) if one["report"]["files"]} == readers
+    for one in said:
+        assert_same(one["digests"], alone)
+        assert one["report"]["read"] <= small[1]
+        assert one["peak"] - one["before"] - one["local"] < 300 * MB
+
+
+def test_with_broadcast_what_is_wrong_is_said_on_every_process(small, tmp_path):
+    for file in small[0].iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | {"intermediate_size": 2820, "dtype": "bfloat16"}))
+    said = job(tmp_path, 2, {"fsdp": 2}, broadcast=True)
+    assert said[0] == said[1]
+    assert "config.json and the weights disagree" in said[0]["error"]
