@@ -1,6 +1,7 @@
 """One process of a job that exports what was trained on a mesh; see test_sharded_export.py.
 
-python sharded_export_cases.py BASE OUTPUT MESH ...     an adapter and a model for each mesh, in OUTPUT/MESH
+python sharded_export_cases.py BASE OUTPUT MESH ...          an adapter and a model for each mesh, in OUTPUT/MESH
+python sharded_export_cases.py BASE OUTPUT full MESH ...     only onto a disk that is full for the last process
 
 The trained numbers are a function of the leaf alone, so that every mesh and number of processes has the same.
 """
@@ -9,7 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
+import re
 import sys
 from typing import Any
 
@@ -89,18 +92,50 @@ def main(job: Job, base: pathlib.Path, output: pathlib.Path, meshes: list[str]) 
         return real(file, start)
 
     streamed._Output = noted  # type: ignore[misc, assignment]
-    for words in meshes:
+    only_refuse = meshes[0] == "full"
+    for words in meshes[only_refuse:]:
         place = output / words
+        if only_refuse:
+            place.mkdir(parents=True, exist_ok=True)
+            made, layout = laid_out(base, FullConfig(), words)
+            refuse(job, merge(made.trainable, made.frozen), made, base, place, layout)
+            continue
+        written.clear()
         for method in (LORA, FullConfig()):
             made, layout = laid_out(base, method, words)
             record = BaseRecord(str(base), "sha256:aa")
             path = export_result(place, made, method, base, record, Tokenizer(), layout=layout, job=job)  # type: ignore[arg-type]
             say(mesh=words, path=str(path))
-        made, layout = laid_out(base, FullConfig(), words)
-        params = merge(made.trainable, made.frozen)
-        done = export_model(params, made.spec, base, place / "shards", max_shard_bytes=100_000, layout=layout, job=job)
-        say(mesh=words, files=len(done.files), written=written, difference=done.verified.difference)
-        refuse(job, params, made, base, place, layout)
+        if words == meshes[-1]:  # each file's shape of program is compiled for itself: once is enough
+            params = merge(made.trainable, made.frozen)
+            done = export_model(
+                params, made.spec, base, place / "shards", max_shard_bytes=100_000, layout=layout, job=job
+            )
+            say(mesh=words, files=len(done.files), written=written, difference=done.verified.difference)
+            refuse(job, params, made, base, place, layout)
+        if layout is not None and job.processes == 1:
+            traffic(layout, words)
+
+
+def traffic(layout: Layout, words: str) -> None:
+    """The largest array in the program that cuts a block out of a large stacked weight."""
+    shape = (4, 1024, 512)
+    sharding = layout.sharding(("layers", "ffn", "embed"), shape)
+    leaf = jax.make_array_from_callback(shape, sharding, lambda index: np.zeros(shape, np.float32)[index])
+    tensor = streamed.Tensor("w", leaf, 1, "bfloat16")
+    block = next(streamed.blocks_of(tensor))
+    parts, split, whole = streamed._split(tensor)
+    options = {"stacked": True, "parts": parts, "rows": block.rows, "dtype": "bfloat16"}
+    lowered = streamed._cut.lower(leaf, np.zeros(4, np.int32), **options, split=split, whole=whole)
+    program = lowered.compile()
+    facts = program.memory_analysis()
+    assert facts is not None
+    moved = re.findall(
+        r"= (?:f32|bf16|u16)\[([\d,]+)\]\S* (?:all-gather|all-reduce|all-to-all|collective-permute)", program.as_text()
+    )
+    size = block.parts * block.rows * 512 * 4
+    largest = max([0, *(4 * math.prod(map(int, dims.split(","))) for dims in moved)])
+    say(mesh=words, largest=max(largest, facts.temp_size_in_bytes // 2), block=size, moved=moved)
 
 
 def refuse(job: Job, params: Any, made: Prepared, base: pathlib.Path, place: pathlib.Path, layout: Layout | None):

@@ -8,6 +8,7 @@ from sharded_job import run, run_well
 
 PROGRAM = "sharded_checkpoint_cases.py"
 LEAVES = 39  # of the state of full tuning: step, optimizer's count, 12 weights and their two moments, schedule's count
+MORE = [(4, 1, "fsdp=4"), (2, 2, "fsdp=2,cp=2"), (1, 1, "fsdp=1")]  # processes, devices of each, mesh
 
 
 def test_a_state_moves_from_mesh_to_mesh_bit_for_bit(tmp_path):
@@ -19,12 +20,13 @@ def test_a_state_moves_from_mesh_to_mesh_bit_for_bit(tmp_path):
     assert [line["checked"] for line in said] == [LEAVES * size for size in sizes]
 
 
-def test_a_state_moves_between_numbers_of_processes_bit_for_bit(tmp_path):
-    """2 processes of 2 devices -> 4 of 1 -> 1 of 4 -> 2 of 2, with meshes of another shape too."""
+@pytest.mark.parametrize("places", [[(1, 4, "dp=2,tp=2")], pytest.param(MORE, marks=pytest.mark.slow)])
+def test_a_state_moves_between_numbers_of_processes_bit_for_bit(tmp_path, places):
+    """From 2 processes of 2 devices to others, and to meshes of another shape."""
     run_well(PROGRAM, str(tmp_path), "save", "fsdp=2,tp=2", "lora", "1", processes=2, devices=2)
     written = {path.name for path in (tmp_path / "1/state").glob("ocdbt.process_*")}
     assert written == {"ocdbt.process_0", "ocdbt.process_1"}
-    for processes, devices, mesh in ((4, 1, "fsdp=4"), (1, 4, "dp=2,tp=2"), (2, 2, "fsdp=2,cp=2")):
+    for processes, devices, mesh in places:
         said = run_well(PROGRAM, str(tmp_path), "restore", mesh, "lora", "1", processes=processes, devices=devices)
         assert len(said) == processes
         assert {line["latest"] for lines in said for line in lines} == {1}
@@ -73,7 +75,8 @@ def test_directories_that_are_not_shared_are_found_at_once(tmp_path):
     assert all("not on storage that all hosts share" in errors for _, _, errors in ended)
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
 def test_memory_is_flat_over_fifty_saves(tmp_path, processes):
     """Some 30 MB a save: one copy leaked each time would be 900 MB over the last thirty, and 60 MB are allowed."""
     said = run_well(PROGRAM, str(tmp_path), "fifty", "fsdp=8", processes=processes, devices=8 // processes)

@@ -82,7 +82,7 @@ def _logits(
 ) -> Float[np.ndarray, "B T V"]:
     """Logits of the probe from parameters that are handed over part by part: one layer at a time is in float32."""
     spec = dataclasses.replace(spec, stacks=(), dtype="float32")  # no part of one layer's numbers: one compilation
-    compute = dataclasses.replace(COMPUTE, layout=layout)
+    compute = COMPUTE if layout is None else dataclasses.replace(COMPUTE, attention="auto", layout=layout)
     names = ("tokens", "positions", "segment_ids")
     batch = place_batch(dict(zip(names, map(np.asarray, probe(spec)), strict=True)), layout)
     rows, x = _enter(embedding(), batch, spec, compute)

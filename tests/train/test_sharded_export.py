@@ -1,0 +1,111 @@
+"""What is exported from meshes of 8 simulated devices, and from two processes, is what one device exports."""
+
+import pathlib
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from peft import PeftModel
+from sharded_export_cases import LORA, trained
+from sharded_job import run_well
+
+from meshtune.adapters.config import FullConfig
+from meshtune.model.tree import merge
+from meshtune.weights.verify import probe, probe_logits
+
+PROGRAM = "sharded_export_cases.py"
+# tp=8 keeps the 4 key and value heads whole on each device; cp splits weights beside fsdp.
+MESHES = ["one", "fsdp=8", "tp=8", "fsdp=2,cp=2,tp=2"]
+SHARDS = [f"model-{number:05d}-of-00004.safetensors" for number in range(1, 5)]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> pathlib.Path:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+    )
+    path = tmp_path_factory.mktemp("base")
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def exported(base, tmp_path_factory):
+    """(folder with a folder for each mesh, what the process said)"""
+    path = tmp_path_factory.mktemp("exported")
+    (said,) = run_well(PROGRAM, str(base), str(path), *MESHES, devices=8)
+    return path, said
+
+
+def files(folder: pathlib.Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("mesh", MESHES[1:])
+def test_every_mesh_exports_the_bytes_of_one_device(exported, mesh):
+    path, _ = exported
+    expected = files(path / "one")
+    adapter = ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"]
+    model = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(expected) == [*(f"adapter/{name}" for name in adapter), *(f"model/{name}" for name in model)]
+    found = files(path / mesh)
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_transformers_and_peft_compute_what_was_trained(exported, base):
+    """1e-4 on logits of order 1: the two programs order float32 sums differently."""
+    path, _ = exported
+    place = path / MESHES[-1]
+
+    def theirs(model: torch.nn.Module) -> np.ndarray:
+        with torch.no_grad():
+            return model.eval()(torch.tensor(np.asarray(probe(made.spec)[0]))).logits.numpy()
+
+    _, made = trained(base, FullConfig())
+    expected = probe_logits(merge(made.trainable, made.frozen), made.spec)
+    for name in ("model", "shards"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(place / name, attn_implementation="eager")
+        np.testing.assert_allclose(theirs(model), expected, atol=1e-4, rtol=1e-4)
+    _, made = trained(base, LORA)
+    expected = probe_logits(merge(made.trainable, made.frozen), made.spec)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    before = theirs(model)
+    np.testing.assert_allclose(
+        theirs(PeftModel.from_pretrained(model, str(place / "adapter"))), expected, atol=1e-4, rtol=1e-4
+    )
+    assert np.abs(before - expected).max() > 0.1
+
+
+def test_two_processes_share_the_files_and_an_error_and_export_the_same_bytes(exported, base, tmp_path):
+    path, several = exported
+    said = run_well(PROGRAM, str(base), str(tmp_path), "fsdp=2,tp=2", processes=2, devices=2)
+    assert files(tmp_path / "fsdp=2,tp=2") == files(path / MESHES[-1])
+    single = ["adapter_model.safetensors", "model.safetensors"]
+    for lines, written in zip((*said, several), (single + SHARDS[::2], SHARDS[1::2], single + SHARDS), strict=True):
+        done = next(line for line in lines if "written" in line)
+        assert done["written"] == written
+        assert done["difference"] == 0.0
+    place = str(tmp_path / "fsdp=2,tp=2/full")
+    assert [lines[-1]["refused"] for lines in said] == [
+        f"process 1 of 2: cannot write {place}: No space left on device",
+        f"cannot write {place}: No space left on device",
+    ]  # and the program has seen that neither the directory nor a part of it is there
+
+
+def test_blocks_are_cut_where_they_lie(exported):
+    """The program of a block: nothing larger than the block goes from device to device or is made on one."""
+    _, said = exported
+    for line in said:
+        if "largest" in line:
+            assert line["moved"], line
+            assert line["largest"] <= line["block"], line
+    assert sum("largest" in line for line in said) == len(MESHES) - 1
