@@ -73,15 +73,12 @@ def torchs(params, hidden, targets, weights):
     return loss.item(), correct, {"weight": weight.grad.numpy(), "bias": bias.grad.numpy()}, states.grad.numpy()
 
 
-@pytest.mark.parametrize("joined", [False, True], ids=["rows apart", "rows joined"])
 @pytest.mark.parametrize("chunk", [1, 8, 29, 1000])
 @pytest.mark.parametrize("weights", ["all", "half", "fractions", "uneven rows", "one", "none"])
-def test_sums_and_gradients_are_torchs_in_float64(weights, chunk, joined):
+def test_sums_and_gradients_are_torchs_in_float64(weights, chunk):
     arguments = case(weights)
     loss, correct, d_params, d_hidden = torchs(*arguments)
-    (our_loss, our_correct), (our_d_params, our_d_hidden) = value_and_gradients(
-        cross_entropy, *arguments, chunk, joined=joined
-    )
+    (our_loss, our_correct), (our_d_params, our_d_hidden) = value_and_gradients(cross_entropy, *arguments, chunk)
     np.testing.assert_allclose(our_loss, loss, **CLOSE)
     np.testing.assert_allclose(our_correct, correct, rtol=1e-6)
     np.testing.assert_allclose(our_d_hidden, d_hidden, **CLOSE)
@@ -137,12 +134,8 @@ def test_unsupervised_positions_may_hold_anything():
     assert not after[1][1][idle].any()
 
 
-@pytest.mark.parametrize(("joined", "chunks"), [(False, 3), (True, 2)])
-def test_only_the_chunks_that_are_needed_are_computed(joined, chunks):
-    """Counted while it runs, by a head that reports each call: 0, 7 and 5 positions, three a row and chunk.
-
-    Apart the fullest row needs three chunks; joined the twelve fill two of nine.
-    """
+def test_only_the_chunks_that_are_needed_are_computed():
+    """Counted while it runs, by a head that reports each call: 0, 7 and 5 positions fill two chunks of 3 x 3."""
     calls = []
 
     def counting(params, hidden):
@@ -152,9 +145,9 @@ def test_only_the_chunks_that_are_needed_are_computed(joined, chunks):
     params, hidden, targets, weights = case("uneven rows")
     weights[1, 7:] = 0  # the fullest row now has 7, not in one place
     weights[1] = np.roll(weights[1], 20)
-    jax.block_until_ready(cross_entropy(counting, params, hidden, targets, weights, chunk=3, joined=joined))
+    jax.block_until_ready(cross_entropy(counting, params, hidden, targets, weights, chunk=3))
     jax.effects_barrier()
-    assert len(calls) == chunks
+    assert len(calls) == 2
 
 
 def test_large_logits_do_not_overflow():

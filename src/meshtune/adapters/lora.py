@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -25,7 +26,7 @@ class LoRA:
     """y = x W^T + scale * (dropout(x) A^T) B^T. A is [R, in], B is [out, R]; stacked layers lead both.
 
     Any other kind of adapter is a class like this one, registered as a pytree and entered in ADAPTERS: `abstract`,
-    `init`, `apply`, `merge`; PEFT_TENSORS, the PEFT tensor that each array field is stored as; PEFT_FIELDS, what
+    `init`, `apply`, `in_use`, `merge`; PEFT_TENSORS, the PEFT tensor that each array field is stored as; PEFT_FIELDS, what
     marks the kind in an adapter_config.json.
     """
 
@@ -74,6 +75,11 @@ class LoRA:
         # The scale goes onto the narrow product: R numbers a token instead of `out`.
         narrow: Array = checkpoint_name(matmul(x, self.a) * self.scale, NARROW)
         return jnp.add(y, widen(narrow, self.b, y.dtype))
+
+    def in_use(self, gathered: Callable[..., Array], axes: tuple[str, str]) -> LoRA:
+        """The adapter laid out for computing by `gathered(array, *logical axes)`; `axes` are the weight's, (out, in)."""
+        a, b = gathered(self.a, "rank", axes[1]), gathered(self.b, axes[0], "rank")
+        return dataclasses.replace(self, a=a, b=b)
 
     def merge(self, weight: Float[Array, "*L o i"]) -> Float[Array, "*L o i"]:
         """W + scale * B A, computed in float32, in the weight's dtype."""

@@ -90,6 +90,12 @@ class Layout:
         """The sharding of a parameter."""
         return self.sharding(array.axes, array.shape)
 
+    def in_use(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
+        """How a parameter lies while it is computed with: split over tp and ep alone, an adapter's rank not at all."""
+        axes = tuple("whole" if axis == "rank" else axis for axis in axes)
+        kept = [part if part in ("tp", "ep") else None for part in self.spec(axes, shape)]
+        return NamedSharding(self.mesh, PartitionSpec(*kept))
+
     def attention_split(self) -> AttentionSplit:
         """The axes that split attention's rows, heads and tokens."""
         kv_heads = None if "kv_heads" in self.whole else "tp"

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshtune.mesh.layout import Layout, Shaped, constrain
+from meshtune.mesh.layout import Layout
 from meshtune.optim.paths import named_leaves, path_name
 
 Tree = dict[str, Any]
@@ -19,23 +19,6 @@ BATCH_AXES = ("whole", "batch", "length")  # of [A, B, T]; [B, T] leaves out the
 def shardings(abstract: Tree, layout: Layout) -> Tree:
     """A NamedSharding for every ArraySpec of a tree."""
     return jax.tree.map(layout.of, abstract)
-
-
-def in_use(trainable: Tree, abstract: Tree, layout: Layout | None) -> Tree:
-    """Trainable leaves as the step computes with them: an adapter's rank is gathered over tp.
-
-    At rest tp splits the rank, so that no device keeps a whole adapter. But a product over a split rank would have to
-    be summed over tp at full width; gathering the thin matrices first moves far less.
-    """
-    if layout is None or layout.size("tp") == 1:
-        return trainable
-
-    def gather(leaf: jax.Array, array: Shaped) -> jax.Array:
-        if "rank" not in array.axes:
-            return leaf
-        return constrain(leaf, layout, *("whole" if axis == "rank" else axis for axis in array.axes))
-
-    return jax.tree.map(gather, trainable, abstract)
 
 
 def like_parameters(state: Any, abstract: Tree, layout: Layout) -> Any:

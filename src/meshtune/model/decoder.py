@@ -19,6 +19,7 @@ from meshtune.mesh.layout import Layout, constrain
 from meshtune.model.attention import ROTATED, Rows, attend, queries_keys_values
 from meshtune.model.compute import Compute
 from meshtune.model.embedding import embedded
+from meshtune.model.in_use import GATHERED, layer_in_use
 from meshtune.model.linear import NARROW, PRODUCT, linear, site_key
 from meshtune.model.mlp import mlp
 from meshtune.model.norm import rms_norm
@@ -174,7 +175,8 @@ def _through_layers(
             for p, layer_spec in enumerate(stack.pattern):
                 number = first + row * len(stack.pattern) + p
                 where = (f"{s}.{p}", row) if with_rows else ()
-                carry = layer(carry, nodes[f"{s}.{p}"], layer_spec, number, *where)
+                node = layer_in_use(nodes[f"{s}.{p}"], spec, f"{s}.{p}", compute.layout)
+                carry = layer(carry, node, layer_spec, number, *where)
             return carry, None
 
         group = _rematerialised(group, compute)
@@ -193,10 +195,13 @@ def _rematerialised(group: Callable[..., Any], compute: Compute) -> Callable[...
     None leaves it to JAX, which keeps whatever any derivative reads: between two products several arrays as wide as
     either. Making those again from the products costs less than storing and loading them.
     """
-    if compute.remat == "none":
-        return group
     policies = jax.checkpoint_policies
-    policy = policies.nothing_saveable if compute.remat == "full" else policies.save_only_these_names(*KEPT)
+    if compute.remat == "none":
+        if compute.layout is None:
+            return group
+        policy = policies.save_anything_except_these_names(GATHERED)
+    else:
+        policy = policies.nothing_saveable if compute.remat == "full" else policies.save_only_these_names(*KEPT)
     return jax.checkpoint(group, policy=policy, prevent_cse=not compute.scan)
 
 

@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from meshtune.mesh.layout import Layout
-from meshtune.mesh.placement import in_use, like_parameters
+from meshtune.mesh.placement import like_parameters
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
 from meshtune.model.tree import Tree, merge
@@ -82,8 +82,7 @@ def make_train_step(
     like = None if layout is None or abstract is None else abstract_state(abstract, optimizer, layout)
 
     def score(trainable: Tree, frozen: Tree, micro: Batch, rng: Array | None) -> tuple[Array, Score]:
-        used = trainable if abstract is None else in_use(trainable, abstract, layout)
-        scored = objective(merge(used, frozen), spec, compute, micro, rng)
+        scored = objective(merge(trainable, frozen), spec, compute, micro, rng)
         return scored.loss, scored
 
     def step(state: TrainState, frozen: Tree, batch: Batch, seed: Int[Array, ""]) -> tuple[TrainState, Metrics]:
@@ -129,17 +128,13 @@ def make_train_step(
     return jax.jit(step, donate_argnums=0, out_shardings=(kept, layout.replicated))
 
 
-def make_eval_step(
-    objective: Objective, spec: ModelSpec, compute: Compute, *, abstract: Tree | None = None
-) -> Callable[[Tree, Tree, Batch], Score]:
-    """A jitted step(trainable, frozen, batch of [B, T] arrays) -> Score, without dropout; see `make_train_step`."""
-    layout = compute.layout
+def make_eval_step(objective: Objective, spec: ModelSpec, compute: Compute) -> Callable[[Tree, Tree, Batch], Score]:
+    """A jitted step(trainable, frozen, batch of [B, T] arrays) -> Score, without dropout."""
 
     def step(trainable: Tree, frozen: Tree, batch: Batch) -> Score:
-        used = trainable if abstract is None else in_use(trainable, abstract, layout)
-        return objective(merge(used, frozen), spec, compute, batch, None)
+        return objective(merge(trainable, frozen), spec, compute, batch, None)
 
-    return jax.jit(step) if layout is None else jax.jit(step, out_shardings=layout.replicated)
+    return jax.jit(step) if compute.layout is None else jax.jit(step, out_shardings=compute.layout.replicated)
 
 
 def _accumulate(

@@ -127,7 +127,7 @@ def _evaluator(parts: Parts, place: Callable[[dict[str, np.ndarray]], Any]) -> C
     loader = parts.data.validation
     if loader is None or parts.recipe.eval.every is None:
         return None
-    step = make_eval_step(OBJECTIVES["sft"], parts.made.spec, parts.compute, abstract=parts.settled.arrays.trainable)
+    step = make_eval_step(OBJECTIVES["sft"], parts.made.spec, parts.compute)
 
     def run(trainable: Tree) -> Evaluation:
         with contextlib.closing(loader.iterate(0, loader.steps_per_epoch(0))) as batches:  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,63 @@
+"""Parameters as a layer computes with them: gathered over the axes that split them at rest, still split over tp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from meshtune.kernels.loss_split import LossSplit
+from meshtune.mesh.layout import Layout
+from meshtune.model.spec import ArraySpec, ModelSpec, abstract_params
+from meshtune.model.tree import Tree, flatten, unflatten
+
+# What a rematerialisation policy must never keep: it would be the whole model on every device.
+GATHERED = "gathered_parameter"
+
+
+def loss_split(head: Tree, spec: ModelSpec, layout: Layout | None, shape: tuple[int, ...]) -> LossSplit | None:
+    """How the loss of rows of `shape` [B, T] is computed on a mesh; `head` is what `decoder.head_params` gives."""
+    if layout is None:
+        return None
+    arrays = flatten(abstract_params(spec))
+    weight = arrays["embed/weight" if spec.tied else "head/weight"]
+
+    def spec_of(x: jax.Array, *axes: str) -> PartitionSpec:
+        return layout.in_use(axes, x.shape).spec
+
+    def leaf(name: str, x: Any) -> Any:
+        if name == "adapter":
+            return x.in_use(spec_of, weight.axes)
+        return spec_of(x, *(weight.axes if name == "weight" else arrays[f"head/{name}"].axes))
+
+    specs = jax.tree.leaves({name: leaf(name, x) for name, x in head.items()})
+    vocab = "tp" if "tp" in layout.in_use(weight.axes, weight.shape).spec else None
+    rows = layout.spec(("batch", "length"), shape)
+    return LossSplit(layout.mesh, rows, tuple(specs), vocab)
+
+
+def layer_in_use(node: Tree, spec: ModelSpec, key: str, layout: Layout | None) -> Tree:
+    """One layer's parameters (`node`, without the axis of stacked layers), those of params["layers"][key].
+
+    Left to itself, XLA may rather move activations between devices than gather a weight: for the gradient of a thin
+    adapter it would exchange cotangents of full width. Said explicitly, weights are gathered layer by layer, and
+    gradients, computed from each device's own rows, are summed and split again.
+    """
+    if layout is None:
+        return node
+    arrays: dict[str, ArraySpec] = flatten(abstract_params(spec)["layers"][key])
+
+    def gathered(x: jax.Array, *axes: str) -> jax.Array:
+        sharding = layout.in_use(axes, x.shape)
+        return checkpoint_name(jax.lax.with_sharding_constraint(x, sharding), GATHERED)
+
+    def leaf(path: str, x: Any) -> Any:
+        owner, _, last = path.rpartition("/")
+        if last == "adapter":
+            return x.in_use(gathered, arrays[f"{owner}/weight"].axes[1:])
+        axes = arrays[path].axes[1:]
+        return x if layout.of(arrays[path]).is_fully_replicated else gathered(x, *axes)
+
+    return unflatten({path: leaf(path, x) for path, x in flatten(node).items()})
