@@ -63,12 +63,12 @@ def test_an_export_that_differs_from_what_was_trained_does_not_appear(
     """A defect of the field: a scale that is not recorded."""
     real = verify.save_adapter
 
-    def losing(dest, trainable, spec, config, base, check):
+    def losing(dest, trainable, spec, config, base, check, job):
         def lose_the_scale(path: pathlib.Path) -> None:
             change(path, lora_alpha=config.alpha * 2)
             check(path)
 
-        return real(dest, trainable, spec, config, base, check=lose_the_scale)
+        return real(dest, trainable, spec, config, base, check=lose_the_scale, job=job)
 
     monkeypatch.setattr(verify, "save_adapter", losing)
     with pytest.raises(UserError, match="differs from what was trained"):
