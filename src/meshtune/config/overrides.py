@@ -57,7 +57,7 @@ def _put(raw: dict[str, Any], keys: list[str], value: Any, where: str) -> yaml_t
             path.append(key)
             if last:
                 node[key] = value
-            elif node.get(key) is None:
+            elif node.get(key) in (None, "auto"):  # what was left open is now said in part
                 node[key] = {}
             node = node[key]
         else:

@@ -26,7 +26,9 @@ class Stepped:
 
     `loss`, `accuracy` and `grad_norm` (before clipping) are of this update's batch, before the update. `tokens` are
     positions computed that are not padding, `learned` those with a loss, `seconds` the time since the last update,
-    `memory` bytes in use (device memory where the device tells, else of the process).
+    `memory` bytes in use (device memory where the device tells, else of the process). `machine` holds what each device
+    of this process does (train.device_metrics) and, with several processes, `skew`: seconds from the fastest to the
+    slowest.
     """
 
     step: int
@@ -39,6 +41,7 @@ class Stepped:
     learned: int
     seconds: float
     memory: int
+    machine: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

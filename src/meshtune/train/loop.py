@@ -20,6 +20,7 @@ from meshtune.mesh.stop_flag import StopFlag
 from meshtune.model.tree import Tree
 from meshtune.train.cadence import Cadence
 from meshtune.train.checkpoint import Checkpoints, Record
+from meshtune.train.device_metrics import DeviceMetrics
 from meshtune.train.early_stopping import EarlyStopping
 from meshtune.train.evaluate import Evaluation
 from meshtune.train.events import Evaluated, Event, Events, Sampled, Saved, Started, Stepped, Stopped
@@ -94,6 +95,7 @@ class _Loop:
         self.early_stopping = task.early_stopping
         self.seed = np.int32(task.record.seed)
         self.stop_flag = StopFlag()
+        self.devices = DeviceMetrics()
         self.stop = 0  # the signal on which all processes have agreed to stop
         self.seconds = 0.0
         self.saved: int | None = None
@@ -120,6 +122,7 @@ class _Loop:
                 batch = next(batches)
                 arrays = self.task.place(batch.arrays)
                 self.state, metrics = self.task.step(self.state, self.task.frozen, arrays, self.seed)
+                self.checkpoints.check()
                 self.stop_flag.submit(self.interrupt.received, self.seconds)
                 if pending is not None:
                     self._report(*pending)
@@ -165,7 +168,8 @@ class _Loop:
 
     def _report(self, batch: TrainBatch, metrics: Metrics) -> None:
         values = jax.device_get(metrics)
-        self.stop = self.stop or self.stop_flag.agreed().signal
+        said = self.stop_flag.agreed()
+        self.stop = self.stop or said.signal
         if not bool(values["finite"]):
             raise _not_finite(batch, values, self.checkpoints)
         now = time.perf_counter()
@@ -186,6 +190,7 @@ class _Loop:
                 learned=int(np.count_nonzero(batch.arrays["weights"])),
                 seconds=seconds,
                 memory=memory_in_use(),
+                machine=self.devices.read() | ({"skew": said.skew} if self.stop_flag.several else {}),
             )
         )
 

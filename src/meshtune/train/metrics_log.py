@@ -12,9 +12,10 @@ import pathlib
 from typing import Any
 
 from meshtune.train.events import Evaluated, Event, Sampled, Stepped
+from meshtune.train.output import LOGS
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
-TIMINGS = frozenset({"seconds", "tokens_per_second", "memory"})  # what differs between equal runs
+TIMINGS = frozenset({"seconds", "tokens_per_second", "memory", "machine"})  # what differs between equal runs
 
 
 class MetricsLog:
@@ -40,6 +41,24 @@ class MetricsLog:
         self._samples.close()
 
 
+class ProcessLog:
+    """What the devices of a process other than the first do: logs/process-N.metrics.jsonl."""
+
+    def __init__(self, output: pathlib.Path, process: int, *, every: int = 1):
+        self._every = every
+        folder = output / LOGS
+        folder.mkdir(exist_ok=True)
+        self._file = (folder / f"process-{process}.{METRICS}").open("a", encoding="utf-8", buffering=1)
+
+    def receive(self, event: Event) -> None:
+        if isinstance(event, Stepped) and event.step % self._every == 0:
+            row = train_row(event)
+            self._file.write(_line({key: row[key] for key in ("step", "seconds", "memory", "machine") if key in row}))
+
+    def close(self) -> None:
+        self._file.close()
+
+
 def train_row(event: Stepped) -> dict[str, Any]:
     """The columns of one update."""
     return {
@@ -55,6 +74,7 @@ def train_row(event: Stepped) -> dict[str, Any]:
         "seconds": round(event.seconds, 6),
         "tokens_per_second": round(event.tokens / event.seconds, 3) if event.seconds else None,
         "memory": event.memory,
+        **({"machine": event.machine} if event.machine else {}),
     }
 
 

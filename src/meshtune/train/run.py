@@ -25,12 +25,11 @@ from meshtune.mesh.agreement import agree, first_alone
 from meshtune.mesh.axes import MeshConfig
 from meshtune.mesh.fit import check_batch
 from meshtune.mesh.peers import Place
-from meshtune.mesh.placement import shardings
 from meshtune.mesh.processes import Job
 from meshtune.optim.build import make_optimizer
 from meshtune.train import banner, metrics_log, trackers
 from meshtune.train.checkpoint import Best, Checkpoints, Record, disk_reason, versions
-from meshtune.train.devices import device_table, seen_by_all
+from meshtune.train.devices import device_table, hosts, seen_by_all
 from meshtune.train.events import opened
 from meshtune.train.final import export_result
 from meshtune.train.interrupt import interruptible
@@ -46,6 +45,7 @@ from meshtune.train.step import TrainState, abstract_state, init_state
 from meshtune.train.task import Parts, make_task
 from meshtune.weights.fingerprint import base_hash
 from meshtune.weights.load import load_params
+from meshtune.weights.load_report import LoadReport
 
 DEFAULT_EPOCHS = 3.0
 
@@ -104,6 +104,7 @@ class _Run:
         recipe, console, job = self.recipe, self.console, self.job
         seen = seen_by_all(job)
         console.print(device_table(seen))
+        self.processes_a_host = max(1, len(seen) // len(hosts(seen)))
         if job.first:
             check_output(self.output, resume=recipe.resume, overwrite=recipe.overwrite)
             trackers.check_installed(list(recipe.log.trackers))
@@ -182,23 +183,24 @@ class _Run:
     def _parameters(self):
         """(the split model, its first state, optimizer, schedule), with the weights of the base."""
         recipe, settled = self.recipe, self.settled
+        reports: list[LoadReport] = []
         with self.console.status("loading weights") as status:
             params = load_params(
                 settled.source,
                 settled.spec,
+                layout=settled.layout,
+                broadcast=recipe.model.load == "broadcast" and settled.layout is not None,
+                group=self.processes_a_host,
                 progress=lambda done, of: status.update(
                     f"loading weights: {size_in_words(done)} of {size_in_words(of)}"
                 ),
+                report=reports.append,
             )
+        for line in self.job.exchange("loading", reports[0].line):
+            self.console.print(f"[bold]loaded[/] {line}")
         key = jax.random.fold_in(jax.random.key(recipe.seed), 0)
-        made = split_parameters(settled.method, settled.spec, params, key, settled.precision.trainable)
+        made = split_parameters(settled.method, settled.spec, params, key, settled.precision.trainable, settled.layout)
         arrays, layout = settled.arrays.trainable, settled.layout
-        if layout is not None:
-            placed = [
-                jax.device_put(tree, shardings(like, layout))
-                for tree, like in ((made.trainable, arrays), (made.frozen, settled.arrays.frozen))
-            ]
-            made = dataclasses.replace(made, trainable=placed[0], frozen=placed[1])
         optimizer, schedule = make_optimizer(optimizer_of(recipe, settled.precision), self.total, arrays)
         like = None if layout is None else abstract_state(arrays, optimizer, layout)
         return made, init_state(made.trainable, optimizer, like), optimizer, schedule
@@ -218,9 +220,9 @@ class _Run:
         )
 
     def _sinks(self, start: int) -> list[Any]:
-        if not self.job.first:
-            return []
         log, output = self.recipe.log, self.output
+        if not self.job.first:
+            return [metrics_log.ProcessLog(output, self.job.process, every=log.every)]
         history = metrics_log.read(output / metrics_log.METRICS)
         title = f"{self.settled.source.name}, {self.recipe.method.kind}"
         sinks: list[Any] = [
@@ -287,6 +289,8 @@ class _Run:
                 self.settled.source,
                 self.base,
                 self.tokenizer,
+                layout=self.settled.layout,
+                job=self.job,
             )
         found = {"step": ended.step, "exported_step": exported, "loss": ended.last_loss, "result": path.name}
         if best is not None:
