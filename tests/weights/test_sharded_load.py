@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -151,3 +152,38 @@ def test_with_broadcast_what_is_wrong_is_said_on_every_process(small, tmp_path):
     said = job(tmp_path, 2, {"fsdp": 2}, broadcast=True)
     assert said[0] == said[1]
     assert "config.json and the weights disagree" in said[0]["error"]
+
+
+# 1.5 billion parameters, 3 GB in bfloat16.
+LARGE = SMALL | {
+    "vocab_size": 128256,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "head_dim": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    base = tmp_path_factory.mktemp("large")
+    if shutil.disk_usage(base).free < 6 << 30:
+        pytest.skip("needs 6 GiB of disk")
+    yield base / "model", write_model(base / "model", LARGE, 4)
+    shutil.rmtree(base)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "broadcast"), [(1, False), (2, False), (4, False), (4, True)])
+def test_a_model_of_3_gb_takes_host_memory_for_a_few_blocks_only(large, processes, broadcast):
+    """Over what was held before and the arrays themselves, which on a CPU are host memory too.
+
+    The requirement is 2 GiB and the largest local shard of a tensor; a few blocks of 16 MB and what compiling takes
+    come to some 200 MB.
+    """
+    said = job(large[0], processes, {"fsdp": processes}, timeout=500, broadcast=broadcast)
+    assert sum(one["local"] for one in said) >= large[1]
+    for number, one in enumerate(said):
+        assert one["peak"] - one["before"] - one["local"] < 400 * MB
+        expected = one["distinct"] if not broadcast else large[1] * (number == 0)
+        assert one["report"]["read"] == expected

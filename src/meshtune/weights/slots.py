@@ -73,7 +73,12 @@ def blocks(shape: tuple[int, ...], itemsize: int, limit: int = BLOCK_BYTES) -> I
 def place(leaf: jax.Array, block: jax.Array, at: jax.Array) -> jax.Array:
     """`leaf` with `block`, cast to its dtype, written at index `at` (int32, one a dimension of leaf), in place."""
     block = block.astype(leaf.dtype).reshape((1,) * (leaf.ndim - block.ndim) + block.shape)
-    return lax.dynamic_update_slice(leaf, block, tuple(at[i] for i in range(leaf.ndim)))
+    start = tuple(at[i] for i in range(leaf.ndim))
+    if leaf.dtype != jnp.bfloat16:
+        return lax.dynamic_update_slice(leaf, block, start)
+    # As integers: XLA's CPU backend has no bfloat16 of its own, and would convert the whole leaf there and back.
+    leaf_bits, block_bits = (lax.bitcast_convert_type(x, jnp.uint16) for x in (leaf, block))
+    return lax.bitcast_convert_type(lax.dynamic_update_slice(leaf_bits, block_bits, start), jnp.bfloat16)
 
 
 def allocate(arrays: dict[str, tuple[tuple[int, ...], str]], device: jax.Device | None = None) -> dict[str, jax.Array]:
