@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Int
 
 from meshtune.errors import UserError
 from meshtune.generate.sampling import Knobs, Sampling, Switches, compiled_form, next_token
+from meshtune.mesh.layout import constrain
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import Cache, forward_cached, init_cache, logits
 from meshtune.model.spec import ModelSpec
@@ -143,7 +144,7 @@ class Run:
         self._static = {"spec": engine.spec, "compute": engine.compute, "switches": switches}
         # Filled up to a multiple of 8 with an id that no token has, so that their number rarely compiles anew.
         stops = sorted(stop_ids)
-        self._stop_ids = jnp.asarray(stops + [-1] * (8 - len(stops) % 8), jnp.int32)
+        self._stop_ids = np.asarray(stops + [-1] * (8 - len(stops) % 8), np.int32)
         self._stopped = np.arange(self._computed) >= len(rows)
 
     def stop(self, row: int) -> None:
@@ -158,7 +159,7 @@ class Run:
         lengths = np.ones(self._computed, np.int32)
         for number, row in enumerate(self._rows):
             tokens[number, : row.size], lengths[number] = row, row.size
-        state = _prefill(params, jnp.asarray(tokens), jnp.asarray(lengths), self._stop_ids, self._knobs, **self._static)
+        state = _prefill(params, tokens, lengths, self._stop_ids, self._knobs, **self._static)
         self._check(state, 0)
         yield [[token] for token in np.asarray(state.token)[:count].tolist()]
         given, filled = 1, length
@@ -169,8 +170,8 @@ class Run:
             slots = state.cache.positions.shape[1]
             if filled + steps > slots:
                 state = _grown(state, slots=2 * slots)
-            state = dataclasses.replace(state, done=state.done | jnp.asarray(self._stopped))
-            state, new = _decode(params, state, jnp.int32(steps), self._stop_ids, self._knobs, **self._static)
+            state = dataclasses.replace(state, done=state.done | self._stopped)
+            state, new = _decode(params, state, np.int32(steps), self._stop_ids, self._knobs, **self._static)
             self._check(state, given)
             given, filled = given + steps, filled + steps
             yield [[token for token in row if token >= 0] for row in np.asarray(new)[:count].tolist()]
@@ -225,7 +226,7 @@ def _prefill(
         seen = seen.at[jnp.arange(B)[:, None], jnp.where(real, tokens, spec.vocab)].set(True, mode="drop")
     nothing = jnp.zeros(B, bool)
     before = State(cache, jnp.int32(T), tokens[:, 0], lengths - 1, nothing, seen, ~nothing)
-    return _chosen(params, spec, before, last, stop_ids, switches, knobs)
+    return _on_all(_chosen(params, spec, before, last, stop_ids, switches, knobs), compute)
 
 
 @partial(jax.jit, static_argnames=("spec", "compute", "switches"), donate_argnames=("state",))
@@ -258,7 +259,13 @@ def _decode(
 
     new = jnp.full((state.token.shape[0], STEPS), -1, jnp.int32)
     _, state, new = jax.lax.while_loop(more, step, (jnp.int32(0), state, new))
-    return state, new
+    return _on_all(state, compute), constrain(new, compute.layout, "whole", "whole")
+
+
+def _on_all(state: State, compute: Compute) -> State:
+    """What the host reads of a state, on every device: a process sees only its own devices' parts."""
+    token, done, finite = (constrain(x, compute.layout, "whole") for x in (state.token, state.done, state.finite))
+    return dataclasses.replace(state, token=token, done=done, finite=finite)
 
 
 def _chosen(

@@ -197,7 +197,8 @@ class _Run:
                 report=reports.append,
             )
         for line in self.job.exchange("loading", reports[0].line):
-            self.console.print(f"[bold]loaded[/] {line}")
+            one = self.job.processes == 1
+            self.console.print(f"[bold]loaded[/] {line.partition(': ')[2] if one else line}", highlight=False)
         key = jax.random.fold_in(jax.random.key(recipe.seed), 0)
         made = split_parameters(settled.method, settled.spec, params, key, settled.precision.trainable, settled.layout)
         arrays, layout = settled.arrays.trainable, settled.layout
