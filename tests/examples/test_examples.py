@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import pathlib
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ from tiny_models import SMALL
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.yaml"))
 KINDS = {"llama3": "llama", "mistral": "mistral", "qwen2.5": "qwen2", "qwen3": "qwen3"}
+MESHES = {name: load_recipe(ROOT / f"examples/{name}.yaml", []).mesh for name in EXAMPLES}
 TOKENIZER = pathlib.Path(meshtune.quickstart.__file__).parent / "model"
 
 
@@ -47,7 +52,8 @@ def test_example_runs(name, models, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     kind = next((kind for prefix, kind in KINDS.items() if name.startswith(prefix)), "llama")
     small = ["train.steps=2", "train.batch_size=2", "train.micro_batch=1", "data.max_length=192", "sample.max_tokens=4"]
-    overrides = [f"model.path={models / kind}", f"output={tmp_path / 'run'}", "train.epochs=null", *small]
+    # Its mesh needs as many devices: see the next test.
+    overrides = [f"model.path={models / kind}", f"output={tmp_path / 'run'}", "train.epochs=null", "mesh=auto", *small]
     recipe = load_recipe(f"examples/{name}.yaml", [*overrides, "model.chat_template=chatml"])
     result = train(recipe)
     assert result.steps == 2
@@ -55,3 +61,19 @@ def test_example_runs(name, models, tmp_path, monkeypatch):
     assert any(result.path.glob("*.safetensors"))
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert all(line["loss"] > 0 for line in lines if "loss" in line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, mesh in MESHES.items() if mesh != "auto"])
+def test_example_runs_on_its_mesh(name, models, tmp_path):
+    """As many simulated devices as the mesh asks for, in a process of their own, a row on each way of dp and fsdp."""
+    mesh = MESHES[name]
+    devices, rows = math.prod(mesh.model_dump().values()), mesh.dp * mesh.fsdp
+    small = ["train.epochs=null", "train.steps=2", f"train.batch_size={rows}", f"train.micro_batch={rows}"]
+    places = [f"model.path={models / 'llama'}", "model.chat_template=chatml", f"output={tmp_path / 'run'}"]
+    command = [sys.executable, "-m", "meshtune", "train", f"examples/{name}.yaml", *small, *places]
+    env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    ran = subprocess.run([*command, "data.max_length=64"], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert f"mesh        {' x '.join(f'{axis}={n}' for axis, n in mesh.model_dump().items() if n > 1)}" in ran.stdout
+    assert (tmp_path / "run/adapter/adapter_model.safetensors").exists()
