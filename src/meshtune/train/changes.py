@@ -59,8 +59,8 @@ def check_changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]
             + (f" (these changes are fine: {'; '.join(map(str, fine))})" if fine else ""),
             where=str(after["output"]),
             fix="put these keys back to go on; to train with the new ones use overwrite=true or another output. "
-            "A resumed run may change mesh, output, log, sample, checkpoint, eval (without early stopping), and places of "
-            "model and data",
+            "A resumed run may change mesh, output, log, sample, checkpoint, eval (without early stopping), and places "
+            "of model and data",
         )
     return found
 
