@@ -26,8 +26,8 @@ class LoRA:
     """y = x W^T + scale * (dropout(x) A^T) B^T. A is [R, in], B is [out, R]; stacked layers lead both.
 
     Any other kind of adapter is a class like this one, registered as a pytree and entered in ADAPTERS: `abstract`,
-    `init`, `apply`, `in_use`, `merge`; PEFT_TENSORS, the PEFT tensor that each array field is stored as; PEFT_FIELDS, what
-    marks the kind in an adapter_config.json.
+    `init`, `apply`, `in_use`, `merge`; PEFT_TENSORS, the PEFT tensor that each array field is stored as; PEFT_FIELDS,
+    what marks the kind in an adapter_config.json.
     """
 
     a: Any
@@ -77,7 +77,7 @@ class LoRA:
         return jnp.add(y, widen(narrow, self.b, y.dtype))
 
     def in_use(self, gathered: Callable[..., Array], axes: tuple[str, str]) -> LoRA:
-        """The adapter laid out for computing by `gathered(array, *logical axes)`; `axes` are the weight's, (out, in)."""
+        """The adapter laid out for computing by `gathered(array, *axes)`; `axes` are the weight's, (out, in)."""
         a, b = gathered(self.a, "rank", axes[1]), gathered(self.b, axes[0], "rank")
         return dataclasses.replace(self, a=a, b=b)
 

@@ -26,8 +26,8 @@ HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 def locate(path_or_id: str | os.PathLike[str], revision: str | None = None, *, allow: tuple[str, ...] = MODEL) -> Path:
     """The local directory of a model; a hub id is downloaded first.
 
-    `allow` are the patterns of the files to have: MODEL, TOKENIZER for a tokenizer alone, or CONFIG. With MODEL the directory
-    is known to hold a config.json and whole safetensors files. The hub's own cache, HF_TOKEN and HF_HUB_OFFLINE are
+    `allow` are the patterns of the files to have: MODEL, TOKENIZER for a tokenizer alone, or CONFIG. With MODEL the
+    directory is known to hold a config.json and whole safetensors files. The hub's own cache, HF_TOKEN and HF_HUB_OFFLINE are
     honoured. Raises UserError for a path that does not exist, an unknown or gated repository, an unknown revision, no
     network, or a directory that is not a model's.
     """
