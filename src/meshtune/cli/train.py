@@ -35,13 +35,10 @@ def train(
     if place.processes == 1:
         load_recipe(recipe_file, overrides)  # a mistake in it is said at once: JAX takes seconds to import
 
-    from meshtune.mesh.agreement import agree, code_version
     from meshtune.mesh.processes import start
 
     with start(place) as job:
         recipe = load_recipe(recipe_file, overrides)
-        agree(job, "the code", code_version(), fix="run the same image or environment on every host")
-        agree(job, "the recipe", recipe.model_dump(mode="json"), fix="give every process the same recipe and overrides")
 
         from meshtune.train.run import train as run
 

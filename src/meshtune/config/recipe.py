@@ -188,6 +188,15 @@ class MeshSection(Section):
     cp: AxisSize = Field(default=1, description="The sequence is split; parameters as with fsdp.")
     ep: AxisSize = Field(default=1, description="Experts are split.")
 
+    @model_validator(mode="after")
+    def _sizes(self) -> MeshSection:
+        sizes = self.model_dump()
+        if empty := [axis for axis, size in sizes.items() if size == 0]:
+            raise ValueError(f"{empty[0]} is 0: give a whole number from 1, or -1 for as many devices as are left")
+        if len(left := [axis for axis, size in sizes.items() if size == -1]) > 1:
+            raise ValueError(f"{' and '.join(left)} are both -1: leave at most one axis open")
+        return self
+
 
 class EvalSection(Section):
     """Loss on the validation data while training."""

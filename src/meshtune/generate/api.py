@@ -225,14 +225,17 @@ def load(
 def train(recipe: Recipe | str | os.PathLike[str] | dict[str, Any], *overrides: str) -> Any:
     """Runs a recipe (a Recipe, a YAML file, a mapping), with "key.sub=value" overrides; gives train.run's Result.
 
+    As one of several processes (see docs/launch.md) it finds the others; nothing of JAX may have been used before.
     Raises UserError for whatever is wrong with the recipe, the model or the data, before the first step.
     """
     from meshtune.config.load import load_recipe
+    from meshtune.mesh.processes import start
     from meshtune.train.run import train as run
 
     if isinstance(recipe, os.PathLike):
         recipe = os.fspath(recipe)
-    return run(load_recipe(recipe, overrides))
+    with start() as job:
+        return run(load_recipe(recipe, overrides), job=job)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "compute"))

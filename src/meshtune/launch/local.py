@@ -8,6 +8,7 @@ import datetime
 import os
 import pathlib
 import pty
+import re
 import selectors
 import shlex
 import signal
@@ -26,6 +27,8 @@ from meshtune.mesh.accelerators import visible_gpus
 from meshtune.mesh.peers import COORDINATOR, JOB, LOCAL_DEVICES, LOCAL_PROCESS, LOCAL_PROCESSES, PROCESS, PROCESSES
 
 LAST_LINES = 15
+# What the CPU's collectives say of themselves, in the middle of tables; the log keeps it.
+CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected[^\n]*\n")
 LEAVE = 20.0  # seconds the others have to end by themselves after a failure
 SIMULATED = "--xla_force_host_platform_device_count"
 
@@ -166,7 +169,7 @@ def _pass_on(screen: int, log) -> bool:
     except OSError:  # a terminal whose other side has closed
         return False
     if data:
-        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.write(CHATTER.sub(b"", data))
         sys.stdout.buffer.flush()
         log.write(data)
         log.flush()

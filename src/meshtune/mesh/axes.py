@@ -79,7 +79,7 @@ def resolved(config: MeshConfig, devices: int) -> MeshConfig:
             f"the mesh {config} cannot be filled: its fixed axes take {known} devices, and {_count(devices)} "
             f"{'is' if devices == 1 else 'are'} no multiple of that",
             where="mesh",
-            fix=f"use {_multiples(known)} devices, or fixed axes whose product divides {devices}",
+            fix=f"give fixed axes whose product divides {devices}, or start the job with a multiple of {known} devices",
         )
     return dataclasses.replace(config, **{open_axis: devices // known})
 
@@ -127,10 +127,6 @@ def _wrong_count(config: MeshConfig, wanted: int, devices: int) -> UserError:
 
 def _count(devices: int) -> str:
     return f"{devices} device{'' if devices == 1 else 's'}"
-
-
-def _multiples(of: int) -> str:
-    return f"{of}, {2 * of} or {3 * of}"
 
 
 def _factorings(devices: int) -> str:

@@ -60,20 +60,20 @@ def check_batch(config: MeshConfig, rows: int, length: int) -> None:
     if rows % ways:
         raise UserError(
             f"a micro-batch of {rows} row{'' if rows == 1 else 's'} cannot be split over dp x fsdp = {ways}",
-            where="train.micro_batch" if rows > ways else "train.batch_size",
+            where="train.batch_size, train.micro_batch",
             fix=f"use a multiple of {ways} rows, such as {-(-rows // ways) * ways}, or give devices to tp or cp",
         )
     if config.cp > 1 and length % (2 * config.cp):
         per = 2 * config.cp
         raise UserError(
             f"rows of {length} positions cannot be split over cp={config.cp}: every device takes two equal pieces",
-            where="data.max_length",
+            where="data.max_length, mesh.cp",
             fix=f"use a multiple of {per}, such as {-(-length // per) * per}, or another cp",
         )
 
 
 def auto_mesh(devices: int, spec: ModelSpec, rows: int) -> tuple[MeshConfig, str]:
-    """The mesh taken for `auto`, and why: as much fsdp as rows and width allow, then tp, then replicas of dp.
+    """The mesh taken for `auto`, and why: as much fsdp as rows and width allow, tp takes the rest.
 
     Raises UserError if no mesh of these devices fits.
     """

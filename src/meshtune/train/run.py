@@ -21,7 +21,7 @@ from meshtune.data.prepare import Prepared as Data
 from meshtune.data.prepare import prepare as prepare_data
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
-from meshtune.mesh.agreement import agree, first_alone
+from meshtune.mesh.agreement import agree, code_version, first_alone
 from meshtune.mesh.axes import MeshConfig
 from meshtune.mesh.fit import check_batch
 from meshtune.mesh.peers import Place
@@ -102,6 +102,8 @@ class _Run:
 
     def run(self) -> Result:
         recipe, console, job = self.recipe, self.console, self.job
+        agree(job, "the code", code_version(), fix="run the same image or environment on every host")
+        agree(job, "the recipe", self.fields, fix="give every process the same recipe and overrides")
         seen = seen_by_all(job)
         console.print(device_table(seen))
         self.processes_a_host = max(1, len(seen) // len(hosts(seen)))

@@ -27,9 +27,9 @@ def locate(path_or_id: str | os.PathLike[str], revision: str | None = None, *, a
     """The local directory of a model; a hub id is downloaded first.
 
     `allow` are the patterns of the files to have: MODEL, TOKENIZER for a tokenizer alone, or CONFIG. With MODEL the
-    directory is known to hold a config.json and whole safetensors files. The hub's own cache, HF_TOKEN and HF_HUB_OFFLINE are
-    honoured. Raises UserError for a path that does not exist, an unknown or gated repository, an unknown revision, no
-    network, or a directory that is not a model's.
+    directory is known to hold a config.json and whole safetensors files. The hub's own cache, HF_TOKEN and
+    HF_HUB_OFFLINE are honoured. Raises UserError for a path that does not exist, an unknown or gated repository, an
+    unknown revision, no network, or a directory that is not a model's.
     """
     text = os.fspath(path_or_id)
     path = Path(text).expanduser()

@@ -37,16 +37,17 @@ class LoadReport:
     def line(self) -> str:
         """One line for a log."""
         host = " -> ".join(_mib(n) for n in (self.host_before, self.host_peak, self.host_after))
-        devices = ", ".join(f"{name} {_mib(self.in_use.get(name, placed))}" for name, placed in self.placed.items())
+        held = [_mib(self.in_use.get(name, placed)) for name, placed in self.placed.items()]
+        devices = ", ".join(held[:16]) + (", ..." if len(held) > 16 else "")
         files = f"{self.files} file{'' if self.files == 1 else 's'}"
         return (
             f"process {self.process}: {_mib(self.read)} MiB read from {files} in {self.seconds:.1f} s; "
-            f"host memory {host} MiB (before, peak, after); devices, MiB: {devices}"
+            f"host memory {host} MiB (before, peak, after); on each device {devices} MiB"
         )
 
 
 def _mib(count: int) -> str:
-    return f"{count / 2**20:,.0f}"
+    return f"{count / 2**20:,.{0 if count >= 10 * 2**20 else 1}f}"
 
 
 def resident() -> int:
