@@ -133,7 +133,10 @@ def test_a_process_reads_what_its_devices_hold_and_no_more(small, alone, process
         assert over < 250 * MB, "a few blocks of 16 MB, and what compiling takes"
 
 
-@pytest.mark.parametrize(("processes", "group", "readers"), [(2, None, {0}), (4, 2, {0, 2}), (4, None, {0})])
+@pytest.mark.parametrize(
+    ("processes", "group", "readers"),
+    [(2, None, {0}), (4, 2, {0, 2}), pytest.param(4, None, {0}, marks=pytest.mark.slow)],
+)
 def test_with_broadcast_one_process_of_a_group_reads(small, alone, processes, group, readers):
     said = job(small[0], processes, {"fsdp": 4}, devices=4 // processes, digests=True, broadcast=True, group=group)
     assert {number for number, one in enumerate(said) if one["report"]["read"]} == readers
