@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ from meshtune.errors import UserError
 from meshtune.mesh.placement import place_batch
 from meshtune.mesh.processes import Job
 from meshtune.mesh.together import ALONE, together
-from meshtune.model.compute import Compute
+from meshtune.model.compute import Compute, compiler_options
 from meshtune.model.decoder import hidden_states, logits
 from meshtune.model.spec import ModelSpec
 from meshtune.model.tree import Tree, flatten, merge, unflatten
@@ -83,10 +84,15 @@ def _probe(params: Tree, spec: ModelSpec, compute: Compute) -> np.ndarray:
     tokens = np.random.default_rng(0).integers(0, spec.vocab, (rows, length)).astype(np.int32)
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
     batch = {"tokens": tokens, "positions": positions, "segment_ids": np.ones_like(tokens)}
-    return np.asarray(_forward(params, spec, compute, place_batch(batch, compute.layout)).addressable_data(0))
+    found = _program()(params, spec, compute, place_batch(batch, compute.layout))
+    return np.asarray(found.addressable_data(0))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
+@functools.cache
+def _program() -> Callable[..., jax.Array]:
+    return jax.jit(_forward, static_argnums=(1, 2), compiler_options=compiler_options())
+
+
 def _forward(params: Tree, spec: ModelSpec, compute: Compute, batch: dict[str, jax.Array]) -> jax.Array:
     x = hidden_states(params, spec, compute, batch["tokens"], batch["positions"], batch["segment_ids"])
     found = logits(params, spec, x)

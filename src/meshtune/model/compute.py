@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+import jax
+
 from meshtune.mesh.layout import Layout
 
 
@@ -22,3 +24,14 @@ class Compute:
     loss_chunk: int = 256
     scan: bool = True
     layout: Layout | None = None
+
+
+def compiler_options() -> dict[str, str] | None:
+    """For a program that meets bf16 weights, or None where this backend needs nothing.
+
+    XLA multiplies in float32 on a CPU. Left to itself it widens the weights of all layers before the loop over them,
+    and holds twice the model once more; this way each layer is widened when its turn comes.
+    """
+    if jax.default_backend() != "cpu":
+        return None
+    return {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}

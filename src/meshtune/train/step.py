@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import like_parameters
-from meshtune.model.compute import Compute
+from meshtune.model.compute import Compute, compiler_options
 from meshtune.model.spec import ModelSpec
 from meshtune.model.tree import Tree, merge
 from meshtune.objectives.score import Batch, Objective, Score
@@ -122,10 +122,11 @@ def make_train_step(
         }
         return state, metrics
 
+    options = None if compute.dtype == "float32" else compiler_options()
     if like is None or layout is None:
-        return jax.jit(step, donate_argnums=0)
+        return jax.jit(step, donate_argnums=0, compiler_options=options)
     kept = jax.tree.map(lambda leaf: leaf.sharding, like)
-    return jax.jit(step, donate_argnums=0, out_shardings=(kept, layout.replicated))
+    return jax.jit(step, donate_argnums=0, out_shardings=(kept, layout.replicated), compiler_options=options)
 
 
 def make_eval_step(objective: Objective, spec: ModelSpec, compute: Compute) -> Callable[[Tree, Tree, Batch], Score]:
@@ -134,7 +135,9 @@ def make_eval_step(objective: Objective, spec: ModelSpec, compute: Compute) -> C
     def step(trainable: Tree, frozen: Tree, batch: Batch) -> Score:
         return objective(merge(trainable, frozen), spec, compute, batch, None)
 
-    return jax.jit(step) if compute.layout is None else jax.jit(step, out_shardings=compute.layout.replicated)
+    options = None if compute.dtype == "float32" else compiler_options()
+    where = None if compute.layout is None else compute.layout.replicated
+    return jax.jit(step, out_shardings=where, compiler_options=options)
 
 
 def _accumulate(
