@@ -33,6 +33,8 @@ def local(
         int | None,
         typer.Option("--devices", "-d", min=1, help="Devices each: GPUs, or on a CPU simulated devices."),
     ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the output.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew; the old run is moved aside.")] = False,
 ) -> None:
     """Run here; process 0 is shown, each process's output is in OUTPUT/logs."""
     from rich.console import Console
@@ -40,6 +42,7 @@ def local(
     from meshtune.launch.local import launch
     from meshtune.launch.order import order
 
+    arguments += [*["resume=true"] * resume, *["overwrite=true"] * overwrite]
     code = launch(order(arguments), processes, devices, Console(stderr=True, highlight=False))
     raise typer.Exit(code)
 
