@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from meshtune.families import model_spec
 from meshtune.model.compute import Compute
 from meshtune.objectives import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
-from meshtune.train.step import TrainState, make_train_step
+from meshtune.train.step import init_state, make_train_step
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4,
@@ -31,13 +32,13 @@ def memory(layers: int) -> tuple[int, int]:
         jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
         for tree in (arrays.trainable, arrays.frozen)
     )
-    state = TrainState(jax.ShapeDtypeStruct((), np.int32), trainable, jax.eval_shape(optimizer.init, trainable))
+    state = jax.eval_shape(lambda tree: init_state(tree, optimizer), trainable)
     shape = (1, 1, 8)
     names = ("tokens", "targets", "positions", "segment_ids")
     batch = {name: jax.ShapeDtypeStruct(shape, np.int32) for name in names}
     batch["weights"] = jax.ShapeDtypeStruct(shape, np.float32)
-    step = make_train_step(OBJECTIVES["sft"], arrays.spec, Compute("bfloat16", "full"), optimizer)
-    compiled = step.lower(state, frozen, batch, jax.ShapeDtypeStruct((), np.int32)).compile()  # pyright: ignore[reportFunctionMemberAccess]
+    step: Any = make_train_step(OBJECTIVES["sft"], arrays.spec, Compute("bfloat16", "full"), optimizer)
+    compiled = step.lower(state, frozen, batch, jax.ShapeDtypeStruct((), np.int32)).compile()
     held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(frozen))
     return compiled.memory_analysis().temp_size_in_bytes, held
 
