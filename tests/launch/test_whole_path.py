@@ -1,6 +1,8 @@
-"""A model of 1.5 billion parameters all the way, in processes that none of them could hold.
+"""A model of 1.5 billion parameters (24 layers, bfloat16, 2.8 GiB) all the way, split over processes.
 
 Load on 4 processes x 2 devices, update, save, lose a process, resume on 2 x 2, finish, export, reload in transformers.
+Seen on two busy cores: 9 minutes; at most 2.45 GiB in each of four processes and 3.25 GiB in each of two, of which 0.70
+and 1.39 GiB are the model, about 0.9 GiB Python with its libraries, and the rest layers at work.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ def model(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_a_model_larger_than_any_process_goes_the_whole_way(model: pathlib.Path, tmp_path: pathlib.Path):
+def test_a_model_split_over_processes_goes_the_whole_way(model: pathlib.Path, tmp_path: pathlib.Path):
     size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     write_stories(tmp_path / "stories.jsonl", 64, (4, 8))
     run, path = tmp_path / "run", tmp_path / "recipe.yaml"
@@ -126,7 +128,7 @@ def test_a_model_larger_than_any_process_goes_the_whole_way(model: pathlib.Path,
         assert sorted(job.peaks) == list(range(processes))
         for number, peak in job.peaks.items():
             assert size / processes < peak < size / processes + 2 * GIB, f"process {number} of {processes}: {peak}"
-    assert max(first.peaks.values()) < size, "no process of four could have held the model"
+    assert max(first.peaks.values()) < size, "no process of four holds as much as the model"
     reloaded(model, run, tmp_path)
 
 
