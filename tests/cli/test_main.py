@@ -46,7 +46,7 @@ def trained(monkeypatch: pytest.MonkeyPatch):
     class Result:
         interrupted = None
 
-    def train(recipe, *, console=None):
+    def train(recipe, *, console=None, job=None):
         recipes.append(recipe)
         return Result()
 
