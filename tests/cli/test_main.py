@@ -162,7 +162,7 @@ def test_ctrl_c_exits_with_130(meshtune, monkeypatch, trained):
     monkeypatch.setattr(trained.result, "interrupted", 2)
     assert meshtune("train", "model=m", "data=a.json", "output=o")[0] == 130
 
-    def stopped(recipe, *, console=None):
+    def stopped(recipe, *, console=None, job=None):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(importlib.import_module("meshtune.train.run"), "train", stopped)
