@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import typing
 
 import pytest
 
-from meshtune.config.data import SourceSection
 from meshtune.data.conversation import Conversation, Message, Origin, Text
-from meshtune.data.formats import FORMATS, choose
+from meshtune.data.formats import FORMATS
 from meshtune.errors import UserError
 
 ORIGIN = Origin("data.jsonl", 7)
@@ -304,73 +302,3 @@ def test_text_is_one_document_a_record():
     assert convert("text", {"body": "once"}, {"text": "body"}) == Text("once", ORIGIN)
     assert field(refuses("text", {"text": " "})) == "text"
     assert "body" in refuses("text", {"body": "once"}).what
-
-
-EXAMPLES = {
-    "alpaca": {"instruction": "i", "output": "o"},
-    "sharegpt": sharegpt(("human", "q"), ("gpt", "a")),
-    "messages": messages(("user", "q"), ("assistant", "a")),
-    "prompt_completion": {"prompt": "p", "completion": "c"},
-    "text": {"text": "t"},
-}
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_every_format_is_recognised_also_with_a_rendered_text_beside_it(name):
-    assert choose("auto", [EXAMPLES[name]], "here").name == name
-    assert choose("auto", [EXAMPLES[name] | {"text": "rendered", "id": 3}], "here").name == name
-
-
-def test_one_odd_record_among_the_first_does_not_hide_the_format():
-    assert choose("auto", [{"x": 1}, "junk", EXAMPLES["alpaca"]], "here").name == "alpaca"
-
-
-def chosen(*args, **options) -> UserError:
-    with pytest.raises(UserError) as caught:
-        choose(*args, **options)
-    return caught.value
-
-
-def test_unknown_records_show_their_fields_and_what_each_format_wants():
-    error = chosen("auto", [{"question": "q", "answer": "a"}], "data.json")
-    assert "question, answer" in error.what
-    for form in FORMATS.values():
-        assert f"{form.name}: {form.wants}" in error.what
-    assert error.where == "data.json"
-    assert "columns" in error.fix
-
-
-def test_ambiguous_records_name_the_formats():
-    error = chosen("auto", [EXAMPLES["alpaca"] | EXAMPLES["messages"]], "data.json")
-    assert "alpaca, messages" in error.what
-    assert "instruction, output, messages" in error.what
-    assert error.fix.endswith("format: alpaca")
-
-
-def test_preferences_are_refused():
-    assert "chosen and rejected" in chosen("auto", [{"chosen": "a", "rejected": "b"}], "x").what
-    assert "true/false label" in chosen("auto", [EXAMPLES["messages"] | {"label": False}], "x").what
-
-
-def test_columns_and_tags_are_known_names():
-    assert "did you mean 'instruction'?" in chosen("alpaca", [], "x", {"instruktion": "q"}).fix
-    assert "did you mean 'role_tag'?" in chosen("auto", [], "x", {}, {"roletag": "q"}).fix
-    assert "did you mean 'alpaca'?" in chosen("alpacca", [], "x").fix
-    assert "format text has none" in chosen("text", [], "x", {}, {"role_tag": "who"}).fix
-    assert "no one format" in chosen("auto", [], "x", {"completion": "a", "text": "b"}).what
-    assert (
-        choose("auto", [{"question": "q", "answer": "a"}], "x", {"prompt": "question", "response": "answer"}).name
-        == "alpaca"
-    )
-
-
-def test_a_new_format_is_picked_up_from_its_line_in_the_registry(monkeypatch):
-    poem = FORMATS["text"]
-    poem = type(poem)("poem", "verse", {"verse": "verse"}, lambda record, *_: 2 * ("verse" in record), poem.convert)
-    monkeypatch.setitem(FORMATS, "poem", poem)
-    assert choose("auto", [{"verse": "x"}], "here") is poem
-
-
-def test_a_recipe_may_name_every_format():
-    named = typing.get_args(SourceSection.model_fields["format"].annotation)
-    assert set(named) == {"auto", *FORMATS}
