@@ -19,11 +19,30 @@ TARGET = re.compile(r"^(?:(?P<hosts>\d+)x)?(?:(?P<each>\d+)x)?(?P<kind>[A-Za-z][
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A kind of device. `platform` is JAX's: cuda, rocm, tpu or cpu; `memory` is in bytes."""
+    """A kind of device, as hardware.toml describes it; what is None or empty there is not known.
+
+    `platform` is JAX's: cuda, rocm, tpu or cpu; `memory` is in bytes. `arch` is what the platform calls the chip
+    (sm_90a, gfx942:sramecc+:xnack-, v5p), `kind` what JAX calls the device. For the compilers of GPUs: `cores`
+    (multiprocessors or compute units), `shared_memory` in bytes (of a block by default, of a block that asks for more,
+    of a core), `l2` in bytes, `clock_ghz`, `threads_per_core` and `registers` of a core, `fpus` of a core. For TPUs:
+    `host_chips` of a host along each dimension of the torus, and `chip_devices`. `bandwidth` is of memory, in B/s.
+    """
 
     name: str
     platform: str
     memory: int
+    kind: str = ""
+    arch: str = ""
+    cores: int | None = None
+    shared_memory: tuple[int, ...] | None = None
+    l2: int | None = None
+    clock_ghz: float | None = None
+    threads_per_core: int = 2048
+    registers: int = 65536
+    fpus: int = 128
+    host_chips: tuple[int, ...] | None = None
+    chip_devices: int = 1
+    bandwidth: float | None = None
 
     @property
     def backend(self) -> str:
@@ -100,6 +119,39 @@ def _device(name: str, facts: Any, path: pathlib.Path) -> Device:
     if not isinstance(facts, dict) or facts.get("platform") not in ("cuda", "rocm", "tpu", "cpu"):
         raise UserError("a device needs a platform", where=where, fix='platform = "cuda", "rocm", "tpu" or "cpu"')
     gib = facts.get("memory_gib")
-    if not isinstance(gib, int | float) or isinstance(gib, bool) or gib <= 0:
+    if not _is_number(gib) or gib <= 0:
         raise UserError("a device needs memory_gib, a number above 0", where=where, fix="memory_gib = 80.0")
-    return Device(name, facts["platform"], int(gib * 2**30))
+    more = {key: value for key, value in facts.items() if key not in ("platform", "memory_gib")}
+    for key, value in more.items():
+        if key not in _FACTS:
+            raise UserError(
+                f"'{key}' is no fact about a device",
+                where=where,
+                fix=f"{nearest(key, _FACTS)}known are platform, memory_gib, {', '.join(_FACTS)}",
+            )
+        form, fits = _FACTS[key]
+        if not fits(value):
+            raise UserError(f"{key} = {value!r} is not {form}", where=where, fix="see plan/hardware.toml for the form")
+    more = {key: tuple(value) if isinstance(value, list) else value for key, value in more.items()}
+    return Device(name, facts["platform"], int(gib * 2**30), **more)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# A form in words and a test of it, for each type of a field.
+_FORMS = {
+    "str": ("a text", lambda value: isinstance(value, str)),
+    "int": ("a whole number from 1", lambda value: type(value) is int and value > 0),
+    "float": ("a number above 0", lambda value: _is_number(value) and value > 0),
+    "tuple[int, ...]": (
+        "a list of whole numbers",
+        lambda value: isinstance(value, list) and all(type(one) is int and one > 0 for one in value),
+    ),
+}
+_FACTS = {
+    field.name: _FORMS[str(field.type).removesuffix(" | None")]
+    for field in dataclasses.fields(Device)
+    if field.name not in ("name", "platform", "memory")
+}
