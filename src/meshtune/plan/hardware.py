@@ -25,7 +25,9 @@ class Device:
     (sm_90a, gfx942:sramecc+:xnack-, v5p), `kind` what JAX calls the device. For the compilers of GPUs: `cores`
     (multiprocessors or compute units), `shared_memory` in bytes (of a block by default, of a block that asks for more,
     of a core), `l2` in bytes, `clock_ghz`, `threads_per_core` and `registers` of a core, `fpus` of a core. For TPUs:
-    `host_chips` of a host along each dimension of the torus, and `chip_devices`. `bandwidth` is of memory, in B/s.
+    `host_chips` of a host along each dimension of the torus, and `chip_devices`. `bandwidth` is of memory, in B/s;
+    `flops_*` are of dense products, in 1/s; `link`, `network` and `host_link` are what one device sends to those of its
+    host, to other hosts and to its host's memory, in B/s.
     """
 
     name: str
@@ -43,6 +45,11 @@ class Device:
     host_chips: tuple[int, ...] | None = None
     chip_devices: int = 1
     bandwidth: float | None = None
+    flops_bf16: float | None = None
+    flops_f32: float | None = None
+    link: float | None = None
+    network: float | None = None
+    host_link: float | None = None
 
     @property
     def backend(self) -> str:
@@ -64,6 +71,11 @@ class Target:
 
     def __str__(self) -> str:
         return f"{self.hosts}x{self.each}x{self.device.name}" if self.hosts > 1 else f"{self.each}x{self.device.name}"
+
+
+def device_of(facts: Mapping[str, Any]) -> Device:
+    """The device that `dataclasses.asdict` made `facts` of, after a way through JSON."""
+    return Device(**{name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()})
 
 
 def known_devices(env: Mapping[str, str] = os.environ) -> dict[str, Device]:
