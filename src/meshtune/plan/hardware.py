@@ -75,7 +75,8 @@ class Target:
 
 def device_of(facts: Mapping[str, Any]) -> Device:
     """The device that `dataclasses.asdict` made `facts` of, after a way through JSON."""
-    return Device(**{name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()})
+    made: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()}
+    return Device(**made)
 
 
 def known_devices(env: Mapping[str, str] = os.environ) -> dict[str, Device]:
@@ -130,10 +131,10 @@ def _device(name: str, facts: Any, path: pathlib.Path) -> Device:
     where = f"{path}, [{name}]"
     if not isinstance(facts, dict) or facts.get("platform") not in ("cuda", "rocm", "tpu", "cpu"):
         raise UserError("a device needs a platform", where=where, fix='platform = "cuda", "rocm", "tpu" or "cpu"')
-    gib = facts.get("memory_gib")
+    gib: Any = facts.get("memory_gib")
     if not _is_number(gib) or gib <= 0:
         raise UserError("a device needs memory_gib, a number above 0", where=where, fix="memory_gib = 80.0")
-    more = {key: value for key, value in facts.items() if key not in ("platform", "memory_gib")}
+    more: dict[str, Any] = {key: value for key, value in facts.items() if key not in ("platform", "memory_gib")}
     for key, value in more.items():
         if key not in _FACTS:
             raise UserError(
