@@ -32,10 +32,10 @@ _ORDER = {name: place for place, (name, _) in enumerate(RULES)}
 
 
 class Shaped(Protocol):
-    """Anything with a shape and a logical axis for each dimension, as model.spec.ArraySpec."""
+    """Anything with a shape, counted in what may be split, and a logical axis a dimension, as model.spec.ArraySpec."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def units(self) -> tuple[int, ...]: ...
 
     @property
     def axes(self) -> tuple[str, ...]: ...
@@ -88,7 +88,7 @@ class Layout:
 
     def of(self, array: Shaped) -> NamedSharding:
         """The sharding of a parameter."""
-        return self.sharding(array.axes, array.shape)
+        return self.sharding(array.axes, array.units)
 
     def in_use(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
         """How a parameter lies while it is computed with: split over tp and ep alone, an adapter's rank not at all."""

@@ -1,4 +1,5 @@
-"""Parameters as a layer computes with them: gathered over the axes that split them at rest, still split over tp."""
+"""Parameters as a layer computes with them: brought from the host where they wait there, gathered over the axes that
+split them at rest, still split over tp."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from meshtune.kernels.loss_split import LossSplit
 from meshtune.mesh.layout import Layout
 from meshtune.model.spec import ArraySpec, ModelSpec, abstract_params
 from meshtune.model.tree import Tree, flatten, unflatten
+from meshtune.quantize.weight import QuantisedWeight
 
 # What a rematerialisation policy must never keep: it would be the whole model on every device.
 GATHERED = "gathered_parameter"
@@ -38,6 +40,17 @@ def loss_split(head: Tree, spec: ModelSpec, layout: Layout | None, shape: tuple[
     return LossSplit(layout.mesh, rows, tuple(specs), vocab)
 
 
+def on_host(x: jax.Array) -> bool:
+    """Whether an array lies in the host's memory, from where a program on a device cannot compute with it."""
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
+def _brought(x: jax.Array) -> jax.Array:
+    if not on_host(x):
+        return x
+    return checkpoint_name(jax.device_put(x, jax.memory.Space.Device), GATHERED)
+
+
 def layer_in_use(node: Tree, spec: ModelSpec, key: str, layout: Layout | None) -> Tree:
     """One layer's parameters (`node`, without the axis of stacked layers), those of params["layers"][key].
 
@@ -45,12 +58,13 @@ def layer_in_use(node: Tree, spec: ModelSpec, key: str, layout: Layout | None) -
     adapter it would exchange cotangents of full width. Said explicitly, weights are gathered layer by layer, and
     gradients, computed from each device's own rows, are summed and split again.
     """
+    node = jax.tree.map(_brought, node)
     if layout is None:
         return node
     arrays: dict[str, ArraySpec] = flatten(abstract_params(spec)["layers"][key])
 
-    def gathered(x: jax.Array, *axes: str) -> jax.Array:
-        sharding = layout.in_use(axes, x.shape)
+    def gathered(x: jax.Array, *axes: str, unit: int = 1) -> jax.Array:
+        sharding = layout.in_use(axes, (*x.shape[:-1], x.shape[-1] // unit))
         return checkpoint_name(jax.lax.with_sharding_constraint(x, sharding), GATHERED)
 
     def leaf(path: str, x: Any) -> Any:
@@ -58,6 +72,8 @@ def layer_in_use(node: Tree, spec: ModelSpec, key: str, layout: Layout | None) -
         if last == "adapter":
             return x.in_use(gathered, arrays[f"{owner}/weight"].axes[1:])
         axes = arrays[path].axes[1:]
+        if isinstance(x, QuantisedWeight):  # codes travel, not the numbers they stand for
+            return x.in_use(gathered, axes)
         return x if layout.of(arrays[path]).is_fully_replicated else gathered(x, *axes)
 
     return unflatten({path: leaf(path, x) for path, x in flatten(node).items()})

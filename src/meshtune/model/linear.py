@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from meshtune.model.tree import Tree
+from meshtune.quantize.weight import QuantisedWeight
 
 # Names a rematerialisation policy may keep: the result of a linear layer, its adapter and bias included, and the narrow
 # product inside an adapter.
@@ -23,8 +25,12 @@ def precision(dtype: jnp.dtype) -> lax.Precision | None:
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
-def matmul(x: Float[Array, "*B i"], weight: Float[Array, "o i"], out: DTypeLike | None = None) -> Float[Array, "*B o"]:
+def matmul(
+    x: Float[Array, "*B i"], weight: Float[Array, "o i"] | QuantisedWeight, out: DTypeLike | None = None
+) -> Float[Array, "*B o"]:
     """x times the transposed weight: factors in x's dtype, accumulated and given in `out` (default: x's dtype)."""
+    if isinstance(weight, QuantisedWeight):
+        return _quantised(x, weight, jnp.dtype(x.dtype), jnp.dtype(out or x.dtype))
     return lax.dot_general(
         x,
         weight.astype(x.dtype),
@@ -32,6 +38,37 @@ def matmul(x: Float[Array, "*B i"], weight: Float[Array, "o i"], out: DTypeLike 
         precision=precision(x.dtype),
         preferred_element_type=out or x.dtype,
     )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _quantised(x: Array, weight: QuantisedWeight, factors: jnp.dtype, out: jnp.dtype) -> Array:
+    """`matmul` with a frozen, quantised weight: what the backward pass keeps of it are its codes and scales."""
+    return matmul(x, weight.dequantise(factors), out)
+
+
+def _quantised_forward(
+    x: Array, weight: QuantisedWeight, factors: jnp.dtype, out: jnp.dtype
+) -> tuple[Array, QuantisedWeight]:
+    return _quantised(x, weight, factors, out), weight
+
+
+def _quantised_backward(
+    factors: jnp.dtype, out: jnp.dtype, weight: QuantisedWeight, cotangent: Array
+) -> tuple[Array, None]:
+    # The barrier keeps the compiler from finding that this weight was made before, and holding it from there to here.
+    cotangent, weight = lax.optimization_barrier((cotangent, weight))
+    numbers = weight.dequantise(factors)
+    d_x = lax.dot_general(
+        cotangent.astype(factors),
+        numbers,
+        (((cotangent.ndim - 1,), (0,)), ((), ())),
+        precision=precision(factors),
+        preferred_element_type=factors,
+    )
+    return d_x, None
+
+
+_quantised.defvjp(_quantised_forward, _quantised_backward)
 
 
 def linear(

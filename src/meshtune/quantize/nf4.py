@@ -1,0 +1,51 @@
+"""NF4: sixteen values at the quantiles of a normal distribution (https://arxiv.org/abs/2305.14314, appendix E).
+
+Codes and scales are those of bitsandbytes, byte for byte.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshtune.quantize.format import Format, pairs_packed, pairs_unpacked
+
+VALUES = np.array(
+    [
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+        0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ],
+    np.float32,
+)  # fmt: skip
+BOUNDS = (VALUES[:-1] + VALUES[1:]) / np.float32(2)
+PAIRS = np.stack([np.repeat(VALUES, 16), np.tile(VALUES, 16)], axis=1)  # of every byte, its two values
+
+
+def _encode(share: jax.Array) -> jax.Array:
+    code = jnp.zeros(share.shape, jnp.uint8)
+    for bound in BOUNDS:
+        code = code + (share > bound).astype(jnp.uint8)
+    return pairs_packed(code)
+
+
+def _decode(codes: jax.Array) -> jax.Array:
+    return jax.lax.platform_dependent(codes, tpu=_by_comparing, default=_by_lookup)
+
+
+def _by_lookup(codes: jax.Array) -> jax.Array:
+    """On a CPU a twentieth of what comparing takes."""
+    return jnp.asarray(PAIRS)[codes.astype(jnp.int32)].reshape(*codes.shape[:-1], 2 * codes.shape[-1])
+
+
+def _by_comparing(codes: jax.Array) -> jax.Array:
+    """For TPUs, which have no fast way to look up single numbers."""
+    code = pairs_unpacked(codes).astype(jnp.int32)
+    found = jnp.full(code.shape, VALUES[0], jnp.float32)
+    for number, value in enumerate(VALUES[1:], 1):
+        found = jnp.where(code >= number, value, found)
+    return found
+
+
+NF4 = Format("nf4", "uint8", 2, _encode, _decode)

@@ -1,0 +1,71 @@
+"""Scales quantised in their turn, to 8 bits, as bitsandbytes does it (https://arxiv.org/abs/2305.14314, section 3).
+
+The scales of a matrix, in row-major order, less their mean, in blocks of 256, each block relative to its largest, as
+one of 256 values that lie denser near zero (https://arxiv.org/abs/1511.04561).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, UInt8
+
+NESTED_BLOCK = 256
+
+
+@functools.cache
+def dynamic_map() -> Float[np.ndarray, "256"]:
+    """The 256 values, ascending, equal to bitsandbytes' create_dynamic_map() to the last bit."""
+    values = [0.0, 1.0]
+    for exponent in range(7):
+        edges = _line(2**exponent + 1)
+        middles = (edges[:-1] + edges[1:]) / np.float32(2)
+        decade = np.float32(10.0 ** (exponent - 6)) * middles
+        values += [*decade.tolist(), *(-decade).tolist()]
+    return np.sort(np.array(values, np.float32))
+
+
+def _line(points: int) -> Float[np.ndarray, "points"]:
+    """From 0.1 to 1, as torch.linspace makes it: from both ends, each sum rounded once."""
+    first, last = np.float32(0.1), np.float32(1)
+    step = np.float64(np.float32((last - first) / np.float32(points - 1)))
+    at = np.arange(points)
+    up, down = np.float64(first) + step * at, np.float64(last) - step * (points - 1 - at)
+    return np.where(at < points // 2, up, down).astype(np.float32)
+
+
+def nested_blocks(scales: int) -> int:
+    """Blocks that so many scales make."""
+    return -(-scales // NESTED_BLOCK)
+
+
+def twice_quantised(
+    absmax: Float[np.ndarray, "o n"],
+) -> tuple[UInt8[np.ndarray, "o n"], Float[np.ndarray, "m"], np.float32]:
+    """(codes, the largest of each block of 256, the mean) of the scales of one matrix.
+
+    On the host, and the mean in float64: whatever the mesh, the numbers are the same.
+    """
+    offset = np.float32(absmax.mean(dtype=np.float64))
+    centred = (absmax - offset).reshape(-1)
+    padded = np.zeros(nested_blocks(centred.size) * NESTED_BLOCK, np.float32)
+    padded[: centred.size] = centred
+    blocks = padded.reshape(-1, NESTED_BLOCK)
+    largest = np.abs(blocks).max(axis=1)
+    reciprocal = np.where(largest > 0, 1 / np.where(largest > 0, largest, 1), 0).astype(np.float32)
+    values = dynamic_map()
+    bounds = (values[:-1] + values[1:]) / np.float32(2)
+    codes = np.searchsorted(bounds, blocks * reciprocal[:, None]).astype(np.uint8)
+    return codes.reshape(-1)[: centred.size].reshape(absmax.shape), largest, offset
+
+
+def restored(
+    codes: UInt8[Array, "*L o n"], largest: Float[Array, "*L m"], offset: Float[Array, "*L"]
+) -> Float[Array, "*L o n"]:
+    """The scales that `twice_quantised` stored, but for what it rounded."""
+    *lead, rows, each = codes.shape
+    spread = jnp.broadcast_to(largest[..., None], (*largest.shape, NESTED_BLOCK)).reshape(*lead, -1)
+    spread = spread[..., : rows * each].reshape(codes.shape)
+    return jnp.asarray(dynamic_map())[codes.astype(jnp.int32)] * spread + offset[..., None, None]
