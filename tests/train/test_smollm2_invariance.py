@@ -18,6 +18,7 @@ from meshtune.weights.load import load_params, load_spec
 
 pytestmark = pytest.mark.slow
 LENGTH = 48
+STEPS = 30
 KEYS = ("tokens", "targets", "positions", "segment_ids")
 
 
@@ -38,7 +39,7 @@ def rows(per_row: int) -> dict[str, np.ndarray]:
 
 
 def stepped(smollm2, batch, accumulation: int, compute: Compute) -> tuple[list[float], dict]:
-    """Losses of three SGD steps and the adapters after them."""
+    """Losses of thirty SGD steps and the adapters after them."""
     spec, _ = load_spec(smollm2, "float32")
     made = prepare(LoraConfig(rank=4), spec, load_params(smollm2, spec), jax.random.key(0))
     optimizer = optax.sgd(0.05)
@@ -46,10 +47,15 @@ def stepped(smollm2, batch, accumulation: int, compute: Compute) -> tuple[list[f
     state = init_state(made.trainable, optimizer)
     given = {key: jnp.asarray(value.reshape(accumulation, -1, value.shape[-1])) for key, value in batch.items()}
     losses = []
-    for _ in range(3):
+    for _ in range(STEPS):
         state, metrics = step(state, made.frozen, given, jnp.int32(0))
         losses.append(float(metrics["loss"]))
     return losses, flatten(state.trainable)
+
+
+@pytest.fixture(scope="module")
+def plain(smollm2):
+    return stepped(smollm2, rows(1), 1, Compute(attention="direct", loss_chunk=LENGTH))
 
 
 @pytest.mark.parametrize(
@@ -59,13 +65,14 @@ def stepped(smollm2, batch, accumulation: int, compute: Compute) -> tuple[list[f
         (4, 1, Compute(attention="direct")),
         (4, 2, Compute(attention="blockwise", loss_chunk=16)),
         (1, 1, Compute(attention="direct", remat="full")),
+        (1, 1, Compute(attention="direct", scan=False)),
     ],
-    ids=["accumulated", "packed", "packed-blockwise-chunked", "rematerialised"],
+    ids=["accumulated", "packed", "packed-blockwise-chunked", "rematerialised", "unrolled"],
 )
-def test_losses_and_adapters_do_not_depend_on_how_they_are_computed(smollm2, per_row, accumulation, compute):
-    """float32 sums in other orders through 30 layers: 1e-4 of the loss; adapters to 1e-3 of their largest entry, since
-    gradients of single entries are small differences of large sums. Largest and mean differences are both bounded."""
-    plain = stepped(smollm2, rows(1), 1, Compute(attention="direct", loss_chunk=LENGTH))
+def test_losses_and_adapters_do_not_depend_on_how_they_are_computed(smollm2, plain, per_row, accumulation, compute):
+    """float32 sums in other orders through 30 layers: 1e-4 of the loss of each of thirty updates. Adapters to 3e-3 of
+    their largest entry, since gradients of single entries are small differences of large sums and each update starts
+    from the differences of the last (after three updates 1e-3 is kept); on average 1e-4."""
     other = stepped(smollm2, rows(per_row), accumulation, compute)
     np.testing.assert_allclose(other[0], plain[0], rtol=1e-4)
     assert plain[0][-1] < plain[0][0]
@@ -73,5 +80,5 @@ def test_losses_and_adapters_do_not_depend_on_how_they_are_computed(smollm2, per
         for mine, theirs in zip(jax.tree.leaves(other[1][path]), jax.tree.leaves(adapter), strict=True):
             largest = float(jnp.abs(theirs).max())
             difference = np.abs(np.asarray(mine) - np.asarray(theirs))
-            assert difference.max() <= 1e-3 * largest, path
+            assert difference.max() <= 3e-3 * largest, path
             assert difference.mean() <= 1e-4 * largest, path
