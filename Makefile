@@ -21,7 +21,7 @@ quickstart: $(RUN) ## Tune a tiny real model on this machine, in under two minut
 install: $(TEST) ## Make .venv with everything, tests and linters included
 
 test: $(TEST) ## The fast tests: minutes, CPU
-	$(PYTEST)
+	$(PYTEST) --durations=25
 
 test-slow: $(TEST) ## Tests on a real 135M model, or of minutes of CPU time
 	$(PYTEST) -m slow

@@ -1,6 +1,6 @@
 """Attention over meshes of 8 simulated devices: the cases, and the program that runs them in a process of its own.
 
-python mesh_attention_cases.py RESULTS.npz     writes for each case the output and the gradients of q, k and v
+python mesh_attention_cases.py RESULTS.npz CASE ...     writes for each named case the output and the gradients of q, k and v
 """
 
 from __future__ import annotations
@@ -134,8 +134,9 @@ def main() -> None:
 
     # Small blocks of two different sizes, so that small rows have many, whole and broken.
     blocks.sizes = lambda request: (min(8, request.q_length), min(12, request.kv_length))
-    results = {f"{name}/{n}": x for name, case in CASES.items() for n, x in enumerate(ours(case))}
-    np.savez(sys.argv[1], **results)
+    file, *names = sys.argv[1:]
+    results = {f"{name}/{n}": x for name in names for n, x in enumerate(ours(CASES[name]))}
+    np.savez(file, **results)
 
 
 if __name__ == "__main__":

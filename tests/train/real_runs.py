@@ -157,7 +157,7 @@ def wait_until(what: Callable[[], Any], goes_on: Callable[[], bool], timeout: fl
     while not what():
         assert goes_on(), "the run ended before it came so far"
         assert time.monotonic() < until, f"it did not come so far in {timeout:.0f} s"
-        time.sleep(0.01)
+        time.sleep(0.002)
 
 
 def rows(output: pathlib.Path) -> list[dict[str, Any]]:

@@ -151,6 +151,29 @@ def test_a_launch_with_a_killed_process_says_so_and_goes_on_exactly(tmp_path: pa
     exact(run, whole)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_launch_killed_in_the_middle_of_a_save_goes_on_exactly_from_the_one_before(
+    tmp_path: pathlib.Path, whole: pathlib.Path
+):
+    """Process 1 is killed as soon as the second checkpoint's unfinished directory is seen."""
+    path, run = write(tmp_path, **SAVED), tmp_path / "run"
+    saved = run / "checkpoints"
+    with launched(path, 2, 2, "--resume") as job:
+        wait_until(lambda: len(rows(run)) >= 5, lambda: job.launcher.poll() is None)
+        victim = job.members()[1]
+        wait_until(lambda: list(saved.glob("8.*-tmp*")), lambda: job.launcher.poll() is None)
+        victim.kill()
+        code, said = job.ends(60)
+    assert code == 128 + signal.SIGKILL, said
+    left = {file.name for file in saved.iterdir()}
+    assert "4" in left
+    assert "8" not in left, "it was to be killed before the save was whole"
+    launch(path, 2, 2, "--resume")
+    assert "resuming after update 4" in (run / "logs/process-0.log").read_text()
+    exact(run, whole)
+
+
 def exact(found: pathlib.Path, expected: pathlib.Path) -> None:
     """Bit for bit the same run: every number of every update, and the result."""
     ours, theirs = (
