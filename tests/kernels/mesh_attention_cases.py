@@ -1,6 +1,6 @@
 """Attention over meshes of 8 simulated devices: the cases, and the program that runs them in a process of its own.
 
-python mesh_attention_cases.py RESULTS.npz CASE ...     writes for each named case the output and the gradients of q, k and v
+python mesh_attention_cases.py RESULTS.npz CASE ...     writes the output and the gradients of q, k and v for each
 """
 
 from __future__ import annotations
