@@ -11,19 +11,21 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import make_array_from_single_device_arrays as from_shards
 
 from meshtune.errors import UserError
 from meshtune.families import model_spec
 from meshtune.mesh.layout import Layout
-from meshtune.model.spec import ArraySpec, ModelSpec, abstract_params
+from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.model.tree import Tree, flatten, unflatten
+from meshtune.quantize.config import QuantizeConfig
+from meshtune.quantize.select import quantised_leaves
 from meshtune.weights.check import check
 from meshtune.weights.load_report import LoadReport, Watch, bytes_in_use, bytes_placed
 from meshtune.weights.relay import Relay, relay
 from meshtune.weights.safetensors_files import DTYPES, TensorInfo, TensorReader, headers, read_json
-from meshtune.weights.slots import Slot, allocate, place, slots
-from meshtune.weights.strips import Box, Device, Piece, Strip, boxes, strips
+from meshtune.weights.shards import Shards
+from meshtune.weights.slots import Slot, slots
+from meshtune.weights.strips import Device, Strip, strips
 
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 STORED_AS = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -79,6 +81,7 @@ def load_params(
     spec: ModelSpec,
     *,
     layout: Layout | None = None,
+    quantize: QuantizeConfig | None = None,
     broadcast: bool = False,
     group: int | None = None,
     progress: Progress | None = None,
@@ -91,12 +94,17 @@ def load_params(
     to the spec's dtype on the way. A process reads only what its own devices hold, each number once, opening each
     file once. Host memory beyond the arrays themselves: a few blocks of at most BLOCK_BYTES.
 
+    With `quantize` linear layers come as QuantisedWeights, made block by block from the numbers as they are stored: no
+    weight of them is ever whole, or wide, in memory. Their scales, where these are quantised too, pass through the host
+    matrix by matrix; every process must then call this.
+
     `broadcast` has one process of every group of `group` neighbouring ones (None: all are one group) read what its
     group needs and pass it on; the others open nothing. Every process must then call this.
     `progress(done, total)` is called in bytes of file, `report` once at the end with what it took on this process.
-    Raises UserError if config and weights disagree, before anything is allocated.
+    Raises UserError if config and weights disagree, or a block does not divide a row, before anything is allocated.
     """
     directory = Path(directory)
+    arrays = quantised_leaves(flatten(abstract_params(spec)), quantize)
     devices: list[Device] = [None]
     passing: Relay | None = None
     if layout is not None:
@@ -108,7 +116,7 @@ def load_params(
         devices = [*every]
     with Watch() as watch, TensorReader() as reader:
         found = _checked(directory, spec, passing)
-        shards = Shards(flatten(abstract_params(spec)), layout, devices)
+        shards = Shards(arrays, layout, devices)
         fill(shards, slots(spec), found, reader, passing, progress)
         leaves = shards.assembled()
     if report:
@@ -123,7 +131,7 @@ def load_params(
                 read=reader.bytes,
                 files=reader.files,
                 seconds=watch.seconds,
-                placed=bytes_placed(list(leaves.values())),
+                placed=bytes_placed(jax.tree.leaves(leaves)),
                 in_use=bytes_in_use(here),
             )
         )
@@ -153,56 +161,6 @@ def _checked(directory: Path, spec: ModelSpec, passing: Relay | None) -> dict[st
     }
 
 
-class Shards:
-    """The slices of every leaf that this process's devices hold, while they are being filled."""
-
-    def __init__(self, arrays: dict[str, ArraySpec], layout: Layout | None, devices: list[Device]):
-        """`devices`: those whose slices are to be read; the slices of other processes' devices are not kept."""
-        self._shapes = {path: array.shape for path, array in arrays.items()}
-        self._shardings = {path: layout.of(array) if layout else None for path, array in arrays.items()}
-        self.held: dict[str, dict[Box, tuple[Device, ...]]] = {}
-        shards: dict[Device, dict[str, tuple[tuple[int, ...], str]]] = {}
-        for path, array in arrays.items():
-            held = boxes(array.shape, self._shardings[path], devices)
-            self.held[path] = {box: tuple(filter(_is_here, on)) for box, on in held.items()}
-            for box, on in self.held[path].items():
-                for device in on:
-                    shards.setdefault(device, {})[path] = (tuple(stop - start for start, stop in box), array.dtype)
-        self._threads = ThreadPoolExecutor(len(shards), "load")
-        self._leaves = {device: allocate(mine, device) for device, mine in shards.items()}
-
-    def put(self, strip: Strip, block: np.ndarray) -> None:
-        """Writes what this process's devices hold of a strip, whose numbers are `block`. Waits until it is done."""
-        if block.dtype == np.float64:  # JAX keeps no float64 unless asked to
-            block = block.astype(np.float32)
-        path = strip.slot.path
-
-        def write(to: tuple[Piece, Device]) -> None:
-            piece, device = to
-            cut = np.ascontiguousarray(block[(slice(None), *piece.columns)])
-            leaves = self._leaves[device]
-            leaves[path] = place(leaves[path], jax.device_put(cut, device), np.asarray(piece.at, np.int32))
-            # One block in flight: an asynchronous queue of them would hold them all.
-            leaves[path].block_until_ready()
-
-        # Side by side: every device compiles programs of its own.
-        list(self._threads.map(write, ((piece, device) for piece in strip.pieces for device in piece.devices)))
-
-    def assembled(self) -> dict[str, jax.Array]:
-        """The leaves, path to global array; this object gives up its own hold on them."""
-        self._threads.shutdown()
-        made: dict[str, jax.Array] = {}
-        for path, shape in self._shapes.items():
-            parts = [leaves.pop(path) for leaves in self._leaves.values()]
-            sharding = self._shardings[path]
-            made[path] = parts[0] if sharding is None else from_shards(shape, sharding, parts)
-        return made
-
-
-def _is_here(device: Device) -> bool:
-    return device is None or device.process_index == jax.process_index()
-
-
 def fill(
     shards: Shards,
     wanted: list[Slot],
@@ -214,23 +172,26 @@ def fill(
     """Writes the tensors of some slots into the shards, in place, in the order of the files."""
     wanted = sorted(wanted, key=lambda slot: (str(found[slot.name].file), found[slot.name].start))
     order = [
-        strip
-        for slot in wanted
-        for strip in strips(slot, shards.held[slot.path], DTYPES[found[slot.name].dtype].itemsize)
+        (slot, list(strips(slot, shards.held[slot.path], DTYPES[found[slot.name].dtype].itemsize))) for slot in wanted
     ]
-    sizes = [math.prod(strip.shape) * DTYPES[found[strip.slot.name].dtype].itemsize for strip in order]
-    total, done = sum(sizes), 0
-    blocks = _read_ahead(order, found, reader) if passing is None or passing.reads else itertools.repeat(None)
-    for strip, size, block in zip(order, sizes, blocks, strict=False):
-        if passing is not None:
-            dtype = DTYPES[found[strip.slot.name].dtype]
-            block = passing.pass_on(block, size).view(dtype).reshape(strip.shape)
-        assert block is not None
-        shards.put(strip, block)
-        del block
-        done += size
-        if progress:
-            progress(done, total)
+    every = [strip for _, own in order for strip in own]
+    sizes = {id(strip): math.prod(strip.shape) * DTYPES[found[strip.slot.name].dtype].itemsize for strip in every}
+    total, done = sum(sizes.values()), 0
+    blocks = iter(_read_ahead(every, found, reader) if passing is None or passing.reads else itertools.repeat(None))
+    for slot, own in order:
+        shards.begin(slot)
+        for strip in own:
+            block, size = next(blocks), sizes[id(strip)]
+            if passing is not None:
+                dtype = DTYPES[found[slot.name].dtype]
+                block = passing.pass_on(block, size).view(dtype).reshape(strip.shape)
+            assert block is not None
+            shards.put(strip, block)
+            del block
+            done += size
+            if progress:
+                progress(done, total)
+        shards.end(slot)
 
 
 def _read_ahead(order: list[Strip], found: dict[str, TensorInfo], reader: TensorReader) -> Iterator[np.ndarray]:

@@ -74,11 +74,12 @@ def place(leaf: jax.Array, block: jax.Array, at: jax.Array) -> jax.Array:
     """`leaf` with `block`, cast to its dtype, written at index `at` (int32, one a dimension of leaf), in place."""
     block = block.astype(leaf.dtype).reshape((1,) * (leaf.ndim - block.ndim) + block.shape)
     start = tuple(at[i] for i in range(leaf.ndim))
-    if leaf.dtype != jnp.bfloat16:
+    if leaf.dtype not in (jnp.bfloat16, jnp.float8_e4m3fn):
         return lax.dynamic_update_slice(leaf, block, start)
-    # As integers: XLA's CPU backend has no bfloat16 of its own, and would convert the whole leaf there and back.
-    leaf_bits, block_bits = (lax.bitcast_convert_type(x, jnp.uint16) for x in (leaf, block))
-    return lax.bitcast_convert_type(lax.dynamic_update_slice(leaf_bits, block_bits, start), jnp.bfloat16)
+    # As integers: XLA's CPU backend has no narrow floats of its own, and would convert the whole leaf there and back.
+    bits = jnp.uint16 if leaf.dtype == jnp.bfloat16 else jnp.uint8
+    leaf_bits, block_bits = (lax.bitcast_convert_type(x, bits) for x in (leaf, block))
+    return lax.bitcast_convert_type(lax.dynamic_update_slice(leaf_bits, block_bits, start), leaf.dtype)
 
 
 def allocate(arrays: dict[str, tuple[tuple[int, ...], str]], device: jax.Device | None = None) -> dict[str, jax.Array]:
