@@ -167,7 +167,11 @@ class ComputeSection(Section):
     remat: Literal["auto", "none", "selective", "full"] = Field(
         default="auto", description="What is recomputed in the backward pass; auto: selective, everything but products."
     )
-    attention: Literal["auto", "direct", "blockwise"] = Field(default="auto", description="The attention backend.")
+    attention: Literal["auto", "direct", "splash", "cudnn", "triton", "blockwise"] = Field(
+        default="auto",
+        description="The attention backend; auto: the first that serves, in this order. splash: TPU; cudnn: NVIDIA, "
+        "one document a row; triton: NVIDIA and AMD; blockwise: everywhere; direct: short rows.",
+    )
     loss_chunk: PositiveInt | None = Field(
         default=None, description="Tokens of logits held at once; default: chosen by size."
     )

@@ -72,5 +72,7 @@ def attend(
         backend=compute.attention,
         aligned=past is None,
         split=None if compute.layout is None else compute.layout.attention_split(),
+        platform=compute.platform,
+        chip=compute.chip,
     )
     return linear(mixed.reshape(*mixed.shape[:2], -1), node["o"], site_key(key, "o"))

@@ -15,23 +15,33 @@ class Compute:
     """Resolved choices ('auto' is settled before this exists, but for attention, which settles by shape).
 
     `dtype` is that of activations and matrix products; `loss_chunk` is in tokens of one row.
-    `layout` says how activations lie on a mesh; None: on one device.
+    `layout` says how activations lie on a mesh; None: on one device. `platform` is the JAX platform the program is for
+    ("": the one here), `chip` the arch of its devices ("sm_90a", "gfx942"; "": that of the first one here).
+    `mlp_chunk` and `attention_chunk` are the tokens of a row whose feed-forward layer exists at once, and whose
+    queries, attention, its result and feed-forward layer do (model.chunks); None: the whole row's.
+    `offload` names what waits in the host's memory: "residual", the stream that enters each layer (with remat full or
+    selective). Weights and optimizer state that lie there say so themselves.
     """
 
     dtype: str = "float32"
     remat: Literal["none", "selective", "full"] = "none"
-    attention: Literal["auto", "direct", "blockwise"] = "auto"
+    attention: Literal["auto", "direct", "splash", "cudnn", "triton", "blockwise"] = "auto"
     loss_chunk: int = 256
     scan: bool = True
     layout: Layout | None = None
+    platform: str = ""
+    chip: str = ""
+    mlp_chunk: int | None = None
+    attention_chunk: int | None = None
+    offload: tuple[str, ...] = ()
 
 
-def compiler_options() -> dict[str, str] | None:
-    """For a program that meets bf16 weights, or None where this backend needs nothing.
+def compiler_options(platform: str = "") -> dict[str, str] | None:
+    """For a program that meets bf16 weights, or None where its platform ("": the one here) needs nothing.
 
     XLA multiplies in float32 on a CPU. Left to itself it widens the weights of all layers before the loop over them,
     and holds twice the model once more; this way each layer is widened when its turn comes.
     """
-    if jax.default_backend() != "cpu":
+    if (platform or jax.default_backend()) != "cpu":
         return None
     return {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}

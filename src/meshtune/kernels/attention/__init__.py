@@ -12,6 +12,7 @@ from meshtune.kernels.attention.direct import DIRECT
 from meshtune.kernels.attention.products import LOG_SUM_EXP, OUTPUT
 from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest, Backend
 from meshtune.kernels.attention.split import AttentionSplit, run_over_mesh
+from meshtune.kernels.attention.triton import TRITON
 
 __all__ = [
     "BACKENDS",
@@ -29,6 +30,7 @@ __all__ = [
 # In order of preference for backend="auto". A new backend is one file and one line here.
 BACKENDS: list[Backend] = [
     DIRECT,
+    TRITON,
     BLOCKWISE,
 ]
 
@@ -82,6 +84,8 @@ def attention(
     backend: str = "auto",
     aligned: bool = False,
     split: AttentionSplit | None = None,
+    platform: str = "",
+    chip: str = "",
 ) -> Float[Array, "B T H h"]:
     """Grouped-query softmax attention over packed rows.
 
@@ -94,6 +98,7 @@ def attention(
     device of its mesh computes its own rows and heads, and aligned rows may be split too: keys and values then go
     round a ring of devices, and rows should be held in `balanced_order` ("stands after" means in the row's own order).
     The result is the same; what an axis does not divide is whole on each of its devices.
+    `platform` and `chip` say what the program is compiled for, where that is not the first device here (see chips).
     Raises UserError for a backend that does not exist or cannot serve (see `choose`).
     """
     B, T, H, h = q.shape
@@ -109,11 +114,12 @@ def attention(
         kv_heads=K,
         head_dim=h,
         dtype=str(q.dtype),
-        platform=jax.default_backend() if split is None else split.platform,
+        platform=platform or (jax.default_backend() if split is None else split.platform),
         scale=scale,
         window=window,
         softcap=softcap,
         aligned=aligned,
+        chip=chip or ("" if split is None else split.chip),
     )
     inputs = AttentionInputs(q, k, v, q_positions, kv_positions, q_segments, kv_segments)
     if split is None or split.mesh.size == 1:

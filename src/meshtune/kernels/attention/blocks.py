@@ -36,14 +36,14 @@ def sizes(request: AttentionRequest) -> tuple[int, int]:
 
 
 def q_tokens(request: AttentionRequest, inputs: AttentionInputs) -> Tokens:
-    return _token_blocks(inputs.q_positions, inputs.q_segments, sizes(request)[0])
+    return token_blocks(inputs.q_positions, inputs.q_segments, sizes(request)[0])
 
 
 def kv_tokens(request: AttentionRequest, inputs: AttentionInputs) -> Tokens:
-    return _token_blocks(inputs.kv_positions, inputs.kv_segments, sizes(request)[1])
+    return token_blocks(inputs.kv_positions, inputs.kv_segments, sizes(request)[1])
 
 
-def _token_blocks(positions: jax.Array, segments: jax.Array, block: int) -> Tokens:
+def token_blocks(positions: jax.Array, segments: jax.Array, block: int) -> Tokens:
     padded = _padded(positions, block), _padded(segments, block)
     return Tokens(*(x.reshape(x.shape[0], -1, block).swapaxes(0, 1) for x in padded))
 
@@ -59,7 +59,12 @@ def meeting(request: AttentionRequest, queries: Tokens, keys: Tokens) -> Rows:
 
 
 def any_visible(queries: Tokens, keys: Tokens, window: int | None) -> jax.Array:
-    """False where no token of a block of queries sees any of a block of keys, in any row: bool [q blocks, kv blocks].
+    """`visible_blocks` of any row: bool [q blocks, kv blocks]."""
+    return visible_blocks(queries, keys, window).any(-1)
+
+
+def visible_blocks(queries: Tokens, keys: Tokens, window: int | None) -> jax.Array:
+    """False where no token of a block of queries sees any of a block of keys of its row: bool [q blocks, kv blocks, B].
 
     Judged by the ranges of segments and positions in a block, so True may be said too often and False never. Where a
     token sees another, its (segment, position) is not less; so the greatest of a block of queries must not be less
@@ -72,7 +77,22 @@ def any_visible(queries: Tokens, keys: Tokens, window: int | None) -> jax.Array:
     seen &= (q_high > kv_low) | (q_greatest >= kv_least)
     if window is not None:
         seen &= q_first - kv_last < window
-    return seen.any(-1)
+    return seen
+
+
+def wholly_visible(queries: Tokens, keys: Tokens, window: int | None) -> jax.Array:
+    """True where every token of a block of queries sees every one of a block of keys: bool [q blocks, kv blocks, B].
+
+    Here False may be said too often and True never.
+    """
+    q_first, q_last, kv_first, kv_last = (
+        bound(tokens.positions, -1) for tokens in (queries, keys) for bound in (jnp.min, jnp.max)
+    )
+    q_one, kv_one = _only_segment(queries)[:, None], _only_segment(keys)[None]
+    seen = (q_one == kv_one) & (q_one > 0) & (q_first[:, None] >= kv_last[None])
+    if window is not None:
+        seen &= q_last[:, None] - kv_first[None] < window
+    return seen
 
 
 def _ranges(tokens: Tokens) -> tuple[jax.Array, ...]:
@@ -91,6 +111,12 @@ def _ranges(tokens: Tokens) -> tuple[jax.Array, ...]:
         jnp.where(segments == low[..., None], positions, far).min(-1),
         jnp.where(segments == high[..., None], positions, -far).max(-1),
     )
+
+
+def _only_segment(tokens: Tokens) -> jax.Array:
+    """For each block the segment that all its tokens are of, 0 where there is none: int32 [n, B]."""
+    low, high = tokens.segments.min(-1), tokens.segments.max(-1)
+    return jnp.where(low == high, low, 0)
 
 
 def bounds(seen: jax.Array) -> tuple[jax.Array, jax.Array]:

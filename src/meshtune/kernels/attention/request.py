@@ -17,7 +17,8 @@ class AttentionRequest:
     """The static facts of one call: all that a backend needs to say whether it can serve.
 
     Lengths are in tokens (q_length is T, kv_length is S). `aligned` promises that T == S and that no token sees one
-    that stands after it in the row. `platform` is the JAX platform the program is traced for.
+    that stands after it in the row: positions rise by one within a document, whose tokens stand together. `platform` is
+    the JAX platform the program is traced for, `chip` the arch of its devices ("": the first device here; see chips).
     Over a mesh all sizes are those of one device, and `ring` is the number of devices that hold a row's parts in turn
     (1: each device has whole rows of keys).
     """
@@ -35,6 +36,7 @@ class AttentionRequest:
     softcap: float | None = None
     aligned: bool = False
     ring: int = 1
+    chip: str = ""
 
 
 class AttentionInputs(NamedTuple):

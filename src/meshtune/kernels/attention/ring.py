@@ -101,7 +101,7 @@ def _row_spec(split: AttentionSplit) -> PartitionSpec:
 
 def _forward_here(request: AttentionRequest, split: AttentionSplit, inputs: AttentionInputs):
     """One device's output [B,T,H,h] and log-sum-exp, in blocks."""
-    inputs = _own_key_heads(request, split, inputs)
+    inputs = own_key_heads(request, split, inputs)
     if request.ring == 1:
         return forward(request, inputs.q, inputs.k, inputs.v, rows_of(inputs, request))
     q, queries, held = q_blocks(request, inputs.q), q_tokens(request, inputs), _held(request, inputs)
@@ -120,7 +120,7 @@ def _forward_here(request: AttentionRequest, split: AttentionSplit, inputs: Atte
 
     def step(carry, _):
         running, held = carry
-        arriving = _passed_on(held, split)
+        arriving = passed_on(held, split)
         return (meet(running, held), arriving), None
 
     (running, held), _ = jax.lax.scan(step, (nothing_yet(q), held), None, length=request.ring - 1)
@@ -131,7 +131,7 @@ def _forward_here(request: AttentionRequest, split: AttentionSplit, inputs: Atte
 def _backward_here(request: AttentionRequest, split: AttentionSplit, inputs: AttentionInputs, out, log_sum_exp, d_out):
     """One device's gradients of q, k and v."""
     whole, sums = inputs.k, accumulator(inputs.k.dtype)
-    inputs = _own_key_heads(request, split, inputs)
+    inputs = own_key_heads(request, split, inputs)
     if request.ring == 1:
         rows = rows_of(inputs, request)
         dq, *d_keys = backward(request, inputs.q, inputs.k, inputs.v, rows, out, log_sum_exp, d_out, sums)
@@ -163,18 +163,18 @@ def _backward_in_ring(
     def step(carry, _):
         # The gradients of a part follow it one step behind, so that nothing on its way is waited for here.
         dq, behind, held = carry
-        arriving, caught_up = _passed_on((held, behind), split)
+        arriving, caught_up = passed_on((held, behind), split)
         dq, mine = meet(dq, held)
         return (dq, jax.tree.map(jnp.add, caught_up, mine), arriving), None
 
     dq, behind = meet(jnp.zeros(q.shape, sums), held)
-    carry = dq, behind, _passed_on(held, split)
+    carry = dq, behind, passed_on(held, split)
     (dq, behind, _), _ = jax.lax.scan(step, carry, None, length=request.ring - 1)
-    home = _passed_on(behind, split)
+    home = passed_on(behind, split)
     return from_q_blocks(request, dq).astype(inputs.q.dtype), *(from_kv_blocks(request, x) for x in home)
 
 
-def _own_key_heads(request: AttentionRequest, split: AttentionSplit, inputs: AttentionInputs) -> AttentionInputs:
+def own_key_heads(request: AttentionRequest, split: AttentionSplit, inputs: AttentionInputs) -> AttentionInputs:
     k, v = (split.own_key_heads(x, request) for x in (inputs.k, inputs.v))
     return inputs._replace(k=k, v=v)
 
@@ -183,7 +183,7 @@ def _held(request: AttentionRequest, inputs: AttentionInputs) -> Held:
     return Held(kv_blocks(request, inputs.k), kv_blocks(request, inputs.v), kv_tokens(request, inputs))
 
 
-def _passed_on(tree: Any, split: AttentionSplit) -> Any:
+def passed_on(tree: Any, split: AttentionSplit) -> Any:
     """What the device before in the ring holds."""
     size = split.size(split.length)
     return jax.lax.ppermute(tree, split.length, [(i, (i + 1) % size) for i in range(size)])

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest, Backend
+from meshtune.kernels.chips import arch_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,11 @@ class AttentionSplit:
     def platform(self) -> str:
         """The JAX platform of the mesh's devices, which need not be that of this process."""
         return self.mesh.devices.flat[0].platform if isinstance(self.mesh, Mesh) else jax.default_backend()
+
+    @property
+    def chip(self) -> str:
+        """The arch of the mesh's devices (see chips), "" where it has none or they do not say."""
+        return arch_of(self.mesh.devices.flat[0]) if isinstance(self.mesh, Mesh) else ""
 
     def fitted(self, request: AttentionRequest) -> AttentionSplit:
         """The axes that do split these sizes. What an axis does not divide is not split by it."""
