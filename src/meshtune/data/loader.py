@@ -22,7 +22,7 @@ from meshtune.data.packing import Rows, one_a_row, pack, padded_length, shuffled
 from meshtune.data.store import Store
 from meshtune.errors import UserError
 
-_ARRAYS = {
+ARRAYS = {
     "tokens": np.int32,
     "targets": np.int32,
     "positions": np.int32,
@@ -121,7 +121,7 @@ class Loader:
         epoch, within = self.place(step)
         rows = self.rows(epoch)
         shape = (self.batch_size, self.row_length)
-        arrays = {name: np.zeros(shape, dtype) for name, dtype in _ARRAYS.items()}
+        arrays = {name: np.zeros(shape, dtype) for name, dtype in ARRAYS.items()}
         origins: list[list[Origin]] = []
         for place in range(self.batch_size):
             row = within * self.batch_size + place

@@ -22,7 +22,8 @@ class Device:
     """A kind of device, as hardware.toml describes it; what is None or empty there is not known.
 
     `platform` is JAX's: cuda, rocm, tpu or cpu; `memory` is in bytes. `arch` is what the platform calls the chip
-    (sm_90a, gfx942:sramecc+:xnack-, v5p), `kind` what JAX calls the device. For the compilers of GPUs: `cores`
+    (sm_90a, gfx942:sramecc+:xnack-, v5p), `compiled_as` that of a near relative where XLA refuses the chip itself;
+    `kind` is what JAX calls the device. For the compilers of GPUs: `cores`
     (multiprocessors or compute units), `shared_memory` in bytes (of a block by default, of a block that asks for more,
     of a core), `l2` in bytes, `clock_ghz`, `threads_per_core` and `registers` of a core, `fpus` of a core. For TPUs:
     `host_chips` of a host along each dimension of the torus, and `chip_devices`. `bandwidth` is of memory, in B/s;
@@ -35,6 +36,7 @@ class Device:
     memory: int
     kind: str = ""
     arch: str = ""
+    compiled_as: str = ""
     cores: int | None = None
     shared_memory: tuple[int, ...] | None = None
     l2: int | None = None

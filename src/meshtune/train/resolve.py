@@ -16,6 +16,7 @@ from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
 from meshtune.optim.build import OptimizerConfig
 from meshtune.optim.schedules import ScheduleConfig
+from meshtune.train.machine import Machine, this_machine
 
 LOGITS_BYTES = 64 * 2**20  # held at once by default
 LEARNING_RATES = {"lora": 2e-4, "full": 2e-5, "freeze": 2e-5}
@@ -69,14 +70,14 @@ def mesh_of(recipe: Recipe, spec: ModelSpec, devices: int) -> tuple[MeshConfig, 
     return (resolved(config, devices) if -1 in config.sizes.values() else config), "asked for"
 
 
-def layout_of(config: MeshConfig, why: str, spec: ModelSpec) -> tuple[Layout | None, list[Choice]]:
-    """How arrays lie on the job's devices, None where there is only one, and the mesh in words.
+def layout_of(config: MeshConfig, why: str, spec: ModelSpec, machine: Machine) -> tuple[Layout | None, list[Choice]]:
+    """How arrays lie on the machine's devices, None where there is only one, and the mesh in words.
 
     Raises: UserError for a mesh that the model does not allow.
     """
     if config.devices == 1:
         return None, []
-    layout, notes = layout_for(make_mesh(config), spec)
+    layout, notes = layout_for(make_mesh(config, machine.devices), spec)
     return layout, mesh_choices(config, why, notes)
 
 
@@ -86,14 +87,20 @@ def mesh_choices(config: MeshConfig, why: str, notes: list[Note]) -> list[Choice
 
 
 def compute_of(
-    recipe: Recipe, spec: ModelSpec, precision: Precision, rows: int, length: int, layout: Layout | None = None
+    recipe: Recipe,
+    spec: ModelSpec,
+    precision: Precision,
+    rows: int,
+    length: int,
+    layout: Layout | None = None,
+    machine: Machine | None = None,
 ) -> tuple[Compute, list[Choice]]:
     """How numbers are computed for micro-batches of `rows` rows of `length` positions, over all devices of `layout`.
 
     Raises: UserError for a forced attention backend that cannot serve.
     """
     asked = recipe.compute
-    backend = jax.default_backend()
+    machine = machine or this_machine()
     remat = asked.remat if asked.remat != "auto" else "selective"
     why = "asked for" if asked.remat != "auto" else "auto: products are kept"
     choices = [Choice("remat", remat, why)]
@@ -108,7 +115,8 @@ def compute_of(
             kv_heads=spec.kv_heads,
             head_dim=spec.head_dim,
             dtype=precision.compute,
-            platform=backend,
+            platform=machine.platform,
+            chip=machine.chip,
             scale=spec.head_dim**-0.5,
             window=window,
             aligned=True,
@@ -127,7 +135,17 @@ def compute_of(
         reason = f"auto: about {LOGITS_BYTES >> 20} MiB of logits at once"
     chunk = min(chunk, length)
     choices.append(Choice("loss_chunk", f"{chunk * rows} tokens", reason))
-    return Compute(precision.compute, remat, asked.attention, chunk, asked.scan_layers, layout), choices
+    compute = Compute(
+        precision.compute,
+        remat,
+        asked.attention,
+        chunk,
+        asked.scan_layers,
+        layout,
+        platform=machine.platform,
+        chip=machine.chip,
+    )
+    return compute, choices
 
 
 def method_of(recipe: Recipe) -> Method:

@@ -15,7 +15,7 @@ from rich.console import Console
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import Prepared, count
 from meshtune.adapters.method import prepare as split_parameters
-from meshtune.adapters.peft_format import BaseRecord
+from meshtune.adapters.peft_format import BaseRecord, recorded
 from meshtune.config.recipe import Recipe
 from meshtune.data.prepare import Prepared as Data
 from meshtune.data.prepare import prepare as prepare_data
@@ -26,14 +26,15 @@ from meshtune.mesh.axes import MeshConfig
 from meshtune.mesh.fit import check_batch
 from meshtune.mesh.peers import Place
 from meshtune.mesh.processes import Job
-from meshtune.optim.build import make_optimizer
 from meshtune.train import banner, metrics_log, trackers
+from meshtune.train.assemble import optimizer_for, state_like
 from meshtune.train.checkpoint import Best, Checkpoints, Record, disk_reason, versions
 from meshtune.train.devices import device_table, hosts, seen_by_all
 from meshtune.train.events import opened
 from meshtune.train.final import export_result
 from meshtune.train.interrupt import interruptible
 from meshtune.train.loop import Ended, run_loop
+from meshtune.train.machine import this_machine
 from meshtune.train.memory import bytes_on_each, size_in_words
 from meshtune.train.output import CHECKPOINTS, check_output, claimed, write_recipe, write_run
 from meshtune.train.plot import LossPlot
@@ -41,7 +42,7 @@ from meshtune.train.progress import ProgressBar
 from meshtune.train.resolve import Choice, compute_of, optimizer_of
 from meshtune.train.resume import Resumed, find_resume
 from meshtune.train.settle import settle
-from meshtune.train.step import TrainState, abstract_state, init_state
+from meshtune.train.step import TrainState, init_state
 from meshtune.train.task import Parts, make_task
 from meshtune.weights.fingerprint import base_hash
 from meshtune.weights.load import load_params
@@ -110,7 +111,7 @@ class _Run:
         if job.first:
             check_output(self.output, resume=recipe.resume, overwrite=recipe.overwrite)
             trackers.check_installed(list(recipe.log.trackers))
-        self.settled = settled = settle(recipe, job, seen)
+        self.settled = settled = settle(recipe, this_machine(), seen, launcher=job.place.launcher)
         self.tokenizer = load_tokenizer(
             recipe.model.tokenizer or settled.source, recipe.model.chat_template, revision=recipe.model.revision
         )
@@ -121,7 +122,7 @@ class _Run:
         if settled.layout is not None:
             check_batch(MeshConfig(**settled.layout.mesh.shape), rows, length)
         self.compute, choices = compute_of(recipe, settled.spec, settled.precision, rows, length, settled.layout)
-        self.base = BaseRecord(recipe.model.path, base_hash(settled.source))
+        self.base = BaseRecord(recipe.model.path, base_hash(settled.source), recorded(settled.quantize))
         same = {"base model": self.base.hash, "training data": self.data.fingerprint}
         agree(job, "what they read", same, fix="give every host the same files")
         keep = recipe.checkpoint.keep
@@ -191,6 +192,7 @@ class _Run:
                 settled.source,
                 settled.spec,
                 layout=settled.layout,
+                quantize=settled.quantize,
                 broadcast=recipe.model.load == "broadcast" and settled.layout is not None,
                 group=self.processes_a_host,
                 progress=lambda done, of: status.update(
@@ -203,9 +205,8 @@ class _Run:
             self.console.print(f"[bold]loaded[/] {line.partition(': ')[2] if one else line}", highlight=False)
         key = jax.random.fold_in(jax.random.key(recipe.seed), 0)
         made = split_parameters(settled.method, settled.spec, params, key, settled.precision.trainable, settled.layout)
-        arrays, layout = settled.arrays.trainable, settled.layout
-        optimizer, schedule = make_optimizer(optimizer_of(recipe, settled.precision), self.total, arrays)
-        like = None if layout is None else abstract_state(arrays, optimizer, layout)
+        optimizer, schedule = optimizer_for(recipe, settled, self.total)
+        like = None if settled.layout is None else state_like(settled, optimizer)
         return made, init_state(made.trainable, optimizer, like), optimizer, schedule
 
     def _parts(self, made: Prepared, optimizer: Any, schedule: Any) -> Parts:
@@ -258,7 +259,7 @@ class _Run:
         )
 
     def _about(self, record: Record, status: str, **more: Any) -> dict[str, Any]:
-        base = {"path": self.base.path, "hash": self.base.hash}
+        base = {name: value for name, value in dataclasses.asdict(self.base).items() if value is not None}
         return {"status": status, "versions": record.versions, "base": base, "data": record.data} | more
 
     def _write_run(self, fields: dict[str, Any]) -> None:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-
-import jax
+from collections.abc import Sequence
 
 from meshtune.adapters.config import Method
 from meshtune.adapters.method import Prepared, abstract
 from meshtune.config.recipe import Recipe
+from meshtune.mesh.axes import resolved
 from meshtune.mesh.fit import check_batch
 from meshtune.mesh.layout import Layout
-from meshtune.mesh.processes import Job
 from meshtune.model.spec import ModelSpec
+from meshtune.quantize.config import QuantizeConfig
 from meshtune.train.devices import Seen, check_devices
+from meshtune.train.machine import Machine
+from meshtune.train.quantized import quantize_choices, quantize_of
 from meshtune.train.resolve import Choice, Precision, layout_of, mesh_of, method_of, precision_of
-from meshtune.weights.hub import locate
+from meshtune.weights.hub import CONFIG, MODEL, locate
 from meshtune.weights.load import load_config, load_spec, stored_dtype
 
 
@@ -28,23 +30,35 @@ class Settled:
     method: Method
     precision: Precision
     arrays: Prepared
+    machine: Machine
     layout: Layout | None
     choices: list[Choice]
+    quantize: QuantizeConfig | None = None
 
     @property
     def spec(self) -> ModelSpec:
         return self.arrays.spec
 
 
-def settle(recipe: Recipe, job: Job, seen: list[Seen]) -> Settled:
-    """Raises: UserError for a model that is not there, a method or a mesh that cannot be."""
-    source = locate(recipe.model.path, recipe.model.revision)
+def settle(
+    recipe: Recipe, machine: Machine, seen: Sequence[Seen] = (), *, launcher: str = "none", weights: bool = True
+) -> Settled:
+    """What a recipe comes to on `machine`. `seen` is what the job's processes see, where they are there to be told.
+
+    Without `weights` the model's config is enough. Raises: UserError for a model that is not there, a method or a mesh
+    that cannot be.
+    """
+    source = locate(recipe.model.path, recipe.model.revision, allow=MODEL if weights else CONFIG)
     method = method_of(recipe)
-    precision, chosen = precision_of(recipe, stored_dtype(source, load_config(source)))
+    precision, chosen = precision_of(recipe, stored_dtype(source, load_config(source)), machine.platform)
     spec, _ = load_spec(source, precision.frozen)
-    arrays = abstract(method, spec, precision.trainable)
-    mesh, why = mesh_of(recipe, spec, jax.device_count())
-    check_devices(seen, mesh.devices, mesh=str(mesh), launcher=job.place.launcher)
+    quantize = quantize_of(recipe)
+    arrays = abstract(method, spec, precision.trainable, quantize)
+    mesh, why = mesh_of(recipe, spec, len(machine.devices))
+    if seen:
+        check_devices(seen, mesh.devices, mesh=str(mesh), launcher=launcher)
+    resolved(mesh, len(machine.devices))
     check_batch(mesh, recipe.train.batch_size // recipe.train.accumulation, 0)
-    layout, choices = layout_of(mesh, why, arrays.spec)
-    return Settled(source, method, precision, arrays, layout, [chosen, *choices])
+    layout, choices = layout_of(mesh, why, arrays.spec, machine)
+    choices = [chosen, *choices, *quantize_choices(arrays, layout)]
+    return Settled(source, method, precision, arrays, machine, layout, choices, quantize)

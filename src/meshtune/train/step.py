@@ -122,7 +122,7 @@ def make_train_step(
         }
         return state, metrics
 
-    options = None if compute.dtype == "float32" else compiler_options()
+    options = None if compute.dtype == "float32" else compiler_options(compute.platform)
     if like is None or layout is None:
         return jax.jit(step, donate_argnums=0, compiler_options=options)
     kept = jax.tree.map(lambda leaf: leaf.sharding, like)
@@ -135,7 +135,7 @@ def make_eval_step(objective: Objective, spec: ModelSpec, compute: Compute) -> C
     def step(trainable: Tree, frozen: Tree, batch: Batch) -> Score:
         return objective(merge(trainable, frozen), spec, compute, batch, None)
 
-    options = None if compute.dtype == "float32" else compiler_options()
+    options = None if compute.dtype == "float32" else compiler_options(compute.platform)
     where = None if compute.layout is None else compute.layout.replicated
     return jax.jit(step, out_shardings=where, compiler_options=options)
 

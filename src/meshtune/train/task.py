@@ -12,7 +12,6 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import Prepared
 from meshtune.config.recipe import Recipe
 from meshtune.data.prepare import Prepared as Data
@@ -21,6 +20,7 @@ from meshtune.mesh.placement import place_batch
 from meshtune.model.compute import Compute
 from meshtune.model.tree import Tree, merge
 from meshtune.objectives import OBJECTIVES
+from meshtune.train.assemble import step_for
 from meshtune.train.cadence import Cadence, evaluations, every, save_interval
 from meshtune.train.checkpoint import Record
 from meshtune.train.early_stopping import EarlyStopping
@@ -28,7 +28,7 @@ from meshtune.train.evaluate import Evaluation, evaluate
 from meshtune.train.loop import Task
 from meshtune.train.memory import size_in_words
 from meshtune.train.settle import Settled
-from meshtune.train.step import TrainState, make_eval_step, make_train_step
+from meshtune.train.step import TrainState, make_eval_step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -52,17 +52,9 @@ class Parts:
 
 def make_task(parts: Parts, record: Record, state: TrainState) -> Task:
     """The task from `record.step` on; compiles the training step if there is anything left to do."""
-    recipe, loader, method = parts.recipe, parts.data.train, parts.settled.method
+    recipe, loader = parts.recipe, parts.data.train
     place = _placing(parts)
-    step: Any = make_train_step(
-        OBJECTIVES["sft"],
-        parts.made.spec,
-        parts.compute,
-        parts.optimizer,
-        max_grad_norm=recipe.optimizer.max_grad_norm,
-        dropout=isinstance(method, LoraConfig) and method.dropout > 0,
-        abstract=parts.settled.arrays.trainable,
-    )
+    step = step_for(recipe, parts.settled, parts.compute, parts.optimizer)
     if record.step < parts.total:
         step = _compiled(parts, step, state, place(loader.batch(0).arrays))
     rates = np.asarray(jax.vmap(parts.schedule)(np.arange(parts.total)))

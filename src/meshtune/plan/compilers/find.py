@@ -117,27 +117,18 @@ def _rocm(folder: pathlib.Path | None, env: Mapping[str, str]) -> Found | Missin
         return Missing("rocm", wrong, how_to_get("rocm"))
     if sys.platform != "linux" or os.uname().machine != "x86_64":
         return Missing("rocm", "XLA's compiler for AMD GPUs runs on 64-bit x86 Linux alone", "plan for it there")
-    linker = find_linker(env)
-    if linker is None:
-        return Missing(
-            "rocm",
-            "XLA's compiler for AMD GPUs is there, but no ld.lld to link GPU code with",
-            "install LLVM's linker (Debian and Ubuntu: apt install lld), or ROCm",
-        )
     objects = [*sorted(plugin.glob("*.so")), *sorted(kernels.glob("*.so"))]
     stand_ins = build_stand_ins(objects, cache_folder(env), library_folders(env))
-    more = {
-        "ROCR_VISIBLE_DEVICES": "-1",
-        "HIP_VISIBLE_DEVICES": "-1",
-        "PATH": f"{linker.parent}:{env.get('PATH', os.defpath)}",
-    }
+    more = {"ROCR_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
     notes = ()
     if stand_ins is not None:
         more["LD_LIBRARY_PATH"] = (
             f"{stand_ins}:{env['LD_LIBRARY_PATH']}" if env.get("LD_LIBRARY_PATH") else str(stand_ins)
         )
         notes = (f"without ROCm: stand-ins for its libraries in {stand_ins}",)
-    return Found("rocm", packages | {"ld.lld": str(linker)}, folder, more, notes)
+    if linker := find_linker(env):  # the wheels link GPU code themselves; where they were built without, with this
+        more["PATH"] = f"{linker.parent}:{env.get('PATH', os.defpath)}"
+    return Found("rocm", packages, folder, more, notes)
 
 
 def _tpu(folder: pathlib.Path | None, env: Mapping[str, str]) -> Found | Missing:

@@ -76,12 +76,13 @@ def target_config(device: Device) -> str:
 
 
 def _capability(device: Device) -> list[str]:
+    arch = device.compiled_as or device.arch
     if device.platform == "rocm":
-        return [f"  rocm_compute_capability {{ gcn_arch_name: {_literal(device.arch)} }}"]
-    found = re.fullmatch(r"sm_(\d+)(\d)([af]?)", device.arch)
+        return [f"  rocm_compute_capability {{ gcn_arch_name: {_literal(arch)} }}"]
+    found = re.fullmatch(r"sm_(\d+)(\d)([af]?)", arch)
     if found is None:
         raise UserError(
-            f"arch = '{device.arch}' names no NVIDIA chip", where=f"[{device.name}]", fix="write it as sm_90a or sm_80"
+            f"arch = '{arch}' names no NVIDIA chip", where=f"[{device.name}]", fix="write it as sm_90a or sm_80"
         )
     extension = {"a": "ACCELERATED_FEATURES", "f": "FAMILY_COMPATIBLE_FEATURES", "": "NONE"}[found[3]]
     return [

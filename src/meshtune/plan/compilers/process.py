@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,12 +11,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from meshtune.errors import UserError
 from meshtune.plan.compilers.find import Found, found_or_error
+from meshtune.plan.compilers.stage import FILE, read
 from meshtune.plan.hardware import Target
+
+Progress = Callable[[str, float], None]  # what is being done, and for how many seconds the process has run
 
 LIMIT = 900.0  # seconds; a 405B step takes half a minute on two cores
 
@@ -28,6 +33,7 @@ def run(
     paths: Sequence[str | pathlib.Path] = (),
     compiler: Found | None = None,
     limit: float = LIMIT,
+    progress: Progress | None = None,
 ) -> Any:
     """What `function` ("module:name") answers to (target, devices, **arguments), called where the compiler is.
 
@@ -48,8 +54,9 @@ def run(
         }
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
         command = [sys.executable, "-m", "meshtune.plan.compilers.child", str(folder / "job.json")]
+        env = child_env(compiler, target, paths) | {FILE: str(folder / "stage")}
         with (folder / "words").open("wb") as words:
-            code = _wait(command, child_env(compiler, target, paths), words, limit)
+            code = _wait(command, env, words, limit, _shown(folder / "stage", progress))
         answer = folder / "answer.json"
         if code != 0 or not answer.is_file():
             said = (folder / "words").read_text(encoding="utf-8", errors="replace")
@@ -86,14 +93,27 @@ def child_env(
     return made
 
 
-def _wait(command: list[str], env: dict[str, str], words: Any, limit: float) -> int | None:
+def _shown(stage: pathlib.Path, progress: Progress | None) -> Callable[[float], None]:
+    def show(seconds: float) -> None:
+        if progress is not None:
+            progress(read(stage), seconds)
+
+    return show
+
+
+def _wait(
+    command: list[str], env: dict[str, str], words: Any, limit: float, show: Callable[[float], None]
+) -> int | None:
     """The exit code, or None if the time was up. The process and whatever it started are gone afterwards."""
     process = subprocess.Popen(
         command, env=env, stdout=words, stderr=words, stdin=subprocess.DEVNULL, start_new_session=True
     )
+    began = time.monotonic()
     try:
-        return process.wait(timeout=limit)
-    except subprocess.TimeoutExpired:
+        while (seconds := time.monotonic() - began) < limit:
+            show(seconds)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(timeout=min(0.5, limit - seconds))
         return None
     finally:
         if process.poll() is None:
