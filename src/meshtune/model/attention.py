@@ -33,16 +33,29 @@ def queries_keys_values(
     x: Float[Array, "B T D"], node: Tree, spec: ModelSpec, rows: Rows, key: Array | None
 ) -> tuple[Float[Array, "B T H h"], Float[Array, "B T K h"], Float[Array, "B T K h"]]:
     """Projected, normalised where the family does, and rotated."""
+    return queries(x, node, spec, rows, key), *keys_values(x, node, spec, rows, key)
 
-    def heads(name: str, count: int) -> Float[Array, "B T N h"]:
-        return linear(x, node[name], site_key(key, name)).reshape(*x.shape[:2], count, spec.head_dim)
 
-    q, k, v = heads("q", spec.heads), heads("k", spec.kv_heads), heads("v", spec.kv_heads)
+def queries(
+    x: Float[Array, "B T D"], node: Tree, spec: ModelSpec, rows: Rows, key: Array | None
+) -> Float[Array, "B T H h"]:
+    return _rotated(_heads(x, node, "q", spec, key), node, "q", spec, rows)
+
+
+def keys_values(
+    x: Float[Array, "B T D"], node: Tree, spec: ModelSpec, rows: Rows, key: Array | None
+) -> tuple[Float[Array, "B T K h"], Float[Array, "B T K h"]]:
+    return _rotated(_heads(x, node, "k", spec, key), node, "k", spec, rows), _heads(x, node, "v", spec, key)
+
+
+def _heads(x: Float[Array, "B T D"], node: Tree, name: str, spec: ModelSpec, key: Array | None) -> Array:
+    return linear(x, node[name], site_key(key, name)).reshape(*x.shape[:2], -1, spec.head_dim)
+
+
+def _rotated(heads: Array, node: Tree, name: str, spec: ModelSpec, rows: Rows) -> Array:
     if spec.qk_norm:
-        q = rms_norm(q, node["q_norm"]["weight"], spec.norm_eps)
-        k = rms_norm(k, node["k_norm"]["weight"], spec.norm_eps)
-    q, k = (checkpoint_name(rotate(x, rows.cos, rows.sin), ROTATED) for x in (q, k))
-    return q, k, v
+        heads = rms_norm(heads, node[f"{name}_norm"]["weight"], spec.norm_eps)
+    return checkpoint_name(rotate(heads, rows.cos, rows.sin), ROTATED)
 
 
 def attend(

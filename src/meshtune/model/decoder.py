@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from meshtune.kernels.attention import LOG_SUM_EXP, OUTPUT
@@ -19,8 +20,9 @@ from meshtune.mesh.layout import Layout, constrain
 from meshtune.model.attention import ROTATED, Rows, attend, queries_keys_values
 from meshtune.model.compute import Compute
 from meshtune.model.embedding import embedded
-from meshtune.model.in_use import GATHERED, layer_in_use
-from meshtune.model.linear import NARROW, PRODUCT, linear, site_key
+from meshtune.model.in_use import GATHERED, layer_in_use, on_host
+from meshtune.model.layer import fold, laid_out, one_layer
+from meshtune.model.linear import NARROW, PRODUCT, linear
 from meshtune.model.mlp import mlp
 from meshtune.model.norm import rms_norm
 from meshtune.model.rope import angles
@@ -32,6 +34,8 @@ Hidden = Float[Array, "B T D"]
 
 # The results of matrix products (with LoRA the sum, not its parts) and of attention.
 KEPT = (PRODUCT, NARROW, ROTATED, OUTPUT, LOG_SUM_EXP)
+
+RESIDUAL = "residual"  # the stream that enters a group of layers
 
 
 def hidden_states(
@@ -54,7 +58,7 @@ def hidden_states(
         spec,
         compute,
         x,
-        lambda x, node, layer, number: one_layer(x, node, spec, layer, compute, rows, _fold(rng, number)),
+        lambda x, node, layer, number: one_layer(x, node, spec, layer, compute, rows, fold(rng, number)),
     )
     return rms_norm(x, params["norm"]["weight"], spec.norm_eps)
 
@@ -129,7 +133,7 @@ def forward_cached(
         v = lax.dynamic_index_in_dim(new_v, row, keepdims=False).astype(q.dtype)
         x = x + attend(q, k, v, node["attn"], spec, layer, compute, rows, past, None)
         x = x + mlp(rms_norm(x, node["mlp_norm"]["weight"], spec.norm_eps), node["mlp"], spec)
-        x = _laid_out(x, compute.layout)
+        x = laid_out(x, compute.layout)
         return x, keys | {key: new_k}, values | {key: new_v}
 
     x, keys, values = _through_layers(params, spec, compute, (x, cache.keys, cache.values), layer, with_rows=True)
@@ -145,22 +149,6 @@ def enter(
     return Rows(cos, sin, positions, segment_ids), x
 
 
-def _laid_out(x: Hidden, layout: Layout | None) -> Hidden:
-    return constrain(x, layout, "batch", "length", "embed")
-
-
-def one_layer(
-    x: Hidden, node: Tree, spec: ModelSpec, layer: LayerSpec, compute: Compute, rows: Rows, key: Array | None
-) -> Hidden:
-    """The hidden state after a single layer, whose unstacked parameters are `node`; `key` turns dropout on."""
-    h = rms_norm(x, node["attn_norm"]["weight"], spec.norm_eps)
-    q, k, v = queries_keys_values(h, node["attn"], spec, rows, site_key(key, "attn"))
-    x = x + attend(q, k, v, node["attn"], spec, layer, compute, rows, None, site_key(key, "attn"))
-    x = _laid_out(x, compute.layout)
-    x = x + mlp(rms_norm(x, node["mlp_norm"]["weight"], spec.norm_eps), node["mlp"], spec, site_key(key, "mlp"))
-    return _laid_out(x, compute.layout)
-
-
 def _through_layers(
     params: Tree, spec: ModelSpec, compute: Compute, carry: Any, layer: Callable[..., Any], *, with_rows: bool = False
 ) -> Any:
@@ -172,6 +160,7 @@ def _through_layers(
 
         def group(carry: Any, x: tuple[Tree, Array], first: int = first, stack: Any = stack, s: int = s) -> Any:
             nodes, row = x
+            carry = jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL), carry)
             for p, layer_spec in enumerate(stack.pattern):
                 number = first + row * len(stack.pattern) + p
                 where = (f"{s}.{p}", row) if with_rows else ()
@@ -179,7 +168,7 @@ def _through_layers(
                 carry = layer(carry, node, layer_spec, number, *where)
             return carry, None
 
-        group = _rematerialised(group, compute)
+        group = _rematerialised(group, compute, nodes)
         if compute.scan and stack.repeats > 1:
             carry, _ = lax.scan(group, carry, (nodes, jnp.arange(stack.repeats)))
         else:
@@ -189,21 +178,26 @@ def _through_layers(
     return carry
 
 
-def _rematerialised(group: Callable[..., Any], compute: Compute) -> Callable[..., Any]:
+def _rematerialised(group: Callable[..., Any], compute: Compute, nodes: Tree) -> Callable[..., Any]:
     """Full keeps only the residual stream between groups; selective also keeps what `KEPT` names, each needed one once.
 
     None leaves it to JAX, which keeps whatever any derivative reads: between two products several arrays as wide as
-    either. Making those again from the products costs less than storing and loading them.
+    either. Making those again from the products costs less than storing and loading them. Weights that are brought
+    here for a layer, from other devices or from the host, are brought again in the backward pass.
     """
     policies = jax.checkpoint_policies
     if compute.remat == "none":
-        if compute.layout is None:
+        assert RESIDUAL not in compute.offload, "only what is not made again waits elsewhere"
+        if compute.layout is None and not any(on_host(leaf) for leaf in jax.tree.leaves(nodes)):
             return group
         policy = policies.save_anything_except_these_names(GATHERED)
+    elif RESIDUAL in compute.offload:
+        policy = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=KEPT if compute.remat == "selective" else (),
+            names_which_can_be_offloaded=(RESIDUAL,),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
     else:
         policy = policies.nothing_saveable if compute.remat == "full" else policies.save_only_these_names(*KEPT)
     return jax.checkpoint(group, policy=policy, prevent_cse=not compute.scan)
-
-
-def _fold(rng: Array | None, number: Array) -> Array | None:
-    return None if rng is None else jax.random.fold_in(rng, number)
