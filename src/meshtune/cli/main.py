@@ -9,7 +9,21 @@ from typing import Annotated
 
 import typer
 
-from meshtune.cli import chat, data, env, export, failure, generate, launch, quickstart, schema, shard, train, weights
+from meshtune.cli import (
+    chat,
+    data,
+    env,
+    export,
+    failure,
+    generate,
+    launch,
+    plan,
+    quickstart,
+    schema,
+    shard,
+    train,
+    weights,
+)
 from meshtune.errors import UserError
 
 app = typer.Typer(
@@ -28,6 +42,7 @@ VERBS = {
     "generate": generate.generate,
     "chat": chat.chat,
     "export": export.export,
+    "plan": plan.plan,
     "shard": shard.shard,
     "schema": schema.schema,
     "env": env.env,

@@ -1,4 +1,4 @@
-"""What the devices of a compiled program exchange, read from its HLO text: which operation, how much, among whom, how often."""
+"""What the devices of a compiled program exchange, from its HLO text: which operation, how much, among whom, how often."""
 
 from __future__ import annotations
 
@@ -218,8 +218,8 @@ def _of_mesh(axes: str, ids: str | None, named: str) -> np.ndarray:
 
 def _rings(edges: list[tuple[int, ...]]) -> list[list[int]]:
     """The chains that source-target pairs form."""
-    after = {source: target for source, target in edges}
-    heads = [source for source in after if source not in after.values()] or []
+    after = dict(edges)
+    heads = [source for source in after if source not in after.values()]
     rings, seen = [], set[int]()
     for first in [*heads, *after]:
         ring, at = [], first

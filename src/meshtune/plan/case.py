@@ -1,0 +1,145 @@
+"""A run as the cheap models see it: its model, its method and where everything lies, for any mesh, without tracing."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+
+from meshtune.adapters.config import Method
+from meshtune.adapters.method import Prepared, abstract
+from meshtune.config.recipe import Recipe
+from meshtune.mesh.axes import MeshConfig, described_mesh
+from meshtune.mesh.fit import layout_for
+from meshtune.mesh.layout import Layout
+from meshtune.model.spec import ArraySpec, ModelSpec
+from meshtune.optim.build import make_optimizer
+from meshtune.optim.paths import named_leaves, path_name
+from meshtune.plan.hardware import Target
+from meshtune.train.resolve import Precision, method_of, optimizer_of, precision_of
+from meshtune.weights.hub import CONFIG, locate
+from meshtune.weights.load import load_config, load_spec, stored_dtype
+
+REPLICATED = ("whole",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """An array that a run keeps: its role (frozen, trained, gradient, optimizer), shape, bytes a number, axes."""
+
+    role: str
+    path: str
+    shape: tuple[int, ...]
+    itemsize: float
+    axes: tuple[str, ...]
+
+    def local(self, layout: Layout) -> float:
+        """Bytes on one device."""
+        ways = math.prod(
+            layout.size(*((part,) if isinstance(part, str) else part))
+            for part in layout.spec(self.axes, self.shape)
+            if part is not None
+        )
+        return math.prod(self.shape) * self.itemsize / ways
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """What a recipe comes to whatever the mesh: the model as the method splits it, dtypes, and all that is kept."""
+
+    recipe: Recipe
+    method: Method
+    precision: Precision
+    arrays: Prepared
+    kept: tuple[Kept, ...]
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.arrays.spec
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One way to run a base: `rows` (of all devices) of `length` tokens in each of `accumulation` micro-batches.
+
+    `remat`, `loss_chunk` (tokens of a row), `mlp_chunk`, `attention_chunk` and `offload` are as in model.compute.
+    """
+
+    base: Base
+    target: Target
+    mesh: MeshConfig
+    layout: Layout
+    rows: int
+    length: int
+    accumulation: int
+    remat: str
+    loss_chunk: int
+    mlp_chunk: int | None = None
+    attention_chunk: int | None = None
+    offload: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of one micro-batch on one device."""
+        return self.rows * self.length / (self.mesh.dp * self.mesh.fsdp * self.mesh.cp)
+
+    @property
+    def narrow(self) -> int:
+        """Bytes of an activation's number."""
+        return jnp.dtype(self.base.precision.compute).itemsize
+
+    def held(self, *roles: str) -> float:
+        """Bytes on one device of what is kept in these roles."""
+        return sum(one.local(self.layout) for one in self.base.kept if one.role in roles)
+
+
+def base_of(recipe: Recipe, backend: str) -> Base:
+    """The base of a recipe on a backend, from the model's config alone.
+
+    Raises: UserError for whatever is wrong with the model or the method.
+    """
+    source = locate(recipe.model.path, recipe.model.revision, allow=CONFIG)
+    precision, _ = precision_of(recipe, stored_dtype(source, load_config(source)), backend)
+    spec, _ = load_spec(source, precision.frozen)
+    method = method_of(recipe)
+    arrays = abstract(method, spec, precision.trainable)
+    return Base(recipe, method, precision, arrays, (*_arrays(arrays), *_optimizer(recipe, precision, arrays)))
+
+
+def layout_on(mesh: MeshConfig, spec: ModelSpec) -> Layout:
+    """Raises: UserError for a mesh that the model does not allow."""
+    described: AbstractMesh = described_mesh(mesh)
+    return layout_for(described, spec)[0]
+
+
+def _arrays(arrays: Prepared) -> list[Kept]:
+    found = [_kept("frozen", path, leaf) for path, leaf in named_leaves(arrays.frozen)]
+    found += [_kept("trained", path, leaf) for path, leaf in named_leaves(arrays.trainable)]
+    return found + [dataclasses.replace(one, role="gradient", itemsize=4) for one in found if one.role == "trained"]
+
+
+def _kept(role: str, path: str, array: ArraySpec) -> Kept:
+    return Kept(role, path, array.shape, bytes_a_number(array.dtype), array.axes)
+
+
+def bytes_a_number(dtype: Any) -> float:
+    """Of a dtype, those of half a byte included."""
+    return 0.5 if str(dtype) in ("int4", "uint4", "float4_e2m1fn") else float(jnp.dtype(dtype).itemsize)
+
+
+def _optimizer(recipe: Recipe, precision: Precision, arrays: Prepared) -> list[Kept]:
+    """The optimizer's state: what it keeps of a parameter in that parameter's shape lies as that does."""
+    optimizer, _ = make_optimizer(optimizer_of(recipe, precision), recipe.train.steps or 1, arrays.trainable)
+    shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arrays.trainable)
+    state = jax.eval_shape(optimizer.init, shapes)
+    known = [(f"/{path}/", array) for path, array in named_leaves(arrays.trainable)]
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        here = f"/{path_name(path)}/"
+        axes = next((array.axes for name, array in known if name in here and array.shape == leaf.shape), None)
+        found.append(Kept("optimizer", here, leaf.shape, leaf.dtype.itemsize, axes or REPLICATED * leaf.ndim))
+    return found

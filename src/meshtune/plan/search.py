@@ -1,0 +1,225 @@
+"""The configuration of a run that is left open, found: every mesh, micro-batch and way to save memory, ranked by time.
+
+A candidate is a recipe with its open keys filled in. The cheap models (estimate, roofline) rank thousands of them in
+seconds; `confirmed` compiles the leaders. `mesh: auto`, `train.micro_batch: auto` and `compute.remat: auto` mean this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from meshtune.config.recipe import LoraMethod, MeshSection, Recipe
+from meshtune.errors import UserError
+from meshtune.mesh.axes import MeshConfig, resolved
+from meshtune.mesh.fit import check_batch
+from meshtune.plan.case import Base, Case, base_of, layout_on
+from meshtune.plan.estimate import Estimate, estimate, exchanges
+from meshtune.plan.hardware import Target
+from meshtune.plan.roofline import Roofline, roofline
+from meshtune.plan.work import work_of
+from meshtune.train.machine import Machine
+from meshtune.train.resolve import compute_of
+
+RESERVE = 0.06  # share of a device's memory that is left to the driver, libraries' workspaces and fragments
+MESH, MICRO, REMAT, OFFLOAD, QUANTIZE = "mesh", "train.micro_batch", "compute.remat", "compute.offload", "quantize"
+REMATS = ("selective", "full")  # none keeps what is cheaper made again than stored and loaded
+OFFLOADS = ((), ("residual",), ("optimizer",), ("residual", "optimizer"), ("residual", "optimizer", "weights"))
+FORMATS = (None, "nf4")
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One candidate: a recipe with nothing open, what it changes, and what the cheap models say of it."""
+
+    recipe: Recipe
+    overrides: dict[str, Any]
+    case: Case
+    estimate: Estimate
+    roofline: Roofline
+
+    @property
+    def limit(self) -> int:
+        """Bytes of a device that a run may use."""
+        return limit(self.case.target)
+
+    @property
+    def fits(self) -> bool:
+        return self.estimate.device_bytes <= self.limit
+
+    @property
+    def mesh(self) -> MeshConfig:
+        return self.case.mesh
+
+
+def limit(target: Target, reserve: float = RESERVE) -> int:
+    """Bytes of a device's memory without the reserve."""
+    return int(target.device.memory * (1 - reserve))
+
+
+def open_keys(recipe: Recipe, *, search: bool = False) -> frozenset[str]:
+    """Keys that are to be found: those that say auto; in a search also those the recipe does not set."""
+    found = {
+        MESH: recipe.mesh == "auto",
+        MICRO: recipe.train.micro_batch == "auto" or (search and "micro_batch" not in recipe.train.model_fields_set),
+        REMAT: recipe.compute.remat == "auto",
+        OFFLOAD: search and has(OFFLOAD) and "offload" not in recipe.compute.model_fields_set,
+        QUANTIZE: search
+        and has(QUANTIZE)
+        and "quantize" not in recipe.model_fields_set
+        and isinstance(recipe.method, LoraMethod),
+    }
+    return frozenset(key for key, is_open in found.items() if is_open)
+
+
+def options(recipe: Recipe, target: Target, keys: frozenset[str], *, length: int | None = None) -> list[Option]:
+    """Every candidate that the model and the batch allow, best first: those that fit by time, then the rest by bytes.
+
+    Quantised bases are tried only if the plain one fits in no way: they change what is computed. Rows are
+    `length` tokens, data.max_length unless given.
+    Raises: UserError, that of the first candidate, if none is possible.
+    """
+    found: list[Option] = []
+    refused: list[UserError] = []
+    for quantised in FORMATS if QUANTIZE in keys else (_asked(recipe, QUANTIZE),):
+        here = recipe if quantised == _asked(recipe, QUANTIZE) else recipe.model_copy(update={"quantize": quantised})
+        base = base_of(here, target.device.backend)
+        for overrides, candidate in _candidates(here, target, keys):
+            if quantised != _asked(recipe, QUANTIZE):
+                overrides = {**overrides, QUANTIZE: quantised}
+            try:
+                found.append(option(candidate, target, base, overrides, length=length))
+            except UserError as error:
+                refused.append(error)
+        if any(one.fits for one in found):
+            break
+    if not found:
+        raise refused[0] if refused else UserError("there is no candidate", where="mesh")
+    return sorted(found, key=_rank)
+
+
+def _rank(one: Option) -> tuple[Any, ...]:
+    """Those that fit by time; of equal times the one that moves less to the host and splits less."""
+    sizes = one.mesh.sizes
+    plain = (len(one.case.offload), sizes["cp"], sizes["tp"], one.case.accumulation)
+    if one.fits:
+        return 0, float(f"{one.roofline.seconds:.2e}"), *plain
+    return 1, one.estimate.device_bytes, *plain
+
+
+def option(
+    recipe: Recipe, target: Target, base: Base, overrides: dict[str, Any] | None = None, *, length: int | None = None
+) -> Option:
+    """What the cheap models say of a recipe with nothing open.
+
+    Raises: UserError for a mesh or batch that the model does not allow.
+    """
+    case = case_of(recipe, target, base, length=length)
+    work = work_of(case)
+    times = roofline(work, exchanges(case), target, dtype=base.precision.compute)
+    return Option(recipe, overrides or {}, case, estimate(case), times)
+
+
+def case_of(recipe: Recipe, target: Target, base: Base, *, length: int | None = None) -> Case:
+    """The case of a recipe with nothing open. Raises: UserError as `option` does."""
+    assert isinstance(recipe.mesh, MeshSection)
+    assert recipe.train.micro_batch != "auto"
+    mesh = resolved(MeshConfig(**recipe.mesh.model_dump()), target.devices)
+    rows, length = recipe.train.batch_size // recipe.train.accumulation, length or recipe.data.max_length
+    check_batch(mesh, rows, length)
+    layout = layout_on(mesh, base.spec)
+    compute, _ = compute_of(recipe, base.spec, base.precision, rows, length, layout, _machine(target))
+    return Case(
+        base=base,
+        target=target,
+        mesh=mesh,
+        layout=layout,
+        rows=rows,
+        length=length,
+        accumulation=recipe.train.accumulation,
+        remat=compute.remat,
+        loss_chunk=compute.loss_chunk,
+        mlp_chunk=_asked(recipe, "compute.mlp_chunk"),
+        offload=tuple(_asked(recipe, OFFLOAD) or ()),
+    )
+
+
+def _machine(target: Target) -> Machine:
+    """What attention must know of the target to choose; its devices are not needed for that."""
+    return Machine(target.device.platform, (), target.device.arch)
+
+
+def _candidates(recipe: Recipe, target: Target, keys: frozenset[str]) -> Iterator[tuple[dict[str, Any], Recipe]]:
+    """(what is changed, the recipe so changed) for every choice of the open keys."""
+    meshes = list(_meshes(target)) if MESH in keys else [None]
+    micros = _divisors(recipe.train.batch_size) if MICRO in keys else [None]
+    remats = REMATS if REMAT in keys else [None]
+    offloads = OFFLOADS if OFFLOAD in keys else [None]
+    for mesh, micro, remat, offload in itertools.product(meshes, micros, remats, offloads):
+        overrides: dict[str, Any] = {}
+        if mesh is not None:
+            overrides[MESH] = {axis: size for axis, size in mesh.sizes.items() if size > 1} or {"fsdp": 1}
+        if micro is not None:
+            overrides[MICRO] = micro
+        if remat is not None:
+            overrides[REMAT] = remat
+        if offload:
+            overrides[OFFLOAD] = list(offload)
+        yield overrides, applied(recipe, overrides)
+
+
+def applied(recipe: Recipe, overrides: dict[str, Any]) -> Recipe:
+    """The recipe with some of its keys (dotted, at most one dot) changed; what was open and stays unsaid is default."""
+    changed: dict[str, Any] = {}
+    for key, value in overrides.items():
+        section, _, name = key.partition(".")
+        if key == MESH:
+            changed[MESH] = MeshSection(**value)
+        elif not name:
+            changed[section] = value
+        else:
+            part = changed.get(section, getattr(recipe, section))
+            changed[section] = part.model_copy(update={name: value})
+    return recipe.model_copy(update=changed)
+
+
+def has(key: str) -> bool:
+    """Whether recipes know a key."""
+    section, _, name = key.partition(".")
+    model = Recipe.model_fields.get(section)
+    return model is not None and (not name or name in getattr(model.annotation, "model_fields", {}))
+
+
+def _asked(recipe: Recipe, key: str) -> Any:
+    section, _, name = key.partition(".")
+    value = getattr(recipe, section, None)
+    return getattr(value, name, None) if name else value
+
+
+def _meshes(target: Target) -> Iterator[MeshConfig]:
+    """Every way to factor the devices into dp, fsdp, cp and tp, with tp inside a host."""
+    devices = target.devices
+    for dp in _divisors(devices):
+        for tp in _divisors(devices // dp):
+            if tp <= target.each:
+                for cp in _divisors(devices // (dp * tp)):
+                    yield MeshConfig(dp=dp, fsdp=devices // (dp * tp * cp), tp=tp, cp=cp)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+Compile = Callable[[Recipe, Target], Any]
+
+
+def leaders(ranked: Iterable[Option], most: int) -> list[Option]:
+    """The first few that differ in more than a hair: of equal mesh and micro-batch one way to save memory each."""
+    chosen: list[Option] = []
+    for one in ranked:
+        if len(chosen) == most:
+            break
+        chosen.append(one)
+    return chosen
