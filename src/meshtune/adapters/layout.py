@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ def restack(params: Tree, old: ModelSpec, new: ModelSpec) -> Tree:
     for key in list(layers):
         layers[key] = flatten(layers[key])
         sites |= dict.fromkeys(layers[key])
-    moved: dict[str, jax.Array] = {}
+    moved: dict[str, Any] = {}
     for site in sites:
         source = {key: leaves.pop(site) for key, leaves in layers.items() if site in leaves}
         for key, _, _, numbers in new.positions():
@@ -57,7 +58,13 @@ def restack(params: Tree, old: ModelSpec, new: ModelSpec) -> Tree:
     return rest | unflatten(moved)
 
 
-def _rows(source: dict[str, jax.Array], wanted: list[tuple[str, int]]) -> jax.Array:
+def _rows(source: dict[str, Any], wanted: list[tuple[str, int]]) -> Any:
+    """Rows of stacked leaves, of each array where a leaf is several."""
+    if not isinstance(next(iter(source.values())), jax.Array):
+        parts = {key: jax.tree.leaves(leaf) for key, leaf in source.items()}
+        numbers = range(len(next(iter(parts.values()))))
+        made = [_rows({key: arrays[n] for key, arrays in parts.items()}, wanted) for n in numbers]
+        return jax.tree.unflatten(jax.tree.structure(next(iter(source.values()))), made)
     keys = {key for key, _ in wanted}
     if len(keys) == 1:
         rows = [row for _, row in wanted]

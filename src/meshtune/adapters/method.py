@@ -23,6 +23,8 @@ from meshtune.errors import UserError
 from meshtune.mesh.layout import Layout
 from meshtune.model.spec import ArraySpec, ModelSpec, abstract_params
 from meshtune.model.tree import Tree, flatten, unflatten
+from meshtune.quantize.config import QuantizeConfig
+from meshtune.quantize.select import is_quantised, quantised_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,18 +57,23 @@ class Counts:
         return self.trainable + self.frozen
 
 
-def abstract(method: Method, spec: ModelSpec, trainable_dtype: str = "float32") -> Prepared:
+def abstract(
+    method: Method, spec: ModelSpec, trainable_dtype: str = "float32", quantize: QuantizeConfig | None = None
+) -> Prepared:
     """What `prepare` gives, with an ArraySpec for every array: for shardings, memory estimates and loading.
 
-    Weights loaded with this spec need no restacking. Raises UserError for whatever the method asks that cannot be.
+    Weights loaded with this spec, and quantised so, need no restacking. Raises UserError for whatever the method asks
+    that cannot be, and for a quantised weight that it is to train.
     """
     adapted, trained = _choose(method, spec)
+    if quantize is not None:
+        _stays_frozen(method, trained, spec)
     choice: dict[str, Hashable] = dict.fromkeys(trained, "full")
     for name in adapted:
         choice[name] = (choice.get(name), "adapter")
-    return arranged(
-        uniform(spec, choice), trained, _abstract_adapters(method, adapted, trainable_dtype), trainable_dtype
-    )
+    adapters = _abstract_adapters(method, adapted, trainable_dtype)
+    made = arranged(uniform(spec, choice), trained, adapters, trainable_dtype)
+    return dataclasses.replace(made, frozen=unflatten(quantised_leaves(flatten(made.frozen), quantize)))
 
 
 def prepare(
@@ -114,7 +121,7 @@ def _start(adapter: Any, keys: Array, weight: Array, layout: Layout | None) -> t
     def begin(weight: Array) -> tuple[Any, Array]:
         return adapter.init(jax.random.wrap_key_data(jnp.asarray(data), impl=kind), weight)
 
-    where = (jax.tree.map(layout.of, adapter), weight.sharding)
+    where = (jax.tree.map(layout.of, adapter), jax.tree.map(lambda array: array.sharding, weight))
     return jax.jit(begin, donate_argnums=0, out_shardings=where)(weight)
 
 
@@ -136,7 +143,7 @@ def count(prepared: Prepared) -> Counts:
             adapters += sum(array.size for array in jax.tree.leaves(leaf))
         else:
             full += leaf.size
-    return Counts(adapters, full, sum(leaf.size for leaf in jax.tree.leaves(prepared.frozen)))
+    return Counts(adapters, full, sum(leaf.size for leaf in flatten(prepared.frozen).values()))
 
 
 def arranged(spec: ModelSpec, trained: list[str], adapters: dict[str, Any], dtype: str) -> Prepared:
@@ -195,6 +202,26 @@ def _disjoint(adapted: list[str], trained: list[str], among: dict[str, Module], 
                 + (" (it shares the embedding's matrix)" if name not in trained else ""),
                 where="method.targets, method.train_modules",
                 fix="name it in one of the two",
+            )
+
+
+def _stays_frozen(method: Method, trained: list[str], spec: ModelSpec) -> None:
+    """Raises UserError where a weight that is to be quantised is to be trained itself."""
+    if not isinstance(method, LoraConfig):
+        raise UserError(
+            "a quantised base cannot be trained itself: its codes have no gradient",
+            where="quantize, method",
+            fix="use method: lora, which trains adapters beside the quantised weights, or leave quantize out",
+        )
+    leaves = flatten(abstract_params(spec))
+    for name, module in modules(spec).items():
+        path = f"{module.node}/weight"
+        if name in trained and path in leaves and is_quantised(path, leaves[path]):
+            raise UserError(
+                f"{name} is to be quantised and to be trained in full",
+                where="quantize, method.train_modules",
+                fix=f"train it through an adapter (method.targets: ['{name.rpartition('.')[2]}']) or leave quantize "
+                "out; embed_tokens, lm_head and norms are not quantised and can be trained in full",
             )
 
 

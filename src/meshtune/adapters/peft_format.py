@@ -30,6 +30,7 @@ from meshtune.mesh.processes import Job
 from meshtune.mesh.together import ALONE, together
 from meshtune.model.spec import ModelSpec
 from meshtune.model.tree import Tree, flatten, merge, unflatten
+from meshtune.quantize.config import QuantizeConfig
 from meshtune.weights.streamed import write_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -37,10 +38,24 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 @dataclasses.dataclass(frozen=True)
 class BaseRecord:
-    """What an adapter was trained against. `hash` is weights.fingerprint's, or None where the writer recorded none."""
+    """What an adapter was trained against. `hash` is weights.fingerprint's, or None where the writer recorded none.
+
+    `quantize` are the fields of the QuantizeConfig that the base was quantised with, or None.
+    """
 
     path: str
     hash: str | None = None
+    quantize: dict[str, Any] | None = None
+
+    @property
+    def quantised(self) -> QuantizeConfig | None:
+        """How the base was quantised. Raises UserError for what this version does not know."""
+        return None if self.quantize is None else QuantizeConfig(**self.quantize)
+
+
+def recorded(config: QuantizeConfig | None) -> dict[str, Any] | None:
+    """What `BaseRecord.quantize` holds."""
+    return None if config is None else dataclasses.asdict(config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +95,7 @@ def save_adapter(
     written = collect(trainable, spec, config)
     fields = write_config(config, base.path, written.ranks, written.alphas, written.trained, list(modules(spec)))
     record = {
-        "base": dataclasses.asdict(base),
+        "base": {field: value for field, value in dataclasses.asdict(base).items() if value is not None},
         "rank": config.rank,
         "alpha": config.alpha,
         "targets": fields["target_modules"],

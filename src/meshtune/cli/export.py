@@ -18,6 +18,14 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge", help="Fold an adapter into its base and write a whole model.")
     ] = False,
+    into: Annotated[
+        str | None,
+        typer.Option(
+            "--into",
+            help="With --merge, of a quantised base's adapter: dequantised (what it was trained on; the default) "
+            "or full (the base as published).",
+        ),
+    ] = None,
     base: Annotated[str | None, typer.Option("--base", help="The adapter's base, if it lies elsewhere now.")] = None,
     max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Of a merged model's files.")] = "5GB",
     dtype: Annotated[str | None, typer.Option("--dtype", help="Of a merged model; default: its base's.")] = None,
@@ -29,7 +37,9 @@ def export(
 
     from meshtune.train.export import export as write
 
-    done = write(source, to, merge=merge, base=base, max_shard_bytes=size, dtype=dtype, overwrite=overwrite)
+    if into is not None and not merge:
+        raise UserError("--into says what an adapter is merged into", where="--into", fix="add --merge")
+    done = write(source, to, merge=merge, into=into, base=base, max_shard_bytes=size, dtype=dtype, overwrite=overwrite)
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{done.what} written to {done.path}, read back and compared: {done.verified}", markup=False)
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from meshtune.config.data import DataSection
+from meshtune.config.quantize import QuantizeSection
 from meshtune.config.section import PathText, Section
 from meshtune.config.short_forms import written_out
 
@@ -91,22 +92,24 @@ class TrainSection(Section):
     )
     steps: PositiveInt | None = Field(default=None, description="Optimizer updates; instead of epochs.")
     batch_size: PositiveInt = Field(default=16, description="Rows an update, over all devices and micro-batches.")
-    micro_batch: PositiveInt | None = Field(
-        default=None, description="Rows computed at once; batch_size must divide by it. Default: the whole batch."
+    micro_batch: PositiveInt | Literal["auto"] | None = Field(
+        default=None,
+        description="Rows computed at once; batch_size must divide by it. Default: the whole batch; "
+        "auto: what is fastest and fits (see meshtune plan).",
     )
 
     @model_validator(mode="after")
     def _whole(self) -> TrainSection:
         if self.epochs is not None and self.steps is not None:
             raise ValueError("give epochs or steps, not both")
-        if self.micro_batch is not None and self.batch_size % self.micro_batch:
+        if isinstance(self.micro_batch, int) and self.batch_size % self.micro_batch:
             raise ValueError(f"batch_size {self.batch_size} does not divide by micro_batch {self.micro_batch}")
         return self
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches an update."""
-        return self.batch_size // (self.micro_batch or self.batch_size)
+        """Micro-batches an update; one as long as micro_batch is auto (plan.auto settles that first)."""
+        return self.batch_size // (self.micro_batch if isinstance(self.micro_batch, int) else self.batch_size)
 
 
 class OptimizerSection(Section):
@@ -254,6 +257,9 @@ class Recipe(Section):
     data: DataSection
     output: PathText = Field(description="Directory of the run: checkpoints, logs, plots, the final adapter or model.")
     method: Method = Field(default_factory=LoraMethod)
+    quantize: QuantizeSection | None = Field(
+        default=None, description="Keep the frozen base in few bits (nf4, int8, fp8 or int4); null: as it is."
+    )
     mesh: MeshSection | Literal["auto"] = Field(
         default="auto", description="How devices share the work; auto: fsdp over all devices as far as rows allow."
     )
@@ -289,6 +295,11 @@ class Recipe(Section):
                     raise ValueError(f"{key} needs validation data: give data.validation, or leave {key} out")
         if self.eval.early_stopping is not None and self.eval.every is None:
             raise ValueError("eval.early_stopping needs eval.every: with null nothing is evaluated")
+        if self.quantize is not None and self.method.kind != "lora":
+            raise ValueError(
+                f"quantize keeps the base frozen, in codes that no update can change, and method {self.method.kind} "
+                "trains the base itself: use method: lora with quantize, or leave quantize out"
+            )
         if self.sample.every is not None and not self.sample.prompts:
             raise ValueError("sample.every needs sample.prompts: there is nothing to continue")
         return self

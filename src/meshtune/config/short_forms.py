@@ -9,7 +9,8 @@ def written_out(raw: dict[str, Any]) -> dict[str, Any]:
     """A copy of a recipe's raw mapping with its short forms written out.
 
     `model: PATH` is `model: {path: PATH}`; `method: full` is `method: {kind: full}`, and a method without a kind is
-    lora; `data: PATH` is `data: {train: PATH}`; a path or a single source becomes a list of mappings.
+    lora; `quantize: nf4` is `quantize: {format: nf4}`; `data: PATH` is `data: {train: PATH}`; a path or a single source
+    becomes a list of mappings.
     """
     raw = {key: _copy(value) for key, value in raw.items()}
     if isinstance(raw.get("model"), str):
@@ -19,6 +20,8 @@ def written_out(raw: dict[str, Any]) -> dict[str, Any]:
         raw["method"] = {"kind": method}
     elif isinstance(method, dict) and "kind" not in method:
         raw["method"] = {"kind": "lora", **method}
+    if isinstance(raw.get("quantize"), str):
+        raw["quantize"] = {"format": raw["quantize"]}
     if isinstance(raw.get("data"), str | list):
         raw["data"] = {"train": raw["data"]}
     if isinstance(data := raw.get("data"), dict):

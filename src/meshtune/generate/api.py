@@ -26,11 +26,14 @@ from meshtune.model.compute import Compute
 from meshtune.model.decoder import hidden_states, logits
 from meshtune.model.spec import ModelSpec
 from meshtune.model.tree import Tree
+from meshtune.quantize import FORMATS
+from meshtune.quantize.config import QuantizeConfig, check_format
 from meshtune.weights.load import MODEL_DTYPES, load_params, load_spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from meshtune.adapters.peft_format import LoadedAdapter
     from meshtune.config.recipe import Recipe
 
 Messages = Sequence[Mapping[str, Any]]
@@ -183,6 +186,7 @@ def load(
     adapter: str | os.PathLike[str] | None = None,
     *,
     dtype: Literal["float32", "bfloat16"] | None = None,
+    quantize: QuantizeConfig | str | None = "auto",
     revision: str | None = None,
     chat_template: str | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -192,8 +196,9 @@ def load(
     `path` is a model directory, a hub id, an adapter directory (its base is found by what it records), or a directory
     that `meshtune train` made. `adapter` is a PEFT adapter (or a run with one) to put on the base at `path`; it is
     kept beside the weights, not merged into them. `dtype` is that of weights and computation: by default float32 on a
-    CPU and bfloat16 elsewhere. `chat_template` is a Jinja file or the name of one that ships with Meshtune.
-    `progress(done, total)` is called in bytes.
+    CPU and bfloat16 elsewhere. `quantize` is a format for the base (nf4, int8, fp8, int4, or a QuantizeConfig), or
+    "none"; by default it is what the adapter was trained on. `chat_template` is a Jinja file or the name of one that
+    ships with Meshtune. `progress(done, total)` is called in bytes.
     Raises UserError for a path that is none of these, an adapter for another base, damaged or unfit files.
     """
     from meshtune.adapters.peft_format import attach, check_base, load_adapter
@@ -215,11 +220,20 @@ def load(
     if source.adapter is not None:
         added = load_adapter(source.adapter, spec)
         check_base(added, str(source.base), base_hash(source.base))
-    params = load_params(source.base, spec, progress=progress)
+    params = load_params(source.base, spec, quantize=_quantised(quantize, added), progress=progress)
     if added is not None:
         spec, params = attach(params, spec, added)
     stops = text_end(source.base, config, tokenizer)
     return Model(params, spec, Compute(dtype=dtype), source.base, read_tokenizer, stops)
+
+
+def _quantised(asked: QuantizeConfig | str | None, adapter: LoadedAdapter | None) -> QuantizeConfig | None:
+    if asked == "auto":
+        return None if adapter is None else adapter.base.quantised
+    if asked is None or isinstance(asked, QuantizeConfig):
+        return asked
+    check_format(asked, (*FORMATS, "none"))
+    return None if asked == "none" else QuantizeConfig(asked)
 
 
 def train(recipe: Recipe | str | os.PathLike[str] | dict[str, Any], *overrides: str) -> Any:

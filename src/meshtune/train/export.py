@@ -7,22 +7,26 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
 from meshtune.adapters.merge import merged
-from meshtune.adapters.peft_format import CONFIG, attach, check_base, load_adapter
+from meshtune.adapters.peft_format import CONFIG, BaseRecord, attach, check_base, load_adapter
 from meshtune.adapters.publish import published
 from meshtune.data.tokenizer import load_tokenizer
-from meshtune.errors import UserError
+from meshtune.errors import UserError, nearest
 from meshtune.generate.sources import Source, find
 from meshtune.model.tree import flatten
+from meshtune.quantize.config import QuantizeConfig
 from meshtune.weights.export import export_model
 from meshtune.weights.fingerprint import base_hash
 from meshtune.weights.hub import TOKENIZER, locate
 from meshtune.weights.load import load_params, load_spec
 from meshtune.weights.verify import ExportError, probe_logits
+
+INTO = ("dequantised", "full")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +43,7 @@ def export(
     dest: str | os.PathLike[str],
     *,
     merge: bool = False,
+    into: str | None = None,
     base: str | os.PathLike[str] | None = None,
     dtype: str | None = None,
     max_shard_bytes: int = 5_000_000_000,
@@ -48,7 +53,9 @@ def export(
     """Writes what `source` (a run, an adapter directory, a model) holds to the directory `dest`.
 
     An adapter stays an adapter unless `merge` is set: then it is folded into its base and written as a whole model, in
-    `dtype` (default: the base's), in files of at most `max_shard_bytes`. `base` says where an adapter's base lies if it
+    `dtype` (default: the base's), in files of at most `max_shard_bytes`. `into` says what the adapter of a quantised
+    base is folded into: "dequantised", the numbers that the codes stand for, which it was trained on (default), or
+    "full", the base as it was before; every written file records which. `base` says where an adapter's base lies if it
     was moved. `progress(done, total)` is called in bytes. `dest` appears whole and verified or not at all.
     Raises UserError for a source without a result, another base than the adapter's, a `dest` that holds something.
     """
@@ -59,20 +66,27 @@ def export(
             raise UserError("dtype is for whole models", where="dtype", fix="add --merge, or leave dtype out")
         return _adapter(found, found.adapter, dest, overwrite)
     spec, _ = load_spec(found.base)
-    params = load_params(found.base, spec)
-    expected = None
+    expected, record, words, of = None, None, "", "trained"
     if found.adapter is not None:
         added = load_adapter(found.adapter, spec)
-        check_base(added, str(found.base), base_hash(found.base))
-        spec, params = attach(params, spec, added)
+        fingerprint = base_hash(found.base)
+        check_base(added, str(found.base), fingerprint)
+        quantised = _merged_into(added.base, into)
+        record = merge_record(added.base, fingerprint, quantised)
+        spec, params = attach(load_params(found.base, spec, quantize=quantised), spec, added)
         expected = probe_logits(params, spec)
         params = merged(params)
+        if added.base.quantize is not None:
+            words = f", merged into the {'full-precision' if quantised is None else 'dequantised'} base"
+            of = "trained" if quantised else "merged; the adapter was trained on the quantised base"
     elif merge:
         raise UserError(
             "there is no adapter to merge: this is a whole model already",
             where=str(source),
             fix="leave --merge out to write it in another dtype or other file sizes",
         )
+    else:
+        params = load_params(found.base, spec)
     template = None
     if found.chat_template is not None:
         own = load_tokenizer(found.tokenizer, found.chat_template).chat_template
@@ -88,11 +102,35 @@ def export(
         expected=expected,
         tokenizer=locate(found.tokenizer, allow=TOKENIZER),
         chat_template=template,
+        record=record,
         progress=progress,
     )
-    found = done.verified
-    how = f"{found.tensors} tensors equal, logits within {found.difference:.1e} (relative) of what was trained"
-    return Exported(f"a model in {done.dtype}, {len(done.files)} file(s),", done.path, how)
+    compared = done.verified
+    how = f"{compared.tensors} tensors equal, logits within {compared.difference:.1e} (relative) of what was {of}"
+    return Exported(f"a model in {done.dtype}{words}, {len(done.files)} file(s),", done.path, how)
+
+
+def _merged_into(base: BaseRecord, into: str | None) -> QuantizeConfig | None:
+    """How the base is quantised before an adapter is folded into it."""
+    if into not in (None, *INTO):
+        raise UserError(
+            f"an adapter cannot be merged into '{into}'", where="--into", fix=f"{nearest(into, INTO)}one of {INTO}"
+        )
+    if into == "dequantised" and base.quantize is None:
+        raise UserError(
+            "the adapter was not trained on a quantised base, so there is nothing to dequantise",
+            where="--into",
+            fix="leave --into out",
+        )
+    return None if into == "full" else base.quantised
+
+
+def merge_record(base: BaseRecord, hash: str, quantised: QuantizeConfig | None) -> dict[str, Any]:
+    """What a merged model's files say of how they came to be, under "meshtune" in their metadata."""
+    fields: dict[str, Any] = {"base": base.path, "hash": hash}
+    if base.quantize is not None:
+        fields |= {"trained_on": base.quantize, "into": "full" if quantised is None else "dequantised"}
+    return {"merged": fields}
 
 
 def _adapter(found: Source, adapter: Path, dest: Path, overwrite: bool) -> Exported:

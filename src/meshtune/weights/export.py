@@ -66,6 +66,7 @@ def export_model(
     expected: Float[ndarray, "B T V"] | None = None,
     tokenizer: Path | None = None,
     chat_template: str | None = None,
+    record: dict[str, Any] | None = None,
     progress: Progress | None = None,
     layout: Layout | None = None,
     job: Job = ALONE,
@@ -74,6 +75,7 @@ def export_model(
 
     `source` is the model the training started from: config, generation config and tokenizer come from there (the
     tokenizer from `tokenizer` if given, the chat template from `chat_template`). `dtype` defaults to the source's.
+    `record` says how the model came to be; it goes, as JSON, into the metadata of every file.
     `expected` are the `probe_logits` of what was trained, taken before adapters were merged. Tensors are written one
     after another, so host memory holds one block of one tensor. `dest` appears whole and verified or not at all; an
     export that fails its verification is left beside it as `<dest>.failed-verification`.
@@ -89,6 +91,7 @@ def export_model(
     dtype = dtype or stored_dtype(source, config)
     if dtype not in MODEL_DTYPES:
         raise UserError(f"dtype '{dtype}' cannot be exported", fix=f"one of {', '.join(MODEL_DTYPES)}")
+    metadata = METADATA | ({} if record is None else {"meshtune": json.dumps(record)})
     flat = flatten(params)
     shards = plan_shards(slots(spec), dtype, max_shard_bytes)
     files = {name: [Tensor(slot.name, flat[slot.path], slot.row, dtype) for slot in shard] for name, shard in shards}
@@ -97,13 +100,13 @@ def export_model(
     with together(job, "export: destination"):
         if job.first:
             _check_destination(dest, (source, *([tokenizer] if tokenizer else [])), overwrite)
-            _check_room(dest, files, copies)
+            _check_room(dest, files, copies, metadata)
 
     with published(dest, "config.json", job) as folder:
         done = 0
         for number, (name, tensors) in enumerate(files.items()):
             with together(job, f"export: {name}"), disk_errors(dest):
-                for written in write_file(folder / name, tensors, METADATA, mine=number % job.processes == job.process):
+                for written in write_file(folder / name, tensors, metadata, mine=number % job.processes == job.process):
                     done += written
                     if progress:
                         progress(done, total)
@@ -234,9 +237,11 @@ def _check_destination(dest: Path, sources: tuple[Path, ...], overwrite: bool) -
         )
 
 
-def _check_room(dest: Path, files: dict[str, list[Tensor]], copies: list[tuple[Path, str]]) -> None:
+def _check_room(
+    dest: Path, files: dict[str, list[Tensor]], copies: list[tuple[Path, str]], metadata: dict[str, str]
+) -> None:
     parent = next(p for p in dest.absolute().parents if p.is_dir())
-    need = sum(len(header(tensors, METADATA)) + sum(each.nbytes for each in tensors) for tensors in files.values())
+    need = sum(len(header(tensors, metadata)) + sum(each.nbytes for each in tensors) for tensors in files.values())
     need += sum(file.stat().st_size for file, _ in copies) + (1 << 20)
     free = shutil.disk_usage(parent).free
     if need > free:

@@ -1,0 +1,47 @@
+"""The quantised base of a run: what the recipe asks for, and what the banner says of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+
+from meshtune.adapters.method import Prepared
+from meshtune.config.recipe import Recipe
+from meshtune.mesh.layout import Layout
+from meshtune.model.tree import flatten
+from meshtune.quantize.config import QuantizeConfig
+from meshtune.quantize.weight import QuantisedWeight
+from meshtune.train.resolve import Choice
+
+
+def quantize_of(recipe: Recipe) -> QuantizeConfig | None:
+    """The recipe's section as the core's dataclass."""
+    asked = recipe.quantize
+    return None if asked is None else QuantizeConfig(asked.format, asked.block_size, asked.double)
+
+
+def quantize_choices(arrays: Prepared, layout: Layout | None) -> list[Choice]:
+    """The format of the quantised weights with what it takes, and which of them a mesh cannot split."""
+    weights = {path: x for path, x in flatten(arrays.frozen).items() if isinstance(x, QuantisedWeight)}
+    if not weights:
+        return []
+    held = sum(array.nbytes for weight in weights.values() for array in jax.tree.leaves(weight))
+    numbers = sum(weight.size for weight in weights.values())
+    config = next(iter(weights.values())).config
+    found = [Choice("quantize", str(config), f"asked for: {8 * held / numbers:.2f} bits a weight of {numbers:,}")]
+    uneven = [] if layout is None else [path for path, weight in weights.items() if _cut_short(weight, layout)]
+    if uneven:
+        sites = ", ".join(dict.fromkeys(path.removesuffix("/weight").split("/", 2)[2] for path in uneven))
+        why = f"blocks of {config.block_size} cannot be dealt out evenly in {sites}: whole rows are on each device"
+        found.append(Choice("quantize", "whole", why))
+    return found
+
+
+def _cut_short(weight: QuantisedWeight, layout: Layout) -> bool:
+    """Whether whole blocks keep a weight from being split as it would be were blocks of one number."""
+    freely = dataclasses.replace(weight.codes, unit=1, shape=(*weight.codes.shape[:-1], weight.shape[-1]))
+    free, bound = layout.of(freely), layout.of(weight.codes)
+    share = math.prod(free.shard_shape(freely.shape)) / freely.size
+    return math.prod(bound.shard_shape(weight.codes.shape)) / weight.codes.size > share
