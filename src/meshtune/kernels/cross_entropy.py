@@ -35,6 +35,7 @@ def cross_entropy(
     *,
     chunk: int,
     split: LossSplit | None = None,
+    smoothing: float = 0.0,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The weighted sums of -log p(target) and of correct first guesses: float32 scalars, to be divided by sum(weights).
 
@@ -43,8 +44,11 @@ def cross_entropy(
     leaves of head_params, none is computed for the others; weights are data and may not be differentiated (ValueError).
     Positions of weight 0 may hold any target. With a `split` each device of its mesh computes its own rows and its own
     part of the vocabulary: `head` then gets that part of head_params.
+
+    With `smoothing` e the loss of a position is (1 - e) * -log p(target) + e * the mean of -log p over the vocabulary
+    (label smoothing, arXiv:1512.00567).
     """
-    return _chunked(head, min(chunk, hidden.shape[1]), split, head_params, hidden, targets, weights)
+    return _chunked(head, min(chunk, hidden.shape[1]), split, smoothing, head_params, hidden, targets, weights)
 
 
 def plain_cross_entropy(
@@ -56,13 +60,15 @@ def plain_cross_entropy(
     *,
     chunk: int | None = None,
     split: LossSplit | None = None,
+    smoothing: float = 0.0,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The same sums as `cross_entropy` from all logits at once, differentiated by JAX: what it must agree with.
 
     `chunk` and `split` are accepted for the same signature and have no meaning here.
     """
     logits = head(head_params, hidden)
-    losses = jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    of_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    losses = jax.nn.logsumexp(logits, axis=-1) - (1 - smoothing) * of_target - smoothing * logits.mean(-1)
     # A product alone would turn an infinite loss of weight 0 into NaN.
     losses = jnp.where(weights != 0.0, losses * weights, 0.0)
     return losses.sum(), (weights * (logits.argmax(-1) == targets)).sum()
@@ -94,18 +100,18 @@ class Schedule(NamedTuple):
         )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _chunked(head: Head, chunk: int, split: LossSplit | None, head_params, hidden, targets, weights):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _chunked(head: Head, chunk: int, split: LossSplit | None, smoothing: float, head_params, hidden, targets, weights):
     leaves, treedef = jax.tree.flatten(head_params)
 
     def sums(vocab, leaves, hidden, targets, weights):
         size = chunk * weights.shape[0]
-        hidden, targets, weights = _joined(hidden, targets, weights)
+        hidden, targets, weights = joined(hidden, targets, weights)
         schedule, params = Schedule.of(weights, size), jax.tree.unflatten(treedef, leaves)
 
         def add(c, sums):
             at, chunk_weights = schedule.chunk(c, size)
-            loss, correct, _ = _score(head(params, hidden[at]), targets[at], chunk_weights, vocab)
+            loss, correct, _ = _score(head(params, hidden[at]), targets[at], chunk_weights, vocab, smoothing)
             return sums[0] + loss, sums[1] + correct
 
         return jax.lax.fori_loop(0, schedule.count, add, (jnp.float32(0.0), jnp.float32(0.0)))
@@ -113,7 +119,9 @@ def _chunked(head: Head, chunk: int, split: LossSplit | None, head_params, hidde
     return over_mesh(sums, split, ("sum", "sum"))(leaves, hidden, targets, weights)
 
 
-def _chunked_forward(head: Head, chunk: int, split: LossSplit | None, head_params, hidden, targets, weights):
+def _chunked_forward(
+    head: Head, chunk: int, split: LossSplit | None, smoothing: float, head_params, hidden, targets, weights
+):
     """The sums, and the gradients of the first: of hidden and of the head's learned leaves (None for the others)."""
     if weights.perturbed:
         raise ValueError("the weights of a cross-entropy are data: they cannot be differentiated")
@@ -123,7 +131,7 @@ def _chunked_forward(head: Head, chunk: int, split: LossSplit | None, head_param
 
     def sums_and_gradients(vocab, values, hidden, targets, weights):
         size, shape = chunk * weights.shape[0], hidden.shape
-        hidden, targets, weights = _joined(hidden, targets, weights)
+        hidden, targets, weights = joined(hidden, targets, weights)
         schedule = Schedule.of(weights, size)
 
         def logits_of(given):
@@ -138,7 +146,7 @@ def _chunked_forward(head: Head, chunk: int, split: LossSplit | None, head_param
             h = hidden[at]
             given = {"params": [values[n] for n in learned]} | ({"hidden": h} if learns_hidden else {})
             logits, pull = jax.vjp(lambda given: logits_of({"hidden": h} | given), given)
-            chunk_loss, chunk_correct, d_logits = _score(logits, targets[at], chunk_weights, vocab)
+            chunk_loss, chunk_correct, d_logits = _score(logits, targets[at], chunk_weights, vocab, smoothing)
             (pulled,) = pull(d_logits)
             d_params = [
                 total + part.astype(total.dtype) for total, part in zip(d_params, pulled["params"], strict=True)
@@ -167,7 +175,7 @@ def _chunked_forward(head: Head, chunk: int, split: LossSplit | None, head_param
     return (loss, correct), (jax.tree.unflatten(treedef, d_leaves), d_hidden)
 
 
-def _chunked_backward(head: Head, chunk: int, split: LossSplit | None, gradients, cotangents):
+def _chunked_backward(head: Head, chunk: int, split: LossSplit | None, smoothing: float, gradients, cotangents):
     d_loss = cotangents[0]  # that of the number of correct guesses is no matter: a count has no slope
     if isinstance(d_loss, SymbolicZero):
         d_loss = jnp.float32(0.0)
@@ -178,20 +186,48 @@ def _chunked_backward(head: Head, chunk: int, split: LossSplit | None, gradients
 _chunked.defvjp(_chunked_forward, _chunked_backward, symbolic_zeros=True)
 
 
-def _score(logits, targets, weights, vocab: str | None):
+def _score(logits, targets, weights, vocab: str | None, smoothing: float):
     """Sums of loss and of correct guesses over a chunk, and the gradient of the first with respect to the logits.
 
     `vocab` is the mesh axis that splits the vocabulary of logits [.., V], if one does.
     """
+    found = of_targets(logits, targets, vocab)
+    losses, d_logits = found.losses, found.powers / found.total
+    if smoothing:
+        # Sums over the whole vocabulary, on whatever devices its parts are.
+        everything, size = found.of_all(logits.sum(-1)), found.size
+        losses = losses + smoothing * (found.of_target - everything / size)
+        d_logits = d_logits - jnp.where(found.is_target, 1.0 - smoothing, 0.0) - smoothing / size
+    else:
+        d_logits = jnp.where(found.is_target, d_logits - 1.0, d_logits)
+    loss = jnp.where(weights != 0.0, losses * weights, 0.0).sum()
+    correct = (weights * (found.guess == targets)).sum()
+    return loss, correct, d_logits * weights[..., None]
+
+
+class OfTargets(NamedTuple):
+    """-log p(target) [..] of a chunk of logits, and what it was made from."""
+
+    losses: jax.Array
+    of_target: jax.Array
+    guess: jax.Array
+    is_target: jax.Array
+    powers: jax.Array
+    total: jax.Array
+    of_all: Callable[[jax.Array], jax.Array]
+    size: int
+
+
+def of_targets(logits, targets, vocab: str | None) -> OfTargets:
     local_top = logits.max(-1, keepdims=True)
     guess = logits.argmax(-1).astype(targets.dtype)
     ids = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
     if vocab is None:
-        top, of_all = local_top, lambda x: x
+        top, of_all, parts = local_top, lambda x: x, 1
     else:
         first = (jax.lax.axis_index(vocab) * logits.shape[-1]).astype(targets.dtype)
         top, of_all = jax.lax.pmax(local_top, vocab), functools.partial(jax.lax.psum, axis_name=vocab)
-        ids = ids + first
+        ids, parts = ids + first, jax.lax.axis_size(vocab)
         # Of equal logits the first counts, as argmax has it.
         none = jnp.iinfo(targets.dtype).max
         guess = jax.lax.pmin(jnp.where(local_top == top, (guess + first)[..., None], none), vocab)[..., 0]
@@ -200,12 +236,9 @@ def _score(logits, targets, weights, vocab: str | None):
     is_target = ids == targets[..., None]
     of_target = of_all(jnp.where(is_target, logits, 0.0).sum(-1))
     losses = (top + jnp.log(total))[..., 0] - of_target
-    loss = jnp.where(weights != 0.0, losses * weights, 0.0).sum()
-    correct = (weights * (guess == targets)).sum()
-    d_logits = jnp.where(is_target, powers / total - 1.0, powers / total) * weights[..., None]
-    return loss, correct, d_logits
+    return OfTargets(losses, of_target, guess, is_target, powers, total, of_all, parts * logits.shape[-1])
 
 
-def _joined(*arrays):
+def joined(*arrays):
     """[B, T, ..] as [B * T, ..]."""
     return tuple(jnp.asarray(x).reshape(-1, *x.shape[2:]) for x in arrays)

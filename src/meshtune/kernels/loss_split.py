@@ -29,17 +29,20 @@ class LossSplit:
         return _names(self.rows)
 
     def summed_over(self, kind: Any) -> tuple[str, ...]:
-        """The axes over which a result is in parts: "sum", "hidden", or ("head", n) for the gradient of leaf n."""
+        """The axes over which a result is in parts: "sum", "token" (a number of every position), "hidden", or
+        ("head", n) for the gradient of leaf n."""
         vocab = () if self.vocab is None else (self.vocab,)
         if kind == "sum":
             return self.data
+        if kind == "token":
+            return ()
         if kind == "hidden":
             return vocab
         return self.data + tuple(axis for axis in vocab if axis not in _names(self.head[kind[1]]))
 
     def spec(self, kind: Any) -> PartitionSpec:
         """Where a result of this kind lies."""
-        return PartitionSpec() if kind == "sum" else self.rows if kind == "hidden" else self.head[kind[1]]
+        return PartitionSpec() if kind == "sum" else self.rows if kind in ("token", "hidden") else self.head[kind[1]]
 
 
 def over_mesh(function: Callable[..., Any], split: LossSplit | None, results: Any) -> Callable[..., Any]:
