@@ -20,6 +20,7 @@ from meshtune.model.spec import ArraySpec, ModelSpec
 from meshtune.optim.build import make_optimizer
 from meshtune.optim.paths import named_leaves, path_name
 from meshtune.plan.hardware import Target
+from meshtune.train.quantized import quantize_of
 from meshtune.train.resolve import Precision, method_of, optimizer_of, precision_of
 from meshtune.weights.hub import CONFIG, locate
 from meshtune.weights.load import load_config, load_spec, stored_dtype
@@ -29,19 +30,23 @@ REPLICATED = ("whole",)
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """An array that a run keeps: its role (frozen, trained, gradient, optimizer), shape, bytes a number, axes."""
+    """An array that a run keeps: its role (frozen, trained, gradient, optimizer), shape, bytes a number, axes.
+
+    `units` is the shape in what a mesh may split (see model.spec.ArraySpec).
+    """
 
     role: str
     path: str
     shape: tuple[int, ...]
     itemsize: float
     axes: tuple[str, ...]
+    units: tuple[int, ...]
 
     def local(self, layout: Layout) -> float:
         """Bytes on one device."""
         ways = math.prod(
             layout.size(*((part,) if isinstance(part, str) else part))
-            for part in layout.spec(self.axes, self.shape)
+            for part in layout.spec(self.axes, self.units)
             if part is not None
         )
         return math.prod(self.shape) * self.itemsize / ways
@@ -106,7 +111,7 @@ def base_of(recipe: Recipe, backend: str) -> Base:
     precision, _ = precision_of(recipe, stored_dtype(source, load_config(source)), backend)
     spec, _ = load_spec(source, precision.frozen)
     method = method_of(recipe)
-    arrays = abstract(method, spec, precision.trainable)
+    arrays = abstract(method, spec, precision.trainable, quantize_of(recipe))
     return Base(recipe, method, precision, arrays, (*_arrays(arrays), *_optimizer(recipe, precision, arrays)))
 
 
@@ -123,7 +128,7 @@ def _arrays(arrays: Prepared) -> list[Kept]:
 
 
 def _kept(role: str, path: str, array: ArraySpec) -> Kept:
-    return Kept(role, path, array.shape, bytes_a_number(array.dtype), array.axes)
+    return Kept(role, path, array.shape, bytes_a_number(array.dtype), array.axes, array.units)
 
 
 def bytes_a_number(dtype: Any) -> float:
@@ -141,5 +146,6 @@ def _optimizer(recipe: Recipe, precision: Precision, arrays: Prepared) -> list[K
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         here = f"/{path_name(path)}/"
         axes = next((array.axes for name, array in known if name in here and array.shape == leaf.shape), None)
-        found.append(Kept("optimizer", here, leaf.shape, leaf.dtype.itemsize, axes or REPLICATED * leaf.ndim))
+        axes = axes or REPLICATED * leaf.ndim
+        found.append(Kept("optimizer", here, leaf.shape, leaf.dtype.itemsize, axes, leaf.shape))
     return found

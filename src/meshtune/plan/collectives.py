@@ -1,4 +1,4 @@
-"""What the devices of a compiled program exchange, from its HLO text: which operation, how much, among whom, how often."""
+"""What the devices of a compiled program exchange, from its HLO text: what, how much, among whom, how often."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def _parts(shape: str) -> list[str]:
 def _members(attributes: str, devices: int | None) -> tuple[int, ...]:
     """The group of a collective that lies widest apart: places in the device order."""
     if pairs := re.search(r"source_target_pairs=\{(\{.*?\})\}", attributes):
-        edges = [tuple(int(n) for n in pair.split(",")) for pair in re.findall(r"\{([\d,]+)\}", pairs[1])]
+        edges = [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs[1])]
         return _widest(_rings(edges))
     if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, ?device_ids=\((.*?)\))? ?\{([^}]*)\}", attributes):
         return _widest(_of_mesh(mesh[1], mesh[2], mesh[3]))
@@ -216,7 +216,7 @@ def _of_mesh(axes: str, ids: str | None, named: str) -> np.ndarray:
     return numbers.reshape(shape).transpose([*rest, *chosen]).reshape(-1, group)
 
 
-def _rings(edges: list[tuple[int, ...]]) -> list[list[int]]:
+def _rings(edges: list[tuple[int, int]]) -> list[list[int]]:
     """The chains that source-target pairs form."""
     after = dict(edges)
     heads = [source for source in after if source not in after.values()]

@@ -73,7 +73,7 @@ def estimate(case: Case) -> Estimate:
 
 def kept_bytes(case: Case) -> dict[str, float]:
     """Weights (frozen or trained in full), adapters, gradients and optimizer state on one device."""
-    found = dict.fromkeys(("weights", "adapters", "gradients", "optimizer"), 0.0)
+    found: dict[str, float] = {"weights": 0.0, "adapters": 0.0, "gradients": 0.0, "optimizer": 0.0}
     whole = set(flatten(abstract_params(case.base.spec)))
     for one in case.base.kept:
         role = {"gradient": "gradients", "optimizer": "optimizer"}.get(one.role, "weights")
@@ -98,7 +98,7 @@ def policy_bytes(case: Case) -> float:
         case "full":
             return 0.0
         case "selective":
-            # Rotated q and k, v, attention's result and its log-sum-exp; the result of o; gate and up; adapters' narrow.
+            # Rotated q and k, v, attention's result and log-sum-exp; the result of o; gate and up; adapters' narrow.
             a_token = number * (2 * heads + 2 * kv + spec.embed + 2 * ffn + narrow_width(case)) + 4 * spec.heads / tp
         case _:
             a_token = number * (NONE_EMBED * spec.embed + NONE_FFN * ffn + 4 * heads + 4 * kv)

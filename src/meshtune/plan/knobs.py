@@ -8,9 +8,10 @@ from typing import Any
 
 from meshtune.config.recipe import LoraMethod, Recipe
 from meshtune.errors import UserError
-from meshtune.plan.case import base_of
-from meshtune.plan.hardware import Device, Target, known_devices
-from meshtune.plan.search import MESH, MICRO, OFFLOAD, QUANTIZE, REMAT, Option, applied, open_keys, option, options
+from meshtune.mesh.axes import MeshConfig
+from meshtune.plan.case import Case, base_of, layout_on
+from meshtune.plan.hardware import Target, known_devices
+from meshtune.plan.search import MESH, MICRO, OFFLOAD, QUANTIZE, REMAT, Option, applied, limit, open_keys, option
 
 # Hosts x devices, smallest first, in which machines are commonly had.
 SIZES = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8), (16, 8), (32, 8), (64, 8))
@@ -18,24 +19,29 @@ SIZES = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8), (16, 8), (32, 8
 
 @dataclasses.dataclass(frozen=True)
 class Tried:
-    """A knob: what it is called and costs, the option with it (None: why it could not be tried)."""
+    """A knob: what it is called and costs, the option with it (None: why it could not be tried).
+
+    `overrides` are those of the option, `own` what this knob changes; `superfluous` if a later one does without it.
+    """
 
     name: str
     cost: str
     overrides: dict[str, Any]
     option: Option | None
     refusal: str = ""
+    own: dict[str, Any] = dataclasses.field(default_factory=dict)
+    superfluous: bool = False
 
     @property
     def fits(self) -> bool:
         return self.option is not None and self.option.fits
 
 
-def tried(start: Option) -> list[Tried]:
-    """Knobs on top of each other until the run is estimated to fit. What the recipe sets is left as it is."""
+def tried(start: Option, asked: Recipe) -> list[Tried]:
+    """Knobs on top of each other until the run is estimated to fit. What `asked` sets is left as it is."""
     found: list[Tried] = []
     best = start
-    for name, cost, changes, pinned in _knobs(start.recipe, start.case.target):
+    for name, cost, changes, pinned in _knobs(asked, start.case):
         if pinned:
             found.append(Tried(name, cost, {}, None, "the recipe sets it"))
             continue
@@ -46,37 +52,71 @@ def tried(start: Option) -> list[Tried]:
         if better.estimate.device_bytes >= best.estimate.device_bytes:
             found.append(Tried(name, cost, {}, None, "it saves nothing here"))
             continue
+        own = {key: value for key, value in better.overrides.items() if best.overrides.get(key) != value}
+        found.append(Tried(name, cost, better.overrides, better, own=own))
         best = better
-        found.append(Tried(name, cost, better.overrides, better))
         if better.fits:
-            break
+            return _needed(found, start)
     return found
 
 
-def smallest(recipe: Recipe, target: Target) -> Target | None:
-    """The smallest machine on which some configuration is estimated to fit: of the same device if one does, else any.
+def _needed(found: list[Tried], start: Option) -> list[Tried]:
+    """The knobs without those that the last one made superfluous."""
+    last = found[-1]
+    assert last.option is not None
+    best, kept = last.option, list(found)
+    for one in found[:-1]:
+        fewer = {key: value for key, value in best.overrides.items() if one.own.get(key) != value}
+        if one.option is None or len(fewer) == len(best.overrides):
+            continue
+        back = {key: start.overrides[key] for key in one.own if key in start.overrides}
+        made = _least(start, [{**fewer, **back}])
+        if not isinstance(made, str) and made.fits:
+            best = made
+    kept[-1] = dataclasses.replace(last, overrides=best.overrides, option=best)
+    return [dataclasses.replace(one, superfluous=not set(one.own) <= set(best.overrides)) for one in kept]
 
-    By bytes of all devices; None if not even hundreds of the largest do.
+
+def smallest(recipe: Recipe, target: Target) -> Target | None:
+    """The machine with the least memory on which some configuration is estimated to fit, weights on the devices.
+
+    Of two with the same memory that with fewer devices; None if not even hundreds of the largest do.
     """
-    same = [target.device]
-    for devices in (same, sorted(known_devices().values(), key=lambda device: device.memory)):
-        machines = [Target(hosts, each, device) for device in devices for hosts, each in SIZES if _sold(device)]
-        for machine in sorted(machines, key=lambda machine: machine.devices * machine.device.memory):
-            if _could(recipe, machine):
-                return machine
+    sold = [device for device in known_devices().values() if device.platform != "cpu"]
+    if target.device.name not in {device.name for device in sold}:
+        sold.append(target.device)
+    machines = [Target(hosts, each, device) for device in sold for hosts, each in SIZES]
+    for machine in sorted(machines, key=lambda one: (one.devices * one.device.memory, one.devices)):
+        if _could(recipe, machine):
+            return machine
     return None
 
 
-def _sold(device: Device) -> bool:
-    return device.platform != "cpu"
-
-
 def _could(recipe: Recipe, machine: Target) -> bool:
-    keys = open_keys(recipe, search=True) | {MESH}
-    try:
-        return any(one.fits for one in options(recipe, machine, keys))
-    except UserError:
+    """Whether the leanest configurations fit: layers recomputed, few rows at once, what may go to the host there."""
+    keys = open_keys(recipe, search=True)
+    lora = isinstance(recipe.method, LoraMethod)
+    base = base_of(applied(recipe, {QUANTIZE: "nf4"}) if QUANTIZE in keys and lora else recipe, machine.device.backend)
+    layout = layout_on(MeshConfig(fsdp=1), base.spec)
+    roles = ("frozen", "trained") if OFFLOAD in keys else ("frozen", "trained", "optimizer")
+    if sum(one.local(layout) for one in base.kept if one.role in roles) > limit(machine) * machine.devices:
         return False
+    change: dict[str, Any] = {REMAT: "full"} if REMAT in keys else {}
+    if QUANTIZE in keys and lora:
+        change[QUANTIZE] = "nf4"
+    if OFFLOAD in keys:
+        change[OFFLOAD] = ["residual", "optimizer"]
+    micro = recipe.train.batch_size // recipe.train.accumulation
+    rows = [n for n in range(1, micro + 1) if micro % n == 0] if MICRO in keys else [micro]
+    for mesh in _meshes(machine):
+        for few in rows:
+            more = {MICRO: few} if MICRO in keys else {}
+            try:
+                if option(applied(recipe, {**change, MESH: mesh, **more}), machine, base).fits:
+                    return True
+            except UserError:
+                continue
+    return False
 
 
 def _least(start: Option, changes: list[dict[str, Any]]) -> Option | str:
@@ -97,11 +137,11 @@ def _least(start: Option, changes: list[dict[str, Any]]) -> Option | str:
     return min(possible, key=lambda one: one.estimate.device_bytes) if possible else reason
 
 
-def _knobs(recipe: Recipe, target: Target) -> Iterator[tuple[str, str, list[dict[str, Any]], bool]]:
+def _knobs(recipe: Recipe, case: Case) -> Iterator[tuple[str, str, list[dict[str, Any]], bool]]:
     """(name, cost, changes to choose from, whether the recipe pins it)."""
-    micro = recipe.train.batch_size // recipe.train.accumulation
+    target, micro = case.target, case.rows
     smaller = [{MICRO: n} for n in range(micro - 1, 0, -1) if micro % n == 0]
-    compute, offloaded = recipe.compute.model_fields_set, list(getattr(recipe.compute, "offload", ()))
+    compute, offloaded = recipe.compute.model_fields_set, list(case.offload)
     openly = open_keys(recipe, search=True)
     yield "recompute layers", "a third more arithmetic", [{REMAT: "full"}], REMAT not in openly
     yield "another mesh", "other messages", [{MESH: mesh} for mesh in _meshes(target)], MESH not in openly

@@ -70,7 +70,7 @@ def _memory(axes: Any, reports: Sequence[Report]) -> None:
 
 
 def _rooflines(axes: Any, reports: Sequence[Report]) -> None:
-    """Rate against intensity: each device's roof, and under it where the update is bound to lie and where it likely does."""
+    """Rate against intensity: each device's roof, and under it where the update lies at most and where likely."""
     shades = [*COLORS.values()]
     found = [report.best.roofline for report in reports]
     low, high = min(one.intensity for one in found) / 20, max(one.intensity for one in found) * 20

@@ -17,6 +17,7 @@ from meshtune.mesh.axes import MeshConfig
 from meshtune.mesh.fit import check_batch
 from meshtune.mesh.layout import Layout
 from meshtune.model.compute import Compute
+from meshtune.plan.auto import merged, settled_autos, target_here
 from meshtune.plan.hardware import Target
 from meshtune.train.assemble import batch_like, frozen_like, optimizer_for, state_like, step_for
 from meshtune.train.machine import Machine, this_machine
@@ -76,6 +77,7 @@ def step_of(
         this_machine() if target is None else Machine(target.device.platform, tuple(devices or ()), target.device.arch)
     )
     assert machine.devices, f"no devices that describe {target}"
+    recipe, found = settled_autos(recipe, target or target_here(machine))
     settled = settle(recipe, machine, weights=False)
     accumulation = recipe.train.accumulation
     rows, length = recipe.train.batch_size // accumulation, length or recipe.data.max_length
@@ -94,7 +96,7 @@ def step_of(
         # A step for one device is told by where its arguments lie which device that is.
         arguments = jax.tree.map(lambda leaf: _on(leaf, machine.devices[0]), arguments)
     step = step_for(recipe, settled, compute, optimizer)
-    choices = [*settled.choices, *choices]
+    choices = merged(found, [*settled.choices, *choices])
     return Program(step, arguments, settled, compute, choices, rows, length, accumulation, steps)
 
 

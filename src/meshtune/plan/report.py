@@ -112,7 +112,7 @@ def report_for(
     turned: list[knobs.Tried] = []
     mended, smallest = None, None
     if not best.fits:
-        turned, mended = _mended(best, compiles, reserve)
+        turned, mended = _mended(best, recipe, compiles, reserve)
         if mended is None:
             smallest = knobs.smallest(recipe, target)
     rest = [answered(one, None, reserve) for one in ranked[len(table) : 12]] if search else []
@@ -247,9 +247,11 @@ def _row(one: Answer) -> dict[str, Any]:
     }
 
 
-def _mended(best: Answer, compiles: Compiles, reserve: float) -> tuple[list[knobs.Tried], Answer | None]:
+def _mended(
+    best: Answer, recipe: Recipe, compiles: Compiles, reserve: float
+) -> tuple[list[knobs.Tried], Answer | None]:
     """The knobs, and the configuration they end in if the compiler (or the estimate) lets it fit."""
-    turned = knobs.tried(best.option)
+    turned = knobs.tried(best.option, recipe)
     last = next((one.option for one in reversed(turned) if one.option is not None), None)
     if last is None or not last.fits:
         return turned, None

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Iterator
 from typing import Any
 
-from meshtune.config.recipe import LoraMethod, MeshSection, Recipe
+from meshtune.config.quantize import QuantizeSection
+from meshtune.config.recipe import ComputeSection, LoraMethod, MeshSection, Recipe
 from meshtune.errors import UserError
 from meshtune.mesh.axes import MeshConfig, resolved
 from meshtune.mesh.fit import check_batch
@@ -25,6 +27,7 @@ from meshtune.train.resolve import compute_of
 
 RESERVE = 0.06  # share of a device's memory that is left to the driver, libraries' workspaces and fragments
 MESH, MICRO, REMAT, OFFLOAD, QUANTIZE = "mesh", "train.micro_batch", "compute.remat", "compute.offload", "quantize"
+SAME = 1.03  # times that differ by less are the same: the simpler configuration comes first
 REMATS = ("selective", "full")  # none keeps what is cheaper made again than stored and loaded
 OFFLOADS = ((), ("residual",), ("optimizer",), ("residual", "optimizer"), ("residual", "optimizer", "weights"))
 FORMATS = (None, "nf4")
@@ -65,11 +68,10 @@ def open_keys(recipe: Recipe, *, search: bool = False) -> frozenset[str]:
         MESH: recipe.mesh == "auto",
         MICRO: recipe.train.micro_batch == "auto" or (search and "micro_batch" not in recipe.train.model_fields_set),
         REMAT: recipe.compute.remat == "auto",
-        OFFLOAD: search and has(OFFLOAD) and "offload" not in recipe.compute.model_fields_set,
-        QUANTIZE: search
-        and has(QUANTIZE)
-        and "quantize" not in recipe.model_fields_set
-        and isinstance(recipe.method, LoraMethod),
+        OFFLOAD: search
+        and "offload" in ComputeSection.model_fields
+        and "offload" not in recipe.compute.model_fields_set,
+        QUANTIZE: search and "quantize" not in recipe.model_fields_set and isinstance(recipe.method, LoraMethod),
     }
     return frozenset(key for key, is_open in found.items() if is_open)
 
@@ -83,11 +85,11 @@ def options(recipe: Recipe, target: Target, keys: frozenset[str], *, length: int
     """
     found: list[Option] = []
     refused: list[UserError] = []
-    for quantised in FORMATS if QUANTIZE in keys else (_asked(recipe, QUANTIZE),):
-        here = recipe if quantised == _asked(recipe, QUANTIZE) else recipe.model_copy(update={"quantize": quantised})
+    for quantised in FORMATS if QUANTIZE in keys else (None,):
+        here = applied(recipe, {QUANTIZE: quantised}) if quantised else recipe
         base = base_of(here, target.device.backend)
         for overrides, candidate in _candidates(here, target, keys):
-            if quantised != _asked(recipe, QUANTIZE):
+            if quantised:
                 overrides = {**overrides, QUANTIZE: quantised}
             try:
                 found.append(option(candidate, target, base, overrides, length=length))
@@ -96,8 +98,20 @@ def options(recipe: Recipe, target: Target, keys: frozenset[str], *, length: int
         if any(one.fits for one in found):
             break
     if not found:
-        raise refused[0] if refused else UserError("there is no candidate", where="mesh")
+        raise _none(recipe, target, keys, refused)
     return sorted(found, key=_rank)
+
+
+def _none(recipe: Recipe, target: Target, keys: frozenset[str], refused: list[UserError]) -> UserError:
+    if MESH not in keys:
+        return refused[0]
+    rows = recipe.train.batch_size // recipe.train.accumulation
+    reasons = dict.fromkeys(error.what for error in refused)
+    return UserError(
+        f"no mesh of {target.devices} devices fits {rows} rows a micro-batch and this model: {'; '.join(reasons)}",
+        where="mesh",
+        fix=f"make train.micro_batch a multiple of {target.devices}, or give mesh by hand with fewer devices",
+    )
 
 
 def _rank(one: Option) -> tuple[Any, ...]:
@@ -105,7 +119,7 @@ def _rank(one: Option) -> tuple[Any, ...]:
     sizes = one.mesh.sizes
     plain = (len(one.case.offload), sizes["cp"], sizes["tp"], one.case.accumulation)
     if one.fits:
-        return 0, float(f"{one.roofline.seconds:.2e}"), *plain
+        return 0, round(math.log(one.roofline.seconds) / math.log(SAME)), *plain
     return 1, one.estimate.device_bytes, *plain
 
 
@@ -177,19 +191,14 @@ def applied(recipe: Recipe, overrides: dict[str, Any]) -> Recipe:
         section, _, name = key.partition(".")
         if key == MESH:
             changed[MESH] = MeshSection(**value)
+        elif key == QUANTIZE:
+            changed[QUANTIZE] = QuantizeSection(format=value)
         elif not name:
             changed[section] = value
         else:
             part = changed.get(section, getattr(recipe, section))
             changed[section] = part.model_copy(update={name: value})
     return recipe.model_copy(update=changed)
-
-
-def has(key: str) -> bool:
-    """Whether recipes know a key."""
-    section, _, name = key.partition(".")
-    model = Recipe.model_fields.get(section)
-    return model is not None and (not name or name in getattr(model.annotation, "model_fields", {}))
 
 
 def _asked(recipe: Recipe, key: str) -> Any:
@@ -210,16 +219,3 @@ def _meshes(target: Target) -> Iterator[MeshConfig]:
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
-
-
-Compile = Callable[[Recipe, Target], Any]
-
-
-def leaders(ranked: Iterable[Option], most: int) -> list[Option]:
-    """The first few that differ in more than a hair: of equal mesh and micro-batch one way to save memory each."""
-    chosen: list[Option] = []
-    for one in ranked:
-        if len(chosen) == most:
-            break
-        chosen.append(one)
-    return chosen

@@ -18,7 +18,9 @@ from meshtune.mesh.layout import Layout
 from meshtune.model.spec import ModelSpec
 from meshtune.optim.build import make_optimizer
 from meshtune.optim.paths import named_leaves
+from meshtune.plan.auto import merged, settled_autos, target_here
 from meshtune.plan.hardware import Target
+from meshtune.train.machine import this_machine
 from meshtune.train.resolve import Choice, mesh_choices, mesh_of, method_of, optimizer_of, precision_of
 from meshtune.train.step import abstract_state
 from meshtune.weights.hub import CONFIG, locate
@@ -64,6 +66,7 @@ def shardings_of(recipe: Recipe, target: Target | None) -> Sharding:
 
     Raises UserError for whatever is wrong with the model, the method or the mesh.
     """
+    recipe, found = settled_autos(recipe, target or target_here(this_machine()))
     source = locate(recipe.model.path, recipe.model.revision, allow=CONFIG)
     backend = target.device.backend if target else jax.default_backend()
     devices = target.devices if target else jax.device_count()
@@ -84,7 +87,9 @@ def shardings_of(recipe: Recipe, target: Target | None) -> Sharding:
         *_of_state(state.opt_state, layout),
     ]
     name = str(target) if target else f"{devices} x {jax.devices()[0].device_kind}"
-    return Sharding(mesh, name, target.device.memory if target else None, shards, [chosen, *choices], arrays.spec)
+    return Sharding(
+        mesh, name, target.device.memory if target else None, shards, merged(found, [chosen, *choices]), arrays.spec
+    )
 
 
 def _of_specs(role: str, tree: Any, layout: Layout, dtype: str | None = None) -> Iterable[Shard]:

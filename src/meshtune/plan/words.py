@@ -180,6 +180,9 @@ def _knobs(report: Report) -> Table:
         if one.option is None:
             table.add_row("-", one.name, one.cost, "", one.refusal, style="dim")
             continue
+        if one.superfluous:
+            table.add_row("", one.name, one.cost, "", "not needed in the end", style="dim")
+            continue
         mark = "[green]fits[/]" if one.fits else "[red]no[/]"
         table.add_row(mark, one.name, one.cost, size_in_words(one.option.estimate.device_bytes), "")
     return table

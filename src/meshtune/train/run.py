@@ -26,6 +26,7 @@ from meshtune.mesh.axes import MeshConfig
 from meshtune.mesh.fit import check_batch
 from meshtune.mesh.peers import Place
 from meshtune.mesh.processes import Job
+from meshtune.plan.auto import merged, settled_autos, target_here
 from meshtune.train import banner, metrics_log, trackers
 from meshtune.train.assemble import optimizer_for, state_like
 from meshtune.train.checkpoint import Best, Checkpoints, Record, disk_reason, versions
@@ -111,7 +112,10 @@ class _Run:
         if job.first:
             check_output(self.output, resume=recipe.resume, overwrite=recipe.overwrite)
             trackers.check_installed(list(recipe.log.trackers))
-        self.settled = settled = settle(recipe, this_machine(), seen, launcher=job.place.launcher)
+        machine = this_machine()
+        self.recipe, found = settled_autos(recipe, target_here(machine, len(hosts(seen))), job)
+        recipe, self.fields = self.recipe, self.recipe.model_dump(mode="json")
+        self.settled = settled = settle(recipe, machine, seen, launcher=job.place.launcher)
         self.tokenizer = load_tokenizer(
             recipe.model.tokenizer or settled.source, recipe.model.chat_template, revision=recipe.model.revision
         )
@@ -127,7 +131,7 @@ class _Run:
         agree(job, "what they read", same, fix="give every host the same files")
         keep = recipe.checkpoint.keep
         with self._claimed(), Checkpoints(self.output / CHECKPOINTS, keep=keep, job=job) as checkpoints:
-            return self._train(checkpoints, [*settled.choices, *choices])
+            return self._train(checkpoints, merged(found, [*settled.choices, *choices]))
 
     @contextlib.contextmanager
     def _claimed(self) -> Iterator[None]:
