@@ -12,6 +12,7 @@ import typer
 from meshtune.cli import (
     chat,
     data,
+    doctor,
     env,
     export,
     failure,
@@ -45,6 +46,7 @@ VERBS = {
     "plan": plan.plan,
     "shard": shard.shard,
     "schema": schema.schema,
+    "doctor": doctor.doctor,
     "env": env.env,
     "version": env.version,
 }

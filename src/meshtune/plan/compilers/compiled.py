@@ -16,9 +16,9 @@ class Compiled:
     `breakdown` splits argument_bytes + host_argument_bytes by ROLES: {"frozen": {"device": n, "host": n}, ...}, as the
     shapes say it (the compiler may pad). `out_of_memory` is None, or the compiler's own words where it refuses a
     program that does not fit; all bytes but the breakdown are then 0, except `needed_bytes` if the words name a figure.
-    `collectives` are plan.collectives' records as dicts. `flops`, `bytes_accessed` and `optimal_seconds` are of one
-    device and None where the compiler does not say. `notes` say what was made up on the way; `cached`: these are the
-    findings of an earlier call.
+    `collectives` are plan.collectives' records as dicts, None where the compiled program cannot be read. `flops`,
+    `bytes_accessed` and `optimal_seconds` are of one device and None where the compiler does not say. `notes` say what
+    was made up on the way; `cached`: these are the findings of an earlier call.
     """
 
     target: str
@@ -45,7 +45,7 @@ class Compiled:
     flops: float | None = None
     bytes_accessed: float | None = None
     optimal_seconds: float | None = None
-    collectives: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    collectives: list[dict[str, Any]] | None = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     cached: bool = False
 

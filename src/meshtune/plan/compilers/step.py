@@ -52,5 +52,16 @@ def compile_step(target: Target, devices: list[Any], recipe: dict[str, Any], len
     cost = cost[0] if isinstance(cost, list) else cost
     found["flops"], found["bytes_accessed"] = cost.get("flops"), cost.get("bytes accessed")
     found["optimal_seconds"] = cost.get("optimal_seconds")
-    found["collectives"] = [dataclasses.asdict(one) for one in collectives_of(compiled.as_text())]
+    found["collectives"] = _collectives(compiled)
     return found
+
+
+def _collectives(compiled: Any) -> list[dict[str, Any]] | None:
+    """None where the plugin's program is written in words that this JAX's reader is too old for."""
+    import jax
+
+    try:
+        text = compiled.as_text()
+    except jax.errors.JaxRuntimeError:
+        return None
+    return [dataclasses.asdict(one) for one in collectives_of(text)]

@@ -53,6 +53,8 @@ def tpu_slice(target: Target) -> tuple[str, dict[str, Any]]:
         )
     bounds = tuple(min(size, most) for size, most in zip(shape, host, strict=True))
     options: dict[str, Any] = {"chips_per_host_bounds": (*bounds, *[1] * (3 - len(bounds)))}
+    if device.arch == "v4":  # the two cores of its chips are one device to JAX; the compiler must be told
+        options["chip_config_name"] = "megacore"
     if target.hosts > 1:
         options["num_slices"] = target.hosts
     return f"{device.arch}:{'x'.join(map(str, shape))}", options
@@ -63,11 +65,7 @@ def slice_shape(chips: int, host: Sequence[int]) -> tuple[int, ...] | None:
     if chips < math.prod(host):
         parts = [shape for shape in _shapes(chips, len(host)) if all(n <= m for n, m in zip(shape, host, strict=True))]
         return min(parts, key=lambda shape: (max(shape), shape), default=None)
-    wholes = [
-        shape
-        for shape in _shapes(chips, len(host))
-        if not any(n % m for n, m in zip(shape, host, strict=True)) and (len(host) == 2 or list(shape) == sorted(shape))
-    ]
+    wholes = [shape for shape in _shapes(chips, len(host)) if not any(n % m for n, m in zip(shape, host, strict=True))]
     # As cubic as it gets, and of those the one whose longest side is last, as Google's slices are named.
     return min(wholes, key=lambda shape: (max(shape) - min(shape), shape), default=None)
 
@@ -81,7 +79,7 @@ def _shapes(count: int, dimensions: int) -> list[tuple[int, ...]]:
 
 def refused_bytes(words: str) -> int | None:
     """Of the compiler's words where a program does not fit: the bytes it says it needs on one device, None if none."""
-    found = re.search(r"Used ([\d.]+)([KMGT]?) of", words)
+    found = re.search(r"(?:memory required for [\w ]+\(|Used )([\d.]+)([KMGT]?)\b", words)
     if found is None:
         return None
     return int(float(found[1]) * 2 ** {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}[found[2]])
