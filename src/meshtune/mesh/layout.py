@@ -25,6 +25,7 @@ RULES: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("ffn", (("tp",), ("fsdp", "cp"))),
     ("embed", (("fsdp", "cp"),)),
     ("head_dim", ()),
+    ("score", ()),
     ("layers", ()),
     ("whole", ()),
 )

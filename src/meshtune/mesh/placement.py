@@ -14,6 +14,13 @@ from meshtune.optim.paths import named_leaves, path_name
 
 Tree = dict[str, Any]
 BATCH_AXES = ("whole", "batch", "length")  # of [A, B, T]; [B, T] leaves out the first
+OF_TOKENS = frozenset(("tokens", "targets", "positions", "segment_ids", "weights", "nll"))  # the others: of documents
+
+
+def batch_axes(name: str, dimensions: int = 3) -> tuple[str, ...]:
+    """The logical axes of an array of a batch: its last one is positions, or the documents of a row."""
+    axes = BATCH_AXES if name in OF_TOKENS else (*BATCH_AXES[:2], "whole")
+    return axes[-dimensions:]
 
 
 def shardings(abstract: Tree, layout: Layout) -> Tree:
@@ -38,7 +45,8 @@ def like_parameters(state: Any, abstract: Tree, layout: Layout) -> Any:
 
 
 def place_batch(arrays: Mapping[str, np.ndarray], layout: Layout | None, order: np.ndarray | None = None) -> Any:
-    """A batch's arrays, [A, B, T] or [B, T] and whole on every process, as global arrays split by rows and positions.
+    """A batch's arrays, [A, B, T] or [B, T] and whole on every process, as global arrays split by rows and positions;
+    those of the documents in a row are [A, B, S] or [B, S].
 
     Each process hands to its devices only the rows and positions they hold. `order` rearranges the positions of every
     row first (see kernels.attention.balanced_order).
@@ -47,8 +55,8 @@ def place_batch(arrays: Mapping[str, np.ndarray], layout: Layout | None, order: 
         return dict(arrays)
     placed = {}
     for name, array in arrays.items():
-        if order is not None:
+        if order is not None and name in OF_TOKENS:
             array = array[..., order]
-        sharding = layout.sharding(BATCH_AXES[-array.ndim :], array.shape)
+        sharding = layout.sharding(batch_axes(name, array.ndim), array.shape)
         placed[name] = jax.make_array_from_callback(array.shape, sharding, lambda index, array=array: array[index])
     return placed

@@ -47,12 +47,15 @@ def hidden_states(
     segment_ids: Tokens,
     *,
     rng: Array | None = None,
+    perturb: Callable[[Hidden], Hidden] | None = None,
 ) -> Hidden:
     """The normalised hidden state of every token, in compute.dtype.
 
-    Tokens see earlier tokens of their own segment only; segment 0 is padding. `rng` turns adapters' dropout on.
+    Tokens see earlier tokens of their own segment only; segment 0 is padding. `rng` turns adapters' dropout on;
+    `perturb` changes the embeddings.
     """
     rows, x = enter(params, spec, compute, tokens, positions, segment_ids)
+    x = x if perturb is None else perturb(x)
     x = _through_layers(
         params,
         spec,
@@ -77,6 +80,11 @@ def head_logits(head: Tree, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"
 def logits(params: Tree, spec: ModelSpec, hidden: Hidden) -> Float[Array, "B T V"]:
     """float32 logits of every token."""
     return head_logits(head_params(params, spec), hidden)
+
+
+def scores(params: Tree, hidden: Hidden) -> Float[Array, "B T"]:
+    """The float32 score that a model with a head of one score (ModelSpec.scored) gives at every token."""
+    return linear(hidden, params["score"], out=jnp.float32)[..., 0]
 
 
 @jax.tree_util.register_dataclass

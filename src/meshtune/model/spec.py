@@ -91,7 +91,10 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
-    """A decoder-only transformer, as pure data. `dtype` is the dtype the weights are kept in."""
+    """A decoder-only transformer, as pure data. `dtype` is the dtype the weights are kept in.
+
+    A `scored` model gives every token one score instead of the next token's logits: a reward model.
+    """
 
     family: str
     vocab: int
@@ -111,6 +114,7 @@ class ModelSpec:
     qk_norm: bool = False
     tied: bool = False
     init_std: float = 0.02
+    scored: bool = False
 
     @property
     def layers(self) -> int:
@@ -161,7 +165,7 @@ def abstract_params(spec: ModelSpec) -> Tree:
     """The tree of `ArraySpec` for a model. Linear weights are [out, in], as Hugging Face stores them.
 
     embed/weight [V, D]; layers/"s.p"/{attn_norm, attn/{q,k,v,o,q_norm,k_norm}, mlp_norm, mlp/{gate,up,down}} with a
-    leading `layers` axis each; norm/weight [D]; head/weight [V, D] unless tied.
+    leading `layers` axis each; norm/weight [D]; head/weight [V, D] unless tied, or score/weight [1, D] if scored.
     """
     D, F, Hh, Kh, h = spec.embed, spec.ffn, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.head_dim
 
@@ -199,6 +203,8 @@ def abstract_params(spec: ModelSpec) -> Tree:
         "layers": {key: layer(repeats) for key, repeats, _, _ in spec.positions()},
         "norm": {"weight": array((D, "embed"), init="ones")},
     }
-    if not spec.tied:
+    if spec.scored:
+        tree["score"] = {"weight": array((1, "score"), (D, "embed"))}
+    elif not spec.tied:
         tree["head"] = {"weight": array((spec.vocab, "vocab"), (D, "embed"))}
     return tree

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import numpy as np
 
 from meshtune.errors import UserError
 from meshtune.model.tree import Tree
-from meshtune.objectives.score import Batch, Score
+from meshtune.objectives.score import Batch, Part, Score
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Means over all supervised tokens (each by its weight)."""
+    """Means over all supervised tokens (each by its weight), or over what else the objective counts."""
 
     loss: float
     metrics: dict[str, float]
@@ -35,16 +36,20 @@ def evaluate(
 
     Raises: UserError if the validation data have nothing to learn.
     """
-    loss = weight = 0.0
-    sums: dict[str, float] = {}
+    total: Score | None = None
     for arrays in batches:
         for number in range(arrays["tokens"].shape[0]):
-            score = jax.device_get(
-                step(trainable, frozen, place({name: array[number] for name, array in arrays.items()}))
-            )
-            loss, weight = loss + float(score.loss), weight + float(score.weight)
-            for name, value in score.metrics.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
-    if not weight:
+            placed = place({name: array[number] for name, array in arrays.items()})
+            found = jax.tree.map(np.float64, jax.device_get(step(trainable, frozen, placed)))
+            total = found if total is None else jax.tree.map(np.add, total, found)
+    weight = 0.0 if total is None else float(total.weight)
+    if total is None or not weight:
         raise UserError("there is nothing to learn anywhere in the validation data", where="data.validation")
-    return Evaluation(loss / weight, {name: value / weight for name, value in sums.items()}, weight)
+    metrics = {name: _mean(metric, weight) for name, metric in total.metrics.items()}
+    return Evaluation(float(total.loss) / weight, metrics, weight)
+
+
+def _mean(metric: Any, weight: float) -> float:
+    """0 where there was nothing to be averaged."""
+    sum_, own = metric if isinstance(metric, Part) else (metric, weight)
+    return float(sum_) / (float(own) or 1.0)

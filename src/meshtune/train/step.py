@@ -21,7 +21,7 @@ from meshtune.mesh.placement import like_parameters
 from meshtune.model.compute import Compute, compiler_options
 from meshtune.model.spec import ModelSpec
 from meshtune.model.tree import Tree, merge
-from meshtune.objectives.score import Batch, Objective, Score
+from meshtune.objectives.score import Batch, Objective, Score, means
 
 Metrics = dict[str, Array]
 
@@ -112,8 +112,7 @@ def make_train_step(
         trainable = cast(Tree, optax.apply_updates(state.trainable, updates))
         new = TrainState(state.step + 1, trainable, opt_state)
         state = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
-        metrics = {name: value / weight for name, value in total.metrics.items()}
-        metrics |= {
+        metrics = means(total) | {
             "loss": total.loss / weight,
             "weight": total.weight,
             "grad_norm": norm,
