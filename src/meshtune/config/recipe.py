@@ -178,9 +178,34 @@ class ComputeSection(Section):
     loss_chunk: PositiveInt | None = Field(
         default=None, description="Tokens of logits held at once; default: chosen by size."
     )
+    mlp_chunk: PositiveInt | Literal["auto"] | None = Field(
+        default=None,
+        description="Tokens of a row whose feed-forward layer exists at once; auto: by size; null: the whole row.",
+    )
+    attention_chunk: PositiveInt | Literal["auto"] | None = Field(
+        default=None,
+        description="Tokens of a row whose queries, attention and feed-forward layer exist at once, for rows of tens "
+        "of thousands of tokens; auto: by size; null: the whole row.",
+    )
+    offload: list[Literal["residual", "optimizer", "weights"]] = Field(
+        default_factory=list,
+        description="What waits in the host's memory: residual, the stream that enters each layer; optimizer, its "
+        "state; weights, the layers' frozen weights.",
+    )
     scan_layers: bool = Field(
         default=True, description="Scan over layers (compile time does not grow with depth) or unroll."
     )
+
+    @model_validator(mode="after")
+    def _offload(self) -> ComputeSection:
+        if "residual" in self.offload and self.remat == "none":
+            raise ValueError(
+                "offload: residual sends away what the backward pass starts a layer from, and remat: none keeps all "
+                "that is made of it: use remat: full or selective"
+            )
+        if len(set(self.offload)) < len(self.offload):
+            raise ValueError("offload names something twice")
+        return self
 
 
 AxisSize = Annotated[int, Field(ge=-1)]

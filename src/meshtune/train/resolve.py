@@ -17,6 +17,7 @@ from meshtune.model.spec import ModelSpec
 from meshtune.optim.build import OptimizerConfig
 from meshtune.optim.schedules import ScheduleConfig
 from meshtune.train.machine import Machine, this_machine
+from meshtune.train.tiles import chunks_of
 
 LOGITS_BYTES = 64 * 2**20  # held at once by default
 LEARNING_RATES = {"lora": 2e-4, "full": 2e-5, "freeze": 2e-5}
@@ -101,15 +102,19 @@ def compute_of(
     """
     asked = recipe.compute
     machine = machine or this_machine()
-    remat = asked.remat if asked.remat != "auto" else "selective"
-    why = "asked for" if asked.remat != "auto" else "auto: products are kept"
-    choices = [Choice("remat", remat, why)]
+    mlp_chunk, attention_chunk, tiles = chunks_of(recipe, spec, rows, length, layout)
+    remat, why = asked.remat, "asked for"
+    if remat == "auto" and (attention_chunk or "residual" in asked.offload):
+        remat, why = "full", "auto: what would be kept is far more than the residual stream"
+    elif remat == "auto":
+        remat, why = "selective", "auto: products are kept"
+    choices = [Choice("remat", remat, why), *(Choice(*tile) for tile in tiles)]
     windows = {layer.window for stack in spec.stacks for layer in stack.pattern}
     taken = []
     for window in sorted(windows, key=lambda w: (w is not None, w)):
         request = AttentionRequest(
             batch=rows,
-            q_length=length,
+            q_length=attention_chunk or length,
             kv_length=length,
             heads=spec.heads,
             kv_heads=spec.kv_heads,
@@ -119,7 +124,7 @@ def compute_of(
             chip=machine.chip,
             scale=spec.head_dim**-0.5,
             window=window,
-            aligned=True,
+            aligned=attention_chunk is None,
         )
         if layout is not None:
             split = layout.attention_split().fitted(request)
@@ -135,6 +140,8 @@ def compute_of(
         reason = f"auto: about {LOGITS_BYTES >> 20} MiB of logits at once"
     chunk = min(chunk, length)
     choices.append(Choice("loss_chunk", f"{chunk * rows} tokens", reason))
+    if asked.offload:
+        choices.append(Choice("offload", ", ".join(asked.offload), "asked for"))
     compute = Compute(
         precision.compute,
         remat,
@@ -144,6 +151,9 @@ def compute_of(
         layout,
         platform=machine.platform,
         chip=machine.chip,
+        mlp_chunk=mlp_chunk,
+        attention_chunk=attention_chunk,
+        offload=tuple(asked.offload),
     )
     return compute, choices
 
