@@ -13,6 +13,7 @@ from meshtune.cli.model_options import (
     MinP,
     ModelPath,
     Penalty,
+    Quantize,
     Revision,
     Seed,
     Stop,
@@ -45,6 +46,7 @@ def chat(
     revision: Revision = None,
     chat_template: Template = None,
     dtype: Dtype = None,
+    quantize: Quantize = "auto",
 ) -> None:
     """Chat with a model: it remembers the conversation and answers word by word."""
     from rich.console import Console
@@ -52,7 +54,14 @@ def chat(
     from meshtune.generate.api import load
 
     console = Console(highlight=False)
-    loaded = load(model, adapter, dtype=dtype, revision=revision, chat_template=chat_template)  # pyright: ignore[reportArgumentType]
+    loaded = load(
+        model,
+        adapter,
+        dtype=dtype,  # pyright: ignore[reportArgumentType]
+        quantize=quantize,
+        revision=revision,
+        chat_template=chat_template,
+    )
     session = loaded.chat(
         system,
         max_tokens=max_tokens,

@@ -14,6 +14,7 @@ from meshtune.cli.model_options import (
     MinP,
     ModelPath,
     Penalty,
+    Quantize,
     Revision,
     Seed,
     Stop,
@@ -43,6 +44,7 @@ def generate(
     revision: Revision = None,
     chat_template: Template = None,
     dtype: Dtype = None,
+    quantize: Quantize = "auto",
 ) -> None:
     """Continue a text, or answer a message, and print only what the model says."""
     prompts = [sys.stdin.read() if one == "-" else one for one in prompt or ["-"]]
@@ -58,7 +60,14 @@ def generate(
         "seed": seed,
         "stop": tuple(stop or ()),
     }
-    loaded = load(model, adapter, dtype=dtype, revision=revision, chat_template=chat_template)  # pyright: ignore[reportArgumentType]
+    loaded = load(
+        model,
+        adapter,
+        dtype=dtype,  # pyright: ignore[reportArgumentType]
+        quantize=quantize,
+        revision=revision,
+        chat_template=chat_template,
+    )
     for text in prompts:
         asked = _conversation(text, system) if chat or system else text
         for piece in loaded.stream(asked, **options):

@@ -15,6 +15,9 @@ Template = Annotated[
     str | None, typer.Option("--chat-template", help="A Jinja file, or a template that ships with Meshtune.")
 ]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16; default: by device.")]
+Quantize = Annotated[
+    str, typer.Option("--quantize", help="Of the base: nf4, int8, fp8, int4 or none; auto: as the adapter was trained.")
+]
 MaxTokens = Annotated[int | None, typer.Option("--max-tokens", "-n", min=1, help="New tokens at most; default 256.")]
 Stop = Annotated[list[str] | None, typer.Option("--stop", help="Text that ends the answer; may be repeated.")]
 Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 takes the likeliest token.")]
