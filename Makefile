@@ -8,6 +8,8 @@ RUN     := $(VENV)/.installed-run
 TEST    := $(VENV)/.installed-test
 OUTPUT  ?= runs/quickstart
 PYTEST  := $(PYTHON) -m pytest
+# Apart from .venv: JAX would load every plugin it finds there, in runs that have no use for it.
+COMPILERS := .compilers
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart install test test-slow test-gpu test-deviceless check lint format types lock wheel clean
@@ -29,8 +31,8 @@ test-slow: $(TEST) ## Tests on a real 135M model, or of minutes of CPU time
 test-gpu: $(TEST) ## Tests that need an accelerator
 	$(PYTEST) -m gpu
 
-test-deviceless: $(TEST) ## Compile for accelerators that are not here
-	$(PYTEST) -m deviceless
+test-deviceless: $(TEST) $(COMPILERS)/.installed ## Compile for accelerators that are not here
+	MESHTUNE_COMPILERS=$(CURDIR)/$(COMPILERS) $(PYTEST) -m deviceless
 
 check: lint types test ## All that CI runs: format, lint, types, fast tests
 
@@ -52,6 +54,11 @@ lock: $(TEST) ## Write the versions in .venv to constraints.txt
 
 wheel: $(TEST) ## Build the wheel into dist/
 	$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
+
+$(COMPILERS)/.installed: constraints.txt | $(TEST)
+	@echo "Getting XLA's compilers for NVIDIA, AMD and TPU into $(COMPILERS) (half a gigabyte each, once)"
+	@MESHTUNE_COMPILERS=$(CURDIR)/$(COMPILERS) $(VENV)/bin/meshtune doctor --install all --check
+	@touch $@
 
 clean: ## Remove what was built; .venv and runs stay
 	rm -rf build dist .pytest_cache .ruff_cache src/*.egg-info

@@ -54,11 +54,20 @@ def doctor(
         for platform, one in answers.items():
             if isinstance(one, Found):
                 for note in one.notes:
-                    console.print(f"[bold]{platform}[/] {note}", soft_wrap=True)
+                    _say(console, platform, note)
             else:
-                console.print(f"[bold]{platform}[/] {one.reason}: {one.fix}", soft_wrap=True)
-    if any(words is not None for words, _ in tried.values()):
+                _say(console, platform, f"{one.reason}: {one.fix}")
+    failed = {platform: words for platform, (words, _) in tried.items() if words is not None}
+    if failed:
+        for platform, words in failed.items():
+            _say(console, platform, words)
         sys.exit(1)
+
+
+def _say(console: Console, platform: str, words: str) -> None:
+    from rich.text import Text
+
+    console.print(Text.assemble((platform, "bold"), f" {words}"), soft_wrap=True)
 
 
 def _tried(platform: str, console: Console) -> tuple[str | None, float]:
@@ -88,12 +97,12 @@ def _table(answers: Mapping[str, object], tried: dict[str, tuple[str | None, flo
         table.add_column(heading)
     for platform, one in answers.items():
         state = "[green]there[/]" if isinstance(one, Found) else "[yellow]missing[/]"
-        packages = str(one) if isinstance(one, Found) else ""
+        packages = next(iter(str(one).split(", "))) if isinstance(one, Found) else ""
         where = str(one.folder or "the environment") if isinstance(one, Found) else ""
         row = [f"{platform}: {MAKERS[platform]}", state, packages, where]
         if tried:
             words, seconds = tried.get(platform, ("", 0.0))
-            row.append(f"compiles ({seconds:.0f} s)" if words is None else words)
+            row.append(f"compiles ({seconds:.0f} s)" if words is None else "[red]fails[/]" if words else "")
         table.add_row(*row)
     return table
 

@@ -136,6 +136,7 @@ def _tpu(folder: pathlib.Path | None, env: Mapping[str, str]) -> Found | Missing
         return Missing("tpu", "XLA's compiler for TPUs (libtpu) is not installed", how_to_get("tpu"))
     more = {
         "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several may compile at once; none touches a TPU
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_ACCELERATOR_TYPE": "",
         "TPU_LIBRARY_PATH": "",

@@ -1,0 +1,73 @@
+"""`meshtune doctor`: what is there, what is missing and how to get it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from meshtune.errors import UserError
+from meshtune.plan.compilers.install import install, requirements
+
+
+def doctor(*arguments: str, **variables: str):
+    env = {**os.environ, "COLUMNS": "160", "NO_COLOR": "1", **variables}
+    command = [sys.executable, "-m", "meshtune", "doctor", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+
+
+def test_every_compiler_that_is_missing_comes_with_the_way_to_get_it(tmp_path):
+    ran = doctor(MESHTUNE_COMPILERS=str(tmp_path))
+    assert ran.returncode == 0, ran.stderr
+    for platform, extra in (("cuda", "plan-cuda"), ("rocm", "plan-rocm"), ("tpu", "plan-tpu")):
+        if f"{platform} XLA's compiler" in ran.stdout:  # it may be in the environment
+            assert f"meshtune doctor --install {platform}" in ran.stdout
+            assert f"meshtune[{extra}]" in ran.stdout
+    assert "cpu: this CPU" in ran.stdout
+
+
+def test_json_says_the_same_and_a_check_compiles(tmp_path):
+    ran = doctor("--json", "--check", MESHTUNE_COMPILERS=str(tmp_path))
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert list(found) == ["cuda", "rocm", "tpu", "cpu"]
+    assert found["cpu"]["found"]
+    assert found["cpu"]["compiles"]
+    assert found["cpu"]["packages"] == {"jaxlib": importlib.metadata.version("jaxlib")}
+    for one in found.values():
+        assert one["found"] or (one["reason"] and one["fix"])
+
+
+def test_a_platform_without_a_compiler_is_refused_before_anything_is_installed(tmp_path):
+    ran = doctor("--install", "tpu", "--install", "rcom", MESHTUNE_COMPILERS=str(tmp_path))
+    assert ran.returncode == 2
+    assert "did you mean 'rocm'?" in ran.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plugins_are_asked_for_in_jaxs_own_version():
+    version = importlib.metadata.version("jax")
+    cuda = requirements("cuda")
+    assert [line.split("=")[0].rstrip("<>") for line in cuda][:2] == ["jax-cuda12-plugin", "jax-cuda12-pjrt"]
+    assert all(version in line for line in cuda[:2])
+    assert cuda[2].startswith("nvidia-cuda-nvcc")
+    # With libtpu it is jax that knows which of its versions goes with it.
+    stated = [line for line in importlib.metadata.requires("jax") or [] if line.startswith("libtpu")]
+    assert requirements("tpu") == [stated[0].split(";")[0].strip()]
+
+
+def test_what_cannot_be_installed_leaves_what_was_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("MESHTUNE_COMPILERS", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
+    monkeypatch.setenv("UV_OFFLINE", "1")
+    (tmp_path / "tpu").mkdir()
+    (tmp_path / "tpu/mark").touch()
+    with pytest.raises(UserError, match="the compiler for tpu could not be installed"):
+        install("tpu")
+    assert [path.name for path in tmp_path.iterdir()] == ["tpu"]
+    assert (tmp_path / "tpu/mark").exists()
