@@ -7,7 +7,7 @@ import typing
 import pytest
 
 from meshtune.config.data import SourceSection
-from meshtune.data.formats import FORMATS, choose
+from meshtune.data.formats import FORMATS, KINDS, choose
 from meshtune.errors import UserError
 
 EXAMPLES = {
@@ -77,4 +77,4 @@ def test_a_new_format_is_picked_up_from_its_line_in_the_registry(monkeypatch):
 
 def test_a_recipe_may_name_every_format():
     named = typing.get_args(SourceSection.model_fields["format"].annotation)
-    assert set(named) == {"auto", *FORMATS}
+    assert set(named) == {"auto", *(name for kind in KINDS.values() for name in kind)}

@@ -20,8 +20,11 @@ class SourceSection(Section):
     subset: str | None = Field(default=None, description="Configuration of a hub data set.")
     split: str = Field(default="train", description="Split of a hub data set.")
     revision: str | None = Field(default=None, description="Revision of a hub data set.")
-    format: Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text"] = Field(
-        default="auto", description="What a record looks like; auto: found out from the records."
+    format: Literal[
+        "auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text", "preference", "openai", "hh"
+    ] = Field(
+        default="auto",
+        description="What a record looks like; auto: found out from the records. preference, openai and hh hold pairs.",
     )
     columns: dict[str, str] = Field(
         default_factory=dict,

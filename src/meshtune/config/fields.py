@@ -36,8 +36,29 @@ def keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[Key]:
             yield Key(dotted, allowed(field), default, field.description or "")
         if name == "validation" and prefix == "data.":
             continue  # its sources are written as data.train's are
-        for model in models:
-            yield from (one for one in keys(model, entry) if not (len(models) > 1 and one.name == f"{entry}kind"))
+        inner = [(model, one) for model in models for one in keys(model, entry)]
+        if len(models) == 1:
+            yield from (one for _, one in inner)
+            continue
+        named: dict[str, list[tuple[str, Key]]] = {}
+        for model, one in inner:
+            if one.name != f"{entry}kind":
+                named.setdefault(one.name, []).append((_section_words(model), one))
+        yield from (_of_several(found) for found in named.values())
+
+
+def _of_several(found: list[tuple[str, Key]]) -> Key:
+    """A key that several kinds of a section have, each with its own default and meaning."""
+    first = found[0][1]
+    defaults: dict[str, list[str]] = {}
+    for kind, one in found:
+        defaults.setdefault(one.default, []).append(kind)
+    default = first.default
+    if len(defaults) > 1:
+        default = ", ".join(f"{value} ({', '.join(kinds)})" for value, kinds in defaults.items())
+    takes = " or ".join(dict.fromkeys(one.allowed for _, one in found))
+    meaning = " ".join(dict.fromkeys(one.description for _, one in found))
+    return Key(first.name, takes, default, meaning)
 
 
 def field_at(path: Path, raw: Any) -> tuple[type[BaseModel] | None, FieldInfo | None]:

@@ -11,9 +11,12 @@ from pydantic_core import ErrorDetails
 
 from meshtune.config.fields import allowed, allowed_entry, choices, field_at, keys, section_at
 from meshtune.config.recipe import METHODS
+from meshtune.config.section import Section
+from meshtune.config.stage import STAGES
 from meshtune.config.yaml_text import Path
 from meshtune.errors import UserError, nearest
 
+KINDS: dict[Path, tuple[type[Section], ...]] = {("method",): METHODS, ("stage",): STAGES}
 _NO_SUCH_KEY = "extra_forbidden"
 _MISSING = "missing"
 _OWN_WORDS = ("value_error", "empty_text")  # raised by a validator of ours: its message is the message
@@ -76,10 +79,11 @@ def _sentence(path: Path, details: list[ErrorDetails], raw: dict[str, Any]) -> s
         return f"{name} is missing{about.rstrip('.')}"
     if first["type"] in _OWN_WORDS:
         return f"{name}: {first['msg'].removeprefix('Value error, ')}"
-    if path == ("method",) and first["type"].startswith("union_tag"):
-        kind = raw["method"].get("kind") if isinstance(raw.get("method"), dict) else raw.get("method")
-        kinds = [str(section.model_fields["kind"].default) for section in METHODS]
-        return f"method is {_shown(kind)}: it must be one of {', '.join(kinds)}{_suggestion(kind, kinds)}"
+    if path in KINDS and first["type"].startswith("union_tag"):
+        value = raw.get(str(path[0]))
+        kind = value.get("kind") if isinstance(value, dict) else value
+        kinds = [str(section.model_fields["kind"].default) for section in KINDS[path]]
+        return f"{path[0]} is {_shown(kind)}: it must be one of {', '.join(kinds)}{_suggestion(kind, kinds)}"
     if field is None:
         return f"{name}: {first['msg']}"
     words = allowed_entry(field) if isinstance(path[-1], int) else allowed(field)
@@ -95,10 +99,9 @@ def _unknown_key(path: Path, raw: dict[str, Any]) -> str:
     name, key = ".".join(map(str, path)), str(path[-1])
     section = section_at(path[:-1], raw)
     own = list(section.model_fields) if section is not None else []
-    method = raw.get("method")
     every = [one.name for one in keys()]
-    if path[:-1] == ("method",) and isinstance(method, dict) and name in every:
-        return f"{name} does not belong to method {method.get('kind')}, which takes {', '.join(own)}"
+    if path[:-1] in KINDS and isinstance(chosen := raw.get(str(path[0])), dict) and name in every:
+        return f"{name} does not belong to {path[0]} {chosen.get('kind')}, which takes {', '.join(own)}"
     elsewhere = {one.split(".")[-1]: one for one in reversed(every)}
     if key in elsewhere:
         hint = f"did you mean '{elsewhere[key]}'? "

@@ -10,6 +10,7 @@ from meshtune.config.data import DataSection
 from meshtune.config.quantize import QuantizeSection
 from meshtune.config.section import PathText, Section
 from meshtune.config.short_forms import written_out
+from meshtune.config.stage import SftStage, Stage
 
 
 class ModelSection(Section):
@@ -281,6 +282,7 @@ class Recipe(Section):
     model: ModelSection
     data: DataSection
     output: PathText = Field(description="Directory of the run: checkpoints, logs, plots, the final adapter or model.")
+    stage: Stage = Field(default_factory=SftStage)
     method: Method = Field(default_factory=LoraMethod)
     quantize: QuantizeSection | None = Field(
         default=None, description="Keep the frozen base in few bits (nf4, int8, fp8 or int4); null: as it is."
@@ -324,6 +326,15 @@ class Recipe(Section):
             raise ValueError(
                 f"quantize keeps the base frozen, in codes that no update can change, and method {self.method.kind} "
                 "trains the base itself: use method: lora with quantize, or leave quantize out"
+            )
+        if self.stage.kind == "rm" and self.sample.prompts:
+            raise ValueError("sample.prompts has no meaning with stage rm: its model gives a score, it writes no text")
+        if self.data.train_on_prompt and (
+            self.stage.kind in ("rm", "kto") or getattr(self.stage, "sft_weight", 1.0) == 0
+        ):
+            raise ValueError(
+                f"data.train_on_prompt has no meaning with stage {self.stage.kind} without sft_weight: only answers "
+                "are compared"
             )
         if self.sample.every is not None and not self.sample.prompts:
             raise ValueError("sample.every needs sample.prompts: there is nothing to continue")

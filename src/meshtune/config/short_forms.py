@@ -9,17 +9,19 @@ def written_out(raw: dict[str, Any]) -> dict[str, Any]:
     """A copy of a recipe's raw mapping with its short forms written out.
 
     `model: PATH` is `model: {path: PATH}`; `method: full` is `method: {kind: full}`, and a method without a kind is
-    lora; `quantize: nf4` is `quantize: {format: nf4}`; `data: PATH` is `data: {train: PATH}`; a path or a single source
-    becomes a list of mappings.
+    lora; `stage: dpo` is `stage: {kind: dpo}`, and a stage without a kind is sft; `quantize: nf4` is
+    `quantize: {format: nf4}`; `data: PATH` is `data: {train: PATH}`; a path or a single source becomes a list of
+    mappings.
     """
     raw = {key: _copy(value) for key, value in raw.items()}
     if isinstance(raw.get("model"), str):
         raw["model"] = {"path": raw["model"]}
-    method = raw.get("method")
-    if isinstance(method, str):
-        raw["method"] = {"kind": method}
-    elif isinstance(method, dict) and "kind" not in method:
-        raw["method"] = {"kind": "lora", **method}
+    for key, default in (("method", "lora"), ("stage", "sft")):
+        value = raw.get(key)
+        if isinstance(value, str):
+            raw[key] = {"kind": value}
+        elif isinstance(value, dict) and "kind" not in value:
+            raw[key] = {"kind": default, **value}
     if isinstance(raw.get("quantize"), str):
         raw["quantize"] = {"format": raw["quantize"]}
     if isinstance(raw.get("data"), str | list):

@@ -49,3 +49,28 @@ class Text:
 
 
 Document = Conversation | Text
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Two answers to the same prompt, of which `chosen` is the better; only the last turn of each is looked at.
+
+    `margin` says how much better, where the data do.
+    """
+
+    chosen: Document
+    rejected: Document
+    origin: Origin
+    margin: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Labelled:
+    """An answer, the last turn of `document`, and whether it is a good one."""
+
+    document: Document
+    good: bool
+    origin: Origin
+
+
+Sample = Document | Pair | Labelled

@@ -11,7 +11,7 @@ from typing import Any, overload
 import numpy as np
 
 from meshtune.config.data import DataSection, SourceSection
-from meshtune.data.conversation import Document, Origin
+from meshtune.data.conversation import Origin, Sample
 from meshtune.data.formats import choose
 from meshtune.data.formats.format import Fields, Format
 from meshtune.data.formats.record import shown
@@ -44,12 +44,12 @@ class Checked:
     fields: Fields
     usable: np.ndarray
 
-    def document(self, record: int) -> Document:
+    def document(self, record: int) -> Sample:
         raw = self.records[record]
         return self.format.convert(raw, self.fields, self.source.tags, self.records.origin(record))
 
 
-class DocumentList(Sequence[Document]):
+class DocumentList(Sequence[Sample]):
     """Documents read from their sources when asked for: nothing is held but two numbers each."""
 
     def __init__(self, sources: Sequence[Checked], source: np.ndarray, record: np.ndarray):
@@ -59,12 +59,12 @@ class DocumentList(Sequence[Document]):
         return len(self.source)
 
     @overload
-    def __getitem__(self, index: int) -> Document: ...
+    def __getitem__(self, index: int) -> Sample: ...
 
     @overload
     def __getitem__(self, index: slice) -> DocumentList: ...
 
-    def __getitem__(self, index: int | slice) -> Document | DocumentList:
+    def __getitem__(self, index: int | slice) -> Sample | DocumentList:
         if isinstance(index, slice):
             return DocumentList(self.sources, self.source[index], self.record[index])
         return self.sources[self.source[index]].document(int(self.record[index]))
@@ -84,12 +84,14 @@ class Documents:
     formats: dict[str, str]
 
 
-def documents(data: DataSection, *, seed: int) -> Documents:
+def documents(data: DataSection, *, seed: int, learns: str = "documents") -> Documents:
     """Reads and checks every record of the sources, then mixes and splits them; the same for the same files and seed.
 
     Validation as a share or number is drawn by the seed from the records before they are mixed, from each source in
     proportion, so that a repeated record is never on both sides. A number below 1 is a share, 1 and above a count; at
     least one record is held out. Validation sources are concatenated.
+
+    `learns` says what the records are to be: documents, pairs or labelled (see formats.KINDS).
 
     Raises UserError at the first bad record (with `on_bad: error`), for a source with no usable record, for a
     validation share that would leave a source nothing to train on, and as readers, formats and registry do.
@@ -98,7 +100,9 @@ def documents(data: DataSection, *, seed: int) -> Documents:
     skipped: list[Skip] = []
 
     def read(sections: Sequence[SourceSection]) -> list[Checked]:
-        return [_check(_describe(section, registry), data.on_bad, seed, skipped) for section in sections]
+        return [
+            _check(_describe(section, registry, learns), data.on_bad, seed, skipped, learns) for section in sections
+        ]
 
     train = read(data.train)
     validation = None
@@ -121,10 +125,10 @@ def documents(data: DataSection, *, seed: int) -> Documents:
     )
 
 
-def _describe(section: SourceSection, registry: Registry | None) -> Source:
+def _describe(section: SourceSection, registry: Registry | None, learns: str) -> Source:
     if section.name is not None:
         assert registry is not None, "DataSection refuses a name without a registry"
-        return registry.source(section)
+        return registry.source(section, learns)
     return Source(
         path=section.path or "",
         format=section.format,
@@ -138,10 +142,10 @@ def _describe(section: SourceSection, registry: Registry | None) -> Source:
     )
 
 
-def _check(source: Source, on_bad: str, seed: int, skipped: list[Skip]) -> Checked:
+def _check(source: Source, on_bad: str, seed: int, skipped: list[Skip], learns: str) -> Checked:
     """One pass over all records of a source (up to its cap), each converted and let go again."""
     records = open_source(source)
-    form = _format(source, records, on_bad)
+    form = _format(source, records, on_bad, learns)
     fields, convert, tags = form.resolve(source.columns), form.convert, source.tags
     usable, bad = array.array("q"), 0
     for index, record in enumerate(records.sweep()):
@@ -175,9 +179,9 @@ def _check(source: Source, on_bad: str, seed: int, skipped: list[Skip]) -> Check
     return Checked(source, records, form, fields, numbers)
 
 
-def _format(source: Source, records: Records, on_bad: str) -> Format:
+def _format(source: Source, records: Records, on_bad: str, learns: str) -> Format:
     if source.format != "auto":
-        return choose(source.format, [], source.path, source.columns, source.tags)
+        return choose(source.format, [], source.path, source.columns, source.tags, learns)
     first: list[Any] = []
     for index, record in enumerate(itertools.islice(records.sweep(), LOOKED_THROUGH)):
         if isinstance(record, UserError):
@@ -187,7 +191,7 @@ def _format(source: Source, records: Records, on_bad: str) -> Format:
             first.append(record)
         if len(first) == LOOKED_AT:
             break
-    return choose("auto", first, source.path, source.columns, source.tags)
+    return choose("auto", first, source.path, source.columns, source.tags, learns)
 
 
 def _located(error: UserError, records: Records, index: int, form: Format | None) -> UserError:

@@ -20,6 +20,7 @@ import numpy as np
 from meshtune.data.conversation import Origin
 from meshtune.data.packing import Rows, one_a_row, pack, padded_length, shuffled
 from meshtune.data.store import Store
+from meshtune.data.units import Units
 from meshtune.errors import UserError
 
 ARRAYS = {
@@ -36,7 +37,8 @@ class Batch:
     """One update's rows.
 
     `arrays`: tokens, targets, positions, segment_ids int32 and weights float32, each [A, B, T] (micro-batches, rows,
-    positions). `origins[a][b]` lists the records in a row, segment 1 first; empty for a row of padding.
+    positions), and what data.units says for documents that belong together. `origins[a][b]` lists the records in a
+    row, segment 1 first; empty for a row of padding.
     """
 
     arrays: dict[str, np.ndarray]
@@ -46,7 +48,11 @@ class Batch:
 
 
 class Loader:
-    """Batches of `batch_size` rows in `accumulation` micro-batches, from a store."""
+    """Batches of `batch_size` rows in `accumulation` micro-batches, from a store.
+
+    With `units` every two neighbours of the store belong together: they share a row, which has room for two documents
+    of `max_length`, as neighbouring segments. `most` is the largest number of units (or documents) in any row.
+    """
 
     def __init__(
         self,
@@ -58,6 +64,7 @@ class Loader:
         packing: bool = True,
         shuffle: bool = True,
         seed: int = 0,
+        units: Units | None = None,
     ):
         if not len(store):
             raise UserError("there is nothing to learn anywhere in the data", where="data.train")
@@ -67,11 +74,14 @@ class Loader:
             )
         self.store, self.packing, self.shuffle, self.seed = store, packing, shuffle, seed
         self.batch_size, self.accumulation = batch_size, accumulation
-        self._lengths = store.lengths - 1  # positions: the last token is only a target
-        longest = int(self._lengths.max())
+        self.units, self.together = units, 1 if units is None else 2
+        each = store.lengths - 1  # positions: the last token is only a target
+        self._lengths = each.reshape(-1, self.together).sum(1)  # those that belong together share a row
+        longest, max_length = int(self._lengths.max()), max_length * self.together
         if longest > max_length or self._lengths.min() < 1:
             raise ValueError(f"documents take {self._lengths.min()} to {longest} positions, rows have {max_length}")
         self.row_length = max_length if packing else padded_length(longest, max_length)
+        self.most = int(np.searchsorted(np.cumsum(np.sort(self._lengths)), self.row_length, "right")) if packing else 1
         self._ends: list[int] = []  # the step after the last one of each epoch that was planned
         self._plans: collections.OrderedDict[int, Rows] = collections.OrderedDict()
         self._lock = threading.RLock()
@@ -80,7 +90,7 @@ class Loader:
         """Which documents lie in which row of an epoch."""
         with self._lock:
             if epoch not in self._plans:
-                n = len(self.store)
+                n = len(self._lengths)
                 order = shuffled(n, self.seed, epoch) if self.shuffle else np.arange(n)
                 self._plans[epoch] = pack(self._lengths, order, self.row_length) if self.packing else one_a_row(order)
                 while len(self._plans) > 2:  # at the turn of an epoch, threads still read the last one
@@ -123,14 +133,19 @@ class Loader:
         shape = (self.batch_size, self.row_length)
         arrays = {name: np.zeros(shape, dtype) for name, dtype in ARRAYS.items()}
         origins: list[list[Origin]] = []
+        members: list[np.ndarray] = []
         for place in range(self.batch_size):
             row = within * self.batch_size + place
-            documents = rows[row].tolist() if row < len(rows) else []
+            held = rows[row] if row < len(rows) else rows.documents[:0]
+            documents = (self.together * held[:, None] + np.arange(self.together)).ravel().tolist()
             self._fill({name: array[place] for name, array in arrays.items()}, documents)
-            origins.append([self.store.origin(document) for document in documents])
+            origins.append([self.store.origin(document) for document in documents[:: self.together]])
+            members.append(held)
+        if self.units is not None:
+            arrays |= self.units.arrays(self.store, members, self.most, arrays)
         each = self.batch_size // self.accumulation
         return Batch(
-            {name: array.reshape(self.accumulation, each, self.row_length) for name, array in arrays.items()},
+            {name: array.reshape(self.accumulation, each, array.shape[-1]) for name, array in arrays.items()},
             [origins[start : start + each] for start in range(0, self.batch_size, each)],
             step,
             epoch,

@@ -7,19 +7,21 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from meshtune.config.data import DataSection
 from meshtune.config.recipe import Recipe
-from meshtune.data.conversation import Conversation, Document, Message
+from meshtune.data.conversation import Conversation, Document, Labelled, Message, Pair, Sample
 from meshtune.data.documents import documents
 from meshtune.data.loader import Loader
 from meshtune.data.masks import Learn
 from meshtune.data.report import Report, Skipped, Template, make_report
 from meshtune.data.store import Store, fingerprint, open_or_build
 from meshtune.data.tokenizer import check_vocabulary
-from meshtune.data.tokens import Counts, Tokenize, TokenOptions
+from meshtune.data.tokens import Counts, Example, Tokenize, TokenOptions
+from meshtune.data.units import Units, nll_share, tokenised_labelled, tokenised_pairs
 from meshtune.errors import UserError
+from meshtune.objectives import STAGES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -57,15 +59,25 @@ def prepare(
     if vocab is not None:
         check_vocabulary(tokenizer, vocab)
     data = recipe.data
-    options = token_options(data)
-    found = documents(data, seed=recipe.seed)
+    stage = STAGES[recipe.stage.kind]
+    options = token_options(data, recipe.stage.kind)
+    found = documents(data, seed=recipe.seed, learns=stage.learns)
     skipped = [Skipped(str(skip.origin), skip.reason) for skip in found.skipped]
     micro_batch = recipe.train.batch_size // recipe.train.accumulation
 
-    def loader(split: str, read: Sequence[Document], *, shuffle: bool, rows: int, accumulation: int):
-        store, counts, template = _tokens(split, WithSystem(read, data.system), tokenizer, options, cache, progress)
+    nll = _nll(recipe)
+
+    def loader(split: str, read: Sequence[Sample], *, shuffle: bool, rows: int, accumulation: int):
+        dressed = WithSystem(read, data.system)
+        store, counts, template = _tokens(split, dressed, tokenizer, options, recipe.stage.kind, cache, progress)
         if not len(store):
             raise _nothing(split, counts)
+        units = None
+        if stage.learns != "documents":
+            # Validation is summed over all its batches, so its weights are those of all.
+            units = Units(nll=nll, nll_share=nll_share(store, nll) if split == "validation" else None)
+        if stage.learns == "labelled" and split == "train":
+            _both_kinds(store)
         made = Loader(
             store,
             max_length=data.max_length,
@@ -74,6 +86,7 @@ def prepare(
             packing=data.packing,
             shuffle=shuffle,
             seed=recipe.seed,
+            units=units,
         )
         left_out = skipped if split == "train" else []
         return made, make_report(split, made, counts, left_out, max_length=data.max_length, template=template)
@@ -93,11 +106,17 @@ def prepare(
     return Prepared(train, validation, report, validation_report, train.store.path.name)
 
 
-def token_options(data: DataSection) -> TokenOptions:
-    """What the data section says about tokens."""
+def token_options(data: DataSection, stage: str = "sft") -> TokenOptions:
+    """What the data section says about tokens. Of answers that are compared the last turn counts, and of plain text
+    everything."""
+    learn = Learn(train_on_prompt=data.train_on_prompt, last_turn_only=data.last_turn_only)
+    if STAGES[stage].learns != "documents":
+        learn = Learn(last_turn_only=True)
+    elif stage == "pt":
+        learn = Learn(train_on_prompt=True)
     return TokenOptions(
         max_length=data.max_length,
-        learn=Learn(train_on_prompt=data.train_on_prompt, last_turn_only=data.last_turn_only),
+        learn=learn,
         overlong=data.overlong,
         skip_bad=data.on_bad == "skip",
     )
@@ -107,21 +126,31 @@ def token_options(data: DataSection) -> TokenOptions:
 class WithSystem:
     """Documents, with a system prompt before conversations that have none. Read one at a time."""
 
-    documents: Sequence[Document]
+    documents: Sequence[Sample]
     system: str | None
 
     def __len__(self) -> int:
         return len(self.documents)
 
-    def __getitem__(self, index: int) -> Document:
-        document = self.documents[index]
+    def __getitem__(self, index: int) -> Sample:
+        sample = self.documents[index]
+        match sample:
+            case Pair():
+                chosen, rejected = self._dressed(sample.chosen), self._dressed(sample.rejected)
+                return dataclasses.replace(sample, chosen=chosen, rejected=rejected)
+            case Labelled():
+                return dataclasses.replace(sample, document=self._dressed(sample.document))
+            case _:
+                return self._dressed(sample)
+
+    def _dressed(self, document: Document) -> Document:
         if self.system is None or not isinstance(document, Conversation):
             return document
         if any(message.role == "system" for message in document.messages):
             return document
         return dataclasses.replace(document, messages=(Message("system", self.system), *document.messages))
 
-    def __iter__(self) -> Iterator[Document]:
+    def __iter__(self) -> Iterator[Sample]:
         return (self[index] for index in range(len(self)))
 
 
@@ -130,6 +159,7 @@ def _tokens(
     read: WithSystem,
     tokenizer: PreTrainedTokenizerFast,
     options: TokenOptions,
+    stage: str,
     cache: str | os.PathLike[str] | None,
     progress: Progress | None,
 ) -> tuple[Store, Counts, Template | None]:
@@ -139,14 +169,55 @@ def _tokens(
         def note():
             return {"counts": dataclasses.asdict(tokenize.counts), "template": _template(tokenize)}
 
-        return tokenize(_counted(read, f"tokenising {split} data", progress)), note
+        return _examples(tokenize, _counted(read, f"tokenising {split} data", progress), stage), note
 
-    tokenizer_hash = _hash_of(tokenizer)
-    key = fingerprint(_counted(read, f"reading {split} data", progress), tokenizer_hash, repr(options))
+    # Two stages that make the same of the same records share them.
+    made = ("scored",) if STAGES[stage].scores else ()
+    parts = (_hash_of(tokenizer), repr(options), *made)
+    key = fingerprint(_counted(read, f"reading {split} data", progress), *parts)
     store = open_or_build(key, build, cache)
     counts = Counts(**{**store.meta["counts"], "skipped": [tuple(one) for one in store.meta["counts"]["skipped"]]})
     template = store.meta["template"]
     return store, counts, Template(**template) if template else None
+
+
+def _examples(tokenize: Tokenize, samples: Iterable[Any], stage: str) -> Iterator[Example]:
+    kind = STAGES[stage]
+    if kind.learns == "pairs":
+        return tokenised_pairs(tokenize, samples, scored=kind.scores)
+    if kind.learns == "labelled":
+        return tokenised_labelled(tokenize, samples)
+    return tokenize(_plain(samples) if stage == "pt" else samples)
+
+
+def _plain(documents: Iterable[Document]) -> Iterator[Document]:
+    for document in documents:
+        if isinstance(document, Conversation):
+            raise UserError(
+                "a conversation, and stage pt learns plain text",
+                where=str(document.origin),
+                fix="set stage: sft, or name the column that holds the text: format: text, columns: {text: NAME}",
+            )
+        yield document
+
+
+def _nll(recipe: Recipe) -> Literal["answer", "all"] | None:
+    stage = STAGES[recipe.stage.kind]
+    if not stage.nll(recipe.stage):
+        return None
+    return "all" if recipe.data.train_on_prompt else "answer"
+
+
+def _both_kinds(store: Store) -> None:
+    """Raises UserError for labels that are all the same: there would be nothing to tell apart."""
+    labels = store.values[::2]
+    if labels.min() == labels.max():
+        raise UserError(
+            f"all {len(labels)} answers are labelled {'true' if labels[0] else 'false'}, so nothing tells good from "
+            "bad",
+            where="data.train",
+            fix="add answers with the other label; or learn the good ones with stage: sft",
+        )
 
 
 def _template(tokenize: Tokenize) -> dict | None:
@@ -156,7 +227,7 @@ def _template(tokenize: Tokenize) -> dict | None:
     return dataclasses.asdict(Template(end.head, end.token is not None, tokenize.chat.writes_date))
 
 
-def _counted(read: WithSystem, what: str, progress: Progress | None) -> Iterable[Document]:
+def _counted(read: WithSystem, what: str, progress: Progress | None) -> Iterable[Any]:
     for done, document in enumerate(read):
         if progress is not None and done % 256 == 0:
             progress(what, done, len(read))

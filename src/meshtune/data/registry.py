@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshtune.config.data import SourceSection
-from meshtune.data.formats import FORMATS
+from meshtune.data.formats import KINDS, STAGES
 from meshtune.data.formats.sharegpt import TAGS
 from meshtune.data.readers.jsonfile import parse
 from meshtune.data.readers.mapped import MappedFile
@@ -76,11 +76,12 @@ class Registry:
             raise UserError("a registry is an object of named entries", where=name, fix=fix)
         return cls(path, name, entries)
 
-    def source(self, section: SourceSection) -> Source:
+    def source(self, section: SourceSection, learns: str = "documents") -> Source:
         """The source of the entry `section.name`; what the recipe says besides goes over the entry.
 
         Raises UserError for an unknown entry or key (with the nearest), a value of the wrong type, an entry of images,
-        video, audio or preferences, and one to be had only from elsewhere than a file or the Hugging Face hub.
+        video or audio, or of records that hold something else than what `learns` says (see formats.KINDS), and one to
+        be had only from elsewhere than a file or the Hugging Face hub.
         """
         name = section.name or ""
         if name not in self.entries:
@@ -91,12 +92,12 @@ class Registry:
                 fix=f"{nearest(name, self.entries)}it has: {listed}",
             )
         where, entry = f"{self.name}, entry '{name}'", self.entries[name]
-        _check_entry(entry, where)
-        form, columns, tags = _reading(entry, where)
+        _check_entry(entry, where, learns)
+        form, columns, tags = _reading(entry, where, learns)
         if section.format != "auto":
             form = section.format
         if section.format != "auto" or section.columns:
-            columns = {key: value for key, value in columns.items() if FORMATS[form].knows(key)} | section.columns
+            columns = {key: value for key, value in columns.items() if KINDS[learns][form].knows(key)} | section.columns
         chosen = section.model_fields_set
         common: dict[str, Any] = {
             "format": form,
@@ -131,7 +132,7 @@ def _known(given: Mapping[str, Any], known: Sequence[str], what: str, where: str
             raise UserError(f"unknown {what} '{key}'", where=where, fix=fix)
 
 
-def _check_entry(entry: Any, where: str) -> None:
+def _check_entry(entry: Any, where: str, learns: str) -> None:
     if not isinstance(entry, dict):
         raise UserError("the entry is no object", where=where, fix='write {"file_name": ...}')
     _known(entry, list(TYPES), "key", where)
@@ -157,17 +158,31 @@ def _check_entry(entry: Any, where: str) -> None:
             where=f"{where}, columns",
             fix="leave it out",
         )
+    _check_kind(entry, columns, where, learns)
+
+
+def _check_kind(entry: Mapping[str, Any], columns: Mapping[str, Any], where: str, learns: str) -> None:
     preference = [key for key in PREFERENCE if key in columns]
-    if entry.get("ranking") or preference:
-        said = "ranking: true" if entry.get("ranking") else f"column {preference[0]}"
+    said = "ranking: true" if entry.get("ranking") else f"column {preference[0]}" if preference else "documents alone"
+    holds = "labelled" if "kto_tag" in columns else "pairs" if entry.get("ranking") or preference else "documents"
+    if holds == learns:
+        return
+    if learns == "documents":
         raise UserError(
             f"the entry holds preference data ({said}), which supervised tuning does not learn from",
             where=where,
-            fix="leave it out; or give its file as a path, with the format and columns of the answers to learn",
+            fix=f"set stage: {STAGES[holds]}; or leave it out; or give its file as a path, with the format and columns "
+            "of the answers to learn",
         )
+    needs = "column kto_tag" if learns == "labelled" else "ranking: true"
+    raise UserError(
+        f"the entry holds {holds} ({said}), and this stage learns from {learns} ({needs})",
+        where=where,
+        fix=f"set stage: {STAGES[holds]}, or name another entry",
+    )
 
 
-def _reading(entry: Mapping[str, Any], where: str) -> tuple[str, dict[str, str | None], dict[str, str]]:
+def _reading(entry: Mapping[str, Any], where: str, learns: str) -> tuple[str, dict[str, str | None], dict[str, str]]:
     """Format, columns and tags, in our words, of an entry."""
     formatting = entry.get("formatting", "alpaca")
     if formatting not in FORMATTINGS:
@@ -179,9 +194,15 @@ def _reading(entry: Mapping[str, Any], where: str) -> tuple[str, dict[str, str |
         form = "sharegpt"  # the same turns under other names
     if named is None:
         return form, {}, tags
-    if form == "alpaca" and "prompt" in named and "response" not in named and "query" not in named:
+    if (
+        learns == "documents"
+        and form == "alpaca"
+        and "prompt" in named
+        and "response" not in named
+        and "query" not in named
+    ):
         return "text", {"text": named["prompt"]}, {}  # what LLaMA-Factory pretrains on
-    reads = FORMATS[form]
+    reads = KINDS[learns][form]
     for key in named:
         if not reads.knows(key):
             raise UserError(
@@ -192,4 +213,5 @@ def _reading(entry: Mapping[str, Any], where: str) -> tuple[str, dict[str, str |
     columns: dict[str, str | None] = dict.fromkeys(reads.fields)
     if form != "alpaca":
         columns |= {key: key for key in ("conversations", "messages") if key in reads.fields}
+    columns |= {key: key for key in ("chosen", "rejected") if key in reads.fields}
     return form, columns | {reads.aliases.get(key, key): value for key, value in named.items()}, tags

@@ -21,7 +21,7 @@ from meshtune.data.conversation import Origin
 from meshtune.data.tokens import Example
 from meshtune.errors import UserError
 
-VERSION = 2  # of the files' layout and of everything that turns documents into tokens: raise it when either changes
+VERSION = 3  # of the files' layout and of everything that turns documents into tokens: raise it when either changes
 _ARRAYS = {
     "ids": np.int32,  # [tokens]
     "weights": np.float32,  # [tokens]
@@ -29,6 +29,7 @@ _ARRAYS = {
     "sources": np.int32,  # [documents]: index into meta.json's sources
     "records": np.int64,  # [documents]
     "digests": np.uint64,  # [documents]: of ids, to find copies
+    "values": np.float32,  # [documents]: see tokens.Example
 }
 
 
@@ -43,6 +44,7 @@ class Store:
     sources: np.ndarray
     records: np.ndarray
     digests: np.ndarray
+    values: np.ndarray
     names: tuple[str, ...]
     meta: dict[str, Any]
 
@@ -51,7 +53,7 @@ class Store:
 
     def __getitem__(self, index: int) -> Example:
         start, end = self.offsets[index], self.offsets[index + 1]
-        return Example(self.ids[start:end], self.weights[start:end], self.origin(index))
+        return Example(self.ids[start:end], self.weights[start:end], self.origin(index), float(self.values[index]))
 
     def origin(self, index: int) -> Origin:
         """Where document `index` came from."""
@@ -166,7 +168,7 @@ def _write(draft: pathlib.Path, examples: Iterable[Example], note: Callable[[], 
         sums = dict.fromkeys(_ARRAYS, 0)
         sizes = dict.fromkeys(_ARRAYS, 0)
 
-        def put(name: str, values: Sequence[int] | np.ndarray) -> None:
+        def put(name: str, values: Sequence[float] | np.ndarray) -> None:
             data = np.asarray(values, _ARRAYS[name]).tobytes()
             with _writing(draft.parent):
                 files[name].write(data)
@@ -183,6 +185,7 @@ def _write(draft: pathlib.Path, examples: Iterable[Example], note: Callable[[], 
             put("records", [example.origin.record])
             hashed = hashlib.blake2b(example.ids.tobytes(), digest_size=8).digest()
             put("digests", np.frombuffer(hashed, np.uint64))
+            put("values", [example.value])
         with _writing(draft.parent):
             for file in files.values():
                 file.flush()

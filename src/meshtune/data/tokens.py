@@ -29,11 +29,15 @@ _BATCH = 256  # documents given to the tokenizer at once: it works on them in pa
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A tokenised document: `ids` int32 [n], `weights` float32 [n] of learning each id, and where it came from."""
+    """A tokenised document: `ids` int32 [n], `weights` float32 [n] of learning each id, and where it came from.
+
+    `value` is a pair's margin, or 1 for an answer labelled good.
+    """
 
     ids: np.ndarray
     weights: np.ndarray
     origin: Origin
+    value: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,14 +112,21 @@ class Tokenize:
         Raises UserError, naming the record, if a template cannot render it (unless bad records are skipped), or if it
         is too long and that is an error.
         """
+        return (example for example in self.each(documents) if example is not None)
+
+    def each(self, documents: Iterable[Document]) -> Iterator[Example | None]:
+        """As calling does, with None for every document that has nothing to learn."""
         remaining = iter(documents)
         while batch := list(itertools.islice(remaining, _BATCH)):
             self.counts.documents += len(batch)
-            marked = [(document, found) for document in batch if (found := self._marked(document)) is not None]
-            for (document, _), (ids, weights) in zip(marked, self._encode([one for _, one in marked]), strict=True):
-                example = self._fitted(*self._dressed(document, ids, weights), document.origin)
-                if example is not None:
-                    yield example
+            marked = [(document, self._marked(document)) for document in batch]
+            encoded = self._encode([one for _, one in marked if one is not None])
+            for document, one in marked:
+                if one is None:
+                    yield None
+                else:
+                    ids, weights = next(encoded)
+                    yield self._fitted(*self._dressed(document, ids, weights), document.origin)
 
     def _marked(self, document: Document) -> Marked | None:
         counts = self.counts

@@ -1,4 +1,4 @@
-"""What a data format is: how to recognise its records, and how one becomes a document."""
+"""What a data format is: how to recognise its records, and how one becomes a document, or a pair or a labelled one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from meshtune.data.conversation import Document, Origin
+from meshtune.data.conversation import Origin, Sample
 
 Fields = Mapping[str, str | None]  # a format's field -> the record's; None where the records have no such field
 
@@ -25,7 +25,7 @@ class Format:
     wants: str
     fields: Mapping[str, str]
     detect: Callable[[Mapping[str, Any], Fields, Mapping[str, str]], int]
-    convert: Callable[[Mapping[str, Any], Fields, Mapping[str, str], Origin], Document]
+    convert: Callable[[Mapping[str, Any], Fields, Mapping[str, str], Origin], Sample]
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
