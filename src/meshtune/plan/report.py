@@ -138,7 +138,8 @@ def answered(one: Option, compiles: Compiles, reserve: float = RESERVE) -> Answe
         found = one.estimate
         return Answer(one, None, found.breakdown, found.host, found.device_bytes, one.roofline, exchanges(case), most)
     compiled: Compiled = compiles(one.recipe, case.target)
-    messages = [_collective(record) for record in compiled.collectives]
+    unread = compiled.collectives is None
+    messages = exchanges(case) if unread else [_collective(record) for record in compiled.collectives or []]
     turns = -(-case.length // max(1, case.loss_chunk))
     times = roofline(work_of(case), messages, case.target, dtype=case.base.precision.compute, turns=turns)
     breakdown, host = split(one, compiled)
