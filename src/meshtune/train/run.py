@@ -26,6 +26,7 @@ from meshtune.mesh.axes import MeshConfig
 from meshtune.mesh.fit import check_batch
 from meshtune.mesh.peers import Place
 from meshtune.mesh.processes import Job
+from meshtune.plan import truth
 from meshtune.plan.auto import merged, settled_autos, target_here
 from meshtune.train import banner, metrics_log, trackers
 from meshtune.train.assemble import optimizer_for, state_like
@@ -113,7 +114,8 @@ class _Run:
             check_output(self.output, resume=recipe.resume, overwrite=recipe.overwrite)
             trackers.check_installed(list(recipe.log.trackers))
         machine = this_machine()
-        self.recipe, found = settled_autos(recipe, target_here(machine, len(hosts(seen))), job)
+        self.target = target_here(machine, len(hosts(seen)))
+        self.recipe, found = settled_autos(recipe, self.target, job)
         recipe, self.fields = self.recipe, self.recipe.model_dump(mode="json")
         self.settled = settled = settle(recipe, machine, seen, launcher=job.place.launcher)
         self.tokenizer = load_tokenizer(
@@ -161,10 +163,14 @@ class _Run:
             write_recipe(self.output, self.fields | {"resume": False, "overwrite": False})
         self._write_run(self._about(record, "running"))
         task = make_task(self._parts(made, optimizer, schedule), record, state)
+        length = self.data.train.row_length
+        watch = truth.watch(task.step, self.recipe, self.target, self.settled.layout, length) if self.job.first else []
         with interruptible() as interrupt:
-            with opened(self._sinks(record.step)) as events:
+            with opened([*self._sinks(record.step), *watch]) as events:
                 ended = run_loop(task, state, checkpoints, events, interrupt)
             checkpoints.wait()
+        for line in truth.told(watch, self._write_run):
+            self.console.print(line)
         if ended.interrupted is not None and ended.step < self.total:
             return self._interrupted(ended)
         return self._finished(ended, made, checkpoints, record)
