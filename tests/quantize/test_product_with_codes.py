@@ -1,0 +1,80 @@
+"""The product with a quantised weight: its numbers, its gradient, and that no weight is kept wide in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshtune.adapters.config import LoraConfig
+from meshtune.adapters.method import abstract
+from meshtune.model.compute import Compute, compiler_options
+from meshtune.model.decoder import hidden_states
+from meshtune.model.linear import matmul
+from meshtune.model.spec import LayerSpec, ModelSpec, RopeSpec, Stack
+from meshtune.model.tree import merge
+from meshtune.quantize import FORMATS
+from meshtune.quantize.config import QuantizeConfig
+from meshtune.quantize.weight import QuantisedWeight
+
+SPEC = ModelSpec("llama", 64, 256, 512, 4, 2, 64, RopeSpec(1e4, 64), (Stack((LayerSpec(),), 1),), 1e-5, "float32")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_product_and_gradient_are_those_of_the_dequantised_weight(format, dtype):
+    draw = np.random.default_rng(0)
+    x, g = (jnp.asarray(draw.standard_normal((3, 5, n)), dtype) for n in (128, 48))
+    weight = QuantisedWeight.quantise(jnp.asarray(draw.standard_normal((48, 128)), jnp.float32), QuantizeConfig(format))
+    wide = weight.dequantise(dtype)
+    y, pull = jax.vjp(lambda x: matmul(x, weight), x)
+    wanted, wanted_pull = jax.vjp(lambda x: matmul(x, wide), x)
+    np.testing.assert_array_equal(y, wanted)
+    # The same products, perhaps summed in another order.
+    close = {"float32": 1e-5, "bfloat16": 2e-2}[dtype]
+    np.testing.assert_allclose(*(np.asarray(p(g)[0], np.float32) for p in (pull, wanted_pull)), rtol=close, atol=close)
+
+
+def temporaries(layers, quantize, compute):
+    """Bytes of temporaries of the gradient of `layers` layers with adapters, compiled and not run."""
+    spec = dataclasses.replace(SPEC, dtype=compute.dtype, stacks=(Stack((LayerSpec(),), layers),))
+    arrays = abstract(LoraConfig(rank=2), spec, quantize=quantize)
+
+    def loss(trainable, frozen, tokens):
+        params = merge(trainable, frozen)
+        return hidden_states(params, spec, compute, tokens, tokens, tokens).astype(jnp.float32).sum()
+
+    trainable, frozen = (
+        jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
+        for tree in (arrays.trainable, arrays.frozen)
+    )
+    tokens = jax.ShapeDtypeStruct((1, 32), jnp.int32)
+    options = None if compute.dtype == "float32" else compiler_options("cpu")
+    compiled = jax.jit(jax.grad(loss), compiler_options=options).lower(trainable, frozen, tokens).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "remat", "scan"),
+    [
+        ("float32", "selective", True),
+        pytest.param("float32", "none", True, marks=pytest.mark.slow),
+        pytest.param("float32", "full", True, marks=pytest.mark.slow),
+        pytest.param("bfloat16", "none", True, marks=pytest.mark.slow),
+        pytest.param("bfloat16", "selective", True, marks=pytest.mark.slow),
+        pytest.param("float32", "selective", False, marks=pytest.mark.slow),
+    ],
+)
+def test_memory_does_not_grow_with_dequantised_layers(dtype, remat, scan):
+    """A further layer adds to the temporaries what it adds without quantisation, where no weight is ever kept."""
+    compute = Compute(dtype=dtype, remat=remat, scan=scan, attention="direct")
+    a_layer = 2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512
+    grown = {}
+    for config in (None, QuantizeConfig("nf4")):
+        few, many = (temporaries(layers, config, compute) for layers in (2, 6))
+        grown[config] = (many - few) / 4
+    wide = a_layer * np.dtype(jnp.dtype(dtype)).itemsize
+    assert grown[QuantizeConfig("nf4")] - grown[None] < 0.05 * wide, (grown, wide)
