@@ -26,6 +26,7 @@ READ = {
     "alpha_pattern", "exclude_modules", "layers_to_transform", "layers_pattern",
 }  # fmt: skip
 NEUTRAL: dict[str, Any] = {"bias": "none"}
+TASKS = ("CAUSAL_LM", "SEQ_CLS")  # a reward model is a sequence classification model of one label
 # Starts that leave the base as it is; the others (pissa, olora, corda, loftq, lora_ga, ...) change its weights.
 HARMLESS_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 
@@ -37,6 +38,11 @@ class PeftConfig:
     fields: dict[str, Any]
     kind: str
     config: LoraConfig
+
+    @property
+    def scored(self) -> bool:
+        """Whether it is a reward model's."""
+        return self.fields.get("task_type") == TASKS[True]
 
     def rank(self, name: str) -> int:
         """The rank of the adapter of an HF module."""
@@ -89,8 +95,8 @@ def read_config(fields: dict[str, Any], where: str) -> PeftConfig:
             continue
         if field in NEUTRAL or value not in (False, [], {}, ""):
             raise refuse(field, "this is not implemented and would change the result")
-    if fields.get("task_type") not in (None, "CAUSAL_LM"):
-        raise refuse("task_type", "only adapters of causal language models are supported", "use a CAUSAL_LM adapter")
+    if fields.get("task_type") not in (None, *TASKS):
+        raise refuse("task_type", "only adapters of causal language models and of reward models are supported")
     if fields.get("init_lora_weights", True) not in HARMLESS_STARTS:
         raise refuse(
             "init_lora_weights",
@@ -125,6 +131,8 @@ def write_config(
     alphas: dict[str, float],
     trained: list[str],
     names: list[str],
+    *,
+    scored: bool = False,
 ) -> dict[str, Any]:
     """The fields for adapters of these ranks and alphas (by HF module), with `trained` modules saved in full.
 
@@ -134,7 +142,7 @@ def write_config(
     alpha_pattern = {name: _plain(a) for name, a in alphas.items() if not math.isclose(a, config.alpha, rel_tol=1e-9)}
     return {
         **ADAPTERS[config.adapter].PEFT_FIELDS,
-        "task_type": "CAUSAL_LM",
+        "task_type": TASKS[scored],
         "base_model_name_or_path": base,
         "revision": None,
         "inference_mode": True,

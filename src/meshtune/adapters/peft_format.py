@@ -25,6 +25,7 @@ from meshtune.adapters.peft_tensors import Content, collect, names_of_nodes, rea
 from meshtune.adapters.publish import disk_errors, published
 from meshtune.adapters.targets import modules
 from meshtune.errors import UserError
+from meshtune.families import scored_spec
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.processes import Job
 from meshtune.mesh.together import ALONE, together
@@ -93,7 +94,8 @@ def save_adapter(
     """
     dest = pathlib.Path(dest)
     written = collect(trainable, spec, config)
-    fields = write_config(config, base.path, written.ranks, written.alphas, written.trained, list(modules(spec)))
+    names = list(modules(spec))
+    fields = write_config(config, base.path, written.ranks, written.alphas, written.trained, names, scored=spec.scored)
     record = {
         "base": {field: value for field, value in dataclasses.asdict(base).items() if value is not None},
         "rank": config.rank,
@@ -122,6 +124,8 @@ def load_adapter(source: str | os.PathLike[str], spec: ModelSpec, layout: Layout
     """
     source = pathlib.Path(source)
     peft = read_config(_json(source), str(source / CONFIG))
+    if peft.scored and not spec.scored:
+        spec = scored_spec(spec)
     with _opened(source / WEIGHTS) as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         content = sort(shapes, spec, peft, str(source / WEIGHTS))
@@ -155,8 +159,11 @@ def attach(params: Tree, spec: ModelSpec, adapter: LoadedAdapter) -> tuple[Model
                 where=f"{WEIGHTS}, {name}.base_layer.weight",
                 fix="give the base this adapter was trained on (a resized vocabulary is a change of the base too)",
             )
-    weights = used_up(restack(params, dataclasses.replace(spec, tied=adapter.spec.tied), adapter.spec))
-    if spec.tied and not adapter.spec.tied:
+    same = dataclasses.replace(spec, tied=adapter.spec.tied, scored=adapter.spec.scored)
+    weights = used_up(restack(params, same, adapter.spec))
+    if adapter.spec.scored:
+        weights.pop("head/weight", None)
+    elif spec.tied and not adapter.spec.tied:
         weights["head/weight"] = weights["embed/weight"]
     for path in flatten(adapter.trainable):
         weights.pop(path, None)

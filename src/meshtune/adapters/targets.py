@@ -95,7 +95,7 @@ def adapter_targets(config: LoraConfig, among: dict[str, Module]) -> list[str]:
     chosen: dict[str, Module] = {}
     for target in wanted:
         if target.lower() == ALL_LINEAR:
-            found = [name for name, module in linear.items() if module.node != "head"]
+            found = [name for name, module in linear.items() if module.node not in ("head", "score")]
         else:
             found = [name for name in linear if matches(target, name)]
         if not found and any(matches(target, name) for name in among):
@@ -125,12 +125,19 @@ def adapter_targets(config: LoraConfig, among: dict[str, Module]) -> list[str]:
 
 
 def fully_trained(method: LoraConfig | FreezeConfig, spec: ModelSpec, among: dict[str, Module]) -> list[str]:
-    """The modules that a method trains in full. In a tied model embed_tokens and lm_head both mean the one matrix.
+    """The modules that a method trains in full, a reward model's score always among them: nothing else could learn
+    through a random one. In a tied model embed_tokens and lm_head both mean the one matrix.
 
     Raises UserError for unknown names and for more layers than the model has.
     """
     if isinstance(method, LoraConfig):
-        return _tied_once(choose(method.train_modules, among, "method.train_modules"), among, spec)
+        named = _tied_once(choose(method.train_modules, among, "method.train_modules"), among, spec)
+    else:
+        named = _tied_once(_chosen_layers(method, spec, among), among, spec)
+    return [name for name, module in among.items() if name in named or module.node == "score"]
+
+
+def _chosen_layers(method: FreezeConfig, spec: ModelSpec, among: dict[str, Module]) -> list[str]:
     layers = range(spec.layers)
     for field, n in (("last_layers", method.last_layers), ("first_layers", method.first_layers)):
         if n is not None and n > spec.layers:
@@ -154,7 +161,7 @@ def fully_trained(method: LoraConfig | FreezeConfig, spec: ModelSpec, among: dic
                 where="method.modules",
                 fix="name modules of those layers, or leave last_layers and first_layers out",
             )
-    return _tied_once([name for name in named if name in inside], among, spec)
+    return [name for name in named if name in inside]
 
 
 def _tied_once(names: list[str], among: dict[str, Module], spec: ModelSpec) -> list[str]:

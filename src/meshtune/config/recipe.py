@@ -282,7 +282,7 @@ class Recipe(Section):
     model: ModelSection
     data: DataSection
     output: PathText = Field(description="Directory of the run: checkpoints, logs, plots, the final adapter or model.")
-    stage: Stage = Field(default_factory=SftStage)
+    stage: Stage = Field(default_factory=SftStage, description="What is learned and how it is scored.")
     method: Method = Field(default_factory=LoraMethod)
     quantize: QuantizeSection | None = Field(
         default=None, description="Keep the frozen base in few bits (nf4, int8, fp8 or int4); null: as it is."

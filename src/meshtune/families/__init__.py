@@ -14,6 +14,7 @@ from meshtune.errors import UserError, nearest
 from meshtune.families import llama, mistral, qwen2, qwen3
 from meshtune.model.spec import ModelSpec
 
+LANGUAGE, SCORED = "ForCausalLM", "ForSequenceClassification"
 FAMILIES: dict[str, ModuleType] = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}
 
 
@@ -24,13 +25,43 @@ def model_spec(config: dict[str, Any], dtype: str = "float32", where: str = "con
     is not implemented; `where` names the config in the message.
     """
     kind = config.get("model_type")
+    if scored := (config.get("architectures") or [""])[0].endswith(SCORED):
+        config = _of_one_score(config, where)
     if kind not in FAMILIES:
         raise UserError(
             f"model_type {kind!r} is not supported",
             where=f"{where}, field model_type",
             fix=f"{nearest(str(kind), FAMILIES)}supported: {', '.join(sorted(FAMILIES))}",
         )
-    return dataclasses.replace(FAMILIES[kind].model_spec(config, where), dtype=dtype)
+    spec = dataclasses.replace(FAMILIES[kind].model_spec(config, where), dtype=dtype)
+    return scored_spec(spec) if scored else spec
+
+
+def scored_spec(spec: ModelSpec) -> ModelSpec:
+    """The same model with a head of one score instead of its own: a reward model."""
+    return dataclasses.replace(spec, scored=True, tied=False)
+
+
+def scored_fields(config: dict[str, Any], pad: int | None) -> dict[str, Any]:
+    """What the config of a scored model has beside its language model's; `pad` is the padding token's id."""
+    architecture = (config.get("architectures") or [f"{config['model_type'].capitalize()}{LANGUAGE}"])[0]
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "num_labels": 1}
+    return {"architectures": [architecture.replace(LANGUAGE, SCORED)], **labels, "pad_token_id": pad}
+
+
+def _of_one_score(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """The config of the language model that a sequence classification model of one label was made from."""
+    labels = len(config.get("id2label") or {}) or config.get("num_labels", 2)
+    if labels != 1:
+        raise UserError(
+            f"a model with {labels} labels: only a reward model, with one, is supported",
+            where=f"{where}, field id2label",
+            fix="give a model with one label, or a causal language model",
+        )
+    language = config["architectures"][0].replace(SCORED, LANGUAGE)
+    return {name: value for name, value in config.items() if name != "tie_word_embeddings"} | {
+        "architectures": [language]
+    }
 
 
 def hf_names(spec: ModelSpec) -> dict[str, list[str]]:

@@ -22,7 +22,7 @@ MODULES = {
     "mlp/up": "mlp.up_proj",
     "mlp/down": "mlp.down_proj",
 }
-OUTSIDE = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+OUTSIDE = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head", "score": "score"}
 
 
 def model_spec(config: dict[str, Any], where: str) -> ModelSpec:

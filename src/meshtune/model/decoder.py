@@ -67,7 +67,10 @@ def hidden_states(
 
 
 def head_params(params: Tree, spec: ModelSpec) -> Tree:
-    """The node of the output head: where it is tied, the embedding's weight and whatever adapts the head alone."""
+    """The node of the output head: where it is tied, the embedding's weight and whatever adapts the head alone; of a
+    scored model the node of its score."""
+    if spec.scored:
+        return params["score"]
     head = params.get("head", {})
     return {"weight": params["embed"]["weight"], **head} if spec.tied else head
 
@@ -78,7 +81,7 @@ def head_logits(head: Tree, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"
 
 
 def logits(params: Tree, spec: ModelSpec, hidden: Hidden) -> Float[Array, "B T V"]:
-    """float32 logits of every token."""
+    """float32 logits of every token; one score each in a scored model."""
     return head_logits(head_params(params, spec), hidden)
 
 

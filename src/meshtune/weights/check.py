@@ -13,6 +13,7 @@ from meshtune.weights.slots import Slot, blocks, slots
 # Tensors that checkpoints carry and no model needs: buffers that are computed from the config.
 HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.rotary_emb\.inv_freq|attn\.(masked_)?bias)$")
 HEAD = "lm_head.weight"
+SCORE = "score/weight"
 SHOWN = 6
 
 # Which config field sets the size of each logical axis.
@@ -32,7 +33,7 @@ def check(directory: Path, spec: ModelSpec, found: dict[str, TensorInfo], *, num
     shape and dtype alone where not `numbers`; all else is in headers anyway).
     """
     wanted = {slot.name: slot for slot in slots(spec)}
-    missing = [name for name in wanted if name not in found]
+    missing = [name for name, slot in wanted.items() if name not in found and not starts_anew(slot)]
     extra = [name for name in found if name not in wanted and not _harmless(name, spec)]
     problems = _missing_lines(missing, wanted, found) + _extra_lines(extra, found)
     for name, slot in wanted.items():
@@ -45,7 +46,12 @@ def check(directory: Path, spec: ModelSpec, found: dict[str, TensorInfo], *, num
 
 
 def _harmless(name: str, spec: ModelSpec) -> bool:
-    return bool(HARMLESS.search(name)) or (spec.tied and name == HEAD)
+    return bool(HARMLESS.search(name)) or ((spec.tied or spec.scored) and name == HEAD)
+
+
+def starts_anew(slot: Slot) -> bool:
+    """Whether a checkpoint may lack this tensor: a reward model's score, which is learned from the start."""
+    return slot.path == SCORE
 
 
 def _missing_lines(missing: list[str], wanted: dict[str, Slot], found: dict[str, TensorInfo]) -> list[str]:

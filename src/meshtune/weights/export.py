@@ -21,6 +21,7 @@ from numpy import ndarray
 
 from meshtune.adapters.publish import disk_errors, published
 from meshtune.errors import UserError
+from meshtune.families import scored_fields
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.processes import Job
 from meshtune.mesh.together import ALONE, together
@@ -70,6 +71,7 @@ def export_model(
     progress: Progress | None = None,
     layout: Layout | None = None,
     job: Job = ALONE,
+    pad: int | None = None,
 ) -> Exported:
     """Writes `params` (merged: without adapters) as a Hugging Face directory and verifies it.
 
@@ -79,6 +81,9 @@ def export_model(
     `expected` are the `probe_logits` of what was trained, taken before adapters were merged. Tensors are written one
     after another, so host memory holds one block of one tensor. `dest` appears whole and verified or not at all; an
     export that fails its verification is left beside it as `<dest>.failed-verification`.
+
+    A scored model is written as its family's ForSequenceClassification with one label; `pad` is then the id that
+    transformers passes over when it looks for a row's last token.
 
     `layout` says how `params` lie on a mesh. With several processes all of `job` call this; what one of them raises all
     raise.
@@ -112,7 +117,7 @@ def export_model(
                         progress(done, total)
         with together(job, "export: config"), disk_errors(dest):
             if job.first:
-                _write_rest(folder, _exported_config(config, spec, dtype), files, copies, chat_template)
+                _write_rest(folder, _exported_config(config, spec, dtype, pad), files, copies, chat_template)
         verified = _verified(params, spec, folder, dest, dtype, expected, layout, job)
     return Exported(dest, tuple(files), total, dtype, verified)
 
@@ -190,12 +195,14 @@ def _nbytes(slot: Slot, dtype: str) -> int:
     return size
 
 
-def _exported_config(config: dict[str, Any], spec: ModelSpec, dtype: str) -> dict[str, Any]:
+def _exported_config(config: dict[str, Any], spec: ModelSpec, dtype: str, pad: int | None) -> dict[str, Any]:
     """The source's config with the dtype that was written, under the name (or names) it has there."""
     fields = [field for field in ("torch_dtype", "dtype") if field in config] or ["dtype"]
     exported = config | dict.fromkeys(fields, dtype)
     if bool(config.get("tie_word_embeddings", False)) != spec.tied:
         exported["tie_word_embeddings"] = spec.tied
+    if spec.scored:
+        exported |= scored_fields(config, pad)
     return exported
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from meshtune.errors import UserError
@@ -19,7 +20,7 @@ from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.model.tree import Tree, flatten, unflatten
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.select import quantised_leaves
-from meshtune.weights.check import check
+from meshtune.weights.check import SCORE, check
 from meshtune.weights.load_report import LoadReport, Watch, bytes_in_use, bytes_placed
 from meshtune.weights.relay import Relay, relay
 from meshtune.weights.safetensors_files import DTYPES, TensorInfo, TensorReader, headers, read_json
@@ -101,6 +102,7 @@ def load_params(
     `broadcast` has one process of every group of `group` neighbouring ones (None: all are one group) read what its
     group needs and pass it on; the others open nothing. Every process must then call this.
     `progress(done, total)` is called in bytes of file, `report` once at the end with what it took on this process.
+    A scored model's score that the directory lacks is left out (see `with_score`).
     Raises UserError if config and weights disagree, or a block does not divide a row, before anything is allocated.
     """
     directory = Path(directory)
@@ -116,8 +118,10 @@ def load_params(
         devices = [*every]
     with Watch() as watch, TensorReader() as reader:
         found = _checked(directory, spec, passing)
-        shards = Shards(arrays, layout, devices)
-        fill(shards, slots(spec), found, reader, passing, progress)
+        wanted = [slot for slot in slots(spec) if slot.name in found]
+        there = {slot.path for slot in wanted}
+        shards = Shards({path: array for path, array in arrays.items() if path in there}, layout, devices)
+        fill(shards, wanted, found, reader, passing, progress)
         leaves = shards.assembled()
     if report:
         here = [device for device in devices if device is not None] or jax.local_devices()[:1]
@@ -136,6 +140,21 @@ def load_params(
             )
         )
     return unflatten(leaves)
+
+
+def with_score(params: Tree, spec: ModelSpec, key: jax.Array, layout: Layout | None = None) -> Tree:
+    """The parameters of a scored model, with a random score (normal, spec.init_std) where they have none."""
+    if not spec.scored or "score" in params:
+        return params
+    array = flatten(abstract_params(spec))[SCORE]
+    data, kind = np.asarray(jax.random.key_data(key)), jax.random.key_impl(key)  # numbers that every process has
+
+    def start() -> jax.Array:
+        own = jax.random.wrap_key_data(jnp.asarray(data), impl=kind)
+        return (jax.random.normal(own, array.shape) * spec.init_std).astype(array.dtype)
+
+    made = jax.jit(start, out_shardings=None if layout is None else layout.of(array))()
+    return params | {"score": {"weight": made}}
 
 
 def _checked(directory: Path, spec: ModelSpec, passing: Relay | None) -> dict[str, TensorInfo]:

@@ -89,7 +89,7 @@ def _logits(
     for layer, node in layers:
         x = _step(x, node, rows, spec, layer, compute).block_until_ready()
     params = ends()
-    head = {name: leaf for name, leaf in params.items() if name in ("embed", "head")}
+    head = {name: leaf for name, leaf in params.items() if name in ("embed", "head", "score")}
     return np.asarray(_finish(x, params["norm"], head_params(head, spec), spec, compute).addressable_data(0))
 
 
