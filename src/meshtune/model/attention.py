@@ -87,5 +87,6 @@ def attend(
         split=None if compute.layout is None else compute.layout.attention_split(),
         platform=compute.platform,
         chip=compute.chip,
+        packed=compute.packed,
     )
     return linear(mixed.reshape(*mixed.shape[:2], -1), node["o"], site_key(key, "o"))

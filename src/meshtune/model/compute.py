@@ -17,6 +17,7 @@ class Compute:
     `dtype` is that of activations and matrix products; `loss_chunk` is in tokens of one row.
     `layout` says how activations lie on a mesh; None: on one device. `platform` is the JAX platform the program is for
     ("": the one here), `chip` the arch of its devices ("sm_90a", "gfx942"; "": that of the first one here).
+    `packed=False` promises that a row is one document and then padding.
     `mlp_chunk` and `attention_chunk` are the tokens of a row whose feed-forward layer exists at once, and whose
     queries, attention, its result and feed-forward layer do (model.chunks); None: the whole row's.
     `offload` names what waits in the host's memory: "residual", the stream that enters each layer (with remat full or
@@ -31,6 +32,7 @@ class Compute:
     layout: Layout | None = None
     platform: str = ""
     chip: str = ""
+    packed: bool = True
     mlp_chunk: int | None = None
     attention_chunk: int | None = None
     offload: tuple[str, ...] = ()

@@ -14,6 +14,7 @@ from meshtune.mesh.fit import Note, auto_mesh, layout_for
 from meshtune.mesh.layout import Layout
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
+from meshtune.objectives import STAGES
 from meshtune.optim.build import OptimizerConfig
 from meshtune.optim.schedules import ScheduleConfig
 from meshtune.train.machine import Machine, this_machine
@@ -109,29 +110,6 @@ def compute_of(
     elif remat == "auto":
         remat, why = "selective", "auto: products are kept"
     choices = [Choice("remat", remat, why), *(Choice(*tile) for tile in tiles)]
-    windows = {layer.window for stack in spec.stacks for layer in stack.pattern}
-    taken = []
-    for window in sorted(windows, key=lambda w: (w is not None, w)):
-        request = AttentionRequest(
-            batch=rows,
-            q_length=attention_chunk or length,
-            kv_length=length,
-            heads=spec.heads,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-            dtype=precision.compute,
-            platform=machine.platform,
-            chip=machine.chip,
-            scale=spec.head_dim**-0.5,
-            window=window,
-            aligned=attention_chunk is None,
-        )
-        if layout is not None:
-            split = layout.attention_split().fitted(request)
-            request = split.local(request)
-        chosen, reason = choose(request, asked.attention)
-        taken.append(Choice("attention", chosen.name + (f" (window {window})" if window else ""), reason))
-    choices += list(dict.fromkeys(taken))
     if asked.loss_chunk is not None:
         chunk, reason = max(1, asked.loss_chunk // rows), "asked for"
     else:
@@ -139,9 +117,7 @@ def compute_of(
         chunk = max(16, 1 << (most.bit_length() - 1))
         reason = f"auto: about {LOGITS_BYTES >> 20} MiB of logits at once"
     chunk = min(chunk, length)
-    choices.append(Choice("loss_chunk", f"{chunk * rows} tokens", reason))
-    if asked.offload:
-        choices.append(Choice("offload", ", ".join(asked.offload), "asked for"))
+    tokens = Choice("loss_chunk", f"{chunk * rows} tokens", reason)
     compute = Compute(
         precision.compute,
         remat,
@@ -151,11 +127,41 @@ def compute_of(
         layout,
         platform=machine.platform,
         chip=machine.chip,
+        packed=recipe.data.packing or STAGES[recipe.stage.kind].learns != "documents",
         mlp_chunk=mlp_chunk,
         attention_chunk=attention_chunk,
         offload=tuple(asked.offload),
     )
+    for request in attention_requests(compute, spec, rows, length):
+        backend, reason = choose(request, asked.attention)
+        window = f" (window {request.window})" if request.window else ""
+        choices.append(Choice("attention", backend.name + window, reason))
+    choices.append(tokens)
+    if asked.offload:
+        choices.append(Choice("offload", ", ".join(asked.offload), "asked for"))
     return compute, choices
+
+
+def attention_requests(compute: Compute, spec: ModelSpec, rows: int, length: int) -> list[AttentionRequest]:
+    """What one device is asked in each kind of layer, for micro-batches of `rows` rows of `length` positions."""
+    windows = {layer.window for stack in spec.stacks for layer in stack.pattern}
+    asked = AttentionRequest(
+        batch=rows,
+        q_length=compute.attention_chunk or length,
+        kv_length=length,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        dtype=compute.dtype,
+        platform=compute.platform,
+        chip=compute.chip,
+        packed=compute.packed,
+        scale=spec.head_dim**-0.5,
+        aligned=compute.attention_chunk is None,
+    )
+    if compute.layout is not None:
+        asked = compute.layout.attention_split().fitted(asked).local(asked)
+    return [dataclasses.replace(asked, window=w) for w in sorted(windows, key=lambda w: (w is not None, w))]
 
 
 def method_of(recipe: Recipe) -> Method:

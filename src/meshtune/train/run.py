@@ -30,6 +30,7 @@ from meshtune.plan import truth
 from meshtune.plan.auto import merged, settled_autos, target_here
 from meshtune.train import banner, metrics_log, trackers
 from meshtune.train.assemble import optimizer_for, state_like
+from meshtune.train.attention_check import checked_attention
 from meshtune.train.checkpoint import Best, Checkpoints, Record, disk_reason, versions
 from meshtune.train.devices import device_table, hosts, seen_by_all
 from meshtune.train.events import opened
@@ -162,6 +163,8 @@ class _Run:
             metrics_log.cut_back(self.output, resumed.step if resumed else None)
             write_recipe(self.output, self.fields | {"resume": False, "overwrite": False})
         self._write_run(self._about(record, "running"))
+        for line in self._checked():
+            self.console.print(line)
         task = make_task(self._parts(made, optimizer, schedule), record, state)
         length = self.data.train.row_length
         watch = truth.watch(task.step, self.recipe, self.target, self.settled.layout, length) if self.job.first else []
@@ -174,6 +177,11 @@ class _Run:
         if ended.interrupted is not None and ended.step < self.total:
             return self._interrupted(ended)
         return self._finished(ended, made, checkpoints, record)
+
+    def _checked(self) -> list[str]:
+        """Nothing is trained with kernels whose numbers are wrong on this kind of device."""
+        rows = self.recipe.train.batch_size // self.recipe.train.accumulation
+        return checked_attention(self.compute, self.settled.spec, rows, self.data.train.row_length)
 
     def _data(self) -> Data:
         with self.console.status("reading data") as status:

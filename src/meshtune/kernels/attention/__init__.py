@@ -8,9 +8,11 @@ from jaxtyping import Array, Float, Int
 from meshtune.errors import UserError, nearest
 from meshtune.kernels.attention.balance import balanced_order
 from meshtune.kernels.attention.blockwise import BLOCKWISE
+from meshtune.kernels.attention.cudnn import CUDNN
 from meshtune.kernels.attention.direct import DIRECT
 from meshtune.kernels.attention.products import LOG_SUM_EXP, OUTPUT
 from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest, Backend
+from meshtune.kernels.attention.splash import SPLASH
 from meshtune.kernels.attention.split import AttentionSplit, run_over_mesh
 from meshtune.kernels.attention.triton import TRITON
 
@@ -30,6 +32,8 @@ __all__ = [
 # In order of preference for backend="auto". A new backend is one file and one line here.
 BACKENDS: list[Backend] = [
     DIRECT,
+    SPLASH,
+    CUDNN,
     TRITON,
     BLOCKWISE,
 ]
@@ -86,6 +90,7 @@ def attention(
     split: AttentionSplit | None = None,
     platform: str = "",
     chip: str = "",
+    packed: bool = True,
 ) -> Float[Array, "B T H h"]:
     """Grouped-query softmax attention over packed rows.
 
@@ -99,6 +104,7 @@ def attention(
     round a ring of devices, and rows should be held in `balanced_order` ("stands after" means in the row's own order).
     The result is the same; what an axis does not divide is whole on each of its devices.
     `platform` and `chip` say what the program is compiled for, where that is not the first device here (see chips).
+    `packed=False` promises that a row is one document and then padding.
     Raises UserError for a backend that does not exist or cannot serve (see `choose`).
     """
     B, T, H, h = q.shape
@@ -120,6 +126,7 @@ def attention(
         softcap=softcap,
         aligned=aligned,
         chip=chip or ("" if split is None else split.chip),
+        packed=packed,
     )
     inputs = AttentionInputs(q, k, v, q_positions, kv_positions, q_segments, kv_segments)
     if split is None or split.mesh.size == 1:

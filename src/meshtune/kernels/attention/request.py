@@ -19,6 +19,7 @@ class AttentionRequest:
     Lengths are in tokens (q_length is T, kv_length is S). `aligned` promises that T == S and that no token sees one
     that stands after it in the row: positions rise by one within a document, whose tokens stand together. `platform` is
     the JAX platform the program is traced for, `chip` the arch of its devices ("": the first device here; see chips).
+    `packed=False` promises that a row is one document and then padding.
     Over a mesh all sizes are those of one device, and `ring` is the number of devices that hold a row's parts in turn
     (1: each device has whole rows of keys).
     """
@@ -37,6 +38,7 @@ class AttentionRequest:
     aligned: bool = False
     ring: int = 1
     chip: str = ""
+    packed: bool = True
 
 
 class AttentionInputs(NamedTuple):
