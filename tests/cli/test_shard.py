@@ -38,7 +38,7 @@ def test_405b_over_eight_devices_is_told_in_seconds(recipe):
     ran = shard(recipe, "--target", "8xMI300X", "mesh.fsdp=8")
     cpu = os.times()
     assert ran.returncode == 0, ran.stderr
-    for words in ("8xMI300X", "fsdp=8", "layers/0.0/attn/q/weight", "layers heads embed", "- - fsdp", "whole on each"):
+    for words in ("8xMI300X", "fsdp=8", "layers/0.0/attn/q/weight", "layers heads embed", "- fsdp -", "whole on each"):
         assert words in ran.stdout, words
     assert "each device holds 95.1 GiB: frozen 94.5 GiB" in ran.stdout
     assert "% of the 192 GiB" in ran.stdout

@@ -45,13 +45,23 @@ def specs(spec: ModelSpec, mesh: Mesh, method=None) -> dict[str, PartitionSpec]:
 def test_weights_and_adapters_of_405b_lie_as_the_rules_say():
     found = specs(model_spec(LLAMA_405B, "bfloat16"), described(fsdp=4, tp=2))
     P = PartitionSpec
-    assert found["layers/0.0/attn/q/weight"] == P(None, "tp", "fsdp")
+    assert found["layers/0.0/attn/q/weight"] == P(None, ("tp", "fsdp")), "gathered along the leading dimension"
+    assert found["layers/0.0/mlp/gate/weight"] == P(None, ("tp", "fsdp"))
     assert found["layers/0.0/attn/o/weight"] == P(None, "fsdp", "tp")
     assert found["layers/0.0/mlp/down/weight"] == P(None, "fsdp", "tp")
     assert found["embed/weight"] == P("tp", "fsdp")
     assert found["layers/0.0/attn/q/adapter/a"] == P(None, "tp", "fsdp"), "A [rank, in] over (fsdp, tp)"
     assert found["layers/0.0/attn/q/adapter/b"] == P(None, "fsdp", "tp"), "B [out, rank] over (tp, fsdp)"
     assert found["norm/weight"] == P()
+
+
+def test_in_use_every_weight_is_split_over_tp_alone():
+    spec = model_spec(LLAMA_405B, "bfloat16")
+    layout, _ = layout_for(described(fsdp=4, tp=2), spec)
+    for site, axes in (("attn/q", (None, "tp", None)), ("mlp/down", (None, None, "tp"))):
+        array = abstract(LoraConfig(), spec).frozen["layers"]["0.0"][site.split("/")[0]][site.split("/")[1]]["weight"]
+        found = layout.in_use(array.axes, array.shape).spec
+        assert tuple(found) + (None,) * (3 - len(found)) == axes, site
 
 
 @pytest.mark.parametrize("name", CONFIGS)

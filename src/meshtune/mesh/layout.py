@@ -13,7 +13,7 @@ from meshtune.kernels.attention import AttentionSplit
 # Logical axis -> the mesh axes that split it, alternatives in order of preference. Read from the top: an array's axis
 # gets the first alternative that no axis above it has taken. So a batch takes fsdp and leaves the embed axis of
 # activations whole, while in a weight, which has no batch, fsdp splits embed; and an adapter's rank takes tp, so that
-# the other side of A [rank, in] and B [out, rank] goes to fsdp.
+# the other side of A [rank, in] and B [out, rank] goes to fsdp. A weight [out, embed] is the exception: see OUT.
 RULES: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("batch", (("dp", "fsdp"),)),
     ("length", (("cp",),)),
@@ -29,6 +29,10 @@ RULES: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("layers", ()),
     ("whole", ()),
 )
+# Of a weight [.., one of these, embed] fsdp and cp split the first, within tp's part, where they divide it. To gather
+# a weight along its last dimension XLA for GPUs makes a transposed copy of its whole stack: 60 GiB on each of eight
+# devices for 405B.
+OUT = ("heads", "kv_heads", "ffn")
 _ORDER = {name: place for place, (name, _) in enumerate(RULES)}
 
 
@@ -65,6 +69,10 @@ class Layout:
         assert len(axes) == len(shape), (axes, shape)
         if axes in (("embed",), ("layers", "embed")):  # norms and biases: not worth a message
             return PartitionSpec()
+        if len(axes) > 1 and axes[-1] == "embed" and axes[-2] in OUT:
+            ways = ("fsdp", "cp") if axes[-2] in self.whole else ("tp", "fsdp", "cp")
+            if fitting := self._dividing(ways, shape[-2]):
+                return PartitionSpec(*[None] * (len(axes) - 2), fitting if len(fitting) > 1 else fitting[0])
         parts: list[tuple[str, ...]] = [()] * len(axes)
         taken: set[str] = set()
         for place in sorted(range(len(axes)), key=lambda place: _ORDER[axes[place]]):
@@ -94,7 +102,8 @@ class Layout:
     def in_use(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
         """How a parameter lies while it is computed with: split over tp and ep alone, an adapter's rank not at all."""
         axes = tuple("whole" if axis == "rank" else axis for axis in axes)
-        kept = [part if part in ("tp", "ep") else None for part in self.spec(axes, shape)]
+        parts = [(part,) if isinstance(part, str) else part or () for part in self.spec(axes, shape)]
+        kept = [next((axis for axis in part if axis in ("tp", "ep")), None) for part in parts]
         return NamedSharding(self.mesh, PartitionSpec(*kept))
 
     def attention_split(self) -> AttentionSplit:
