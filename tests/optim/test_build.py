@@ -8,81 +8,13 @@ import numpy as np
 import optax
 import pytest
 import torch
+from optimizer_problems import CONSTANT, SHAPES, SPEC, assert_close, gradient, problem, run_ours, run_torch, tree_of
 from transformers.optimization import Adafactor
 
 from meshtune.errors import UserError
-from meshtune.optim.build import OPTIMIZERS, OptimizerConfig, decay_mask, make_optimizer
+from meshtune.optim.build import OPTIMIZERS, Kind, OptimizerConfig, decay_mask, make_optimizer
+from meshtune.optim.rule import adopted
 from meshtune.optim.schedules import ScheduleConfig
-
-CONSTANT = ScheduleConfig("constant")
-SHAPES = {
-    "layers/0.0/attn/q/weight": (3, 8, 6),
-    "layers/0.0/attn/q/bias": (3, 8),
-    "layers/0.0/attn_norm/weight": (3, 6),
-    "norm/weight": (6,),
-    "embed/weight": (11, 6),
-}
-
-
-def tree_of(flat):
-    from meshtune.model.tree import unflatten
-
-    return unflatten(flat)
-
-
-def problem(shapes=SHAPES, seed=0):
-    """Initial parameters and a fixed linear-plus-quadratic loss whose gradient depends on the parameters."""
-    rng = np.random.default_rng(seed)
-    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    noise = {name: rng.normal(size=(20, *shape)).astype(np.float32) for name, shape in shapes.items()}
-    return params, noise
-
-
-def gradient(value, noise):
-    return 0.3 * value + noise
-
-
-def run_ours(config, params, noise, steps):
-    tree = tree_of({name: jnp.asarray(value) for name, value in params.items()})
-    optimizer, _ = make_optimizer(config, steps, tree)
-
-    @jax.jit
-    def step(tree, state, noise):
-        updates, state = optimizer.update(jax.tree.map(gradient, tree, noise), state, tree)
-        return optax.apply_updates(tree, updates), state
-
-    state = optimizer.init(tree)
-    for at in range(steps):
-        tree, state = step(tree, state, tree_of({name: value[at] for name, value in noise.items()}))
-    from meshtune.model.tree import flatten
-
-    return {name: np.asarray(value) for name, value in flatten(tree).items()}
-
-
-def run_torch(make, params, noise, steps, per_layer=False):
-    """`make(groups) -> optimizer`, groups named decay and no_decay. `per_layer` gives torch each layer by itself."""
-    tensors = {}
-    for name, value in params.items():
-        rows = list(value) if per_layer and name.startswith("layers/") else [value]
-        tensors[name] = [torch.nn.Parameter(torch.tensor(row)) for row in rows]
-    kept = [p for name, ps in tensors.items() for p in ps if "norm" not in name and "bias" not in name]
-    free = [p for name, ps in tensors.items() for p in ps if "norm" in name or "bias" in name]
-    optimizer = make(kept, free)
-    for at in range(steps):
-        for name, rows in tensors.items():
-            parts = noise[name][at] if len(rows) > 1 else [noise[name][at]]
-            for row, part in zip(rows, parts, strict=True):
-                row.grad = gradient(row.detach(), torch.tensor(part))
-        optimizer.step()
-    return {
-        name: np.stack([row.detach().numpy() for row in rows]) if len(rows) > 1 else rows[0].detach().numpy()
-        for name, rows in tensors.items()
-    }
-
-
-def assert_close(got, expected, atol):
-    for name, value in expected.items():
-        np.testing.assert_allclose(got[name], value, rtol=0, atol=atol, err_msg=name)
 
 
 # Float32 on both sides; parameters of order 1 moved by up to 20 * 1e-2, so a few units in the last place a step.
@@ -195,18 +127,18 @@ def test_decay_skips_norms_and_biases_but_not_adapters():
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_is_float32_for_float32_parameters_and_follows_state_dtype_for_bf16(name):
-    config = OptimizerConfig(name, momentum=0.9, schedule=CONSTANT)
+def test_moments_are_float32_for_float32_parameters_and_follow_state_dtype_for_bf16(name):
+    config = OptimizerConfig(name, momentum=0.9, schedule=CONSTANT, rank=2)
     for dtype, state_dtype, expected in (
         ("float32", None, "float32"),
         ("bfloat16", "float32", "float32"),
         ("bfloat16", "bfloat16", "bfloat16"),
     ):
         tree = tree_of({path: jnp.ones(shape, dtype) for path, shape in SHAPES.items()})
-        optimizer, _ = make_optimizer(dataclasses.replace(config, state_dtype=state_dtype), 10, tree)
+        optimizer, _ = make_optimizer(dataclasses.replace(config, state_dtype=state_dtype), 10, tree, SPEC)
         state = optimizer.init(tree)
-        floating = {str(x.dtype) for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)}
-        assert floating == {expected}
+        large = set(SHAPES.values())
+        assert {str(x.dtype) for x in jax.tree.leaves(state) if x.shape in large} == {expected}
         updates, after = optimizer.update(tree, state, tree)
         assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
         moved = optax.apply_updates(tree, updates)
@@ -233,7 +165,8 @@ def test_unknown_names_are_errors_with_the_nearest():
 
 
 def test_a_new_optimizer_is_one_entry(monkeypatch):
-    monkeypatch.setitem(OPTIMIZERS, "signsgd", lambda config: optax.scale_by_sign())
+    rule = adopted(lambda at: optax.scale_by_sign())
+    monkeypatch.setitem(OPTIMIZERS, "signsgd", Kind(lambda config, spec: rule))
     optimizer, _ = make_optimizer(OptimizerConfig("signsgd", 0.5, CONSTANT), 3, {"w": jnp.ones(1)})
     updates, _ = optimizer.update({"w": jnp.array([7.0])}, optimizer.init({"w": jnp.ones(1)}), {"w": jnp.ones(1)})
     assert float(updates["w"][0]) == -0.5

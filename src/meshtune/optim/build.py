@@ -1,6 +1,7 @@
-"""Optimizers: optax's, put together as the papers and torch put them, with decay rules by parameter name.
+"""Optimizers by name, put together with a schedule and decay rules by parameter name.
 
-Gradient clipping is not in the chain: the train step computes the global norm once, reports it and clips by it.
+An optimizer is a module and a line in OPTIMIZERS. Gradient clipping is not among what they do: the train step computes
+the global norm once, reports it and clips by it.
 """
 
 from __future__ import annotations
@@ -11,91 +12,107 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from meshtune.errors import UserError, nearest
-from meshtune.optim.adafactor import scale_by_adafactor
-from meshtune.optim.paths import path_name
-from meshtune.optim.schedules import SCHEDULES, Schedule, ScheduleConfig, make_schedule
+from meshtune.model.spec import ArraySpec, ModelSpec
+from meshtune.optim.adafactor import adafactor
+from meshtune.optim.adam import adamw
+from meshtune.optim.adam_mini import adam_mini
+from meshtune.optim.adamw8bit import adamw8bit
+from meshtune.optim.apollo import apollo
+from meshtune.optim.config import OptimizerConfig
+from meshtune.optim.galore import galore
+from meshtune.optim.muon import muon
+from meshtune.optim.optimizer import Optimizer, as_spec, by_parameter, single, whole
+from meshtune.optim.paths import named_leaves, path_name
+from meshtune.optim.prodigy import prodigy
+from meshtune.optim.projection import is_narrowed
+from meshtune.optim.rule import Rule, Rules, adopted
+from meshtune.optim.schedule_free import averages, schedule_free
+from meshtune.optim.schedules import SCHEDULES, Schedule, make_schedule
+
+__all__ = ["OPTIMIZERS", "Kind", "Optimizer", "OptimizerConfig", "decay_mask", "make_optimizer"]
 
 Tree = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """An optimizer and its schedule. `beta2` None is 0.999 (adamw) or 0.99 (lion); decay is always decoupled.
+class Kind:
+    """A kind of optimizer, by what it needs to see: `rules` of single parameters, or `all` gradients at once.
 
-    `no_decay` holds patterns (fnmatch) over paths such as layers/0.0/attn_norm/weight. `state_dtype` None keeps the
-    state in each parameter's own dtype; a name keeps it in that dtype, with the arithmetic in float32.
+    `rules(config, spec)` is one rule, or a choice by path; `all(config, schedule, decayed)` a transformation of optax
+    whose updates are the changes themselves. `reads` are the recipe's keys that it reads beyond those that all read.
+    `shown(config)` gives the function (trainable, state) -> parameters to evaluate, where these are not those trained.
+    `narrows` says that it keeps gradients at a rank below the matrices'.
     """
 
-    name: str = "adamw"
-    learning_rate: float = 2e-4
-    schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
-    weight_decay: float = 0.0
-    no_decay: tuple[str, ...] = ("*norm*", "*bias")
-    beta1: float = 0.9
-    beta2: float | None = None
-    eps: float = 1e-8
-    momentum: float = 0.0
-    state_dtype: str | None = None
+    rules: Callable[[OptimizerConfig, ModelSpec | None], Rule | Rules] | None = None
+    all: Callable[[OptimizerConfig, Schedule, Tree], optax.GradientTransformation] | None = None
+    reads: tuple[str, ...] = ()
+    shown: Callable[[OptimizerConfig], Callable[[Tree, Any], Tree]] | None = None
+    narrows: bool = False
 
 
-def _adamw(config: OptimizerConfig) -> optax.GradientTransformation:
-    """https://arxiv.org/abs/1711.05101; eps outside the square root of the bias-corrected moment, as in torch."""
-    b2 = 0.999 if config.beta2 is None else config.beta2
-    return optax.scale_by_adam(b1=config.beta1, b2=b2, eps=config.eps)
-
-
-def _sgd(config: OptimizerConfig) -> optax.GradientTransformation:
+def _sgd(config: OptimizerConfig, spec: ModelSpec | None) -> Rule:
     """Heavy-ball momentum without dampening, as in torch."""
-    return optax.trace(decay=config.momentum) if config.momentum else optax.identity()
+    one = optax.trace(decay=config.momentum) if config.momentum else optax.identity()
+    return adopted(lambda at: one, config.state_dtype)
 
 
-def _adafactor(config: OptimizerConfig) -> optax.GradientTransformation:
-    """https://arxiv.org/abs/1804.04235 with the learning rate as given (no relative step, no parameter scale)."""
-    return scale_by_adafactor()
-
-
-def _lion(config: OptimizerConfig) -> optax.GradientTransformation:
+def _lion(config: OptimizerConfig, spec: ModelSpec | None) -> Rule:
     """https://arxiv.org/abs/2302.06675."""
-    b2 = 0.99 if config.beta2 is None else config.beta2
-    return optax.scale_by_lion(b1=config.beta1, b2=b2)
+    one = optax.scale_by_lion(b1=config.beta1, b2=0.99 if config.beta2 is None else config.beta2)
+    return adopted(lambda at: one, config.state_dtype)
 
 
-OPTIMIZERS: dict[str, Callable[[OptimizerConfig], optax.GradientTransformation]] = {
-    "adamw": _adamw,
-    "sgd": _sgd,
-    "adafactor": _adafactor,
-    "lion": _lion,
+ADAM = ("beta1", "beta2", "eps")
+
+OPTIMIZERS: dict[str, Kind] = {
+    "adamw": Kind(lambda config, spec: adamw(config), reads=ADAM),
+    "adamw8bit": Kind(lambda config, spec: adamw8bit(config), reads=ADAM),
+    "adam_mini": Kind(adam_mini, reads=ADAM),
+    "muon": Kind(lambda config, spec: muon(config), reads=(*ADAM, "momentum", "match_rms")),
+    "galore": Kind(lambda config, spec: galore(config), reads=(*ADAM, "rank", "update_gap", "scale"), narrows=True),
+    "apollo": Kind(
+        lambda config, spec: apollo(config), reads=(*ADAM, "rank", "update_gap", "scale", "scaling"), narrows=True
+    ),
+    "adafactor": Kind(lambda config, spec: adafactor(config)),
+    "lion": Kind(_lion, reads=("beta1", "beta2")),
+    "sgd": Kind(_sgd, reads=("momentum",)),
+    "schedule_free": Kind(lambda config, spec: schedule_free(config), reads=ADAM, shown=averages),
+    "prodigy": Kind(all=prodigy, reads=(*ADAM, "d_coef")),
 }
 
 
 def make_optimizer(
-    config: OptimizerConfig, total_steps: int, trainable: Tree
-) -> tuple[optax.GradientTransformation, Schedule]:
-    """(the transformation, the schedule) for a run of `total_steps` updates of the tree `trainable`.
+    config: OptimizerConfig, total_steps: int, trainable: Tree, spec: ModelSpec | None = None
+) -> tuple[Optimizer, Schedule]:
+    """(the optimizer, its schedule) for a run of `total_steps` updates of the tree `trainable`.
 
-    The transformation's updates are to be added to the parameters (`optax.apply_updates`). `trainable` is read for its
-    paths and dtypes alone and may be abstract.
+    `trainable` is read for its paths, shapes and dtypes alone and may be abstract; `spec` is the model's, for methods
+    that follow its heads and layers.
 
-    Raises: UserError for an optimizer or schedule that does not exist.
+    Raises: UserError for an optimizer or schedule that does not exist, and for what an optimizer cannot do.
     """
     for kind, name, known in (("optimizer", config.name, OPTIMIZERS), ("schedule", config.schedule.name, SCHEDULES)):
         if name not in known:
             raise UserError(
                 f"there is no {kind} '{name}'", fix=f"{nearest(name, known)}choose one of {', '.join(known)}"
             )
+    chosen = OPTIMIZERS[config.name]
     schedule = make_schedule(config.schedule, config.learning_rate, total_steps)
-    parts = [OPTIMIZERS[config.name](config)]
-    if config.weight_decay:
-        parts.append(optax.add_decayed_weights(config.weight_decay, mask=decay_mask(config.no_decay, trainable)))
-    parts.append(optax.scale_by_learning_rate(schedule))
-    chain = optax.chain(*parts)
-    if config.state_dtype is not None:
-        chain = _in_float32(chain, jnp.dtype(config.state_dtype))
-    return chain, schedule
+    decayed = decay_mask(config.no_decay, trainable)
+    if chosen.all is not None:
+        return whole(chosen.all(config, schedule, decayed), schedule, config.state_dtype), schedule
+    assert chosen.rules is not None
+    parameters = {path: single(path, as_spec(leaf)) for path, leaf in named_leaves(trainable)}
+    if chosen.narrows:
+        _check_narrowed(config, parameters)
+    rules = _each(chosen.rules(config, spec), parameters)
+    decay = {path: config.weight_decay if yes else 0.0 for path, yes in named_leaves(decayed)}
+    made = by_parameter(rules, schedule, decay)
+    return (made if chosen.shown is None else dataclasses.replace(made, shown=chosen.shown(config))), schedule
 
 
 def decay_mask(no_decay: tuple[str, ...], trainable: Tree) -> Tree:
@@ -105,18 +122,24 @@ def decay_mask(no_decay: tuple[str, ...], trainable: Tree) -> Tree:
     )
 
 
-def _in_float32(inner: optax.GradientTransformation, state_dtype: jnp.dtype) -> optax.GradientTransformation:
-    """Computes in float32 whatever the parameters' dtype, and keeps floating state of any shape in `state_dtype`."""
+def _each(rules: Rule | Rules, parameters: dict[str, ArraySpec]) -> dict[str, Rule]:
+    return {path: rules if isinstance(rules, Rule) else rules(path, array) for path, array in parameters.items()}
 
-    def cast(tree: Tree, dtype: Any) -> Tree:
-        return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
-    def init(params):
-        return cast(inner.init(cast(params, jnp.float32)), state_dtype)
-
-    def update(updates, state, params=None):
-        wide = None if params is None else cast(params, jnp.float32)
-        updates, state = inner.update(cast(updates, jnp.float32), cast(state, jnp.float32), wide)
-        return updates, cast(state, state_dtype)
-
-    return optax.GradientTransformation(init, update)
+def _check_narrowed(config: OptimizerConfig, parameters: dict[str, ArraySpec]) -> None:
+    if any("/adapter/" in path for path in parameters):
+        raise UserError(
+            f"{config.name} makes the gradients of whole matrices narrow, and adapters are narrow already",
+            where="optimizer.name, method",
+            fix=f"use method: full or freeze with {config.name}, or optimizer.name=adamw with the adapters",
+        )
+    matrices = {
+        path: array for path, array in parameters.items() if len(array.shape) == 2 and path.startswith("layers/")
+    }
+    if matrices and not any(is_narrowed(path, array, config.rank) for path, array in matrices.items()):
+        largest = max(min(array.shape) for array in matrices.values())
+        raise UserError(
+            f"rank {config.rank} is not below the dimensions of any matrix that is trained (the widest has {largest})",
+            where="optimizer.rank",
+            fix=f"give a rank below {largest}, such as {max(1, largest // 4)}",
+        )

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
@@ -18,14 +17,12 @@ from meshtune.mesh.fit import layout_for
 from meshtune.mesh.layout import Layout
 from meshtune.model.spec import ArraySpec, ModelSpec
 from meshtune.optim.build import make_optimizer
-from meshtune.optim.paths import named_leaves, path_name
+from meshtune.optim.paths import named_leaves
 from meshtune.plan.hardware import Target
 from meshtune.train.quantized import quantize_of
 from meshtune.train.resolve import Precision, method_of, optimizer_of, precision_of
 from meshtune.weights.hub import CONFIG, locate
 from meshtune.weights.load import load_config, load_spec, stored_dtype
-
-REPLICATED = ("whole",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,15 +134,8 @@ def bytes_a_number(dtype: Any) -> float:
 
 
 def _optimizer(recipe: Recipe, precision: Precision, arrays: Prepared) -> list[Kept]:
-    """The optimizer's state: what it keeps of a parameter in that parameter's shape lies as that does."""
-    optimizer, _ = make_optimizer(optimizer_of(recipe, precision), recipe.train.steps or 1, arrays.trainable)
-    shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arrays.trainable)
-    state = jax.eval_shape(optimizer.init, shapes)
-    known = [(f"/{path}/", array) for path, array in named_leaves(arrays.trainable)]
-    found = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        here = f"/{path_name(path)}/"
-        axes = next((array.axes for name, array in known if name in here and array.shape == leaf.shape), None)
-        axes = axes or REPLICATED * leaf.ndim
-        found.append(Kept("optimizer", here, leaf.shape, leaf.dtype.itemsize, axes, leaf.shape))
-    return found
+    """The optimizer's state."""
+    optimizer, _ = make_optimizer(
+        optimizer_of(recipe, precision), recipe.train.steps or 1, arrays.trainable, arrays.spec
+    )
+    return [_kept("optimizer", path, leaf) for path, leaf in named_leaves(optimizer.specs(arrays.trainable))]

@@ -78,7 +78,9 @@ def shardings_of(recipe: Recipe, target: Target | None) -> Sharding:
     check_batch(mesh, recipe.train.batch_size // recipe.train.accumulation, 0)
     layout, notes = layout_for(described_mesh(mesh), arrays.spec)
     choices = mesh_choices(mesh, why, notes)
-    optimizer, _ = make_optimizer(optimizer_of(recipe, precision), recipe.train.steps or 1, arrays.trainable)
+    optimizer, _ = make_optimizer(
+        optimizer_of(recipe, precision), recipe.train.steps or 1, arrays.trainable, arrays.spec
+    )
     state = abstract_state(arrays.trainable, optimizer, layout)
     shards = [
         *_of_specs("frozen", arrays.frozen, layout),

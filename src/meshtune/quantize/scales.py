@@ -16,14 +16,14 @@ NESTED_BLOCK = 256
 
 
 @functools.cache
-def dynamic_map() -> Float[np.ndarray, "256"]:
-    """The 256 values, ascending, equal to bitsandbytes' create_dynamic_map() to the last bit."""
+def dynamic_map(signed: bool = True) -> Float[np.ndarray, "256"]:
+    """The 256 values, ascending, equal to bitsandbytes' create_dynamic_map(signed) to the last bit."""
     values = [0.0, 1.0]
     for exponent in range(7):
-        edges = _line(2**exponent + 1)
+        edges = _line(2 ** (exponent if signed else exponent + 1) + 1)
         middles = (edges[:-1] + edges[1:]) / np.float32(2)
         decade = np.float32(10.0 ** (exponent - 6)) * middles
-        values += [*decade.tolist(), *(-decade).tolist()]
+        values += [*decade.tolist(), *((-decade).tolist() if signed else ())]
     return np.sort(np.array(values, np.float32))
 
 

@@ -6,59 +6,71 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
-import optax
 
-from meshtune.adapters.config import LoraConfig
 from meshtune.config.recipe import Recipe
-from meshtune.mesh.placement import BATCH_AXES, shardings
+from meshtune.errors import UserError
+from meshtune.mesh.placement import batch_axes, shardings, waiting
 from meshtune.model.compute import Compute
 from meshtune.model.tree import Tree
-from meshtune.objectives import OBJECTIVES
-from meshtune.optim.build import make_optimizer
+from meshtune.optim.build import Optimizer, make_optimizer
 from meshtune.train.resolve import optimizer_of
 from meshtune.train.settle import Settled
+from meshtune.train.stage import batch_arrays, draws, objective_of
 from meshtune.train.step import TrainState, abstract_state, make_train_step
 
 
-def optimizer_for(
-    recipe: Recipe, settled: Settled, steps: int
-) -> tuple[optax.GradientTransformation, Callable[[Any], Any]]:
+def optimizer_for(recipe: Recipe, settled: Settled, steps: int) -> tuple[Optimizer, Callable[[Any], Any]]:
     """(the optimizer, its learning rate by step) of a run of `steps` updates."""
-    return make_optimizer(optimizer_of(recipe, settled.precision), steps, settled.arrays.trainable)
+    return make_optimizer(optimizer_of(recipe, settled.precision), steps, settled.arrays.trainable, settled.spec)
 
 
-def step_for(recipe: Recipe, settled: Settled, compute: Compute, optimizer: optax.GradientTransformation) -> Any:
+def step_for(recipe: Recipe, settled: Settled, compute: Compute, optimizer: Optimizer) -> Any:
     """The jitted train step (see train.step.make_train_step)."""
     return make_train_step(
-        OBJECTIVES["sft"],
+        objective_of(recipe),
         settled.spec,
         compute,
         optimizer,
         max_grad_norm=recipe.optimizer.max_grad_norm,
-        dropout=isinstance(settled.method, LoraConfig) and settled.method.dropout > 0,
+        dropout=draws(recipe, settled.method),
         abstract=settled.arrays.trainable,
     )
 
 
-def state_like(settled: Settled, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state as ShapeDtypeStructs, laid out where there is a layout."""
-    return abstract_state(settled.arrays.trainable, optimizer, settled.layout)
+def state_like(settled: Settled, optimizer: Optimizer) -> TrainState:
+    """The state as ShapeDtypeStructs, laid out where there is a layout.
+
+    Raises: UserError for an optimizer whose state cannot wait in the host's memory, if it is asked to.
+    """
+    if "optimizer" in settled.offload and optimizer.one is None:
+        raise UserError(
+            "this optimizer looks at all gradients at once, so its state cannot be brought layer by layer",
+            where="optimizer.name, compute.offload",
+            fix="leave optimizer out of compute.offload, or use adamw, whose state can wait in the host's memory",
+        )
+    return abstract_state(settled.arrays.trainable, optimizer, settled.layout, settled.offload)
 
 
 def frozen_like(settled: Settled) -> Tree:
     """The frozen weights as ShapeDtypeStructs, laid out where there is a layout."""
     frozen = settled.arrays.frozen
     if settled.layout is None:
-        return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), frozen)
-    return jax.tree.map(
-        lambda array, where: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where),
-        frozen,
-        shardings(frozen, settled.layout),
-    )
+        like = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), frozen)
+    else:
+        like = jax.tree.map(
+            lambda array, where: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where),
+            frozen,
+            shardings(frozen, settled.layout),
+        )
+    return waiting(like, stacked_only=True) if "weights" in settled.offload else like
 
 
-def batch_like(settled: Settled, arrays: dict[str, Any], shape: tuple[int, int, int]) -> Tree:
-    """A batch [micro-batches, rows, positions] as mesh.placement.place_batch lays it, of `arrays` by name and dtype."""
-    where = None if settled.layout is None else settled.layout.sharding(BATCH_AXES, shape)
-    return {name: jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=where) for name, dtype in arrays.items()}
+def batch_like(recipe: Recipe, settled: Settled, shape: tuple[int, int, int]) -> Tree:
+    """A batch [micro-batches, rows, positions] of the recipe's stage as mesh.placement.place_batch lays it."""
+    layout = settled.layout
+    return {
+        name: jax.ShapeDtypeStruct(
+            size, dtype, sharding=None if layout is None else layout.sharding(batch_axes(name), size)
+        )
+        for name, (size, dtype) in batch_arrays(recipe, settled.method, shape).items()
+    }

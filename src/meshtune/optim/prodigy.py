@@ -1,0 +1,37 @@
+"""Prodigy: AdamW that finds its own learning rate (https://arxiv.org/abs/2306.06101), optax's own.
+
+The recipe's learning rate is a factor to what it finds, 1 by default. What it finds comes from the gradients of all
+parameters together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax.contrib import prodigy as found_rate
+
+from meshtune.optim.config import OptimizerConfig
+from meshtune.optim.schedules import Schedule
+
+
+def prodigy(config: OptimizerConfig, schedule: Schedule, decayed: Any) -> optax.GradientTransformation:
+    """Changes, rate and decay included; `decayed` is a tree of bools, whether a parameter is decayed."""
+    b1, b2 = config.beta1, config.adam_beta2
+    inner = found_rate(schedule, (b1, b2), eps=config.eps, estim_lr_coef=config.d_coef)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        changes, new = inner.update(updates, state, params)
+        if config.weight_decay:
+            t = (state.count + 1).astype(jnp.float32)
+            rate = state.estim_lr * schedule(state.count) * jnp.sqrt(1 - b2**t) / (1 - b1**t)
+
+            def with_decay(change: jax.Array, parameter: jax.Array, yes: bool) -> jax.Array:
+                return change - rate * config.weight_decay * parameter if yes else change
+
+            changes = jax.tree.map(with_decay, changes, params, decayed)
+        return changes, new
+
+    return optax.GradientTransformation(inner.init, update)

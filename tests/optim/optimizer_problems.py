@@ -1,0 +1,88 @@
+"""Small problems for optimizers, solved by ours and by torch's: parameters whose gradients depend on them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+
+from meshtune.families import model_spec
+from meshtune.model.tree import flatten, unflatten
+from meshtune.optim.build import make_optimizer
+from meshtune.optim.schedules import ScheduleConfig
+
+CONSTANT = ScheduleConfig("constant")
+SHAPES = {
+    "layers/0.0/attn/q/weight": (3, 8, 6),
+    "layers/0.0/attn/q/bias": (3, 8),
+    "layers/0.0/attn_norm/weight": (3, 6),
+    "norm/weight": (6,),
+    "embed/weight": (11, 6),
+}
+# Heads of 4, for methods that follow them.
+SPEC = model_spec(
+    {
+        "model_type": "llama", "vocab_size": 11, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 3,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 8, "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": True,
+    }
+)  # fmt: skip
+
+
+def tree_of(flat):
+    return unflatten(flat)
+
+
+def problem(shapes=SHAPES, seed=0):
+    """Initial parameters and a fixed linear-plus-quadratic loss whose gradient depends on the parameters."""
+    rng = np.random.default_rng(seed)
+    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    noise = {name: rng.normal(size=(20, *shape)).astype(np.float32) for name, shape in shapes.items()}
+    return params, noise
+
+
+def gradient(value, noise):
+    return 0.3 * value + noise
+
+
+def run_ours(config, params, noise, steps):
+    tree = tree_of({name: jnp.asarray(value) for name, value in params.items()})
+    optimizer, _ = make_optimizer(config, steps, tree, SPEC)
+
+    @jax.jit
+    def step(tree, state, noise):
+        updates, state = optimizer.update(jax.tree.map(gradient, tree, noise), state, tree)
+        return optax.apply_updates(tree, updates), state
+
+    state = optimizer.init(tree)
+    for at in range(steps):
+        tree, state = step(tree, state, tree_of({name: value[at] for name, value in noise.items()}))
+    return {name: np.asarray(value) for name, value in flatten(tree).items()}
+
+
+def run_torch(make, params, noise, steps, per_layer=False):
+    """`make(groups) -> optimizer`, groups named decay and no_decay. `per_layer` gives torch each layer by itself."""
+    tensors = {}
+    for name, value in params.items():
+        rows = list(value) if per_layer and name.startswith("layers/") else [value]
+        tensors[name] = [torch.nn.Parameter(torch.tensor(row)) for row in rows]
+    kept = [p for name, ps in tensors.items() for p in ps if "norm" not in name and "bias" not in name]
+    free = [p for name, ps in tensors.items() for p in ps if "norm" in name or "bias" in name]
+    optimizer = make(kept, free)
+    for at in range(steps):
+        for name, rows in tensors.items():
+            parts = noise[name][at] if len(rows) > 1 else [noise[name][at]]
+            for row, part in zip(rows, parts, strict=True):
+                row.grad = gradient(row.detach(), torch.tensor(part))
+        optimizer.step()
+    return {
+        name: np.stack([row.detach().numpy() for row in rows]) if len(rows) > 1 else rows[0].detach().numpy()
+        for name, rows in tensors.items()
+    }
+
+
+def assert_close(got, expected, atol):
+    for name, value in expected.items():
+        np.testing.assert_allclose(got[name], value, rtol=0, atol=atol, err_msg=name)
