@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from meshtune.mesh.layout import Layout
 from meshtune.optim.paths import named_leaves, path_name
 
 Tree = dict[str, Any]
+HOST = "pinned_host"
+WORTH = 2**14  # bytes of an array from which it may wait on the host
 BATCH_AXES = ("whole", "batch", "length")  # of [A, B, T]; [B, T] leaves out the first
 OF_TOKENS = frozenset(("tokens", "targets", "positions", "segment_ids", "weights", "nll"))  # the others: of documents
 
@@ -42,6 +45,61 @@ def like_parameters(state: Any, abstract: Tree, layout: Layout) -> Any:
         return next(fitting, layout.replicated)
 
     return jax.tree_util.tree_map_with_path(one, state)
+
+
+def on_host(sharding: Sharding | None) -> NamedSharding:
+    """The same split, in the host's memory; of None, one device. For ShapeDtypeStructs and shardings of results.
+
+    A described device has no memories that could be named, and a sharding of one device alone does not tell its memory
+    to a program that is traced with no array there: both are said of the mesh without its devices.
+    """
+    if not isinstance(sharding, NamedSharding):
+        return NamedSharding(AbstractMesh((1,), ("one",)), PartitionSpec(), memory_kind=HOST)
+    there = sharding.with_memory_kind(HOST)
+    if there.memory_kind == HOST:
+        return there
+    return NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=HOST)
+
+
+def waiting(like: Any, *, stacked_only: bool = False) -> Any:
+    """A tree of ShapeDtypeStructs with its arrays in the host's memory: all but those too small to be worth a message.
+
+    `stacked_only` leaves out what is no layer's.
+    """
+
+    def one(path: tuple[Any, ...], leaf: Any) -> Any:
+        if math.prod(leaf.shape) * leaf.dtype.itemsize < WORTH or (
+            stacked_only and not path_name(path).startswith("layers/")
+        ):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host(leaf.sharding))
+
+    return jax.tree_util.tree_map_with_path(one, like)
+
+
+def is_on_host(sharding: Sharding | None) -> bool:
+    return sharding is not None and sharding.memory_kind == HOST
+
+
+def real(sharding: Sharding | None) -> Sharding | None:
+    """Where an array is put that a ShapeDtypeStruct says lies there: on this process's device, where no mesh is."""
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+        return SingleDeviceSharding(jax.local_devices()[0], memory_kind=sharding.memory_kind)
+    return sharding
+
+
+def moved(tree: Tree, like: Tree) -> Tree:
+    """`tree` with what `like` has in the host's memory brought there, array by array; each is given up where it was."""
+
+    def one(leaf: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+        where = real(wanted.sharding)
+        if where is None or not is_on_host(where):
+            return leaf
+        there = jax.device_put(leaf, where).block_until_ready()
+        leaf.delete()
+        return there
+
+    return jax.tree.map(one, tree, like)
 
 
 def place_batch(arrays: Mapping[str, np.ndarray], layout: Layout | None, order: np.ndarray | None = None) -> Any:

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Collection
 from typing import Any, cast
 
 import jax
@@ -17,13 +18,16 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from meshtune.mesh.layout import Layout
-from meshtune.mesh.placement import like_parameters
+from meshtune.mesh.placement import is_on_host, real, waiting
 from meshtune.model.compute import Compute, compiler_options
-from meshtune.model.spec import ModelSpec
+from meshtune.model.spec import ArraySpec, ModelSpec
 from meshtune.model.tree import Tree, merge
 from meshtune.objectives.score import Batch, Objective, Score, means
+from meshtune.optim.optimizer import Optimizer, state_specs
+from meshtune.train.update import any_on_host, updated_by_rows
 
 Metrics = dict[str, Array]
+AnyOptimizer = Optimizer | optax.GradientTransformation
 
 
 @jax.tree_util.register_dataclass
@@ -36,34 +40,52 @@ class TrainState:
     opt_state: Any
 
 
-def abstract_state(abstract: Tree, optimizer: optax.GradientTransformation, layout: Layout | None = None) -> TrainState:
-    """The state of trainable ArraySpecs, as ShapeDtypeStructs; with a layout, each with its sharding."""
-    shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), abstract)
-    state = jax.eval_shape(lambda tree: TrainState(jnp.zeros((), jnp.int32), tree, optimizer.init(tree)), shapes)
-    if layout is None:
-        return state
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        state,
-        like_parameters(state, abstract, layout),
-    )
+def abstract_state(
+    abstract: Tree, optimizer: AnyOptimizer, layout: Layout | None = None, offload: Collection[str] = ()
+) -> TrainState:
+    """The state of trainable ArraySpecs, as ShapeDtypeStructs; with a layout, each with its sharding.
+
+    With "optimizer" in `offload` what the optimizer keeps lies in the host's memory.
+    """
+    state = TrainState(ArraySpec((), "int32", ()), abstract, state_specs(optimizer, abstract))  # pyright: ignore[reportArgumentType]
+
+    def one(array: ArraySpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=None if layout is None else layout.of(array))
+
+    like = jax.tree.map(one, state)
+    if "optimizer" not in offload:
+        return like
+    return dataclasses.replace(like, opt_state=waiting(like.opt_state))
 
 
-def init_state(trainable: Tree, optimizer: optax.GradientTransformation, like: TrainState | None = None) -> TrainState:
+def init_state(trainable: Tree, optimizer: AnyOptimizer, like: TrainState | None = None) -> TrainState:
     """The state before the first update; what the optimizer keeps lies as in `like`, an `abstract_state`."""
     make = optimizer.init
-    if like is not None:
+    if like is not None and any(is_on_host(leaf.sharding) for leaf in jax.tree.leaves(like.opt_state)):
+        make = functools.partial(_begun_apart, make, like=like.opt_state)
+    elif like is not None:
         make = jax.jit(make, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, like.opt_state))
     zero = np.zeros((), np.int32)
     step = jnp.asarray(zero) if like is None else jax.device_put(zero, like.step.sharding)
     return TrainState(step, trainable, make(trainable))
 
 
+def _begun_apart(init: Callable[[Tree], Any], trainable: Tree, like: Any) -> Any:
+    """What an optimizer starts from, leaf by leaf: the device may not hold all that the host does."""
+    leaves, structure = jax.tree.flatten(like)
+
+    def leaf(number: int) -> Array:
+        where = real(leaves[number].sharding)
+        return jax.jit(lambda tree: jax.tree.leaves(init(tree))[number], out_shardings=where)(trainable)
+
+    return jax.tree.unflatten(structure, [leaf(number).block_until_ready() for number in range(len(leaves))])
+
+
 def make_train_step(
     objective: Objective,
     spec: ModelSpec,
     compute: Compute,
-    optimizer: optax.GradientTransformation,
+    optimizer: AnyOptimizer,
     *,
     max_grad_norm: float | None = None,
     dropout: bool = False,
@@ -79,7 +101,7 @@ def make_train_step(
     """
     layout = compute.layout
     assert layout is None or abstract is not None, "a layout needs the logical axes of what is trained"
-    like = None if layout is None or abstract is None else abstract_state(abstract, optimizer, layout)
+    like = None if layout is None or abstract is None else abstract_state(abstract, optimizer, layout, compute.offload)
 
     def score(trainable: Tree, frozen: Tree, micro: Batch, rng: Array | None) -> tuple[Array, Score]:
         scored = objective(merge(trainable, frozen), spec, compute, micro, rng)
@@ -108,10 +130,15 @@ def make_train_step(
             shrink = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))
             gradient = jax.tree.map(lambda g: g * shrink, gradient)
         gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, state.trainable)
-        updates, opt_state = optimizer.update(gradient, state.opt_state, state.trainable)
-        trainable = cast(Tree, optax.apply_updates(state.trainable, updates))
-        new = TrainState(state.step + 1, trainable, opt_state)
-        state = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
+        if any_on_host(state.opt_state):
+            assert isinstance(optimizer, Optimizer), "optax alone has no update of one row of one parameter"
+            trainable, opt_state = updated_by_rows(optimizer, gradient, state.opt_state, state.trainable, finite)
+            state = TrainState(jnp.where(finite, state.step + 1, state.step), trainable, opt_state)
+        else:
+            updates, opt_state = optimizer.update(gradient, state.opt_state, state.trainable)
+            trainable = cast(Tree, optax.apply_updates(state.trainable, updates))
+            new = TrainState(state.step + 1, trainable, opt_state)
+            state = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
         metrics = means(total) | {
             "loss": total.loss / weight,
             "weight": total.weight,
