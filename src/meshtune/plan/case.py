@@ -15,7 +15,8 @@ from meshtune.config.recipe import Recipe
 from meshtune.mesh.axes import MeshConfig, described_mesh
 from meshtune.mesh.fit import layout_for
 from meshtune.mesh.layout import Layout
-from meshtune.model.spec import ArraySpec, ModelSpec
+from meshtune.model.spec import ArraySpec, ModelSpec, abstract_params
+from meshtune.model.tree import flatten
 from meshtune.optim.build import make_optimizer
 from meshtune.optim.paths import named_leaves
 from meshtune.plan.hardware import Target
@@ -24,10 +25,13 @@ from meshtune.train.resolve import Precision, method_of, optimizer_of, precision
 from meshtune.weights.hub import CONFIG, locate
 from meshtune.weights.load import load_config, load_spec, stored_dtype
 
+# Weights that are not trained, weights that are, adapters, gradients of both, the optimizer's state.
+ROLES = ("frozen", "full", "adapter", "gradient", "optimizer")
+
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """An array that a run keeps: its role (frozen, trained, gradient, optimizer), shape, bytes a number, axes.
+    """An array that a run keeps: its role (one of ROLES), shape, bytes a number, axes.
 
     `units` is the shape in what a mesh may split (see model.spec.ArraySpec).
     """
@@ -51,13 +55,18 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True)
 class Base:
-    """What a recipe comes to whatever the mesh: the model as the method splits it, dtypes, and all that is kept."""
+    """What a recipe comes to whatever the mesh: the model as the method splits it, dtypes, and all that is kept.
+
+    `parameters` are the model's by path, none of them quantised; `seen` remembers what meshes were asked about.
+    """
 
     recipe: Recipe
     method: Method
     precision: Precision
     arrays: Prepared
     kept: tuple[Kept, ...]
+    parameters: dict[str, ArraySpec]
+    seen: dict[Any, dict[str, float]] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
     def spec(self) -> ModelSpec:
@@ -95,8 +104,17 @@ class Case:
         return jnp.dtype(self.base.precision.compute).itemsize
 
     def held(self, *roles: str) -> float:
-        """Bytes on one device of what is kept in these roles."""
-        return sum(one.local(self.layout) for one in self.base.kept if one.role in roles)
+        """Bytes on one device of what is kept in these roles; "stacked" is the frozen part of the layers."""
+        key = (self.mesh, self.layout.whole)
+        if key not in self.base.seen:
+            sizes: dict[str, float] = dict.fromkeys((*ROLES, "stacked"), 0.0)
+            for one in self.base.kept:
+                size = one.local(self.layout)
+                sizes[one.role] += size
+                if one.role == "frozen" and one.path.startswith("layers/"):
+                    sizes["stacked"] += size
+            self.base.seen[key] = sizes
+        return sum(self.base.seen[key][role] for role in roles)
 
 
 def base_of(recipe: Recipe, backend: str) -> Base:
@@ -109,7 +127,9 @@ def base_of(recipe: Recipe, backend: str) -> Base:
     spec, _ = load_spec(source, precision.frozen)
     method = method_of(recipe)
     arrays = abstract(method, spec, precision.trainable, quantize_of(recipe))
-    return Base(recipe, method, precision, arrays, (*_arrays(arrays), *_optimizer(recipe, precision, arrays)))
+    parameters = flatten(abstract_params(arrays.spec))
+    kept = (*_arrays(arrays, parameters), *_optimizer(recipe, precision, arrays))
+    return Base(recipe, method, precision, arrays, kept, parameters)
 
 
 def layout_on(mesh: MeshConfig, spec: ModelSpec) -> Layout:
@@ -118,10 +138,12 @@ def layout_on(mesh: MeshConfig, spec: ModelSpec) -> Layout:
     return layout_for(described, spec)[0]
 
 
-def _arrays(arrays: Prepared) -> list[Kept]:
-    found = [_kept("frozen", path, leaf) for path, leaf in named_leaves(arrays.frozen)]
-    found += [_kept("trained", path, leaf) for path, leaf in named_leaves(arrays.trainable)]
-    return found + [dataclasses.replace(one, role="gradient", itemsize=4) for one in found if one.role == "trained"]
+def _arrays(arrays: Prepared, parameters: dict[str, ArraySpec]) -> list[Kept]:
+    frozen = [_kept("frozen", path, leaf) for path, leaf in named_leaves(arrays.frozen)]
+    trained = [
+        _kept("full" if path in parameters else "adapter", path, leaf) for path, leaf in named_leaves(arrays.trainable)
+    ]
+    return [*frozen, *trained, *(dataclasses.replace(one, role="gradient", itemsize=4) for one in trained)]
 
 
 def _kept(role: str, path: str, array: ArraySpec) -> Kept:

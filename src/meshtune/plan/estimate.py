@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from meshtune.model.spec import abstract_params
-from meshtune.model.tree import flatten
 from meshtune.plan.case import Case
 from meshtune.plan.collectives import Collective
 from meshtune.plan.work import residual_bytes
@@ -63,8 +61,8 @@ def estimate(case: Case) -> Estimate:
         host["optimizer"] = held.pop("optimizer")
         held["optimizer"] = 0.0
     if "weights" in case.offload:
-        host["weights"] = held["weights"]
-        held["weights"] = 0.0
+        host["weights"] = case.held("stacked")
+        held["weights"] -= host["weights"]
     if "residual" in case.offload:
         host["residual"] = residual_bytes(case)
     held["activations"] = activation_bytes(case)
@@ -73,14 +71,12 @@ def estimate(case: Case) -> Estimate:
 
 def kept_bytes(case: Case) -> dict[str, float]:
     """Weights (frozen or trained in full), adapters, gradients and optimizer state on one device."""
-    found: dict[str, float] = {"weights": 0.0, "adapters": 0.0, "gradients": 0.0, "optimizer": 0.0}
-    whole = set(flatten(abstract_params(case.base.spec)))
-    for one in case.base.kept:
-        role = {"gradient": "gradients", "optimizer": "optimizer"}.get(one.role, "weights")
-        if one.role == "trained" and one.path not in whole:
-            role = "adapters"
-        found[role] += one.local(case.layout)
-    return found
+    return {
+        "weights": case.held("frozen", "full"),
+        "adapters": case.held("adapter"),
+        "gradients": case.held("gradient"),
+        "optimizer": case.held("optimizer"),
+    }
 
 
 def activation_bytes(case: Case) -> float:
@@ -110,14 +106,14 @@ NONE_EMBED, NONE_FFN = 20.0, 7.0
 
 def narrow_width(case: Case) -> float:
     """Numbers a token and layer inside adapters."""
-    ranks = [one.shape[-2] for one in case.base.kept if one.role == "trained" and one.axes[-2:-1] == ("rank",)]
+    ranks = [one.shape[-2] for one in case.base.kept if one.role == "adapter" and one.axes[-2:-1] == ("rank",)]
     stacks = max(1, len(list(case.base.spec.positions())))
     return sum(ranks) / stacks
 
 
 def layer_weight_bytes(case: Case) -> float:
     """One layer's matrices as they are computed with, on one device."""
-    arrays = flatten(abstract_params(case.base.spec)["layers"])
+    arrays = case.base.parameters
     numbers = sum(leaf.size / leaf.shape[0] for path, leaf in arrays.items() if len(leaf.shape) > 2)
     return numbers / max(1, len(list(case.base.spec.positions()))) * case.narrow / case.mesh.tp
 
@@ -155,7 +151,7 @@ def exchanges(case: Case) -> list[Collective]:
     add("all-gather", layer, sharded, 2 * spec.layers)
     head = spec.vocab * spec.embed * number / mesh.tp
     add("all-gather", head, sharded, 1)
-    trained = sum(one.local(case.layout) for one in case.base.kept if one.role == "gradient")
+    trained = case.held("gradient")
     ways = mesh.fsdp * mesh.cp
     add("all-reduce", trained * ways * number / 4, data, 1)
     stream = case.tokens * spec.embed * number

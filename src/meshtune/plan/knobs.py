@@ -98,7 +98,7 @@ def _could(recipe: Recipe, machine: Target) -> bool:
     lora = isinstance(recipe.method, LoraMethod)
     base = base_of(applied(recipe, {QUANTIZE: "nf4"}) if QUANTIZE in keys and lora else recipe, machine.device.backend)
     layout = layout_on(MeshConfig(fsdp=1), base.spec)
-    roles = ("frozen", "trained") if OFFLOAD in keys else ("frozen", "trained", "optimizer")
+    roles = ("frozen", "full", "adapter") if OFFLOAD in keys else ("frozen", "full", "adapter", "optimizer")
     if sum(one.local(layout) for one in base.kept if one.role in roles) > limit(machine) * machine.devices:
         return False
     change: dict[str, Any] = {REMAT: "full"} if REMAT in keys else {}

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshtune.config.quantize import QuantizeSection
-from meshtune.config.recipe import ComputeSection, LoraMethod, MeshSection, Recipe
+from meshtune.config.recipe import LoraMethod, MeshSection, Recipe
 from meshtune.errors import UserError
 from meshtune.mesh.axes import MeshConfig, resolved
 from meshtune.mesh.fit import check_batch
@@ -68,9 +68,7 @@ def open_keys(recipe: Recipe, *, search: bool = False) -> frozenset[str]:
         MESH: recipe.mesh == "auto",
         MICRO: recipe.train.micro_batch == "auto" or (search and "micro_batch" not in recipe.train.model_fields_set),
         REMAT: recipe.compute.remat == "auto",
-        OFFLOAD: search
-        and "offload" in ComputeSection.model_fields
-        and "offload" not in recipe.compute.model_fields_set,
+        OFFLOAD: search and "offload" not in recipe.compute.model_fields_set,
         QUANTIZE: search and "quantize" not in recipe.model_fields_set and isinstance(recipe.method, LoraMethod),
     }
     return frozenset(key for key, is_open in found.items() if is_open)
@@ -155,8 +153,9 @@ def case_of(recipe: Recipe, target: Target, base: Base, *, length: int | None = 
         accumulation=recipe.train.accumulation,
         remat=compute.remat,
         loss_chunk=compute.loss_chunk,
-        mlp_chunk=_asked(recipe, "compute.mlp_chunk"),
-        offload=tuple(_asked(recipe, OFFLOAD) or ()),
+        mlp_chunk=compute.mlp_chunk,
+        attention_chunk=compute.attention_chunk,
+        offload=compute.offload,
     )
 
 
@@ -199,12 +198,6 @@ def applied(recipe: Recipe, overrides: dict[str, Any]) -> Recipe:
             part = changed.get(section, getattr(recipe, section))
             changed[section] = part.model_copy(update={name: value})
     return recipe.model_copy(update=changed)
-
-
-def _asked(recipe: Recipe, key: str) -> Any:
-    section, _, name = key.partition(".")
-    value = getattr(recipe, section, None)
-    return getattr(value, name, None) if name else value
 
 
 def _meshes(target: Target) -> Iterator[MeshConfig]:

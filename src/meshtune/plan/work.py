@@ -9,10 +9,10 @@ again in the backward pass is counted apart.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.model.spec import ModelSpec, abstract_params
-from meshtune.model.tree import flatten
+from meshtune.model.spec import ModelSpec
 from meshtune.plan.case import Case
 
 
@@ -52,15 +52,13 @@ class Weights:
 def weights_of(case: Case) -> Weights:
     """The model's matrices by what becomes of them."""
     spec = case.base.spec
-    matrices = {path: leaf for path, leaf in flatten(abstract_params(spec)).items() if path.endswith("/weight")}
-    matrices = {path: leaf for path, leaf in matrices.items() if "norm" not in path}
+    matrices = {path: leaf for path, leaf in case.base.parameters.items() if is_matrix(path)}
     in_layers = {path: leaf.size for path, leaf in matrices.items() if path.startswith("layers/")}
     head = matrices["embed/weight" if spec.tied else "head/weight"].size
-    trained = {one.path: one for one in case.base.kept if one.role == "trained"}
-    names = set(trained)
+    names = {one.path for one in case.base.kept if one.role == "full"}
     full = sum(size for path, size in in_layers.items() if path in names)
     full += head if ("embed/weight" if spec.tied else "head/weight") in names else 0
-    adapters = sum(_size(one.shape) for path, one in trained.items() if path not in matrices and len(one.shape) > 1)
+    adapters = sum(math.prod(one.shape) for one in case.base.kept if one.role == "adapter")
     return Weights(sum(in_layers.values()), head, full, adapters, _below(case, in_layers, names))
 
 
@@ -81,8 +79,7 @@ def work_of(case: Case) -> Work:
     readings = 1 + weights.below * (2 if case.remat == "full" else 1)
     gathered = 2 if case.mesh.fsdp * case.mesh.cp > 1 else 0  # written once and read at its own shard's place
     per_micro = layers * (readings + gathered) + 3 * head + products
-    held = {role: case.held(role) for role in ("trained", "gradient", "optimizer")}
-    update = 2 * (held["trained"] + held["optimizer"]) + held["gradient"] * (2 + 2 * case.accumulation)
+    update = 2 * case.held("full", "adapter", "optimizer") + case.held("gradient") * (2 + 2 * case.accumulation)
     return Work(
         flops,
         again,
@@ -150,8 +147,6 @@ def _below(case: Case, sizes: dict[str, int], trained: set[str]) -> float:
     return passed / max(1, sum(sizes.values()))
 
 
-def _size(shape: tuple[int, ...]) -> int:
-    total = 1
-    for n in shape:
-        total *= n
-    return total
+def is_matrix(path: str) -> bool:
+    """Whether the parameter at a path multiplies tokens."""
+    return path.endswith("/weight") and "norm" not in path

@@ -1,0 +1,119 @@
+"""What an update asks of a device against counts by hand, and how long that takes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from llamas import SIZES, llama
+
+from meshtune.errors import UserError
+from meshtune.plan.case import base_of
+from meshtune.plan.collectives import Collective
+from meshtune.plan.hardware import find_target, known_devices
+from meshtune.plan.roofline import REACHED, roofline
+from meshtune.plan.search import applied, option
+from meshtune.plan.work import Work, work_of
+
+WORK = Work(flops=1e15, again=0.0, product_bytes=1e11, other_bytes=0.0, update_bytes=0.0, host_bytes=0.0, tokens=4096)
+
+
+def case_on(tmp_path, model, target, *overrides):
+    recipe, machine = llama(tmp_path, model, *overrides), find_target(target, env={})
+    if recipe.mesh == "auto":
+        recipe = applied(recipe, {"mesh": {"fsdp": machine.devices}})
+    return option(recipe, machine, base_of(recipe, machine.device.backend)).case
+
+
+@pytest.mark.parametrize("model", ["8B", "70B", "405B"])
+@pytest.mark.parametrize(("method", "factor"), [("lora", 4), ("full", 6)])
+def test_model_flops_are_4n_and_6n_and_attention_at_half_its_square(tmp_path, model, method, factor):
+    case = case_on(tmp_path, model, "8xH100", f"method={method}", "data.max_length=4096")
+    work, spec = work_of(case), case.base.spec
+    tokens = 8 * 4096 / 8
+    # By hand: N without the embedding, which multiplies nothing; 12 L T H h a token for the square, half of it.
+    numbers = SIZES[model] * 1e9 - spec.vocab * spec.embed
+    attention = 6 * spec.layers * 4096 * spec.heads * spec.head_dim
+    expected = tokens * (factor * numbers + attention)
+    # LoRA's own products and rounded published sizes make less than 1%.
+    assert work.flops == pytest.approx(expected, rel=0.01)
+
+
+def test_full_rematerialisation_computes_the_layers_forward_once_more(tmp_path):
+    full, selective = (
+        work_of(case_on(tmp_path, "8B", "8xH100", f"compute.remat={remat}")) for remat in ("full", "selective")
+    )
+    assert full.flops == selective.flops
+    layers = 2 * 6.98e9 + 2 * 32 * 4096 * 4096  # 2N of the layers, and attention forward at half the square
+    assert full.again - selective.again == pytest.approx(4096 * layers, rel=0.01)
+
+
+def test_gradients_do_not_pass_below_what_is_trained(tmp_path):
+    top = work_of(case_on(tmp_path, "8B", "H100", "method={kind: freeze, last_layers: 8}", "train.batch_size=1"))
+    lora = work_of(case_on(tmp_path, "8B", "H100", "train.batch_size=1"))
+    layers, head = 6.98e9, 128256 * 4096
+    # Forward through all, backward through a quarter of the layers and the head, weight gradients of that quarter.
+    expected = 4096 * (2 * (layers + head) + 2 * (layers / 4 + head) + 2 * layers / 4)
+    attention = 4096 * 2 * 32 * 4096 * 4096 * (1 + 2 / 4)
+    assert top.flops == pytest.approx(expected + attention, rel=0.01)
+    assert top.flops < lora.flops
+
+
+def test_the_slower_link_counts_where_a_group_lies_on_several_hosts():
+    two_hosts = find_target("2x8xA100-80", env={})
+    inside = Collective("all-gather", 8 * 10**9, tuple(range(8)), 1)
+    across = Collective("all-gather", 8 * 10**9, tuple(range(0, 16, 2)), 1)
+    near, far = (roofline(WORK, [one], two_hosts) for one in (inside, across))
+    assert near.link == pytest.approx(7e9 / 300e9)
+    assert near.network == 0
+    assert far.network == pytest.approx(7e9 / 25e9)
+    assert far.link == 0
+
+
+def test_sums_are_waited_for_and_gathers_hide_behind_the_products():
+    target = find_target("8xH100", env={})
+    members = tuple(range(8))
+    alone = roofline(WORK, [], target).seconds
+    gather = roofline(WORK, [Collective("all-gather", 10**9, members, 10)], target)
+    total = roofline(WORK, [Collective("all-reduce", 10**9, members, 10)], target)
+    assert gather.seconds == alone
+    assert total.seconds > alone
+    long = roofline(WORK, [Collective("all-gather", 10**9, members, 10**4)], target)
+    assert long.seconds == pytest.approx(long.link / REACHED["links"] + 10**4 * 10e-6)
+    assert long.bound_by == "link"
+
+
+def test_loops_that_end_by_themselves_count_their_turns():
+    target = find_target("8xH100", env={})
+    one = Collective("all-reduce", 10**8, tuple(range(8)), 1, open=True)
+    assert roofline(WORK, [one], target, turns=64).link == pytest.approx(64 * roofline(WORK, [one], target).link)
+
+
+def test_nothing_is_faster_than_the_roof_and_the_likely_time_is_slower():
+    times = roofline(WORK, [], find_target("H100", env={}))
+    assert times.bound == pytest.approx(1e15 / 989.4e12)
+    assert times.seconds == pytest.approx(times.bound / REACHED["compute"])
+    assert times.mfu_bound == pytest.approx(1.0)
+    assert times.bound_by == "compute"
+    few = roofline(dataclasses.replace(WORK, flops=1e12), [], find_target("H100", env={}))
+    assert few.bound == pytest.approx(1e11 / 3.352e12)
+    assert few.bound_by == "memory"
+
+
+def test_every_device_has_its_speeds():
+    for device in known_devices({}).values():
+        assert device.bandwidth is not None, device.name
+        assert device.flops_bf16 is not None, device.name
+        assert device.flops_f32 is not None, device.name
+        assert device.flops_bf16 >= device.flops_f32, device.name
+        assert device.link is not None, device.name
+        assert device.network is not None, device.name
+        assert device.link >= device.network, device.name
+        assert device.host_link is not None, device.name
+
+
+def test_a_device_without_speeds_is_named(tmp_path):
+    own = tmp_path / "own.toml"
+    own.write_text('[Mine]\nplatform = "rocm"\nmemory_gib = 12\n')
+    with pytest.raises(UserError, match="how fast Mine is, is not described: flops_bf16"):
+        roofline(WORK, [], find_target("Mine", {"MESHTUNE_HARDWARE": str(own)}))
