@@ -12,10 +12,10 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from meshtune.config.recipe import Recipe
-from meshtune.data.loader import ARRAYS
 from meshtune.mesh.axes import MeshConfig
 from meshtune.mesh.fit import check_batch
 from meshtune.mesh.layout import Layout
+from meshtune.mesh.placement import is_on_host
 from meshtune.model.compute import Compute
 from meshtune.plan.auto import merged, settled_autos, target_here
 from meshtune.plan.hardware import Target
@@ -23,6 +23,7 @@ from meshtune.train.assemble import batch_like, frozen_like, optimizer_for, stat
 from meshtune.train.machine import Machine, this_machine
 from meshtune.train.resolve import Choice, compute_of
 from meshtune.train.settle import Settled, settle
+from meshtune.train.stage import row_length
 from meshtune.train.step import TrainState
 
 STEPS = 1000  # of a recipe that counts in epochs: a constant of the learning rate's schedule, nothing else
@@ -80,7 +81,7 @@ def step_of(
     recipe, found = settled_autos(recipe, target or target_here(machine))
     settled = settle(recipe, machine, weights=False)
     accumulation = recipe.train.accumulation
-    rows, length = recipe.train.batch_size // accumulation, length or recipe.data.max_length
+    rows, length = recipe.train.batch_size // accumulation, length or row_length(recipe)
     if settled.layout is not None:
         check_batch(MeshConfig(**settled.layout.mesh.shape), rows, length)
     compute, choices = compute_of(recipe, settled.spec, settled.precision, rows, length, settled.layout, machine)
@@ -89,7 +90,7 @@ def step_of(
     arguments = (
         state_like(settled, optimizer),
         frozen_like(settled),
-        batch_like(settled, ARRAYS, (accumulation, rows, length)),
+        batch_like(recipe, settled, (accumulation, rows, length)),
         jax.ShapeDtypeStruct((), np.dtype("int32")),
     )
     if target is not None and settled.layout is None:
@@ -101,8 +102,9 @@ def step_of(
 
 
 def _on(leaf: jax.ShapeDtypeStruct, device: Any) -> jax.ShapeDtypeStruct:
-    kind = getattr(leaf.sharding, "memory_kind", None)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=SingleDeviceSharding(device, memory_kind=kind))
+    if is_on_host(leaf.sharding):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=SingleDeviceSharding(device))
 
 
 def _bytes_by_place(tree: Any) -> dict[str, int]:

@@ -22,6 +22,7 @@ from meshtune.train.tiles import chunks_of
 
 LOGITS_BYTES = 64 * 2**20  # held at once by default
 LEARNING_RATES = {"lora": 2e-4, "full": 2e-5, "freeze": 2e-5}
+GENTLER = 0.1  # of these for stages that compare answers: their gradients keep their size near the start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,12 +186,14 @@ def method_of(recipe: Recipe) -> Method:
 def optimizer_of(recipe: Recipe, precision: Precision) -> OptimizerConfig:
     """The optimizer and its schedule as the core's dataclass."""
     asked = recipe.optimizer
+    rate, stage = LEARNING_RATES[recipe.method.kind], STAGES[recipe.stage.kind]
+    compares = stage.learns != "documents" and not stage.scores
     schedule = ScheduleConfig(
         asked.schedule, asked.warmup_ratio, asked.warmup_steps, asked.min_lr_ratio, asked.decay_ratio
     )
     return OptimizerConfig(
         name=asked.name,
-        learning_rate=asked.learning_rate or LEARNING_RATES[recipe.method.kind],
+        learning_rate=asked.learning_rate or rate * (GENTLER if compares else 1.0),
         schedule=schedule,
         weight_decay=asked.weight_decay,
         no_decay=tuple(asked.no_decay),

@@ -25,11 +25,13 @@ from meshtune.mesh.agreement import agree, code_version, first_alone
 from meshtune.mesh.axes import MeshConfig
 from meshtune.mesh.fit import check_batch
 from meshtune.mesh.peers import Place
+from meshtune.mesh.placement import moved
 from meshtune.mesh.processes import Job
+from meshtune.model.tree import merge
 from meshtune.plan import truth
 from meshtune.plan.auto import merged, settled_autos, target_here
 from meshtune.train import banner, metrics_log, trackers
-from meshtune.train.assemble import optimizer_for, state_like
+from meshtune.train.assemble import frozen_like, optimizer_for, state_like
 from meshtune.train.attention_check import checked_attention
 from meshtune.train.checkpoint import Best, Checkpoints, Record, disk_reason, versions
 from meshtune.train.devices import device_table, hosts, seen_by_all
@@ -42,13 +44,15 @@ from meshtune.train.memory import bytes_on_each, size_in_words
 from meshtune.train.output import CHECKPOINTS, check_output, claimed, write_recipe, write_run
 from meshtune.train.plot import LossPlot
 from meshtune.train.progress import ProgressBar
+from meshtune.train.reference import Reference
 from meshtune.train.resolve import Choice, compute_of, optimizer_of
 from meshtune.train.resume import Resumed, find_resume
 from meshtune.train.settle import settle
+from meshtune.train.stage import reference_of
 from meshtune.train.step import TrainState, init_state
 from meshtune.train.task import Parts, make_task
 from meshtune.weights.fingerprint import base_hash
-from meshtune.weights.load import load_params
+from meshtune.weights.load import load_params, with_score
 from meshtune.weights.load_report import LoadReport
 
 DEFAULT_EPOCHS = 3.0
@@ -129,6 +133,8 @@ class _Run:
         if settled.layout is not None:
             check_batch(MeshConfig(**settled.layout.mesh.shape), rows, length)
         self.compute, choices = compute_of(recipe, settled.spec, settled.precision, rows, length, settled.layout)
+        compared = reference_of(recipe, settled.method)
+        choices += [] if compared is None else [compared]
         self.base = BaseRecord(recipe.model.path, base_hash(settled.source), recorded(settled.quantize))
         same = {"base model": self.base.hash, "training data": self.data.fingerprint}
         agree(job, "what they read", same, fix="give every host the same files")
@@ -154,7 +160,10 @@ class _Run:
         record = dataclasses.replace(record, versions=versions())
         resumed = find_resume(checkpoints, record) if self.recipe.resume else None
         self._note_resume(resumed)
+        reference = Reference(self.recipe, self.settled, self.compute, self.data, self.job, self.console.print)
+        reference.from_model(self.tokenizer)
         made, state, optimizer, schedule = self._parameters()
+        reference.from_start(merge(made.trainable, made.frozen), made.spec, self.base.hash)
         if resumed is not None:
             state = checkpoints.restore(resumed.step, state)
             record = dataclasses.replace(record, step=resumed.step, best=resumed.best, stale=resumed.stale)
@@ -222,9 +231,12 @@ class _Run:
             one = self.job.processes == 1
             self.console.print(f"[bold]loaded[/] {line.partition(': ')[2] if one else line}", highlight=False)
         key = jax.random.fold_in(jax.random.key(recipe.seed), 0)
+        params = with_score(params, settled.spec, jax.random.fold_in(key, 1), settled.layout)
         made = split_parameters(settled.method, settled.spec, params, key, settled.precision.trainable, settled.layout)
         optimizer, schedule = optimizer_for(recipe, settled, self.total)
-        like = None if settled.layout is None else state_like(settled, optimizer)
+        if "weights" in settled.offload:
+            made = dataclasses.replace(made, frozen=moved(made.frozen, frozen_like(settled)))
+        like = None if settled.layout is None and not settled.offload else state_like(settled, optimizer)
         return made, init_state(made.trainable, optimizer, like), optimizer, schedule
 
     def _parts(self, made: Prepared, optimizer: Any, schedule: Any) -> Parts:

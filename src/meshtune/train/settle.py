@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from meshtune.adapters.config import Method
 from meshtune.adapters.method import Prepared, abstract
 from meshtune.config.recipe import Recipe
+from meshtune.errors import UserError
+from meshtune.families import scored_spec
 from meshtune.mesh.axes import resolved
 from meshtune.mesh.fit import check_batch
 from meshtune.mesh.layout import Layout
 from meshtune.model.spec import ModelSpec
+from meshtune.objectives import STAGES
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.train.devices import Seen, check_devices
 from meshtune.train.machine import Machine
@@ -34,10 +37,23 @@ class Settled:
     layout: Layout | None
     choices: list[Choice]
     quantize: QuantizeConfig | None = None
+    offload: tuple[str, ...] = ()
 
     @property
     def spec(self) -> ModelSpec:
         return self.arrays.spec
+
+
+def staged(spec: ModelSpec, recipe: Recipe) -> ModelSpec:
+    """The model as the recipe's stage needs it. Raises UserError for a reward model where the next token is learned."""
+    scores = STAGES[recipe.stage.kind].scores
+    if spec.scored and not scores:
+        raise UserError(
+            f"this is a reward model: it gives a score, and stage {recipe.stage.kind} learns the next token",
+            where="model.path",
+            fix="give the causal language model, or use stage: rm",
+        )
+    return scored_spec(spec) if scores else spec
 
 
 def settle(
@@ -51,7 +67,7 @@ def settle(
     source = locate(recipe.model.path, recipe.model.revision, allow=MODEL if weights else CONFIG)
     method = method_of(recipe)
     precision, chosen = precision_of(recipe, stored_dtype(source, load_config(source)), machine.platform)
-    spec, _ = load_spec(source, precision.frozen)
+    spec = staged(load_spec(source, precision.frozen)[0], recipe)
     quantize = quantize_of(recipe)
     arrays = abstract(method, spec, precision.trainable, quantize)
     mesh, why = mesh_of(recipe, spec, len(machine.devices))
@@ -61,4 +77,4 @@ def settle(
     check_batch(mesh, recipe.train.batch_size // recipe.train.accumulation, 0)
     layout, choices = layout_of(mesh, why, arrays.spec, machine)
     choices = [chosen, *choices, *quantize_choices(arrays, layout)]
-    return Settled(source, method, precision, arrays, machine, layout, choices, quantize)
+    return Settled(source, method, precision, arrays, machine, layout, choices, quantize, tuple(recipe.compute.offload))

@@ -19,7 +19,6 @@ from meshtune.kernels.attention import balanced_order
 from meshtune.mesh.placement import place_batch
 from meshtune.model.compute import Compute
 from meshtune.model.tree import Tree, merge
-from meshtune.objectives import OBJECTIVES
 from meshtune.train.assemble import step_for
 from meshtune.train.cadence import Cadence, evaluations, every, save_interval
 from meshtune.train.checkpoint import Record
@@ -28,6 +27,7 @@ from meshtune.train.evaluate import Evaluation, evaluate
 from meshtune.train.loop import Task
 from meshtune.train.memory import size_in_words
 from meshtune.train.settle import Settled
+from meshtune.train.stage import objective_of
 from meshtune.train.step import TrainState, make_eval_step
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _evaluator(parts: Parts, place: Callable[[dict[str, np.ndarray]], Any]) -> C
     loader = parts.data.validation
     if loader is None or parts.recipe.eval.every is None:
         return None
-    step = make_eval_step(OBJECTIVES["sft"], parts.made.spec, parts.compute)
+    step = make_eval_step(objective_of(parts.recipe), parts.made.spec, parts.compute)
 
     def run(trainable: Tree) -> Evaluation:
         with contextlib.closing(loader.iterate(0, loader.steps_per_epoch(0))) as batches:  # pyright: ignore[reportArgumentType]
