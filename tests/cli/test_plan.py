@@ -1,0 +1,133 @@
+"""`meshtune plan`, from a config alone and without a compiler; with one in the deviceless tier."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from llamas import recipe_file
+
+KEYS = {
+    "target", "fits", "device_bytes", "device_capacity", "host_bytes", "breakdown", "compile_seconds", "step_seconds",
+    "tokens_per_second", "mfu", "bound_by", "recipe_overrides",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    return recipe_file(tmp_path_factory.mktemp("405B"), "405B")
+
+
+def plan(*arguments, compilers="/nowhere"):
+    env = {**os.environ, "COLUMNS": "150", "NO_COLOR": "1"}
+    if compilers is not None:
+        env["MESHTUNE_COMPILERS"] = compilers
+    command = [sys.executable, "-m", "meshtune", "plan", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=600)
+
+
+def test_json_has_every_key_and_adds_up(recipe):
+    ran = plan(recipe, "--target", "8xMI300X", "mesh.fsdp=8", "compute.remat=full", "--estimate", "--json")
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert set(found) >= KEYS
+    assert found["target"] == "8xMI300X"
+    assert found["estimated"] is True
+    assert found["device_bytes"] == sum(found["breakdown"].values())
+    assert found["device_capacity"] == 192 * 2**30
+    assert found["fits"] is (found["device_bytes"] <= found["device_capacity"] - found["reserve_bytes"])
+    assert found["breakdown"]["weights"] == pytest.approx(405.85e9 * 2 / 8, rel=0.001)
+    assert found["tokens_per_second"] == pytest.approx(8 * 4096 / found["step_seconds"])
+    assert found["run_seconds"] == pytest.approx(1000 * found["step_seconds"])
+    assert found["step_seconds"] >= found["step_seconds_bound"]
+    assert 0 < found["mfu"] <= found["mfu_bound"] <= 1
+    assert found["recipe_overrides"] == {}
+
+
+def test_several_targets_are_a_list_and_a_picture(recipe, tmp_path):
+    picture = tmp_path / "plan.png"
+    targets = [word for name in ("8xMI300X", "2x8xH200", "8xH100") for word in ("--target", name)]
+    ran = plan(recipe, *targets, "--estimate", "--json", "--picture", picture)
+    assert ran.returncode == 0, ran.stderr
+    assert [one["target"] for one in json.loads(ran.stdout)] == ["8xMI300X", "2x8xH200", "8xH100"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    from matplotlib.image import imread
+
+    pixels = imread(picture)
+    assert pixels.shape[0] > 300
+    assert pixels.std() > 0.05, "an empty picture"
+
+
+def test_words_say_whether_how_long_and_how_much(recipe):
+    ran = plan(recipe, "--target", "8xMI300X", "mesh.fsdp=8", "compute.remat=full", "--estimate", "--price", "2.5")
+    assert ran.returncode == 0, ran.stderr
+    said = ["It fits", "weights", "activations and temporaries", "roofline of an update", "tokens a second"]
+    said += ["the whole recipe", "cost", "at 2.5 for an hour of each device", "estimated, not compiled"]
+    for words in said:
+        assert words in ran.stdout, words
+
+
+def test_what_does_not_fit_shows_the_knobs_and_the_command_that_does(recipe):
+    ran = plan(recipe, "--target", "8xH100", "--estimate")
+    assert ran.returncode == 0, ran.stderr
+    assert "It fits once some knobs are turned" in ran.stdout
+    assert "nf4 base" in ran.stdout
+    assert "quantize=nf4" in ran.stdout.replace("\n", " ")
+
+
+def test_a_search_is_a_ranked_table(recipe):
+    ran = plan(
+        recipe, "--target", "8xMI300X", "--search", "--estimate", "--json", "data.max_length=64", "train.batch_size=16"
+    )
+    found = json.loads(ran.stdout)
+    assert found["recipe_overrides"]["mesh"] == {"tp": 8}
+    assert len(found["candidates"]) > 5
+    times = [one["step_seconds"] for one in found["candidates"] if one["fits"]]
+    assert times[0] == pytest.approx(found["step_seconds"])
+
+
+def test_without_a_compiler_the_estimate_answers_and_names_the_extra(recipe):
+    ran = plan(recipe, "--target", "8xH100", "mesh.fsdp=8")
+    assert ran.returncode == 0, ran.stderr
+    words = " ".join(ran.stdout.replace("│", " ").split())
+    assert "estimated, not compiled" in words
+    assert "meshtune[plan-cuda]" in words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--target", "8xMI300"], "no device is called 'MI300'"),
+        (["--target", "8xMI300"], "did you mean 'MI300X'"),
+        (["--target", "8xH100", "mesh.fsdp=7", "--estimate"], "the mesh fsdp=7 is for 7 devices, and there are 8"),
+        (["--target", "RTX4090", "method=full", "--estimate"], "does not fit 1xRTX4090, whatever is turned"),
+        (["--target", "RTX4090", "method=full", "--estimate"], "the smallest machine that would: "),
+    ],
+)
+def test_what_cannot_be_is_said_with_a_way_out_and_exit_2(recipe, arguments, says):
+    ran = plan(recipe, *arguments)
+    assert ran.returncode == 2, ran.stdout + ran.stderr
+    assert says in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.deviceless
+def test_the_compiler_answers_for_405b_on_eight_mi300x(recipe):
+    from deviceless import compiler_for
+
+    compiler_for("rocm")
+    ran = plan(
+        recipe, "--target", "8xMI300X", "mesh.fsdp=8", "compute.remat=full", "--json", compilers=os.environ.get(
+            "MESHTUNE_COMPILERS", os.path.expanduser("~/.cache/meshtune/compilers")
+        )
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert found["estimated"] is False
+    assert found["fits"] is True
+    assert found["compile_seconds"] < 600
+    # The goal that this program has for 8 x 4096 tokens.
+    assert found["device_bytes"] <= 150 * 2**30
