@@ -1,7 +1,7 @@
 """One process that loads a model: `python load_member.py ORDER.json PROCESS`.
 
-ORDER: model, mesh {axis: size}, processes, port, and optionally broadcast, group, digests (say what every device
-holds). It prints one line of JSON.
+ORDER: model, mesh {axis: size}, processes, port, and optionally broadcast, group, quantize (a format), digests (say
+what every device holds). It prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import numpy as np
 from meshtune.errors import UserError
 from meshtune.mesh.axes import MeshConfig, make_mesh
 from meshtune.mesh.fit import layout_for
-from meshtune.model.tree import flatten
+from meshtune.optim.paths import named_leaves
+from meshtune.quantize.config import QuantizeConfig
 from meshtune.weights.load import load_params, load_spec
 from meshtune.weights.load_report import LoadReport, resident
 
@@ -41,11 +42,12 @@ def load(order: dict[str, Any]) -> dict[str, Any]:
         directory,
         spec,
         layout=layout,
+        quantize=QuantizeConfig(order["quantize"]) if "quantize" in order else None,
         broadcast=order.get("broadcast", False),
         group=order.get("group"),
         report=reports.append,
     )
-    leaves = flatten(params)
+    leaves = dict(named_leaves(params))
     said: dict[str, Any] = {
         "before": before,
         "peak": high_water(),

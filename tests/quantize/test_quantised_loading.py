@@ -1,0 +1,121 @@
+"""Quantised while loading: the same codes on every mesh and in several processes, and never a wide weight in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from weights.load_job import job, write_model
+
+# Rows of 512 and 1024 numbers; a matrix has 32 to 64 blocks of 256 scales.
+SMALL = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+MB = 1 << 20
+
+ON_MESHES = """
+import pathlib, sys
+import jax, numpy as np
+from meshtune.mesh.axes import MeshConfig, make_mesh
+from meshtune.mesh.fit import layout_for
+from meshtune.model.tree import flatten
+from meshtune.quantize.config import QuantizeConfig
+from meshtune.quantize.select import quantised_params
+from meshtune.quantize.weight import QuantisedWeight
+from meshtune.weights.load import load_params, load_spec
+
+def same(ours, theirs):
+    ours, theirs = jax.tree.leaves(ours), jax.tree.leaves(theirs)
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+directory = pathlib.Path(sys.argv[1])
+spec, _ = load_spec(directory)
+full = load_params(directory, spec)
+for config in (QuantizeConfig("nf4"), QuantizeConfig("int8", 32, False), QuantizeConfig("fp8", 128)):
+    one = load_params(directory, spec, quantize=config)
+    quantised = 0
+    for path, leaf in flatten(one).items():
+        wide = flatten(full)[path]
+        if isinstance(leaf, QuantisedWeight):
+            quantised += 1
+            same(leaf, QuantisedWeight.quantise(wide, config))
+        else:
+            same(leaf, wide)
+    assert quantised == 7, "q k v o gate up down"
+    for sizes in ({"fsdp": 8}, {"fsdp": 2, "cp": 2, "tp": 2}, {"dp": 2, "tp": 4}):
+        layout, _ = layout_for(make_mesh(MeshConfig(**sizes)), spec)
+        many = load_params(directory, spec, quantize=config, layout=layout)
+        same(many, one)
+        described = jax.tree.leaves(quantised_params(spec, config))
+        for leaf, array in zip(jax.tree.leaves(many), described, strict=True):
+            assert leaf.sharding == layout.of(array), (leaf.shape, leaf.sharding)
+        down = many["layers"]["0.0"]["mlp"]["down"]["weight"]
+        share = 2 if "dp" in sizes else 1
+        assert down.codes.addressable_shards[0].data.nbytes == down.codes.nbytes * share // 8
+print("same")
+"""
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("small") / "model"
+    write_model(folder, SMALL, 3)
+    return folder
+
+
+def test_every_mesh_holds_the_codes_of_one_device_split_as_the_weight_would_be(small):
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    ran = subprocess.run([sys.executable, "-c", ON_MESHES, str(small)], capture_output=True, text=True, env=env)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    assert ran.stdout.splitlines()[-1] == "same"
+
+
+@pytest.mark.parametrize("how", [{}, {"broadcast": True}])
+def test_processes_agree_on_the_scales_of_a_matrix_that_each_reads_in_part(small, how):
+    """Scales are quantised relative to the mean of a whole matrix, of which a process reads the half it holds."""
+    (alone,) = job(small, 1, {"fsdp": 4}, devices=4, digests=True, quantize="nf4")
+    said = job(small, 2, {"fsdp": 4}, devices=2, digests=True, quantize="nf4", **how)
+    assert set().union(*(one["digests"] for one in said)) == set(alone["digests"])
+    for one in said:
+        assert one["digests"].items() <= alone["digests"].items()
+        assert how or one["report"]["read"] < 0.52 * alone["report"]["read"]
+
+
+# 0.4 billion parameters, 820 MB in bfloat16, nearly all in linear layers.
+WIDE = SMALL | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 6, "num_attention_heads": 16}
+WIDE |= {"head_dim": 128}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("format", "processes"), [("nf4", 1), ("nf4", 2), ("int8", 1)])
+def test_the_full_precision_model_is_never_in_memory(tmp_path_factory: pytest.TempPathFactory, format, processes):
+    """The kernel's own figure of peak memory: beyond the codes, a few blocks of 16 MB and what compiling takes."""
+    folder: pathlib.Path = tmp_path_factory.mktemp("wide") / "model"
+    full = write_model(folder, WIDE, 3)
+    said = job(folder, processes, {"fsdp": processes}, quantize=format, timeout=500)
+    held = sum(one["local"] for one in said)
+    assert held < {"nf4": 0.28, "int8": 0.54}[format] * full
+    for one in said:
+        over = one["peak"] - one["before"] - one["local"]
+        print(json.dumps({"full": full // MB, "local": one["local"] // MB, "over": over // MB}))
+        assert over < 300 * MB
+        assert one["peak"] - one["before"] < 0.8 * full
