@@ -25,16 +25,16 @@ class Peak:
     embed: float  # [tokens, embed]
     ffn: float  # [tokens, ffn]
     heads: float  # [tokens, heads + 2 kv_heads]
-    weights: float  # a layer's weights, gathered or sliced out of their stack
+    weights: float  # a layer's weights or the head's, gathered or sliced out of their stack
     logits: float  # [chunk, vocab] in float32
 
 
 LAYER = {
-    "none": Peak(embed=8.0, ffn=5.0, heads=3.0, weights=2.0, logits=0.0),
-    "selective": Peak(embed=8.0, ffn=5.0, heads=3.0, weights=2.0, logits=0.0),
-    "full": Peak(embed=8.0, ffn=5.0, heads=3.0, weights=2.0, logits=0.0),
+    "none": Peak(embed=11.0, ffn=2.5, heads=3.0, weights=1.0, logits=0.0),
+    "selective": Peak(embed=11.0, ffn=1.0, heads=1.0, weights=1.0, logits=0.0),
+    "full": Peak(embed=11.0, ffn=2.5, heads=3.0, weights=1.0, logits=0.0),
 }
-HEAD = Peak(embed=4.0, ffn=0.0, heads=0.0, weights=0.0, logits=3.0)
+HEAD = Peak(embed=4.0, ffn=0.0, heads=0.0, weights=2.0, logits=3.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,9 +131,9 @@ def _layer(case: Case) -> float:
 def _head(case: Case) -> float:
     spec, mesh = case.base.spec, case.mesh
     rows = case.rows / (mesh.dp * mesh.fsdp)
-    logits = 4 * rows * case.loss_chunk / max(1, 1) * spec.vocab / mesh.tp
+    logits = 4 * rows * case.loss_chunk * spec.vocab / mesh.tp
     gathered = spec.vocab * spec.embed * case.narrow / mesh.tp if mesh.fsdp * mesh.cp > 1 else 0.0
-    return HEAD.logits * logits + gathered + HEAD.embed * case.tokens * spec.embed * case.narrow
+    return HEAD.logits * logits + HEAD.weights * gathered + HEAD.embed * case.tokens * spec.embed * case.narrow
 
 
 def exchanges(case: Case) -> list[Collective]:
