@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import pytest
 
 from meshtune.errors import UserError
+from meshtune.plan.compilers.gpu_description import target_config
 from meshtune.plan.hardware import find_target, known_devices
 
 
@@ -65,3 +68,30 @@ def test_a_file_that_does_not_describe_devices_is_refused_by_name(tmp_path, text
 def test_a_file_that_is_not_there_is_refused():
     with pytest.raises(UserError, match="there is no file"):
         known_devices({"MESHTUNE_HARDWARE": "/nowhere/own.toml"})
+
+
+def test_the_device_that_the_page_describes_is_one(tmp_path):
+    page = pathlib.Path(__file__).resolve().parents[2] / "docs/compilers.md"
+    (tmp_path / "own.toml").write_text(page.read_text(encoding="utf-8").split("```toml\n")[1].split("```")[0])
+    device = find_target("4xMyCard", {"MESHTUNE_HARDWARE": str(tmp_path / "own.toml")}).device
+    assert device.shared_memory == (49152, 101376, 102400)
+    assert "cuda_compute_capability { major: 8 minor: 9" in target_config(device)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("clock_gzh = 1.0", "did you mean 'clock_ghz'"),
+        ("cores = 1.5", "cores = 1.5 is not a whole number"),
+        ("shared_memory = 3", "is not a list of whole numbers"),
+        ("bandwidth = -1", "is not a number above 0"),
+        ("arch = 90", "is not a text"),
+    ],
+)
+def test_a_fact_that_is_none_is_refused_with_its_form(tmp_path, line, says):
+    own = tmp_path / "own.toml"
+    own.write_text(f'[Mine]\nplatform = "cuda"\nmemory_gib = 8\n{line}\n')
+    with pytest.raises(UserError) as caught:
+        known_devices({"MESHTUNE_HARDWARE": str(own)})
+    assert says in str(caught.value)
+    assert "[Mine]" in (caught.value.where or "")

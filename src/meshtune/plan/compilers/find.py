@@ -138,7 +138,7 @@ def _tpu(folder: pathlib.Path | None, env: Mapping[str, str]) -> Found | Missing
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several may compile at once; none touches a TPU
         "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_ACCELERATOR_TYPE": "",
+        "TPU_ACCELERATOR_TYPE": "",  # what is empty is unset: a TPU that is here takes no part
         "TPU_LIBRARY_PATH": "",
     }
     return Found("tpu", _versions(folder, ("libtpu",)), folder, more)
