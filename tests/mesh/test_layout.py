@@ -14,7 +14,7 @@ from meshtune.adapters.method import abstract
 from meshtune.errors import UserError
 from meshtune.families import model_spec
 from meshtune.mesh.axes import AXES, MeshConfig
-from meshtune.mesh.fit import auto_mesh, check_batch, layout_for
+from meshtune.mesh.fit import check_batch, layout_for
 from meshtune.mesh.layout import Layout
 from meshtune.model.spec import ModelSpec
 from meshtune.optim.paths import named_leaves
@@ -123,15 +123,6 @@ def test_rows_and_lengths_that_do_not_divide_are_refused_with_what_does():
         check_batch(MeshConfig(cp=4), 8, 100)
     assert "such as 104" in (caught.value.fix or "")
     check_batch(MeshConfig(dp=2, fsdp=2, cp=4), 8, 64)
-
-
-def test_auto_takes_fsdp_as_far_as_rows_allow_and_then_tp():
-    spec = model_spec(LLAMA_405B, "bfloat16")
-    assert auto_mesh(8, spec, 16)[0] == MeshConfig(fsdp=8)
-    assert auto_mesh(8, spec, 4)[0] == MeshConfig(fsdp=4, tp=2)
-    assert auto_mesh(1, spec, 3)[0] == MeshConfig()
-    with pytest.raises(UserError, match="no mesh of 3 devices"):
-        auto_mesh(3, spec, 16)
 
 
 def test_an_axis_that_no_rule_names_is_a_defect_and_not_silence():

@@ -169,7 +169,9 @@ class ComputeSection(Section):
         "auto: mixed on accelerators, float32 on CPU.",
     )
     remat: Literal["auto", "none", "selective", "full"] = Field(
-        default="auto", description="What is recomputed in the backward pass; auto: selective, everything but products."
+        default="auto",
+        description="What is recomputed in the backward pass: nothing, everything but products, or all of a layer; "
+        "auto: the faster that fits.",
     )
     attention: Literal["auto", "direct", "splash", "cudnn", "triton", "blockwise"] = Field(
         default="auto",
@@ -288,7 +290,7 @@ class Recipe(Section):
         default=None, description="Keep the frozen base in few bits (nf4, int8, fp8 or int4); null: as it is."
     )
     mesh: MeshSection | Literal["auto"] = Field(
-        default="auto", description="How devices share the work; auto: fsdp over all devices as far as rows allow."
+        default="auto", description="How devices share the work; auto: what is fastest and fits (see meshtune plan)."
     )
     train: TrainSection = Field(default_factory=TrainSection)
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)

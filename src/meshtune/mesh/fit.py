@@ -72,28 +72,6 @@ def check_batch(config: MeshConfig, rows: int, length: int) -> None:
         )
 
 
-def auto_mesh(devices: int, spec: ModelSpec, rows: int) -> tuple[MeshConfig, str]:
-    """The mesh taken for `auto`, and why: as much fsdp as rows and width allow, tp takes the rest.
-
-    Raises UserError if no mesh of these devices fits.
-    """
-    if devices == 1:
-        return MeshConfig(), "auto: one device"
-    for fsdp in range(devices, 0, -1):
-        rest = devices // fsdp
-        if devices % fsdp or rows % fsdp or spec.embed % fsdp:
-            continue
-        if rest == 1:
-            return MeshConfig(fsdp=fsdp), "auto: parameters and rows over all devices"
-        if not any(size % rest for size in (spec.heads, spec.ffn, spec.vocab)):
-            return MeshConfig(fsdp=fsdp, tp=rest), f"auto: {rows} rows allow no more fsdp, tp takes the rest"
-    raise UserError(
-        f"no mesh of {devices} devices fits {rows} rows a micro-batch and this model",
-        where="mesh",
-        fix=f"make train.micro_batch a multiple of {devices}, or give mesh by hand with fewer devices",
-    )
-
-
 def _uneven(axis: str, size: int, name: str, count: int, divisible: int) -> UserError:
     works = [n for n in range(1, min(divisible, 4096) + 1) if divisible % n == 0]
     shown = [str(n) for n in works if n <= 4 * size][-8:]

@@ -73,7 +73,7 @@ def shardings_of(recipe: Recipe, target: Target | None) -> Sharding:
     precision, chosen = precision_of(recipe, stored_dtype(source, load_config(source)), backend)
     spec, _ = load_spec(source, precision.frozen)
     arrays = abstract(method_of(recipe), spec, precision.trainable)
-    mesh, why = mesh_of(recipe, spec, devices)
+    mesh, why = mesh_of(recipe, devices)
     resolved(mesh, devices)
     check_batch(mesh, recipe.train.batch_size // recipe.train.accumulation, 0)
     layout, notes = layout_for(described_mesh(mesh), arrays.spec)

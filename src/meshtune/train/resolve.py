@@ -10,7 +10,7 @@ from meshtune.adapters.config import FreezeConfig, FullConfig, LoraConfig, Metho
 from meshtune.config.recipe import FreezeMethod, FullMethod, LoraMethod, Recipe
 from meshtune.kernels.attention import AttentionRequest, choose
 from meshtune.mesh.axes import MeshConfig, make_mesh, resolved
-from meshtune.mesh.fit import Note, auto_mesh, layout_for
+from meshtune.mesh.fit import Note, layout_for
 from meshtune.mesh.layout import Layout
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
@@ -64,12 +64,10 @@ def precision_of(recipe: Recipe, stored: str, backend: str | None = None) -> tup
     return made, Choice("precision", name, reason)
 
 
-def mesh_of(recipe: Recipe, spec: ModelSpec, devices: int) -> tuple[MeshConfig, str]:
-    """The mesh, of `devices` devices or of as many as it was asked for, and why."""
-    asked, rows = recipe.mesh, recipe.train.batch_size // recipe.train.accumulation
-    if asked == "auto":
-        return auto_mesh(devices, spec, rows)
-    config = MeshConfig(**asked.model_dump())
+def mesh_of(recipe: Recipe, devices: int) -> tuple[MeshConfig, str]:
+    """The mesh, of `devices` devices or of as many as it was asked for, and why; auto is settled (plan.auto)."""
+    assert recipe.mesh != "auto", "settle what is left open first"
+    config = MeshConfig(**recipe.mesh.model_dump())
     return (resolved(config, devices) if -1 in config.sizes.values() else config), "asked for"
 
 

@@ -70,7 +70,7 @@ def settle(
     spec = staged(load_spec(source, precision.frozen)[0], recipe)
     quantize = quantize_of(recipe)
     arrays = abstract(method, spec, precision.trainable, quantize)
-    mesh, why = mesh_of(recipe, spec, len(machine.devices))
+    mesh, why = mesh_of(recipe, len(machine.devices))
     if seen:
         check_devices(seen, mesh.devices, mesh=str(mesh), launcher=launcher)
     resolved(mesh, len(machine.devices))
