@@ -1,11 +1,18 @@
-"""Tokens in the blocks of flash attention, warps and pipeline stages, by chip, head dimension and dtype."""
+"""Tokens in the blocks of flash attention, warps and pipeline stages, by chip, head dimension and dtype.
+
+Chosen without these chips at hand, by what their compilers say: the largest blocks whose numbers stay in registers (a
+spilled one goes through memory each time) and that fit the shared memory of a block of threads. What each of them
+takes is filed in benchmarks/kernels_deviceless; benchmarks/gpu_kernels times them where there is a GPU.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
 from meshtune.kernels.attention.request import AttentionRequest
-from meshtune.kernels.chips import chip_of
+from meshtune.kernels.chips import Chip, chip_of
+
+SMALLEST_HEAD, LARGEST_HEAD = 16, 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,22 +37,46 @@ class Tiles:
         return max(n for tile in (self.forward, self.dq, self.dkv) for n in (tile.q, tile.kv))
 
 
-SMALLEST_HEAD, LARGEST_HEAD = 16, 256
+# By the width of a head, up to which each serves. For bfloat16 and float16.
+HOPPER = {
+    64: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
+    128: Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(64, 128, 8, 2)),
+    256: Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2)),
+}
+# Ampere, Ada and consumer Blackwell, whose products read registers: what fits the 99 KiB of the smallest suits all.
+AMPERE = {
+    64: Tiles(Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(32, 64, 4, 2)),
+    128: Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2)),
+    256: Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
+}
+# CDNA: a warp is 64 threads with up to 512 registers; a second stage would not leave room for two warps a unit.
+CDNA = {
+    64: Tiles(Tile(128, 64, 4, 1), Tile(128, 32, 4, 1), Tile(32, 64, 4, 1)),
+    128: Tiles(Tile(128, 64, 8, 1), Tile(128, 32, 8, 1), Tile(32, 64, 4, 1)),
+    256: Tiles(Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
+}
+# RDNA: half as wide warps, 64 KiB.
+RDNA = {
+    64: Tiles(Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    128: Tiles(Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    256: Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+}
+# Exact float32 products are made number by number, by any chip.
+FLOAT32 = Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))
 
 
 def tiles_of(request: AttentionRequest) -> Tiles:
-    """What fits the chip's shared memory and registers; shown by compiling in benchmarks/kernels_deviceless."""
-    chip, width = chip_of(request.platform, request.chip), width_of(request.head_dim)
+    """The blocks for this request's chip."""
     if request.dtype == "float32":
-        return Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))
+        return FLOAT32
+    by_width, width = _family(chip_of(request.platform, request.chip)), width_of(request.head_dim)
+    return next(tiles for most, tiles in by_width.items() if width <= most)
+
+
+def _family(chip: Chip) -> dict[int, Tiles]:
     if chip.maker == "amd":
-        small = Tile(32, 32, 4, 1) if width > 128 else Tile(64, 32, 4, 1)
-        return Tiles(
-            Tile(64, 32, 4, 1) if width > 128 else Tile(128, 64, 4, 1), small, dataclasses.replace(small, q=32)
-        )
-    if width > 128:
-        return Tiles(Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))
-    return Tiles(Tile(128, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2))
+        return CDNA if chip.arch.startswith("gfx9") else RDNA
+    return HOPPER if chip.capability[0] in (9, 10) else AMPERE
 
 
 def width_of(head_dim: int) -> int:

@@ -1,0 +1,105 @@
+"""Attention compiled by the real compilers of chips that are not here: it compiles, and its memory grows with tokens.
+
+Every kernel, forward and backward, for each chip; shapes and figures of more cases: benchmarks/kernels_deviceless.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from deviceless import compiled_for
+
+pytestmark = pytest.mark.deviceless
+
+GPUS = ["A100-80", "RTX4090", "H100", "B200", "RTX5090", "MI250X", "MI300X", "MI350X"]
+TPUS = ["TPUv5e", "TPUv5p", "TPUv6e", "TPUv7x"]
+
+SNIPPET = """
+from meshtune.kernels.attention import AttentionInputs, AttentionRequest, choose
+
+B, T, H, K, h = sizes
+request = AttentionRequest(
+    batch=B, q_length=T, kv_length=T, heads=H, kv_heads=K, head_dim=h, dtype=dtype, scale=h**-0.5, window=window,
+    softcap=softcap, aligned=True, platform=target.device.platform, chip=target.device.arch,
+)
+chosen = choose(request, backend)[0]
+result = chosen.name
+
+def both(q, k, v, g, positions, segments):
+    tokens = positions, positions, segments, segments
+    out, pull = jax.vjp(lambda q, k, v: chosen.run(AttentionInputs(q, k, v, *tokens), request), q, k, v)
+    return out, *pull(g)
+
+q, k, tokens = array((B, T, H, h), dtype), array((B, T, K, h), dtype), array((B, T), "int32")
+f, args = jax.jit(both), (q, k, k, q, tokens, tokens)
+"""
+
+
+def compiled(target, sizes, dtype="bfloat16", window=None, softcap=None, backend="auto", **options):
+    values = {"sizes": sizes, "dtype": dtype, "window": window, "softcap": softcap, "backend": backend}
+    return compiled_for(f"1x{target}", SNIPPET, **values, **options)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("target", GPUS)
+def test_triton_kernels_compile(target, head_dim):
+    found = compiled(target, (1, 1000, 4, 2, head_dim), window=300, softcap=30.0, text=True)
+    assert found["result"] == "triton"
+    for kernel in ("attention_attend", "attention_query_slopes", "attention_key_slopes"):
+        assert kernel in found["text"]
+
+
+@pytest.mark.parametrize("target", ["H100", "MI300X"])
+def test_triton_kernels_in_float32_compile_where_asked_for(target):
+    assert compiled(target, (1, 256, 2, 1, 64), dtype="float32", backend="triton")["result"] == "triton"
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("target", TPUS)
+def test_splash_attention_compiles(target, head_dim):
+    assert compiled(target, (1, 1000, 4, 2, head_dim), window=300, softcap=30.0)["result"] == "splash"
+
+
+@pytest.mark.parametrize("target", ["H100", "MI300X", "TPUv5e"])
+def test_memory_grows_with_tokens_and_not_with_their_square(target):
+    """Beside arguments and results, a few numbers a token and head. All scores of the longer row would be 64 GiB."""
+    short, long = (compiled(target, (1, T, 2, 1, 128))["temp_bytes"] for T in (16384, 131072))
+    assert long <= 8.5 * short + 2**20
+    assert long < 131072 * 2 * 2048  # 2 KiB a token and head, half of it splash's log-sum-exp in 128 lanes
+
+
+def test_the_sliced_row_of_a_million_tokens_compiles():
+    """Offsets beyond 2^32 bytes, and tables of blocks that must not be held: 16,384 x 16,384 of them are 256 MiB."""
+    found = compiled("H100", (1, 2**20, 32, 8, 128))
+    numbers = 2 * 4 * 32 * 2**20  # log-sum-exp and its companion, float32, a head and token
+    assert found["temp_bytes"] < numbers + 2**27
+
+
+RING = """
+from meshtune.kernels.attention import AttentionSplit, attention
+
+m = mesh(dp=2, cp=4)
+split = AttentionSplit(m, ("dp",), None, None, "cp")
+rows = jax.sharding.NamedSharding(m, jax.sharding.PartitionSpec("dp", "cp"))
+
+def both(q, k, v, g, positions, segments):
+    def run(q, k, v):
+        return attention(
+            q, k, v, q_positions=positions, kv_positions=positions, q_segments=segments, kv_segments=segments,
+            scale=0.1, aligned=True, split=split, platform=target.device.platform, chip=target.device.arch,
+        )
+
+    out, pull = jax.vjp(run, q, k, v)
+    return out, *pull(g)
+
+q, k, tokens = (array(shape, dtype, rows) for shape, dtype in (
+    ((2, 4096, 8, 128), "bfloat16"), ((2, 4096, 2, 128), "bfloat16"), ((2, 4096), "int32")))
+f, args = jax.jit(both), (q, k, k, q, tokens, tokens)
+"""
+
+
+@pytest.mark.parametrize("target", ["8xH100", "8xMI300X"])
+def test_the_kernels_meet_the_parts_of_a_ring(target):
+    found = compiled_for(target, RING, text=True)
+    assert "attention_attend" in found["text"]
+    assert "collective-permute" in found["text"]
