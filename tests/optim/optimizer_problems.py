@@ -35,11 +35,11 @@ def tree_of(flat):
     return unflatten(flat)
 
 
-def problem(shapes=SHAPES, seed=0):
+def problem(shapes=SHAPES, seed=0, steps=20):
     """Initial parameters and a fixed linear-plus-quadratic loss whose gradient depends on the parameters."""
     rng = np.random.default_rng(seed)
     params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    noise = {name: rng.normal(size=(20, *shape)).astype(np.float32) for name, shape in shapes.items()}
+    noise = {name: rng.normal(size=(steps, *shape)).astype(np.float32) for name, shape in shapes.items()}
     return params, noise
 
 
@@ -48,6 +48,11 @@ def gradient(value, noise):
 
 
 def run_ours(config, params, noise, steps):
+    return run_with_state(config, params, noise, steps)[0]
+
+
+def run_with_state(config, params, noise, steps, state=None):
+    """(parameters, optimizer, state) in the end."""
     tree = tree_of({name: jnp.asarray(value) for name, value in params.items()})
     optimizer, _ = make_optimizer(config, steps, tree, SPEC)
 
@@ -56,21 +61,29 @@ def run_ours(config, params, noise, steps):
         updates, state = optimizer.update(jax.tree.map(gradient, tree, noise), state, tree)
         return optax.apply_updates(tree, updates), state
 
-    state = optimizer.init(tree)
+    state = optimizer.init(tree) if state is None else state
     for at in range(steps):
         tree, state = step(tree, state, tree_of({name: value[at] for name, value in noise.items()}))
-    return {name: np.asarray(value) for name, value in flatten(tree).items()}
+    return {name: np.asarray(value) for name, value in flatten(tree).items()}, optimizer, state
 
 
 def run_torch(make, params, noise, steps, per_layer=False):
-    """`make(groups) -> optimizer`, groups named decay and no_decay. `per_layer` gives torch each layer by itself."""
+    """`make(decayed, others) -> optimizer`. `per_layer` gives torch each layer by itself."""
+
+    def split(tensors):
+        kept = [p for name, ps in tensors.items() for p in ps if "norm" not in name and "bias" not in name]
+        return make(kept, [p for name, ps in tensors.items() for p in ps if "norm" in name or "bias" in name])
+
+    return run_torch_named(split, params, noise, steps, per_layer)
+
+
+def run_torch_named(make, params, noise, steps, per_layer=True):
+    """`make({path: [a Parameter a layer]}) -> optimizer`."""
     tensors = {}
     for name, value in params.items():
         rows = list(value) if per_layer and name.startswith("layers/") else [value]
         tensors[name] = [torch.nn.Parameter(torch.tensor(row)) for row in rows]
-    kept = [p for name, ps in tensors.items() for p in ps if "norm" not in name and "bias" not in name]
-    free = [p for name, ps in tensors.items() for p in ps if "norm" in name or "bias" in name]
-    optimizer = make(kept, free)
+    optimizer = make(tensors)
     for at in range(steps):
         for name, rows in tensors.items():
             parts = noise[name][at] if len(rows) > 1 else [noise[name][at]]
