@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from meshtune.model.spec import ModelSpec
 from meshtune.plan.case import Case
 from meshtune.plan.collectives import Collective
 from meshtune.plan.work import residual_bytes
@@ -35,6 +36,8 @@ LAYER = {
     "full": Peak(embed=11.0, ffn=2.5, heads=3.0, weights=1.0, logits=0.0),
 }
 HEAD = Peak(embed=4.0, ffn=0.0, heads=0.0, weights=2.0, logits=3.0)
+# The head's matrix where it is trained: gathered and its gradient in float32 on a mesh, or on one device alone.
+HEAD_TRAINED, HEAD_TRAINED_HERE = 4.8, 3.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +69,8 @@ def estimate(case: Case) -> Estimate:
     if "residual" in case.offload:
         host["residual"] = residual_bytes(case)
     held["activations"] = activation_bytes(case)
+    if case.accumulation > 1:
+        held["gradients"] *= 2  # the sum so far, and those of the micro-batch under way
     return Estimate({role: int(held.get(role, 0)) for role in ROLES}, {role: int(size) for role, size in host.items()})
 
 
@@ -132,8 +137,15 @@ def _head(case: Case) -> float:
     spec, mesh = case.base.spec, case.mesh
     rows = case.rows / (mesh.dp * mesh.fsdp)
     logits = 4 * rows * case.loss_chunk * spec.vocab / mesh.tp
-    gathered = spec.vocab * spec.embed * case.narrow / mesh.tp if mesh.fsdp * mesh.cp > 1 else 0.0
-    return HEAD.logits * logits + HEAD.weights * gathered + HEAD.embed * case.tokens * spec.embed * case.narrow
+    whole = spec.vocab * spec.embed * case.narrow / mesh.tp
+    trained = any(one.role == "full" and one.path == head_path(spec) for one in case.base.kept)
+    times = (HEAD_TRAINED if trained else HEAD.weights) if mesh.fsdp * mesh.cp > 1 else HEAD_TRAINED_HERE * trained
+    return HEAD.logits * logits + times * whole + HEAD.embed * case.tokens * spec.embed * case.narrow
+
+
+def head_path(spec: ModelSpec) -> str:
+    """The output head's matrix in the tree of parameters."""
+    return "embed/weight" if spec.tied else "head/weight"
 
 
 def exchanges(case: Case) -> list[Collective]:
