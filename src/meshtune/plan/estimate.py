@@ -106,7 +106,7 @@ def policy_bytes(case: Case) -> float:
     return case.tokens * spec.layers * a_token
 
 
-NONE_EMBED, NONE_FFN = 20.0, 7.0
+NONE_EMBED, NONE_FFN = 8.0, 5.0
 
 
 def narrow_width(case: Case) -> float:
