@@ -10,6 +10,7 @@ compares them: within 10% of the device's bytes).
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from meshtune.model.spec import ModelSpec
 from meshtune.plan.case import Case
@@ -119,7 +120,7 @@ def narrow_width(case: Case) -> float:
 def layer_weight_bytes(case: Case) -> float:
     """One layer's matrices as they are computed with, on one device."""
     arrays = case.base.parameters
-    numbers = sum(leaf.size / leaf.shape[0] for path, leaf in arrays.items() if len(leaf.shape) > 2)
+    numbers = sum(leaf.size / leaf.shape[0] for leaf in arrays.values() if len(leaf.shape) > 2)
     return numbers / max(1, len(list(case.base.spec.positions()))) * case.narrow / case.mesh.tp
 
 
@@ -159,12 +160,14 @@ def exchanges(case: Case) -> list[Collective]:
             found.append(Collective(kind, int(size), members, int(count * case.accumulation)))
 
     sharded, data = ("fsdp", "cp"), ("dp", "fsdp", "cp")
-    layer = layer_weight_bytes(case)
-    add("all-gather", layer, sharded, 2 * spec.layers)
+    ways = mesh.fsdp * mesh.cp
+    # Frozen weights travel as they are kept, in codes where they are quantised; trained ones as they are computed with.
+    add("all-gather", case.held("stacked") * ways / spec.layers, sharded, 2 * spec.layers)
+    full = sum(math.prod(one.shape) for one in case.base.kept if one.role == "full" and one.path.startswith("layers/"))
+    add("all-gather", full * number / mesh.tp / spec.layers, sharded, 2 * spec.layers)
     head = spec.vocab * spec.embed * number / mesh.tp
     add("all-gather", head, sharded, 1)
     trained = case.held("gradient")
-    ways = mesh.fsdp * mesh.cp
     add("all-reduce", trained * ways * number / 4, data, 1)
     stream = case.tokens * spec.embed * number
     add("all-reduce", stream, ("tp",), spec.layers * (8 if case.remat == "full" else 6))

@@ -141,26 +141,25 @@ def _knobs(recipe: Recipe, case: Case) -> Iterator[tuple[str, str, list[dict[str
     """(name, cost, changes to choose from, whether the recipe pins it)."""
     target, micro = case.target, case.rows
     smaller = [{MICRO: n} for n in range(micro - 1, 0, -1) if micro % n == 0]
-    compute, offloaded = recipe.compute.model_fields_set, list(case.offload)
+    pinned, offloaded = "offload" in recipe.compute.model_fields_set, list(case.offload)
     openly = open_keys(recipe, search=True)
     yield "recompute layers", "a third more arithmetic", [{REMAT: "full"}], REMAT not in openly
     yield "another mesh", "other messages", [{MESH: mesh} for mesh in _meshes(target)], MESH not in openly
     yield "smaller micro-batches", "more messages an update", smaller, MICRO not in openly
-    yield (
-        "tile feed-forward and norm",
-        "a little arithmetic",
-        [{"compute.mlp_chunk": n} for n in (4096, 1024)],
-        "mlp_chunk" in compute and recipe.compute.mlp_chunk is not None,
-    )
+    chunk, tokens = recipe.compute, (4096, 1024)
+    tiled = [{"compute.mlp_chunk": n} for n in tokens]
+    yield "tile feed-forward and norm", "a little arithmetic", tiled, chunk.mlp_chunk is not None
+    tiled = [{"compute.attention_chunk": n} for n in tokens]
+    yield "tile attention's queries", "a little arithmetic", tiled, chunk.attention_chunk is not None
     for more, name, cost in (
         (["residual"], "residual stream on the host", "PCIe traffic beside the computation"),
         (["optimizer"], "optimizer state on the host", "PCIe traffic at the end of an update"),
     ):
-        yield name, cost, [{OFFLOAD: list(dict.fromkeys([*offloaded, *more]))}], "offload" in compute
+        yield name, cost, [{OFFLOAD: list(dict.fromkeys([*offloaded, *more]))}], pinned
         offloaded = [*offloaded, *more]
     lora = isinstance(recipe.method, LoraMethod)
     yield "nf4 base", "rounded frozen weights", [{QUANTIZE: "nf4"}] if lora else [], QUANTIZE not in openly and lora
-    yield "weights on the host", "all weights cross PCIe", [{OFFLOAD: [*offloaded, "weights"]}], "offload" in compute
+    yield "weights on the host", "all weights cross PCIe", [{OFFLOAD: [*offloaded, "weights"]}], pinned
 
 
 def _meshes(target: Target) -> list[dict[str, int]]:

@@ -218,7 +218,7 @@ def plain(report: Report) -> dict[str, Any]:
         "steps": report.steps,
         "run_seconds": report.run_seconds,
         "cost": report.cost,
-        "recipe_overrides": best.option.overrides,
+        "recipe_overrides": best.option.said,
         "knobs": [
             {
                 "knob": one.name,
@@ -237,7 +237,7 @@ def plain(report: Report) -> dict[str, Any]:
 
 def _row(one: Answer) -> dict[str, Any]:
     return {
-        "recipe_overrides": one.option.overrides,
+        "recipe_overrides": one.option.said,
         "fits": one.fits,
         "estimated": one.compiled is None,
         "device_bytes": one.device_bytes,

@@ -56,6 +56,11 @@ class Option:
     def mesh(self) -> MeshConfig:
         return self.case.mesh
 
+    @property
+    def said(self) -> dict[str, Any]:
+        """`overrides` without what need not be said: the mesh of one device."""
+        return {key: value for key, value in self.overrides.items() if key != MESH or self.mesh.devices > 1}
+
 
 def limit(target: Target, reserve: float = RESERVE) -> int:
     """Bytes of a device's memory without the reserve."""

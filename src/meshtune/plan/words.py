@@ -215,7 +215,7 @@ def _candidates(report: Report) -> Table:
 
 def _next(report: Report, arguments: Sequence[str]) -> Text:
     best = report.best
-    changes = overrides_in_words(best.option.overrides)
+    changes = overrides_in_words(best.option.said)
     if best.fits:
         command = " ".join(["meshtune train", *arguments, *changes])
         return Text.assemble(("\nrun it with  ", "bold"), (command, "cyan"))
