@@ -43,6 +43,12 @@ HOPPER = {
     128: Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(64, 128, 8, 2)),
     256: Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2)),
 }
+# Sums lie in a tensor memory of their own, which the gradients of 64 keys of 256 columns overfill.
+BLACKWELL = {
+    64: Tiles(Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
+    128: Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(64, 64, 8, 2)),
+    256: Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 32, 4, 1)),
+}
 # Ampere, Ada and consumer Blackwell, whose products read registers: what fits the 99 KiB of the smallest suits all.
 AMPERE = {
     64: Tiles(Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(32, 64, 4, 2)),
@@ -76,7 +82,7 @@ def tiles_of(request: AttentionRequest) -> Tiles:
 def _family(chip: Chip) -> dict[int, Tiles]:
     if chip.maker == "amd":
         return CDNA if chip.arch.startswith("gfx9") else RDNA
-    return HOPPER if chip.capability[0] in (9, 10) else AMPERE
+    return {9: HOPPER, 10: BLACKWELL, 11: BLACKWELL}.get(chip.capability[0], AMPERE)
 
 
 def width_of(head_dim: int) -> int:
