@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from meshtune.mesh.layout import Layout
 from meshtune.optim.paths import named_leaves, path_name
@@ -68,9 +68,8 @@ def waiting(like: Any, *, stacked_only: bool = False) -> Any:
     """
 
     def one(path: tuple[Any, ...], leaf: Any) -> Any:
-        if math.prod(leaf.shape) * leaf.dtype.itemsize < WORTH or (
-            stacked_only and not path_name(path).startswith("layers/")
-        ):
+        small = not leaf.shape or math.prod(leaf.shape) * leaf.dtype.itemsize < WORTH
+        if small or (stacked_only and not path_name(path).startswith("layers/")):
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host(leaf.sharding))
 
@@ -82,9 +81,13 @@ def is_on_host(sharding: Sharding | None) -> bool:
 
 
 def real(sharding: Sharding | None) -> Sharding | None:
-    """Where an array is put that a ShapeDtypeStruct says lies there: on this process's device, where no mesh is."""
+    """Where an array is put that a ShapeDtypeStruct says lies there: on this process's device, where no mesh is.
+
+    Of a mesh of one: a sharding of one device alone leaves its memory out of the array's type.
+    """
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
-        return SingleDeviceSharding(jax.local_devices()[0], memory_kind=sharding.memory_kind)
+        mesh = Mesh(np.array(jax.local_devices()[:1]), sharding.mesh.axis_names)
+        return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
     return sharding
 
 
