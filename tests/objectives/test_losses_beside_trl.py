@@ -1,0 +1,249 @@
+"""Every loss on the same log-probabilities as trl's own code: within 1e-5 (float32 sums in another order).
+
+trl's trainers are made without their constructors: only the method that computes the loss runs, on outputs that hold
+the log-probabilities. Ours run whole, but for the model.
+"""
+
+from __future__ import annotations
+
+import collections
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from trl import DPOTrainer, KTOTrainer, RewardTrainer
+from trl.experimental.cpo import CPOTrainer
+from trl.experimental.orpo import ORPOTrainer
+from units_of import loader_of, random_pairs
+
+from meshtune.model.compute import Compute
+from meshtune.objectives import STAGES, rm
+from meshtune.objectives import answers as answers_module
+from meshtune.objectives.score import means
+
+PAIRS, CLOSE = 5, {"rtol": 1e-5, "atol": 1e-5}
+NONE: dict = {}
+
+
+def same(x):
+    return x
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """(our batch, log-probabilities of it and of the reference, the same padded as trl has them)."""
+    documents = random_pairs(97, PAIRS, seed=3)
+    batch = {k: v[0] for k, v in loader_of(documents, tmp_path, nll="answer").batch(0).arrays.items()}
+    rng = np.random.default_rng(1)
+    learned = batch["weights"] > 0
+    found, reference = (np.where(learned, -rng.gamma(2.0, 0.6, learned.shape), 0).astype(np.float32) for _ in range(2))
+    monkeypatch.setattr(answers_module, "_log_probs", lambda params, *_: jnp.asarray(params["log_probs"]))
+
+    def padded(each, dtype=np.float32):
+        """[2 * pairs, T]: the chosen answers, then the rejected ones, each from its own beginning."""
+        out = np.zeros((2 * PAIRS, each.shape[1]), dtype)
+        for row in range(PAIRS):
+            for side in (0, 1):
+                here = batch["segment_ids"][row] == side + 1
+                out[side * PAIRS + row, : here.sum()] = each[row][here]
+        return torch.tensor(out)
+
+    return batch, found, reference, padded
+
+
+def ours(stage, options, batch, found, reference=None):
+    kind = STAGES[stage]
+    batch = {name: jnp.asarray(array) for name, array in batch.items()}
+    if reference is not None:
+        batch["reference"] = jnp.asarray(reference)
+    score = kind.make(kind.config(**options))({"log_probs": found}, None, Compute(), batch, None)  # pyright: ignore
+    return float(score.loss / score.weight), {name: float(value) for name, value in means(score).items()}
+
+
+def summed(batch, each, tail=None):
+    """The reference's log-probabilities as a batch has them, [rows, 2]."""
+    out = np.zeros((PAIRS, 2), np.float32)
+    for row in range(PAIRS):
+        lengths = [((batch["segment_ids"][row] == s) & (batch["weights"][row] > 0)).sum() for s in (1, 2)]
+        for side in (0, 1):
+            mine = each[row][(batch["segment_ids"][row] == side + 1) & (batch["weights"][row] > 0)]
+            weight = np.where(np.arange(len(mine)) < min(lengths), 1.0, 1.0 if tail is None else tail)
+            out[row, side] = (mine * weight).sum()
+    return out
+
+
+def trainer(kind, **fields):
+    self = object.__new__(kind)
+    accelerator = types.SimpleNamespace(device=torch.device("cpu"), gather=same, gather_for_metrics=same)
+    common = {"accelerator": accelerator, "_metrics": collections.defaultdict(lambda: collections.defaultdict(list))}
+    common |= {
+        "model": types.SimpleNamespace(training=True),
+        "aux_loss_enabled": False,
+        "_total_train_tokens": 0,
+        "_tp_size": 1,
+        "precompute_ref_logps": True,
+    }
+    for name, value in (common | fields).items():
+        setattr(self, name, value)
+    return self
+
+
+def outputs(log_probs):
+    zeros = torch.zeros_like(log_probs)
+    return types.SimpleNamespace(log_probs=log_probs, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool())
+
+
+class Model(torch.nn.Module):
+    def __init__(self, result):
+        super().__init__()
+        self.result = result
+
+    def forward(self, **_):
+        return self.result
+
+
+def trl_inputs(padded, batch):
+    """Ids and masks in trl's shape: one position more than there are log-probabilities."""
+    rows = padded(batch["weights"])
+    mask = torch.cat([torch.zeros(len(rows), 1), rows], 1)
+    return {"input_ids": mask.long(), "attention_mask": mask.long(), "completion_mask": mask.long()}
+
+
+@pytest.mark.parametrize(
+    ("options", "theirs"),
+    [
+        ({}, {"loss_types": ["sigmoid"]}),
+        ({"beta": 0.3}, {"loss_types": ["sigmoid"], "beta": 0.3}),
+        ({"loss": "hinge"}, {"loss_types": ["hinge"]}),
+        ({"loss": "ipo"}, {"loss_types": ["ipo"]}),
+        ({"loss": "robust", "label_smoothing": 0.2}, {"loss_types": ["robust"], "label_smoothing": 0.2}),
+        ({"ld_alpha": 0.5}, {"loss_types": ["sigmoid"], "ld_alpha": 0.5}),
+        ({"ld_alpha": 0.0}, {"loss_types": ["sigmoid"], "ld_alpha": 0.0}),
+        ({"sft_weight": 0.7}, {"loss_types": ["sigmoid", "sft"], "loss_weights": [1.0, 0.7]}),
+    ],
+)
+def test_dpo(made, options, theirs):
+    batch, found, reference, padded = made
+    tail = options.get("ld_alpha")
+    given = summed(batch, reference, tail)
+    loss, metrics = ours("dpo", options, batch, found, given)
+    fields = {"beta": 0.1, "label_smoothing": 0.0, "ld_alpha": None, "loss_weights": [1.0], "use_weighting": False}
+    self = trainer(DPOTrainer, f_divergence_type="reverse_kl", **fields | theirs)
+    inputs = trl_inputs(padded, batch)
+    inputs |= {"ref_chosen_logps": torch.tensor(given[:, 0]), "ref_rejected_logps": torch.tensor(given[:, 1])}
+    expected = DPOTrainer._compute_loss(self, Model(outputs(padded(found))), inputs, False)
+    np.testing.assert_allclose(loss, expected.item(), **CLOSE)
+    for name in ("chosen", "rejected", "margins", "accuracies"):
+        (value,) = self._metrics["train"][f"rewards/{name}"]
+        np.testing.assert_allclose(metrics[f"rewards/{name}"], value, **CLOSE)
+    for name in ("chosen", "rejected"):
+        np.testing.assert_allclose(metrics[f"logps/{name}"], self._metrics["train"][f"logps/{name}"][0], **CLOSE)
+
+
+def test_conservative_dpo_is_the_mixture_of_both_labels(made):
+    """trl's sigmoid loss no longer smooths labels; its CPO loss, without a reference, is the same formula."""
+    batch, found, reference, _ = made
+    given = summed(batch, reference)
+    loss, _ = ours("dpo", {"label_smoothing": 0.1}, batch, found, given)
+    self = trainer(CPOTrainer, beta=0.1, alpha=0.0, loss_type="sigmoid", label_smoothing=0.1)
+    ratios = torch.tensor(summed(batch, found) - given)
+    losses, *_ = CPOTrainer.cpo_loss(self, ratios[:, 0], ratios[:, 1])
+    np.testing.assert_allclose(loss, losses.mean().item(), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "theirs"),
+    [
+        ("cpo", {"sft_weight": 0.0}, {"loss_type": "sigmoid"}),
+        ("cpo", {"sft_weight": 1.0}, {"loss_type": "sigmoid"}),
+        ("cpo", {"sft_weight": 0.0, "label_smoothing": 0.1}, {"loss_type": "sigmoid", "label_smoothing": 0.1}),
+        ("cpo", {"sft_weight": 0.0, "loss": "hinge"}, {"loss_type": "hinge"}),
+        ("cpo", {"sft_weight": 0.0, "loss": "ipo"}, {"loss_type": "ipo"}),
+        ("simpo", {"beta": 2.5, "gamma": 1.25}, {"loss_type": "simpo", "beta": 2.5, "simpo_gamma": 1.25}),
+        ("simpo", {"label_smoothing": 0.1, "sft_weight": 0.5}, {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.0}),
+    ],
+)
+def test_cpo_and_simpo(made, stage, options, theirs):
+    batch, found, _, padded = made
+    loss, metrics = ours(stage, options, batch, found)
+    smoothing = options.get("label_smoothing", 0.0)
+    self = trainer(CPOTrainer, **{"beta": 0.1, "alpha": 0.0, "label_smoothing": smoothing, **theirs})
+    sums = summed(batch, found)
+    if theirs["loss_type"] in ("simpo", "ipo"):
+        sums = sums / summed(batch, (batch["weights"] > 0).astype(np.float32))
+    losses, chosen, rejected = CPOTrainer.cpo_loss(self, torch.tensor(sums[:, 0]), torch.tensor(sums[:, 1]))
+    rows = padded(found)[:PAIRS]
+    nll = -rows.sum() / (padded(batch["weights"])[:PAIRS] > 0).sum()
+    np.testing.assert_allclose(loss, (losses.mean() + options.get("sft_weight", 0.0) * nll).item(), **CLOSE)
+    np.testing.assert_allclose(metrics["rewards/margins"], (chosen - rejected).mean().item(), **CLOSE)
+
+
+def test_orpo(made):
+    batch, found, _, padded = made
+    loss, metrics = ours("orpo", {"beta": 0.25}, batch, found)
+    means_ = summed(batch, found) / summed(batch, (batch["weights"] > 0).astype(np.float32))
+    self = trainer(ORPOTrainer, beta=0.25)
+    losses, chosen, _, _, odds = ORPOTrainer.odds_ratio_loss(
+        self, torch.tensor(means_[:, 0]), torch.tensor(means_[:, 1])
+    )
+    nll = -padded(found)[:PAIRS].sum() / (padded(batch["weights"])[:PAIRS] > 0).sum()
+    np.testing.assert_allclose(loss, (nll - losses.mean()).item(), **CLOSE)
+    np.testing.assert_allclose(metrics["log_odds"], odds.item(), **CLOSE)
+    np.testing.assert_allclose(metrics["rewards/chosen"], chosen.mean().item(), **CLOSE)
+
+
+@pytest.mark.parametrize("shift", [0.0, 9.0], ids=["clamped", "above zero"])
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (1.5, 0.5)])
+def test_kto(made, weights, shift):
+    """The second document of a unit is its companion, whose mean log-ratio is the baseline: 0 where negative."""
+    batch, found, reference, padded = made
+    batch["values"] = np.array([[1], [0], [0], [1], [1]], np.float32)
+    given = summed(batch, reference) - np.array([0.0, shift], np.float32)
+    options = {"beta": 0.2, "desirable_weight": weights[0], "undesirable_weight": weights[1]}
+    loss, metrics = ours("kto", options, batch, found, given)
+    self = trainer(
+        KTOTrainer,
+        beta=0.2,
+        loss_type="kto",
+        calculate_KL=True,
+        desirable_weight=weights[0],
+        undesirable_weight=weights[1],
+    )
+    whole = trl_inputs(padded, batch)
+    inputs = {name: array[:PAIRS] for name, array in whole.items()}
+    inputs |= {f"KL_{name}": array[PAIRS:] for name, array in whole.items()}
+    inputs |= {"ref_logps": torch.tensor(given[:, 0]), "ref_KL_logps": torch.tensor(given[:, 1])}
+    inputs |= {"label": torch.tensor(batch["values"][:, 0] > 0)}
+    each = padded(found)
+    results = iter([outputs(each[PAIRS:]), outputs(each[:PAIRS])])  # it asks for the companions first
+
+    class Both(torch.nn.Module):
+        def forward(self, **_):
+            return next(results)
+
+    expected = KTOTrainer._compute_loss(self, Both(), inputs, False)
+    np.testing.assert_allclose(loss, expected.item(), **CLOSE)
+    assert (metrics["kl"] > 0) == (shift > 0)
+    for name in ("kl", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected"):
+        np.testing.assert_allclose(metrics[name], self._metrics["train"][name][0], **CLOSE)
+
+
+@pytest.mark.parametrize("margin", [False, True])
+@pytest.mark.parametrize("centre", [0.0, 0.1])
+def test_reward_model(made, monkeypatch, margin, centre):
+    batch, *_ = made
+    rng = np.random.default_rng(5)
+    scores = rng.normal(size=(PAIRS, 2)).astype(np.float32)
+    batch["values"] = rng.uniform(0, 2, (PAIRS, 1)).astype(np.float32) * margin
+    monkeypatch.setattr(rm, "segment_scores", lambda *_: jnp.asarray(scores))
+    loss, metrics = ours("rm", {"centre": centre}, batch, NONE)
+    self = trainer(RewardTrainer, args=types.SimpleNamespace(center_rewards_coefficient=centre or None))
+    inputs = {"attention_mask": torch.ones(2 * PAIRS, 3)}
+    inputs |= {"margin": torch.tensor(batch["values"][:, 0])} if margin else {}
+    logits = torch.tensor(scores.T.reshape(-1, 1))
+    expected = RewardTrainer.compute_loss(self, Model(types.SimpleNamespace(logits=logits)), inputs)
+    np.testing.assert_allclose(loss, expected.item(), **CLOSE)
+    np.testing.assert_allclose(metrics["rewards/accuracies"], self._metrics["train"]["accuracy"][0], **CLOSE)
+    np.testing.assert_allclose(metrics["rewards/margins"], self._metrics["train"]["margin"][0], **CLOSE)
