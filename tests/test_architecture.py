@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # The core runs on any image that has JAX.
 CORE = {"families", "model", "kernels", "adapters", "quantize", "mesh", "weights", "objectives", "optim"}
-CORE_FILES = {"train/step.py"}
+CORE_FILES = {"train/step.py", "train/update.py", "train/fused.py", "train/focused.py"}
 OUTSIDE_THE_CORE = {"weights/hub.py"}
 CORE_PACKAGES = {"jax", "optax", "numpy", "ml_dtypes", "jaxtyping", "safetensors"}
 

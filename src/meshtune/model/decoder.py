@@ -6,6 +6,7 @@ Layers of a stack run under `lax.scan` over groups of its pattern, so compile ti
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,14 +29,13 @@ from meshtune.model.norm import rms_norm
 from meshtune.model.rope import angles
 from meshtune.model.spec import LayerSpec, ModelSpec
 from meshtune.model.tree import Tree
+from meshtune.model.walk import RESIDUAL, Layer, LayersWalked
 
 Tokens = Int[Array, "B T"]
 Hidden = Float[Array, "B T D"]
 
 # The results of matrix products (with LoRA the sum, not its parts) and of attention.
 KEPT = (PRODUCT, NARROW, ROTATED, OUTPUT, LOG_SUM_EXP)
-
-RESIDUAL = "residual"  # the stream that enters a group of layers
 
 
 def hidden_states(
@@ -56,14 +56,28 @@ def hidden_states(
     """
     rows, x = enter(params, spec, compute, tokens, positions, segment_ids)
     x = x if perturb is None else perturb(x)
-    x = _through_layers(
-        params,
-        spec,
-        compute,
-        x,
-        lambda x, node, layer, number: one_layer(x, node, spec, layer, compute, rows, fold(rng, number)),
-    )
+    if isinstance(params["layers"], dict):
+        x = _through_layers(
+            params,
+            spec,
+            compute,
+            x,
+            lambda x, node, layer, number: one_layer(x, node, spec, layer, compute, rows, fold(rng, number)),
+        )
+    else:  # gone through by hand: see model.walk; without adapters, and so without dropout
+        walked: LayersWalked = params["layers"]
+        x = walked.through(functools.partial(_layer, spec, compute), spec, compute, x, vars(rows))
     return rms_norm(x, params["norm"]["weight"], spec.norm_eps)
+
+
+def _layer(spec: ModelSpec, compute: Compute, stack: int) -> Layer:
+    """The function of a layer of a stack, by its place in the pattern."""
+
+    def layer(x: Hidden, node: Tree, place: int, row: Array, shared: Any) -> Hidden:
+        node = layer_in_use(node, spec, f"{stack}.{place}", compute.layout)
+        return one_layer(x, node, spec, spec.stacks[stack].pattern[place], compute, Rows(**shared), None)
+
+    return layer
 
 
 def head_params(params: Tree, spec: ModelSpec) -> Tree:

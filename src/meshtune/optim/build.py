@@ -21,6 +21,7 @@ from meshtune.optim.adam import adamw
 from meshtune.optim.adam_mini import adam_mini
 from meshtune.optim.adamw8bit import adamw8bit
 from meshtune.optim.apollo import apollo
+from meshtune.optim.badam import badam
 from meshtune.optim.config import OptimizerConfig
 from meshtune.optim.galore import galore
 from meshtune.optim.muon import muon
@@ -42,14 +43,14 @@ class Kind:
     """A kind of optimizer, by what it needs to see: `rules` of single parameters, or `all` gradients at once.
 
     `rules(config, spec)` is one rule, or a choice by path; `all(config, schedule, decayed)` a transformation of optax
-    whose updates are the changes themselves. `reads` are the recipe's keys that it reads beyond those that all read.
+    whose updates are the changes themselves; `blocks` an optimizer of layers that take turns.
     `shown(config)` gives the function (trainable, state) -> parameters to evaluate, where these are not those trained.
     `narrows` says that it keeps gradients at a rank below the matrices'.
     """
 
     rules: Callable[[OptimizerConfig, ModelSpec | None], Rule | Rules] | None = None
     all: Callable[[OptimizerConfig, Schedule, Tree], optax.GradientTransformation] | None = None
-    reads: tuple[str, ...] = ()
+    blocks: Callable[..., Optimizer] | None = None
     shown: Callable[[OptimizerConfig], Callable[[Tree, Any], Tree]] | None = None
     narrows: bool = False
 
@@ -66,22 +67,19 @@ def _lion(config: OptimizerConfig, spec: ModelSpec | None) -> Rule:
     return adopted(lambda at: one, config.state_dtype)
 
 
-ADAM = ("beta1", "beta2", "eps")
-
 OPTIMIZERS: dict[str, Kind] = {
-    "adamw": Kind(lambda config, spec: adamw(config), reads=ADAM),
-    "adamw8bit": Kind(lambda config, spec: adamw8bit(config), reads=ADAM),
-    "adam_mini": Kind(adam_mini, reads=ADAM),
-    "muon": Kind(lambda config, spec: muon(config), reads=(*ADAM, "momentum", "match_rms")),
-    "galore": Kind(lambda config, spec: galore(config), reads=(*ADAM, "rank", "update_gap", "scale"), narrows=True),
-    "apollo": Kind(
-        lambda config, spec: apollo(config), reads=(*ADAM, "rank", "update_gap", "scale", "scaling"), narrows=True
-    ),
+    "adamw": Kind(lambda config, spec: adamw(config)),
+    "adamw8bit": Kind(lambda config, spec: adamw8bit(config)),
+    "adam_mini": Kind(adam_mini),
+    "muon": Kind(lambda config, spec: muon(config)),
+    "galore": Kind(lambda config, spec: galore(config), narrows=True),
+    "apollo": Kind(lambda config, spec: apollo(config), narrows=True),
+    "badam": Kind(blocks=badam),
     "adafactor": Kind(lambda config, spec: adafactor(config)),
-    "lion": Kind(_lion, reads=("beta1", "beta2")),
-    "sgd": Kind(_sgd, reads=("momentum",)),
-    "schedule_free": Kind(lambda config, spec: schedule_free(config), reads=ADAM, shown=averages),
-    "prodigy": Kind(all=prodigy, reads=(*ADAM, "d_coef")),
+    "lion": Kind(_lion),
+    "sgd": Kind(_sgd),
+    "schedule_free": Kind(lambda config, spec: schedule_free(config), shown=averages),
+    "prodigy": Kind(all=prodigy),
 }
 
 
@@ -103,6 +101,17 @@ def make_optimizer(
     chosen = OPTIMIZERS[config.name]
     schedule = make_schedule(config.schedule, config.learning_rate, total_steps)
     decayed = decay_mask(config.no_decay, trainable)
+    decay = {path: config.weight_decay if yes else 0.0 for path, yes in named_leaves(decayed)}
+    if config.fused and chosen.rules is None:
+        raise UserError(
+            f"a fused update makes each layer's as soon as its gradient is there, and {config.name} "
+            + ("finds its rate from all gradients" if chosen.all else "has the gradient of one layer alone already"),
+            where="optimizer.fused",
+            fix="leave fused out, or use adamw8bit, adafactor or sgd with it",
+        )
+    if chosen.blocks is not None:
+        assert spec is not None, "whose turn it is depends on the model's layers"
+        return chosen.blocks(config, schedule, trainable, spec, decay), schedule
     if chosen.all is not None:
         return whole(chosen.all(config, schedule, decayed), schedule, config.state_dtype), schedule
     assert chosen.rules is not None
@@ -110,8 +119,7 @@ def make_optimizer(
     if chosen.narrows:
         _check_narrowed(config, parameters)
     rules = _each(chosen.rules(config, spec), parameters)
-    decay = {path: config.weight_decay if yes else 0.0 for path, yes in named_leaves(decayed)}
-    made = by_parameter(rules, schedule, decay)
+    made = dataclasses.replace(by_parameter(rules, schedule, decay), fused=config.fused)
     return (made if chosen.shown is None else dataclasses.replace(made, shown=chosen.shown(config))), schedule
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from meshtune.model.spec import ArraySpec
 from meshtune.optim.paths import named_leaves, path_name
 from meshtune.optim.rule import At, Rule, State, like
 from meshtune.optim.schedules import Schedule
+
+if TYPE_CHECKING:
+    from meshtune.optim.badam import Blocks
 
 Tree = Any
 LAYERS = "layers/"  # where paths of stacked parameters begin
@@ -30,6 +33,8 @@ class Optimizer:
     and estimates of memory read it. `shown(trainable, state)` are the parameters to evaluate and to export.
     `one(path, gradient, state, parameter, count, layer)` is the update of one parameter of one layer, (parameter,
     state): None where an update needs the gradients of all. `schedule` gives the learning rate of an update.
+    A `fused` one updates a layer as soon as the backward pass has its gradient (train.fused); with `blocks` the layers
+    take turns (optim.badam).
     """
 
     init: Callable[[Tree], State]
@@ -38,6 +43,16 @@ class Optimizer:
     schedule: Schedule
     shown: Callable[[Tree, State], Tree] = lambda trainable, state: trainable
     one: Callable[..., tuple[Array, State]] | None = None
+    fused: bool = False
+    blocks: Blocks | None = None
+
+    def gradients(self, abstract: Tree) -> dict[str, ArraySpec]:
+        """The gradients that exist at once, float32, by path."""
+        every = {path: dataclasses.replace(leaf, dtype="float32") for path, leaf in named_leaves(abstract)}
+        if not self.fused and self.blocks is None:
+            return every
+        outside = {path: leaf for path, leaf in every.items() if not path.startswith(LAYERS)}
+        return ({} if self.blocks else outside) | _one_layer(every)
 
 
 def by_parameter(rules: dict[str, Rule], schedule: Schedule, decay: dict[str, float]) -> Optimizer:
@@ -178,6 +193,15 @@ def as_spec(leaf: Any) -> ArraySpec:
     if isinstance(leaf, ArraySpec):
         return leaf
     return ArraySpec(tuple(leaf.shape), str(leaf.dtype), ("whole",) * len(leaf.shape))
+
+
+def _one_layer(every: dict[str, ArraySpec]) -> dict[str, ArraySpec]:
+    """Of everything stacked, one layer of the largest kind."""
+    kinds: dict[str, dict[str, ArraySpec]] = {}
+    for path, leaf in every.items():
+        if path.startswith(LAYERS):
+            kinds.setdefault(path.split("/")[1], {})[path] = single(path, leaf)
+    return max(kinds.values(), key=lambda leaves: sum(leaf.size for leaf in leaves.values()), default={})
 
 
 def _begun(spec: ArraySpec) -> Array:

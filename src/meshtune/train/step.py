@@ -24,6 +24,8 @@ from meshtune.model.spec import ArraySpec, ModelSpec
 from meshtune.model.tree import Tree, merge
 from meshtune.objectives.score import Batch, Objective, Score, means
 from meshtune.optim.optimizer import Optimizer, state_specs
+from meshtune.train.focused import focused
+from meshtune.train.fused import fused_step
 from meshtune.train.update import any_on_host, updated_by_rows
 
 Metrics = dict[str, Array]
@@ -101,22 +103,33 @@ def make_train_step(
     """
     layout = compute.layout
     assert layout is None or abstract is not None, "a layout needs the logical axes of what is trained"
+    blocks = optimizer.blocks if isinstance(optimizer, Optimizer) else None
     like = None if layout is None or abstract is None else abstract_state(abstract, optimizer, layout, compute.offload)
 
-    def score(trainable: Tree, frozen: Tree, micro: Batch, rng: Array | None) -> tuple[Array, Score]:
-        scored = objective(merge(trainable, frozen), spec, compute, micro, rng)
+    slopes = None if like is None else like.trainable  # where gradients lie
+    if blocks is not None and layout is not None:
+        slopes = jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=layout.of(array)),
+            blocks.abstract(abstract),
+        )
+
+    def score(learned: Tree, params: Callable[[Tree], Tree], micro: Batch, rng: Array | None) -> tuple[Array, Score]:
+        scored = objective(params(learned), spec, compute, micro, rng)
         return scored.loss, scored
 
     def step(state: TrainState, frozen: Tree, batch: Batch, seed: Int[Array, ""]) -> tuple[TrainState, Metrics]:
         own = jax.random.fold_in(jax.random.key(seed), state.step) if dropout else None
+        learned, params = state.trainable, lambda learned: merge(learned, frozen)
+        if blocks is not None:
+            learned, params = focused(blocks, state.trainable, frozen, state.opt_state)
 
         def micro_batch(number: Array, micro: Batch) -> tuple[Score, Tree, Array]:
             rng = None if own is None else jax.random.fold_in(own, number)
-            (_, scored), gradient = jax.value_and_grad(score, has_aux=True)(state.trainable, frozen, micro, rng)
+            (_, scored), gradient = jax.value_and_grad(score, has_aux=True)(learned, params, micro, rng)
             gradient = jax.tree.map(lambda g: g.astype(jnp.float32), gradient)
-            if like is not None:  # summed over the devices' rows and split in one go, before anything is kept
+            if slopes is not None:  # summed over the devices' rows and split in one go, before anything is kept
                 gradient = jax.tree.map(
-                    lambda g, leaf: lax.with_sharding_constraint(g, leaf.sharding), gradient, like.trainable
+                    lambda g, leaf: lax.with_sharding_constraint(g, leaf.sharding), gradient, slopes
                 )
             return scored, gradient, jnp.isfinite(scored.loss) & jnp.isfinite(optax.global_norm(gradient))
 
@@ -129,8 +142,11 @@ def make_train_step(
             # As torch.nn.utils.clip_grad_norm_ does it, the 1e-6 included.
             shrink = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))
             gradient = jax.tree.map(lambda g: g * shrink, gradient)
-        gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, state.trainable)
-        if any_on_host(state.opt_state):
+        gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, learned)
+        if blocks is not None:
+            trainable, opt_state = blocks.updated(gradient, state.opt_state, state.trainable, finite)
+            state = TrainState(jnp.where(finite, state.step + 1, state.step), trainable, opt_state)
+        elif any_on_host(state.opt_state):
             assert isinstance(optimizer, Optimizer), "optax alone has no update of one row of one parameter"
             trainable, opt_state = updated_by_rows(optimizer, gradient, state.opt_state, state.trainable, finite)
             state = TrainState(jnp.where(finite, state.step + 1, state.step), trainable, opt_state)
@@ -148,6 +164,17 @@ def make_train_step(
         }
         return state, metrics
 
+    def at_once(state: TrainState, frozen: Tree, batch: Batch, seed: Int[Array, ""]) -> tuple[TrainState, Metrics]:
+        """The step of a fused optimizer, which adds up nothing and clips nothing."""
+        rng = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), state.step), 0) if dropout else None
+        made = fused_step(objective, spec, compute, cast(Optimizer, optimizer), abstract)
+        trainable, opt_state, metrics = made(state.trainable, state.opt_state, frozen, batch, rng)
+        finite = metrics["finite"]
+        return TrainState(jnp.where(finite, state.step + 1, state.step), trainable, opt_state), metrics
+
+    if isinstance(optimizer, Optimizer) and optimizer.fused:
+        assert max_grad_norm is None, "the norm of all gradients is not known before the first is used up"
+        step = at_once
     options = None if compute.dtype == "float32" else compiler_options(compute.platform)
     if like is None or layout is None:
         return jax.jit(step, donate_argnums=0, compiler_options=options)
