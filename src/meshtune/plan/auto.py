@@ -41,7 +41,7 @@ def settled_autos(recipe: Recipe, target: Target, job: Job = ALONE) -> tuple[Rec
             raise
         return recipe, []  # what was asked for cannot be: whoever checks that says it best
     best = ranked[0]
-    mine = [(NAMES[key], _value(key, best), _reason(best, ranked)) for key in NAMES if key in keys]
+    mine = [(NAMES[key], _value(key, best), _reason(key, best, ranked)) for key in NAMES if key in keys]
     overrides, choices = job.exchange("what was left open", [best.overrides, mine])[0]
     return applied(recipe, overrides), [Choice(*words) for words in choices]
 
@@ -112,7 +112,9 @@ def _value(key: str, best: Option) -> str:
     return {MESH: str(best.mesh), MICRO: f"{best.case.rows} rows", REMAT: best.case.remat}[key]
 
 
-def _reason(best: Option, ranked: list[Option]) -> str:
+def _reason(key: str, best: Option, ranked: list[Option]) -> str:
+    if key == MESH and best.mesh.devices == 1:
+        return "auto: one device"
     need = f"about {size_in_words(best.estimate.device_bytes)} a device"
     if not best.fits:
         return f"auto: nothing is expected to fit {best.case.target.device.name}; this needs least, {need}"
