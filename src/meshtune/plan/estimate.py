@@ -36,9 +36,12 @@ LAYER = {
     "selective": Peak(embed=11.0, ffn=1.0, heads=1.0, weights=1.0, logits=0.0),
     "full": Peak(embed=11.0, ffn=2.5, heads=3.0, weights=1.0, logits=0.0),
 }
+WHOLE = 0.36  # of the arrays as wide as embed those that are there for whole rows when the rest is tiled
 HEAD = Peak(embed=4.0, ffn=0.0, heads=0.0, weights=2.0, logits=3.0)
 # The head's matrix where it is trained: gathered and its gradient in float32 on a mesh, or on one device alone.
 HEAD_TRAINED, HEAD_TRAINED_HERE = 4.8, 3.0
+HEAD_TRAINED_AWAY = 3.4  # the same on a mesh where the optimizer's state waits on the host
+LEAN, LEAN_HEAD = 0.63, 1.0  # on TPUs: of a layer's activations, and of a gathered head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,11 +130,15 @@ def layer_weight_bytes(case: Case) -> float:
 def _layer(case: Case) -> float:
     spec, tp, peak = case.base.spec, case.mesh.tp, LAYER[case.remat]
     rows = case.rows / (case.mesh.dp * case.mesh.fsdp)
-    in_mlp = min(case.tokens, rows * case.mlp_chunk) if case.mlp_chunk else case.tokens
-    in_heads = min(case.tokens, rows * case.attention_chunk) if case.attention_chunk else case.tokens
-    heads = (spec.heads + 2 * spec.kv_heads) * spec.head_dim / tp
-    made = case.tokens * peak.embed * spec.embed + in_mlp * peak.ffn * spec.ffn / tp + in_heads * peak.heads * heads
-    return made * case.narrow + peak.weights * layer_weight_bytes(case)
+    in_mlp, in_heads = (
+        min(case.tokens, rows * chunk) if chunk else case.tokens
+        for chunk in (case.mlp_chunk or case.attention_chunk, case.attention_chunk)
+    )
+    queries, keys = spec.heads * spec.head_dim / tp, 2 * spec.kv_heads * spec.head_dim / min(tp, spec.kv_heads)
+    made = (case.tokens * peak.embed * WHOLE + in_mlp * peak.embed * (1 - WHOLE)) * spec.embed
+    made += in_mlp * peak.ffn * spec.ffn / tp + peak.heads * (in_heads * queries + case.tokens * keys)
+    lean = LEAN if case.target.device.platform == "tpu" else 1.0
+    return lean * made * case.narrow + peak.weights * layer_weight_bytes(case)
 
 
 def _head(case: Case) -> float:
@@ -140,7 +147,12 @@ def _head(case: Case) -> float:
     logits = 4 * rows * case.loss_chunk * spec.vocab / mesh.tp
     whole = spec.vocab * spec.embed * case.narrow / mesh.tp
     trained = any(one.role == "full" and one.path == head_path(spec) for one in case.base.kept)
-    times = (HEAD_TRAINED if trained else HEAD.weights) if mesh.fsdp * mesh.cp > 1 else HEAD_TRAINED_HERE * trained
+    if mesh.fsdp * mesh.cp == 1:
+        times = HEAD_TRAINED_HERE * trained
+    elif trained:
+        times = HEAD_TRAINED_AWAY if "optimizer" in case.offload else HEAD_TRAINED
+    else:
+        times = LEAN_HEAD if case.target.device.platform == "tpu" else HEAD.weights
     return HEAD.logits * logits + times * whole + HEAD.embed * case.tokens * spec.embed * case.narrow
 
 
