@@ -31,6 +31,10 @@ def _rebuild(kind: type[UserError], what: str, where: str | None, fix: str | Non
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
-    """`did you mean 'x'? ` for the valid name nearest to `word`, or an empty string."""
-    found = difflib.get_close_matches(word, list(valid), n=1, cutoff=0.6)
-    return f"did you mean '{found[0]}'? " if found else ""
+    """`did you mean 'x'? ` for the valid name nearest to `word`, or an empty string.
+
+    Of several that are near, the first that goes on where `word` ends: adamw rather than badam for adam.
+    """
+    found = difflib.get_close_matches(word, list(valid), n=5, cutoff=0.6)
+    longer = [name for name in found if name.startswith(word)]
+    return f"did you mean '{(longer or found)[0]}'? " if found else ""

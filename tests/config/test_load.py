@@ -152,7 +152,8 @@ def test_merge_keys_and_anchors_work(written):
         ("method: freeze\n", "method: give last_layers, first_layers or modules; otherwise nothing is trained", 4),
         (
             "optimizer: {name: adam}\n",
-            "optimizer.name is 'adam': it must be one of adamw, sgd, adafactor, lion; did you mean 'adamw'?",
+            "optimizer.name is 'adam': it must be one of adamw, adamw8bit, adam_mini, muon, galore, apollo, badam, "
+            "adafactor, lion, sgd, schedule_free, prodigy; did you mean 'adamw'?",
             4,
         ),
         ("optimizer: {learning_rate: 0}\n", "optimizer.learning_rate is 0: it must be a number above 0 or null", 4),
@@ -163,7 +164,7 @@ def test_merge_keys_and_anchors_work(written):
         ),
         (
             "optimizer: {momentum: 0.9}\n",
-            "optimizer: momentum is read by sgd alone, and adamw was chosen",
+            "optimizer: momentum is read by sgd and muon alone, and adamw was chosen",
             4,
         ),
         (

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from meshtune.config.data import DataSection
+from meshtune.config.optimizer import LOW_RANK, OptimizerSection
 from meshtune.config.quantize import QuantizeSection
 from meshtune.config.section import PathText, Section
 from meshtune.config.short_forms import written_out
@@ -111,53 +112,6 @@ class TrainSection(Section):
     def accumulation(self) -> int:
         """Micro-batches an update; one as long as micro_batch is auto (plan.auto settles that first)."""
         return self.batch_size // (self.micro_batch if isinstance(self.micro_batch, int) else self.batch_size)
-
-
-class OptimizerSection(Section):
-    """The optimizer and its schedule. Defaults marked 'per method' are 2e-4 for lora and 2e-5 for full and freeze."""
-
-    name: Literal["adamw", "sgd", "adafactor", "lion"] = Field(default="adamw", description="The optimizer.")
-    learning_rate: float | None = Field(default=None, gt=0, description="Peak learning rate; default per method.")
-    schedule: Literal["linear", "cosine", "constant", "wsd", "inverse_sqrt"] = Field(
-        default="cosine", description="How the learning rate goes after warm-up; wsd stays at the peak, then decays."
-    )
-    warmup_ratio: float = Field(default=0.03, ge=0, lt=1, description="Share of the steps spent warming up.")
-    warmup_steps: int | None = Field(default=None, ge=0, description="Steps spent warming up; instead of warmup_ratio.")
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="The schedule ends at this share of the peak.")
-    decay_ratio: float = Field(
-        default=0.2, gt=0, le=1, description="wsd: share of the steps spent decaying at the end."
-    )
-    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay.")
-    no_decay: list[str] = Field(
-        default_factory=lambda: ["*norm*", "*bias"], description="Patterns of parameters that are never decayed."
-    )
-    beta1: float = Field(default=0.9, ge=0, lt=1, description="adamw, lion: decay of the first moment.")
-    beta2: float | None = Field(
-        default=None,
-        ge=0,
-        lt=1,
-        description="adamw, lion: decay of the second moment; default 0.999 (adamw), 0.99 (lion).",
-    )
-    eps: float = Field(default=1e-8, gt=0, description="adamw: added to the root of the second moment.")
-    momentum: float = Field(default=0.0, ge=0, lt=1, description="sgd: momentum.")
-    max_grad_norm: float | None = Field(default=1.0, gt=0, description="Clip the global gradient norm; null: never.")
-
-    @model_validator(mode="after")
-    def _nothing_ignored(self) -> OptimizerSection:
-        """A setting that the chosen optimizer or schedule would not read is an error, not a silence."""
-        default = type(self).model_fields
-        if self.warmup_steps is not None and self.warmup_ratio != default["warmup_ratio"].default:
-            raise ValueError("give warmup_ratio or warmup_steps, not both")
-        for field, (chosen, readers) in {
-            "momentum": (self.name, ("sgd",)),
-            "beta1": (self.name, ("adamw", "lion")),
-            "beta2": (self.name, ("adamw", "lion")),
-            "eps": (self.name, ("adamw",)),
-            "decay_ratio": (self.schedule, ("wsd",)),
-        }.items():
-            if getattr(self, field) != default[field].default and chosen not in readers:
-                raise ValueError(f"{field} is read by {' and '.join(readers)} alone, and {chosen} was chosen")
-        return self
 
 
 class ComputeSection(Section):
@@ -329,6 +283,7 @@ class Recipe(Section):
                 f"quantize keeps the base frozen, in codes that no update can change, and method {self.method.kind} "
                 "trains the base itself: use method: lora with quantize, or leave quantize out"
             )
+        self._optimizer_fits()
         if self.stage.kind == "rm" and self.sample.prompts:
             raise ValueError("sample.prompts has no meaning with stage rm: its model gives a score, it writes no text")
         if self.data.train_on_prompt and (
@@ -341,3 +296,34 @@ class Recipe(Section):
         if self.sample.every is not None and not self.sample.prompts:
             raise ValueError("sample.every needs sample.prompts: there is nothing to continue")
         return self
+
+    def _optimizer_fits(self) -> None:
+        asked, remat = self.optimizer, self.compute.remat
+        what = "optimizer.fused" if asked.fused else f"optimizer.name: {asked.name}"
+        if asked.name in LOW_RANK and self.method.kind == "lora":
+            raise ValueError(
+                f"{what} makes the gradients of whole matrices narrow, and adapters are narrow already: use method: "
+                "full or freeze with it, or optimizer.name: adamw with lora"
+            )
+        if not asked.walks:
+            return
+        if self.method.kind == "lora":
+            raise ValueError(
+                f"{what} saves gradients and state of whole layers, and adapters have little of either: use method: "
+                "full or freeze with it, or leave it out"
+            )
+        if asked.fused and (self.train.micro_batch == "auto" or self.train.accumulation > 1):
+            raise ValueError(
+                "optimizer.fused uses a micro-batch's gradient up, so that the next one's cannot be added to it: leave "
+                f"train.micro_batch out (all {self.train.batch_size} rows at once) or lower train.batch_size; "
+                "adamw8bit, galore or badam without fused take several micro-batches"
+            )
+        if remat not in ("auto", "full"):
+            raise ValueError(
+                f"{what} goes back through the layers one by one and makes each again from what entered it: use "
+                f"compute.remat: full or auto, not {remat}"
+            )
+        if asked.name == "badam" and "optimizer" in self.compute.offload:
+            raise ValueError("badam keeps the state of one layer: there is none worth compute.offload: [optimizer]")
+        if not self.compute.scan_layers:
+            raise ValueError(f"{what} goes through the layers in a loop: leave compute.scan_layers out")

@@ -103,6 +103,13 @@ class Case:
         """Bytes of an activation's number."""
         return jnp.dtype(self.base.precision.compute).itemsize
 
+    @property
+    def summed(self) -> float:
+        """Bytes on one device of all gradients that an update makes, float32, whether or not they are there at once."""
+        if not self.base.recipe.optimizer.fused:
+            return self.held("gradient")
+        return self.held("full", "adapter") * 4 / jnp.dtype(self.base.precision.trainable).itemsize
+
     def held(self, *roles: str) -> float:
         """Bytes on one device of what is kept in these roles; "stacked" is the frozen part of the layers."""
         key = (self.mesh, self.layout.whole)
@@ -143,7 +150,7 @@ def _arrays(arrays: Prepared, parameters: dict[str, ArraySpec]) -> list[Kept]:
     trained = [
         _kept("full" if path in parameters else "adapter", path, leaf) for path, leaf in named_leaves(arrays.trainable)
     ]
-    return [*frozen, *trained, *(dataclasses.replace(one, role="gradient", itemsize=4) for one in trained)]
+    return [*frozen, *trained]
 
 
 def _kept(role: str, path: str, array: ArraySpec) -> Kept:
@@ -156,8 +163,10 @@ def bytes_a_number(dtype: Any) -> float:
 
 
 def _optimizer(recipe: Recipe, precision: Precision, arrays: Prepared) -> list[Kept]:
-    """The optimizer's state."""
+    """The gradients that are there at once, and the optimizer's state."""
     optimizer, _ = make_optimizer(
         optimizer_of(recipe, precision), recipe.train.steps or 1, arrays.trainable, arrays.spec
     )
-    return [_kept("optimizer", path, leaf) for path, leaf in named_leaves(optimizer.specs(arrays.trainable))]
+    gradients = [_kept("gradient", path, leaf) for path, leaf in optimizer.gradients(arrays.trainable).items()]
+    state = [_kept("optimizer", path, leaf) for path, leaf in named_leaves(optimizer.specs(arrays.trainable))]
+    return [*gradients, *state]

@@ -179,7 +179,7 @@ def exchanges(case: Case) -> list[Collective]:
     add("all-gather", full * number / mesh.tp / spec.layers, sharded, 2 * spec.layers)
     head = spec.vocab * spec.embed * number / mesh.tp
     add("all-gather", head, sharded, 1)
-    trained = case.held("gradient")
+    trained = case.summed
     add("all-reduce", trained * ways * number / 4, data, 1)
     stream = case.tokens * spec.embed * number
     add("all-reduce", stream, ("tp",), spec.layers * (8 if case.remat == "full" else 6))

@@ -69,11 +69,13 @@ def limit(target: Target, reserve: float = RESERVE) -> int:
 
 def open_keys(recipe: Recipe, *, search: bool = False) -> frozenset[str]:
     """Keys that are to be found: those that say auto; in a search also those the recipe does not set."""
+    walks = recipe.optimizer.walks  # remat is settled then, and what waits where
     found = {
         MESH: recipe.mesh == "auto",
-        MICRO: recipe.train.micro_batch == "auto" or (search and "micro_batch" not in recipe.train.model_fields_set),
-        REMAT: recipe.compute.remat == "auto",
-        OFFLOAD: search and "offload" not in recipe.compute.model_fields_set,
+        MICRO: not recipe.optimizer.fused
+        and (recipe.train.micro_batch == "auto" or (search and "micro_batch" not in recipe.train.model_fields_set)),
+        REMAT: recipe.compute.remat == "auto" and not walks,
+        OFFLOAD: search and not walks and "offload" not in recipe.compute.model_fields_set,
         QUANTIZE: search and "quantize" not in recipe.model_fields_set and isinstance(recipe.method, LoraMethod),
     }
     return frozenset(key for key, is_open in found.items() if is_open)

@@ -85,7 +85,7 @@ def shardings_of(recipe: Recipe, target: Target | None) -> Sharding:
     shards = [
         *_of_specs("frozen", arrays.frozen, layout),
         *_of_specs("trained", arrays.trainable, layout),
-        *_of_specs("gradient", arrays.trainable, layout, dtype="float32"),
+        *_of_specs("gradient", optimizer.gradients(arrays.trainable), layout),
         *_of_state(state.opt_state, layout),
     ]
     name = str(target) if target else f"{devices} x {jax.devices()[0].device_kind}"
@@ -94,11 +94,11 @@ def shardings_of(recipe: Recipe, target: Target | None) -> Sharding:
     )
 
 
-def _of_specs(role: str, tree: Any, layout: Layout, dtype: str | None = None) -> Iterable[Shard]:
+def _of_specs(role: str, tree: Any, layout: Layout) -> Iterable[Shard]:
     for path, array in named_leaves(tree):
         sharding = layout.of(array)
         local = sharding.shard_shape(array.shape)
-        yield Shard(role, path, array.shape, dtype or array.dtype, array.axes, sharding.spec, local)
+        yield Shard(role, path, array.shape, array.dtype, array.axes, sharding.spec, local)
 
 
 def _of_state(state: Any, layout: Layout) -> Iterable[Shard]:

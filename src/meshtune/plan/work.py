@@ -79,7 +79,7 @@ def work_of(case: Case) -> Work:
     readings = 1 + weights.below * (2 if case.remat == "full" else 1)
     gathered = 2 if case.mesh.fsdp * case.mesh.cp > 1 else 0  # written once and read at its own shard's place
     per_micro = layers * (readings + gathered) + 3 * head + products
-    update = 2 * case.held("full", "adapter", "optimizer") + case.held("gradient") * (2 + 2 * case.accumulation)
+    update = 2 * case.held("full", "adapter", "optimizer") + case.summed * (2 + 2 * case.accumulation)
     return Work(
         flops,
         again,

@@ -104,7 +104,9 @@ def compute_of(
     machine = machine or this_machine()
     mlp_chunk, attention_chunk, tiles = chunks_of(recipe, spec, rows, length, layout)
     remat, why = asked.remat, "asked for"
-    if remat == "auto" and (attention_chunk or "residual" in asked.offload):
+    if remat == "auto" and recipe.optimizer.walks:
+        remat, why = "full", "auto: each layer is made again when its update comes"
+    elif remat == "auto" and (attention_chunk or "residual" in asked.offload):
         remat, why = "full", "auto: what would be kept is far more than the residual stream"
     elif remat == "auto":
         remat, why = "selective", "auto: products are kept"
@@ -185,13 +187,16 @@ def optimizer_of(recipe: Recipe, precision: Precision) -> OptimizerConfig:
     """The optimizer and its schedule as the core's dataclass."""
     asked = recipe.optimizer
     rate, stage = LEARNING_RATES[recipe.method.kind], STAGES[recipe.stage.kind]
-    compares = stage.learns != "documents" and not stage.scores
+    if asked.name == "prodigy":
+        rate = 1.0
+    elif stage.learns != "documents" and not stage.scores:
+        rate *= GENTLER
     schedule = ScheduleConfig(
         asked.schedule, asked.warmup_ratio, asked.warmup_steps, asked.min_lr_ratio, asked.decay_ratio
     )
     return OptimizerConfig(
         name=asked.name,
-        learning_rate=asked.learning_rate or rate * (GENTLER if compares else 1.0),
+        learning_rate=asked.learning_rate or rate,
         schedule=schedule,
         weight_decay=asked.weight_decay,
         no_decay=tuple(asked.no_decay),
@@ -200,4 +205,14 @@ def optimizer_of(recipe: Recipe, precision: Precision) -> OptimizerConfig:
         eps=asked.eps,
         momentum=asked.momentum,
         state_dtype=precision.state if precision.trainable != "float32" else None,
+        fused=asked.fused,
+        seed=recipe.seed,
+        rank=asked.rank,
+        update_gap=asked.update_gap,
+        scale=asked.scale,
+        scaling=asked.scaling,
+        match_rms=asked.match_rms,
+        switch_every=asked.switch_every,
+        block_order=asked.block_order,
+        d_coef=asked.d_coef,
     )
