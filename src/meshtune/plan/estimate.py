@@ -3,8 +3,8 @@
 What is kept (weights, adapters, optimizer) is counted exactly. What is made on the way follows the decoder: the stream
 that enters every layer and what the rematerialisation policy keeps of each, one layer's widest arrays while it is
 differentiated, its gathered weights, and the head with its chunk of logits. How many of each are there at the worst
-moment depends on the compiler; the numbers here are fitted to XLA's answers (tests/plan/test_estimate_deviceless.py
-compares them: within 10% of the device's bytes).
+moment depends on the compiler; the numbers here are fitted to XLA's answers (tests/plan/test_estimate.py compares
+them: within 10% of the device's bytes).
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def exchanges(case: Case) -> list[Collective]:
     add("all-gather", full * number / mesh.tp / spec.layers, sharded, 2 * spec.layers)
     head = spec.vocab * spec.embed * number / mesh.tp
     add("all-gather", head, sharded, 1)
-    trained = case.summed
+    trained = case.held("gradient")
     add("all-reduce", trained * ways * number / 4, data, 1)
     stream = case.tokens * spec.embed * number
     add("all-reduce", stream, ("tp",), spec.layers * (8 if case.remat == "full" else 6))
