@@ -15,7 +15,7 @@ from meshtune.plan.shards import shardings_of
 
 FSDP, TP = "mesh.fsdp=8", "mesh.tp=8"
 FULL, SELECTIVE, NONE = (f"compute.remat={name}" for name in ("full", "selective", "none"))
-LONG, SHORT = "data.max_length=4096", "data.max_length=64"
+LONG, SHORT, TILED = "data.max_length=4096", "data.max_length=64", "compute.mlp_chunk=4096"
 # model, target, changes. What differs: the model's size, method, format, mesh, rows, recomputation, offload, platform.
 MATRIX = [
     ("8B", "H100", [LONG, "train.batch_size=1", "mesh.fsdp=1", SELECTIVE]),
@@ -27,6 +27,11 @@ MATRIX = [
     ("8B", "8xMI300X", [LONG, "train.batch_size=16", "mesh.fsdp=4", "mesh.tp=2", FULL]),
     ("8B", "8xH100", ["data.max_length=32768", "train.batch_size=1", "mesh.cp=4", "mesh.tp=2", SELECTIVE]),
     ("8B", "8xTPUv5p", [LONG, FSDP, SELECTIVE]),
+    ("8B", "8xTPUv5p", [LONG, TP, FULL]),
+    ("8B", "H100", ["data.max_length=32768", "train.batch_size=1", "mesh.fsdp=1", FULL, "quantize=nf4", TILED]),
+    ("8B", "RTX4090", ["data.max_length=2048", "train.batch_size=1", "mesh.fsdp=1", FULL, "compute.offload=[weights]"]),
+    ("8B", "8xH100", ["method=full", LONG, FSDP, FULL]),
+    ("8B", "8xA100-80", ["method=full", LONG, FSDP, FULL, "compute.offload=[optimizer]"]),
     ("1B", "8xA100-80", ["method=full", "data.max_length=2048", "train.batch_size=16", FSDP, FULL]),
     ("70B", "2x8xA100-80", ["method=full", "data.max_length=2048", "train.batch_size=16", "mesh.fsdp=16", FULL]),
     ("70B", "8xH100", [LONG, FSDP, SELECTIVE]),
