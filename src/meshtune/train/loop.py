@@ -7,6 +7,7 @@ evaluated or sampled before the metrics of the last update are known to be finit
 from __future__ import annotations
 
 import dataclasses
+import operator
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -48,8 +49,8 @@ class TrainBatch(Protocol):
 class Task:
     """What a loop works with. `record` is the checkpoint record of its start; `epoch_at(step)` is a fraction.
 
-    `place` puts a batch's arrays on the devices. `evaluate(trainable)` and `sample(trainable)` may be None; samples
-    are (prompt, text).
+    `place` puts a batch's arrays on the devices; `shown(state)` are the parameters to evaluate, to sample from and to
+    export. `evaluate(trainable)` and `sample(trainable)` may be None; samples are (prompt, text).
     """
 
     step: Callable[[TrainState, Tree, Any, Any], tuple[TrainState, Metrics]]
@@ -61,6 +62,7 @@ class Task:
     record: Record
     early_stopping: EarlyStopping
     place: Callable[[dict[str, np.ndarray]], Any] = dict
+    shown: Callable[[TrainState], Tree] = operator.attrgetter("trainable")
     evaluate: Callable[[Tree], Evaluation] | None = None
     evaluate_at_start: bool = False
     sample: Callable[[Tree], Iterable[tuple[str, str]]] | None = None
@@ -197,7 +199,7 @@ class _Loop:
     def _evaluate(self, done: int, *, counts: bool) -> bool:
         assert self.task.evaluate is not None
         began = time.perf_counter()
-        found = self.task.evaluate(self.state.trainable)
+        found = self.task.evaluate(self.task.shown(self.state))
         before = self.early_stopping.best
         if counts:
             self.early_stopping = self.early_stopping.after(done, found.loss)
@@ -209,7 +211,7 @@ class _Loop:
 
     def _sample(self, done: int) -> None:
         if self.task.sample is not None:
-            for prompt, text in self.task.sample(self.state.trainable):
+            for prompt, text in self.task.sample(self.task.shown(self.state)):
                 self._emit(Sampled(done, prompt, text))
 
     def _save(self, done: int) -> None:

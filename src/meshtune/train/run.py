@@ -38,7 +38,7 @@ from meshtune.train.devices import device_table, hosts, seen_by_all
 from meshtune.train.events import opened
 from meshtune.train.final import export_result
 from meshtune.train.interrupt import interruptible
-from meshtune.train.loop import Ended, run_loop
+from meshtune.train.loop import Ended, Task, run_loop
 from meshtune.train.machine import this_machine
 from meshtune.train.memory import bytes_on_each, size_in_words
 from meshtune.train.output import CHECKPOINTS, check_output, claimed, write_recipe, write_run
@@ -185,7 +185,7 @@ class _Run:
             self.console.print(line)
         if ended.interrupted is not None and ended.step < self.total:
             return self._interrupted(ended)
-        return self._finished(ended, made, checkpoints, record)
+        return self._finished(ended, made, checkpoints, record, task)
 
     def _checked(self) -> list[str]:
         """Nothing is trained with kernels whose numbers are wrong on this kind of device."""
@@ -268,7 +268,8 @@ class _Run:
 
     def _plan(self, made: Prepared, state: TrainState) -> banner.Plan:
         recipe, loader, report = self.recipe, self.data.train, self.data.report
-        state_bytes = bytes_on_each((state, made.frozen)) + bytes_on_each(made.trainable, itemsize=4)
+        gradients = 0 if recipe.optimizer.walks else bytes_on_each(made.trainable, itemsize=4)
+        state_bytes = bytes_on_each((state, made.frozen)) + gradients
         optimizer = optimizer_of(recipe, self.settled.precision)
         method = recipe.method.kind
         if isinstance(self.settled.method, LoraConfig):
@@ -310,7 +311,7 @@ class _Run:
         self.console.print(f"  meshtune train {self.output}/recipe.yaml --resume", soft_wrap=True)
         return self._result(ended, None, ended.interrupted)
 
-    def _finished(self, ended: Ended, made: Prepared, checkpoints: Checkpoints, record: Record) -> Result:
+    def _finished(self, ended: Ended, made: Prepared, checkpoints: Checkpoints, record: Record, task: Task) -> Result:
         state, best = ended.state, ended.early_stopping.best
         exported = ended.step
         if ended.early_stopping.patience and self.recipe.checkpoint.keep_best and best and best.step != ended.step:
@@ -318,7 +319,7 @@ class _Run:
         with self.console.status("writing and verifying the result"):
             path = export_result(
                 self.output,
-                dataclasses.replace(made, trainable=state.trainable),
+                dataclasses.replace(made, trainable=task.shown(state)),
                 self.settled.method,
                 self.settled.source,
                 self.base,
