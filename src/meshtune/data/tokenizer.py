@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.resources
 import os
 import pathlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshtune.errors import UserError, nearest
 from meshtune.weights.hub import TOKENIZER, locate
@@ -89,6 +89,14 @@ def template_text(name_or_path: str) -> str:
         where="model.chat_template",
         fix=f"{nearest(name_or_path, names)}give a Jinja file, or one of: {', '.join(names)}",
     )
+
+
+def padding_id(tokenizer: PreTrainedTokenizerFast) -> int | None:
+    """An id to pad with that ends no answer, so that the last token can be found by passing over it; None if there is
+    no other special token than the one that ends text."""
+    ends, own = tokenizer.eos_token_id, tokenizer.pad_token_id
+    others: list[Any] = [own, tokenizer.unk_token_id, *sorted(tokenizer.added_tokens_decoder)]
+    return next((one for one in others if one is not None and one not in (ends, tokenizer.bos_token_id)), own)  # pyright: ignore[reportReturnType] - ids, of one tokenizer
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerFast, vocab: int) -> None:

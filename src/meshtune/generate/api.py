@@ -220,6 +220,12 @@ def load(
     if source.adapter is not None:
         added = load_adapter(source.adapter, spec)
         check_base(added, str(source.base), base_hash(source.base))
+    if spec.scored or (added is not None and added.spec.scored):
+        raise UserError(
+            "this is a reward model: it gives a text a score, and writes none",
+            where=str(source.adapter or source.base),
+            fix="give the model it was made from, or load it with transformers' AutoModelForSequenceClassification",
+        )
     params = load_params(source.base, spec, quantize=_quantised(quantize, added), progress=progress)
     if added is not None:
         spec, params = attach(params, spec, added)

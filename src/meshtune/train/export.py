@@ -104,6 +104,7 @@ def export(
         chat_template=template,
         record=record,
         progress=progress,
+        pad=padding_id(load_tokenizer(found.tokenizer)) if spec.scored else None,
     )
     compared = done.verified
     how = f"{compared.tensors} tensors equal, logits within {compared.difference:.1e} (relative) of what was {of}"

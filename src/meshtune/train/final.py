@@ -10,6 +10,7 @@ from meshtune.adapters.config import LoraConfig, Method
 from meshtune.adapters.method import Prepared
 from meshtune.adapters.peft_format import BaseRecord
 from meshtune.adapters.verify import export_adapter
+from meshtune.data.tokenizer import padding_id
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.processes import Job
 from meshtune.mesh.together import ALONE, together
@@ -48,7 +49,7 @@ def export_result(
         export_adapter(dest, made, method, base, Compute(layout=layout), job)
     else:
         params = merge(made.trainable, made.frozen)
-        export_model(params, made.spec, source, dest, overwrite=True, layout=layout, job=job)
+        export_model(params, made.spec, source, dest, overwrite=True, layout=layout, job=job, pad=padding_id(tokenizer))
     with together(job, "export: tokenizer"):
         if job.first:
             tokenizer.save_pretrained(str(dest))
