@@ -8,11 +8,23 @@ import numpy as np
 import optax
 import pytest
 import torch
-from optimizer_problems import CONSTANT, SHAPES, SPEC, assert_close, gradient, problem, run_ours, run_torch, tree_of
+from optimizer_problems import (
+    CONSTANT,
+    SHAPES,
+    SPEC,
+    assert_close,
+    gradient,
+    problem,
+    run_ours,
+    run_torch,
+    run_with_state,
+    tree_of,
+)
 from transformers.optimization import Adafactor
 
 from meshtune.errors import UserError
 from meshtune.optim.build import OPTIMIZERS, Kind, OptimizerConfig, decay_mask, make_optimizer
+from meshtune.optim.optimizer import as_spec
 from meshtune.optim.rule import adopted
 from meshtune.optim.schedules import ScheduleConfig
 
@@ -126,7 +138,10 @@ def test_decay_skips_norms_and_biases_but_not_adapters():
     assert mask["head"]["adapter"] == Pair(True, True)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+ALL_AT_ONCE = [name for name, kind in OPTIMIZERS.items() if kind.blocks is None]
+
+
+@pytest.mark.parametrize("name", ALL_AT_ONCE)
 def test_moments_are_float32_for_float32_parameters_and_follow_state_dtype_for_bf16(name):
     config = OptimizerConfig(name, momentum=0.9, schedule=CONSTANT, rank=2)
     for dtype, state_dtype, expected in (
@@ -170,3 +185,20 @@ def test_a_new_optimizer_is_one_entry(monkeypatch):
     optimizer, _ = make_optimizer(OptimizerConfig("signsgd", 0.5, CONSTANT), 3, {"w": jnp.ones(1)})
     updates, _ = optimizer.update({"w": jnp.array([7.0])}, optimizer.init({"w": jnp.ones(1)}), {"w": jnp.ones(1)})
     assert float(updates["w"][0]) == -0.5
+
+
+@pytest.mark.parametrize("name", ALL_AT_ONCE)
+def test_going_on_from_a_state_is_bit_exact_and_the_state_is_as_its_specs_say(name):
+    shapes = SHAPES | {"layers/0.0/mlp/gate/weight": (2, 64, 64)}
+    params, noise = problem(shapes, steps=6)
+    config = OptimizerConfig(name, 1e-2, CONSTANT, weight_decay=0.1, rank=3, update_gap=2, momentum=0.5)
+    expected = run_ours(config, params, noise, 6)
+    half, optimizer, state = run_with_state(config, params, noise, 3)
+    state = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), state)
+    rest, _, _ = run_with_state(config, half, {path: value[3:] for path, value in noise.items()}, 3, state)
+    for path, value in expected.items():
+        np.testing.assert_array_equal(rest[path], value)
+    specs = optimizer.specs(tree_of({path: as_spec(value) for path, value in params.items()}))
+    assert jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), state) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), specs
+    )
