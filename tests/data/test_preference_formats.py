@@ -1,0 +1,145 @@
+"""Pairs and labelled answers: the public files as they are, and records that are wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from meshtune.config.data import DataSection
+from meshtune.data.conversation import Labelled, Origin, Pair
+from meshtune.data.documents import documents
+from meshtune.data.formats import KINDS
+from meshtune.errors import UserError
+
+HERE = Origin("made.json", 0)
+
+
+def read(tmp_path, records, learns, **source):
+    file = tmp_path / "made.json"
+    file.write_text(json.dumps(records))
+    section = DataSection.model_validate({"train": [{"path": str(file), **source}]})
+    found = documents(section, seed=0, learns=learns)
+    return found.train, found.formats
+
+
+@pytest.mark.parametrize(
+    ("name", "learns", "kind"),
+    [("dpo_en_demo", "pairs", Pair), ("dpo_zh_demo", "pairs", Pair), ("kto_en_demo", "labelled", Labelled)],
+)
+def test_the_demo_files_are_read_by_their_registry_and_alone(name, learns, kind, shared):
+    folder = shared / "assets/data/llamafactory"
+    records = json.loads((folder / f"{name}.json").read_text())
+    named = DataSection.model_validate({"registry": str(folder), "train": [{"name": name}]})
+    alone = DataSection.model_validate({"train": [{"path": str(folder / f"{name}.json")}]})
+    for section in (named, alone):
+        found = documents(section, seed=0, learns=learns).train
+        assert len(found) == len(records) == 300
+        assert all(isinstance(found[n], kind) for n in (0, 150, 299))
+    if learns == "pairs":
+        pair, record = found[7], records[7]
+        assert pair.chosen.messages[-1].content == record["chosen"]["value"]
+        assert pair.rejected.messages[-1].content == record["rejected"]["value"]
+        assert [m.content for m in pair.chosen.messages[:-1]] == [t["value"] for t in record["conversations"]]
+    else:
+        assert [found[n].good for n in range(300)] == [record["label"] for record in records]
+
+
+def test_transcripts_of_hh_rlhf(shared):
+    import gzip
+
+    file = shared / "assets/data/hh-rlhf/harmless-base-test.jsonl.gz"
+    section = DataSection.model_validate({"train": [{"path": str(file)}], "on_bad": "skip"})
+    found = documents(section, seed=0, learns="pairs")
+    assert list(found.formats.values()) == ["hh"]
+    assert len(found.train) > 2000
+    with gzip.open(file, "rt") as lines:
+        first = json.loads(next(lines))
+    pair = found.train[0]
+    assert pair.chosen.messages[:-1] == pair.rejected.messages[:-1]
+    assert first["chosen"].endswith(pair.chosen.messages[-1].content)
+    assert first["rejected"].endswith(pair.rejected.messages[-1].content)
+
+
+PROMPT = [{"role": "user", "content": "hi"}]
+GOOD, BAD = ({"role": "assistant", "content": words} for words in ("hello", "go"))
+
+
+@pytest.mark.parametrize(
+    ("record", "form"),
+    [
+        ({"instruction": "hi", "input": "", "chosen": "hello", "rejected": "go"}, "alpaca"),
+        (
+            {
+                "conversations": [{"from": "human", "value": "hi"}],
+                "chosen": {"from": "gpt", "value": "hello"},
+                "rejected": {"from": "gpt", "value": "go"},
+            },
+            "sharegpt",
+        ),
+        ({"messages": PROMPT, "chosen": GOOD, "rejected": [BAD]}, "messages"),
+        ({"prompt": PROMPT, "chosen": [GOOD], "rejected": [BAD]}, "preference"),
+        ({"chosen": [*PROMPT, GOOD], "rejected": [*PROMPT, BAD]}, "preference"),
+        ({"input": {"messages": PROMPT}, "preferred_output": [GOOD], "non_preferred_output": [BAD]}, "openai"),
+        ({"chosen": "\n\nHuman: hi\n\nAssistant: hello", "rejected": "\n\nHuman: hi\n\nAssistant: go"}, "hh"),
+    ],
+)
+def test_every_format_gives_the_same_pair(record, form, tmp_path):
+    train, formats = read(tmp_path, [record], "pairs")
+    assert list(formats.values()) == [form]
+    pair = train[0]
+    assert [(m.role, m.content) for m in pair.chosen.messages] == [("user", "hi"), ("assistant", "hello")]
+    assert [(m.role, m.content) for m in pair.rejected.messages] == [("user", "hi"), ("assistant", "go")]
+
+
+def test_plain_texts_keep_their_prompt_and_margin(tmp_path):
+    train, _ = read(tmp_path, [{"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": 1.5}], "pairs")
+    assert (train[0].chosen.prompt, train[0].chosen.text, train[0].rejected.text) == ("1+1=", "2", "3")
+    assert train[0].margin == 1.5
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"prompt": "a", "chosen": "same", "rejected": "same"}, "the same answer"),
+        ({"prompt": "a", "chosen": "x", "rejected": None}, "null"),
+        ({"prompt": "", "chosen": "x", "rejected": "y"}, "empty"),
+        ({"prompt": "a", "chosen": "x", "rejected": "y", "margin": "big"}, "expected a number"),
+        ({"instruction": "", "input": "", "chosen": "x", "rejected": "y"}, "empty"),
+        ({"messages": PROMPT, "chosen": GOOD, "rejected": "go"}, "expected a turn"),
+        ({"messages": PROMPT, "chosen": GOOD, "rejected": PROMPT[0]}, "wrong role order"),
+        ({"chosen": [*PROMPT, GOOD], "rejected": [{"role": "user", "content": "ho"}, BAD]}, "different conversations"),
+        ({"chosen": "\n\nHuman: hi", "rejected": "\n\nHuman: hi\n\nAssistant: go"}, "nothing answers it"),
+    ],
+)
+def test_a_wrong_pair_names_its_record_and_field(record, said, tmp_path):
+    with pytest.raises(UserError, match=said) as caught:
+        read(tmp_path, [record], "pairs")
+    assert "record 0" in str(caught.value.where)
+
+
+def test_a_missing_rejected_side_is_named(tmp_path):
+    records = [{"prompt": "a", "chosen": "x", "rejected": "y"}, {"prompt": "a", "chosen": "x"}]
+    with pytest.raises(UserError, match="missing") as caught:
+        read(tmp_path, records, "pairs")
+    assert "rejected" in str(caught.value.where)
+
+
+@pytest.mark.parametrize("label", ["true", 1, 0.5, None])
+def test_a_label_is_true_or_false(label, tmp_path):
+    with pytest.raises(UserError, match=r"true or false|null"):
+        read(tmp_path, [{"prompt": "a", "completion": "b", "label": label}], "labelled")
+
+
+def test_data_of_another_stage_say_which(tmp_path):
+    pairs = [{"prompt": "a", "chosen": "x", "rejected": "y"}]
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, pairs, "documents")
+    assert "stage: dpo" in str(caught.value.fix)
+    with pytest.raises(UserError, match="stage dpo"):
+        read(tmp_path, pairs, "labelled")
+
+
+def test_every_kind_has_its_formats():
+    assert set(KINDS["pairs"]) == {"alpaca", "sharegpt", "messages", "preference", "openai", "hh"}
+    assert set(KINDS["labelled"]) == {"alpaca", "sharegpt", "messages", "prompt_completion"}
