@@ -25,7 +25,7 @@ import jax
 from meshtune.errors import UserError
 from meshtune.plan.compilers.find import found_or_error
 from meshtune.plan.compilers.process import run
-from meshtune.plan.hardware import find_target
+from meshtune.plan.hardware import find_target, known_devices
 
 HERE = pathlib.Path(__file__).parent
 TARGETS = [
@@ -50,7 +50,7 @@ def main() -> None:
     results = HERE / "results.json"
     filed = json.loads(results.read_text(encoding="utf-8")) if results.is_file() else {}
     for name in parser.parse_args().targets:
-        target = find_target(f"1x{name}")
+        target = find_target(f"{known_devices()[name].chip_devices}x{name}")  # one chip
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as dump:
             if target.device.platform != "tpu":
