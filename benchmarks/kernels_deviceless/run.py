@@ -65,7 +65,8 @@ def main() -> None:
             finally:
                 os.environ.pop("XLA_FLAGS", None)
         print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
-        results.write_text(json.dumps(filed, indent=1) + "\n", encoding="utf-8")
+        lines = [f"{json.dumps(one)}: {json.dumps(facts)}" for one, facts in filed.items()]
+        results.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     (HERE / "RESULTS.md").write_text(written(filed), encoding="utf-8")
 
 

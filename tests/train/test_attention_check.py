@@ -7,7 +7,8 @@ import types
 import pytest
 
 from meshtune.errors import UserError
-from meshtune.kernels.attention import BACKENDS, Backend
+from meshtune.kernels import attention as package
+from meshtune.kernels.attention import Backend
 from meshtune.kernels.attention.blockwise import BLOCKWISE
 from meshtune.model.compute import Compute
 from meshtune.train.attention_check import checked_attention
@@ -31,8 +32,8 @@ def kernel(monkeypatch, tmp_path):
             )
         return BLOCKWISE.run(inputs, request)
 
-    names = [backend.name for backend in BACKENDS]
-    monkeypatch.setitem(BACKENDS, names.index("triton"), Backend("triton", run))
+    backends = [Backend("triton", run) if entry.name == "triton" else entry for entry in package.BACKENDS]
+    monkeypatch.setattr(package, "BACKENDS", backends)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return state
 
@@ -52,7 +53,7 @@ def test_a_kernel_is_checked_for_each_kind_of_layer_and_then_known(kernel, tmp_p
 
 def test_a_wrong_kernel_stops_the_run(kernel):
     kernel.wrong = True
-    with pytest.raises(UserError, match="compute.attention=blockwise"):
+    with pytest.raises(UserError, match="compute[.]attention=blockwise"):
         checked_attention(COMPUTE, SPEC, 2, 512)
 
 
