@@ -53,7 +53,7 @@ def test_a_kernel_is_checked_for_each_kind_of_layer_and_then_known(kernel, tmp_p
 
 def test_a_wrong_kernel_stops_the_run(kernel):
     kernel.wrong = True
-    with pytest.raises(UserError, match="compute[.]attention=blockwise"):
+    with pytest.raises(UserError, match=r"compute\.attention=blockwise"):
         checked_attention(COMPUTE, SPEC, 2, 512)
 
 
