@@ -11,6 +11,9 @@ import typer
 from meshtune.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.status import Status
+
+    from meshtune.plan.hardware import Target
     from meshtune.plan.report import Report
 
 
@@ -52,19 +55,28 @@ def plan(
     targets = [find_target(words) for words in target]
     recipe = load_recipe(*split(arguments))
 
+    from rich.console import Console
+
     from meshtune.plan.ask import compiler_for
     from meshtune.plan.report import plain, report_for
     from meshtune.plan.words import show
 
     reports: list[Report] = []
+    steps = tokens / (recipe.train.batch_size * recipe.data.max_length) if tokens else None
+    waiting = Console(stderr=True, highlight=False)
     for one in targets:
-        compiles, reason = (None, "asked for") if estimate else compiler_for(one)
-        steps = tokens / (recipe.train.batch_size * recipe.data.max_length) if tokens else None
-        reports.append(
-            report_for(recipe, one, compiles, search=search, price=price, reserve=reserve, steps=steps, reason=reason)
-        )
+        with waiting.status(f"planning for {one}") as status:
+
+            def progress(stage: str, seconds: float, one: Target = one, status: Status = status) -> None:
+                status.update(f"{stage} the step for {one}, {seconds:.0f} s")
+
+            compiles, reason = (None, "asked for") if estimate else compiler_for(one, progress)
+            made = report_for(
+                recipe, one, compiles, search=search, price=price, reserve=reserve, steps=steps, reason=reason
+            )
+        reports.append(made)
         if not as_json:
-            show(reports[-1], arguments)
+            show(made, arguments)
     if as_json:
         values = [plain(report) for report in reports]
         print(json.dumps(values[0] if len(values) == 1 else values, indent=2))
