@@ -92,7 +92,7 @@ def _rooflines(axes: Any, reports: Sequence[Report]) -> None:
     axes.set_yscale("log")
     axes.set_xlabel("operations a byte of device memory", color=INK)
     axes.set_title("roofline (TFLOP/s of a device)", loc="left", color=INK, fontsize=11, pad=12)
-    axes.legend(frameon=False, labelcolor=INK, fontsize=8, loc="lower right")
+    axes.legend(frameon=False, labelcolor=INK, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
     _plain(axes)
     axes.grid(color=GRID, linewidth=0.8)
 
