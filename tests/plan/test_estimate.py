@@ -16,6 +16,7 @@ from meshtune.plan.shards import shardings_of
 FSDP, TP = "mesh.fsdp=8", "mesh.tp=8"
 FULL, SELECTIVE, NONE = (f"compute.remat={name}" for name in ("full", "selective", "none"))
 LONG, SHORT, TILED = "data.max_length=4096", "data.max_length=64", "compute.mlp_chunk=4096"
+AWAY = ["compute.mlp_chunk=2048", "compute.attention_chunk=2048", "compute.offload=[residual]"]
 # model, target, changes. What differs: the model's size, method, format, mesh, rows, recomputation, offload, platform.
 MATRIX = [
     ("8B", "H100", [LONG, "train.batch_size=1", "mesh.fsdp=1", SELECTIVE]),
@@ -29,6 +30,7 @@ MATRIX = [
     ("8B", "8xTPUv5p", [LONG, FSDP, SELECTIVE]),
     ("8B", "8xTPUv5p", [LONG, TP, FULL]),
     ("8B", "H100", ["data.max_length=32768", "train.batch_size=1", "mesh.fsdp=1", FULL, "quantize=nf4", TILED]),
+    ("8B", "RTX4090", ["data.max_length=65536", "train.batch_size=1", "mesh.fsdp=1", FULL, "quantize=nf4", *AWAY]),
     ("8B", "RTX4090", ["data.max_length=2048", "train.batch_size=1", "mesh.fsdp=1", FULL, "compute.offload=[weights]"]),
     ("8B", "8xH100", ["method=full", LONG, FSDP, FULL]),
     ("8B", "8xA100-80", ["method=full", LONG, FSDP, FULL, "compute.offload=[optimizer]"]),

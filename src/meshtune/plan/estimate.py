@@ -36,7 +36,8 @@ LAYER = {
     "selective": Peak(embed=11.0, ffn=1.0, heads=1.0, weights=1.0, logits=0.0),
     "full": Peak(embed=11.0, ffn=2.5, heads=3.0, weights=1.0, logits=0.0),
 }
-WHOLE = 0.36  # of the arrays as wide as embed those that are there for whole rows when the rest is tiled
+# Of the arrays as wide as embed those that are there for whole rows: feed-forward tiled, attention tiled too.
+WHOLE, WHOLE_TILED = 0.36, 0.2
 HEAD = Peak(embed=4.0, ffn=0.0, heads=0.0, weights=2.0, logits=3.0)
 # The head's matrix where it is trained: gathered and its gradient in float32 on a mesh, or on one device alone.
 HEAD_TRAINED, HEAD_TRAINED_HERE = 4.8, 3.0
@@ -135,7 +136,8 @@ def _layer(case: Case) -> float:
         for chunk in (case.mlp_chunk or case.attention_chunk, case.attention_chunk)
     )
     queries, keys = spec.heads * spec.head_dim / tp, 2 * spec.kv_heads * spec.head_dim / min(tp, spec.kv_heads)
-    made = (case.tokens * peak.embed * WHOLE + in_mlp * peak.embed * (1 - WHOLE)) * spec.embed
+    whole = WHOLE_TILED if case.attention_chunk else WHOLE
+    made = (case.tokens * whole + in_mlp * (1 - whole)) * peak.embed * spec.embed
     made += in_mlp * peak.ffn * spec.ffn / tp + peak.heads * (in_heads * queries + case.tokens * keys)
     lean = LEAN if case.target.device.platform == "tpu" else 1.0
     return lean * made * case.narrow + peak.weights * layer_weight_bytes(case)
@@ -179,7 +181,7 @@ def exchanges(case: Case) -> list[Collective]:
     add("all-gather", full * number / mesh.tp / spec.layers, sharded, 2 * spec.layers)
     head = spec.vocab * spec.embed * number / mesh.tp
     add("all-gather", head, sharded, 1)
-    trained = case.held("gradient")
+    trained = case.summed
     add("all-reduce", trained * ways * number / 4, data, 1)
     stream = case.tokens * spec.embed * number
     add("all-reduce", stream, ("tp",), spec.layers * (8 if case.remat == "full" else 6))
