@@ -68,6 +68,11 @@ class DataSection(Section):
     overlong: Literal["truncate", "drop", "error"] = Field(
         default="truncate", description="Documents longer than max_length."
     )
+    streaming: bool = Field(
+        default=False,
+        description="Stage pt: tokenise while training instead of before; documents go on in the next row. Needs "
+        "train.steps.",
+    )
     on_bad: Literal["error", "skip"] = Field(default="error", description="Records that do not fit their format.")
     train_on_prompt: bool = Field(default=False, description="Also learn system, user and tool turns.")
     last_turn_only: bool = Field(default=False, description="Learn only the last assistant turn.")

@@ -125,6 +125,24 @@ def documents(data: DataSection, *, seed: int, learns: str = "documents") -> Doc
     )
 
 
+def unchecked(data: DataSection, *, seed: int) -> DocumentList:
+    """The training documents of a recipe, without reading any but the first few: for data too large to be read twice.
+
+    Sources are concatenated. Reading a bad record raises UserError when its turn comes.
+    """
+    registry = Registry.load(data.registry) if data.registry else None
+    found = []
+    for section in data.train:
+        source = _describe(section, registry, "documents")
+        records = open_source(source)
+        form = _format(source, records, data.on_bad, "documents")
+        numbers = np.arange(min(len(records), source.cap or len(records)), dtype=np.int64)
+        if source.sample is not None:
+            numbers = numbers[draw(len(numbers), source.sample, np.random.default_rng([seed, SAMPLE_STREAM]))]
+        found.append(Checked(source, records, form, form.resolve(source.columns), numbers))
+    return _concatenated(found)
+
+
 def _describe(section: SourceSection, registry: Registry | None, learns: str) -> Source:
     if section.name is not None:
         assert registry is not None, "DataSection refuses a name without a registry"

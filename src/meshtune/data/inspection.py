@@ -12,10 +12,12 @@ from rich.rule import Rule
 from rich.text import Text
 
 from meshtune.config.recipe import Recipe
+from meshtune.data.loader import Loader
 from meshtune.data.prepare import prepare
 from meshtune.data.report import render
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.data.tokens import Example
+from meshtune.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -36,6 +38,12 @@ def inspect(recipe: Recipe, *, records: int = 3, tokens: int = 400, console: Con
             bar.update(task, description=what, completed=done, total=total)
 
         prepared = prepare(recipe, tokenizer, vocab=_vocabulary(model.path), progress=progress)
+    if not isinstance(prepared.train, Loader):
+        raise UserError(
+            "a stream is tokenised while it is trained on, so there is nothing to inspect yet",
+            where="data.streaming",
+            fix="inspect with data.streaming=false and a cap on the source",
+        )
     store = prepared.train.store
     if records and len(store):
         console.print(legend(console))

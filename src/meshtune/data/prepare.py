@@ -6,17 +6,22 @@ import dataclasses
 import hashlib
 import json
 import os
+import pathlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from meshtune.config.data import DataSection
-from meshtune.config.recipe import Recipe
+from meshtune.config.recipe import Recipe, TrainSection
 from meshtune.data.conversation import Conversation, Document, Labelled, Message, Pair, Sample
-from meshtune.data.documents import documents
+from meshtune.data.documents import DocumentList, documents, unchecked
 from meshtune.data.loader import Loader
 from meshtune.data.masks import Learn
-from meshtune.data.report import Report, Skipped, Template, make_report
+from meshtune.data.report import Report, Skipped, Template, make_report, stream_report
 from meshtune.data.store import Store, fingerprint, open_or_build
+from meshtune.data.stream import Stream
 from meshtune.data.tokenizer import check_vocabulary
 from meshtune.data.tokens import Counts, Example, Tokenize, TokenOptions
 from meshtune.data.units import Units, nll_share, tokenised_labelled, tokenised_pairs
@@ -26,6 +31,9 @@ from meshtune.objectives import STAGES
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+STREAM = "stream.jsonl"  # in the run's directory: where updates begin in the stream
+_SAMPLE = 200  # documents that a stream's report is made from
+
 Progress = Callable[[str, int, int], None]  # (what is done, documents done, documents in all)
 
 
@@ -33,7 +41,7 @@ Progress = Callable[[str, int, int], None]  # (what is done, documents done, doc
 class Prepared:
     """What training reads: loaders, reports, and a hash of all training tokens and weights (`fingerprint`)."""
 
-    train: Loader
+    train: Loader | Stream
     validation: Loader | None
     report: Report
     validation_report: Report | None
@@ -61,6 +69,8 @@ def prepare(
     data = recipe.data
     stage = STAGES[recipe.stage.kind]
     options = token_options(data, recipe.stage.kind)
+    if data.streaming:
+        return _streamed(recipe, tokenizer, options, cache, progress)
     found = documents(data, seed=recipe.seed, learns=stage.learns)
     skipped = [Skipped(str(skip.origin), skip.reason) for skip in found.skipped]
     micro_batch = recipe.train.batch_size // recipe.train.accumulation
@@ -120,6 +130,77 @@ def token_options(data: DataSection, stage: str = "sft") -> TokenOptions:
         overlong=data.overlong,
         skip_bad=data.on_bad == "skip",
     )
+
+
+def _streamed(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerFast,
+    options: TokenOptions,
+    cache: str | os.PathLike[str] | None,
+    progress: Progress | None,
+) -> Prepared:
+    """Training documents as a stream; validation documents as always."""
+    data, train = recipe.data, recipe.train
+    wrong = {
+        "stage": recipe.stage.kind != "pt" and "only plain text (stage: pt) can be cut at the end of a row and go on",
+        "train.steps": train.steps is None
+        and "how long an epoch of a stream is, is known at its end: give train.steps",
+        "data.validation": isinstance(data.validation, float) and "nothing is drawn from a stream: give a file",
+        "data.packing": not data.packing and "a stream fills its rows: leave data.packing out",
+        "data.mixing": data.mixing != "concat"
+        and "a stream takes its sources one after the other (shuffled: all mixed)",
+    }
+    for where, why in wrong.items():
+        if why:
+            fix = "or set data.streaming=false"
+            raise UserError(f"data.streaming is not possible here: {why}", where=where, fix=fix)
+    assert train.steps is not None
+    documents_ = unchecked(data, seed=recipe.seed)
+    endless = dataclasses.replace(options, max_length=sys.maxsize)
+    files = [(one.source.path, one.source.revision, len(one.records)) for one in documents_.sources]
+    marks = (_hash_of(tokenizer), repr(endless), repr(files), str(data.shuffle), str(recipe.seed), str(data.max_length))
+    stream = Stream(
+        documents_,
+        Tokenize(tokenizer, endless),
+        max_length=data.max_length,
+        batch_size=train.batch_size,
+        steps=train.steps,
+        accumulation=train.accumulation,
+        shuffle=data.shuffle,
+        seed=recipe.seed,
+        skip=data.on_bad == "skip",
+        fingerprint=fingerprint((), *marks, str(train.batch_size)),
+        journal=pathlib.Path(recipe.output).expanduser() / STREAM,
+    )
+    sample = Tokenize(tokenizer, endless)
+    lengths = [len(one.ids) for one in sample(_plain(_first(documents_, skip=data.on_bad == "skip")))]
+    if not lengths:
+        raise _nothing("train", sample.counts)
+    report = stream_report(stream, sample.counts, np.array(lengths))
+    validation, validation_report = None, None
+    if isinstance(data.validation, list):
+        alone = data.model_copy(update={"train": data.validation, "validation": None, "streaming": False})
+        rows = train.batch_size // train.accumulation
+        short = TrainSection(epochs=1, batch_size=rows)
+        held = prepare(
+            recipe.model_copy(update={"data": alone.model_copy(update={"shuffle": False}), "train": short}),
+            tokenizer,
+            cache=cache,
+            progress=progress,
+        )
+        assert isinstance(held.train, Loader)
+        validation, validation_report = held.train, dataclasses.replace(held.report, split="validation")
+    return Prepared(stream, validation, report, validation_report, stream.fingerprint)
+
+
+def _first(documents: DocumentList, *, skip: bool) -> Iterator[Any]:
+    """The first few documents, all that is looked at before training."""
+    for number in range(min(_SAMPLE, len(documents))):
+        try:
+            yield documents[number]
+        except UserError:
+            if not skip:
+                raise
 
 
 @dataclasses.dataclass(frozen=True)

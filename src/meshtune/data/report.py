@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshtune.data.loader import Loader
+from meshtune.data.stream import Stream
 from meshtune.data.tokens import Counts
 
 if TYPE_CHECKING:
@@ -105,6 +106,28 @@ def make_report(
         copies=len(store) - len(np.unique(store.digests)),
         max_length=max_length,
         template=template,
+    )
+
+
+def stream_report(stream: Stream, counts: Counts, lengths: np.ndarray) -> Report:
+    """The report of a stream of which only a sample is known: its counts and lengths are the sample's, its tokens and
+    documents those of the run."""
+    rows = stream.steps * stream.batch_size
+    whole = dataclasses.replace(counts, kept=len(stream.documents), tokens=rows * stream.row_length)
+    return Report(
+        split="train",
+        counts=dataclasses.replace(whole, learned=whole.tokens),
+        skipped=(),
+        rows=rows,
+        row_length=stream.row_length,
+        packing=True,
+        steps_per_epoch=stream.steps,
+        batch_rows=stream.batch_size,
+        efficiency=1.0,
+        histogram=histogram(lengths),
+        longest=int(lengths.max()),
+        copies=0,
+        max_length=stream.row_length,
     )
 
 

@@ -93,7 +93,7 @@ class Reference:
     def _give(self, what: dict[str, Any], params: Callable[[], Tree], spec: ModelSpec, compute: Compute) -> None:
         tail = getattr(self.recipe.stage, "ld_alpha", None)
         for split, loader in (("train", self.data.train), ("validation", self.data.validation)):
-            if loader is None:
+            if not isinstance(loader, Loader):
                 continue
             facts = what | {
                 "version": VERSION,

@@ -1,0 +1,144 @@
+"""A stream of plain text: every token predicted once, steps that are the same from anywhere, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+import meshtune.quickstart
+from meshtune.config.load import load_recipe
+from meshtune.data.prepare import prepare
+from meshtune.data.stream import EVERY
+from meshtune.data.tokenizer import load_tokenizer
+from meshtune.errors import UserError
+
+TOKENIZER = pathlib.Path(meshtune.quickstart.__file__).parent / "model"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(TOKENIZER)
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "text.jsonl"
+    rng = np.random.default_rng(0)
+    lines = [{"text": " ".join(f"word{k}" for k in rng.integers(0, 50, rng.integers(1, 60)))} for _ in range(40)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return file
+
+
+def streamed(text, tokenizer, *more):
+    base = text.parent / "recipe.yaml"
+    base.write_text("model: x\ndata: x\noutput: x\n")
+    output = text.parent / "run"
+    output.mkdir(exist_ok=True)
+    fields = [f"model.path={TOKENIZER}", f"data.train={text}", f"output={output}", "stage=pt", "data.streaming=true"]
+    fields += ["train.steps=60", "train.batch_size=2", "data.max_length=32"]
+    return prepare(load_recipe(str(base), [*fields, *more]), tokenizer, cache=text.parent / "cache")
+
+
+def arrays(batches):
+    return [{name: array.copy() for name, array in batch.arrays.items()} for batch in batches]
+
+
+def same(one, other):
+    assert len(one) == len(other)
+    for a, b in zip(one, other, strict=True):
+        assert all(np.array_equal(a[name], b[name]) for name in a)
+
+
+def test_every_token_of_an_epoch_is_predicted_once_and_rows_are_full(text, tokenizer):
+    stream = streamed(text, tokenizer, "data.shuffle=false").train
+    whole = []
+    for line in text.read_text().splitlines():
+        ids = tokenizer(json.loads(line)["text"])["input_ids"]
+        whole.append(ids if ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id])
+    expected = [pair for ids in whole for pair in itertools.pairwise(ids)]
+    found = []
+    for batch in stream.iterate(0, 100):
+        assert (batch.arrays["segment_ids"] > 0).all()
+        assert (batch.arrays["weights"] == 1).all()
+        found += list(
+            zip(batch.arrays["tokens"].ravel().tolist(), batch.arrays["targets"].ravel().tolist(), strict=True)
+        )
+    assert len(found) > len(expected)  # into the second epoch
+    assert found[: len(expected)] == expected
+
+
+def test_pieces_of_a_document_are_segments_of_their_own(text, tokenizer):
+    for batch in streamed(text, tokenizer).train.iterate(0, 20):
+        for row in batch.arrays["segment_ids"].reshape(-1, 32):
+            assert (np.diff(row) >= 0).all()
+            starts = np.flatnonzero(np.diff(np.concatenate([[0], row])))
+            assert len(starts) == row[-1]
+        positions, segments = (batch.arrays[n].reshape(-1, 32) for n in ("positions", "segment_ids"))
+        inside = np.diff(segments) == 0
+        assert (np.diff(positions)[inside] == 1).all()
+        assert (positions[:, 0] == 0).all()
+
+
+@pytest.mark.parametrize("start", [1, EVERY, EVERY + 5, 3 * EVERY])
+def test_it_goes_on_inside_the_stream(start, text, tokenizer):
+    whole = arrays(streamed(text, tokenizer).train.iterate(0, 60))
+    again = streamed(text, tokenizer).train
+    read = []
+    original = type(again.documents).__getitem__
+    again.documents.__class__ = type("Counted", (type(again.documents),), {})
+    type(again.documents).__getitem__ = lambda self, index: (read.append(index), original(self, index))[1]
+    same(arrays(again.iterate(start, start + 2)), whole[start : start + 2])
+    if start == 3 * EVERY:
+        noted = [json.loads(line) for line in again.journal.read_text().splitlines()]
+        assert 3 * EVERY in [one["step"] for one in noted]
+    (text.parent / "run/stream.jsonl").unlink()
+    same(arrays(streamed(text, tokenizer).train.iterate(start, start + 2)), whole[start : start + 2])
+
+
+def test_epochs_are_shuffled_differently(text, tokenizer):
+    plain = arrays(streamed(text, tokenizer, "data.shuffle=false").train.iterate(0, 3))
+    mixed = arrays(streamed(text, tokenizer).train.iterate(0, 3))
+    assert not np.array_equal(plain[0]["tokens"], mixed[0]["tokens"])
+
+
+def test_another_journal_is_not_followed(text, tokenizer):
+    expected = arrays(streamed(text, tokenizer, "data.max_length=48").train.iterate(20, 22))
+    list(streamed(text, tokenizer).train.iterate(0, 40))
+    same(arrays(streamed(text, tokenizer, "data.max_length=48").train.iterate(20, 22)), expected)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["stage=sft"], "only plain text"),
+        (["train.steps=null"], "give train.steps"),
+        (["data.validation=0.1"], "give a file"),
+        (["data.packing=false"], "fills its rows"),
+    ],
+)
+def test_what_a_stream_cannot_do_is_said(more, said, text, tokenizer):
+    with pytest.raises(UserError, match=said):
+        streamed(text, tokenizer, *more)
+
+
+def test_a_bad_record_is_named_or_left_out(text, tokenizer, monkeypatch):
+    monkeypatch.setattr("meshtune.data.prepare._SAMPLE", 30)  # only these are looked at before training
+    with text.open("a") as file:
+        file.write('\n{"text": 7}')
+    with pytest.raises(UserError) as caught:
+        list(streamed(text, tokenizer, "data.shuffle=false").train.iterate(0, 100))
+    assert "record 40" in str(caught.value.where)
+    assert len(list(streamed(text, tokenizer, "data.shuffle=false", "data.on_bad=skip").train.iterate(0, 100))) == 100
+
+
+def test_plain_text_alone_is_pretrained_on(tmp_path, tokenizer):
+    file = tmp_path / "chat.json"
+    file.write_text(
+        json.dumps([{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}])
+    )
+    with pytest.raises(UserError, match="plain text"):
+        streamed(file, tokenizer, "data.streaming=false")
