@@ -1,0 +1,70 @@
+"""Losses and gradients of stages on simulated devices, as JSON: test_stages_on_meshes runs it in its own process."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from units_of import loader_of, random_pairs
+
+from meshtune.adapters.config import LoraConfig
+from meshtune.adapters.method import abstract, prepare
+from meshtune.families import model_spec, scored_spec
+from meshtune.kernels.attention import balanced_order
+from meshtune.mesh.axes import MeshConfig, make_mesh
+from meshtune.mesh.fit import layout_for
+from meshtune.mesh.placement import place_batch, shardings
+from meshtune.model.compute import Compute
+from meshtune.model.init import init_params
+from meshtune.model.tree import merge
+from meshtune.objectives import STAGES
+from meshtune.objectives.score import means
+from tiny_models import CONFIGS, SMALL
+
+MESHES = ({"dp": 2, "fsdp": 2}, {"fsdp": 2, "cp": 2}, {"fsdp": 2, "tp": 2})
+
+
+def case(stage: str, options: dict) -> list[dict]:
+    kind, changes = CONFIGS["llama3"]
+    spec = model_spec({"model_type": kind, **SMALL, "vocab_size": 96, **changes})
+    spec = scored_spec(spec) if STAGES[stage].scores else spec
+    objective = STAGES[stage].make(STAGES[stage].config(**options))
+    documents = random_pairs(96, 8, longest=10)
+    documents = [(*d[:2], float(n // 2 % 2)) for n, d in enumerate(documents)]
+    if STAGES[stage].scores:
+        documents = [(ids, np.arange(len(ids)) == len(ids) - 1, value) for ids, _, value in documents]
+    loader = loader_of(documents, tempfile.mkdtemp(), packing=True, rows=4, max_length=32, nll="answer")
+    arrays = {name: array[0] for name, array in loader.batch(0).arrays.items()}
+    assert arrays["units"].sum() == 8
+    found = []
+    for axes in (None, *MESHES):
+        made = prepare(LoraConfig(rank=4), spec, init_params(spec, jax.random.key(0)), jax.random.key(1))
+        leaves, tree = jax.tree.flatten(made.trainable)
+        moved = [x + 0.05 * jax.random.normal(jax.random.key(n), x.shape) for n, x in enumerate(leaves)]
+        trainable, frozen = jax.tree.unflatten(tree, moved), made.frozen
+        layout, order = None, None
+        if axes is not None:
+            layout = layout_for(make_mesh(MeshConfig(**axes), jax.devices()[:4]), made.spec)[0]
+            arrays_ = abstract(LoraConfig(rank=4), spec)
+            trainable = jax.device_put(trainable, shardings(arrays_.trainable, layout))
+            frozen = jax.device_put(frozen, shardings(arrays_.frozen, layout))
+            order = balanced_order(64, axes["cp"]) if "cp" in axes else None
+        compute = Compute(loss_chunk=16, layout=layout)
+
+        def loss(trainable, frozen, batch, compute=compute, spec=made.spec):
+            score = objective(merge(trainable, frozen), spec, compute, batch, None)
+            return score.loss / score.weight, means(score)
+
+        step = jax.jit(jax.value_and_grad(loss, has_aux=True))
+        (value, metrics), gradient = step(trainable, frozen, place_batch(arrays, layout, order))
+        norms = [float(jnp.linalg.norm(g)) for g in jax.tree.leaves(gradient)]
+        found.append({"loss": float(value), **{n: float(m) for n, m in metrics.items()}, "norms": norms})
+    return found
+
+
+if __name__ == "__main__":
+    json.dump({name: case(name, options) for name, options in json.loads(sys.argv[1]).items()}, sys.stdout)
