@@ -76,6 +76,11 @@ def waiting(like: Any, *, stacked_only: bool = False) -> Any:
     return jax.tree_util.tree_map_with_path(one, like)
 
 
+def names_on_host(like: Any) -> list[str]:
+    """The paths of the arrays that lie in the host's memory."""
+    return [name for name, leaf in named_leaves(like) if is_on_host(leaf.sharding)]
+
+
 def is_on_host(sharding: Sharding | None) -> bool:
     return sharding is not None and sharding.memory_kind == HOST
 
@@ -96,7 +101,7 @@ def moved(tree: Tree, like: Tree) -> Tree:
 
     def one(leaf: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
         where = real(wanted.sharding)
-        if where is None or not is_on_host(where):
+        if where is None or not is_on_host(where) or is_on_host(leaf.sharding):
             return leaf
         there = jax.device_put(leaf, where).block_until_ready()
         leaf.delete()

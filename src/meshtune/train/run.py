@@ -25,7 +25,7 @@ from meshtune.mesh.agreement import agree, code_version, first_alone
 from meshtune.mesh.axes import MeshConfig
 from meshtune.mesh.fit import check_batch
 from meshtune.mesh.peers import Place
-from meshtune.mesh.placement import moved
+from meshtune.mesh.placement import moved, names_on_host
 from meshtune.mesh.processes import Job
 from meshtune.model.tree import merge
 from meshtune.plan import truth
@@ -222,6 +222,7 @@ class _Run:
                 quantize=settled.quantize,
                 broadcast=recipe.model.load == "broadcast" and settled.layout is not None,
                 group=self.processes_a_host,
+                waiting=names_on_host(frozen_like(settled)),
                 progress=lambda done, of: status.update(
                     f"loading weights: {size_in_words(done)} of {size_in_words(of)}"
                 ),

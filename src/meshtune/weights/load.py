@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,7 @@ def load_params(
     quantize: QuantizeConfig | None = None,
     broadcast: bool = False,
     group: int | None = None,
+    waiting: Collection[str] = (),
     progress: Progress | None = None,
     report: Callable[[LoadReport], None] | None = None,
 ) -> Tree:
@@ -98,6 +99,9 @@ def load_params(
     With `quantize` linear layers come as QuantisedWeights, made block by block from the numbers as they are stored: no
     weight of them is ever whole, or wide, in memory. Their scales, where these are quantised too, pass through the host
     matrix by matrix; every process must then call this.
+
+    Arrays that `waiting` names (by path, and field of a QuantisedWeight) come in the host's memory that devices read,
+    and are on no device at any time; the host holds the largest of them twice for a moment.
 
     `broadcast` has one process of every group of `group` neighbouring ones (None: all are one group) read what its
     group needs and pass it on; the others open nothing. Every process must then call this.
@@ -120,7 +124,7 @@ def load_params(
         found = _checked(directory, spec, passing)
         wanted = [slot for slot in slots(spec) if slot.name in found]
         there = {slot.path for slot in wanted}
-        shards = Shards({path: array for path, array in arrays.items() if path in there}, layout, devices)
+        shards = Shards({path: array for path, array in arrays.items() if path in there}, layout, devices, waiting)
         fill(shards, wanted, found, reader, passing, progress)
         leaves = shards.assembled()
     if report:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
 from jax import make_array_from_single_device_arrays as from_shards
+from jax.sharding import SingleDeviceSharding
 
 from meshtune.mesh.layout import Layout
+from meshtune.mesh.placement import on_host, real
 from meshtune.model.spec import ArraySpec
 from meshtune.quantize.scales import twice_quantised
 from meshtune.quantize.weight import QuantisedWeight, encoded
@@ -23,9 +25,19 @@ from meshtune.weights.strips import Box, Device, Piece, Strip, boxes
 class Shards:
     """The slices of every leaf that this process's devices hold, while they are being filled."""
 
-    def __init__(self, arrays: Mapping[str, ArraySpec | QuantisedWeight], layout: Layout | None, devices: list[Device]):
-        """`devices`: those whose slices are to be read; the slices of other processes' devices are not kept."""
-        self._arrays, self._layout = arrays, layout
+    def __init__(
+        self,
+        arrays: Mapping[str, ArraySpec | QuantisedWeight],
+        layout: Layout | None,
+        devices: list[Device],
+        waiting: Collection[str] = (),
+    ):
+        """`devices`: those whose slices are to be read; the slices of other processes' devices are not kept.
+
+        `waiting` names arrays (a path, and the field of a quantised weight) that are never on a device: they are filled
+        on the host, and go from there, array by array, to the memory that a device reads.
+        """
+        self._arrays, self._layout, self._waiting = arrays, layout, frozenset(waiting)
         parts = {name: array for path, leaf in arrays.items() for name, array in parts_of(path, leaf).items()}
         self._shapes = {name: array.shape for name, array in parts.items()}
         self._shardings = {name: layout.of(array) if layout else None for name, array in parts.items()}
@@ -45,7 +57,13 @@ class Shards:
                         shards.setdefault(device, {})[name] = (tuple(stop - start for start, stop in box), array.dtype)
         self._scales: dict[str, np.ndarray] = {}  # of the matrix that is being read, path to [out, blocks]
         self._threads = ThreadPoolExecutor(len(shards), "load")
-        self._leaves = {device: allocate(mine, device) for device, mine in shards.items()}
+        self._leaves = {device: self._allocate(mine, device) for device, mine in shards.items()}
+
+    def _allocate(self, mine: dict[str, tuple[tuple[int, ...], str]], device: Device) -> dict[str, jax.Array]:
+        here = {name: form for name, form in mine.items() if name not in self._waiting}
+        there = {name: form for name, form in mine.items() if name in self._waiting}
+        made = allocate(here, device) if here else {}
+        return made | (allocate(there, jax.local_devices(backend="cpu")[0]) if there else {})
 
     def put(self, strip: Strip, block: np.ndarray) -> None:
         """Writes what this process's devices hold of a strip, whose numbers are `block`. Waits until it is done."""
@@ -80,6 +98,8 @@ class Shards:
 
     def _place(self, name: str, device: Device, block: Any, at: tuple[int, ...]) -> None:
         leaves = self._leaves[device]
+        if name in self._waiting:
+            block = jax.device_put(block, *leaves[name].devices())
         leaves[name] = place(leaves[name], block, np.asarray(at, np.int32))
         # One block in flight: an asynchronous queue of them would hold them all.
         leaves[name].block_until_ready()
@@ -124,8 +144,11 @@ class Shards:
         self._threads.shutdown()
         made: dict[str, jax.Array] = {}
         for name, shape in self._shapes.items():
-            parts = [leaves.pop(name) for leaves in self._leaves.values()]
             sharding = self._shardings[name]
+            if name in self._waiting:
+                made[name] = self._on_host(name)
+                continue
+            parts = [leaves.pop(name) for leaves in self._leaves.values()]
             made[name] = parts[0] if sharding is None else from_shards(shape, sharding, parts)
 
         def leaf(path: str, array: ArraySpec | QuantisedWeight) -> Any:
@@ -134,6 +157,15 @@ class Shards:
             return dataclasses.replace(array, **{part: made[f"{path}/{part}"] for part in _fields(array)})
 
         return {path: leaf(path, array) for path, array in self._arrays.items()}
+
+    def _on_host(self, name: str) -> jax.Array:
+        where = real(on_host(self._shardings[name]))
+        assert where is not None
+        parts = []
+        for device, leaves in self._leaves.items():
+            mine = SingleDeviceSharding(device or jax.local_devices()[0], memory_kind=where.memory_kind)
+            parts.append(jax.device_put(leaves.pop(name), mine).block_until_ready())
+        return from_shards(self._shapes[name], where, parts)
 
 
 def parts_of(path: str, leaf: ArraySpec | QuantisedWeight) -> dict[str, ArraySpec]:

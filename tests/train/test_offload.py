@@ -1,0 +1,60 @@
+"""What waits in the host's memory is trained as if it did not, and really waits there."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import offload_cases
+import pytest
+from offload_cases import CASES, UPDATES
+
+# Bringing a number from the host changes no bit. What differs is how XLA fuses an update that goes layer by layer, and
+# the order in which chunks are added up: 1e-7 of a number an update, where an update moves a number by 1e-3.
+CLOSE = 5e-6
+QUICK = ["lora, all"]
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    return run(QUICK, tmp_path_factory.mktemp("quick") / "found.json")
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    return run([name for name in CASES if name not in QUICK], tmp_path_factory.mktemp("others") / "found.json")
+
+
+def run(names, file):
+    program = pathlib.Path(offload_cases.__file__)
+    ran = subprocess.run([sys.executable, program, file, *names], capture_output=True, text=True, timeout=1500)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return json.loads(file.read_text())
+
+
+def same(name, found):
+    here, there = found["without"], found["with"]
+    assert len(there["loss"]) == UPDATES
+    for what in ("loss", "grad_norm"):
+        np.testing.assert_allclose(there[what], here[what], rtol=CLOSE, err_msg=what)
+    for mine, theirs in zip(there["leaves"], here["leaves"], strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=CLOSE)
+    offload = CASES[name].compute.get("offload", ())
+    assert there["kinds"]["optimizer"] == (["pinned_host"] if "optimizer" in offload else ["device"])
+    assert ("pinned_host" in there["kinds"]["frozen"]) == ("weights" in offload)
+    assert there["kinds"]["trainable"] == ["device"]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_offloaded_state_is_updated_as_any(name, quick):
+    same(name, quick[name])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in QUICK])
+def test_offload_goes_with_every_method_and_mesh(name, others):
+    same(name, others[name])
