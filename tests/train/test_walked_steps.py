@@ -66,3 +66,99 @@ def test_a_fused_update_equals_one_with_all_gradients_at_hand(tiny, batches, nam
     for path, leaf in usual[1].items():
         np.testing.assert_allclose(fused[1][path], leaf, rtol=0, atol=atol, err_msg=path)
     assert jax.tree.structure(usual[2]) == jax.tree.structure(fused[2])
+
+
+def test_badam_gets_the_active_layers_gradient_clipped_and_accumulated(tiny, batches):
+    """Three layers in turn, by hand from the gradients of all: AdamW's first update of each, from its own norm."""
+    from meshtune.model.tree import merge
+
+    config = OptimizerConfig("badam", 1e-2, CONSTANT, switch_every=1, eps=1e-4)
+    spec, params = tiny
+    batch = {name: value.reshape(2, -1, value.shape[-1]) for name, value in batches[0].items()}
+    found = run(tiny, [batch], config, steps=3, max_grad_norm=0.05)
+    places = [
+        (key, row)
+        for number in range(3)
+        for key, _, _, rows in spec.positions()
+        for row, n in enumerate(rows)
+        if n == number
+    ]
+    expected = jax.tree.map(jnp.copy, params)
+    whole = jax.tree.map(lambda *x: jnp.concatenate(x), *[jax.tree.map(lambda v, n=n: v[n], batch) for n in range(2)])
+
+    @jax.jit
+    def slopes(params):
+        def loss(params):
+            scored = OBJECTIVES["sft"](merge(params, {}), spec, COMPUTE, whole, None)
+            return scored.loss / scored.weight
+
+        return jax.grad(loss)(params)
+
+    for (key, row), seen in zip(places, found[0], strict=True):
+        mine = {path: leaf[row] for path, leaf in flatten(slopes(expected)["layers"][key]).items()}
+        norm = float(np.sqrt(sum(float((leaf**2).sum()) for leaf in mine.values())))
+        assert seen["grad_norm"] == pytest.approx(norm, rel=1e-4)
+        for path, leaf in mine.items():
+            node = expected["layers"][key]
+            *parents, last = path.split("/")
+            for parent in parents:
+                node = node[parent]
+            clipped = leaf * min(1.0, 0.05 / norm)
+            node[last] = node[last].at[row].add(-1e-2 * clipped / (jnp.abs(clipped) + 1e-4))
+    for path, leaf in flatten(expected).items():
+        np.testing.assert_allclose(found[1][path], leaf, rtol=0, atol=2e-5, err_msg=path)
+
+
+def test_a_gradient_that_is_not_finite_stops_a_fused_update(tiny, batches):
+    """Nothing is updated once a gradient is not finite: here the loss's own, before any layer's."""
+    bad = batches[0] | {"weights": batches[0]["weights"].at[0, 0, 2].set(jnp.inf)}
+    seen, leaves, state = run(tiny, [bad], OptimizerConfig("sgd", 1e-2, CONSTANT, fused=True), steps=1)
+    assert seen[0]["finite"] == 0
+    for path, leaf in flatten(tiny[1]).items():
+        np.testing.assert_array_equal(leaves[path], leaf)
+    assert int(state.step) == int(state.opt_state["count"]) == 0
+
+
+def deep():
+    """24 layers of 0.8 MB each, and hardly anything else."""
+    from meshtune.families import model_spec
+
+    return model_spec(
+        {
+            "model_type": "llama", "vocab_size": 16, "hidden_size": 128, "intermediate_size": 384,
+            "num_hidden_layers": 24, "num_attention_heads": 4, "num_key_value_heads": 4, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 64, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": True,
+        }
+    )  # fmt: skip
+
+
+def temporaries(config, spec):
+    """(bytes of all gradients in float32, the compiled step's temporaries, whether it updates its state in place)."""
+    from meshtune.adapters.method import abstract
+    from meshtune.train.step import abstract_state
+
+    arrays = abstract(FullConfig(), spec)
+    optimizer, _ = make_optimizer(config, 10, arrays.trainable, arrays.spec)
+    step = make_train_step(OBJECTIVES["sft"], arrays.spec, COMPUTE, optimizer)
+    batch = {
+        name: jax.ShapeDtypeStruct((1, 1, 16), jnp.int32) for name in ("tokens", "targets", "positions", "segment_ids")
+    }
+    batch["weights"] = jax.ShapeDtypeStruct((1, 1, 16), jnp.float32)
+    state = abstract_state(arrays.trainable, optimizer)
+    facts = step.lower(state, {}, batch, jax.ShapeDtypeStruct((), jnp.int32)).compile().memory_analysis()
+    whole = sum(array.nbytes for array in flatten(arrays.trainable).values())
+    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    return whole, facts.temp_size_in_bytes, facts.alias_size_in_bytes >= kept
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "badam"])
+def test_no_whole_gradient_exists_in_the_compiled_program(name):
+    """All temporaries together take less than a fifth of what all gradients would (a layer is a 24th, and there are its
+    gradient and its parameters and state, new and old), and the ordinary step's more."""
+    spec = deep()
+    walked = OptimizerConfig(name, 1e-2, CONSTANT, fused=name != "badam")
+    whole, needed, in_place = temporaries(walked, spec)
+    assert needed < whole / 5
+    assert in_place
+    if name == "sgd":
+        assert temporaries(OptimizerConfig("sgd", 1e-2, CONSTANT), spec)[1] > whole

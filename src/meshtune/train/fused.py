@@ -110,19 +110,29 @@ class ConsumedLayers:
             gradient = laid_out(gradient, self.arrays.get(key, {}), self.layout)
         square = carry["seen"]["square"] + sum_of_squares(gradient)
         finite = carry["seen"]["finite"] & jnp.isfinite(square)
-        parameters = here(row_of(carry["trained"][key], row))
-        states, new = dict(carry["state"]), []
-        for (path, slope), parameter in zip(named_leaves(gradient), jax.tree.leaves(parameters), strict=True):
-            path = f"{LAYERS}{key}/{path}"
-            state = here(row_of(states[path], row))
-            assert self.optimizer.one is not None
-            made = self.optimizer.one(path, slope, state, parameter, count, row)
-            parameter, state = jax.tree.map(lambda after, was: jnp.where(finite, after, was), made, (parameter, state))
-            states[path] = with_row(states[path], state, row)
-            new.append(parameter)
-        layer = jax.tree.unflatten(jax.tree.structure(parameters), new)
-        trained = carry["trained"] | {key: with_row(carry["trained"][key], layer, row)}
-        return {"trained": trained, "state": states, "seen": {"square": square, "finite": finite}}
+        names = [f"{LAYERS}{key}/{path}" for path, _ in named_leaves(gradient)]
+        parameters, structure = jax.tree.flatten(here(row_of(carry["trained"][key], row)))
+        states = [here(row_of(carry["state"][name], row)) for name in names]
+
+        def updated() -> tuple[list[Array], list[Any]]:
+            one, slopes = self.optimizer.one, jax.tree.leaves(gradient)
+            assert one is not None
+            every = zip(names, slopes, states, parameters, strict=True)
+            made = [one(name, slope, state, parameter, count, row) for name, slope, state, parameter in every]
+            return [new for new, _ in made], [new for _, new in made]
+
+        # A branch and not a choice between numbers: its results are there before any is written to a stack. Left to
+        # itself the compiler may read one stack while it writes another, and must then copy whole stacks.
+        parameters, states = lax.cond(finite, updated, lambda: (parameters, states))
+        trained = carry["trained"] | {
+            key: with_row(carry["trained"][key], jax.tree.unflatten(structure, parameters), row)
+        }
+        written = {name: with_row(carry["state"][name], new, row) for name, new in zip(names, states, strict=True)}
+        return {
+            "trained": trained,
+            "state": carry["state"] | written,
+            "seen": {"square": square, "finite": finite},
+        }
 
 
 def fused_step(
