@@ -2,9 +2,9 @@
 
     python benchmarks/preferences/run.py [dpo simpo kto rm ...]
 
-SmolLM2-135M-Instruct; DPO and SimPO on 300 pairs and KTO on 300 labelled answers of LLaMA-Factory's demo data, the reward
-model on hh-rlhf's harmless transcripts. The held-out answers are never trained on. Writes result-STAGE.json and curves.png
-beside itself; one stage at a time, so that a slow machine can be asked for one.
+SmolLM2-135M-Instruct; DPO and SimPO on 300 pairs and KTO on 300 labelled answers of LLaMA-Factory's demo data, the
+reward model on hh-rlhf's harmless transcripts. The held-out answers are never trained on. Writes result-STAGE.json and
+curves.png beside itself; one stage at a time, so that a slow machine can be asked for one.
 """
 
 from __future__ import annotations

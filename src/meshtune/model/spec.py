@@ -121,6 +121,11 @@ class ModelSpec:
         """L, the number of decoder layers."""
         return sum(stack.layers for stack in self.stacks)
 
+    @property
+    def output(self) -> str:
+        """Path of the weight that makes logits, or a scored model's score, of hidden states."""
+        return "score/weight" if self.scored else "embed/weight" if self.tied else "head/weight"
+
     def positions(self) -> Iterator[tuple[str, int, LayerSpec, list[int]]]:
         """Yields (key in params["layers"], repeats, layer spec, the model's layer numbers in scan order).
 

@@ -22,6 +22,7 @@ from meshtune.optim.paths import named_leaves
 from meshtune.plan.hardware import Target
 from meshtune.train.quantized import quantize_of
 from meshtune.train.resolve import Precision, method_of, optimizer_of, precision_of
+from meshtune.train.settle import staged
 from meshtune.weights.hub import CONFIG, locate
 from meshtune.weights.load import load_config, load_spec, stored_dtype
 
@@ -131,7 +132,7 @@ def base_of(recipe: Recipe, backend: str) -> Base:
     """
     source = locate(recipe.model.path, recipe.model.revision, allow=CONFIG)
     precision, _ = precision_of(recipe, stored_dtype(source, load_config(source)), backend)
-    spec, _ = load_spec(source, precision.frozen)
+    spec = staged(load_spec(source, precision.frozen)[0], recipe)
     method = method_of(recipe)
     arrays = abstract(method, spec, precision.trainable, quantize_of(recipe))
     parameters = flatten(abstract_params(arrays.spec))

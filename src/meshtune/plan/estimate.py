@@ -160,7 +160,7 @@ def _head(case: Case) -> float:
 
 def head_path(spec: ModelSpec) -> str:
     """The output head's matrix in the tree of parameters."""
-    return "embed/weight" if spec.tied else "head/weight"
+    return spec.output
 
 
 def exchanges(case: Case) -> list[Collective]:

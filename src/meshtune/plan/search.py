@@ -24,6 +24,7 @@ from meshtune.plan.roofline import Roofline, roofline
 from meshtune.plan.work import work_of
 from meshtune.train.machine import Machine
 from meshtune.train.resolve import compute_of
+from meshtune.train.stage import row_length
 
 RESERVE = 0.06  # share of a device's memory that is left to the driver, libraries' workspaces and fragments
 MESH, MICRO, REMAT, OFFLOAD, QUANTIZE = "mesh", "train.micro_batch", "compute.remat", "compute.offload", "quantize"
@@ -146,7 +147,7 @@ def case_of(recipe: Recipe, target: Target, base: Base, *, length: int | None = 
     assert isinstance(recipe.mesh, MeshSection)
     assert recipe.train.micro_batch != "auto"
     mesh = resolved(MeshConfig(**recipe.mesh.model_dump()), target.devices)
-    rows, length = recipe.train.batch_size // recipe.train.accumulation, length or recipe.data.max_length
+    rows, length = recipe.train.batch_size // recipe.train.accumulation, length or row_length(recipe)
     check_batch(mesh, rows, length)
     layout = layout_on(mesh, base.spec)
     compute, _ = compute_of(recipe, base.spec, base.precision, rows, length, layout, _machine(target))

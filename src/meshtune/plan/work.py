@@ -54,10 +54,10 @@ def weights_of(case: Case) -> Weights:
     spec = case.base.spec
     matrices = {path: leaf for path, leaf in case.base.parameters.items() if is_matrix(path)}
     in_layers = {path: leaf.size for path, leaf in matrices.items() if path.startswith("layers/")}
-    head = matrices["embed/weight" if spec.tied else "head/weight"].size
+    head = matrices[spec.output].size
     names = {one.path for one in case.base.kept if one.role == "full"}
     full = sum(size for path, size in in_layers.items() if path in names)
-    full += head if ("embed/weight" if spec.tied else "head/weight") in names else 0
+    full += head if spec.output in names else 0
     adapters = sum(math.prod(one.shape) for one in case.base.kept if one.role == "adapter")
     return Weights(sum(in_layers.values()), head, full, adapters, _below(case, in_layers, names))
 

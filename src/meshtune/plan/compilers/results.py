@@ -18,6 +18,7 @@ from meshtune.plan.compilers.compiled import Compiled
 from meshtune.plan.compilers.find import Found, cache_folder, found_or_error
 from meshtune.plan.compilers.process import LIMIT, Progress, run
 from meshtune.plan.hardware import Target
+from meshtune.train.stage import row_length
 from meshtune.weights.hub import CONFIG, locate
 from meshtune.weights.load import load_config
 
@@ -65,7 +66,7 @@ def _key(recipe: Recipe, target: Target, length: int | None, compiler: Found) ->
     fields = {name: value for name, value in recipe.model_dump(mode="json").items() if name not in NOT_OF_THE_PROGRAM}
     facts: dict[str, Any] = {
         "recipe": fields,
-        "length": length or recipe.data.max_length,
+        "length": length or row_length(recipe),
         "model": load_config(locate(recipe.model.path, recipe.model.revision, allow=CONFIG)),
         "device": dataclasses.asdict(target.device),
         "hosts": target.hosts,
