@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from test_cross_entropy import CLOSE, case, float_sizes, head
 
 from meshtune.kernels.cross_entropy import cross_entropy
 from meshtune.kernels.log_probs import log_probs
-from test_cross_entropy import CLOSE, case, float_sizes, head
 
 
 def torchs(params, hidden, targets):
