@@ -73,7 +73,8 @@ def _rooflines(axes: Any, reports: Sequence[Report]) -> None:
     """Rate against intensity: each device's roof, and under it where the update lies at most and where likely."""
     shades = [*COLORS.values()]
     found = [report.best.roofline for report in reports]
-    low, high = min(one.intensity for one in found) / 20, max(one.intensity for one in found) * 20
+    places = [place for one in found for place in (one.intensity, one.peak * one.memory / one.memory_bytes)]
+    low, high = min(places) / 8, max(places) * 8  # each update, and where each roof bends
     x = np.geomspace(low, high, 200)
     for report, times, shade in zip(reports, found, [shades[n % len(shades)] for n in range(len(found))], strict=True):
         bandwidth = times.memory_bytes / times.memory
@@ -90,6 +91,8 @@ def _rooflines(axes: Any, reports: Sequence[Report]) -> None:
     axes.plot([], [], color=BOUND, linewidth=1, linestyle=(0, (4, 3)), label="what is reached of the data sheet")
     axes.set_xscale("log")
     axes.set_yscale("log")
+    rates = [_rate(one, seconds) for one in found for seconds in (one.seconds, one.bound)]
+    axes.set_ylim(min(rates) / 4, 2 * max(one.peak for one in found) / 1e12)  # room for the words under a mark
     axes.set_xlabel("operations a byte of device memory", color=INK)
     axes.set_title("roofline (TFLOP/s of a device)", loc="left", color=INK, fontsize=11, pad=12)
     axes.legend(frameon=False, labelcolor=INK, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
