@@ -56,6 +56,11 @@ def test_example_runs(name, models, tmp_path, monkeypatch):
     overrides = [f"model.path={models / kind}", f"output={tmp_path / 'run'}", "train.epochs=null", "mesh=auto", *small]
     if "quantize:" in (ROOT / f"examples/{name}.yaml").read_text():
         overrides.append("quantize.block_size=8")  # the small model's rows have 32 and 56 numbers
+    optimizer = load_recipe(f"examples/{name}.yaml", []).optimizer
+    if optimizer.fused:
+        overrides.append("train.micro_batch=null")
+    if optimizer.name == "galore":
+        overrides.append("optimizer.rank=8")
     recipe = load_recipe(f"examples/{name}.yaml", [*overrides, "model.chat_template=chatml"])
     result = train(recipe)
     assert result.steps == 2

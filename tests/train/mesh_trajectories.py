@@ -21,6 +21,8 @@ class Case:
     kv_heads: int = 8
     tied: bool = False
     dropout: float = 0.0
+    optimizer: str = "adamw"
+    fused: bool = False
 
 
 CASES = {
@@ -39,6 +41,16 @@ CASES = {
     "dp=2 fsdp=2 tp=2, full": Case({"dp": 2, "fsdp": 2, "tp": 2}, method="full"),
     "fsdp=2 cp=2 tp=2": Case({"fsdp": 2, "cp": 2, "tp": 2}),
     "fsdp=2 cp=2 tp=2, full, tied": Case({"fsdp": 2, "cp": 2, "tp": 2}, method="full", tied=True),
+}
+
+SPLIT = {"fsdp": 4, "tp": 2}
+OPTIMIZERS = {
+    name: Case(SPLIT, method="full", optimizer=name)
+    for name in ("adamw8bit", "adam_mini", "muon", "galore", "apollo", "badam", "schedule_free", "prodigy")
+} | {
+    "sgd, fused": Case(SPLIT, method="full", optimizer="sgd", fused=True),
+    "adamw8bit, fused, tied": Case(SPLIT, method="full", optimizer="adamw8bit", fused=True, tied=True),
+    "galore, fused": Case(SPLIT, method="full", optimizer="galore", fused=True),
 }
 
 
@@ -95,17 +107,19 @@ def trajectory(case: Case, on_mesh: bool) -> dict[str, Any]:
     from meshtune.optim.build import OptimizerConfig, make_optimizer
     from meshtune.train.step import abstract_state, init_state, make_train_step
 
-    config = {
+    model = {
         "model_type": "llama", "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128,
         "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": case.kv_heads,
         "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
         "tie_word_embeddings": case.tied, "attention_bias": False, "mlp_bias": False, "initializer_range": 0.1,
     }  # fmt: skip
-    spec = model_spec(config, "float32")
+    spec = model_spec(model, "float32")
     method = FullConfig() if case.method == "full" else LoraConfig(rank=8, dropout=case.dropout)
     arrays = abstract(method, spec)
     made = prepare(method, spec, init_params(spec, jax.random.key(1)), jax.random.key(2))
-    optimizer, _ = make_optimizer(OptimizerConfig(learning_rate=1e-3), UPDATES, arrays.trainable)
+    rate = {"prodigy": 1.0, "sgd": 1e-2}.get(case.optimizer, 1e-3)
+    config = OptimizerConfig(case.optimizer, rate, fused=case.fused, rank=16, update_gap=10, switch_every=8)
+    optimizer, _ = make_optimizer(config, UPDATES, arrays.trainable, arrays.spec)
     trainable, frozen, layout, order, like = made.trainable, made.frozen, None, None, None
     if on_mesh:
         mesh = MeshConfig(**case.mesh)
@@ -114,19 +128,22 @@ def trajectory(case: Case, on_mesh: bool) -> dict[str, Any]:
         frozen = jax.device_put(frozen, shardings(arrays.frozen, layout))
         like = abstract_state(arrays.trainable, optimizer, layout)
         order = balanced_order(LENGTH, mesh.cp) if mesh.cp > 1 else None
-    compute = Compute(loss_chunk=16, layout=layout)
+    walks = case.fused or case.optimizer == "badam"
+    compute = Compute(loss_chunk=16, layout=layout, remat="full" if walks else "none")
     step = make_train_step(
         OBJECTIVES["sft"],
         arrays.spec,
         compute,
         optimizer,
-        max_grad_norm=1.0,
+        max_grad_norm=None if case.fused else 1.0,
         dropout=case.dropout > 0,
         abstract=arrays.trainable,
     )
     state = init_state(trainable, optimizer, like)
     losses, norms = [], []
     for batch in batches(case.packed):
+        if case.fused:  # all rows at once
+            batch = {name: array.reshape(1, -1, array.shape[-1]) for name, array in batch.items()}
         state, metrics = step(state, frozen, place_batch(batch, layout, order), np.int32(7))
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
@@ -138,7 +155,7 @@ def main(out: str, names: list[str]) -> None:
     alone: dict[str, dict[str, Any]] = {}
     found = {}
     for name in names:
-        case = CASES[name]
+        case = (CASES | OPTIMIZERS)[name]
         same = dataclasses.replace(case, mesh={})
         key = json.dumps(dataclasses.asdict(same))
         alone[key] = alone.get(key) or trajectory(case, on_mesh=False)
