@@ -212,7 +212,6 @@ def _rematerialised(group: Callable[..., Any], compute: Compute, nodes: Tree) ->
     """
     policies = jax.checkpoint_policies
     if compute.remat == "none":
-        assert RESIDUAL not in compute.offload, "only what is not made again waits elsewhere"
         if compute.layout is None and not any(on_host(leaf) for leaf in jax.tree.leaves(nodes)):
             return group
         policy = policies.save_anything_except_these_names(GATHERED)

@@ -103,6 +103,7 @@ def make_train_step(
     """
     layout = compute.layout
     assert layout is None or abstract is not None, "a layout needs the logical axes of what is trained"
+    assert compute.remat != "none" or "residual" not in compute.offload, "remat none keeps more than the residual"
     blocks = optimizer.blocks if isinstance(optimizer, Optimizer) else None
     like = None if layout is None or abstract is None else abstract_state(abstract, optimizer, layout, compute.offload)
 
