@@ -31,22 +31,6 @@ def shardings(abstract: Tree, layout: Layout) -> Tree:
     return jax.tree.map(layout.of, abstract)
 
 
-def like_parameters(state: Any, abstract: Tree, layout: Layout) -> Any:
-    """The shardings of an optimizer's state: what it keeps of a parameter, in the parameter's shape, lies as that does.
-
-    `state` holds arrays or ShapeDtypeStructs; a parameter's path is part of the path of what belongs to it. All else
-    (counts, factored statistics of a row or column) is on every device.
-    """
-    known = [(f"/{name}/", array.shape, layout.of(array)) for name, array in named_leaves(abstract)]
-
-    def one(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        here = f"/{path_name(path)}/"
-        fitting = (sharding for name, shape, sharding in known if name in here and shape == leaf.shape)
-        return next(fitting, layout.replicated)
-
-    return jax.tree_util.tree_map_with_path(one, state)
-
-
 def on_host(sharding: Sharding | None) -> NamedSharding:
     """The same split, in the host's memory; of None, one device. For ShapeDtypeStructs and shardings of results.
 
