@@ -1,0 +1,91 @@
+"""Every knob of memory takes off an accelerator what it says, as that accelerator's compiler counts it."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from deviceless import compiled_for
+
+pytestmark = pytest.mark.deviceless
+MIB = 2**20
+WIDTH, FFN, LAYERS, LENGTH = 1024, 4096, 12, 16384
+STREAM = 2 * LENGTH * WIDTH  # bytes of a bfloat16 residual stream
+
+STEP = """
+from meshtune.adapters.config import FullConfig, LoraConfig
+from meshtune.adapters.method import abstract
+from meshtune.families import model_spec
+from meshtune.mesh.placement import is_on_host, waiting
+from meshtune.model.compute import Compute
+from meshtune.objectives import OBJECTIVES
+from meshtune.optim.build import OptimizerConfig, make_optimizer
+from meshtune.train.step import abstract_state, make_train_step
+
+spec = model_spec({
+    "model_type": "llama", "vocab_size": 512, "hidden_size": width, "intermediate_size": ffn,
+    "num_hidden_layers": layers, "num_attention_heads": 8, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": length, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": True,
+}, "bfloat16")
+arrays = abstract(FullConfig() if full else LoraConfig(rank=8), spec)
+optimizer, _ = make_optimizer(OptimizerConfig(), 10, arrays.trainable, arrays.spec)
+knobs = knobs | {"offload": tuple(knobs.get("offload", ()))}
+compute = Compute("bfloat16", "full", loss_chunk=512, platform=target.device.platform, chip=target.device.arch, **knobs)
+
+def place(leaf):
+    return leaf if is_on_host(leaf.sharding) else array(leaf.shape, leaf.dtype)
+
+f = make_train_step(OBJECTIVES["sft"], arrays.spec, compute, optimizer)
+state = jax.tree.map(place, abstract_state(arrays.trainable, optimizer, None, compute.offload))
+frozen = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arrays.frozen)
+if "weights" in compute.offload:
+    frozen = waiting(frozen, stacked_only=True)
+batch = {key: array((1, 1, length), "int32") for key in ("tokens", "targets", "positions", "segment_ids")}
+batch["weights"] = array((1, 1, length))
+args = (state, jax.tree.map(place, frozen), batch, array((), "int32"))
+result = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(frozen["layers"])) if frozen else 0
+"""
+
+
+@functools.cache
+def step(target, full=False, length=LENGTH, **knobs):
+    numbers = {"width": WIDTH, "ffn": FFN, "layers": LAYERS, "length": length}
+    return compiled_for(target, STEP, knobs=knobs, full=full, **numbers)
+
+
+@pytest.mark.parametrize("target", ["H100", "MI300X"])
+def test_a_residual_stream_on_the_host_leaves_the_device(target):
+    here, there = step(target), step(target, offload=("residual",))
+    assert there["host_temp_bytes"] >= LAYERS * STREAM
+    assert here["temp_bytes"] - there["temp_bytes"] > 0.8 * (LAYERS - 2) * STREAM
+
+
+@pytest.mark.parametrize("target", ["H100", "MI300X"])
+def test_chunks_leave_a_few_streams(target):
+    """Of the feed-forward layer's several arrays, four times as wide as the stream, nothing whole remains."""
+    away = {"offload": ("residual",)}
+    plain, mlp = step(target, **away), step(target, mlp_chunk=1024, **away)
+    both = step(target, mlp_chunk=1024, attention_chunk=1024, **away)
+    assert mlp["temp_bytes"] < 0.6 * plain["temp_bytes"]
+    assert both["temp_bytes"] < 0.8 * mlp["temp_bytes"]
+    assert both["temp_bytes"] < 7 * STREAM
+
+
+@pytest.mark.parametrize("target", ["H100", "MI300X"])
+def test_weights_on_the_host_come_layer_by_layer(target):
+    here, there = step(target), step(target, offload=("weights",))
+    # All of the layers but their norms, which are too small to be sent.
+    assert here["argument_bytes"] - there["argument_bytes"] == there["host_argument_bytes"] > 0.99 * here["result"]
+    # Two layers' weights at once: one is computed with while the next is on its way.
+    assert there["temp_bytes"] - here["temp_bytes"] < 3 * here["result"] / LAYERS
+
+
+@pytest.mark.parametrize("target", ["H100", "MI300X"])
+def test_optimizer_state_on_the_host_comes_layer_by_layer(target):
+    here, there = step(target, full=True, length=1024), step(target, full=True, length=1024, offload=("optimizer",))
+    moments = here["argument_bytes"] - there["argument_bytes"]
+    assert moments == there["host_argument_bytes"] == there["host_output_bytes"] > 500 * MIB
+    # The new state is written over the old, on the host too; a device holds that of a layer, and the embedding's.
+    assert there["host_temp_bytes"] == 0
+    assert there["temp_bytes"] - here["temp_bytes"] < 0.1 * moments
