@@ -110,7 +110,7 @@ FIELDS: dict[str, Any] = {
     "lora_bias": True,
     "fan_in_fan_out": True,
     "peft_type": "IA3",
-    "task_type": "SEQ_CLS",
+    "task_type": "TOKEN_CLS",
     "init_lora_weights": "pissa",
     "layer_replication": [[0, 2]],
     "trainable_token_indices": [1],
