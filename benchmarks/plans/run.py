@@ -66,7 +66,8 @@ def write_table() -> None:
         "# Plans of the headline recipes",
         "",
         "What XLA's compilers say of the step of `meshtune train` for machines that were not there: memory is theirs,",
-        "times are a roofline's (see docs/plan.md) and unproved. `python benchmarks/plans/run.py` makes this again. Seconds to the answer are of two cores that other work shared, most of all where they are above 100.",
+        "times are a roofline's (see docs/plan.md) and unproved. `python benchmarks/plans/run.py` makes this again.",
+        "Seconds to the answer are of two cores that other work shared, most of all where they are above 100.",
         "",
         "| recipe | target | tokens an update | memory of a device | goal | host memory a device | update | tokens/s "
         "| MFU | answered in |",
