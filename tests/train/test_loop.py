@@ -105,6 +105,20 @@ def test_every_update_is_reported_once_in_order_with_its_own_numbers(tmp_path):
     assert ended.last_loss == 6.0
 
 
+def test_what_is_evaluated_and_sampled_from_is_what_the_optimizer_shows(tmp_path):
+    seen = []
+    cadence = Cadence(2, evaluations(1, 2, lambda step: (0, step)), every(None, 2), never)
+    work = task(
+        total=2,
+        cadence=cadence,
+        shown=lambda state: float(state.trainable["w"]) / 2,
+        evaluate=lambda shown: seen.append(("eval", shown)) or Evaluation(1.0, {}, 4.0),
+        sample=lambda shown: seen.append(("sample", shown)) or [],
+    )
+    run(tmp_path, work)
+    assert seen == [("sample", 0.0), ("eval", 0.5), ("eval", 1.0), ("sample", 1.0)]
+
+
 def test_what_is_due_comes_after_the_report_evaluation_before_sample_before_save(tmp_path):
     losses = iter([5.0, 4.0, 4.5])
     cadence = Cadence(4, evaluations(2, 4, lambda step: (0, step)), every(None, 4), every(3, 4))

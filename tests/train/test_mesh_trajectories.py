@@ -10,7 +10,7 @@ import sys
 import mesh_trajectories
 import numpy as np
 import pytest
-from mesh_trajectories import CASES, UPDATES
+from mesh_trajectories import CASES, OPTIMIZERS, UPDATES
 
 # Sums over rows, heads and widths are added in another order: some 1e-7 an update, which Adam neither hides nor lets
 # grow in thirty. The greatest difference seen over all cases is 3e-7; a mean of means or a lost row is above 1e-3.
@@ -26,6 +26,11 @@ def quick(tmp_path_factory):
 @pytest.fixture(scope="module")
 def others(tmp_path_factory):
     return trajectories([name for name in CASES if name not in QUICK], tmp_path_factory.mktemp("others") / "found.json")
+
+
+@pytest.fixture(scope="module")
+def optimizers(tmp_path_factory):
+    return trajectories(list(OPTIMIZERS), tmp_path_factory.mktemp("optimizers") / "found.json")
 
 
 def trajectories(names, file):
@@ -53,3 +58,26 @@ def test_a_mesh_gives_the_trajectory_of_one_device(name, quick):
 @pytest.mark.parametrize("name", [name for name in CASES if name not in QUICK])
 def test_every_mesh_gives_the_trajectory_of_one_device(name, others):
     same(others[name])
+
+
+# As above, but for what an optimizer does with differences of that size: a moment near the middle between two of 256
+# values is kept as either, five Newton-Schulz steps multiply rounding by up to 500, singular directions turn by it over
+# the gap between singular values, and a rate that is found grows by powers from its first digits.
+LOOSER = {
+    "adamw8bit": 1e-3,
+    "adamw8bit, fused, tied": 1e-3,
+    "muon": 1e-4,
+    "galore": 1e-4,
+    "galore, fused": 1e-4,
+    "prodigy": 1e-2,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_gives_the_trajectory_of_one_device_on_a_mesh(name, optimizers):
+    alone, mesh = optimizers[name]["one device"], optimizers[name]["mesh"]
+    assert alone["loss"][-1] < alone["loss"][0] - 0.1
+    for what, expected in alone.items():
+        np.testing.assert_allclose(mesh[what], expected, rtol=LOOSER.get(name, CLOSE), err_msg=what)
