@@ -15,6 +15,7 @@ STAGES = {"dpo": {"ld_alpha": 0.3, "sft_weight": 0.5}, "kto": {}, "rm": {"centre
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_mesh_changes_nothing(stage):
     """Float32 sums in other orders: 1e-4 of losses, metrics and the norms of all gradients."""
