@@ -71,7 +71,8 @@ class Layout:
             return PartitionSpec()
         if len(axes) > 1 and axes[-1] == "embed" and axes[-2] in OUT:
             ways = ("fsdp", "cp") if axes[-2] in self.whole else ("tp", "fsdp", "cp")
-            if fitting := self._dividing(ways, shape[-2]):
+            fitting = self._dividing(ways, shape[-2])
+            if len(fitting) > 0:
                 return PartitionSpec(*[None] * (len(axes) - 2), fitting if len(fitting) > 1 else fitting[0])
         parts: list[tuple[str, ...]] = [()] * len(axes)
         taken: set[str] = set()
