@@ -7,7 +7,7 @@ import pytest
 from sharded_job import run, run_well
 
 PROGRAM = "sharded_checkpoint_cases.py"
-LEAVES = 39  # of the state of full tuning: step, optimizer's count, 12 weights and their two moments, schedule's count
+LEAVES = 38  # of the state of full tuning: step, optimizer's count, 12 weights and their two moments
 MORE = [(4, 1, "fsdp=4"), (2, 2, "fsdp=2,cp=2"), (1, 1, "fsdp=1")]  # processes, devices of each, mesh
 
 
