@@ -69,7 +69,7 @@ def test_chunks_leave_a_few_streams(target):
     both = step(target, mlp_chunk=1024, attention_chunk=1024, **away)
     assert mlp["temp_bytes"] < 0.6 * plain["temp_bytes"]
     assert both["temp_bytes"] < 0.8 * mlp["temp_bytes"]
-    assert both["temp_bytes"] < 7 * STREAM
+    assert both["temp_bytes"] < 9 * STREAM  # half of it chunks, gradients of adapters and weights under way
 
 
 @pytest.mark.parametrize("target", ["H100", "MI300X"])
