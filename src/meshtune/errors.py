@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 
 
@@ -33,8 +34,13 @@ def _rebuild(kind: type[UserError], what: str, where: str | None, fix: str | Non
 def nearest(word: str, valid: Iterable[str]) -> str:
     """`did you mean 'x'? ` for the valid name nearest to `word`, or an empty string.
 
-    Of several that are near, the first that goes on where `word` ends: adamw rather than badam for adam.
+    Of several that are near, one that goes on where `word` ends, then the most alike, then the one that begins most
+    alike: adamw rather than badam, for adam and for adamv.
     """
+
+    def alike(name: str) -> tuple[bool, float, int]:
+        ratio = difflib.SequenceMatcher(None, word, name).ratio()
+        return name.startswith(word), ratio, len(os.path.commonprefix([word, name]))
+
     found = difflib.get_close_matches(word, list(valid), n=5, cutoff=0.6)
-    longer = [name for name in found if name.startswith(word)]
-    return f"did you mean '{(longer or found)[0]}'? " if found else ""
+    return f"did you mean '{max(found, key=alike)}'? " if found else ""

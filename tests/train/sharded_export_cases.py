@@ -14,7 +14,7 @@ import math
 import pathlib
 import re
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -40,6 +40,9 @@ BLOCK = 4096
 
 class Tokenizer:
     """What export_result asks of one."""
+
+    eos_token_id = pad_token_id = bos_token_id = unk_token_id = None
+    added_tokens_decoder: ClassVar[dict[int, str]] = {}
 
     def save_pretrained(self, path: str) -> None:
         (pathlib.Path(path) / "tokenizer.json").write_text("{}")

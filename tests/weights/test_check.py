@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from meshtune.errors import UserError
-from meshtune.weights import load
+from meshtune.weights import shards
 from meshtune.weights.load import load_params, load_spec
 
 
@@ -33,7 +33,7 @@ def refused(monkeypatch):
         def allocate(_):
             raise AssertionError("allocated before the check")
 
-        monkeypatch.setattr(load, "allocate", allocate)
+        monkeypatch.setattr(shards, "allocate", allocate)
         with pytest.raises(UserError) as caught:
             load_params(directory, load_spec(directory)[0])
         assert str(directory) in str(caught.value)
