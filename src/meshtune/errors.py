@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import os
+import itertools
 from collections.abc import Iterable
 
 
@@ -40,7 +40,8 @@ def nearest(word: str, valid: Iterable[str]) -> str:
 
     def alike(name: str) -> tuple[bool, float, int]:
         ratio = difflib.SequenceMatcher(None, word, name).ratio()
-        return name.startswith(word), ratio, len(os.path.commonprefix([word, name]))
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(word, name, strict=False))
+        return name.startswith(word), ratio, len(list(same))
 
     found = difflib.get_close_matches(word, list(valid), n=5, cutoff=0.6)
     return f"did you mean '{max(found, key=alike)}'? " if found else ""

@@ -92,7 +92,7 @@ def test_knobs_are_turned_from_the_cheapest_and_those_not_needed_are_dropped(tmp
     turned = tried(start, recipe)
     assert turned[0].name == "recompute layers"
     refused = {one.name: one.refusal for one in turned if one.option is None}
-    assert refused.get("another mesh", "the recipe sets it") == "the recipe sets it"
+    assert refused.get("another mesh", "the recipe sets mesh") == "the recipe sets mesh"
     assert turned[-1].fits
     sizes = [one.option.estimate.device_bytes for one in turned[:-1] if one.option]
     assert sizes == sorted(sizes, reverse=True)

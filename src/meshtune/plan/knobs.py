@@ -43,7 +43,7 @@ def tried(start: Option, asked: Recipe) -> list[Tried]:
     best = start
     for name, cost, changes, pinned in _knobs(asked, start.case):
         if pinned:
-            found.append(Tried(name, cost, {}, None, "the recipe sets it"))
+            found.append(Tried(name, cost, {}, None, f"the recipe sets {pinned}"))
             continue
         better = _least(best, changes)
         if isinstance(better, str):
@@ -137,20 +137,29 @@ def _least(start: Option, changes: list[dict[str, Any]]) -> Option | str:
     return min(possible, key=lambda one: one.estimate.device_bytes) if possible else reason
 
 
-def _knobs(recipe: Recipe, case: Case) -> Iterator[tuple[str, str, list[dict[str, Any]], bool]]:
-    """(name, cost, changes to choose from, whether the recipe pins it)."""
+def _knobs(recipe: Recipe, case: Case) -> Iterator[tuple[str, str, list[dict[str, Any]], str | None]]:
+    """(name, cost, changes to choose from, the key by which the recipe pins it or None)."""
     target, micro = case.target, case.rows
     smaller = [{MICRO: n} for n in range(micro - 1, 0, -1) if micro % n == 0]
-    pinned, offloaded = "offload" in recipe.compute.model_fields_set, list(case.offload)
-    openly = open_keys(recipe, search=True)
-    yield "recompute layers", "a third more arithmetic", [{REMAT: "full"}], REMAT not in openly
-    yield "another mesh", "other messages", [{MESH: mesh} for mesh in _meshes(target)], MESH not in openly
-    yield "smaller micro-batches", "more messages an update", smaller, MICRO not in openly
+    openly, offloaded = open_keys(recipe, search=True), list(case.offload)
+    pinned = OFFLOAD if "offload" in recipe.compute.model_fields_set else None
+
+    def closed(key: str) -> str | None:
+        return None if key in openly else key
+
+    yield "recompute layers", "a third more arithmetic", [{REMAT: "full"}], closed(REMAT)
+    yield "another mesh", "other messages", [{MESH: mesh} for mesh in _meshes(target)], closed(MESH)
+    yield "smaller micro-batches", "more messages an update", smaller, closed(MICRO)
     chunk, tokens = recipe.compute, (4096, 1024)
     tiled = [{"compute.mlp_chunk": n} for n in tokens]
-    yield "tile feed-forward and norm", "a little arithmetic", tiled, chunk.mlp_chunk is not None
+    yield "tile feed-forward and norm", "a little arithmetic", tiled, "compute.mlp_chunk" if chunk.mlp_chunk else None
     tiled = [{"compute.attention_chunk": n} for n in tokens]
-    yield "tile attention's queries", "a little arithmetic", tiled, chunk.attention_chunk is not None
+    yield (
+        "tile attention's queries",
+        "a little arithmetic",
+        tiled,
+        "compute.attention_chunk" if chunk.attention_chunk else None,
+    )
     for more, name, cost in (
         (["residual"], "residual stream on the host", "PCIe traffic beside the computation"),
         (["optimizer"], "optimizer state on the host", "PCIe traffic at the end of an update"),
@@ -158,7 +167,7 @@ def _knobs(recipe: Recipe, case: Case) -> Iterator[tuple[str, str, list[dict[str
         yield name, cost, [{OFFLOAD: list(dict.fromkeys([*offloaded, *more]))}], pinned
         offloaded = [*offloaded, *more]
     lora = isinstance(recipe.method, LoraMethod)
-    yield "nf4 base", "rounded frozen weights", [{QUANTIZE: "nf4"}] if lora else [], QUANTIZE not in openly and lora
+    yield "nf4 base", "rounded frozen weights", [{QUANTIZE: "nf4"}] if lora else [], closed(QUANTIZE) if lora else None
     yield "weights on the host", "all weights cross PCIe", [{OFFLOAD: [*offloaded, "weights"]}], pinned
 
 

@@ -23,6 +23,7 @@ from meshtune.plan.work import work_of
 from meshtune.train.events import Evaluated, Event, Sampled, Saved, Stepped
 from meshtune.train.memory import size_in_words
 
+SMALL = 256 << 20  # bytes; below it, what else a process allocates is as large as the step
 WARM = 2  # updates that are not timed: the first waits for data, caches and libraries
 
 
@@ -142,7 +143,8 @@ def in_words(prediction: Prediction, measured: Measured) -> list[str]:
     if prediction.device_bytes and measured.device_bytes:
         ratio = measured.device_bytes / prediction.device_bytes - 1
         predicted, found = size_in_words(prediction.device_bytes), size_in_words(measured.device_bytes)
-        lines.append(f"{predicted} of memory a device, {found} measured ({100 * ratio:+.0f}%)")
+        beside = f"{100 * ratio:+.0f}%" if prediction.device_bytes > SMALL else "too small to compare"
+        lines.append(f"{predicted} of memory a device, {found} measured ({beside})")
     if prediction.step_seconds and measured.step_seconds:
         ratio = measured.step_seconds / prediction.step_seconds
         lines.append(
