@@ -96,6 +96,14 @@ class OptimizerSection(Section):
         default="ascending", description="badam: the order in which layers take turns."
     )
     d_coef: float = Field(default=1.0, gt=0, description="prodigy: factor of the rate that it finds.")
+    lora_plus_ratio: float | None = Field(
+        default=None,
+        ge=1,
+        description="LoRA+: how many times faster an adapter's B learns than its A, such as 16; null: equally fast.",
+    )
+    lora_plus_embedding_rate: float | None = Field(
+        default=None, gt=0, description="LoRA+: the learning rate of embeddings; default: that of A."
+    )
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="Clip the global gradient norm; null: never.")
 
     @model_validator(mode="after")
@@ -123,6 +131,13 @@ class OptimizerSection(Section):
                 )
             if self.beta1 == 0:
                 raise ValueError("schedule_free's beta1 is the share of the average in what is trained: above 0")
+        if self.lora_plus_embedding_rate is not None and self.lora_plus_ratio is None:
+            raise ValueError("lora_plus_embedding_rate is a part of LoRA+: give lora_plus_ratio too, or leave it out")
+        if self.lora_plus_ratio is not None and self.name == "prodigy":
+            raise ValueError(
+                "lora_plus_ratio gives A and B rates of their own, and prodigy finds one rate for all parameters: use "
+                "adamw with it, or leave lora_plus_ratio out"
+            )
         if self.fused and self.name in NOT_FUSED:
             raise ValueError(
                 f"fused updates a layer as soon as its gradient is there, and {self.name} cannot: "

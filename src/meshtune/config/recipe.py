@@ -305,6 +305,11 @@ class Recipe(Section):
                 f"{what} makes the gradients of whole matrices narrow, and adapters are narrow already: use method: "
                 "full or freeze with it, or optimizer.name: adamw with lora"
             )
+        if asked.lora_plus_ratio is not None and self.method.kind != "lora":
+            raise ValueError(
+                f"optimizer.lora_plus_ratio is of the rates of an adapter's A and B, and method {self.method.kind} has "
+                "no adapters: use method: lora, or leave it out"
+            )
         if not asked.walks:
             return
         if self.method.kind == "lora":

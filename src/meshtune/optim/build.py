@@ -24,6 +24,7 @@ from meshtune.optim.apollo import apollo
 from meshtune.optim.badam import badam
 from meshtune.optim.config import OptimizerConfig
 from meshtune.optim.galore import galore
+from meshtune.optim.lora_plus import rate_factors
 from meshtune.optim.muon import muon
 from meshtune.optim.optimizer import Optimizer, as_spec, by_parameter, single, whole
 from meshtune.optim.paths import named_leaves, path_name
@@ -109,6 +110,13 @@ def make_optimizer(
             where="optimizer.fused",
             fix="leave fused out, or use adamw8bit, adafactor or sgd with it",
         )
+    if config.lora_plus_ratio is not None and chosen.rules is None:
+        raise UserError(
+            f"lora_plus_ratio gives parameters their own rates, and {config.name} "
+            + ("finds one rate for all" if chosen.all else "trains whole layers in turns, not adapters"),
+            where="optimizer.lora_plus_ratio",
+            fix="use adamw with it, or leave it out",
+        )
     if chosen.blocks is not None:
         assert spec is not None, "whose turn it is depends on the model's layers"
         return chosen.blocks(config, schedule, trainable, spec, decay), schedule
@@ -119,7 +127,8 @@ def make_optimizer(
     if chosen.narrows:
         _check_narrowed(config, parameters)
     rules = _each(chosen.rules(config, spec), parameters)
-    made = dataclasses.replace(by_parameter(rules, schedule, decay), fused=config.fused)
+    factors = None if config.lora_plus_ratio is None else rate_factors(config, parameters)
+    made = dataclasses.replace(by_parameter(rules, schedule, decay, factors), fused=config.fused)
     return (made if chosen.shown is None else dataclasses.replace(made, shown=chosen.shown(config))), schedule
 
 

@@ -38,6 +38,8 @@ class OptimizerConfig:
     switch_every: int = 50
     block_order: Literal["ascending", "descending", "random"] = "ascending"
     d_coef: float = 1.0
+    lora_plus_ratio: float | None = None
+    lora_plus_embedding_rate: float | None = None
 
     @property
     def adam_beta2(self) -> float:

@@ -55,8 +55,11 @@ class Optimizer:
         return ({} if self.blocks else outside) | _one_layer(every)
 
 
-def by_parameter(rules: dict[str, Rule], schedule: Schedule, decay: dict[str, float]) -> Optimizer:
-    """An optimizer that treats every parameter of every layer by itself, by the rule and the decay of its path.
+def by_parameter(
+    rules: dict[str, Rule], schedule: Schedule, decay: dict[str, float], factors: dict[str, float] | None = None
+) -> Optimizer:
+    """An optimizer that treats every parameter of every layer by itself, by the rule and the decay of its path, and
+    with the schedule's rate times the factor of its path, if there are any.
 
     Arithmetic is in float32 whatever parameters and state are kept in. State: the number of updates made, and for every
     path what its rule keeps, stacked as the parameter is.
@@ -67,7 +70,8 @@ def by_parameter(rules: dict[str, Rule], schedule: Schedule, decay: dict[str, fl
         return (parameter + change).astype(parameter.dtype), state
 
     def _change(path: str, gradient: Array, state: State, parameter: Array, count: Array, layer: Array):
-        at = At(path, layer, count, schedule(count), decay[path])
+        rate = schedule(count) if factors is None else schedule(count) * factors[path]
+        at = At(path, layer, count, rate, decay[path])
         kinds = jax.tree.map(lambda leaf: leaf.dtype, state)
         wide = jax.tree.map(_wide, state)
         change, new = rules[path].update(_wide(gradient), wide, _wide(parameter), at)
