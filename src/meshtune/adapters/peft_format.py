@@ -123,10 +123,10 @@ def load_adapter(source: str | os.PathLike[str], spec: ModelSpec, layout: Layout
     Raises UserError, naming file, field or tensor, for whatever is missing, does not fit the base or is unsupported.
     """
     source = pathlib.Path(source)
-    peft = read_config(_json(source), str(source / CONFIG))
+    peft = read_config(read_fields(source), str(source / CONFIG))
     if peft.scored and not spec.scored:
         spec = scored_spec(spec)
-    with _opened(source / WEIGHTS) as file:
+    with opened(source / WEIGHTS) as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         content = sort(shapes, spec, peft, str(source / WEIGHTS))
         if spec.tied and _unties(content, peft, spec, file):
@@ -142,7 +142,7 @@ def load_adapter(source: str | os.PathLike[str], spec: ModelSpec, layout: Layout
         spec = uniform(spec, choice)
         trainable = read(arranged(spec, full, makers, "float32").trainable, spec, file, content, layout)
         copies = {module: file.get_tensor(name) for name, module in content.copies.items()}
-        return LoadedAdapter(peft.config, spec, trainable, _record(file.metadata() or {}, peft), copies)
+        return LoadedAdapter(peft.config, spec, trainable, record_of(file.metadata() or {}, peft), copies)
 
 
 def attach(params: Tree, spec: ModelSpec, adapter: LoadedAdapter) -> tuple[ModelSpec, Tree]:
@@ -189,13 +189,15 @@ def _unties(content: Content, peft: PeftConfig, spec: ModelSpec, file: Any) -> b
     return bool(head or table) and not peft.fields.get("ensure_weight_tying")
 
 
-def _record(metadata: dict[str, str], peft: PeftConfig) -> BaseRecord:
+def record_of(metadata: dict[str, str], peft: PeftConfig) -> BaseRecord:
+    """What an adapter's file says of its base, from the metadata of its tensors and its config."""
     if "meshtune" in metadata:
         return BaseRecord(**json.loads(metadata["meshtune"])["base"])
     return BaseRecord(peft.fields.get("base_model_name_or_path") or "unknown")
 
 
-def _json(source: pathlib.Path) -> dict[str, Any]:
+def read_fields(source: pathlib.Path) -> dict[str, Any]:
+    """The fields of an adapter directory's adapter_config.json. Raises UserError if they are not there."""
     path = source / CONFIG
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -209,7 +211,8 @@ def _json(source: pathlib.Path) -> dict[str, Any]:
     return fields
 
 
-def _opened(path: pathlib.Path) -> Any:
+def opened(path: pathlib.Path) -> Any:
+    """An adapter's tensors, to read one by one. Raises UserError if they are not there, or not whole."""
     if not path.is_file():
         pickled = (path.parent / "adapter_model.bin").exists()
         raise UserError(

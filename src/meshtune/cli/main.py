@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from meshtune.cli import (
+    adapters,
     chat,
     data,
     doctor,
@@ -50,7 +51,7 @@ VERBS = {
     "env": env.env,
     "version": env.version,
 }
-GROUPS = {"data": data.app, "launch": launch.app, "weights": weights.app}
+GROUPS = {"adapters": adapters.app, "data": data.app, "launch": launch.app, "weights": weights.app}
 for name, verb in VERBS.items():
     app.command(name)(verb)
 for name, group in GROUPS.items():
