@@ -16,8 +16,9 @@ from meshtune.adapters.peft_config import PeftConfig
 from meshtune.adapters.targets import Module, modules
 from meshtune.errors import UserError
 from meshtune.mesh.layout import Layout
-from meshtune.model.spec import ModelSpec
+from meshtune.model.spec import PACKED, ArraySpec, ModelSpec
 from meshtune.model.tree import Tree, flatten, unflatten
+from meshtune.weights.row_order import row_order
 from meshtune.weights.streamed import Tensor
 
 PREFIX = "base_model.model."
@@ -47,24 +48,28 @@ class Written:
 
 def collect(trainable: Tree, spec: ModelSpec, config: LoraConfig) -> Written:
     """The tensors of a trainable tree. In a tied model a trained embedding is there as embed_tokens and as lm_head."""
-    names = names_of_nodes(spec)
+    names, among = names_of_nodes(spec), modules(spec)
     out = Written([], {}, {}, [])
 
-    def add(array: Any, suffix: str, owners: list[str], stacked: bool) -> None:
+    def add(array: Any, suffix: str, owners: list[str], stacked: bool, axes: tuple[str, ...]) -> None:
+        order = row_order(spec, axes)
         for row, name in enumerate(owners):
-            out.tensors.append(Tensor(f"{PREFIX}{name}.{suffix}", array, row if stacked else None, str(array.dtype)))
+            at = row if stacked else None
+            out.tensors.append(Tensor(f"{PREFIX}{name}.{suffix}", array, at, str(array.dtype), order))
 
     for path, leaf in flatten(trainable).items():
         node, _, last = path.rpartition("/")
         owners = names[node] + (names["head"] if node == "embed" and spec.tied else [])
         stacked = node.startswith("layers/")
+        own = among[owners[0]].leaves
         if last != "adapter":
-            add(leaf, last, owners, stacked)
+            add(leaf, last, owners, stacked, own[last].axes)
             out.trained.extend(name for name in owners if name not in out.trained)
             continue
         assert isinstance(leaf, ADAPTERS[config.adapter]), (path, type(leaf), config.adapter)
+        axes = _axes_of(leaf, own["weight"], config)
         for field, suffix in leaf.PEFT_TENSORS.items():
-            add(getattr(leaf, field), suffix, owners, stacked)
+            add(getattr(leaf, field), suffix, owners, stacked, axes.get(field, ("whole",)))
         for name in owners:
             out.ranks[name] = leaf.rank
             out.alphas[name] = float(f"{leaf.scale * config.alpha / config.scale(leaf.rank):.12g}")
@@ -122,11 +127,17 @@ def read(abstract: Tree, spec: ModelSpec, file: Any, content: Content, layout: L
 
     def load(node: str, tensors: dict[str, dict[str, str]], part: str, array: Any, dtype: str | None) -> jax.Array:
         stacked = node.startswith("layers/")
+        order = row_order(spec, array.axes[1:] if stacked else array.axes)
+
+        def read_one(name: str, within: tuple[slice, ...]) -> np.ndarray:
+            if order is None:
+                return _cut(file, name, within)
+            return order.in_memory(file.get_tensor(name))[within]
 
         def cut(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
             within = index[1:] if stacked else index
-            rows = [_cut(file, tensors[name][part], within) for name in names[node][index[0] if stacked else slice(1)]]
+            rows = [read_one(tensors[name][part], within) for name in names[node][index[0] if stacked else slice(1)]]
             found = np.stack(rows) if stacked else rows[0]
             return found if dtype is None else found.astype(dtype)
 
@@ -144,6 +155,14 @@ def read(abstract: Tree, spec: ModelSpec, file: Any, content: Content, layout: L
         else:
             found[path] = load(node, content.full, last, leaf, None)
     return unflatten(found)
+
+
+def _axes_of(adapter: Any, weight: ArraySpec, config: LoraConfig) -> dict[str, tuple[str, ...]]:
+    """The logical axes of an adapter's arrays, where files have the rows of its weight in another order."""
+    if PACKED not in weight.axes:
+        return {}
+    form = type(adapter).abstract(weight, dataclasses.replace(config, rank=adapter.rank))
+    return {field: getattr(form, field).axes for field in adapter.PEFT_TENSORS}
 
 
 def _cut(file: Any, name: str, within: tuple[slice, ...]) -> np.ndarray:

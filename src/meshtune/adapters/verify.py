@@ -80,7 +80,7 @@ def _compared(trained: np.ndarray, written: np.ndarray, where: str) -> float:
 
 
 def _probe(params: Tree, spec: ModelSpec, compute: Compute) -> np.ndarray:
-    rows, length = 2, min(16, spec.rope.max_length or 16)
+    rows, length = 2, min(16, spec.max_length or 16)
     tokens = np.random.default_rng(0).integers(0, spec.vocab, (rows, length)).astype(np.int32)
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
     batch = {"tokens": tokens, "positions": positions, "segment_ids": np.ones_like(tokens)}

@@ -11,11 +11,17 @@ from types import ModuleType
 from typing import Any
 
 from meshtune.errors import UserError, nearest
-from meshtune.families import llama, mistral, qwen2, qwen3
+from meshtune.families import baichuan, llama, mistral, qwen2, qwen3
 from meshtune.model.spec import ModelSpec
 
 LANGUAGE, SCORED = "ForCausalLM", "ForSequenceClassification"
-FAMILIES: dict[str, ModuleType] = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}
+FAMILIES: dict[str, ModuleType] = {
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "baichuan": baichuan,
+}
 
 
 def model_spec(config: dict[str, Any], dtype: str = "float32", where: str = "config.json") -> ModelSpec:

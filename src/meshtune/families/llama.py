@@ -15,6 +15,7 @@ MODULES = {
     "attn/q": "self_attn.q_proj",
     "attn/k": "self_attn.k_proj",
     "attn/v": "self_attn.v_proj",
+    "attn/qkv": "self_attn.W_pack",
     "attn/o": "self_attn.o_proj",
     "attn/q_norm": "self_attn.q_norm",
     "attn/k_norm": "self_attn.k_norm",

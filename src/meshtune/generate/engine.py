@@ -56,7 +56,7 @@ class Engine:
     @property
     def context(self) -> int:
         """Tokens of prompt and answer together, at most: the config's max_position_embeddings."""
-        return self.spec.rope.max_length
+        return self.spec.max_length
 
     def run(
         self,

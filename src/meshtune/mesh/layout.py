@@ -22,6 +22,7 @@ RULES: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("vocab", (("tp",), ("fsdp", "cp"))),
     ("heads", (("tp",), ("fsdp", "cp"))),
     ("kv_heads", (("tp",), ("fsdp", "cp"))),
+    ("packed_heads", (("tp",), ("fsdp", "cp"))),
     ("ffn", (("tp",), ("fsdp", "cp"))),
     ("embed", (("fsdp", "cp"),)),
     ("head_dim", ()),
@@ -32,7 +33,7 @@ RULES: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
 # Of a weight [.., one of these, embed] fsdp and cp split the first, within tp's part, where they divide it. To gather
 # a weight along its last dimension XLA for GPUs makes a transposed copy of its whole stack: 60 GiB on each of eight
 # devices for 405B.
-OUT = ("heads", "kv_heads", "ffn")
+OUT = ("heads", "kv_heads", "packed_heads", "ffn")
 _ORDER = {name: place for place, (name, _) in enumerate(RULES)}
 
 

@@ -82,16 +82,30 @@ def _layer(spec: ModelSpec, compute: Compute, stack: int) -> Layer:
 
 def head_params(params: Tree, spec: ModelSpec) -> Tree:
     """The node of the output head: where it is tied, the embedding's weight and whatever adapts the head alone; of a
-    scored model the node of its score."""
+    scored model the node of its score. Of a head of normalised rows `scale` [V] is what each row's logit is multiplied
+    by: the weight itself stays as it is, so that no second one is ever held, and its gradient goes through the scale.
+    """
     if spec.scored:
         return params["score"]
     head = params.get("head", {})
-    return {"weight": params["embed"]["weight"], **head} if spec.tied else head
+    head = {"weight": params["embed"]["weight"], **head} if spec.tied else head
+    return head | {"scale": row_scale(head["weight"])} if spec.norm_head and "scale" not in head else head
+
+
+def row_scale(weight: Float[Array, "V D"]) -> Float[Array, "V"]:
+    """One over the length of each row, float32: what NormHead (https://arxiv.org/abs/2309.10305) divides by.
+
+    No length is taken to be less than 1e-12, as in torch.nn.functional.normalize.
+    """
+    squares = jnp.sum(jnp.square(weight.astype(jnp.float32)), axis=-1)
+    # Chosen before the root: the slope of a root at zero is infinite.
+    return jnp.where(squares > 1e-24, lax.rsqrt(jnp.maximum(squares, 1e-24)), 1e12)
 
 
 def head_logits(head: Tree, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """float32 logits. The product is accumulated and kept in float32 whatever hidden's dtype."""
-    return linear(hidden, head, out=jnp.float32)
+    made = linear(hidden, head, out=jnp.float32)
+    return made * head["scale"] if "scale" in head else made
 
 
 def logits(params: Tree, spec: ModelSpec, hidden: Hidden) -> Float[Array, "B T V"]:
@@ -169,7 +183,7 @@ def enter(
     params: Tree, spec: ModelSpec, compute: Compute, tokens: Tokens, positions: Tokens, segment_ids: Tokens
 ) -> tuple[Rows, Hidden]:
     """What every layer must know of the tokens, and their embeddings in compute.dtype. Reads params["embed"] alone."""
-    cos, sin = angles(spec.rope, positions, segment_ids)
+    cos, sin = (None, None) if spec.rope is None else angles(spec.rope, positions, segment_ids)
     x = embedded(params["embed"]["weight"], tokens, compute.layout).astype(compute.dtype)
     return Rows(cos, sin, positions, segment_ids), x
 

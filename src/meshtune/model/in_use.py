@@ -30,6 +30,8 @@ def loss_split(head: Tree, spec: ModelSpec, layout: Layout | None, shape: tuple[
         return layout.in_use(axes, x.shape).spec
 
     def leaf(name: str, x: Any) -> Any:
+        if name == "scale":
+            return spec_of(x, weight.axes[0])
         if name == "adapter":
             return x.in_use(spec_of, weight.axes)
         return spec_of(x, *(weight.axes if name == "weight" else arrays[f"head/{name}"].axes))

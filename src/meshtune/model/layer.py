@@ -74,10 +74,12 @@ def _by_chunks(
     tokens = {name: getattr(rows, name) for name in ("cos", "sin", "positions", "segment_ids")}
     size = {"chunk": compute.attention_chunk, "ways": _ways(compute)}
     options = {"spec": spec, "compute": compute}
-    mine = {"attn_norm": node["attn_norm"], "attn": {n: a for n, a in node["attn"].items() if n[0] in "kv"}}
+    # Where one projection makes all three, either half of the work makes it: with its share of the gradient.
+    both = {n: a for n, a in node["attn"].items() if n == "qkv"}
+    mine = {"attn_norm": node["attn_norm"], "attn": both | {n: a for n, a in node["attn"].items() if n[0] in "kv"}}
     keys = (mine, site_key(key, "attn"))
     k, v = over_chunks(functools.partial(_remember, **options), keys, x, tokens, **size)
-    mine = node | {"attn": {n: a for n, a in node["attn"].items() if n[0] in "qo"}}
+    mine = node | {"attn": {n: a for n, a in node["attn"].items() if n[0] in "qo"}}  # qkv, too
     shared = (mine, key, k, v, rows.positions, rows.segment_ids)
     return over_chunks(functools.partial(_look_back, layer=layer, **options), shared, x, tokens, **size)
 

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 
 Tree = dict[str, Any]
 
+PACKED = "packed_heads"  # the logical axis of rows of queries, keys and values, head by head
+
 
 @dataclasses.dataclass(frozen=True)
 class ArraySpec:
@@ -71,6 +73,18 @@ class RopeSpec:
 
 
 @dataclasses.dataclass(frozen=True)
+class AlibiSpec:
+    """Attention with linear biases (https://arxiv.org/abs/2108.12409) in the place of rotary positions.
+
+    A score loses its head's slope, one of `slopes`, for every position from query back to key. `max_length` is the
+    context that the model is for.
+    """
+
+    slopes: tuple[float, ...]
+    max_length: int
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerSpec:
     """What differs from layer to layer. `window` is the sliding window in tokens; None sees the whole past."""
 
@@ -93,7 +107,10 @@ class Stack:
 class ModelSpec:
     """A decoder-only transformer, as pure data. `dtype` is the dtype the weights are kept in.
 
-    A `scored` model gives every token one score instead of the next token's logits: a reward model.
+    A `scored` model gives every token one score instead of the next token's logits: a reward model. Positions are
+    rotary (`rope`) or biases (`alibi`). With `packed_qkv` one projection makes queries, keys and values (see
+    abstract_params). With `norm_head` the rows of the output head are divided by their length before logits are made
+    of them; what is stored and trained are the rows as they are.
     """
 
     family: str
@@ -103,7 +120,7 @@ class ModelSpec:
     heads: int
     kv_heads: int
     head_dim: int
-    rope: RopeSpec
+    rope: RopeSpec | None
     stacks: tuple[Stack, ...]
     norm_eps: float
     dtype: str = "float32"
@@ -115,11 +132,20 @@ class ModelSpec:
     tied: bool = False
     init_std: float = 0.02
     scored: bool = False
+    packed_qkv: bool = False
+    norm_head: bool = False
+    alibi: AlibiSpec | None = None
 
     @property
     def layers(self) -> int:
         """L, the number of decoder layers."""
         return sum(stack.layers for stack in self.stacks)
+
+    @property
+    def max_length(self) -> int:
+        """The context that the model is for, in tokens; 0 where its config does not say."""
+        places = self.alibi or self.rope
+        return 0 if places is None else places.max_length
 
     @property
     def output(self) -> str:
@@ -171,6 +197,9 @@ def abstract_params(spec: ModelSpec) -> Tree:
 
     embed/weight [V, D]; layers/"s.p"/{attn_norm, attn/{q,k,v,o,q_norm,k_norm}, mlp_norm, mlp/{gate,up,down}} with a
     leading `layers` axis each; norm/weight [D]; head/weight [V, D] unless tied, or score/weight [1, D] if scored.
+
+    With `packed_qkv` attn/qkv [3 H h, D] stands for q, k and v: for each head its h rows of queries, of keys and of
+    values, so that tp, which splits the rows, gives every device whole heads (see weights.row_order for files).
     """
     D, F, Hh, Kh, h = spec.embed, spec.ffn, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.head_dim
 
@@ -188,12 +217,16 @@ def abstract_params(spec: ModelSpec) -> Tree:
             return tree | {"bias": array(L, out, init="zeros")} if bias else tree
 
         d, f, heads, kv = (D, "embed"), (F, "ffn"), (Hh, "heads"), (Kh, "kv_heads")
-        attn = {
-            "q": linear(heads, d, spec.qkv_bias),
-            "k": linear(kv, d, spec.qkv_bias),
-            "v": linear(kv, d, spec.qkv_bias),
-            "o": linear(d, heads, spec.out_bias),
-        }
+        if spec.packed_qkv:
+            assert spec.heads == spec.kv_heads, "packed queries, keys and values are of the same heads"
+            attn = {"qkv": linear((3 * Hh, PACKED), d, spec.qkv_bias)}
+        else:
+            attn = {
+                "q": linear(heads, d, spec.qkv_bias),
+                "k": linear(kv, d, spec.qkv_bias),
+                "v": linear(kv, d, spec.qkv_bias),
+            }
+        attn["o"] = linear(d, heads, spec.out_bias)
         if spec.qk_norm:
             attn |= {"q_norm": norm(h, "head_dim"), "k_norm": norm(h, "head_dim")}
         mlp = {

@@ -157,6 +157,7 @@ def attention_requests(compute: Compute, spec: ModelSpec, rows: int, length: int
         platform=compute.platform,
         chip=compute.chip,
         packed=compute.packed,
+        alibi=spec.alibi is not None,
         scale=spec.head_dim**-0.5,
         aligned=compute.attention_chunk is None,
     )

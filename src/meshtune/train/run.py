@@ -203,7 +203,7 @@ class _Run:
         for report in (data.report, data.validation_report):
             for warning in report.warnings if report else ():
                 self.console.print(f"[yellow]{report.split} data:[/] {warning}" if report else "")
-        longest, context = self.recipe.data.max_length, self.settled.spec.rope.max_length
+        longest, context = self.recipe.data.max_length, self.settled.spec.max_length
         if context and longest > context:
             self.console.print(
                 f"[yellow]data.max_length {longest} is beyond the model's context of {context} tokens[/]"

@@ -23,6 +23,7 @@ FIELDS = {
     "ffn": "intermediate_size",
     "heads": "num_attention_heads x head_dim",
     "kv_heads": "num_key_value_heads x head_dim",
+    "packed_heads": "3 x num_attention_heads x head_dim",
     "head_dim": "head_dim",
 }
 

@@ -99,7 +99,10 @@ def export_model(
     metadata = METADATA | ({} if record is None else {"meshtune": json.dumps(record)})
     flat = flatten(params)
     shards = plan_shards(slots(spec), dtype, max_shard_bytes)
-    files = {name: [Tensor(slot.name, flat[slot.path], slot.row, dtype) for slot in shard] for name, shard in shards}
+    files = {
+        name: [Tensor(slot.name, flat[slot.path], slot.row, dtype, slot.order) for slot in shard]
+        for name, shard in shards
+    }
     total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
     copies = list(_copies(source, MODEL_FILES)) + list(_copies(tokenizer or source, TOKENIZER_FILES))
     with together(job, "export: destination"):

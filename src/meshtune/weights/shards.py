@@ -94,7 +94,7 @@ class Shards:
         first = (strip.columns[0] if strip.columns else 0) + piece.columns[-1].start
         matrix = self._scales[path]
         columns = slice(first // leaf.block_size, first // leaf.block_size + absmax.shape[-1])
-        matrix[strip.rows[0] : strip.rows[1], columns] = np.asarray(absmax)
+        matrix[strip.top : strip.top + len(absmax), columns] = np.asarray(absmax)
 
     def _place(self, name: str, device: Device, block: Any, at: tuple[int, ...]) -> None:
         leaves = self._leaves[device]

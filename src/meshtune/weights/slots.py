@@ -18,17 +18,22 @@ from jax.sharding import SingleDeviceSharding
 from meshtune.families import hf_names
 from meshtune.model.spec import ArraySpec, ModelSpec, abstract_params
 from meshtune.model.tree import flatten
+from meshtune.weights.row_order import RowOrder, row_order
 from meshtune.weights.safetensors_files import BLOCK_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """One Hugging Face tensor: its name, and its place `params[path]` or, in a stacked array, `params[path][row]`."""
+    """One Hugging Face tensor: its name, and its place `params[path]` or, in a stacked array, `params[path][row]`.
+
+    `order` says where the file has the tensor's rows, where that is not as the parameter has them.
+    """
 
     name: str
     path: str
     row: int | None
     array: ArraySpec
+    order: RowOrder | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -50,11 +55,11 @@ def slots(spec: ModelSpec) -> list[Slot]:
     for path, array in flatten(abstract_params(spec)).items():
         if array.axes[0] != "layers":
             (name,) = names[path]
-            ordered.append((outside, Slot(name, path, None, array)))
+            ordered.append((outside, Slot(name, path, None, array, row_order(spec, array.axes))))
             continue
-        outside = float(spec.layers)
+        outside, order = float(spec.layers), row_order(spec, array.axes[1:])
         in_layers = enumerate(zip(numbers[path.split("/")[1]], names[path], strict=True))
-        ordered += [(float(number), Slot(name, path, row, array)) for row, (number, name) in in_layers]
+        ordered += [(float(number), Slot(name, path, row, array, order)) for row, (number, name) in in_layers]
     return [slot for _, slot in sorted(ordered, key=lambda entry: entry[0])]
 
 

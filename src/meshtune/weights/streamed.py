@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshtune.weights.row_order import RowOrder, between, joined
 from meshtune.weights.safetensors_files import TensorInfo, TensorReader
 from meshtune.weights.slots import blocks
 
@@ -30,12 +31,13 @@ ST_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One tensor of a file: `leaf`, or row `row` of a stacked leaf, written in `dtype`."""
+    """One tensor of a file: `leaf`, or row `row` of a stacked leaf, in `dtype`, with the file's `order` of rows."""
 
     name: str
     leaf: Any
     row: int | None
     dtype: str
+    order: RowOrder | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -143,7 +145,9 @@ def write_file(file: Path, tensors: list[Tensor], metadata: dict[str, str], *, m
                 found = fetch(tensor, block, keep=output is not None and output.error is None)
                 if output is not None and found is not None:
                     for (start, _), part in zip(block.ranges, found, strict=True):
-                        output.write(at + start * row_bytes, part)
+                        for run in between(tensor.order, start, start + len(part)):
+                            rows = part[run.memory - start : run.memory - start + run.rows]
+                            output.write(at + run.file * row_bytes, rows)
                 yield block.parts * block.rows * row_bytes
     finally:
         if output is not None:
@@ -228,7 +232,8 @@ def first_difference(
                 if trained is None:
                     continue
                 for (start, stop), ours in zip(block.ranges, trained, strict=True):
-                    theirs = reader.rows(found[tensor.name], start, stop)
+                    info, runs = found[tensor.name], between(tensor.order, start, stop)
+                    theirs = joined([reader.rows(info, run.file, run.file + run.rows) for run in runs])
                     if ours.dtype != theirs.dtype or ours.tobytes() != theirs.tobytes():
                         different = different or (tensor, start, ours, theirs)
     return different

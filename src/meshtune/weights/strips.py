@@ -13,6 +13,7 @@ from itertools import pairwise
 import jax
 from jax.sharding import NamedSharding
 
+from meshtune.weights.row_order import Run, runs_of
 from meshtune.weights.slots import Slot, blocks
 
 # [start, stop) of each dimension of a parameter.
@@ -31,10 +32,14 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Strip:
-    """Rows start..stop of a slot's tensor, with a range of its second axis, or all of it (None)."""
+    """Rows start..stop of a slot's tensor, with a range of its second axis, or all of it (None).
+
+    `rows` are the file's, `top` is the first one's place in the parameter.
+    """
 
     slot: Slot
     rows: tuple[int, int]
+    top: int
     columns: tuple[int, int] | None
     pieces: tuple[Piece, ...]
 
@@ -66,8 +71,8 @@ def strips(slot: Slot, held: Mapping[Box, tuple[Device, ...]], itemsize: int) ->
     row = slot.row
     here = [box for box in held if row is None or box[0][0] <= row < box[0][1]]
     lead = 0 if row is None else 1
-    edges = sorted({edge for box in here for edge in box[lead]})
-    for top, bottom in pairwise(edges):
+    edges = {edge for box in here for edge in box[lead]}
+    for run, top, bottom in _stretches(slot, edges):
         across = [box for box in here if box[lead][0] <= top and bottom <= box[lead][1]]
         for columns in _merged(across, lead):
             within = [box for box in across if columns is None or _inside(box[lead + 1], columns)]
@@ -77,9 +82,19 @@ def strips(slot: Slot, held: Mapping[Box, tuple[Device, ...]], itemsize: int) ->
             for n in slot.shape[1:] if columns is None else (columns[1] - columns[0], *slot.shape[2:]):
                 width *= n
             for start, stop in blocks((bottom - top, width), 1):
-                rows = (top + start, top + stop)
-                pieces = (_piece(slot, box, rows[0], columns, held[box]) for box in within if held[box])
-                yield Strip(slot, rows, columns, tuple(pieces))
+                first = top + start
+                rows = (first - run.memory + run.file, top + stop - run.memory + run.file)
+                pieces = (_piece(slot, box, first, columns, held[box]) for box in within if held[box])
+                yield Strip(slot, rows, first, columns, tuple(pieces))
+
+
+def _stretches(slot: Slot, edges: set[int]) -> Iterator[tuple[Run, int, int]]:
+    """(run of the file, first row, one past the last) of a parameter's rows, cut at `edges`, in the file's order."""
+    for run in runs_of(slot.order, slot.shape[0]):
+        end = run.memory + run.rows
+        inside = {edge for edge in edges if run.memory < edge < end}
+        for top, bottom in pairwise(sorted({run.memory, end} | inside)):
+            yield run, top, bottom
 
 
 def _merged(across: list[Box], lead: int) -> list[tuple[int, int] | None]:

@@ -26,6 +26,7 @@ from meshtune.model.spec import LayerSpec, ModelSpec
 from meshtune.model.tree import Tree, flatten, unflatten
 from meshtune.weights.check import check
 from meshtune.weights.load import load_spec
+from meshtune.weights.row_order import between, joined
 from meshtune.weights.safetensors_files import TensorInfo, TensorReader, headers
 from meshtune.weights.slots import Slot, slots
 from meshtune.weights.streamed import Tensor, first_difference
@@ -94,7 +95,7 @@ def _logits(
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "compute"))
-def _enter(params: Tree, batch: Tree, spec: ModelSpec, compute: Compute) -> tuple[tuple[jax.Array, ...], jax.Array]:
+def _enter(params: Tree, batch: Tree, spec: ModelSpec, compute: Compute) -> tuple[tuple[Any, ...], jax.Array]:
     rows, x = enter(params, spec, compute, batch["tokens"], batch["positions"], batch["segment_ids"])
     return (rows.cos, rows.sin, rows.positions, rows.segment_ids), x
 
@@ -166,7 +167,7 @@ def _by_layer(spec: ModelSpec) -> list[tuple[int, str, int, LayerSpec]]:
 def _compare_tensors(flat: dict[str, Any], spec: ModelSpec, found: dict[str, TensorInfo], dtype: str, job: Job) -> int:
     files = {file: number for number, file in enumerate(sorted({info.file for info in found.values()}))}
     mine = {name for name, info in found.items() if (files[info.file] + 1) % job.processes == job.process}
-    tensors = [Tensor(slot.name, flat[slot.path], slot.row, dtype) for slot in slots(spec)]
+    tensors = [Tensor(slot.name, flat[slot.path], slot.row, dtype, slot.order) for slot in slots(spec)]
     if (different := first_difference(tensors, found, mine)) is not None:
         tensor, start, trained, there = different
         message = _tensor_message(tensor.name, start, trained, there)
@@ -210,14 +211,16 @@ def _read(wanted: list[Slot], found: dict[str, TensorInfo], layout: Layout | Non
 
 def _placed(reader: TensorReader, slot: Slot, info: TensorInfo, layout: Layout | None) -> jax.Array:
     if layout is None:
-        return jax.device_put(reader.tensor(info))
+        whole = reader.tensor(info)
+        return jax.device_put(whole if slot.order is None else slot.order.in_memory(whole))
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
         rows, *columns = (cut.indices(size)[:2] for cut, size in zip(index, info.shape, strict=True))
+        runs = [(run.file, run.file + run.rows) for run in between(slot.order, rows[0], rows[1])]
         if not columns or columns[0] == (0, info.shape[1]):
-            return reader.rows(info, *rows)
-        return reader.columns(info, rows, columns[0])
+            return joined([reader.rows(info, *run) for run in runs])
+        return joined([reader.columns(info, run, columns[0]) for run in runs])
 
     return jax.make_array_from_callback(info.shape, layout.sharding(slot.axes, slot.shape), part)
 

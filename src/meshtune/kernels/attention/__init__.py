@@ -91,6 +91,7 @@ def attention(
     platform: str = "",
     chip: str = "",
     packed: bool = True,
+    slopes: Float[Array, "H"] | None = None,
 ) -> Float[Array, "B T H h"]:
     """Grouped-query softmax attention over packed rows.
 
@@ -104,7 +105,8 @@ def attention(
     round a ring of devices, and rows should be held in `balanced_order` ("stands after" means in the row's own order).
     The result is the same; what an axis does not divide is whole on each of its devices.
     `platform` and `chip` say what the program is compiled for, where that is not the first device here (see chips).
-    `packed=False` promises that a row is one document and then padding.
+    `packed=False` promises that a row is one document and then padding. With `slopes` the scaled score of head n loses
+    slopes[n] for every position from query back to key (ALiBi, arXiv:2108.12409); no gradient goes to them.
     Raises UserError for a backend that does not exist or cannot serve (see `choose`).
     """
     B, T, H, h = q.shape
@@ -127,8 +129,9 @@ def attention(
         aligned=aligned,
         chip=chip or ("" if split is None else split.chip),
         packed=packed,
+        alibi=slopes is not None,
     )
-    inputs = AttentionInputs(q, k, v, q_positions, kv_positions, q_segments, kv_segments)
+    inputs = AttentionInputs(q, k, v, q_positions, kv_positions, q_segments, kv_segments, slopes)
     if split is None or split.mesh.size == 1:
         return choose(request, backend)[0].run(inputs, request)
     split = split.fitted(request)

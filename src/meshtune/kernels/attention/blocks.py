@@ -18,11 +18,15 @@ class Tokens(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a batch's tokens say, apart from their values: who they are, and which blocks may see each other."""
+    """What a batch's tokens say, apart from their values: who they are, and which blocks may see each other.
+
+    `slopes` [K,R]: of each row of a product, where scores have biases by distance.
+    """
 
     queries: Tokens
     keys: Tokens
     seen: jax.Array
+    slopes: jax.Array | None = None
 
 
 def sizes(request: AttentionRequest) -> tuple[int, int]:
@@ -49,13 +53,15 @@ def token_blocks(positions: jax.Array, segments: jax.Array, block: int) -> Token
 
 
 def rows_of(inputs: AttentionInputs, request: AttentionRequest) -> Rows:
-    return meeting(request, q_tokens(request, inputs), kv_tokens(request, inputs))
+    return meeting(request, q_tokens(request, inputs), kv_tokens(request, inputs), inputs.slopes)
 
 
-def meeting(request: AttentionRequest, queries: Tokens, keys: Tokens) -> Rows:
+def meeting(request: AttentionRequest, queries: Tokens, keys: Tokens, slopes: jax.Array | None = None) -> Rows:
     """The rows of one product: a block of queries is a row of it for each query head of a key head."""
-    seen = any_visible(queries, keys, request.window)
-    return Rows(Tokens(*(jnp.tile(x, request.heads // request.kv_heads) for x in queries)), keys, seen)
+    seen, each = any_visible(queries, keys, request.window), request.heads // request.kv_heads
+    if slopes is not None:
+        slopes = jnp.repeat(slopes.reshape(request.kv_heads, each), sizes(request)[0], axis=1)
+    return Rows(Tokens(*(jnp.tile(x, each) for x in queries)), keys, seen, slopes)
 
 
 def any_visible(queries: Tokens, keys: Tokens, window: int | None) -> jax.Array:

@@ -30,6 +30,8 @@ def supports(request: AttentionRequest) -> str | None:
         return "these queries and keys are not one row"
     if request.softcap is not None:
         return "it has no soft cap"
+    if request.alibi:
+        return "its bias is as large as all scores, so it would hold them (ALiBi)"
     return _refused_by_jax(request)
 
 

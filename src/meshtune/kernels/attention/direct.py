@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest, Backend
-from meshtune.kernels.attention.visibility import LOWEST, MASKED, accumulator, capped, exact, visible
+from meshtune.kernels.attention.visibility import LOWEST, MASKED, accumulator, biased, capped, exact, visible
 
 # Measured on CPU, both ways (benchmarks/cpu_kernels): at 64 x 64 direct takes two fifths of blockwise's time,
 # at 128 x 128 they are level, at 256 x 256 blockwise is ahead. At 128 x 128 the scores kept for the backward pass are
@@ -33,6 +33,8 @@ def run(inputs: AttentionInputs, request: AttentionRequest) -> jax.Array:
     k, v = inputs.k.transpose(0, 2, 1, 3), inputs.v.transpose(0, 2, 1, 3)
     scores = jnp.einsum("bkrh,bksh->bkrs", q, k, precision=exact(q.dtype), preferred_element_type=sums)
     scores = capped(scores * request.scale, request.softcap)
+    slopes = None if inputs.slopes is None else jnp.repeat(inputs.slopes.reshape(K, G), T, axis=1)
+    scores = biased(scores, slopes, jnp.tile(inputs.q_positions, G), inputs.kv_positions)
     seen = visible(
         jnp.tile(inputs.q_positions, G),
         inputs.kv_positions,

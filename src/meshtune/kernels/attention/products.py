@@ -23,7 +23,16 @@ from meshtune.kernels.attention.blocks import (
     q_blocks,
 )
 from meshtune.kernels.attention.request import AttentionRequest
-from meshtune.kernels.attention.visibility import LOWEST, MASKED, accumulator, capped, capped_slope, exact, visible
+from meshtune.kernels.attention.visibility import (
+    LOWEST,
+    MASKED,
+    accumulator,
+    biased,
+    capped,
+    capped_slope,
+    exact,
+    visible,
+)
 
 # Names a rematerialisation policy may save: with them the forward pass is not run again.
 OUTPUT, LOG_SUM_EXP = "attention_output", "attention_log_sum_exp"
@@ -44,14 +53,16 @@ def nothing_yet(q: jax.Array) -> Running:
 
 
 def add_keys(
-    request: AttentionRequest, running: Running, q_i, tokens_i: Tokens, k, v, keys: Tokens, start, stop
+    request: AttentionRequest, running: Running, q_i, tokens_i: Tokens, k, v, keys: Tokens, start, stop, slopes=None
 ) -> Running:
     """`running` of one block of queries [B,K,R,h] after it has seen key blocks start..stop of k, v [m, B,K,block,h]."""
 
     def one_kv_block(j, running: Running):
         top, total, values = running
         scores = _scores(request, "bkrh,bksh->bkrs", q_i, at(k, j))
-        scores = jnp.where(_seen(request, tokens_i, at(keys, j)), scores, MASKED)
+        keys_j = at(keys, j)
+        scores = biased(scores, slopes, tokens_i.positions, keys_j.positions)
+        scores = jnp.where(_seen(request, tokens_i, keys_j), scores, MASKED)
         new_top = jnp.maximum(top, _greatest(request, scores))
         weights = jnp.exp(scores - new_top[..., None])
         fade = jnp.exp(top - new_top)
@@ -76,7 +87,7 @@ def forward(request: AttentionRequest, q, k, v, rows: Rows):
 
     def one_q_block(_, this):
         q_i, tokens_i, start, stop = this
-        running = add_keys(request, nothing_yet(q_i), q_i, tokens_i, k, v, rows.keys, start, stop)
+        running = add_keys(request, nothing_yet(q_i), q_i, tokens_i, k, v, rows.keys, start, stop, rows.slopes)
         out, log_sum_exp = finish(running)
         return None, (out.astype(q.dtype), log_sum_exp)
 
@@ -116,8 +127,10 @@ def gradients(request: AttentionRequest, q, d_out, log_sum_exp, delta, k, v, row
             dk, dv, dq_i = running
             k_j, v_j = at(k, j), at(v, j)
             scores = _scores(request, "bksh,bkrh->bksr", k_j, q_i)
-            seen = _seen(request, tokens_i, at(rows.keys, j)).swapaxes(2, 3)
-            weights = jnp.exp(jnp.where(seen, scores, MASKED) - log_sum_exp_i[:, :, None, :])
+            keys_j = at(rows.keys, j)
+            seen = _seen(request, tokens_i, keys_j).swapaxes(2, 3)
+            moved = biased(scores.swapaxes(2, 3), rows.slopes, tokens_i.positions, keys_j.positions).swapaxes(2, 3)
+            weights = jnp.exp(jnp.where(seen, moved, MASKED) - log_sum_exp_i[:, :, None, :])
             d_weights = _product("bksh,bkrh->bksr", v_j, d_out_i)
             d_scores = weights * (d_weights - delta_i[:, :, None, :])
             if request.softcap is not None:

@@ -19,7 +19,7 @@ class AttentionRequest:
     Lengths are in tokens (q_length is T, kv_length is S). `aligned` promises that T == S and that no token sees one
     that stands after it in the row: positions rise by one within a document, whose tokens stand together. `platform` is
     the JAX platform the program is traced for, `chip` the arch of its devices ("": the first device here; see chips).
-    `packed=False` promises that a row is one document and then padding.
+    `packed=False` promises that a row is one document and then padding. `alibi` says that the inputs have slopes.
     Over a mesh all sizes are those of one device, and `ring` is the number of devices that hold a row's parts in turn
     (1: each device has whole rows of keys).
     """
@@ -39,10 +39,14 @@ class AttentionRequest:
     ring: int = 1
     chip: str = ""
     packed: bool = True
+    alibi: bool = False
 
 
 class AttentionInputs(NamedTuple):
-    """The arrays of one call: q [B,T,H,h], k and v [B,S,K,h]; positions and segments int32 [B,T] and [B,S]."""
+    """The arrays of one call: q [B,T,H,h], k and v [B,S,K,h]; positions and segments int32 [B,T] and [B,S].
+
+    `slopes` float32 [H]: what a score loses for every position from query back to key (ALiBi), or None.
+    """
 
     q: jax.Array
     k: jax.Array
@@ -51,6 +55,7 @@ class AttentionInputs(NamedTuple):
     kv_positions: jax.Array
     q_segments: jax.Array
     kv_segments: jax.Array
+    slopes: jax.Array | None = None
 
 
 class Run(Protocol):
@@ -59,6 +64,9 @@ class Run(Protocol):
 
 class RunOverMesh(Protocol):
     def __call__(self, inputs: AttentionInputs, request: AttentionRequest, split: AttentionSplit) -> jax.Array: ...
+
+
+NO_BIASES = "its kernels have no biases by distance (ALiBi)"
 
 
 def _always(request: AttentionRequest) -> str | None:

@@ -77,11 +77,11 @@ def _attend_backward(request: AttentionRequest, split: AttentionSplit, saved, d_
     queries, keys, _ = split.specs
 
     def here(*arrays):
-        return _backward_here(request, split, AttentionInputs(*arrays[:7]), *arrays[7:])
+        return _backward_here(request, split, AttentionInputs(*arrays[:8]), *arrays[8:])
 
     more_in = (queries, _row_spec(split), queries)
     dq, dk, dv = over_mesh(here, split, more_in, (queries, keys, keys))(*inputs, out, log_sum_exp, d_out)
-    return dq, dk, dv, None, None, None, None
+    return dq, dk, dv, None, None, None, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -107,11 +107,12 @@ def _forward_here(request: AttentionRequest, split: AttentionSplit, inputs: Atte
     q, queries, held = q_blocks(request, inputs.q), q_tokens(request, inputs), _held(request, inputs)
 
     def meet(running: Running, held: Held) -> Running:
-        rows = meeting(request, queries, held.tokens)
+        rows = meeting(request, queries, held.tokens, inputs.slopes)
 
         def one_q_block(_, this):
             running_i, q_i, tokens_i, start, stop = this
-            return None, add_keys(request, running_i, q_i, tokens_i, held.k, held.v, rows.keys, start, stop)
+            keys = held.k, held.v, rows.keys
+            return None, add_keys(request, running_i, q_i, tokens_i, *keys, start, stop, rows.slopes)
 
         def add(running: Running) -> Running:
             return jax.lax.scan(one_q_block, None, (running, q, rows.queries, *bounds(rows.seen)))[1]
@@ -150,7 +151,7 @@ def _backward_in_ring(
     d_out = q_blocks(request, d_out)
 
     def meet(dq, held: Held):
-        rows = meeting(request, queries, held.tokens)
+        rows = meeting(request, queries, held.tokens, inputs.slopes)
 
         def add(dq):
             return gradients(request, q, d_out, log_sum_exp, delta, held.k, held.v, rows, dq, sums)

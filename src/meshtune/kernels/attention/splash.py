@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtune.kernels.attention.products import OUTPUT
-from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest, Backend
+from meshtune.kernels.attention.request import NO_BIASES, AttentionInputs, AttentionRequest, Backend
 
 LANES = 128
 BLOCK = 512  # tokens, of queries and of keys: MaxText's choice (not measured here)
@@ -27,6 +27,8 @@ def supports(request: AttentionRequest) -> str | None:
     """TPUs, bfloat16, whole rows that see themselves."""
     if request.platform != "tpu":
         return f"its kernels are for TPUs, not for {request.platform}"
+    if request.alibi:
+        return NO_BIASES
     if request.dtype != "bfloat16":
         return f"it would round the factors of {request.dtype} products to bfloat16"
     if not request.aligned:

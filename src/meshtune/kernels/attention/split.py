@@ -119,7 +119,7 @@ def run_over_mesh(backend: Backend, inputs: AttentionInputs, request: AttentionR
         return backend.over_mesh(inputs, request, split)
     assert split.length is None, f"{backend.name} in a ring"
 
-    def here(*arrays: jax.Array) -> jax.Array:
+    def here(*arrays: Any) -> jax.Array:
         mine = AttentionInputs(*arrays)
         k, v = (split.own_key_heads(x, request) for x in (mine.k, mine.v))
         return backend.run(mine._replace(k=k, v=v), request)
@@ -128,9 +128,9 @@ def run_over_mesh(backend: Backend, inputs: AttentionInputs, request: AttentionR
 
 
 def over_mesh(function: Callable[..., Any], split: AttentionSplit, more_in: tuple[Any, ...], out: Any):
-    """`function` of the seven arrays of AttentionInputs, then of arrays with the specs `more_in`, on each device."""
+    """`function` of the arrays of AttentionInputs, then of arrays with the specs `more_in`, on each device."""
     queries, keys, tokens = split.specs
-    in_specs = (queries, keys, keys, *[tokens] * 4, *more_in)
+    in_specs = (queries, keys, keys, *[tokens] * 4, PartitionSpec(split.heads), *more_in)
     # What is whole on several devices is the same there because they compute the same, which the check cannot see
     # through loops whose carries start from constants.
     return jax.shard_map(function, mesh=split.mesh, in_specs=in_specs, out_specs=out, check_vma=False)

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshtune.kernels.attention import triton_ring
 from meshtune.kernels.attention.products import LOG_SUM_EXP, OUTPUT
-from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest, Backend
+from meshtune.kernels.attention.request import NO_BIASES, AttentionInputs, AttentionRequest, Backend
 from meshtune.kernels.attention.triton_calls import backward, forward, slopes_of
 from meshtune.kernels.attention.triton_tiles import LARGEST_HEAD, SMALLEST_HEAD
 from meshtune.kernels.chips import chip_of
@@ -33,6 +33,8 @@ def supports(request: AttentionRequest) -> str | None:
         return f"Triton needs sm_80 or newer, and this is {chip}"
     if chip.maker == "amd" and chip.arch.startswith(AMD_WITHOUT_MATRIX_UNITS):
         return f"{chip} has no matrix units that Triton could use"
+    if request.alibi:
+        return NO_BIASES
     if request.dtype not in DTYPES:
         return f"it computes in {', '.join(DTYPES)}, not in {request.dtype}"
     if not SMALLEST_HEAD <= request.head_dim <= LARGEST_HEAD:
@@ -75,7 +77,7 @@ def _attend_backward(request: AttentionRequest, interpret: bool, saved, d_out):
     inputs = AttentionInputs(*arrays)
     delta = slopes_of(out, d_out, log_sum_exp.shape[2])
     dtypes = tuple(x.dtype for x in inputs[:3])
-    return *backward(request, inputs, log_sum_exp, delta, d_out, dtypes, interpret), None, None, None, None
+    return *backward(request, inputs, log_sum_exp, delta, d_out, dtypes, interpret), None, None, None, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -56,11 +56,11 @@ def _attend_backward(request: AttentionRequest, split: AttentionSplit, interpret
     queries, keys, _ = split.specs
 
     def here(*arrays):
-        return _backward_here(request, split, interpret, AttentionInputs(*arrays[:7]), *arrays[7:])
+        return _backward_here(request, split, interpret, AttentionInputs(*arrays[:8]), *arrays[8:])
 
     more_in = (queries, _numbers_spec(split), queries)
     dq, dk, dv = over_mesh(here, split, more_in, (queries, keys, keys))(*inputs, out, log_sum_exp, d_out)
-    return dq, dk, dv, None, None, None, None
+    return dq, dk, dv, None, None, None, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

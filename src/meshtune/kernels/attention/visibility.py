@@ -35,6 +35,22 @@ def capped_slope(scores: Float[Array, "*any"], softcap: float) -> Float[Array, "
     return 1.0 - jax.lax.square(scores / softcap)
 
 
+def biased(
+    scores: Float[Array, "B K R S"],
+    slopes: Float[Array, "K R"] | None,
+    q_positions: Int[Array, "B R"],
+    kv_positions: Int[Array, "B S"],
+) -> Float[Array, "B K R S"]:
+    """Scores less their row's slope times the distance (ALiBi, arXiv:2108.12409); unchanged without slopes.
+
+    Of the difference of two positions and not of either: exact, however far into a row a document lies.
+    """
+    if slopes is None:
+        return scores
+    apart = (kv_positions[:, None, :] - q_positions[:, :, None]).astype(scores.dtype)
+    return scores + slopes.astype(scores.dtype)[None, :, :, None] * apart[:, None]
+
+
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:
     """The dtype of scores and sums: float32, or float64 where the inputs are."""
     return jnp.promote_types(dtype, jnp.float32)

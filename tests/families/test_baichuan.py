@@ -1,0 +1,133 @@
+"""Baichuan2 computes what a transcription of its equations in torch computes; files keep the original's form."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from baichuan_in_torch import SEVEN, THIRTEEN, Baichuan
+from meshtune.errors import UserError
+from meshtune.families import hf_names, model_spec
+from meshtune.model.compute import Compute
+from meshtune.model.decoder import hidden_states, logits
+from meshtune.model.tree import flatten
+from meshtune.weights.export import export_model
+from meshtune.weights.load import load_params, load_spec
+from meshtune.weights.row_order import row_order
+
+SIZES = {"7B": SEVEN, "13B": THIRTEEN}
+
+
+def rows(length: int, batch: int = 2, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 97, (batch, length)).astype(np.int32)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 3))
+def our_logits(params, spec, tokens, compute=Compute(attention="direct")):
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    hidden = hidden_states(params, spec, compute, jnp.asarray(tokens), positions, jnp.ones_like(positions))
+    return logits(params, spec, hidden)
+
+
+def directory(folder: Path, config: dict, seed: int = 0) -> tuple[Path, Baichuan]:
+    """A model as the hub has it, and the same in torch."""
+    model, folder = Baichuan(config, seed), folder / "base"
+    folder.mkdir()
+    save_file({name: w.detach().numpy().copy() for name, w in model.named_parameters()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder, model
+
+
+@pytest.fixture(params=SIZES)
+def both(request, tmp_path):
+    folder, model = directory(tmp_path, SIZES[request.param])
+    spec, _ = load_spec(folder)
+    return spec, load_params(folder, spec), model
+
+
+@pytest.mark.parametrize("length", [9, 150])
+def test_logits_equal_the_equations(both, length):
+    """float32 on both sides: 1e-4. 150 tokens are beyond the config's 64."""
+    spec, params, model = both
+    tokens = rows(length)
+    with torch.no_grad():
+        expected = model(torch.tensor(tokens).long()).numpy()
+    np.testing.assert_allclose(our_logits(params, spec, tokens), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_gradients_equal_the_equations(both):
+    """Of the mean next-token loss, through the head's division too. 1e-4 of each tensor's largest: float32 sums."""
+    spec, params, model = both
+    tokens = rows(20)
+    given = torch.tensor(tokens).long()
+    torch.nn.functional.cross_entropy(model(given)[:, :-1].flatten(0, 1), given[:, 1:].flatten()).backward()
+
+    def loss(params):
+        predicted = jax.nn.log_softmax(our_logits(params, spec, tokens)[:, :-1])
+        return -jnp.mean(jnp.take_along_axis(predicted, jnp.asarray(tokens)[:, 1:, None], axis=-1))
+
+    ours, theirs = flatten(jax.jit(jax.grad(loss))(params)), dict(model.named_parameters())
+    for path, names in hf_names(spec).items():
+        expected = np.stack([theirs[name].grad.numpy() for name in names])
+        if order := row_order(spec, ("packed_heads",) if "qkv" in path else ("whole",)):
+            expected = np.stack([order.in_memory(each) for each in expected])
+        found = np.asarray(ours[path]).reshape(expected.shape)
+        np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max(), rtol=0, err_msg=path)
+
+
+def test_an_export_has_the_files_own_form(tmp_path):
+    """Bit for bit: one W_pack, and a head whose rows are as long as they were."""
+    folder, _ = directory(tmp_path, SEVEN)
+    spec, _ = load_spec(folder)
+    made = export_model(load_params(folder, spec), spec, folder, tmp_path / "out")
+    original, written = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
+    assert set(original) == set(written)
+    for name, tensor in original.items():
+        assert np.array_equal(tensor, written[name]), name
+    assert made.verified.difference == 0
+    assert json.loads((tmp_path / "out/config.json").read_text())["auto_map"] == SEVEN["auto_map"]
+
+
+def test_the_slopes_of_40_heads_are_published():
+    """The first 32 are those of 32 heads, 2^(-1/4) to 2^-8; the other 8 every second one of 64 heads: 2^(-1/8) on."""
+    found = model_spec(THIRTEEN | {"num_attention_heads": 40, "hidden_size": 80}).alibi
+    assert found is not None
+    expected = [2 ** (-(i + 1) / 4) for i in range(32)] + [2 ** (-(2 * i + 1) / 8) for i in range(8)]
+    np.testing.assert_allclose(found.slopes, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"z_loss_weight": 0.1}, "z_loss_weight = 0.1: a loss on the size of logits is not implemented"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings = True is not implemented"),
+        ({"rope_theta": 1e6}, "rope_theta = 1000000.0 is not implemented"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads = 2 is not implemented"),
+        ({"max_position_embeddings": None, "hidden_size": 4096, "num_attention_heads": 32}, "is missing: a 7B has it"),
+        ({"logit_scale": 2.0}, "does not know"),
+        ({"architectures": ["BaichuanForTokenClassification"]}, "is not supported"),
+    ],
+)
+def test_a_field_that_changes_the_mathematics_is_named(changes, message):
+    with pytest.raises(UserError, match=r"config\.json, field") as error:
+        model_spec(SEVEN | changes)
+    assert message in str(error.value)
+
+
+def test_the_published_configs_are_read():
+    seven = model_spec(SEVEN | {"hidden_size": 4096, "num_attention_heads": 32, "vocab_size": 125696})
+    thirteen = model_spec(THIRTEEN | {"hidden_size": 5120, "num_attention_heads": 40, "vocab_size": 125696})
+    first = model_spec(SEVEN | {"vocab_size": 64000, "architectures": ["BaiChuanForCausalLM"]})
+    assert seven.rope is not None
+    assert (seven.rope.theta, seven.norm_head, seven.packed_qkv) == (10000, True, True)
+    assert (thirteen.rope, thirteen.head_dim, thirteen.norm_head) == (None, 128, True)
+    assert first.rope is not None
+    assert not first.norm_head
