@@ -63,12 +63,12 @@ def test_an_export_that_differs_from_what_was_trained_does_not_appear(
     """A defect of the field: a scale that is not recorded."""
     real = verify.save_adapter
 
-    def losing(dest, trainable, spec, config, base, check, job):
+    def losing(dest, trainable, spec, config, base, check, job, **more):
         def lose_the_scale(path: pathlib.Path) -> None:
             change(path, lora_alpha=config.alpha * 2)
             check(path)
 
-        return real(dest, trainable, spec, config, base, check=lose_the_scale, job=job)
+        return real(dest, trainable, spec, config, base, check=lose_the_scale, job=job, **more)
 
     monkeypatch.setattr(verify, "save_adapter", losing)
     with pytest.raises(UserError, match="differs from what was trained"):
@@ -105,13 +105,12 @@ def test_an_adapter_for_another_base_is_refused(saved: pathlib.Path):
 
 
 FIELDS: dict[str, Any] = {
-    "use_dora": True,
     "bias": "all",
     "lora_bias": True,
     "fan_in_fan_out": True,
     "peft_type": "IA3",
     "task_type": "TOKEN_CLS",
-    "init_lora_weights": "pissa",
+    "init_lora_weights": "olora",
     "layer_replication": [[0, 2]],
     "trainable_token_indices": [1],
     "use_qalora": True,

@@ -16,6 +16,7 @@ from twins import TOKENS, base, forward, moved, our_logits, trained_logits
 
 from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import FullConfig, LoraConfig
+from meshtune.adapters.kind import Started
 from meshtune.adapters.lora import LoRA
 from meshtune.adapters.method import abstract, prepare
 from meshtune.adapters.peft_format import BaseRecord, save_adapter
@@ -44,7 +45,7 @@ def test_adapters_start_as_peft_starts_them():
     2% of 4 * 8 * 512 draws is about four standard errors of a uniform's deviation.
     """
     weight = ArraySpec((4, 64, 512), "float32", ("layers", "ffn", "embed"))
-    a = LoRA.abstract(weight, LoraConfig(rank=8)).init(jax.random.split(jax.random.key(0), 4), jnp.zeros(()))[0].a
+    a = LoRA.abstract(weight, LoraConfig(rank=8)).drawn(jax.random.split(jax.random.key(0), 4)).a
     theirs = torch.empty(8 * 4, 512)
     torch.nn.init.kaiming_uniform_(theirs, a=5**0.5)
     assert a.shape == (4, 8, 512)
@@ -156,22 +157,28 @@ def test_a_new_kind_of_adapter_is_one_class_and_one_line(monkeypatch: pytest.Mon
         s: object
         PEFT_TENSORS = {"s": "scale.weight"}  # noqa: RUF012
         PEFT_FIELDS = {"peft_type": "TOY"}  # noqa: RUF012
+        PEFT_READ, PEFT_SHARED, ORIGINAL = LoRA.PEFT_READ, {}, False
         rank, scale = 8, 2.0
+        check = check_weight = staticmethod(lambda *told: None)
+        fixed, shared, derived = (staticmethod(hook) for hook in (LoRA.fixed, LoRA.shared, LoRA.derived))
+        fields, options, exported = (staticmethod(hook) for hook in (LoRA.fields, LoRA.options, LoRA.exported))
 
         @classmethod
         def abstract(cls, weight, config, dtype="float32"):
             del config
             return cls(ArraySpec(weight.shape[:-1], dtype, weight.axes[:-1], "ones"))
 
-        def init(self, keys, weight):
-            del keys
-            return Scale(jnp.full(self.s.shape, 2.0)), weight
+        @staticmethod
+        def start(adapter, config, keys, weight, original=None):
+            del config, keys, original
+            return Started(Scale(jnp.full(adapter.s.shape, 2.0)), weight)
 
-        def apply(self, x, weight, key=None, out=None):
-            del key, out
+        def apply(self, x, weight, key=None, out=None, fixed=None):
+            del key, out, fixed
             return (x @ weight.T) * self.s
 
-        def merge(self, weight):
+        def merge(self, weight, fixed=None):
+            del fixed
             return weight * self.s[..., None]
 
     monkeypatch.setitem(ADAPTERS, "toy", Scale)

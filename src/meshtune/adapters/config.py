@@ -15,7 +15,8 @@ class LoraConfig:
     """Low-rank adapters beside frozen weights (https://arxiv.org/abs/2106.09685).
 
     `targets` is 'all-linear' (every linear layer but the head), or module names and patterns, as are `train_modules`,
-    the modules trained in full beside the adapters. `adapter` is a key of `meshtune.adapters.ADAPTERS`.
+    the modules trained in full beside the adapters. `adapter` is a key of `meshtune.adapters.ADAPTERS`; options that
+    begin with a kind's name are that kind's, `svd_iterations` (None: an exact decomposition) pissa's and loftq's.
     Raises UserError for a rank, alpha or dropout that cannot be.
     """
 
@@ -26,6 +27,13 @@ class LoraConfig:
     rslora: bool = False
     train_modules: tuple[str, ...] = ()
     adapter: str = "lora"
+    svd_iterations: int | None = 16
+    pissa_convert: bool = True
+    loftq_iterations: int = 1
+    oft_block_size: int = 32
+    oft_cayley_terms: int | None = 5
+    vera_key: int = 0
+    vera_d_initial: float = 0.1
 
     def __post_init__(self):
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:

@@ -16,8 +16,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from meshtune.adapters.config import LoraConfig
+from meshtune.adapters.kind import Started
+from meshtune.adapters.peft_lora import READ, lora_fields, lora_options
+from meshtune.adapters.refusals import check_rank, no_options
 from meshtune.model.linear import NARROW, matmul, precision
 from meshtune.model.spec import ArraySpec
+from meshtune.model.tree import Tree
 
 
 @jax.tree_util.register_dataclass
@@ -25,9 +29,7 @@ from meshtune.model.spec import ArraySpec
 class LoRA:
     """y = x W^T + scale * (dropout(x) A^T) B^T. A is [R, in], B is [out, R]; stacked layers lead both.
 
-    Any other kind of adapter is a class like this one, registered as a pytree and entered in ADAPTERS: `abstract`,
-    `init`, `apply`, `in_use`, `merge`; PEFT_TENSORS, the PEFT tensor that each array field is stored as; PEFT_FIELDS,
-    what marks the kind in an adapter_config.json.
+    A `fixed` LoRA beside it is subtracted: a product that training began at and that the weight still holds.
     """
 
     a: Any
@@ -37,6 +39,13 @@ class LoRA:
 
     PEFT_TENSORS: ClassVar[dict[str, str]] = {"a": "lora_A.weight", "b": "lora_B.weight"}
     PEFT_FIELDS: ClassVar[dict[str, Any]] = {"peft_type": "LORA", "use_dora": False}
+    PEFT_READ: ClassVar[frozenset[str]] = READ
+    ORIGINAL: ClassVar[bool] = False
+    PEFT_SHARED: ClassVar[dict[str, str]] = {}
+    check = staticmethod(no_options)
+    check_weight = staticmethod(check_rank)
+    fields = staticmethod(lora_fields)
+    options = staticmethod(lora_options)
 
     @classmethod
     def abstract(cls, weight: ArraySpec, config: LoraConfig, dtype: str = "float32") -> LoRA:
@@ -52,13 +61,31 @@ class LoRA:
     def rank(self) -> int:
         return self.a.shape[-2]
 
-    def init(self, keys: Key[Array, "..."], weight: Array) -> tuple[LoRA, Array]:
-        """The concrete adapter of an abstract one, and the weight that stays frozen under it (here: as it is).
+    @staticmethod
+    def fixed(weight: ArraySpec, config: LoraConfig, dtype: str = "float32") -> None:
+        return None
 
-        A is uniform in +-1/sqrt(in), as PEFT draws it, B is zero. `keys` is one key, or one a layer of a stack.
-        """
+    @staticmethod
+    def shared(weights: list[ArraySpec], config: LoraConfig, dtype: str = "float32") -> None:
+        return None
+
+    @staticmethod
+    def derived(adapter: Any, config: LoraConfig, weight: Any) -> None:
+        return None
+
+    @staticmethod
+    def exported(trainable: Tree, frozen: Tree, config: LoraConfig) -> tuple[Tree, LoraConfig]:
+        return trainable, config
+
+    @staticmethod
+    def start(adapter: LoRA, config: LoraConfig, keys: Key[Array, "..."], weight: Any, original: Any = None) -> Started:
+        """A is uniform in +-1/sqrt(in), as PEFT draws it, B is zero; the weight stays as it is."""
+        return Started(adapter.drawn(keys), weight)
+
+    def drawn(self, keys: Key[Array, "..."]) -> LoRA:
+        """The concrete start of an abstract adapter."""
         a = _uniform(keys, self.a.shape[-2:], self.a.dtype)
-        return dataclasses.replace(self, a=a, b=jnp.zeros(self.b.shape, self.b.dtype)), weight
+        return dataclasses.replace(self, a=a, b=jnp.zeros(self.b.shape, self.b.dtype))
 
     def apply(
         self,
@@ -66,30 +93,41 @@ class LoRA:
         weight: Float[Array, "o i"],
         key: Array | None = None,
         out: DTypeLike | None = None,
+        fixed: LoRA | None = None,
     ) -> Float[Array, "*B o"]:
         """The adapted linear layer without its bias, in `out` or x's dtype. `key` turns dropout on."""
         y = matmul(x, weight, out)
-        if key is not None and self.dropout > 0:
-            kept = jax.random.bernoulli(key, 1 - self.dropout, x.shape)
-            x = jnp.where(kept, x / (1 - self.dropout), jnp.zeros((), x.dtype))
+        y = jnp.add(y, self.product(dropped(x, self.dropout, key), y.dtype))
+        return y if fixed is None else y - fixed.product(x, y.dtype)
+
+    def product(self, x: Float[Array, "*B i"], out: DTypeLike) -> Float[Array, "*B o"]:
+        """scale * (x A^T) B^T."""
         # The scale goes onto the narrow product: R numbers a token instead of `out`.
         narrow: Array = checkpoint_name(matmul(x, self.a) * self.scale, NARROW)
-        return jnp.add(y, widen(narrow, self.b, y.dtype))
+        return widen(narrow, self.b, out)
 
     def in_use(self, gathered: Callable[..., Array], axes: tuple[str, str]) -> LoRA:
         """The adapter laid out for computing by `gathered(array, *axes)`; `axes` are the weight's, (out, in)."""
         a, b = gathered(self.a, "rank", axes[1]), gathered(self.b, axes[0], "rank")
         return dataclasses.replace(self, a=a, b=b)
 
-    def merge(self, weight: Float[Array, "*L o i"]) -> Float[Array, "*L o i"]:
+    def merge(self, weight: Float[Array, "*L o i"], fixed: LoRA | None = None) -> Float[Array, "*L o i"]:
         """W + scale * B A, computed in float32, in the weight's dtype."""
-        product = jnp.einsum(
-            "...or,...ri->...oi",
-            self.b.astype(jnp.float32),
-            self.a.astype(jnp.float32),
-            precision=jax.lax.Precision.HIGHEST,
-        )
-        return (weight.astype(jnp.float32) + self.scale * product).astype(weight.dtype)
+        total = weight.astype(jnp.float32) + self.delta()
+        return (total if fixed is None else total - fixed.delta()).astype(weight.dtype)
+
+    def delta(self) -> Float[Array, "*L o i"]:
+        """scale * B A in float32."""
+        a, b = self.a.astype(jnp.float32), self.b.astype(jnp.float32)
+        return self.scale * jnp.einsum("...or,...ri->...oi", b, a, precision=jax.lax.Precision.HIGHEST)
+
+
+def dropped(x: Float[Array, "*B i"], rate: float, key: Array | None) -> Float[Array, "*B i"]:
+    """x with a share of its numbers set to zero and the others enlarged; as it is without a key."""
+    if key is None or rate == 0:
+        return x
+    kept = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(kept, x / (1 - rate), jnp.zeros((), x.dtype))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from meshtune.adapters.method import used_up
+from meshtune.adapters.method import SHARED, used_up
 from meshtune.errors import UserError
 from meshtune.model.tree import Tree, unflatten
 from meshtune.quantize.weight import QuantisedWeight
@@ -29,27 +29,30 @@ def merged(params: Tree) -> Tree:
                 where="lm_head",
                 fix="export the adapter instead of the merged model, or train without lm_head in method.targets",
             )
-        weights[f"{node}/weight"] = _fold(weights.pop(f"{node}/weight"), weights.pop(path))
+        weight, shared = weights.pop(f"{node}/weight"), weights.get(SHARED)
+        fixed = weights.pop(f"{node}/fixed", None) if shared is None else shared.cut(weight.shape)
+        weights[f"{node}/weight"] = _fold(weight, weights.pop(path), fixed)
+    weights.pop(SHARED, None)
     for path, leaf in weights.items():
         if isinstance(leaf, QuantisedWeight):
             weights[path] = _plain(leaf).block_until_ready()
     return unflatten(weights)
 
 
-def _fold(weight: jax.Array | QuantisedWeight, adapter: Any) -> jax.Array:
+def _fold(weight: jax.Array | QuantisedWeight, adapter: Any, fixed: Any) -> jax.Array:
     if isinstance(weight, QuantisedWeight):
-        return _fold_quantised(weight, adapter).block_until_ready()
-    return _fold_in_place(weight, adapter)
+        return _fold_quantised(weight, adapter, fixed).block_until_ready()
+    return _fold_in_place(weight, adapter, fixed)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _fold_in_place(weight: jax.Array, adapter: Any) -> jax.Array:
-    return adapter.merge(weight)
+def _fold_in_place(weight: jax.Array, adapter: Any, fixed: Any) -> jax.Array:
+    return adapter.merge(weight, fixed)
 
 
 @jax.jit
-def _fold_quantised(weight: QuantisedWeight, adapter: Any) -> jax.Array:
-    return adapter.merge(weight.dequantise("float32")).astype(weight.dtype)
+def _fold_quantised(weight: QuantisedWeight, adapter: Any, fixed: Any) -> jax.Array:
+    return adapter.merge(weight.dequantise("float32"), fixed).astype(weight.dtype)
 
 
 @jax.jit

@@ -6,8 +6,9 @@ Trainable and frozen are separate before anything is differentiated, so no gradi
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -17,14 +18,19 @@ from jaxtyping import Array, Key
 
 from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import FreezeConfig, FullConfig, LoraConfig, Method
+from meshtune.adapters.kind import Started
 from meshtune.adapters.layout import restack, uniform
+from meshtune.adapters.refusals import not_of_quantised
 from meshtune.adapters.targets import Module, adapter_targets, fully_trained, modules
 from meshtune.errors import UserError
 from meshtune.mesh.layout import Layout
 from meshtune.model.spec import ArraySpec, ModelSpec, abstract_params
-from meshtune.model.tree import Tree, flatten, unflatten
+from meshtune.model.tree import Tree, flatten, merge, unflatten
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.select import is_quantised, quantised_leaves
+from meshtune.quantize.weight import QuantisedWeight
+
+SHARED = "shared"  # where what all adapters read in common lies in `frozen`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +38,7 @@ class Prepared:
     """A model ready to be trained: `tree.merge(trainable, frozen)` is what the model functions take with `spec`.
 
     `spec` may stack the layers anew, where a method treats layers differently. Adapters are leaves of `trainable` at
-    "<node>/adapter".
+    "<node>/adapter", and what they read and nobody trains are leaves of `frozen` at "<node>/fixed" or "shared".
     """
 
     spec: ModelSpec
@@ -68,11 +74,15 @@ def abstract(
     adapted, trained = _choose(method, spec)
     if quantize is not None:
         _stays_frozen(method, trained, spec)
+        if isinstance(method, LoraConfig) and method.adapter == "pissa":
+            raise not_of_quantised()
     choice: dict[str, Hashable] = dict.fromkeys(trained, "full")
     for name in adapted:
         choice[name] = (choice.get(name), "adapter")
     adapters = _abstract_adapters(method, adapted, trainable_dtype)
     made = arranged(uniform(spec, choice), trained, adapters, trainable_dtype)
+    if isinstance(method, LoraConfig):
+        made = dataclasses.replace(made, frozen=merge(made.frozen, _beside(method, made, trainable_dtype)))
     return dataclasses.replace(made, frozen=unflatten(quantised_leaves(flatten(made.frozen), quantize)))
 
 
@@ -83,13 +93,15 @@ def prepare(
     key: Key[Array, ""],
     trainable_dtype: str = "float32",
     layout: Layout | None = None,
+    original: Callable[[str], Array] | None = None,
 ) -> Prepared:
     """Splits the parameters of a model into trainable ones, in `trainable_dtype`, and frozen ones, as they are.
 
     `params` is used up (its dicts are emptied), so that whatever is restacked or cast exists twice only leaf by leaf.
     An adapter's start depends on `key` and the HF name of its module only: it is the same on every mesh.
     With a layout, on whose mesh `params` were loaded with `abstract(method, spec).spec`, everything lies as it says;
-    every process must then call this.
+    every process must then call this. `original(path)` gives a weight as it was before it was quantised, for adapters
+    that begin at what it lost.
     Raises UserError for whatever the method asks that cannot be.
     """
     plan = abstract(method, spec, trainable_dtype)
@@ -101,28 +113,64 @@ def prepare(
     for name, module in modules(plan.spec).items():
         names.setdefault(module.node, []).append(name)
     trainable: dict[str, Any] = {}
+    kind = ADAPTERS[method.adapter] if isinstance(method, LoraConfig) else None
+    frozen = flatten(plan.frozen)
     for path, leaf in flatten(plan.trainable).items():
         node, _, last = path.rpartition("/")
         if last == "adapter":
-            held = "embed/weight" if node == "head" and plan.spec.tied else f"{node}/weight"
+            held = held_weight(node, plan.spec)
             keys = _keys(key, names[node], node.startswith("layers/"))
-            trainable[path], weights[held] = _start(leaf, keys, weights[held], layout)
+            before = original(held) if original and kind.ORIGINAL and _coded(weights[held]) else None
+            begin = functools.partial(kind.start, leaf, method)
+            fixed = frozen.get(f"{node}/fixed")
+            started = _start(begin, (leaf, fixed), keys, weights[held], before, layout)
+            trainable[path], weights[held] = started.adapter, started.weight
+            if fixed is not None:
+                weights[f"{node}/fixed"] = started.fixed
         else:
             trainable[path] = _cast(weights.pop(path), leaf, layout)
+    if SHARED in frozen:
+        weights[SHARED] = placed(frozen[SHARED].start(), frozen[SHARED], layout)
     return Prepared(plan.spec, unflatten(trainable), unflatten(weights))
 
 
-def _start(adapter: Any, keys: Array, weight: Array, layout: Layout | None) -> tuple[Any, Array]:
-    """An adapter's concrete start and the weight under it; on a mesh every device makes its own part."""
+def _coded(weight: Any) -> bool:
+    return isinstance(weight, QuantisedWeight)
+
+
+def _start(
+    begin: Callable[..., Started], arrays: tuple[Any, Any], keys: Array, weight: Any, before: Any, layout: Layout | None
+) -> Started:
+    """An adapter's concrete start and the weight under it; on a mesh every device makes its own part.
+
+    `arrays` are the adapter and what it reads, abstract.
+    """
     if layout is None:
-        return adapter.init(keys, weight)
+        return begin(keys, weight, before)
     data, kind = np.asarray(jax.random.key_data(keys)), jax.random.key_impl(keys)  # numbers that every process has
 
-    def begin(weight: Array) -> tuple[Any, Array]:
-        return adapter.init(jax.random.wrap_key_data(jnp.asarray(data), impl=kind), weight)
+    def start(weight: Any, before: Any) -> Started:
+        return begin(jax.random.wrap_key_data(jnp.asarray(data), impl=kind), weight, before)
 
-    where = (jax.tree.map(layout.of, adapter), jax.tree.map(lambda array: array.sharding, weight))
-    return jax.jit(begin, donate_argnums=0, out_shardings=where)(weight)
+    adapter, fixed = (jax.tree.map(layout.of, array) for array in arrays)
+    where = Started(adapter, jax.tree.map(lambda array: array.sharding, weight), fixed)
+    return jax.jit(start, donate_argnums=0, out_shardings=where)(weight, before)
+
+
+def placed(array: Any, form: Any, layout: Layout | None) -> Any:
+    """Numbers that every process has in its memory, where a layout has arrays of this form."""
+    if layout is None:
+        return jax.tree.map(jnp.asarray, array)
+
+    def one(numbers: np.ndarray, spec: ArraySpec) -> Array:
+        return jax.make_array_from_callback(numbers.shape, layout.of(spec), lambda index: numbers[index])
+
+    return jax.tree.map(one, array, form)
+
+
+def held_weight(node: str, spec: ModelSpec) -> str:
+    """The path of the weight that a node's adapter adapts: a tied head's is the embedding's."""
+    return "embed/weight" if node == "head" and spec.tied else f"{node}/weight"
 
 
 def _cast(weight: Array, leaf: ArraySpec, layout: Layout | None) -> Array:
@@ -143,7 +191,23 @@ def count(prepared: Prepared) -> Counts:
             adapters += sum(array.size for array in jax.tree.leaves(leaf))
         else:
             full += leaf.size
-    return Counts(adapters, full, sum(leaf.size for leaf in flatten(prepared.frozen).values()))
+    weights = (leaf for path, leaf in flatten(prepared.frozen).items() if not of_adapters(path))
+    return Counts(adapters, full, sum(leaf.size for leaf in weights))
+
+
+def of_adapters(path: str) -> bool:
+    """Whether a leaf of a tree is no weight of the model, but an adapter or what adapters read."""
+    return path == SHARED or path.rpartition("/")[2] in ("adapter", "fixed")
+
+
+def _beside(method: LoraConfig, made: Prepared, dtype: str) -> Tree:
+    """What the adapters of an abstract model read and nobody trains, with ArraySpecs for arrays."""
+    kind, leaves = ADAPTERS[method.adapter], flatten(abstract_params(made.spec))
+    nodes = [path.rpartition("/")[0] for path in flatten(made.trainable) if path.rpartition("/")[2] == "adapter"]
+    weights = {node: leaves[held_weight(node, made.spec)] for node in nodes}
+    found = {f"{node}/fixed": kind.fixed(weight, method, dtype) for node, weight in weights.items()}
+    found[SHARED] = kind.shared(list(weights.values()), method, dtype) if weights else None
+    return unflatten({path: array for path, array in found.items() if array is not None})
 
 
 def arranged(spec: ModelSpec, trained: list[str], adapters: dict[str, Any], dtype: str) -> Prepared:
@@ -158,8 +222,7 @@ def arranged(spec: ModelSpec, trained: list[str], adapters: dict[str, Any], dtyp
     trainable = {path: dataclasses.replace(leaf, dtype=dtype) for path, leaf in leaves.items() if path in full}
     for node, module in first.items():
         if module.name in adapters:
-            weight = leaves["embed/weight" if node == "head" and spec.tied else f"{node}/weight"]
-            trainable[f"{node}/adapter"] = adapters[module.name](weight)
+            trainable[f"{node}/adapter"] = adapters[module.name](leaves[held_weight(node, spec)])
     frozen = {path: leaf for path, leaf in leaves.items() if path not in full}
     return Prepared(spec, unflatten(trainable), unflatten(frozen))
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import ALL_LINEAR, LoraConfig
+from meshtune.adapters.peft_lora import plain
 from meshtune.adapters.targets import Module
 from meshtune.errors import UserError
 
@@ -19,16 +20,11 @@ from meshtune.errors import UserError
 INFORMATION = {
     "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version", "peft_type",
     "megatron_core", "qalora_group_size", "loftq_config", "eva_config", "runtime_config", "ensure_weight_tying",
-    "trainable_modules", "init_lora_weights",
+    "trainable_modules",
 }  # fmt: skip
-READ = {
-    "r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "use_rslora", "rank_pattern",
-    "alpha_pattern", "exclude_modules", "layers_to_transform", "layers_pattern",
-}  # fmt: skip
+READ = {"target_modules", "modules_to_save", "exclude_modules", "layers_to_transform", "layers_pattern"}
 NEUTRAL: dict[str, Any] = {"bias": "none"}
 TASKS = ("CAUSAL_LM", "SEQ_CLS")  # a reward model is a sequence classification model of one label
-# Starts that leave the base as it is; the others (pissa, olora, corda, loftq, lora_ga, ...) change its weights.
-HARMLESS_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +85,8 @@ def read_config(fields: dict[str, Any], where: str) -> PeftConfig:
         known = {kind.PEFT_FIELDS["peft_type"] for kind in ADAPTERS.values()}
         field = "peft_type" if fields.get("peft_type") not in known else "use_dora"
         raise refuse(field, "this kind of adapter is not supported", f"supported: {', '.join(sorted(ADAPTERS))}")
-    told = {field for name in kinds for field in ADAPTERS[name].PEFT_FIELDS}
+    kind = max(kinds, key=lambda name: len(ADAPTERS[name].PEFT_FIELDS))  # the one that is marked most closely
+    told = {*ADAPTERS[kind].PEFT_FIELDS, *ADAPTERS[kind].PEFT_READ}
     for field, value in fields.items():
         if field in INFORMATION or field in READ or field in told or value == NEUTRAL.get(field):
             continue
@@ -97,14 +94,6 @@ def read_config(fields: dict[str, Any], where: str) -> PeftConfig:
             raise refuse(field, "this is not implemented and would change the result")
     if fields.get("task_type") not in (None, *TASKS):
         raise refuse("task_type", "only adapters of causal language models and of reward models are supported")
-    if fields.get("init_lora_weights", True) not in HARMLESS_STARTS:
-        raise refuse(
-            "init_lora_weights",
-            "this start changes the base's weights, which are not in the adapter",
-            "save it with peft's path_initial_model_for_weight_conversion, which makes it a plain LoRA",
-        )
-    if "r" not in fields or "lora_alpha" not in fields:
-        raise UserError("r or lora_alpha is missing", where=where, fix="this is not a complete adapter_config.json")
     for field in ("rank_pattern", "alpha_pattern"):
         for pattern in fields.get(field) or {}:
             try:
@@ -113,20 +102,18 @@ def read_config(fields: dict[str, Any], where: str) -> PeftConfig:
                 raise refuse(field, f"'{pattern}' is not a regular expression ({error})", "mend the pattern") from error
     targets = fields.get("target_modules")
     config = LoraConfig(
-        rank=fields["r"],
-        alpha=float(fields["lora_alpha"]),
-        dropout=float(fields.get("lora_dropout") or 0.0),
+        **ADAPTERS[kind].options(fields, where),
         targets=targets if isinstance(targets, str) else tuple(targets or ()),
-        rslora=bool(fields.get("use_rslora", False)),
         train_modules=tuple(fields.get("modules_to_save") or ()),
-        adapter=kinds[0],
+        adapter=kind,
     )
-    return PeftConfig(fields, kinds[0], config)
+    return PeftConfig(fields, kind, config)
 
 
 def write_config(
     config: LoraConfig,
     base: str,
+    adapted: list[str],
     ranks: dict[str, int],
     alphas: dict[str, float],
     trained: list[str],
@@ -134,29 +121,27 @@ def write_config(
     *,
     scored: bool = False,
 ) -> dict[str, Any]:
-    """The fields for adapters of these ranks and alphas (by HF module), with `trained` modules saved in full.
+    """The fields for adapters of the modules `adapted`, with `trained` modules saved in full; `ranks` and `alphas` are
+    by HF module, empty for kinds that have neither.
 
     `names` are all modules of the model: short names are used where they select exactly the right ones.
     """
     rank_pattern = {name: rank for name, rank in ranks.items() if rank != config.rank}
-    alpha_pattern = {name: _plain(a) for name, a in alphas.items() if not math.isclose(a, config.alpha, rel_tol=1e-9)}
+    alpha_pattern = {name: plain(a) for name, a in alphas.items() if not math.isclose(a, config.alpha, rel_tol=1e-9)}
+    kind = ADAPTERS[config.adapter]
+    patterns = {"rank_pattern": rank_pattern, "alpha_pattern": alpha_pattern} if ranks else {}
     return {
-        **ADAPTERS[config.adapter].PEFT_FIELDS,
+        **kind.fields(config),
+        **kind.PEFT_FIELDS,
         "task_type": TASKS[scored],
         "base_model_name_or_path": base,
         "revision": None,
         "inference_mode": True,
-        "r": config.rank,
-        "lora_alpha": _plain(config.alpha),
-        "lora_dropout": config.dropout,
-        "use_rslora": config.rslora,
-        "target_modules": _shortest(list(ranks), names, "."),
+        "target_modules": _shortest(adapted, names, "."),
         "modules_to_save": _shortest(trained, names, "") or None,
         "bias": "none",
         "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "rank_pattern": rank_pattern,
-        "alpha_pattern": alpha_pattern,
+        **patterns,
         "layers_to_transform": None,
         "layers_pattern": None,
     }
@@ -180,7 +165,3 @@ def _shortest(chosen: list[str], names: list[str], before: str) -> list[str]:
         selected = {other for other in held if other == last or other.endswith(before + last)}
         short.append(last if selected <= wanted else name)
     return sorted(set(short))
-
-
-def _plain(number: float) -> int | float:
-    return int(number) if float(number).is_integer() else float(number)

@@ -19,9 +19,9 @@ import safetensors
 from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.layout import restack, uniform
-from meshtune.adapters.method import arranged, used_up
+from meshtune.adapters.method import SHARED, arranged, held_weight, used_up
 from meshtune.adapters.peft_config import PeftConfig, read_config, write_config
-from meshtune.adapters.peft_tensors import Content, collect, names_of_nodes, read, sort
+from meshtune.adapters.peft_tensors import Content, collect, names_of_nodes, read, read_shared, sort
 from meshtune.adapters.publish import disk_errors, published
 from meshtune.adapters.targets import modules
 from meshtune.errors import UserError
@@ -65,7 +65,7 @@ class LoadedAdapter:
 
     `spec` differs from the base's where layers are adapted differently (its stacks are split) and where the adapter
     unties the head from the embedding. `copies` are weights of the base, by HF module, that peft wrote beside an
-    adapted head.
+    adapted head; `frozen` is what the adapters share.
     """
 
     config: LoraConfig
@@ -73,6 +73,7 @@ class LoadedAdapter:
     trainable: Tree
     base: BaseRecord
     copies: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    frozen: Tree = dataclasses.field(default_factory=dict)
 
 
 def save_adapter(
@@ -82,6 +83,7 @@ def save_adapter(
     config: LoraConfig,
     base: BaseRecord,
     *,
+    shared: Any = None,
     check: Callable[[pathlib.Path], None] | None = None,
     job: Job = ALONE,
 ) -> pathlib.Path:
@@ -90,12 +92,22 @@ def save_adapter(
     `check` is called with the directory before it gets its name, and may raise: `verify.export_adapter` reloads there.
     In a tied model a trained embedding is written as embed_tokens and as lm_head, which every peft keeps equal.
     Where `trainable` is spread over processes all of `job` call this; process 0 writes, a block of a tensor at a time.
+    `shared` is what the adapters read in common.
     Raises UserError where `dest` holds something else than an adapter, and what `check` raises.
     """
     dest = pathlib.Path(dest)
-    written = collect(trainable, spec, config)
+    written = collect(trainable, spec, config, shared)
     names = list(modules(spec))
-    fields = write_config(config, base.path, written.ranks, written.alphas, written.trained, names, scored=spec.scored)
+    fields = write_config(
+        config,
+        base.path,
+        written.adapted,
+        written.ranks,
+        written.alphas,
+        written.trained,
+        names,
+        scored=spec.scored,
+    )
     record = {
         "base": {field: value for field, value in dataclasses.asdict(base).items() if value is not None},
         "rank": config.rank,
@@ -142,7 +154,9 @@ def load_adapter(source: str | os.PathLike[str], spec: ModelSpec, layout: Layout
         spec = uniform(spec, choice)
         trainable = read(arranged(spec, full, makers, "float32").trainable, spec, file, content, layout)
         copies = {module: file.get_tensor(name) for name, module in content.copies.items()}
-        return LoadedAdapter(peft.config, spec, trainable, record_of(file.metadata() or {}, peft), copies)
+        shared = read_shared(spec, file, content, peft, layout) if content.adapted else None
+        frozen = {} if shared is None else {SHARED: shared}
+        return LoadedAdapter(peft.config, spec, trainable, record_of(file.metadata() or {}, peft), copies, frozen)
 
 
 def attach(params: Tree, spec: ModelSpec, adapter: LoadedAdapter) -> tuple[ModelSpec, Tree]:
@@ -167,7 +181,13 @@ def attach(params: Tree, spec: ModelSpec, adapter: LoadedAdapter) -> tuple[Model
         weights["head/weight"] = weights["embed/weight"]
     for path in flatten(adapter.trainable):
         weights.pop(path, None)
-    return adapter.spec, merge(unflatten(weights), adapter.trainable)
+    kind = ADAPTERS[adapter.config.adapter]
+    for path, leaf in flatten(adapter.trainable).items():
+        node, _, last = path.rpartition("/")
+        if last == "adapter":
+            fixed = kind.derived(leaf, adapter.config, weights[held_weight(node, adapter.spec)])
+            weights |= {} if fixed is None else {f"{node}/fixed": fixed}
+    return adapter.spec, merge(merge(unflatten(weights), adapter.trainable), adapter.frozen)
 
 
 def check_base(adapter: LoadedAdapter, path: str, hash: str) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import LoraConfig
+from meshtune.adapters.method import placed
 from meshtune.adapters.peft_config import PeftConfig
 from meshtune.adapters.targets import Module, modules
 from meshtune.errors import UserError
@@ -28,28 +29,33 @@ PREFIX = "base_model.model."
 class Content:
     """Tensor names by HF module: those of adapters by array field, those of modules saved in full by leaf.
 
-    `copies` are the base's own weights, which peft writes beside an adapted lm_head.
+    `copies` are the base's own weights, which peft writes beside an adapted lm_head; `shared` are, by array field, those
+    of what all adapters share.
     """
 
     adapted: dict[str, dict[str, str]]
     full: dict[str, dict[str, str]]
     copies: dict[str, str]
+    shared: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """What an adapter's file will hold: tensors by name, ranks and alphas by adapted HF module, modules in full."""
+    """What an adapter's file will hold: tensors by name, the adapted HF modules, ranks and alphas of those that have
+    them, modules in full."""
 
     tensors: list[Tensor]
+    adapted: list[str]
     ranks: dict[str, int]
     alphas: dict[str, float]
     trained: list[str]
 
 
-def collect(trainable: Tree, spec: ModelSpec, config: LoraConfig) -> Written:
-    """The tensors of a trainable tree. In a tied model a trained embedding is there as embed_tokens and as lm_head."""
+def collect(trainable: Tree, spec: ModelSpec, config: LoraConfig, shared: Any = None) -> Written:
+    """The tensors of a trainable tree, and of what its adapters share. In a tied model a trained embedding is there as
+    embed_tokens and as lm_head."""
     names, among = names_of_nodes(spec), modules(spec)
-    out = Written([], {}, {}, [])
+    out = Written([], [], {}, {}, [])
 
     def add(array: Any, suffix: str, owners: list[str], stacked: bool, axes: tuple[str, ...]) -> None:
         order = row_order(spec, axes)
@@ -66,13 +72,17 @@ def collect(trainable: Tree, spec: ModelSpec, config: LoraConfig) -> Written:
             add(leaf, last, owners, stacked, own[last].axes)
             out.trained.extend(name for name in owners if name not in out.trained)
             continue
-        assert isinstance(leaf, ADAPTERS[config.adapter]), (path, type(leaf), config.adapter)
         axes = _axes_of(leaf, own["weight"], config)
         for field, suffix in leaf.PEFT_TENSORS.items():
             add(getattr(leaf, field), suffix, owners, stacked, axes.get(field, ("whole",)))
-        for name in owners:
-            out.ranks[name] = leaf.rank
-            out.alphas[name] = float(f"{leaf.scale * config.alpha / config.scale(leaf.rank):.12g}")
+        out.adapted.extend(owners)
+        if hasattr(leaf, "scale"):
+            for name in owners:
+                out.ranks[name] = leaf.rank
+                out.alphas[name] = float(f"{leaf.scale * config.alpha / config.scale(leaf.rank):.12g}")
+    for field, name in ADAPTERS[config.adapter].PEFT_SHARED.items():
+        array = getattr(shared, field)
+        out.tensors.append(Tensor(name, array, None, str(array.dtype)))
     out.tensors.sort(key=lambda tensor: tensor.name)
     return out
 
@@ -86,6 +96,10 @@ def sort(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, peft: PeftConfi
     suffixes = {f".{suffix}": field for field, suffix in ADAPTERS[peft.kind].PEFT_TENSORS.items()}
     content = Content({}, {}, {})
     for name in shapes:
+        field = next((field for field, known in ADAPTERS[peft.kind].PEFT_SHARED.items() if known == name), None)
+        if field is not None:
+            content.shared[field] = name
+            continue
         inner = name.removeprefix(PREFIX).replace(".modules_to_save.", ".").replace(".default.", ".")
         suffix = next((s for s in suffixes if inner.endswith(s)), None)
         module, _, leaf = inner.rpartition(".")
@@ -115,7 +129,23 @@ def sort(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, peft: PeftConfi
             raise _missing(f"{PREFIX}{wanted}.weight", where)
     if not content.adapted and not content.full:
         raise UserError("the adapter holds no tensors", where=where, fix="write the adapter again")
+    _check_shared(among, content, shapes, peft, where)
     return content
+
+
+def read_shared(spec: ModelSpec, file: Any, content: Content, peft: PeftConfig, layout: Layout | None) -> Any:
+    """What the adapters of a file share, float32: as it is there, or drawn again where it was left out; or None."""
+    among = modules(spec)
+    form = ADAPTERS[peft.kind].shared([among[name].leaves["weight"] for name in content.adapted], peft.config)
+    if form is None:
+        return None
+    numbers = form.start()
+    if content.shared:
+        found = {field: file.get_tensor(name).astype(np.float32) for field, name in content.shared.items()}
+        numbers = dataclasses.replace(numbers, **found)
+        specs = {field: dataclasses.replace(getattr(form, field), shape=array.shape) for field, array in found.items()}
+        form = dataclasses.replace(form, **specs)
+    return placed(numbers, form, layout)
 
 
 def read(abstract: Tree, spec: ModelSpec, file: Any, content: Content, layout: Layout | None = None) -> Tree:
@@ -188,6 +218,21 @@ def _check_adapter(
         if field not in tensors:
             raise _missing(f"{PREFIX}{module.name}.{suffix}", where)
         _check_shape(tensors[field], shapes, getattr(wanted, field).shape, where, f" for rank {rank}")
+
+
+def _check_shared(
+    among: Mapping[str, Module], content: Content, shapes: Mapping[str, tuple[int, ...]], peft: PeftConfig, where: str
+) -> None:
+    """What is shared is as large as the largest weight needs, or larger."""
+    kind = ADAPTERS[peft.kind]
+    weights = [among[name].leaves["weight"] for name in content.adapted]
+    wanted = kind.shared(weights, peft.config) if weights else None
+    for field, name in kind.PEFT_SHARED.items() if content.shared or peft.fields.get("save_projection") else ():
+        if field not in content.shared:
+            raise _missing(name, where)
+        needed = getattr(wanted, field).shape
+        if len(shapes[name]) != 2 or any(has < need for has, need in zip(shapes[name], needed, strict=True)):
+            _check_shape(name, shapes, needed, where)
 
 
 def _check_shape(

@@ -6,6 +6,7 @@ import dataclasses
 import fnmatch
 from collections.abc import Sequence
 
+from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import ALL_LINEAR, FreezeConfig, LoraConfig
 from meshtune.errors import UserError, nearest
 from meshtune.families import module_names
@@ -84,7 +85,7 @@ def choose(wanted: Sequence[str], among: dict[str, Module], where: str) -> list[
 def adapter_targets(config: LoraConfig, among: dict[str, Module]) -> list[str]:
     """The linear modules to adapt. A pattern means the linear layers among what it matches.
 
-    Raises UserError for unknown names, for names of what is not a linear layer, and for a rank above a layer's size.
+    Raises UserError for unknown names, for names of what is not a linear layer, and for what the kind cannot be there.
     """
     linear = {name: module for name, module in among.items() if module.linear}
     wanted = (config.targets,) if isinstance(config.targets, str) else config.targets
@@ -107,14 +108,10 @@ def adapter_targets(config: LoraConfig, among: dict[str, Module]) -> list[str]:
         if not found:
             raise _unknown(target, linear, "method.targets")
         chosen |= {name: linear[name] for name in found}
+    kind = ADAPTERS[config.adapter]
+    kind.check(config)
     for name, module in chosen.items():
-        if config.rank > min(module.leaves["weight"].shape):
-            out, into = module.leaves["weight"].shape
-            raise UserError(
-                f"rank {config.rank} is above what {name} can use: its weight is {out} x {into}",
-                where="method.rank",
-                fix=f"give at most {min(out, into)}, or leave {name.rpartition('.')[2]} out of method.targets",
-            )
+        kind.check_weight(name, module.leaves["weight"], config)
     if config.dropout and any(module.node == "head" for module in chosen.values()):
         raise UserError(
             "adapters with dropout cannot target lm_head: its loss is computed in chunks without random numbers",

@@ -10,8 +10,9 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.method import Prepared
+from meshtune.adapters.method import SHARED, Prepared, of_adapters
 from meshtune.adapters.peft_format import BaseRecord, attach, load_adapter, save_adapter
 from meshtune.errors import UserError
 from meshtune.mesh.placement import place_batch
@@ -41,7 +42,9 @@ def export_adapter(
     def check(path: pathlib.Path) -> None:
         verify_adapter(path, made, compute, job)
 
-    return save_adapter(dest, made.trainable, made.spec, config, base, check=check, job=job)
+    trainable, form = ADAPTERS[config.adapter].exported(made.trainable, made.frozen, config)
+    shared = made.frozen.get(SHARED)
+    return save_adapter(dest, trainable, made.spec, form, base, shared=shared, check=check, job=job)
 
 
 def verify_adapter(
@@ -55,7 +58,8 @@ def verify_adapter(
     compute = compute or Compute()
     with together(job, "verify: adapter"):
         loaded = load_adapter(path, made.spec, compute.layout)
-    spec, params = attach(unflatten(flatten(made.frozen)), made.spec, loaded)
+    weights = {name: leaf for name, leaf in flatten(made.frozen).items() if not of_adapters(name)}
+    spec, params = attach(unflatten(weights), made.spec, loaded)
     trained = _probe(merge(made.trainable, made.frozen), made.spec, compute)
     written = _probe(params, spec, compute)
     with together(job, "verify: logits"):

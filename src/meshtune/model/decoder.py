@@ -21,7 +21,7 @@ from meshtune.mesh.layout import Layout, constrain
 from meshtune.model.attention import ROTATED, Rows, attend, queries_keys_values
 from meshtune.model.compute import Compute
 from meshtune.model.embedding import embedded
-from meshtune.model.in_use import GATHERED, layer_in_use, on_host
+from meshtune.model.in_use import GATHERED, layer_in_use, on_host, with_shared
 from meshtune.model.layer import fold, laid_out, one_layer
 from meshtune.model.linear import NARROW, PRODUCT, linear
 from meshtune.model.mlp import mlp
@@ -89,6 +89,7 @@ def head_params(params: Tree, spec: ModelSpec) -> Tree:
         return params["score"]
     head = params.get("head", {})
     head = {"weight": params["embed"]["weight"], **head} if spec.tied else head
+    head = with_shared(head, params.get("shared"))
     return head | {"scale": row_scale(head["weight"])} if spec.norm_head and "scale" not in head else head
 
 
@@ -192,7 +193,7 @@ def _through_layers(
     params: Tree, spec: ModelSpec, compute: Compute, carry: Any, layer: Callable[..., Any], *, with_rows: bool = False
 ) -> Any:
     """Carries `carry` through all layers: layer(carry, node, layer spec, number[, key, row]) -> carry."""
-    first = 0
+    first, shared = 0, params.get("shared")
     for s, stack in enumerate(spec.stacks):
         width = len(stack.pattern)
         nodes = {f"{s}.{p}": params["layers"][f"{s}.{p}"] for p in range(width)}
@@ -203,7 +204,7 @@ def _through_layers(
             for p, layer_spec in enumerate(stack.pattern):
                 number = first + row * len(stack.pattern) + p
                 where = (f"{s}.{p}", row) if with_rows else ()
-                node = layer_in_use(nodes[f"{s}.{p}"], spec, f"{s}.{p}", compute.layout)
+                node = layer_in_use(nodes[f"{s}.{p}"], spec, f"{s}.{p}", compute.layout, shared)
                 carry = layer(carry, node, layer_spec, number, *where)
             return carry, None
 

@@ -32,7 +32,7 @@ def loss_split(head: Tree, spec: ModelSpec, layout: Layout | None, shape: tuple[
     def leaf(name: str, x: Any) -> Any:
         if name == "scale":
             return spec_of(x, weight.axes[0])
-        if name == "adapter":
+        if name in ("adapter", "fixed"):
             return x.in_use(spec_of, weight.axes)
         return spec_of(x, *(weight.axes if name == "weight" else arrays[f"head/{name}"].axes))
 
@@ -53,14 +53,27 @@ def _brought(x: jax.Array) -> jax.Array:
     return checkpoint_name(jax.device_put(x, jax.memory.Space.Device), GATHERED)
 
 
-def layer_in_use(node: Tree, spec: ModelSpec, key: str, layout: Layout | None) -> Tree:
+def with_shared(node: Tree, shared: Any) -> Tree:
+    """A node, each adapter in it with its cut of what all adapters share (params["shared"], or None) as `fixed`."""
+    if shared is None:
+        return node
+    flat = flatten(node)
+    for path in [path for path in flat if path.endswith("adapter")]:
+        owner = path.removesuffix("adapter")
+        flat[f"{owner}fixed"] = shared.cut(flat[f"{owner}weight"].shape)
+    return unflatten(flat)
+
+
+def layer_in_use(node: Tree, spec: ModelSpec, key: str, layout: Layout | None, shared: Any = None) -> Tree:
     """One layer's parameters (`node`, without the axis of stacked layers), those of params["layers"][key].
+
+    `shared` is what adapters of all layers read in common.
 
     Left to itself, XLA may rather move activations between devices than gather a weight: for the gradient of a thin
     adapter it would exchange cotangents of full width. Said explicitly, weights are gathered layer by layer, and
     gradients, computed from each device's own rows, are summed and split again.
     """
-    node = jax.tree.map(_brought, node)
+    node = with_shared(jax.tree.map(_brought, node), shared)
     if layout is None:
         return node
     arrays: dict[str, ArraySpec] = flatten(abstract_params(spec)["layers"][key])
@@ -71,7 +84,7 @@ def layer_in_use(node: Tree, spec: ModelSpec, key: str, layout: Layout | None) -
 
     def leaf(path: str, x: Any) -> Any:
         owner, _, last = path.rpartition("/")
-        if last == "adapter":
+        if last in ("adapter", "fixed"):
             return x.in_use(gathered, arrays[f"{owner}/weight"].axes[1:])
         axes = arrays[path].axes[1:]
         if isinstance(x, QuantisedWeight):  # codes travel, not the numbers they stand for

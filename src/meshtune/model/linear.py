@@ -74,12 +74,16 @@ _quantised.defvjp(_quantised_forward, _quantised_backward)
 def linear(
     x: Float[Array, "*B i"], node: Tree, key: Array | None = None, out: DTypeLike | None = None
 ) -> Float[Array, "*B o"]:
-    """A linear layer: node holds `weight`, perhaps `bias`, perhaps an `adapter` with `.apply(x, weight, key, out)`.
+    """A linear layer: node holds `weight`, perhaps `bias`, perhaps an `adapter` with `.apply(x, weight, key, out, fixed)`
+    and what that reads beside it, `fixed`.
 
     `key` is the adapter's source of dropout; without one nothing is dropped.
     """
     adapter = node.get("adapter")
-    y = matmul(x, node["weight"], out) if adapter is None else adapter.apply(x, node["weight"], key, out)
+    if adapter is None:
+        y = matmul(x, node["weight"], out)
+    else:
+        y = adapter.apply(x, node["weight"], key, out, node.get("fixed"))
     if "bias" in node:
         y = y + node["bias"].astype(y.dtype)
     return checkpoint_name(y, PRODUCT)

@@ -61,6 +61,20 @@ def twice_quantised(
     return codes.reshape(-1)[: centred.size].reshape(absmax.shape), largest, offset
 
 
+def twice_quantised_here(
+    absmax: Float[Array, "o n"],
+) -> tuple[UInt8[Array, "o n"], Float[Array, "m"], Float[Array, ""]]:
+    """`twice_quantised` inside a program, the mean in float32."""
+    offset = absmax.mean(dtype=jnp.float32)
+    centred = (absmax - offset).reshape(-1)
+    blocks = jnp.pad(centred, (0, -centred.size % NESTED_BLOCK)).reshape(-1, NESTED_BLOCK)
+    largest = jnp.abs(blocks).max(axis=1)
+    shares = jnp.where(largest > 0, 1 / jnp.where(largest > 0, largest, 1), 0)[:, None] * blocks
+    values = dynamic_map()
+    codes = jnp.searchsorted(jnp.asarray((values[:-1] + values[1:]) / np.float32(2)), shares.reshape(-1))
+    return codes[: centred.size].astype(jnp.uint8).reshape(absmax.shape), largest, offset
+
+
 def restored(
     codes: UInt8[Array, "*L o n"], largest: Float[Array, "*L m"], offset: Float[Array, "*L"]
 ) -> Float[Array, "*L o n"]:

@@ -18,7 +18,7 @@ from meshtune.model.spec import ArraySpec
 from meshtune.quantize import FORMATS
 from meshtune.quantize.config import QuantizeConfig, check_format
 from meshtune.quantize.format import Format, shares
-from meshtune.quantize.scales import nested_blocks, restored, twice_quantised
+from meshtune.quantize.scales import nested_blocks, restored, twice_quantised, twice_quantised_here
 
 
 @jax.tree_util.register_dataclass
@@ -75,6 +75,15 @@ class QuantisedWeight:
             jnp.asarray(offset.reshape(lead)),
             **fixed,
         )
+
+    def requantised(self, numbers: Float[Array, "o i"]) -> QuantisedWeight:
+        """Other numbers of one matrix in this weight's form. Unlike `quantise` also inside jit: where scales are
+        quantised too, their mean is then taken by the device."""
+        codes, absmax = encoded(numbers, format=self.format, block_size=self.block_size)
+        if self.nested is None:
+            return dataclasses.replace(self, codes=codes, scales=absmax)
+        scales, nested, offset = twice_quantised_here(absmax)
+        return dataclasses.replace(self, codes=codes, scales=scales, nested=nested, offset=offset)
 
     @property
     def _kind(self) -> Format:

@@ -1,0 +1,71 @@
+"""LoftQ: LoRA over a quantised base that begins at what quantising lost (https://arxiv.org/abs/2310.08659).
+
+W ~ Q + scale B A: in turns Q is W - scale B A quantised, and B A the best product of its rank for W - Q. With one turn
+Q is W quantised, as under any other adapter, and the result is a plain LoRA for that base.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Key
+
+from meshtune.adapters.config import LoraConfig
+from meshtune.adapters.kind import Started
+from meshtune.adapters.lora import LoRA
+from meshtune.adapters.peft_lora import READ, lora_fields, lora_options
+from meshtune.adapters.principal import principal
+from meshtune.adapters.refusals import check_rank, no_options
+from meshtune.errors import UserError
+from meshtune.quantize.weight import QuantisedWeight
+
+
+class LoftQ:
+    """A kind whose adapters are LoRAs."""
+
+    PEFT_FIELDS: ClassVar[dict[str, Any]] = LoRA.PEFT_FIELDS
+    PEFT_READ: ClassVar[frozenset[str]] = READ
+    PEFT_TENSORS: ClassVar[dict[str, str]] = LoRA.PEFT_TENSORS
+    PEFT_SHARED: ClassVar[dict[str, str]] = {}
+    ORIGINAL: ClassVar[bool] = True
+    abstract = LoRA.abstract
+    check_weight = staticmethod(check_rank)
+    fixed = staticmethod(LoRA.fixed)
+    shared = staticmethod(LoRA.shared)
+    derived = staticmethod(LoRA.derived)
+    exported = staticmethod(LoRA.exported)
+    fields = staticmethod(lora_fields)
+    options = staticmethod(lora_options)
+    check = staticmethod(no_options)
+
+    @staticmethod
+    def start(adapter: LoRA, config: LoraConfig, keys: Key[Array, "..."], weight: Any, original: Any = None) -> Started:
+        """A and B make up for the quantised weight's errors. Raises UserError for a weight that is not quantised."""
+        if not isinstance(weight, QuantisedWeight) or original is None:
+            raise UserError(
+                "loftq begins at what quantising the base lost, and this weight is not quantised",
+                where="method.adapter, quantize",
+                fix="add quantize: nf4, leave lm_head out of method.targets, or use method.adapter: pissa",
+            )
+
+        def one(at: tuple[QuantisedWeight, Array, Array]) -> tuple[QuantisedWeight, Array, Array]:
+            quantised, wide, key = at[0], at[1].astype(jnp.float32), at[2]
+            a, b = _rest(wide, quantised, adapter, config, key)
+            for _ in range(config.loftq_iterations - 1):
+                quantised = quantised.requantised(wide - dataclasses.replace(adapter, a=a, b=b).delta())
+                a, b = _rest(wide, quantised, adapter, config, key)
+            return quantised, a, b
+
+        quantised, a, b = lax.map(one, (weight, original, keys))
+        made = dataclasses.replace(adapter, a=a.astype(adapter.a.dtype), b=b.astype(adapter.b.dtype))
+        return Started(made, quantised if config.loftq_iterations > 1 else weight)
+
+
+def _rest(
+    wide: Float[Array, "o i"], quantised: QuantisedWeight, adapter: LoRA, config: LoraConfig, key: Array
+) -> tuple[Array, Array]:
+    lost = wide - quantised.dequantise("float32")
+    return principal(lost, adapter.rank, adapter.scale, config.svd_iterations, key)

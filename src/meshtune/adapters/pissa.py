@@ -1,0 +1,103 @@
+"""PiSSA: LoRA that begins at the weight's principal components (https://arxiv.org/abs/2404.02948).
+
+The paper takes these components out of the weight. Here the weight stays as it is and their product, kept beside it, is
+subtracted: the same numbers, but the base is never changed, the model without its adapters is the one it started from,
+and the adapter is a plain LoRA of twice the rank at any time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Key
+
+from meshtune.adapters.config import LoraConfig
+from meshtune.adapters.kind import Started
+from meshtune.adapters.lora import LoRA
+from meshtune.adapters.peft_lora import READ, lora_fields, scaled
+from meshtune.adapters.principal import principal
+from meshtune.adapters.refusals import check_rank, no_options, not_of_quantised
+from meshtune.errors import UserError
+from meshtune.model.spec import ArraySpec
+from meshtune.model.tree import Tree, flatten, unflatten
+from meshtune.quantize.weight import QuantisedWeight
+
+
+class PiSSA:
+    """A kind whose adapters are LoRAs, each with the LoRA it began at as `fixed`."""
+
+    PEFT_FIELDS: ClassVar[dict[str, Any]] = {"peft_type": "LORA", "use_dora": False, "init_lora_weights": "pissa"}
+    PEFT_READ: ClassVar[frozenset[str]] = READ
+    PEFT_TENSORS: ClassVar[dict[str, str]] = LoRA.PEFT_TENSORS
+    PEFT_SHARED: ClassVar[dict[str, str]] = {}
+    ORIGINAL: ClassVar[bool] = False
+    abstract = LoRA.abstract
+    check_weight = staticmethod(check_rank)
+    shared = staticmethod(LoRA.shared)
+    fields = staticmethod(lora_fields)
+
+    @staticmethod
+    def check(config: LoraConfig) -> None:
+        no_options(config)
+        if not config.pissa_convert and config.svd_iterations is not None:
+            raise UserError(
+                "PEFT's own form of PiSSA holds no start: whoever loads it decomposes the base again, exactly, and this "
+                "run's start is found by iterations",
+                where="method.pissa_convert, method.svd_iterations",
+                fix="set svd_iterations to null, or leave pissa_convert out, which writes a plain LoRA",
+            )
+
+    @staticmethod
+    def fixed(weight: ArraySpec, config: LoraConfig, dtype: str = "float32") -> LoRA:
+        return dataclasses.replace(LoRA.abstract(weight, config, dtype), dropout=0.0)
+
+    @staticmethod
+    def start(adapter: LoRA, config: LoraConfig, keys: Key[Array, "..."], weight: Any, original: Any = None) -> Started:
+        """A and B are the principal components of the weight, computed in float32, matrix by matrix."""
+        if isinstance(weight, QuantisedWeight):
+            raise not_of_quantised()
+
+        def one(at: tuple[Array, Array]) -> tuple[Array, Array]:
+            return principal(at[0], adapter.rank, adapter.scale, config.svd_iterations, at[1])
+
+        a, b = lax.map(one, (weight, keys)) if weight.ndim > 2 else one((weight, keys))
+        begun = LoRA(a.astype(adapter.a.dtype), b.astype(adapter.b.dtype), adapter.scale)
+        # Arrays of its own: what is trained is given up to every update.
+        trained = dataclasses.replace(jax.tree.map(jnp.copy, begun), dropout=adapter.dropout)
+        return Started(trained, weight, begun)
+
+    @staticmethod
+    def derived(adapter: LoRA, config: LoraConfig, weight: Any) -> LoRA:
+        """What the adapter began at: the principal components of its base."""
+        keys = jax.random.split(jax.random.key(0), weight.shape[:-2])
+        return PiSSA.start(adapter, config, keys, weight).fixed
+
+    @staticmethod
+    def exported(trainable: Tree, frozen: Tree, config: LoraConfig) -> tuple[Tree, LoraConfig]:
+        """Plain LoRAs of twice the rank for the base as it is, or, without `pissa_convert`, PEFT's own form."""
+        return plain_lora(trainable, frozen, config) if config.pissa_convert else (trainable, config)
+
+    @staticmethod
+    def options(fields: dict[str, Any], where: str) -> dict[str, Any]:
+        """An adapter in PEFT's own form was made, and will be used, with an exact decomposition."""
+        return scaled(fields, where) | {"svd_iterations": None, "pissa_convert": False}
+
+
+def plain_lora(trainable: Tree, frozen: Tree, config: LoraConfig) -> tuple[Tree, LoraConfig]:
+    """PiSSA's adapters as LoRAs of twice the rank beside the unchanged base, as PEFT's conversion makes them:
+    B A - B0 A0 = [B, -B0] [A; A0]."""
+    flat, begun = flatten(trainable), flatten(frozen)
+    for path, leaf in flat.items():
+        node, _, last = path.rpartition("/")
+        if last == "adapter":
+            start = begun[f"{node}/fixed"]
+            a = jnp.concatenate([leaf.a, start.a], axis=-2)
+            flat[path] = dataclasses.replace(leaf, a=a, b=jnp.concatenate([leaf.b, -start.b], axis=-1))
+    alpha = config.alpha * (math.sqrt(2) if config.rslora else 2)
+    plain = LoraConfig(2 * config.rank, alpha, config.dropout, config.targets, config.rslora, config.train_modules)
+    return unflatten(flat), plain

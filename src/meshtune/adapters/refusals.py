@@ -1,0 +1,64 @@
+"""What adapters of several kinds cannot be, with the reason and what can."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from meshtune.adapters.config import LoraConfig
+from meshtune.errors import UserError
+from meshtune.model.spec import ArraySpec
+
+# Options that belong to some kinds alone.
+OWN = {
+    "svd_iterations": ("pissa", "loftq"),
+    "pissa_convert": ("pissa",),
+    "loftq_iterations": ("loftq",),
+    "oft_block_size": ("oft",),
+    "oft_cayley_terms": ("oft",),
+    "vera_key": ("vera",),
+    "vera_d_initial": ("vera",),
+}
+
+
+def no_options(config: LoraConfig) -> None:
+    """Raises UserError where an option of another kind of adapter is given."""
+    for field in dataclasses.fields(config):
+        kinds = OWN.get(field.name)
+        if kinds is not None and config.adapter not in kinds and getattr(config, field.name) != field.default:
+            raise UserError(
+                f"{field.name} is {getattr(config, field.name)!r}, which has no meaning with adapter {config.adapter}",
+                where=f"method.{field.name}",
+                fix=f"leave it out, or use method.adapter: {' or '.join(kinds)}",
+            )
+
+
+def without(config: LoraConfig, names: tuple[str, ...], why: str) -> None:
+    """Raises UserError where one of these fields is given."""
+    for field in dataclasses.fields(config):
+        if field.name in names and getattr(config, field.name) != field.default:
+            raise UserError(
+                f"{field.name} is {getattr(config, field.name)!r}, which has no meaning with adapter {config.adapter}: "
+                f"{why}",
+                where=f"method.{field.name}",
+                fix="leave it out",
+            )
+
+
+def not_of_quantised() -> UserError:
+    """What PiSSA says of a quantised base."""
+    return UserError(
+        "PiSSA takes the base apart, and this one is quantised: what quantising lost would be among the parts",
+        where="method.adapter, quantize",
+        fix="use method.adapter: loftq with quantize, or leave quantize out",
+    )
+
+
+def check_rank(name: str, weight: ArraySpec, config: LoraConfig) -> None:
+    """Raises UserError for a rank above the size of a weight [out, in], that of the HF module `name`."""
+    out, into = weight.shape
+    if config.rank > min(out, into):
+        raise UserError(
+            f"rank {config.rank} is above what {name} can use: its weight is {out} x {into}",
+            where="method.rank",
+            fix=f"give at most {min(out, into)}, or leave {name.rpartition('.')[2]} out of method.targets",
+        )
