@@ -8,6 +8,7 @@ RUN     := $(VENV)/.installed-run
 TEST    := $(VENV)/.installed-test
 OUTPUT  ?= runs/quickstart
 PYTEST  := $(PYTHON) -m pytest
+JOBS    ?= 2
 # Apart from .venv: JAX would load every plugin it finds there, in runs that have no use for it.
 COMPILERS := .compilers
 
@@ -22,8 +23,8 @@ quickstart: $(RUN) ## Tune a tiny real model on this machine, in under two minut
 
 install: $(TEST) ## Make .venv with everything, tests and linters included
 
-test: $(TEST) ## The fast tests: minutes, CPU
-	$(PYTEST) --durations=25
+test: $(TEST) ## The fast tests: minutes, CPU; JOBS=1 for one process
+	$(PYTEST) -n $(JOBS) --dist loadfile --durations=25
 
 test-slow: $(TEST) ## Tests on a real 135M model, or of minutes of CPU time
 	$(PYTEST) -m slow

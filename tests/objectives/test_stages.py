@@ -61,7 +61,9 @@ def loss_and_gradient(stage, options, spec, trainable, frozen, arrays):
     return jax.tree.map(np.asarray, both(trainable, {name: jnp.asarray(array[0]) for name, array in arrays.items()}))
 
 
-@pytest.mark.parametrize("stage", OPTIONS)
+@pytest.mark.parametrize(
+    "stage", [stage if stage in ("dpo", "kto") else pytest.param(stage, marks=pytest.mark.slow) for stage in OPTIONS]
+)
 def test_packed_units_equal_units_in_rows_of_their_own(stage, tmp_path):
     """Loss, metrics and gradients of six units: in six rows, and packed into two. Float32 sums in another order."""
     spec, trainable, frozen = adapted()
@@ -136,7 +138,7 @@ def scores_of(reward, tokenizer, rows):
         return reward.eval()(input_ids=padded, attention_mask=mask).logits[:, 0].numpy()
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", [pytest.param("full", marks=pytest.mark.slow), "lora"])
 def test_a_reward_model_reloads_in_transformers_with_equal_scores(method, model, tmp_path):
     from meshtune.model.decoder import hidden_states, scores
     from meshtune.weights.load import load_params, load_spec
@@ -168,6 +170,7 @@ def test_a_reward_model_reloads_in_transformers_with_equal_scores(method, model,
         load(result.path)
 
 
+@pytest.mark.slow
 def test_a_full_run_compares_with_its_start_kept_on_disk(model, tmp_path, monkeypatch):
     monkeypatch.setenv("MESHTUNE_CACHE", str(tmp_path / "cache"))
     run(model, tmp_path, "stage=dpo", "method=full")

@@ -92,6 +92,7 @@ def test_a_run_learns_and_its_adapter_says_what_it_was_trained_on(run, model):
     assert not any("codes" in name or "scales" in name for name in names), "the base is in no checkpoint"
 
 
+@pytest.mark.slow
 def test_resumed_equals_uninterrupted(run, model, texts, tmp_path):
     output = tmp_path / "run"
     shutil.copytree(run, output)

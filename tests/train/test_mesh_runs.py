@@ -60,6 +60,7 @@ def same(found: pathlib.Path, expected: pathlib.Path, count: int) -> None:
         assert difference < WEIGHTS, f"{name}: {difference:.1e}"
 
 
+@pytest.mark.slow
 def test_a_run_moves_from_eight_devices_to_four(tmp_path: pathlib.Path):
     """Stopped by SIGTERM after update 4, 5 or 6 (what was under way is finished), and resumed on another mesh."""
     path = write(tmp_path, **LORA, train={"steps": 8})

@@ -68,7 +68,7 @@ def assert_same(one, other, tolerance=1e-5):
         np.testing.assert_allclose(other[path], leaf, atol=bound, rtol=0, err_msg=path)
 
 
-@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_micro_batches_equal_one_big_batch(tiny, count):
     """Also where one micro-batch has far fewer supervised tokens than another: no mean of means."""
     batch = pack([[d] for d in documents(8)], 16)
@@ -131,7 +131,14 @@ def test_a_non_finite_micro_batch_is_named_and_not_applied(tiny):
         np.testing.assert_array_equal(trained[path], leaf)
 
 
-@pytest.mark.parametrize("change", [{"scan": False}, {"remat": "full"}, {"attention": "blockwise"}, {"loss_chunk": 3}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scan": False},
+        *(pytest.param(change, marks=pytest.mark.slow) for change in ({"remat": "full"}, {"attention": "blockwise"})),
+        {"loss_chunk": 3},
+    ],
+)
 def test_thirty_steps_do_not_depend_on_how_they_are_computed(tiny, change):
     """Trajectories of 30 SGD steps; rounding differences grow, so 1e-4 relative on every loss."""
     spec, params = tiny

@@ -51,10 +51,10 @@ def run(tiny, batches, config, method=None, steps=3, compute=COMPUTE, **options)
 @pytest.mark.parametrize(
     ("name", "method", "atol"),
     [
-        ("sgd", FullConfig(), 2e-6),
+        pytest.param("sgd", FullConfig(), 2e-6, marks=pytest.mark.slow),
         ("adamw", FreezeConfig(last_layers=2), 2e-5),
-        ("adamw8bit", FullConfig(), 2e-5),
-        ("galore", FullConfig(), 2e-5),
+        pytest.param("adamw8bit", FullConfig(), 2e-5, marks=pytest.mark.slow),
+        pytest.param("galore", FullConfig(), 2e-5, marks=pytest.mark.slow),
     ],
 )
 def test_a_fused_update_equals_one_with_all_gradients_at_hand(tiny, batches, name, method, atol):
@@ -151,7 +151,7 @@ def temporaries(config, spec):
     return whole, facts.temp_size_in_bytes, facts.alias_size_in_bytes >= kept
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "badam"])
+@pytest.mark.parametrize("name", [pytest.param("sgd", marks=pytest.mark.slow), "adamw", "badam"])
 def test_no_whole_gradient_exists_in_the_compiled_program(name):
     """All temporaries together take less than a fifth of what all gradients would (a layer is a 24th, and there are its
     gradient and its parameters and state, new and old), and the ordinary step's more."""
