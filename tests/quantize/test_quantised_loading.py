@@ -48,10 +48,11 @@ def same(ours, theirs):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
 
-directory, meshes = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
+directory, formats, meshes = pathlib.Path(sys.argv[1]), sys.argv[2].split(","), json.loads(sys.argv[3])
 spec, _ = load_spec(directory)
 full = load_params(directory, spec)
-for config in (QuantizeConfig("nf4"), QuantizeConfig("int8", 32, False), QuantizeConfig("fp8", 128)):
+configs = {"nf4": QuantizeConfig("nf4"), "int8": QuantizeConfig("int8", 32, False), "fp8": QuantizeConfig("fp8", 128)}
+for config in map(configs.get, formats):
     one = load_params(directory, spec, quantize=config)
     quantised = 0
     for path, leaf in flatten(one).items():
@@ -84,16 +85,19 @@ def small(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "meshes",
+    ("formats", "meshes"),
     [
-        [{"fsdp": 2, "cp": 2, "tp": 2}],
-        pytest.param([{"fsdp": 8}, {"dp": 2, "tp": 4}], marks=pytest.mark.slow),
+        ("nf4", [{"fsdp": 2, "cp": 2, "tp": 2}]),
+        pytest.param("nf4,int8,fp8", [{"fsdp": 8}, {"dp": 2, "tp": 4}], marks=pytest.mark.slow),
     ],
 )
-def test_every_mesh_holds_the_codes_of_one_device_split_as_the_weight_would_be(small, meshes):
+def test_every_mesh_holds_the_codes_of_one_device_split_as_the_weight_would_be(small, formats, meshes):
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     ran = subprocess.run(
-        [sys.executable, "-c", ON_MESHES, str(small), json.dumps(meshes)], capture_output=True, text=True, env=env
+        [sys.executable, "-c", ON_MESHES, str(small), formats, json.dumps(meshes)],
+        capture_output=True,
+        text=True,
+        env=env,
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
     assert ran.stdout.splitlines()[-1] == "same"
