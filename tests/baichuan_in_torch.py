@@ -146,7 +146,7 @@ class Model(nn.Module):
 
 
 class Baichuan(nn.Module):
-    """`forward(tokens [B, T])` gives logits [B, T, V]."""
+    """`forward(tokens [B, T])` gives logits [B, T, V]; what else transformers' models are given is left alone."""
 
     def __init__(self, fields: dict, seed: int = 0):
         super().__init__()
@@ -162,8 +162,8 @@ class Baichuan(nn.Module):
                 if path == "lm_head.weight":  # rows of very different length
                     weight.mul_(torch.linspace(0.1, 3.0, vocab)[:, None])
 
-    def forward(self, tokens):
-        return self.lm_head(self.model(tokens))
+    def forward(self, input_ids, **_):
+        return self.lm_head(self.model(input_ids))
 
     def prepare_inputs_for_generation(self, tokens):
         """What peft asks a causal language model to have."""

@@ -16,6 +16,8 @@ from safetensors.numpy import load_file, save_file
 from baichuan_in_torch import SEVEN, THIRTEEN, Baichuan
 from meshtune.errors import UserError
 from meshtune.families import hf_names, model_spec
+from meshtune.generate.engine import Engine
+from meshtune.kernels.attention import AttentionRequest, choose
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import hidden_states, logits
 from meshtune.model.tree import flatten
@@ -131,3 +133,74 @@ def test_the_published_configs_are_read():
     assert (thirteen.rope, thirteen.head_dim, thirteen.norm_head) == (None, 128, True)
     assert first.rope is not None
     assert not first.norm_head
+
+
+def packed(spec, params, compute):
+    """Logits of two documents in one row and of each alone."""
+    lengths = (70, 50)
+    tokens = rows(120, batch=1)
+    positions = np.concatenate([np.arange(n) for n in lengths])[None].astype(np.int32)
+    segments = np.repeat([1, 2], lengths)[None].astype(np.int32)
+    hidden = hidden_states(params, spec, compute, jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(segments))
+    together = logits(params, spec, hidden)[0]
+    apart = [our_logits(params, spec, tokens[:, :70])[0], our_logits(params, spec, tokens[:, 70:])[0]]
+    return np.asarray(together), np.concatenate(apart)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention": "blockwise"},
+        pytest.param({"attention": "direct"}, marks=pytest.mark.slow),
+        {"attention": "blockwise", "attention_chunk": 40, "mlp_chunk": 32},
+    ],
+    ids=["blockwise", "direct", "chunks"],
+)
+def test_packed_documents_with_biases_by_distance_equal_documents_alone(tmp_path, changes):
+    """2e-5: the same sums in blocks. Distances are counted within a document."""
+    folder, _ = directory(tmp_path, THIRTEEN)
+    spec, _ = load_spec(folder)
+    together, apart = packed(spec, load_params(folder, spec), Compute(**changes))
+    np.testing.assert_allclose(together, apart, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.slow
+def test_gradients_by_chunks_and_blocks_equal_those_of_plain_products(tmp_path):
+    """1e-5 of each array's largest. By chunks W_pack is used twice, and its gradient is the sum of both."""
+    folder, _ = directory(tmp_path, THIRTEEN)
+    spec, _ = load_spec(folder)
+    params, tokens = load_params(folder, spec), rows(80)
+
+    def gradient(compute):
+        return flatten(jax.jit(jax.grad(lambda p: jnp.mean(our_logits(p, spec, tokens, compute) ** 2)))(params))
+
+    plain = gradient(Compute(attention="direct"))
+    cut = gradient(Compute(attention="blockwise", attention_chunk=32, mlp_chunk=24, remat="full"))
+    for path, leaf in plain.items():
+        np.testing.assert_allclose(cut[path], leaf, atol=1e-5 * float(jnp.abs(leaf).max()), rtol=0, err_msg=path)
+
+
+@pytest.mark.parametrize("size", [pytest.param("7B", marks=pytest.mark.slow), "13B"])
+def test_generation_equals_the_equations(tmp_path, size):
+    """Greedy, with the cache here and without one there: the same tokens."""
+    folder, model = directory(tmp_path, SIZES[size], seed=2)
+    spec, _ = load_spec(folder)
+    engine = Engine(load_params(folder, spec), spec, Compute(attention="auto"))
+    prompts = [rows(11, 1)[0].tolist(), rows(5, 1, seed=1)[0].tolist()]
+    for prompt, found in zip(prompts, engine.generate(prompts, max_tokens=20), strict=True):
+        text = list(prompt)
+        with torch.no_grad():
+            for _ in range(20):
+                text.append(int(model(torch.tensor([text]))[0, -1].argmax()))
+        assert found == text[len(prompt) :]
+
+
+@pytest.mark.parametrize("backend", ["splash", "cudnn", "triton"])
+def test_kernels_without_biases_say_so(backend):
+    facts = {"splash": ("tpu", "TPU v5 lite"), "cudnn": ("cuda", "sm_90a"), "triton": ("cuda", "sm_90a")}[backend]
+    request = AttentionRequest(
+        1, 4096, 4096, 40, 40, 128, "bfloat16", facts[0], 1.0, aligned=True, packed=False, alibi=True, chip=facts[1]
+    )
+    with pytest.raises(UserError, match=rf"{backend}: .*\(ALiBi\)"):
+        choose(request, backend)
+    assert choose(request)[0].name == "blockwise"

@@ -16,18 +16,22 @@ from meshtune.model.tree import flatten
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """One Hugging Face module: its name, the tree node and row that hold it, and its leaves (without a layers axis)."""
+    """One Hugging Face module: its name, the tree node and row that hold it, and its leaves (without a layers axis).
+
+    `plain` says that it multiplies by its weight as it is.
+    """
 
     name: str
     node: str
     row: int | None
     layer: int | None
     leaves: dict[str, ArraySpec]
+    plain: bool = True
 
     @property
     def linear(self) -> bool:
-        """Whether an adapter can sit beside it: every matrix but the embedding table."""
-        return self.node != "embed" and "weight" in self.leaves and len(self.leaves["weight"].shape) == 2
+        """Whether an adapter can sit beside it: every matrix but the embedding table and a head of normalised rows."""
+        return self.node != "embed" and self.plain and "weight" in self.leaves and len(self.leaves["weight"].shape) == 2
 
     @property
     def site(self) -> str:
@@ -49,7 +53,8 @@ def modules(spec: ModelSpec) -> dict[str, Module]:
     found: dict[str, Module] = {}
     for node, own in leaves.items():
         if not node.startswith("layers/"):
-            found[named[node][0]] = Module(named[node][0], node, None, None, own)
+            plain = not (spec.norm_head and node == "head")
+            found[named[node][0]] = Module(named[node][0], node, None, None, own, plain)
             continue
         rows = numbers[node.split("/", 2)[1]]
         each = {name: ArraySpec(a.shape[1:], a.dtype, a.axes[1:], a.init) for name, a in own.items()}

@@ -24,7 +24,7 @@ from meshtune.adapters.lora import LoRA, dropped
 from meshtune.adapters.refusals import check_rank, no_options, without
 from meshtune.errors import UserError
 from meshtune.model.linear import NARROW, matmul
-from meshtune.model.spec import ArraySpec
+from meshtune.model.spec import PACKED, ArraySpec
 
 
 @jax.tree_util.register_dataclass
@@ -69,7 +69,6 @@ class VeRA:
         {"r", "vera_dropout", "projection_prng_key", "save_projection", "d_initial", "init_weights"}
     )
     ORIGINAL: ClassVar[bool] = False
-    check_weight = staticmethod(check_rank)
     PEFT_SHARED: ClassVar[dict[str, str]] = Projections.PEFT_TENSORS
     fixed = staticmethod(LoRA.fixed)
     derived = staticmethod(LoRA.derived)
@@ -84,6 +83,17 @@ class VeRA:
                 f"vera_key {config.vera_key} or vera_d_initial {config.vera_d_initial} cannot be",
                 where="method.vera_key, method.vera_d_initial",
                 fix="give a key from 0, and a number such as 0.1",
+            )
+
+    @staticmethod
+    def check_weight(name: str, weight: ArraySpec, config: LoraConfig) -> None:
+        check_rank(name, weight, config)
+        if PACKED in weight.axes:
+            raise UserError(
+                f"VeRA cannot adapt {name}: the rows of its shared projection have an order, that of the file, and "
+                "queries, keys and values made at once lie in another in memory",
+                where="method.targets",
+                fix=f"leave {name.rpartition('.')[2]} out of method.targets, or use adapter: lora or dora",
             )
 
     @classmethod

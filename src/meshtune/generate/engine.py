@@ -20,7 +20,7 @@ from meshtune.errors import UserError
 from meshtune.generate.sampling import Knobs, Sampling, Switches, compiled_form, next_token
 from meshtune.mesh.layout import constrain
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import Cache, forward_cached, init_cache, logits
+from meshtune.model.decoder import Cache, forward_cached, head_params, init_cache, logits
 from meshtune.model.spec import ModelSpec
 from meshtune.model.tree import Tree
 
@@ -152,7 +152,7 @@ class Run:
         self._stopped[row] = True
 
     def __iter__(self) -> Iterator[list[list[int]]]:
-        params, count = self._engine.params, len(self._rows)
+        params, count = _with_head_settled(self._engine.params, self._engine.spec), len(self._rows)
         longest = max(row.size for row in self._rows)
         length = min(bucket(longest), self._engine.context)
         tokens = np.zeros((self._computed, length), np.int32)
@@ -184,6 +184,18 @@ class Run:
                 where=f"prompt {row}" if len(self._rows) > 1 else None,
                 fix="the weights overflow in this dtype (try float32), or hold NaN or infinity",
             )
+
+
+def _with_head_settled(params: Tree, spec: ModelSpec) -> Tree:
+    """With what the rows of a normalised head are divided by, once for all tokens to come."""
+    if not spec.norm_head or spec.scored:
+        return params
+    return params | {"head": params["head"] | {"scale": _head_scale(params["head"], spec=spec)}}
+
+
+@partial(jax.jit, static_argnames="spec")
+def _head_scale(head: Tree, *, spec: ModelSpec) -> Array:
+    return head_params({"head": head}, spec)["scale"]
 
 
 def _rows(n: int) -> int:

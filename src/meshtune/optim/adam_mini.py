@@ -1,7 +1,8 @@
 """Adam-mini: one second moment for each block of a parameter (https://arxiv.org/abs/2406.16793).
 
-The blocks are those of the authors' code: a head of the queries and of the keys, a row of every other matrix (a neuron,
-or a token of the embedding and of the output head), a norm's whole vector; biases have a moment for every number.
+The blocks are those of the authors' code: a head of the queries and of the keys (and of the values, where one
+projection makes all three), a row of every other matrix (a neuron, or a token of the embedding and of the output head),
+a norm's whole vector; biases have a moment for every number.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from meshtune.optim.adam import adamw, direction, moments
 from meshtune.optim.config import OptimizerConfig
 from meshtune.optim.rule import At, Rule, Rules, State, descent, kept
 
-BY_HEAD = ("attn/q/weight", "attn/k/weight")
+BY_HEAD = ("attn/q/weight", "attn/k/weight", "attn/qkv/weight")
 
 
 def adam_mini(config: OptimizerConfig, spec: ModelSpec | None) -> Rules:

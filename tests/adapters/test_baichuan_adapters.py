@@ -1,0 +1,110 @@
+"""Adapters of Baichuan2: one on W_pack, as peft makes it; and its head, which is no linear layer, trained in full."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import peft
+import pytest
+import torch
+from twins import TOKENS, moved, our_logits, trained_logits
+
+from baichuan_in_torch import SEVEN, Baichuan
+from meshtune.adapters.config import LoraConfig
+from meshtune.adapters.merge import merged
+from meshtune.adapters.method import prepare
+from meshtune.adapters.peft_format import BaseRecord, attach, load_adapter, save_adapter
+from meshtune.errors import UserError
+from meshtune.families import hf_names, model_spec
+from meshtune.model.tree import flatten, unflatten
+from meshtune.weights.row_order import row_order
+from meshtune.weights.slots import slots
+
+EVERY = ["W_pack", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def base():
+    """Our tree of the torch model's weights."""
+    spec, model = model_spec(SEVEN), Baichuan(SEVEN)
+    tensors = {name: weight.detach().numpy() for name, weight in model.named_parameters()}
+    order = {slot.name: slot.order for slot in slots(spec)}
+    tensors = {name: own.in_memory(each) if (own := order[name]) else each for name, each in tensors.items()}
+    leaves = {
+        path: jnp.asarray(np.stack([tensors[n] for n in names]) if path.startswith("layers/") else tensors[names[0]])
+        for path, names in hf_names(spec).items()
+    }
+    return spec, unflatten(leaves)
+
+
+def torch_logits(model) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.from_numpy(TOKENS.astype(np.int64))).numpy()
+
+
+def test_an_adapter_of_peft_has_the_same_logits_here_and_back(tmp_path: pathlib.Path):
+    """1e-4: float32 sums in two orders."""
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=EVERY, modules_to_save=["lm_head"]
+    )
+    model = peft.get_peft_model(Baichuan(SEVEN), config)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    expected = torch_logits(model.eval())
+    model.save_pretrained(str(tmp_path / "theirs"))
+    spec, params = base()
+    loaded = load_adapter(tmp_path / "theirs", spec)
+    pack = flatten(loaded.trainable)["layers/0.0/attn/qkv/adapter"]
+    assert (pack.a.shape, pack.b.shape) == ((2, 4, 32), (2, 96, 4))
+    new, params = attach(params, spec, loaded)
+    np.testing.assert_allclose(our_logits(params, new), expected, atol=1e-4)
+    save_adapter(tmp_path / "ours", loaded.trainable, loaded.spec, loaded.config, loaded.base)
+    again = peft.PeftModel.from_pretrained(Baichuan(SEVEN), str(tmp_path / "ours")).eval()
+    np.testing.assert_allclose(torch_logits(again), expected, atol=1e-4)
+    np.testing.assert_allclose(our_logits(merged(params), new), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["lora", pytest.param("dora", marks=pytest.mark.slow)])
+def test_every_linear_layer_is_what_peft_makes_of_it(tmp_path: pathlib.Path, kind: str):
+    """DoRA keeps a number for each row of W_pack: in a file they are in the file's order."""
+    spec, params = base()
+    method = LoraConfig(rank=4, targets="all-linear", adapter=kind)
+    made = prepare(method, spec, params, jax.random.key(0))
+    assert {path.split("/")[-2] for path in flatten(made.trainable)} == {"qkv", "o", "gate", "up", "down"}
+    made = dataclasses.replace(made, trainable=moved(made.trainable))
+    expected = trained_logits(made)
+    save_adapter(tmp_path / "ours", made.trainable, made.spec, method, BaseRecord("base"))
+    there = peft.PeftModel.from_pretrained(Baichuan(SEVEN), str(tmp_path / "ours")).eval()
+    np.testing.assert_allclose(torch_logits(there), expected, atol=1e-4)
+
+
+def test_a_head_of_normalised_rows_has_no_adapter():
+    spec, params = base()
+    with pytest.raises(UserError, match="'lm_head' is not a linear layer") as error:
+        prepare(LoraConfig(targets=("W_pack", "lm_head")), spec, params, jax.random.key(0))
+    assert "method.train_modules: ['lm_head']" in str(error.value)
+
+
+def test_vera_says_why_it_cannot_adapt_the_packed_projection():
+    spec, params = base()
+    with pytest.raises(UserError, match=r"VeRA cannot adapt model\.layers\.0\.self_attn\.W_pack"):
+        prepare(LoraConfig(rank=4, adapter="vera"), spec, params, jax.random.key(0))
+
+
+def test_rows_go_to_memory_and_back():
+    order = row_order(model_spec(SEVEN), ("packed_heads",))
+    assert order is not None
+    rows = np.arange(96)
+    there = order.in_memory(rows)
+    assert there[:24].tolist() == [*range(8), *range(32, 40), *range(64, 72)]
+    for start, stop in ((0, 96), (5, 6), (7, 41), (90, 96)):
+        runs = [rows[run.file : run.file + run.rows] for run in order.between(start, stop)]
+        assert np.concatenate(runs).tolist() == there[start:stop].tolist()
+    for run in order.runs():
+        assert there[run.memory : run.memory + run.rows].tolist() == rows[run.file : run.file + run.rows].tolist()
