@@ -14,12 +14,16 @@ UPDATES, MICRO, ROWS, LENGTH, VOCAB = 3, 2, 4, 64, 128
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`compute` are fields of model.compute.Compute."""
+    """`compute` are fields of model.compute.Compute. A `fused` case is compared with an ordinary step."""
 
     mesh: dict[str, int]
     compute: dict[str, Any]
     method: str = "lora"
     quantize: bool = False
+    optimizer: str = "adamw"
+    fused: bool = False
+    vocab: int = VOCAB
+    tied: bool = False
 
 
 ALL = ("residual", "optimizer", "weights")
@@ -32,15 +36,22 @@ CASES = {
     "fsdp=2 tp=2, full": Case(
         {"fsdp": 2, "tp": 2}, {"remat": "selective", "offload": ("residual", "optimizer"), "mlp_chunk": 24}, "full"
     ),
+    "fused, all": Case({}, {"remat": "full", "offload": ALL}, "full", fused=True, vocab=200),
+    "fused, weights, 8 bits": Case(
+        {}, {"remat": "full", "offload": ("optimizer", "weights")}, "full", optimizer="adamw8bit", fused=True
+    ),
+    "fused, tied, muon": Case({}, {"remat": "full", "offload": ALL}, "full", optimizer="muon", fused=True, tied=True),
+    "fused, the upper layers": Case({}, {"remat": "full", "offload": ALL}, "freeze", fused=True),
+    "fused, fsdp=2 tp=2, all": Case({"fsdp": 2, "tp": 2}, {"remat": "full", "offload": ALL}, "full", fused=True),
     "fsdp=2 cp=2, chunks": Case({"fsdp": 2, "cp": 2}, {"remat": "full", "mlp_chunk": 8, "offload": ("residual",)}),
 }
 
 
-def batch() -> dict[str, Any]:
-    """[MICRO, ROWS, LENGTH]: two documents a row, half of the positions supervised."""
+def batch(micro: int = MICRO, rows: int = ROWS) -> dict[str, Any]:
+    """[micro, rows, LENGTH]: two documents a row, half of the positions supervised."""
     import numpy as np
 
-    rng, shape = np.random.default_rng(3), (MICRO, ROWS, LENGTH)
+    rng, shape = np.random.default_rng(3), (micro, rows, LENGTH)
     tokens = rng.integers(0, VOCAB, (*shape[:2], LENGTH + 1)).astype(np.int32)
     segments = np.broadcast_to(np.repeat([1, 2], [24, LENGTH - 24]), shape).astype(np.int32)
     positions = np.broadcast_to(np.r_[:24, : LENGTH - 24], shape).astype(np.int32)
@@ -59,7 +70,7 @@ def updates(case: Case, *, offloaded: bool) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from meshtune.adapters.config import FullConfig, LoraConfig
+    from meshtune.adapters.config import FreezeConfig, FullConfig, LoraConfig
     from meshtune.adapters.method import abstract, prepare
     from meshtune.families import model_spec
     from meshtune.kernels.attention import balanced_order
@@ -73,15 +84,17 @@ def updates(case: Case, *, offloaded: bool) -> dict[str, Any]:
     from meshtune.optim.build import OptimizerConfig, make_optimizer
     from meshtune.quantize.config import QuantizeConfig
     from meshtune.quantize.weight import QuantisedWeight
+    from meshtune.train import update
     from meshtune.train.step import abstract_state, init_state, make_train_step
 
     config = {
-        "model_type": "llama", "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128,
+        "model_type": "llama", "vocab_size": case.vocab, "hidden_size": 64, "intermediate_size": 128,
         "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
         "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
-        "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "initializer_range": 0.1,
+        "tie_word_embeddings": case.tied, "attention_bias": False, "mlp_bias": False, "initializer_range": 0.1,
     }  # fmt: skip
     placement.WORTH = 1  # this model's arrays are all small
+    update.PIECE = 4 * 64 * 48  # 48 rows of the embedding
     spec = model_spec(config, "float32")
     params = init_params(spec, jax.random.key(1))
     quantize = QuantizeConfig("nf4", 32, True) if case.quantize else None
@@ -91,11 +104,14 @@ def updates(case: Case, *, offloaded: bool) -> dict[str, Any]:
             for path, leaf in flatten(params).items()
         }
         params = unflatten(leaves)
-    method = FullConfig() if case.method == "full" else LoraConfig(rank=8)
+    method = {"full": FullConfig(), "freeze": FreezeConfig(last_layers=2), "lora": LoraConfig(rank=8)}[case.method]
     arrays = abstract(method, spec, "float32", quantize)
     made = prepare(method, spec, params, jax.random.key(2))
-    made_optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3, weight_decay=0.1), 9, arrays.trainable, spec)
-    optimizer, layout, order = made_optimizer[0], None, None
+    fused = case.fused and offloaded
+    # Adam's first updates turn differences in gradients near zero into some of their own size, but for eps.
+    eps = 1e-4 if case.fused else 1e-8
+    chosen = OptimizerConfig(case.optimizer, learning_rate=1e-3, weight_decay=0.1, eps=eps, fused=fused)
+    optimizer, layout, order = make_optimizer(chosen, 9, arrays.trainable, arrays.spec)[0], None, None
     trainable, frozen = made.trainable, made.frozen
     mesh = MeshConfig(**case.mesh)
     if mesh.devices > 1:
@@ -110,13 +126,21 @@ def updates(case: Case, *, offloaded: bool) -> dict[str, Any]:
         frozen = placement.moved(frozen, placement.waiting(like, stacked_only=True))
     compute = Compute(loss_chunk=16, layout=layout, **fields)
     like = abstract_state(arrays.trainable, optimizer, layout, offload) if layout or offload else None
+    if like is not None:
+        trainable = placement.moved(trainable, like.trainable)
     state = init_state(trainable, optimizer, like)
     step = make_train_step(
-        OBJECTIVES["sft"], arrays.spec, compute, optimizer, max_grad_norm=1.0, abstract=arrays.trainable
+        OBJECTIVES["sft"],
+        arrays.spec,
+        compute,
+        optimizer,
+        max_grad_norm=None if case.fused else 1.0,
+        abstract=arrays.trainable,
     )
+    rows = batch(1, MICRO * ROWS) if case.fused else batch()
     found: dict[str, Any] = {"loss": [], "grad_norm": []}
     for _ in range(UPDATES):
-        state, metrics = step(state, frozen, placement.place_batch(batch(), layout, order), np.int32(7))
+        state, metrics = step(state, frozen, placement.place_batch(rows, layout, order), np.int32(7))
         for name in found:
             found[name].append(float(metrics[name]))
     kinds = {

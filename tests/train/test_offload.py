@@ -15,6 +15,7 @@ from offload_cases import CASES, UPDATES
 # Bringing a number from the host changes no bit. What differs is how XLA fuses an update that goes layer by layer, and
 # the order in which chunks are added up: 1e-7 of a number an update, where an update moves a number by 1e-3.
 CLOSE = 5e-6
+CODES = 1e-4  # a moment near the middle of two codes of 8 bits may be kept as either
 QUICK = ["lora, all"]
 
 
@@ -40,12 +41,15 @@ def same(name, found):
     assert len(there["loss"]) == UPDATES
     for what in ("loss", "grad_norm"):
         np.testing.assert_allclose(there[what], here[what], rtol=CLOSE, err_msg=what)
+    atol = CODES if CASES[name].optimizer == "adamw8bit" else CLOSE
     for mine, theirs in zip(there["leaves"], here["leaves"], strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=CLOSE)
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=atol)
     offload = CASES[name].compute.get("offload", ())
     assert there["kinds"]["optimizer"] == (["pinned_host"] if "optimizer" in offload else ["device"])
-    assert ("pinned_host" in there["kinds"]["frozen"]) == ("weights" in offload)
-    assert there["kinds"]["trainable"] == ["device"]
+    if there["kinds"]["frozen"]:
+        assert ("pinned_host" in there["kinds"]["frozen"]) == ("weights" in offload)
+    waits = CASES[name].fused and "weights" in offload
+    assert there["kinds"]["trainable"] == (["pinned_host"] if waits else ["device"])
 
 
 @pytest.mark.parametrize("name", QUICK)

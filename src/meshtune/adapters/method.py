@@ -24,6 +24,7 @@ from meshtune.adapters.refusals import not_of_quantised
 from meshtune.adapters.targets import Module, adapter_targets, fully_trained, modules
 from meshtune.errors import UserError
 from meshtune.mesh.layout import Layout
+from meshtune.mesh.placement import cast_there, is_on_host
 from meshtune.model.spec import ArraySpec, ModelSpec, abstract_params
 from meshtune.model.tree import Tree, flatten, merge, unflatten
 from meshtune.quantize.config import QuantizeConfig
@@ -175,10 +176,12 @@ def held_weight(node: str, spec: ModelSpec) -> str:
 
 def _cast(weight: Array, leaf: ArraySpec, layout: Layout | None) -> Array:
     """A weight in a leaf's dtype, there before the next is begun, so that no two are held twice."""
-    if layout is None:
-        return weight.astype(leaf.dtype)
     if weight.dtype == leaf.dtype:
         return weight
+    if is_on_host(weight.sharding):
+        return cast_there(weight, leaf.dtype)
+    if layout is None:
+        return weight.astype(leaf.dtype)
     cast = jax.jit(lambda weight: weight.astype(leaf.dtype), out_shardings=layout.of(leaf))
     return cast(weight).block_until_ready()
 

@@ -147,7 +147,7 @@ class ComputeSection(Section):
     offload: list[Literal["residual", "optimizer", "weights"]] = Field(
         default_factory=list,
         description="What waits in the host's memory: residual, the stream that enters each layer; optimizer, its "
-        "state; weights, the layers' frozen weights.",
+        "state; weights, the layers' frozen weights, and with optimizer.fused all that are trained.",
     )
     scan_layers: bool = Field(
         default=True, description="Scan over layers (compile time does not grow with depth) or unroll."
@@ -310,8 +310,19 @@ class Recipe(Section):
                 f"optimizer.lora_plus_ratio is of the rates of an adapter's A and B, and method {self.method.kind} has "
                 "no adapters: use method: lora, or leave it out"
             )
+        if "weights" in self.compute.offload and self.method.kind == "full" and not asked.fused:
+            raise ValueError(
+                "compute.offload: [weights] has nothing to send away: method full trains all, and what is trained can "
+                "wait on the host only where each layer is updated as soon as its gradient is there: set "
+                "optimizer.fused: true and max_grad_norm: null (as docs/memory.md has it), or leave weights out"
+            )
         if not asked.walks:
             return
+        if "weights" in self.compute.offload and asked.name == "schedule_free":
+            raise ValueError(
+                "schedule_free evaluates and exports an average of all its weights, which would come to the device at "
+                "once: use another optimizer with compute.offload: [weights], or leave weights out"
+            )
         if self.method.kind == "lora":
             raise ValueError(
                 f"{what} saves gradients and state of whole layers, and adapters have little of either: use method: "

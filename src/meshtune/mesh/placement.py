@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from meshtune.mesh.layout import Layout
 from meshtune.optim.paths import named_leaves, path_name
@@ -92,6 +92,15 @@ def moved(tree: Tree, like: Tree) -> Tree:
         return there
 
     return jax.tree.map(one, tree, like)
+
+
+def cast_there(array: jax.Array, dtype: str) -> jax.Array:
+    """An array in the host's memory in another dtype, made there by the host itself."""
+    parts = []
+    for shard in array.addressable_shards:
+        wide = np.asarray(shard.data).astype(dtype)
+        parts.append(jax.device_put(wide, SingleDeviceSharding(shard.device, memory_kind=HOST)).block_until_ready())
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
 
 
 def place_batch(arrays: Mapping[str, np.ndarray], layout: Layout | None, order: np.ndarray | None = None) -> Any:

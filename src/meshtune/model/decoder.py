@@ -21,7 +21,7 @@ from meshtune.mesh.layout import Layout, constrain
 from meshtune.model.attention import ROTATED, Rows, attend, queries_keys_values
 from meshtune.model.compute import Compute
 from meshtune.model.embedding import embedded
-from meshtune.model.in_use import GATHERED, layer_in_use, on_host, with_shared
+from meshtune.model.in_use import GATHERED, here, layer_in_use, on_host, with_shared
 from meshtune.model.layer import fold, laid_out, one_layer
 from meshtune.model.linear import NARROW, PRODUCT, linear
 from meshtune.model.mlp import mlp
@@ -67,7 +67,7 @@ def hidden_states(
     else:  # gone through by hand: see model.walk; without adapters, and so without dropout
         walked: LayersWalked = params["layers"]
         x = walked.through(functools.partial(_layer, spec, compute), spec, compute, x, vars(rows))
-    return rms_norm(x, params["norm"]["weight"], spec.norm_eps)
+    return rms_norm(x, here(params["norm"]["weight"]), spec.norm_eps)
 
 
 def _layer(spec: ModelSpec, compute: Compute, stack: int) -> Layer:
@@ -86,9 +86,9 @@ def head_params(params: Tree, spec: ModelSpec) -> Tree:
     by: the weight itself stays as it is, so that no second one is ever held, and its gradient goes through the scale.
     """
     if spec.scored:
-        return params["score"]
+        return here(params["score"])
     head = params.get("head", {})
-    head = {"weight": params["embed"]["weight"], **head} if spec.tied else head
+    head = here({"weight": params["embed"]["weight"], **head} if spec.tied else head)
     head = with_shared(head, params.get("shared"))
     return head | {"scale": row_scale(head["weight"])} if spec.norm_head and "scale" not in head else head
 
@@ -116,7 +116,7 @@ def logits(params: Tree, spec: ModelSpec, hidden: Hidden) -> Float[Array, "B T V
 
 def scores(params: Tree, hidden: Hidden) -> Float[Array, "B T"]:
     """The float32 score that a model with a head of one score (ModelSpec.scored) gives at every token."""
-    return linear(hidden, params["score"], out=jnp.float32)[..., 0]
+    return linear(hidden, here(params["score"]), out=jnp.float32)[..., 0]
 
 
 @jax.tree_util.register_dataclass
@@ -177,7 +177,7 @@ def forward_cached(
         return x, keys | {key: new_k}, values | {key: new_v}
 
     x, keys, values = _through_layers(params, spec, compute, (x, cache.keys, cache.values), layer, with_rows=True)
-    return rms_norm(x, params["norm"]["weight"], spec.norm_eps), Cache(keys, values, *past)
+    return rms_norm(x, here(params["norm"]["weight"]), spec.norm_eps), Cache(keys, values, *past)
 
 
 def enter(
@@ -185,7 +185,7 @@ def enter(
 ) -> tuple[Rows, Hidden]:
     """What every layer must know of the tokens, and their embeddings in compute.dtype. Reads params["embed"] alone."""
     cos, sin = (None, None) if spec.rope is None else angles(spec.rope, positions, segment_ids)
-    x = embedded(params["embed"]["weight"], tokens, compute.layout).astype(compute.dtype)
+    x = embedded(here(params["embed"]["weight"]), tokens, compute.layout).astype(compute.dtype)
     return Rows(cos, sin, positions, segment_ids), x
 
 

@@ -47,6 +47,11 @@ def on_host(x: jax.Array) -> bool:
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
+def here(tree: Any) -> Any:
+    """Arrays on the device, brought there from the host's memory where they lie in that."""
+    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if on_host(x) else x, tree)
+
+
 def _brought(x: jax.Array) -> jax.Array:
     if not on_host(x):
         return x

@@ -17,18 +17,18 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from meshtune.model.compute import Compute
-from meshtune.model.in_use import on_host
+from meshtune.model.in_use import here, on_host
 from meshtune.model.spec import ModelSpec, Stack
 from meshtune.model.tree import Tree
 
 Hidden = Float[Array, "B T D"]
 # (x, one layer's parameters as they are stored, place in the pattern, row, what all layers share) -> x
 Layer = Callable[[Hidden, Tree, int, Array, Any], Hidden]
-# (carry, place in the pattern, row, gradient of what is trained there) -> carry
-Visit = Callable[[Any, int, Array, Tree], Any]
+# (carry, place in the pattern, row, what is trained there, its gradient) -> carry
+Visit = Callable[[Any, int, Array, Tree, Tree], Any]
 
 RESIDUAL = "residual"  # the stream that enters a group of layers
-HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+HOST = jax.memory.Space.Host
 
 
 class LayersWalked(Protocol):
@@ -89,7 +89,7 @@ def backward(
         def with_gradient(carry: Any) -> tuple[Hidden, Any]:
             _, pull = jax.vjp(lambda t, x: layer(x, merged(t, frozen), place, row, shared), trained, x)
             gradient, below = pull(cotangent)
-            return below, visit(carry, place, row, gradient)
+            return below, visit(carry, place, row, trained, gradient)
 
         def without(carry: Any) -> tuple[Hidden, Any]:
             _, pull = jax.vjp(lambda x: layer(x, merged(trained, frozen), place, row, shared), x)
@@ -123,8 +123,3 @@ def with_row(tree: Any, new: Any, row: Array) -> Any:
         return lax.dynamic_update_index_in_dim(leaf, part, row, 0)
 
     return jax.tree.map(one, tree, new)
-
-
-def here(tree: Any) -> Any:
-    """Arrays on the device, brought there from the host's memory where they lie in that."""
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, DEVICE) if on_host(leaf) else leaf, tree)

@@ -21,7 +21,7 @@ def adamw(config: OptimizerConfig) -> Rule:
         m, v = moments(config, gradient, state)
         return descent(at, direction(config, m, v, at), parameter), {"m": m, "v": v}
 
-    return Rule(specs, update)
+    return Rule(specs, update, by_rows=True)
 
 
 def moments(config: OptimizerConfig, gradient: Array, state: State, square: Array | None = None) -> tuple[Array, Array]:

@@ -26,7 +26,7 @@ SMALLEST = 4096  # numbers of a matrix that is worth it
 
 def adamw8bit(config: OptimizerConfig) -> Rules:
     """State: m and v as uint8 codes in the parameter's shape, and the largest of each block, [out, in / block]."""
-    full, short = adamw(config), Rule(_specs, functools.partial(_update, config), sequential=True)
+    full, short = adamw(config), Rule(_specs, functools.partial(_update, config), sequential=True, by_rows=True)
 
     def choose(path: str, parameter: ArraySpec) -> Rule:
         large = len(parameter.shape) == 2 and parameter.size >= SMALLEST and not path.startswith("embed/")

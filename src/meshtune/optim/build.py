@@ -59,7 +59,7 @@ class Kind:
 def _sgd(config: OptimizerConfig, spec: ModelSpec | None) -> Rule:
     """Heavy-ball momentum without dampening, as in torch."""
     one = optax.trace(decay=config.momentum) if config.momentum else optax.identity()
-    return adopted(lambda at: one, config.state_dtype)
+    return dataclasses.replace(adopted(lambda at: one, config.state_dtype), by_rows=True)
 
 
 def _lion(config: OptimizerConfig, spec: ModelSpec | None) -> Rule:

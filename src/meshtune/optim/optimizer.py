@@ -12,6 +12,7 @@ import optax
 from jax import lax
 from jaxtyping import Array
 
+from meshtune.model.in_use import here
 from meshtune.model.spec import ArraySpec
 from meshtune.optim.paths import named_leaves, path_name
 from meshtune.optim.rule import At, Rule, State, like
@@ -33,8 +34,8 @@ class Optimizer:
     and estimates of memory read it. `shown(trainable, state)` are the parameters to evaluate and to export.
     `one(path, gradient, state, parameter, count, layer)` is the update of one parameter of one layer, (parameter,
     state): None where an update needs the gradients of all. `schedule` gives the learning rate of an update.
-    A `fused` one updates a layer as soon as the backward pass has its gradient (train.fused); with `blocks` the layers
-    take turns (optim.badam).
+    Of the paths in `separable`, `one` may be given some rows of a matrix. A `fused` one updates a layer as soon as the
+    backward pass has its gradient (train.fused); with `blocks` the layers take turns (optim.badam).
     """
 
     init: Callable[[Tree], State]
@@ -43,6 +44,7 @@ class Optimizer:
     schedule: Schedule
     shown: Callable[[Tree, State], Tree] = lambda trainable, state: trainable
     one: Callable[..., tuple[Array, State]] | None = None
+    separable: frozenset[str] = frozenset()
     fused: bool = False
     blocks: Blocks | None = None
 
@@ -90,7 +92,7 @@ def by_parameter(
             begin = rules[path].init
             if begin is not None:
                 kinds = jax.tree.map(lambda kept: kept.dtype, state[KEPT][path])
-                made = (jax.vmap(begin) if path.startswith(LAYERS) else begin)(_wide(leaf))
+                made = (jax.vmap(begin) if path.startswith(LAYERS) else begin)(_wide(here(leaf)))
                 state[KEPT][path] = jax.tree.map(lambda new, kind: new.astype(kind), made, kinds)
         return state
 
@@ -111,7 +113,8 @@ def by_parameter(
             states[path] = mine
         return jax.tree.unflatten(jax.tree.structure(gradients), changes), {COUNT: count + 1, KEPT: states}
 
-    return Optimizer(init, update, specs, schedule, one=one)
+    separable = frozenset(path for path, rule in rules.items() if rule.by_rows)
+    return Optimizer(init, update, specs, schedule, one=one, separable=separable)
 
 
 def in_turn(change: Callable[..., tuple[Array, State]], gradient: Array, state: State, parameter: Array):

@@ -49,13 +49,15 @@ class Rule:
     """`specs(parameter)` says what is kept of a parameter of one layer, with logical axes, from its ArraySpec.
 
     The state begins as these say (zeros or ones), or as `init(parameter)`. `sequential` rules need several times a
-    parameter's memory while they work: the layers of a stack take turns.
+    parameter's memory while they work: the layers of a stack take turns. `by_rows`: some rows of a matrix are updated
+    from those rows of gradient and state alone, all of which have the matrix's rows.
     """
 
     specs: Callable[[ArraySpec], State]
     update: Update
     init: Callable[[Array], State] | None = None
     sequential: bool = False
+    by_rows: bool = False
 
 
 # Which rule a parameter has: (path, the ArraySpec of one layer's) -> Rule

@@ -9,7 +9,7 @@ import jax
 
 from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
-from meshtune.mesh.placement import batch_axes, shardings, waiting
+from meshtune.mesh.placement import batch_axes, names_on_host, shardings, waiting
 from meshtune.model.compute import Compute
 from meshtune.model.tree import Tree
 from meshtune.optim.build import Optimizer, make_optimizer
@@ -63,6 +63,11 @@ def frozen_like(settled: Settled) -> Tree:
             shardings(frozen, settled.layout),
         )
     return waiting(like, stacked_only=True) if "weights" in settled.offload else like
+
+
+def waiting_weights(settled: Settled, optimizer: Optimizer) -> list[str]:
+    """The paths of the weights that wait in the host's memory, trained ones too."""
+    return names_on_host(frozen_like(settled)) + names_on_host(state_like(settled, optimizer).trainable)
 
 
 def batch_like(recipe: Recipe, settled: Settled, shape: tuple[int, int, int]) -> Tree:

@@ -61,7 +61,7 @@ class FocusedLayers:
             def wanted(place: int, row: Array) -> Array:
                 return (of_stack == number) & (of_place == place) & (of_row == row)
 
-            def visit(found: Tree, place: int, row: Array, gradient: Tree) -> Tree:
+            def visit(found: Tree, place: int, row: Array, _: Tree, gradient: Tree) -> Tree:
                 return found | {keys[place]: gradient}
 
             above = jnp.where(of_stack < number, 0, stack.repeats)

@@ -25,13 +25,13 @@ from meshtune.mesh.agreement import agree, code_version, first_alone
 from meshtune.mesh.axes import MeshConfig
 from meshtune.mesh.fit import check_batch
 from meshtune.mesh.peers import Place
-from meshtune.mesh.placement import moved, names_on_host
+from meshtune.mesh.placement import moved
 from meshtune.mesh.processes import Job
 from meshtune.model.tree import merge
 from meshtune.plan import truth
 from meshtune.plan.auto import merged, settled_autos, target_here
 from meshtune.train import banner, metrics_log, trackers
-from meshtune.train.assemble import frozen_like, optimizer_for, state_like
+from meshtune.train.assemble import frozen_like, optimizer_for, state_like, waiting_weights
 from meshtune.train.attention_check import checked_attention
 from meshtune.train.checkpoint import Best, Checkpoints, Record, disk_reason, versions
 from meshtune.train.devices import device_table, hosts, seen_by_all
@@ -214,6 +214,7 @@ class _Run:
         """(the split model, its first state, optimizer, schedule), with the weights of the base."""
         recipe, settled = self.recipe, self.settled
         reports: list[LoadReport] = []
+        optimizer, schedule = optimizer_for(recipe, settled, self.total)
         with self.console.status("loading weights") as status:
             params = load_params(
                 settled.source,
@@ -222,7 +223,7 @@ class _Run:
                 quantize=settled.quantize,
                 broadcast=recipe.model.load == "broadcast" and settled.layout is not None,
                 group=self.processes_a_host,
-                waiting=names_on_host(frozen_like(settled)),
+                waiting=waiting_weights(settled, optimizer),
                 progress=lambda done, of: status.update(
                     f"loading weights: {size_in_words(done)} of {size_in_words(of)}"
                 ),
@@ -234,10 +235,10 @@ class _Run:
         key = jax.random.fold_in(jax.random.key(recipe.seed), 0)
         params = with_score(params, settled.spec, jax.random.fold_in(key, 1), settled.layout)
         made = split_parameters(settled.method, settled.spec, params, key, settled.precision.trainable, settled.layout)
-        optimizer, schedule = optimizer_for(recipe, settled, self.total)
-        if "weights" in settled.offload:
-            made = dataclasses.replace(made, frozen=moved(made.frozen, frozen_like(settled)))
         like = None if settled.layout is None and not settled.offload else state_like(settled, optimizer)
+        if like is not None and "weights" in settled.offload:
+            trainable, frozen = moved(made.trainable, like.trainable), moved(made.frozen, frozen_like(settled))
+            made = dataclasses.replace(made, trainable=trainable, frozen=frozen)
         return made, init_state(made.trainable, optimizer, like), optimizer, schedule
 
     def _parts(self, made: Prepared, optimizer: Any, schedule: Any) -> Parts:

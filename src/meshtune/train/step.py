@@ -47,7 +47,8 @@ def abstract_state(
 ) -> TrainState:
     """The state of trainable ArraySpecs, as ShapeDtypeStructs; with a layout, each with its sharding.
 
-    With "optimizer" in `offload` what the optimizer keeps lies in the host's memory.
+    With "optimizer" in `offload` what the optimizer keeps lies in the host's memory; with "weights", and an optimizer
+    that updates layer by layer, what is trained does.
     """
     state = TrainState(ArraySpec((), "int32", ()), abstract, state_specs(optimizer, abstract))  # pyright: ignore[reportArgumentType]
 
@@ -55,9 +56,11 @@ def abstract_state(
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=None if layout is None else layout.of(array))
 
     like = jax.tree.map(one, state)
-    if "optimizer" not in offload:
-        return like
-    return dataclasses.replace(like, opt_state=waiting(like.opt_state))
+    if "weights" in offload and isinstance(optimizer, Optimizer) and optimizer.fused:
+        like = dataclasses.replace(like, trainable=waiting(like.trainable))
+    if "optimizer" in offload:
+        like = dataclasses.replace(like, opt_state=waiting(like.opt_state))
+    return like
 
 
 def init_state(trainable: Tree, optimizer: AnyOptimizer, like: TrainState | None = None) -> TrainState:

@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshtune.model.in_use import here
 from meshtune.weights.row_order import RowOrder, between, joined
 from meshtune.weights.safetensors_files import TensorInfo, TensorReader
 from meshtune.weights.slots import blocks
@@ -126,6 +127,7 @@ def _cut(
     if split is not None:
         leaf = lax.with_sharding_constraint(leaf, split)
     block = lax.dynamic_slice(leaf, tuple(at[i] for i in range(leaf.ndim)), (*(1,) * lead, parts, rows, *rest))
+    block = here(block)
     # The barrier keeps float32 -> bfloat16 -> float32 from being simplified away by a caller that fuses this.
     block = lax.optimization_barrier(block.astype(dtype))
     return block if whole is None else lax.with_sharding_constraint(block, whole)

@@ -21,6 +21,7 @@ from meshtune.mesh.together import ALONE, together
 from meshtune.model.attention import Rows
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import enter, head_logits, head_params, one_layer
+from meshtune.model.in_use import here
 from meshtune.model.norm import rms_norm
 from meshtune.model.spec import LayerSpec, ModelSpec
 from meshtune.model.tree import Tree, flatten, unflatten
@@ -71,7 +72,7 @@ def probe_logits(params: Tree, spec: ModelSpec, layout: Layout | None = None) ->
 
 @jax.jit
 def _row(stacked: Tree, row: int) -> Tree:
-    return jax.tree.map(lambda leaf: leaf[row], stacked)
+    return here(jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, row, keepdims=False), stacked))
 
 
 def _logits(
@@ -91,7 +92,7 @@ def _logits(
         x = _step(x, node, rows, spec, layer, compute).block_until_ready()
     params = ends()
     head = {name: leaf for name, leaf in params.items() if name in ("embed", "head", "score")}
-    return np.asarray(_finish(x, params["norm"], head_params(head, spec), spec, compute).addressable_data(0))
+    return np.asarray(_finish(x, here(params["norm"]), head_params(head, spec), spec, compute).addressable_data(0))
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "compute"))
