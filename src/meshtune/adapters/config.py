@@ -17,6 +17,8 @@ class LoraConfig:
     `targets` is 'all-linear' (every linear layer but the head), or module names and patterns, as are `train_modules`,
     the modules trained in full beside the adapters. `adapter` is a key of `meshtune.adapters.ADAPTERS`; options that
     begin with a kind's name are that kind's, `svd_iterations` (None: an exact decomposition) pissa's and loftq's.
+    `ranks` and `alphas` are those of single HF modules where they differ. Of the embedding, and of a head of its own,
+    the rows `token_rows` are trained where the whole is not. `continued` is the adapter that training goes on with.
     Raises UserError for a rank, alpha or dropout that cannot be.
     """
 
@@ -34,6 +36,10 @@ class LoraConfig:
     oft_cayley_terms: int | None = 5
     vera_key: int = 0
     vera_d_initial: float = 0.1
+    ranks: tuple[tuple[str, int], ...] = ()
+    alphas: tuple[tuple[str, float], ...] = ()
+    token_rows: tuple[int, ...] = ()
+    continued: str | None = None
 
     def __post_init__(self):
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
@@ -56,6 +62,13 @@ class LoraConfig:
         """What B @ A is multiplied by: alpha / rank, or alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732)."""
         rank, alpha = rank or self.rank, self.alpha if alpha is None else alpha
         return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+    def of(self, name: str) -> LoraConfig:
+        """This with the rank and alpha of the adapter of one HF module."""
+        ranks, alphas = dict(self.ranks), dict(self.alphas)
+        if name not in ranks and name not in alphas:
+            return self
+        return dataclasses.replace(self, rank=ranks.get(name, self.rank), alpha=alphas.get(name, self.alpha))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,4 +99,11 @@ class FreezeConfig:
             )
 
 
-Method = LoraConfig | FullConfig | FreezeConfig
+@dataclasses.dataclass(frozen=True)
+class ExpandConfig:
+    """The new layers of a model that was made deeper by as many, `blocks` (families.expansion), are trained in full."""
+
+    blocks: int
+
+
+Method = LoraConfig | FullConfig | FreezeConfig | ExpandConfig

@@ -9,6 +9,7 @@ import jax
 
 from meshtune.adapters.method import SHARED, used_up
 from meshtune.errors import UserError
+from meshtune.model.token_rows import ROWS, TokenRows
 from meshtune.model.tree import Tree, unflatten
 from meshtune.quantize.weight import QuantisedWeight
 
@@ -33,6 +34,9 @@ def merged(params: Tree) -> Tree:
         fixed = weights.pop(f"{node}/fixed", None) if shared is None else shared.cut(weight.shape)
         weights[f"{node}/weight"] = _fold(weight, weights.pop(path), fixed)
     weights.pop(SHARED, None)
+    for path in [path for path in weights if path.endswith(f"/{ROWS}")]:
+        held = f"{path.removesuffix(ROWS)}weight"
+        weights[held] = _with_rows(weights.pop(held), weights.pop(path))
     for path, leaf in weights.items():
         if isinstance(leaf, QuantisedWeight):
             weights[path] = _plain(leaf).block_until_ready()
@@ -43,6 +47,11 @@ def _fold(weight: jax.Array | QuantisedWeight, adapter: Any, fixed: Any) -> jax.
     if isinstance(weight, QuantisedWeight):
         return _fold_quantised(weight, adapter, fixed).block_until_ready()
     return _fold_in_place(weight, adapter, fixed)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _with_rows(weight: jax.Array, rows: TokenRows) -> jax.Array:
+    return rows.merge(weight)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

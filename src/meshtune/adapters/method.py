@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
@@ -17,15 +17,18 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from meshtune.adapters import ADAPTERS
-from meshtune.adapters.config import FreezeConfig, FullConfig, LoraConfig, Method
+from meshtune.adapters.config import ExpandConfig, FreezeConfig, FullConfig, LoraConfig, Method
 from meshtune.adapters.kind import Started
 from meshtune.adapters.layout import restack, uniform
 from meshtune.adapters.refusals import not_of_quantised
+from meshtune.adapters.rows import abstract_rows, begun_rows, rows_by_node
 from meshtune.adapters.targets import Module, adapter_targets, fully_trained, modules
 from meshtune.errors import UserError
+from meshtune.families.expansion import new_layers
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import cast_there, is_on_host
 from meshtune.model.spec import ArraySpec, ModelSpec, abstract_params
+from meshtune.model.token_rows import ROWS
 from meshtune.model.tree import Tree, flatten, merge, unflatten
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.select import is_quantised, quantised_leaves
@@ -73,15 +76,19 @@ def abstract(
     that cannot be, and for a quantised weight that it is to train.
     """
     adapted, trained = _choose(method, spec)
-    if quantize is not None:
+    if quantize is not None and not isinstance(method, ExpandConfig):  # the new layers alone are trained, and plain
         _stays_frozen(method, trained, spec)
         if isinstance(method, LoraConfig) and method.adapter == "pissa":
             raise not_of_quantised()
     choice: dict[str, Hashable] = dict.fromkeys(trained, "full")
     for name in adapted:
-        choice[name] = (choice.get(name), "adapter")
+        assert isinstance(method, LoraConfig)
+        own = method.of(name)
+        choice[name] = (choice.get(name), "adapter", own.rank, own.alpha)
     adapters = _abstract_adapters(method, adapted, trainable_dtype)
-    made = arranged(uniform(spec, choice), trained, adapters, trainable_dtype)
+    among = modules(spec)
+    rows = rows_by_node(method, spec, *({among[name].node for name in names} for names in (trained, adapted)))
+    made = arranged(uniform(spec, choice), trained, adapters, trainable_dtype, rows)
     if isinstance(method, LoraConfig):
         made = dataclasses.replace(made, frozen=merge(made.frozen, _beside(method, made, trainable_dtype)))
     return dataclasses.replace(made, frozen=unflatten(quantised_leaves(flatten(made.frozen), quantize)))
@@ -128,8 +135,10 @@ def prepare(
             trainable[path], weights[held] = started.adapter, started.weight
             if fixed is not None:
                 weights[f"{node}/fixed"] = started.fixed
+        elif last == ROWS:
+            trainable[path] = begun_rows(leaf, weights[f"{node}/weight"], layout)
         else:
-            trainable[path] = _cast(weights.pop(path), leaf, layout)
+            trainable[path] = cast(weights.pop(path), leaf, layout)
     if SHARED in frozen:
         weights[SHARED] = placed(frozen[SHARED].start(), frozen[SHARED], layout)
     return Prepared(plan.spec, unflatten(trainable), unflatten(weights))
@@ -174,23 +183,28 @@ def held_weight(node: str, spec: ModelSpec) -> str:
     return "embed/weight" if node == "head" and spec.tied else f"{node}/weight"
 
 
-def _cast(weight: Array, leaf: ArraySpec, layout: Layout | None) -> Array:
-    """A weight in a leaf's dtype, there before the next is begun, so that no two are held twice."""
-    if weight.dtype == leaf.dtype:
-        return weight
-    if is_on_host(weight.sharding):
-        return cast_there(weight, leaf.dtype)
-    if layout is None:
-        return weight.astype(leaf.dtype)
-    cast = jax.jit(lambda weight: weight.astype(leaf.dtype), out_shardings=layout.of(leaf))
-    return cast(weight).block_until_ready()
+def cast(leaf: Any, like: Any, layout: Layout | None) -> Any:
+    """A weight or an adapter in the dtypes of its abstract form `like`, there before the next is begun, so that no two
+    are held twice."""
+
+    def one(array: Array, wanted: ArraySpec) -> Array:
+        if array.dtype == wanted.dtype:
+            return array
+        if is_on_host(array.sharding):
+            return cast_there(array, wanted.dtype)
+        if layout is None:
+            return array.astype(wanted.dtype)
+        made = jax.jit(lambda array: array.astype(wanted.dtype), out_shardings=layout.of(wanted))
+        return made(array).block_until_ready()
+
+    return jax.tree.map(one, leaf, like)
 
 
 def count(prepared: Prepared) -> Counts:
     """Parameters by kind; works on abstract and concrete trees."""
     adapters = full = 0
     for path, leaf in flatten(prepared.trainable).items():
-        if path.endswith("/adapter"):
+        if path.rpartition("/")[2] in ("adapter", ROWS):
             adapters += sum(array.size for array in jax.tree.leaves(leaf))
         else:
             full += leaf.size
@@ -213,10 +227,17 @@ def _beside(method: LoraConfig, made: Prepared, dtype: str) -> Tree:
     return unflatten({path: array for path, array in found.items() if array is not None})
 
 
-def arranged(spec: ModelSpec, trained: list[str], adapters: dict[str, Any], dtype: str) -> Prepared:
+def arranged(
+    spec: ModelSpec,
+    trained: list[str],
+    adapters: dict[str, Any],
+    dtype: str,
+    rows: Mapping[str, tuple[int, ...]] | None = None,
+) -> Prepared:
     """The abstract trees of a spec whose stacks are uniform.
 
-    `trained` and `adapters` are by HF module name; an adapter is a function of its weight's ArraySpec.
+    `trained` and `adapters` are by HF module name; an adapter is a function of its weight's ArraySpec. `rows` are those
+    trained by themselves, by node.
     """
     leaves = flatten(abstract_params(spec))
     among = modules(spec)
@@ -226,6 +247,7 @@ def arranged(spec: ModelSpec, trained: list[str], adapters: dict[str, Any], dtyp
     for node, module in first.items():
         if module.name in adapters:
             trainable[f"{node}/adapter"] = adapters[module.name](leaves[held_weight(node, spec)])
+    trainable |= abstract_rows(rows or {}, leaves, dtype)
     frozen = {path: leaf for path, leaf in leaves.items() if path not in full}
     return Prepared(spec, unflatten(trainable), unflatten(frozen))
 
@@ -251,6 +273,9 @@ def _choose(method: Method, spec: ModelSpec) -> tuple[list[str], list[str]]:
             return [], [name for name, module in among.items() if not (spec.tied and module.node == "head")]
         case FreezeConfig():
             return [], fully_trained(method, spec, among)
+        case ExpandConfig():
+            new = new_layers(spec.layers, method.blocks)
+            return [], [name for name, module in among.items() if module.layer in new or module.node == "score"]
         case LoraConfig():
             adapted = adapter_targets(method, among)
             trained = fully_trained(method, spec, among)
@@ -296,10 +321,10 @@ def _abstract_adapters(method: Method, adapted: list[str], dtype: str) -> dict[s
         return {}
     kind = ADAPTERS[method.adapter]
 
-    def make(weight: ArraySpec) -> Any:
-        return kind.abstract(weight, method, dtype)
+    def make(weight: ArraySpec, own: LoraConfig) -> Any:
+        return kind.abstract(weight, own, dtype)
 
-    return dict.fromkeys(adapted, make)
+    return {name: functools.partial(make, own=method.of(name)) for name in adapted}
 
 
 def _keys(key: Array, names: list[str], stacked: bool) -> Array:

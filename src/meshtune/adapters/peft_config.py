@@ -8,11 +8,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import ALL_LINEAR, LoraConfig
 from meshtune.adapters.peft_lora import plain
+from meshtune.adapters.rows import FIELD
 from meshtune.adapters.targets import Module
 from meshtune.errors import UserError
 
@@ -22,7 +24,7 @@ INFORMATION = {
     "megatron_core", "qalora_group_size", "loftq_config", "eva_config", "runtime_config", "ensure_weight_tying",
     "trainable_modules",
 }  # fmt: skip
-READ = {"target_modules", "modules_to_save", "exclude_modules", "layers_to_transform", "layers_pattern"}
+READ = {"target_modules", "modules_to_save", "exclude_modules", "layers_to_transform", "layers_pattern", FIELD}
 NEUTRAL: dict[str, Any] = {"bias": "none"}
 TASKS = ("CAUSAL_LM", "SEQ_CLS")  # a reward model is a sequence classification model of one label
 
@@ -68,6 +70,13 @@ class PeftConfig:
         if isinstance(layers, int):
             layers = [layers]
         return any(name.endswith(f".{w}") for w in wanted or []) and (not layers or module.layer in layers)
+
+    def rows(self, names: list[str]) -> dict[str, tuple[int, ...]]:
+        """The rows that are trained by themselves, by HF module, of the modules `names`."""
+        told = self.fields.get(FIELD) or {}
+        told = told if isinstance(told, dict) else {"embed_tokens": told}
+        found = {one: next((name for name in names if f".{name}".endswith(f".{one}")), one) for one in told}
+        return {found[one]: tuple(ids) for one, ids in told.items() if found[one] in names}
 
     def _pattern(self, field: str, name: str, default: Any) -> Any:
         patterns = self.fields.get(field) or {}
@@ -120,9 +129,10 @@ def write_config(
     names: list[str],
     *,
     scored: bool = False,
+    rows: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Any]:
-    """The fields for adapters of the modules `adapted`, with `trained` modules saved in full; `ranks` and `alphas` are
-    by HF module, empty for kinds that have neither.
+    """The fields for adapters of the modules `adapted`, with `trained` modules saved in full and `rows` of others;
+    `ranks` and `alphas` are by HF module, empty for kinds that have neither.
 
     `names` are all modules of the model: short names are used where they select exactly the right ones.
     """
@@ -144,6 +154,7 @@ def write_config(
         **patterns,
         "layers_to_transform": None,
         "layers_pattern": None,
+        **({FIELD: {name.rpartition(".")[2]: list(ids) for name, ids in rows.items()}} if rows else {}),
     }
 
 

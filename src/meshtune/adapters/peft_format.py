@@ -107,6 +107,7 @@ def save_adapter(
         written.trained,
         names,
         scored=spec.scored,
+        rows=written.rows,
     )
     record = {
         "base": {field: value for field, value in dataclasses.asdict(base).items() if value is not None},
@@ -152,7 +153,8 @@ def load_adapter(source: str | os.PathLike[str], spec: ModelSpec, layout: Layout
             choice[name] = (choice.get(name), own.rank, own.alpha)
             makers[name] = lambda weight, own=own: ADAPTERS[peft.kind].abstract(weight, own)
         spec = uniform(spec, choice)
-        trainable = read(arranged(spec, full, makers, "float32").trainable, spec, file, content, layout)
+        rows = {among[name].node: ids for name, ids in peft.rows(list(content.rows)).items()}
+        trainable = read(arranged(spec, full, makers, "float32", rows).trainable, spec, file, content, layout)
         copies = {module: file.get_tensor(name) for name, module in content.copies.items()}
         shared = read_shared(spec, file, content, peft, layout) if content.adapted else None
         frozen = {} if shared is None else {SHARED: shared}

@@ -14,10 +14,12 @@ from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import placed
 from meshtune.adapters.peft_config import PeftConfig
+from meshtune.adapters.rows import FIELD, TENSOR
 from meshtune.adapters.targets import Module, modules
 from meshtune.errors import UserError
 from meshtune.mesh.layout import Layout
 from meshtune.model.spec import PACKED, ArraySpec, ModelSpec
+from meshtune.model.token_rows import ROWS
 from meshtune.model.tree import Tree, flatten, unflatten
 from meshtune.weights.row_order import row_order
 from meshtune.weights.streamed import Tensor
@@ -29,26 +31,28 @@ PREFIX = "base_model.model."
 class Content:
     """Tensor names by HF module: those of adapters by array field, those of modules saved in full by leaf.
 
-    `copies` are the base's own weights, which peft writes beside an adapted lm_head; `shared` are, by array field, those
-    of what all adapters share.
+    `copies` are the base's own weights, which peft writes beside an adapted lm_head; `shared` are, by array field,
+    those of what all adapters share, and `rows` those of rows trained by themselves, by HF module.
     """
 
     adapted: dict[str, dict[str, str]]
     full: dict[str, dict[str, str]]
     copies: dict[str, str]
     shared: dict[str, str] = dataclasses.field(default_factory=dict)
+    rows: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Written:
     """What an adapter's file will hold: tensors by name, the adapted HF modules, ranks and alphas of those that have
-    them, modules in full."""
+    them, modules in full, and the rows trained by themselves of others."""
 
     tensors: list[Tensor]
     adapted: list[str]
     ranks: dict[str, int]
     alphas: dict[str, float]
     trained: list[str]
+    rows: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
 
 def collect(trainable: Tree, spec: ModelSpec, config: LoraConfig, shared: Any = None) -> Written:
@@ -68,6 +72,10 @@ def collect(trainable: Tree, spec: ModelSpec, config: LoraConfig, shared: Any = 
         owners = names[node] + (names["head"] if node == "embed" and spec.tied else [])
         stacked = node.startswith("layers/")
         own = among[owners[0]].leaves
+        if last == ROWS:  # a tied head follows the embedding's
+            add(leaf.values, TENSOR, owners[:1], False, ("whole",))
+            out.rows[owners[0]] = leaf.ids
+            continue
         if last != "adapter":
             add(leaf, last, owners, stacked, own[last].axes)
             out.trained.extend(name for name in owners if name not in out.trained)
@@ -108,6 +116,8 @@ def sort(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, peft: PeftConfi
             if not among[module].linear:
                 raise _misfit(name, where, f"{module} is not a linear layer of this model")
             content.adapted.setdefault(module, {})[suffixes[suffix]] = name
+        elif inner.endswith(f".{TENSOR}") and inner.removesuffix(f".{TENSOR}") in among:
+            content.rows[inner.removesuffix(f".{TENSOR}")] = name
         elif inner.endswith(".base_layer.weight") and inner.removesuffix(".base_layer.weight") in among:
             content.copies[name] = inner.removesuffix(".base_layer.weight")
         elif module in among and leaf in among[module].leaves:
@@ -127,7 +137,9 @@ def sort(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, peft: PeftConfi
     for wanted in peft.config.train_modules:
         if not any(name.endswith(wanted) for name in (*content.full, *_containers(content.full))):
             raise _missing(f"{PREFIX}{wanted}.weight", where)
-    if not content.adapted and not content.full:
+    for module in {*content.rows, *peft.rows(list(among))}:
+        _check_rows(among[module], content, peft.rows(list(among)), shapes, where)
+    if not content.adapted and not content.full and not content.rows:
         raise UserError("the adapter holds no tensors", where=where, fix="write the adapter again")
     _check_shared(among, content, shapes, peft, where)
     return content
@@ -182,6 +194,10 @@ def read(abstract: Tree, spec: ModelSpec, file: Any, content: Content, layout: L
             parts = {part: getattr(leaf, part) for part in leaf.PEFT_TENSORS}
             arrays = {part: load(node, content.adapted, part, array, array.dtype) for part, array in parts.items()}
             found[path] = dataclasses.replace(leaf, **arrays)
+        elif last == ROWS:
+            name = content.rows[names[node][0]]
+            values = load(node, {names[node][0]: {ROWS: name}}, ROWS, leaf.values, leaf.values.dtype)
+            found[path] = dataclasses.replace(leaf, values=values)
         else:
             found[path] = load(node, content.full, last, leaf, None)
     return unflatten(found)
@@ -191,7 +207,7 @@ def _axes_of(adapter: Any, weight: ArraySpec, config: LoraConfig) -> dict[str, t
     """The logical axes of an adapter's arrays, where files have the rows of its weight in another order."""
     if PACKED not in weight.axes:
         return {}
-    form = type(adapter).abstract(weight, dataclasses.replace(config, rank=getattr(adapter, "rank", config.rank)))
+    form = type(adapter).abstract(weight, dataclasses.replace(config, rank=adapter.rank))
     return {field: getattr(form, field).axes for field in adapter.PEFT_TENSORS}
 
 
@@ -218,6 +234,28 @@ def _check_adapter(
         if field not in tensors:
             raise _missing(f"{PREFIX}{module.name}.{suffix}", where)
         _check_shape(tensors[field], shapes, getattr(wanted, field).shape, where, f" for rank {rank}")
+
+
+def _check_rows(
+    module: Module,
+    content: Content,
+    told: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
+    where: str,
+) -> None:
+    if module.name not in content.rows:
+        raise _missing(f"{PREFIX}{module.name}.{TENSOR}", f"{where}, field {FIELD}")
+    name, (vocab, width) = content.rows[module.name], module.leaves["weight"].shape
+    if module.name not in told or module.node not in ("embed", "head"):
+        raise _misfit(name, where, f"{FIELD} does not say which rows these are of the embedding or the head")
+    ids = told[module.name]
+    _check_shape(name, shapes, (len(ids), width), where)
+    if not all(0 <= one < vocab for one in ids):
+        raise UserError(
+            f"the adapter has rows of tokens up to {max(ids)}, and the base has {vocab}",
+            where=f"{where}, {FIELD}",
+            fix="give the base with the new tokens (the run's base/), or one that was enlarged as that was",
+        )
 
 
 def _check_shared(

@@ -116,7 +116,7 @@ def adapter_targets(config: LoraConfig, among: dict[str, Module]) -> list[str]:
     kind = ADAPTERS[config.adapter]
     kind.check(config)
     for name, module in chosen.items():
-        kind.check_weight(name, module.leaves["weight"], config)
+        kind.check_weight(name, module.leaves["weight"], config.of(name))
     if config.dropout and any(module.node == "head" for module in chosen.values()):
         raise UserError(
             "adapters with dropout cannot target lm_head: its loss is computed in chunks without random numbers",

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from meshtune.config.data import DataSection
+from meshtune.config.model import ModelSection
 from meshtune.config.optimizer import LOW_RANK, OptimizerSection
 from meshtune.config.quantize import QuantizeSection
 from meshtune.config.section import PathText, Section
@@ -14,31 +15,10 @@ from meshtune.config.short_forms import written_out
 from meshtune.config.stage import SftStage, Stage
 
 
-class ModelSection(Section):
-    """The model to start from."""
-
-    path: PathText = Field(
-        description="A Hugging Face directory or a hub id, such as HuggingFaceTB/SmolLM2-135M-Instruct."
-    )
-    revision: str | None = Field(default=None, description="Branch, tag or commit on the hub.")
-    load: Literal["direct", "broadcast"] = Field(
-        default="direct",
-        description="direct: every process reads what its devices hold; broadcast: one process a host reads for all, "
-        "for slow shared storage.",
-    )
-    tokenizer: PathText | None = Field(
-        default=None, description="Directory or hub id of the tokenizer, if not the model's own."
-    )
-    chat_template: PathText | None = Field(
-        default=None,
-        description="A Jinja file, or the name of a template that ships with Meshtune; default: the tokenizer's own.",
-    )
-
-
 class LoraMethod(Section):
     """Low-rank adapters beside frozen weights (https://arxiv.org/abs/2106.09685)."""
 
-    kind: Literal["lora"] = Field(default="lora", description="Which method: lora, full or freeze.")
+    kind: Literal["lora"] = Field(default="lora", description="Which method: lora, full, freeze or llama_pro.")
     rank: PositiveInt = Field(default=8, description="R, the adapters' inner dimension.")
     alpha: float = Field(
         default=16.0, gt=0, description="Adapters are scaled by alpha / rank (rslora: alpha / sqrt(rank))."
@@ -82,8 +62,18 @@ class FreezeMethod(Section):
         return self
 
 
-METHODS = (LoraMethod, FullMethod, FreezeMethod)
-Method = Annotated[LoraMethod | FullMethod | FreezeMethod, Field(discriminator="kind")]
+class LlamaProMethod(Section):
+    """New layers are put between those of the model, which stay as they are (https://arxiv.org/abs/2401.02415)."""
+
+    kind: Literal["llama_pro"] = "llama_pro"
+    blocks: PositiveInt = Field(
+        default=8,
+        description="New layers, spread evenly; they begin as copies that add nothing, and they alone are trained.",
+    )
+
+
+METHODS = (LoraMethod, FullMethod, FreezeMethod, LlamaProMethod)
+Method = Annotated[LoraMethod | FullMethod | FreezeMethod | LlamaProMethod, Field(discriminator="kind")]
 
 
 class TrainSection(Section):
@@ -278,12 +268,17 @@ class Recipe(Section):
                     raise ValueError(f"{key} needs validation data: give data.validation, or leave {key} out")
         if self.eval.early_stopping is not None and self.eval.every is None:
             raise ValueError("eval.early_stopping needs eval.every: with null nothing is evaluated")
-        if self.quantize is not None and self.method.kind != "lora":
+        if self.quantize is not None and self.method.kind not in ("lora", "llama_pro"):
             raise ValueError(
                 f"quantize keeps the base frozen, in codes that no update can change, and method {self.method.kind} "
-                "trains the base itself: use method: lora with quantize, or leave quantize out"
+                "trains the base itself: use method: lora or llama_pro with quantize, or leave quantize out"
             )
         self._optimizer_fits()
+        if self.model.adapter is not None and self.method.kind != "lora":
+            raise ValueError(
+                f"model.adapter goes on with an adapter, and method {self.method.kind} trains none: use method: "
+                "lora, or model.merge_adapters, which folds it in first"
+            )
         if self.stage.kind == "rm" and self.sample.prompts:
             raise ValueError("sample.prompts has no meaning with stage rm: its model gives a score, it writes no text")
         if self.data.train_on_prompt and (

@@ -14,6 +14,7 @@ from meshtune.weights.safetensors_files import read_json
 ADAPTER_CONFIG = "adapter_config.json"
 TOKENIZER = "tokenizer.json"
 RUN_FILES = ("recipe.yaml", "run.json")
+START = "base"  # in a run: the model it started from, where that was made by the run itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +55,8 @@ def find(
     if is_run(directory):
         result, model = _result(directory), _recipe(directory).get("model") or {}
         adapted = (result / ADAPTER_CONFIG).is_file()
+        if (directory / START / "config.json").is_file():
+            model = model | {"path": str(directory / START), "revision": None}
         base = _base(result, model.get("path"), revision or model.get("revision")) if adapted else locate(result)
         if (result / TOKENIZER).is_file():  # as it was trained with, chat template included
             return Source(base, result if adapted else None, str(result), chat_template)
@@ -103,8 +106,9 @@ def _base(adapter: Path, named: str | None, revision: str | None) -> Path:
             fix="give both: the base as the model, and this directory as the adapter",
         )
     text = os.path.expanduser(str(recorded))
-    # A relative path was meant from where the adapter was trained; the adapter may lie beside its base by now.
-    for candidate in (Path(text), adapter / text, adapter.parent / text):
+    # A relative path was meant from where the adapter was trained; the adapter may lie beside its base by now, in the
+    # run that made both or elsewhere.
+    for candidate in (Path(text), adapter / text, adapter.parent / text, adapter.parent / Path(text).name):
         if candidate.is_dir():
             return locate(candidate)
     if HUB_ID.match(text) and not text.startswith((".", "/")):

@@ -28,6 +28,7 @@ from meshtune.model.mlp import mlp
 from meshtune.model.norm import rms_norm
 from meshtune.model.rope import angles
 from meshtune.model.spec import LayerSpec, ModelSpec
+from meshtune.model.token_rows import ROWS, table
 from meshtune.model.tree import Tree
 from meshtune.model.walk import RESIDUAL, Layer, LayersWalked
 
@@ -88,7 +89,8 @@ def head_params(params: Tree, spec: ModelSpec) -> Tree:
     if spec.scored:
         return here(params["score"])
     head = params.get("head", {})
-    head = here({"weight": params["embed"]["weight"], **head} if spec.tied else head)
+    head = here({**params["embed"], **head} if spec.tied else head)
+    head = {"weight": table(head), **{name: leaf for name, leaf in head.items() if name not in ("weight", ROWS)}}
     head = with_shared(head, params.get("shared"))
     return head | {"scale": row_scale(head["weight"])} if spec.norm_head and "scale" not in head else head
 
@@ -185,7 +187,7 @@ def enter(
 ) -> tuple[Rows, Hidden]:
     """What every layer must know of the tokens, and their embeddings in compute.dtype. Reads params["embed"] alone."""
     cos, sin = (None, None) if spec.rope is None else angles(spec.rope, positions, segment_ids)
-    x = embedded(here(params["embed"]["weight"]), tokens, compute.layout).astype(compute.dtype)
+    x = embedded(table(here(params["embed"])), tokens, compute.layout).astype(compute.dtype)
     return Rows(cos, sin, positions, segment_ids), x
 
 

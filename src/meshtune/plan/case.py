@@ -21,10 +21,10 @@ from meshtune.optim.build import make_optimizer
 from meshtune.optim.paths import named_leaves
 from meshtune.plan.hardware import Target
 from meshtune.train.quantized import quantize_of
-from meshtune.train.resolve import Precision, method_of, optimizer_of, precision_of
-from meshtune.train.settle import staged
+from meshtune.train.resolve import Precision, optimizer_of, precision_of
+from meshtune.train.start import start_of
 from meshtune.weights.hub import CONFIG, locate
-from meshtune.weights.load import load_config, load_spec, stored_dtype
+from meshtune.weights.load import load_config, stored_dtype
 
 # Weights that are not trained, weights that are, adapters, gradients of both, the optimizer's state.
 ROLES = ("frozen", "full", "adapter", "gradient", "optimizer")
@@ -132,9 +132,9 @@ def base_of(recipe: Recipe, backend: str) -> Base:
     """
     source = locate(recipe.model.path, recipe.model.revision, allow=CONFIG)
     precision, _ = precision_of(recipe, stored_dtype(source, load_config(source)), backend)
-    spec = staged(load_spec(source, precision.frozen)[0], recipe)
-    method = method_of(recipe)
-    arrays = abstract(method, spec, precision.trainable, quantize_of(recipe))
+    start = start_of(recipe, source, precision.frozen)
+    method = start.method
+    arrays = abstract(method, start.spec, precision.trainable, quantize_of(recipe))
     parameters = flatten(abstract_params(arrays.spec))
     kept = (*_arrays(arrays, parameters), *_optimizer(recipe, precision, arrays))
     return Base(recipe, method, precision, arrays, kept, parameters)

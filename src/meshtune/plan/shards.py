@@ -21,11 +21,11 @@ from meshtune.optim.paths import named_leaves
 from meshtune.plan.auto import merged, settled_autos, target_here
 from meshtune.plan.hardware import Target
 from meshtune.train.machine import this_machine
-from meshtune.train.resolve import Choice, mesh_choices, mesh_of, method_of, optimizer_of, precision_of
-from meshtune.train.settle import staged
+from meshtune.train.resolve import Choice, mesh_choices, mesh_of, optimizer_of, precision_of
+from meshtune.train.start import start_of
 from meshtune.train.step import abstract_state
 from meshtune.weights.hub import CONFIG, locate
-from meshtune.weights.load import load_config, load_spec, stored_dtype
+from meshtune.weights.load import load_config, stored_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +72,8 @@ def shardings_of(recipe: Recipe, target: Target | None) -> Sharding:
     backend = target.device.backend if target else jax.default_backend()
     devices = target.devices if target else jax.device_count()
     precision, chosen = precision_of(recipe, stored_dtype(source, load_config(source)), backend)
-    spec = staged(load_spec(source, precision.frozen)[0], recipe)
-    arrays = abstract(method_of(recipe), spec, precision.trainable)
+    start = start_of(recipe, source, precision.frozen)
+    arrays = abstract(start.method, start.spec, precision.trainable)
     mesh, why = mesh_of(recipe, devices)
     resolved(mesh, devices)
     check_batch(mesh, recipe.train.batch_size // recipe.train.accumulation, 0)

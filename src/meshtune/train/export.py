@@ -48,6 +48,7 @@ def export(
     dtype: str | None = None,
     max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
+    any_base: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Exported:
     """Writes what `source` (a run, an adapter directory, a model) holds to the directory `dest`.
@@ -56,7 +57,8 @@ def export(
     `dtype` (default: the base's), in files of at most `max_shard_bytes`. `into` says what the adapter of a quantised
     base is folded into: "dequantised", the numbers that the codes stand for, which it was trained on (default), or
     "full", the base as it was before; every written file records which. `base` says where an adapter's base lies if it
-    was moved. `progress(done, total)` is called in bytes. `dest` appears whole and verified or not at all.
+    was moved, and with `any_base` another one is taken too. `progress(done, total)` is called in bytes. `dest`
+    appears whole and verified or not at all.
     Raises UserError for a source without a result, another base than the adapter's, a `dest` that holds something.
     """
     found = find(source) if base is None else find(base, source)
@@ -70,7 +72,8 @@ def export(
     if found.adapter is not None:
         added = load_adapter(found.adapter, spec)
         fingerprint = base_hash(found.base)
-        check_base(added, str(found.base), fingerprint)
+        if not any_base:
+            check_base(added, str(found.base), fingerprint)
         quantised = _merged_into(added.base, into)
         record = merge_record(added.base, fingerprint, quantised)
         spec, params = attach(load_params(found.base, spec, quantize=quantised), spec, added)

@@ -7,6 +7,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 from meshtune.adapters.config import LoraConfig, Method
+from meshtune.adapters.merge import merged
 from meshtune.adapters.method import Prepared
 from meshtune.adapters.peft_format import BaseRecord
 from meshtune.adapters.verify import export_adapter
@@ -15,7 +16,8 @@ from meshtune.mesh.layout import Layout
 from meshtune.mesh.processes import Job
 from meshtune.mesh.together import ALONE, together
 from meshtune.model.compute import Compute
-from meshtune.model.tree import merge
+from meshtune.model.tree import flatten, merge, unflatten
+from meshtune.quantize.weight import QuantisedWeight
 from meshtune.train.output import ADAPTER, MODEL
 from meshtune.weights.export import export_model
 
@@ -49,6 +51,8 @@ def export_result(
         export_adapter(dest, made, method, base, Compute(layout=layout), job)
     else:
         params = merge(made.trainable, made.frozen)
+        if any(isinstance(leaf, QuantisedWeight) for leaf in flatten(made.frozen).values()):
+            params = merged(unflatten(flatten(params)))  # a copy of the dicts, which are used up
         export_model(params, made.spec, source, dest, overwrite=True, layout=layout, job=job, pad=padding_id(tokenizer))
     with together(job, "export: tokenizer"):
         if job.first:

@@ -16,7 +16,7 @@ import yaml
 from meshtune.errors import UserError
 
 RUN, RECIPE, CHECKPOINTS, LOCK = "run.json", "recipe.yaml", "checkpoints", ".lock"
-ADAPTER, MODEL = "adapter", "model"
+ADAPTER, MODEL, BASE = "adapter", "model", "base"
 LOGS = "logs"  # what the processes print, written by what launches them: before the run begins
 
 

@@ -6,8 +6,8 @@ import dataclasses
 
 import jax
 
-from meshtune.adapters.config import FreezeConfig, FullConfig, LoraConfig, Method
-from meshtune.config.recipe import FreezeMethod, FullMethod, LoraMethod, Recipe
+from meshtune.adapters.config import ExpandConfig, FreezeConfig, FullConfig, LoraConfig, Method
+from meshtune.config.recipe import FreezeMethod, FullMethod, LlamaProMethod, LoraMethod, Recipe
 from meshtune.kernels.attention import AttentionRequest, choose
 from meshtune.mesh.axes import MeshConfig, make_mesh, resolved
 from meshtune.mesh.fit import Note, layout_for
@@ -21,7 +21,7 @@ from meshtune.train.machine import Machine, this_machine
 from meshtune.train.tiles import chunks_of
 
 LOGITS_BYTES = 64 * 2**20  # held at once by default
-LEARNING_RATES = {"lora": 2e-4, "full": 2e-5, "freeze": 2e-5}
+LEARNING_RATES = {"lora": 2e-4, "full": 2e-5, "freeze": 2e-5, "llama_pro": 2e-4}
 GENTLER = 0.1  # of these for stages that compare answers: their gradients keep their size near the start
 
 
@@ -182,6 +182,8 @@ def method_of(recipe: Recipe) -> Method:
             return FullConfig()
         case FreezeMethod() as freeze:
             return FreezeConfig(freeze.last_layers, freeze.first_layers, tuple(freeze.modules))
+        case LlamaProMethod() as pro:
+            return ExpandConfig(pro.blocks)
 
 
 def optimizer_of(recipe: Recipe, precision: Precision) -> OptimizerConfig:

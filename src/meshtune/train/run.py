@@ -13,13 +13,13 @@ import jax
 from rich.console import Console
 
 from meshtune.adapters.config import LoraConfig
+from meshtune.adapters.continued import begun
 from meshtune.adapters.method import Prepared, count
 from meshtune.adapters.method import prepare as split_parameters
 from meshtune.adapters.peft_format import BaseRecord, recorded
 from meshtune.config.recipe import Recipe
 from meshtune.data.prepare import Prepared as Data
 from meshtune.data.prepare import prepare as prepare_data
-from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
 from meshtune.mesh.agreement import agree, code_version, first_alone
 from meshtune.mesh.axes import MeshConfig
@@ -27,13 +27,13 @@ from meshtune.mesh.fit import check_batch
 from meshtune.mesh.peers import Place
 from meshtune.mesh.placement import moved
 from meshtune.mesh.processes import Job
-from meshtune.model.tree import merge
+from meshtune.model.tree import flatten, merge
 from meshtune.plan import truth
 from meshtune.plan.auto import merged, settled_autos, target_here
 from meshtune.train import banner, metrics_log, trackers
 from meshtune.train.assemble import frozen_like, optimizer_for, state_like, waiting_weights
 from meshtune.train.attention_check import checked_attention
-from meshtune.train.checkpoint import Best, Checkpoints, Record, disk_reason, versions
+from meshtune.train.checkpoint import Checkpoints, Record, disk_reason, versions
 from meshtune.train.devices import device_table, hosts, seen_by_all
 from meshtune.train.events import opened
 from meshtune.train.final import export_result
@@ -46,9 +46,11 @@ from meshtune.train.plot import LossPlot
 from meshtune.train.progress import ProgressBar
 from meshtune.train.reference import Reference
 from meshtune.train.resolve import Choice, compute_of, optimizer_of
+from meshtune.train.result import Result
 from meshtune.train.resume import Resumed, find_resume
 from meshtune.train.settle import settle
 from meshtune.train.stage import reference_of
+from meshtune.train.start import begun_at, continued_adapter, tokenizer_of
 from meshtune.train.step import TrainState, init_state
 from meshtune.train.task import Parts, make_task
 from meshtune.weights.fingerprint import base_hash
@@ -56,26 +58,6 @@ from meshtune.weights.load import load_params, with_score
 from meshtune.weights.load_report import LoadReport
 
 DEFAULT_EPOCHS = 3.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """What became of a run.
-
-    `steps` updates of `total` are made; `loss` is that of the last one, `eval_loss` of the last evaluation (None if
-    there was none in this process). `path` is the adapter or model, None if the run was interrupted; `interrupted` is
-    then the signal's number.
-    """
-
-    output: pathlib.Path
-    steps: int
-    total: int
-    loss: float | None
-    eval_loss: float | None
-    best: Best | None
-    path: pathlib.Path | None
-    seconds: float
-    interrupted: int | None = None
 
 
 def train(recipe: Recipe, *, console: Console | None = None, job: Job | None = None) -> Result:
@@ -123,9 +105,7 @@ class _Run:
         self.recipe, found = settled_autos(recipe, self.target, job)
         recipe, self.fields = self.recipe, self.recipe.model_dump(mode="json")
         self.settled = settled = settle(recipe, machine, seen, launcher=job.place.launcher)
-        self.tokenizer = load_tokenizer(
-            recipe.model.tokenizer or settled.source, recipe.model.chat_template, revision=recipe.model.revision
-        )
+        self.tokenizer = tokenizer_of(recipe, settled.source)
         with first_alone(job, "data"):  # the others find what it prepared, where they share a disk
             self.data = self._data()
         self.total = recipe.train.steps or self.data.train.total_steps(recipe.train.epochs or DEFAULT_EPOCHS)
@@ -136,11 +116,12 @@ class _Run:
         compared = reference_of(recipe, settled.method)
         choices += [] if compared is None else [compared]
         self.base = BaseRecord(recipe.model.path, base_hash(settled.source), recorded(settled.quantize))
-        same = {"base model": self.base.hash, "training data": self.data.fingerprint}
+        adapter = continued_adapter(recipe, settled, self.base)
+        same = {"base model": self.base.hash, "training data": self.data.fingerprint, "adapter": adapter}
         agree(job, "what they read", same, fix="give every host the same files")
         keep = recipe.checkpoint.keep
         with self._claimed(), Checkpoints(self.output / CHECKPOINTS, keep=keep, job=job) as checkpoints:
-            return self._train(checkpoints, merged(found, [*settled.choices, *choices]))
+            return self._train(checkpoints, merged(found, [*settled.choices, *choices]), adapter)
 
     @contextlib.contextmanager
     def _claimed(self) -> Iterator[None]:
@@ -155,15 +136,19 @@ class _Run:
             self.job.exchange("output", None)
             yield
 
-    def _train(self, checkpoints: Checkpoints, choices: list[Choice]) -> Result:
-        record = Record(0, self.recipe.seed, self.fields, self.base.path, self.base.hash or "", self.data.fingerprint)
+    def _train(self, checkpoints: Checkpoints, choices: list[Choice], adapter: str) -> Result:
+        self.settled, self.base = begun_at(
+            self.settled, self.recipe, self.output, self.tokenizer, self.base, self.job, self.console.print
+        )
+        start = f"{self.base.hash}{adapter}"
+        record = Record(0, self.recipe.seed, self.fields, self.base.path, start, self.data.fingerprint)
         record = dataclasses.replace(record, versions=versions())
         resumed = find_resume(checkpoints, record) if self.recipe.resume else None
         self._note_resume(resumed)
         reference = Reference(self.recipe, self.settled, self.compute, self.data, self.job, self.console.print)
         reference.from_model(self.tokenizer)
         made, state, optimizer, schedule = self._parameters()
-        reference.from_start(merge(made.trainable, made.frozen), made.spec, self.base.hash)
+        reference.from_start(merge(made.trainable, made.frozen), made.spec, start)
         if resumed is not None:
             state = checkpoints.restore(resumed.step, state)
             record = dataclasses.replace(record, step=resumed.step, best=resumed.best, stale=resumed.stale)
@@ -224,6 +209,7 @@ class _Run:
                 broadcast=recipe.model.load == "broadcast" and settled.layout is not None,
                 group=self.processes_a_host,
                 waiting=waiting_weights(settled, optimizer),
+                plain=flatten(settled.arrays.trainable),
                 progress=lambda done, of: status.update(
                     f"loading weights: {size_in_words(done)} of {size_in_words(of)}"
                 ),
@@ -234,7 +220,11 @@ class _Run:
             self.console.print(f"[bold]loaded[/] {line.partition(': ')[2] if one else line}", highlight=False)
         key = jax.random.fold_in(jax.random.key(recipe.seed), 0)
         params = with_score(params, settled.spec, jax.random.fold_in(key, 1), settled.layout)
-        made = split_parameters(settled.method, settled.spec, params, key, settled.precision.trainable, settled.layout)
+        made = (
+            split_parameters(settled.method, settled.spec, params, key, settled.precision.trainable, settled.layout)
+            if (goes_on := getattr(settled.method, "continued", None)) is None
+            else begun(goes_on, settled.arrays, settled.spec, params, settled.layout)
+        )
         like = None if settled.layout is None and not settled.offload else state_like(settled, optimizer)
         if like is not None and "weights" in settled.offload:
             trainable, frozen = moved(made.trainable, like.trainable), moved(made.frozen, frozen_like(settled))

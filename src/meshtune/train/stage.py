@@ -89,6 +89,10 @@ def _obstacle(method: Method) -> str | None:
     """Why the model without its adapters is not the one that the run started from; None where it is."""
     if not isinstance(method, LoraConfig):
         return "weights of the base are trained themselves"
+    if method.continued is not None:
+        return "the run goes on with an adapter"
+    if method.token_rows:
+        return "rows of the embedding are trained themselves"
     if method.train_modules:
         return f"{', '.join(method.train_modules)} are trained in full"
     return None

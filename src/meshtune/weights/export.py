@@ -139,11 +139,9 @@ def _write_rest(
             "total_parameters": sum(math.prod(tensor.shape) for tensor in every),
             "total_size": sum(tensor.nbytes for tensor in every),
         }
-        _write_json(folder / INDEX, {"metadata": metadata, "weight_map": weight_map})
-    _write_json(folder / "config.json", config)
-    for file, relative in copies:
-        (folder / relative).parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, folder / relative)
+        write_json(folder / INDEX, {"metadata": metadata, "weight_map": weight_map})
+    write_json(folder / "config.json", config)
+    _copy(copies, folder)
     if chat_template is not None:
         _write_chat_template(folder, chat_template)
 
@@ -209,6 +207,17 @@ def _exported_config(config: dict[str, Any], spec: ModelSpec, dtype: str, pad: i
     return exported
 
 
+def copied(directory: Path, folder: Path, patterns: tuple[str, ...]) -> None:
+    """Copies the files of a model directory that match some patterns, but no code and no pickles."""
+    _copy(list(_copies(directory, patterns)), folder)
+
+
+def _copy(copies: list[tuple[Path, str]], folder: Path) -> None:
+    for file, relative in copies:
+        (folder / relative).parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, folder / relative)
+
+
 def _copies(directory: Path, patterns: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
     for file in sorted([*directory.glob("*"), *directory.glob("additional_chat_templates/*")]):
         relative = file.relative_to(directory).as_posix()
@@ -225,10 +234,11 @@ def _write_chat_template(folder: Path, template: str) -> None:
     if settings.is_file():
         fields = json.loads(settings.read_text(encoding="utf-8"))
         fields.pop("chat_template", None)
-        _write_json(settings, fields)
+        write_json(settings, fields)
 
 
-def _write_json(file: Path, value: dict[str, Any]) -> None:
+def write_json(file: Path, value: dict[str, Any]) -> None:
+    """A JSON object as people read it."""
     file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -86,6 +86,7 @@ def load_params(
     broadcast: bool = False,
     group: int | None = None,
     waiting: Collection[str] = (),
+    plain: Collection[str] = (),
     progress: Progress | None = None,
     report: Callable[[LoadReport], None] | None = None,
 ) -> Tree:
@@ -100,6 +101,8 @@ def load_params(
     weight of them is ever whole, or wide, in memory. Their scales, where these are quantised too, pass through the host
     matrix by matrix; every process must then call this.
 
+    What `plain` names (by path) is not quantised.
+
     Arrays that `waiting` names (by path, and field of a QuantisedWeight) come in the host's memory that devices read,
     and are on no device at any time; the host holds the largest of them twice for a moment.
 
@@ -110,7 +113,8 @@ def load_params(
     Raises UserError if config and weights disagree, or a block does not divide a row, before anything is allocated.
     """
     directory = Path(directory)
-    arrays = quantised_leaves(flatten(abstract_params(spec)), quantize)
+    arrays = flatten(abstract_params(spec))
+    arrays |= quantised_leaves({path: array for path, array in arrays.items() if path not in plain}, quantize)
     devices: list[Device] = [None]
     passing: Relay | None = None
     if layout is not None:

@@ -1,0 +1,83 @@
+"""A model directory written tensor by tensor from numbers on the host: a base made from another one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshtune.families import model_spec
+from meshtune.weights.check import check
+from meshtune.weights.export import MODEL_FILES, copied, write_json
+from meshtune.weights.safetensors_files import DTYPES, INDEX, SINGLE, headers
+from meshtune.weights.streamed import ST_DTYPES, Tensor, header
+
+MAX_SHARD_BYTES = 5_000_000_000
+WRITTEN = {short: dtype for dtype, short in ST_DTYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class NewTensor:
+    """A tensor to write: `make` gives its numbers (in `dtype`, a name such as bfloat16) when its turn comes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    make: Callable[[], np.ndarray]
+
+    @property
+    def entry(self) -> Tensor:
+        """What a file's header says of it."""
+        return Tensor(self.name, jax.ShapeDtypeStruct(self.shape, self.dtype), None, self.dtype)
+
+
+def write_model(
+    folder: Path,
+    source: Path,
+    config: dict[str, Any],
+    tensors: Sequence[NewTensor],
+    record: dict[str, Any],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Writes the files of a model into an existing folder, but for a tokenizer: `source` gives what travels with it.
+
+    One tensor is in memory at a time. `record`, as JSON, goes into the metadata of every file. Raises UserError where
+    what was written is not what the config says, OSError where the disk refuses.
+    """
+    shards = list(_shards(tensors, max_shard_bytes))
+    names = [SINGLE] if len(shards) == 1 else [_name(n, len(shards)) for n in range(1, len(shards) + 1)]
+    metadata = {"format": "pt", "meshtune": json.dumps(record)}
+    for name, shard in zip(names, shards, strict=True):
+        with (folder / name).open("wb") as file:
+            file.write(header([tensor.entry for tensor in shard], metadata))
+            for tensor in shard:
+                made = np.ascontiguousarray(tensor.make())
+                assert made.shape == tensor.shape, (tensor.name, made.shape, tensor.shape)
+                assert made.dtype == DTYPES[ST_DTYPES[tensor.dtype]], (tensor.name, made.dtype, tensor.dtype)
+                file.write(made.reshape(-1).view("u1").data)
+    if len(shards) > 1:
+        where = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        total = sum(tensor.entry.nbytes for tensor in tensors)
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+    write_json(folder / "config.json", config)
+    copied(source, folder, MODEL_FILES)
+    check(folder, model_spec(config, where=str(folder / "config.json")), headers(folder))
+
+
+def _shards(tensors: Sequence[NewTensor], most: int) -> Iterator[list[NewTensor]]:
+    shard: list[NewTensor] = []
+    for tensor in tensors:
+        if shard and sum(one.entry.nbytes for one in shard) + tensor.entry.nbytes > most:
+            yield shard
+            shard = []
+        shard.append(tensor)
+    yield shard
+
+
+def _name(number: int, of: int) -> str:
+    return f"model-{number:05d}-of-{of:05d}.safetensors"
