@@ -1,0 +1,135 @@
+"""What goes with what, asked of the product itself: every pair of stages, methods, optimizers, formats and offloads is
+built in the abstract for a small model, so that no page about it can go stale.
+
+python -m meshtune.plan.composition prints docs/composition.md.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import pathlib
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from meshtune import quickstart
+from meshtune.adapters import ADAPTERS
+from meshtune.config.load import load_recipe
+from meshtune.config.recipe import ComputeSection, Recipe
+from meshtune.errors import UserError
+from meshtune.objectives import STAGES
+from meshtune.optim.build import OPTIMIZERS
+from meshtune.plan.program import step_of
+from meshtune.quantize import FORMATS
+
+YES, NO = "●", "–"
+Overrides = Mapping[str, Any]
+PARTS = get_args(get_args(ComputeSection.model_fields["offload"].annotation)[0])
+
+# Sizes that suit a small model, so that nothing is refused for its sake.
+WIDTH = 128
+SIZES: dict[str, dict[str, Any]] = {
+    "oft": {"oft_block_size": 4},
+    "galore": {"rank": 4},
+    "apollo": {"rank": 4},
+    "schedule_free": {"schedule": "constant"},
+}
+
+METHODS: dict[str, Overrides] = {
+    **{name: {"method": {"kind": "lora", "adapter": name, **SIZES.get(name, {"rank": 4})}} for name in ADAPTERS},
+    "lora+": {"method": {"kind": "lora", "rank": 4}, "optimizer": {"lora_plus_ratio": 16.0}},
+    "freeze": {"method": {"kind": "freeze", "last_layers": 1}},
+    "llama_pro": {"method": {"kind": "llama_pro", "blocks": 1}},
+    "full": {"method": {"kind": "full"}},
+}
+METHODS["loftq"] = {**METHODS["loftq"], "quantize": "nf4"}  # it is of quantised bases
+BASES: dict[str, Overrides] = {"as it is": {"quantize": None}, **{name: {"quantize": name} for name in FORMATS}}
+STAGE_OF: dict[str, Overrides] = {name: {"stage": {"kind": name}} for name in STAGES}
+OPTIMIZER_OF: dict[str, Overrides] = {name: {"optimizer": {"name": name, **SIZES.get(name, {})}} for name in OPTIMIZERS}
+WAYS: dict[str, Overrides] = {
+    "clipping": {"optimizer": {"max_grad_norm": 1.0}},
+    "accumulation": {"train": {"batch_size": 4, "micro_batch": 2}, "optimizer": {"max_grad_norm": None}},
+    "fused update": {"optimizer": {"fused": True, "max_grad_norm": None}},
+    **{f"{part} on the host": {"compute": {"offload": [part]}} for part in PARTS},
+    "fused, all on the host": {
+        "optimizer": {"fused": True, "max_grad_norm": None},
+        "compute": {"offload": list(PARTS)},
+    },
+}
+
+
+@functools.cache
+def model() -> str:
+    """A folder with the config of a small model, the quickstart's with widths that blocks of 64 divide."""
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="meshtune-composition-"))
+    atexit.register(shutil.rmtree, folder)
+    config = json.loads((quickstart.MODEL / "config.json").read_text())
+    config |= {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def recipe_of(*parts: Overrides) -> Recipe:
+    """A small model with the sections of `parts`, later ones over earlier ones."""
+    fields: dict[str, Any] = {"model": model(), "data": {"train": str(quickstart.LESSON)}, "output": "run"}
+    fields |= {"train": {"steps": 10, "batch_size": 4}}
+    for part in parts:
+        for section, value in part.items():
+            held = fields.get(section)
+            fields[section] = {**held, **value} if isinstance(held, dict) and isinstance(value, dict) else value
+    return load_recipe(fields)
+
+
+def refusal(*parts: Overrides) -> str | None:
+    """Why a combination is refused; None where it is not."""
+    try:
+        step_of(recipe_of(*parts))
+    except UserError as error:
+        return error.what.removeprefix("the recipe: ").removeprefix("optimizer: ")
+    return None
+
+
+def table(rows: Mapping[str, Overrides], columns: Mapping[str, Overrides], notes: list[str], *under: Overrides) -> str:
+    """A Markdown table of rows x columns; reasons are added to `notes`, and numbered by their place there."""
+    lines = [f"| | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
+    for name, row in rows.items():
+        cells = []
+        for column in columns.values():
+            reason = refusal(*under, row, column)
+            if reason is not None and reason not in notes:
+                notes.append(reason)
+            cells.append(YES if reason is None else f"{NO} {notes.index(reason) + 1}")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def page() -> str:
+    """docs/composition.md."""
+    notes: list[str] = []
+    parts = [
+        "# What goes with what",
+        "Made by `python -m meshtune.plan.composition`, which builds the step of every pair for a small model and "
+        f"asks whether it is refused: {YES} it works, {NO} it is refused, for the reason of that number below. A test "
+        "keeps this page as the product is.",
+        "## Stage and method",
+        table(METHODS, STAGE_OF, notes),
+        "## Method and base",
+        table(METHODS, BASES, notes),
+        "## Optimizer and method",
+        table(OPTIMIZER_OF, METHODS, notes),
+        "## Optimizer and how an update is made, full tuning",
+        table(OPTIMIZER_OF, WAYS, notes, METHODS["full"]),
+        "## Optimizer and how an update is made, LoRA",
+        table(OPTIMIZER_OF, WAYS, notes, METHODS["lora"]),
+        "## Reasons",
+        "\n".join(f"{number}. {reason}" for number, reason in enumerate(notes, 1)),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
