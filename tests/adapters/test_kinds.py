@@ -6,7 +6,6 @@ Tolerance 1e-4 on float32 logits of size ~1-10, and of the largest entry of each
 from __future__ import annotations
 
 import copy
-import dataclasses
 import pathlib
 
 import jax
@@ -18,14 +17,12 @@ from kinds import EVERYWHERE, KINDS, config_of, in_peft, made_by_peft, moved
 from twins import COMPUTE, TOKENS, base, forward, our_logits, torch_logits, trained_logits
 
 from meshtune.adapters import ADAPTERS
-from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.merge import merged
-from meshtune.adapters.method import SHARED, Prepared, abstract, count, prepare
+from meshtune.adapters.method import SHARED, Prepared, prepare
 from meshtune.adapters.peft_format import BaseRecord, attach, load_adapter, save_adapter
 from meshtune.adapters.peft_tensors import collect
-from meshtune.adapters.verify import export_adapter, verify_adapter
-from meshtune.errors import UserError
-from meshtune.model.tree import flatten, merge
+from meshtune.adapters.verify import export_adapter
+from meshtune.model.tree import merge
 from tiny_models import torch_model
 
 BASE = BaseRecord("some/base", "sha256:0")

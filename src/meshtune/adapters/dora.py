@@ -22,6 +22,7 @@ from meshtune.adapters.peft_lora import READ, lora_fields, lora_options
 from meshtune.adapters.refusals import check_rank, no_options
 from meshtune.model.linear import matmul
 from meshtune.model.spec import ArraySpec
+from meshtune.model.walk import here
 from meshtune.quantize.weight import QuantisedWeight
 
 
@@ -78,7 +79,8 @@ class DoRA:
     def start(adapter: DoRA, config: LoraConfig, keys: Key[Array, "..."], weight: Any, original: Any = None) -> Started:
         """A and B as LoRA's; every length is that of the weight's row, so that the model is the base."""
         lora = adapter.lora.drawn(keys)
-        length = lax.map(_length, weight) if len(weight.shape) > 2 else _length(weight)
+        near = here(weight)
+        length = lax.map(_length, near) if len(weight.shape) > 2 else _length(near)
         made = dataclasses.replace(adapter, a=lora.a, b=lora.b, magnitude=length.astype(adapter.magnitude.dtype))
         return Started(made, weight)
 

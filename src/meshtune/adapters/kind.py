@@ -14,7 +14,7 @@ from meshtune.model.spec import ArraySpec
 
 
 class Adapter(Protocol):
-    """What is trained beside one weight (stacked layers lead every array): a pytree, at "<node>/adapter" in `trainable`.
+    """What is trained beside one weight, a pytree, at "<node>/adapter" in `trainable`; stacked layers lead all arrays.
 
     `fixed` is what it reads and nobody trains, at "<node>/fixed" in `frozen`, or its cut of what all adapters share.
     """
@@ -91,7 +91,7 @@ class Kind(Protocol):
 
     @staticmethod
     def derived(adapter: Any, config: LoraConfig, weight: Any) -> Any:
-        """What an adapter from a file reads beside it that is made of the base's weight; None where there is nothing."""
+        """What an adapter from a file reads beside it that is made of the base's weight, or None."""
         ...
 
     @staticmethod

@@ -20,6 +20,7 @@ from meshtune.adapters.peft_lora import READ, lora_fields, lora_options
 from meshtune.adapters.principal import principal
 from meshtune.adapters.refusals import check_rank, no_options
 from meshtune.errors import UserError
+from meshtune.model.walk import here
 from meshtune.quantize.weight import QuantisedWeight
 
 
@@ -59,7 +60,7 @@ class LoftQ:
                 a, b = _rest(wide, quantised, adapter, config, key)
             return quantised, a, b
 
-        quantised, a, b = lax.map(one, (weight, original, keys))
+        quantised, a, b = lax.map(one, (here(weight), original, keys))
         made = dataclasses.replace(adapter, a=a.astype(adapter.a.dtype), b=b.astype(adapter.b.dtype))
         return Started(made, quantised if config.loftq_iterations > 1 else weight)
 

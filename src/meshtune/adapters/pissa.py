@@ -25,6 +25,7 @@ from meshtune.adapters.refusals import check_rank, no_options, not_of_quantised
 from meshtune.errors import UserError
 from meshtune.model.spec import ArraySpec
 from meshtune.model.tree import Tree, flatten, unflatten
+from meshtune.model.walk import here
 from meshtune.quantize.weight import QuantisedWeight
 
 
@@ -46,8 +47,8 @@ class PiSSA:
         no_options(config)
         if not config.pissa_convert and config.svd_iterations is not None:
             raise UserError(
-                "PEFT's own form of PiSSA holds no start: whoever loads it decomposes the base again, exactly, and this "
-                "run's start is found by iterations",
+                "PEFT's own form of PiSSA holds no start: whoever loads it decomposes the base again, exactly, and "
+                "this run's start is found by iterations",
                 where="method.pissa_convert, method.svd_iterations",
                 fix="set svd_iterations to null, or leave pissa_convert out, which writes a plain LoRA",
             )
@@ -65,7 +66,8 @@ class PiSSA:
         def one(at: tuple[Array, Array]) -> tuple[Array, Array]:
             return principal(at[0], adapter.rank, adapter.scale, config.svd_iterations, at[1])
 
-        a, b = lax.map(one, (weight, keys)) if weight.ndim > 2 else one((weight, keys))
+        near = here(weight)
+        a, b = lax.map(one, (near, keys)) if weight.ndim > 2 else one((near, keys))
         begun = LoRA(a.astype(adapter.a.dtype), b.astype(adapter.b.dtype), adapter.scale)
         # Arrays of its own: what is trained is given up to every update.
         trained = dataclasses.replace(jax.tree.map(jnp.copy, begun), dropout=adapter.dropout)

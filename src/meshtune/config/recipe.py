@@ -7,32 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from meshtune.config.data import DataSection
+from meshtune.config.lora import LoraMethod
 from meshtune.config.model import ModelSection
 from meshtune.config.optimizer import LOW_RANK, OptimizerSection
 from meshtune.config.quantize import QuantizeSection
 from meshtune.config.section import PathText, Section
 from meshtune.config.short_forms import written_out
 from meshtune.config.stage import SftStage, Stage
-
-
-class LoraMethod(Section):
-    """Low-rank adapters beside frozen weights (https://arxiv.org/abs/2106.09685)."""
-
-    kind: Literal["lora"] = Field(default="lora", description="Which method: lora, full, freeze or llama_pro.")
-    rank: PositiveInt = Field(default=8, description="R, the adapters' inner dimension.")
-    alpha: float = Field(
-        default=16.0, gt=0, description="Adapters are scaled by alpha / rank (rslora: alpha / sqrt(rank))."
-    )
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the adapters' input while training.")
-    targets: str | list[str] = Field(
-        default="all-linear",
-        description="'all-linear' (every linear layer but the head), module names (q_proj), "
-        "or patterns (layers.*.mlp.*).",
-    )
-    rslora: bool = Field(default=False, description="Rank-stabilised scaling (https://arxiv.org/abs/2312.03732).")
-    train_modules: list[str] = Field(
-        default_factory=list, description="Modules trained in full beside the adapters, e.g. embed_tokens, lm_head."
-    )
 
 
 class FullMethod(Section):
@@ -273,6 +254,7 @@ class Recipe(Section):
                 f"quantize keeps the base frozen, in codes that no update can change, and method {self.method.kind} "
                 "trains the base itself: use method: lora or llama_pro with quantize, or leave quantize out"
             )
+        self._adapter_fits()
         self._optimizer_fits()
         if self.model.adapter is not None and self.method.kind != "lora":
             raise ValueError(
@@ -291,6 +273,19 @@ class Recipe(Section):
         if self.sample.every is not None and not self.sample.prompts:
             raise ValueError("sample.every needs sample.prompts: there is nothing to continue")
         return self
+
+    def _adapter_fits(self) -> None:
+        adapter = getattr(self.method, "adapter", None)
+        if adapter == "pissa" and self.quantize is not None:
+            raise ValueError(
+                "method.adapter: pissa takes the base apart, and a quantised one has lost what it would find: use "
+                "method.adapter: loftq with quantize, or leave quantize out"
+            )
+        if adapter == "loftq" and self.quantize is None:
+            raise ValueError(
+                "method.adapter: loftq begins at what quantising the base loses: add quantize: nf4 (or int8, int4, "
+                "fp8), or use method.adapter: pissa"
+            )
 
     def _optimizer_fits(self) -> None:
         asked, remat = self.optimizer, self.compute.remat

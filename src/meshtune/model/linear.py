@@ -74,8 +74,8 @@ _quantised.defvjp(_quantised_forward, _quantised_backward)
 def linear(
     x: Float[Array, "*B i"], node: Tree, key: Array | None = None, out: DTypeLike | None = None
 ) -> Float[Array, "*B o"]:
-    """A linear layer: node holds `weight`, perhaps `bias`, perhaps an `adapter` with `.apply(x, weight, key, out, fixed)`
-    and what that reads beside it, `fixed`.
+    """A linear layer: node holds `weight`, perhaps `bias`, perhaps an `adapter` (adapters.kind.Adapter) and what that
+    reads beside it, `fixed`.
 
     `key` is the adapter's source of dropout; without one nothing is dropped.
     """

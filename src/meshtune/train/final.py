@@ -19,6 +19,7 @@ from meshtune.model.compute import Compute
 from meshtune.model.tree import flatten, merge, unflatten
 from meshtune.quantize.weight import QuantisedWeight
 from meshtune.train.output import ADAPTER, MODEL
+from meshtune.train.own_base import own_base
 from meshtune.weights.export import export_model
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ def export_result(
     layout: Layout | None = None,
     job: Job = ALONE,
 ) -> pathlib.Path:
-    """Writes output/adapter (lora) or output/model (full, freeze) and returns it; an earlier one is replaced.
+    """Writes output/adapter (lora) or output/model (full, freeze) and returns it; an earlier one is replaced. A base
+    that the run made itself goes to output/base.
 
     The tokenizer, with the chat template that was trained with, goes along. Parameters on a mesh lie as `layout` says;
     all processes of `job` call this. Raises UserError if what was written does not give the logits of what was trained;
@@ -48,6 +50,7 @@ def export_result(
         for left in output.glob(f".{dest.name}.partial-*"):  # by an export that was killed
             shutil.rmtree(left)
     if adapter:
+        base = own_base(output, made, method, source, base, layout, job)
         export_adapter(dest, made, method, base, Compute(layout=layout), job)
     else:
         params = merge(made.trainable, made.frozen)

@@ -7,6 +7,7 @@ import dataclasses
 import jax
 
 from meshtune.adapters.config import ExpandConfig, FreezeConfig, FullConfig, LoraConfig, Method
+from meshtune.adapters.refusals import OWN
 from meshtune.config.recipe import FreezeMethod, FullMethod, LlamaProMethod, LoraMethod, Recipe
 from meshtune.kernels.attention import AttentionRequest, choose
 from meshtune.mesh.axes import MeshConfig, make_mesh, resolved
@@ -22,6 +23,7 @@ from meshtune.train.tiles import chunks_of
 
 LOGITS_BYTES = 64 * 2**20  # held at once by default
 LEARNING_RATES = {"lora": 2e-4, "full": 2e-5, "freeze": 2e-5, "llama_pro": 2e-4}
+ADAPTER_RATES = {"pissa": 0.1, "vera": 10.0}  # of LoRA's, as their authors train
 GENTLER = 0.1  # of these for stages that compare answers: their gradients keep their size near the start
 
 
@@ -177,6 +179,7 @@ def method_of(recipe: Recipe) -> Method:
                 targets=lora.targets if isinstance(lora.targets, str) else tuple(lora.targets),
                 rslora=lora.rslora,
                 train_modules=tuple(lora.train_modules),
+                **{name: getattr(lora, name) for name in ("adapter", *OWN)},
             )
         case FullMethod():
             return FullConfig()
@@ -190,6 +193,7 @@ def optimizer_of(recipe: Recipe, precision: Precision) -> OptimizerConfig:
     """The optimizer and its schedule as the core's dataclass."""
     asked = recipe.optimizer
     rate, stage = LEARNING_RATES[recipe.method.kind], STAGES[recipe.stage.kind]
+    rate *= ADAPTER_RATES.get(getattr(recipe.method, "adapter", ""), 1.0)
     if asked.name == "prodigy":
         rate = 1.0
     elif stage.learns != "documents" and not stage.scores:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import time
 from collections.abc import Iterator
@@ -54,7 +55,7 @@ from meshtune.train.start import begun_at, continued_adapter, tokenizer_of
 from meshtune.train.step import TrainState, init_state
 from meshtune.train.task import Parts, make_task
 from meshtune.weights.fingerprint import base_hash
-from meshtune.weights.load import load_params, with_score
+from meshtune.weights.load import load_params, load_weight, with_score
 from meshtune.weights.load_report import LoadReport
 
 DEFAULT_EPOCHS = 3.0
@@ -220,8 +221,11 @@ class _Run:
             self.console.print(f"[bold]loaded[/] {line.partition(': ')[2] if one else line}", highlight=False)
         key = jax.random.fold_in(jax.random.key(recipe.seed), 0)
         params = with_score(params, settled.spec, jax.random.fold_in(key, 1), settled.layout)
+        original = functools.partial(load_weight, settled.source, settled.spec, layout=settled.layout)
         made = (
-            split_parameters(settled.method, settled.spec, params, key, settled.precision.trainable, settled.layout)
+            split_parameters(
+            settled.method, settled.spec, params, key, settled.precision.trainable, settled.layout, original
+        )
             if (goes_on := getattr(settled.method, "continued", None)) is None
             else begun(goes_on, settled.arrays, settled.spec, params, settled.layout)
         )

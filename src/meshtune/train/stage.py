@@ -95,4 +95,6 @@ def _obstacle(method: Method) -> str | None:
         return "rows of the embedding are trained themselves"
     if method.train_modules:
         return f"{', '.join(method.train_modules)} are trained in full"
+    if method.adapter == "loftq":
+        return "loftq's adapters begin at what quantising lost"
     return None

@@ -150,6 +150,17 @@ def load_params(
     return unflatten(leaves)
 
 
+def load_weight(directory: Path, spec: ModelSpec, path: str, layout: Layout | None = None) -> jax.Array:
+    """One array of `load_params`, alone and never quantised, on the devices that `layout` says."""
+    directory, devices = Path(directory), [None]
+    if layout is not None:
+        devices = [one for one in np.asarray(layout.mesh.devices).flat if one.process_index == jax.process_index()]
+    with TensorReader() as reader:
+        shards = Shards({path: flatten(abstract_params(spec))[path]}, layout, devices)
+        fill(shards, [slot for slot in slots(spec) if slot.path == path], headers(directory), reader, None)
+        return shards.assembled()[path]
+
+
 def with_score(params: Tree, spec: ModelSpec, key: jax.Array, layout: Layout | None = None) -> Tree:
     """The parameters of a scored model, with a random score (normal, spec.init_std) where they have none."""
     if not spec.scored or "score" in params:

@@ -1,0 +1,130 @@
+"""Runs with every kind of adapter: trained, stopped and resumed, exported, merged, and used by peft."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+import warnings
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file
+
+import meshtune
+import meshtune.quickstart
+from meshtune.config.load import load_recipe
+from meshtune.errors import UserError
+from meshtune.train.export import export
+from meshtune.train.run import train
+from tiny_models import SMALL
+
+TOKENIZER = pathlib.Path(meshtune.quickstart.__file__).parent / "model"
+TOKENS = [[1, 5, 9, 22, 7, 8, 300]]
+RUNS = {
+    "dora": ["method.rank=4", "method.dropout=0.1", "quantize=nf4"],
+    "pissa": ["method.rank=4", "method.rslora=true"],
+    "loftq": ["method.rank=4", "quantize=int8"],
+    "loftq in turns": ["method.rank=4", "quantize=nf4", "method.loftq_iterations=3"],
+    "oft": ["method.oft_block_size=16", "quantize=nf4"],
+    "vera": ["method.rank=16", "method.vera_key=5"],
+}
+QUICK = ("loftq in turns",)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / "llama"
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 520, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 512}
+    config = transformers.AutoConfig.for_model("llama", **SMALL | sizes | {"num_hidden_layers": 2})
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    file = tmp_path_factory.mktemp("texts") / "texts.jsonl"
+    lines = [f"Once upon a time there was number {n}, and it went to the park {n % 7} times." for n in range(60)]
+    file.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    return file
+
+
+def recipe(model, texts, output, *overrides):
+    raw = {
+        "model": str(model),
+        "data": {"train": [{"path": str(texts), "format": "text"}], "max_length": 64},
+        "output": str(output),
+        "train": {"steps": 4, "batch_size": 4},
+        "compute": {"attention": "direct"},
+        "optimizer": {"learning_rate": 5e-3},
+        "checkpoint": {"every": 2},
+    }
+    return load_recipe(raw, overrides)
+
+
+def losses(output):
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[] if one in QUICK else pytest.mark.slow) for one in RUNS])
+def test_a_run_learns_resumes_and_is_used_elsewhere(name, model, texts, tmp_path):
+    """Logits to 2e-5 of the largest: float32 in three programs."""
+    options = [f"method.adapter={name.split()[0]}", *RUNS[name]]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert train(recipe(model, texts, whole, *options)).steps == 4
+    seen = losses(whole)
+    assert seen[4] < seen[1]
+    shutil.copytree(whole, stopped)
+    for left in [*(stopped / "checkpoints").glob("*4"), stopped / "adapter"]:  # as if killed after the second update
+        shutil.rmtree(left)
+    train(recipe(model, texts, stopped, *options, "resume=true"))
+    assert losses(stopped) == seen
+    ours, theirs = (load_file(run / "adapter/adapter_model.safetensors") for run in (whole, stopped))
+    assert ours.keys() == theirs.keys()
+    assert all(np.array_equal(ours[tensor], theirs[tensor]) for tensor in ours)
+
+    trained = meshtune.load(whole).logits(TOKENS)
+    tolerance = 2e-5 * np.abs(trained).max()
+    export(whole, tmp_path / "merged", merge=True)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        np.testing.assert_allclose(merged(torch.tensor(TOKENS)).logits.numpy(), trained, atol=tolerance)
+    if "quantize=nf4" in options and "in turns" not in name:
+        return  # on the quantised base: see tests/adapters/test_kinds.py
+    base = transformers.AutoModelForCausalLM.from_pretrained(whole / "base" if "in turns" in name else model)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = peft.PeftModel.from_pretrained(base, str(whole / "adapter"))(torch.tensor(TOKENS)).logits.numpy()
+    if "int8" in str(options):
+        trained = meshtune.load(whole, quantize="none").logits(TOKENS)
+    np.testing.assert_allclose(found, trained, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("options", "what", "fix"),
+    [
+        (["method.adapter=pissa", "quantize=nf4"], "pissa takes the base apart", "loftq with quantize"),
+        (["method.adapter=loftq"], "what quantising the base loses", "add quantize: nf4"),
+        (["method.adapter=oft", "method.oft_block_size=48"], "do not divide those of", "give 32"),
+        (["method.adapter=oft", "method.dropout=0.1"], "dropout is 0.1", "leave it out"),
+        (["method.adapter=vera", "method.rank=33"], "rank 33 is above what", "at most 32"),
+        (["method.adapter=vera", "method.alpha=8"], "alpha is 8.0", "leave it out"),
+        (["method.oft_block_size=16"], "oft_block_size is 16", "method.adapter: oft"),
+        (["method.adapter=pissa", "method.pissa_convert=false"], "decomposes the base again", "svd_iterations to null"),
+        (["method.adapter=dora", "method.rank=65"], "rank 65 is above", "at most 64"),
+        (["method.adapter=dorra"], "dorra", "dora"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(options, what, fix, model, texts, tmp_path):
+    with pytest.raises(UserError) as caught:
+        train(recipe(model, texts, tmp_path / "run", *options))
+    assert what in str(caught.value)
+    assert fix in str(caught.value)
+    assert not (tmp_path / "run").exists()
