@@ -58,6 +58,13 @@ class LoraConfig:
             object.__setattr__(self, "targets", tuple(self.targets))
         object.__setattr__(self, "train_modules", tuple(self.train_modules))
 
+    @property
+    def words(self) -> str:
+        """The kind and its size, for people."""
+        if self.adapter == "oft":
+            return f"oft, blocks of {self.oft_block_size}"
+        return f"{self.adapter}, rank {self.rank}" + (f", alpha {self.alpha:g}" if self.adapter != "vera" else "")
+
     def scale(self, rank: int | None = None, alpha: float | None = None) -> float:
         """What B @ A is multiplied by: alpha / rank, or alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732)."""
         rank, alpha = rank or self.rank, self.alpha if alpha is None else alpha

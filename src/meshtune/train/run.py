@@ -224,8 +224,8 @@ class _Run:
         original = functools.partial(load_weight, settled.source, settled.spec, layout=settled.layout)
         made = (
             split_parameters(
-            settled.method, settled.spec, params, key, settled.precision.trainable, settled.layout, original
-        )
+                settled.method, settled.spec, params, key, settled.precision.trainable, settled.layout, original
+            )
             if (goes_on := getattr(settled.method, "continued", None)) is None
             else begun(goes_on, settled.arrays, settled.spec, params, settled.layout)
         )
@@ -267,9 +267,7 @@ class _Run:
         gradients = 0 if recipe.optimizer.walks else bytes_on_each(made.trainable, itemsize=4)
         state_bytes = bytes_on_each((state, made.frozen)) + gradients
         optimizer = optimizer_of(recipe, self.settled.precision)
-        method = recipe.method.kind
-        if isinstance(self.settled.method, LoraConfig):
-            method += f", rank {self.settled.method.rank}, alpha {self.settled.method.alpha:g}"
+        method = self.settled.method.words if isinstance(self.settled.method, LoraConfig) else recipe.method.kind
         return banner.Plan(
             model=recipe.model.path,
             family=made.spec.family,
