@@ -18,7 +18,11 @@ from meshtune.model.tree import Tree
 
 # Our options, peft's config, and how far training is taken to have moved a parameter.
 KINDS: dict[str, tuple[dict[str, Any], Any, float]] = {
-    "dora": ({"rank": 4, "alpha": 6.0}, peft.LoraConfig(r=4, lora_alpha=6, use_dora=True), 0.1),
+    "dora": (
+        {"rank": 4, "alpha": 3.0, "rslora": True},
+        peft.LoraConfig(r=4, lora_alpha=3, use_rslora=True, use_dora=True),
+        0.1,
+    ),
     "pissa": (
         {"rank": 4, "alpha": 6.0, "svd_iterations": None, "pissa_convert": False},
         peft.LoraConfig(r=4, lora_alpha=6, init_lora_weights="pissa"),

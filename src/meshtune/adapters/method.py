@@ -121,7 +121,7 @@ def prepare(
     for name, module in modules(plan.spec).items():
         names.setdefault(module.node, []).append(name)
     trainable: dict[str, Any] = {}
-    kind = ADAPTERS[method.adapter] if isinstance(method, LoraConfig) else None
+    kind: Any = ADAPTERS[method.adapter] if isinstance(method, LoraConfig) else None
     frozen = flatten(plan.frozen)
     for path, leaf in flatten(plan.trainable).items():
         node, _, last = path.rpartition("/")

@@ -56,14 +56,14 @@ class Projections:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class VeRA:
-    """y = x W^T + b * (B (d * (A dropout(x)))): b [out] and d [R] are trained, A and B are `fixed`."""
+    """y = x W^T + b * (B (d * (A dropout(x)))): lambda_b [out] and lambda_d [R] are trained, A and B are `fixed`."""
 
-    b: Any
-    d: Any
+    lambda_b: Any
+    lambda_d: Any
     initial: float = dataclasses.field(metadata={"static": True})
     dropout: float = dataclasses.field(default=0.0, metadata={"static": True})
 
-    PEFT_TENSORS: ClassVar[dict[str, str]] = {"b": "vera_lambda_b", "d": "vera_lambda_d"}
+    PEFT_TENSORS: ClassVar[dict[str, str]] = {"lambda_b": "vera_lambda_b", "lambda_d": "vera_lambda_d"}
     PEFT_FIELDS: ClassVar[dict[str, Any]] = {"peft_type": "VERA"}
     PEFT_READ: ClassVar[frozenset[str]] = frozenset(
         {"r", "vera_dropout", "projection_prng_key", "save_projection", "d_initial", "init_weights"}
@@ -112,14 +112,14 @@ class VeRA:
 
     @property
     def rank(self) -> int:
-        return self.d.shape[-1]
+        return self.lambda_d.shape[-1]
 
     @staticmethod
     def start(adapter: VeRA, config: LoraConfig, keys: Key[Array, "..."], weight: Any, original: Any = None) -> Started:
         """d is `vera_d_initial`, b zero, so that the model is the base."""
-        b = jnp.zeros(adapter.b.shape, adapter.b.dtype)
-        d = jnp.full(adapter.d.shape, adapter.initial, adapter.d.dtype)
-        return Started(dataclasses.replace(adapter, b=b, d=d), weight)
+        b = jnp.zeros(adapter.lambda_b.shape, adapter.lambda_b.dtype)
+        d = jnp.full(adapter.lambda_d.shape, adapter.initial, adapter.lambda_d.dtype)
+        return Started(dataclasses.replace(adapter, lambda_b=b, lambda_d=d), weight)
 
     def apply(
         self,
@@ -132,19 +132,23 @@ class VeRA:
         """The adapted linear layer without its bias, in `out` or x's dtype. `key` turns dropout on."""
         assert fixed is not None, "VeRA's projections are not in the tree"
         y = matmul(x, weight, out)
-        narrow = checkpoint_name(matmul(dropped(x, self.dropout, key), fixed.a) * self.d.astype(x.dtype), NARROW)
-        return y + matmul(narrow, fixed.b, y.dtype) * self.b.astype(y.dtype)
+        narrow = checkpoint_name(matmul(dropped(x, self.dropout, key), fixed.a) * self.lambda_d.astype(x.dtype), NARROW)
+        return y + matmul(narrow, fixed.b, y.dtype) * self.lambda_b.astype(y.dtype)
 
     def in_use(self, gathered: Callable[..., Array], axes: tuple[str, str]) -> VeRA:
         """The adapter laid out for computing by `gathered(array, *axes)`; `axes` are the weight's, (out, in)."""
-        return dataclasses.replace(self, b=gathered(self.b, axes[0]), d=gathered(self.d, "rank"))
+        return dataclasses.replace(
+            self, lambda_b=gathered(self.lambda_b, axes[0]), lambda_d=gathered(self.lambda_d, "rank")
+        )
 
     def merge(self, weight: Float[Array, "*L o i"], fixed: Projections | None = None) -> Float[Array, "*L o i"]:
         """W + diag(b) B diag(d) A, computed in float32, in the weight's dtype."""
         assert fixed is not None, "VeRA's projections are not in the tree"
-        narrow = self.d.astype(jnp.float32)[..., None] * fixed.a.astype(jnp.float32)
+        narrow = self.lambda_d.astype(jnp.float32)[..., None] * fixed.a.astype(jnp.float32)
         product = jnp.einsum("or,...ri->...oi", fixed.b.astype(jnp.float32), narrow, precision=lax.Precision.HIGHEST)
-        return (weight.astype(jnp.float32) + self.b.astype(jnp.float32)[..., None] * product).astype(weight.dtype)
+        return (weight.astype(jnp.float32) + self.lambda_b.astype(jnp.float32)[..., None] * product).astype(
+            weight.dtype
+        )
 
     @staticmethod
     def fields(config: LoraConfig) -> dict[str, Any]:
