@@ -84,6 +84,7 @@ SHIPPED = {
     "mistral": "<s>[INST]Hi[/INST]Hello</s>",
     "gemma": "<s><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\nHello<end_of_turn>\n",
     "plain": "<s>User:\nHi\nAssistant:\nHello</s>\n",
+    "baichuan2": "<reserved_106>Hi<reserved_107>Hello</s>",
     "alpaca": "<s>### Instruction:\nHi\n\n### Response:\nHello</s>\n\n",
 }
 
@@ -114,5 +115,6 @@ def test_shipped_templates_teach_every_answer(shared, name):
     (example,) = tokenize([CHAT])
     end = tokenize.chat.end_of_turn
     learned = tokenizer.decode(example.ids[example.weights > 0].tolist())
-    assert learned.replace(" ", "") == f"Hello{end.head}b{end.head}"  # SentencePiece decodes a space before words
+    between = "" if name == "baichuan2" else end.head  # its original writes no end between turns
+    assert learned.replace(" ", "") == f"Hello{between}b{end.head}"  # SentencePiece decodes a space before words
     assert (end.token is None) == (name in {"chatml", "llama3", "gemma"})  # of no such token in this vocabulary

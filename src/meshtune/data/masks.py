@@ -164,7 +164,8 @@ def _differently(
             first, last = _changed(chat, text, messages, conversation, index, message)
         except UserError:
             continue
-        if not end.head or text.startswith(end.head, last):
+        # Words that stand for themselves are the turn, ended or not: some templates end the last turn alone.
+        if not end.head or text.startswith(end.head, last) or (message == kept and messages[index]["content"]):
             return first, last
     first, last = _removed(chat, text, messages, conversation, index)
     return first + len(header) if text.startswith(header, first) else first, last

@@ -7,6 +7,7 @@ import os
 import pathlib
 from typing import TYPE_CHECKING, Any
 
+from meshtune.data.baichuan_tokenizer import TEMPLATE, is_baichuan, load_baichuan
 from meshtune.errors import UserError, nearest
 from meshtune.weights.hub import TOKENIZER, locate
 
@@ -25,9 +26,19 @@ def load_tokenizer(
     `chat_template` replaces the tokenizer's own: a Jinja file, or one of `template_names()`.
     Raises UserError if there is no tokenizer, if it has no fast (tokenizer.json) form, or if the template is unknown.
     """
+    directory = _directory(path, revision)
+    if is_baichuan(directory):
+        tokenizer = load_baichuan(directory, template_text(TEMPLATE))
+    else:
+        tokenizer = _from_transformers(directory)
+    if chat_template is not None:
+        tokenizer.chat_template = template_text(chat_template)
+    return tokenizer
+
+
+def _from_transformers(directory: pathlib.Path) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer  # seconds to import: only when a tokenizer is wanted
 
-    directory = _directory(path, revision)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(directory), use_fast=True, trust_remote_code=False, local_files_only=True
@@ -45,8 +56,6 @@ def load_tokenizer(
             where=str(directory),
             fix="save it once with transformers as a fast tokenizer, so that there is a tokenizer.json",
         )
-    if chat_template is not None:
-        tokenizer.chat_template = template_text(chat_template)
     return tokenizer
 
 

@@ -1,0 +1,89 @@
+"""The tokenizer of Baichuan and Baichuan2 from their tokenizer.model: the code they ship with is never run.
+
+They have no chat template: their code writes the ids of two reserved pieces before what user and assistant say, and
+what ends an answer after the last one alone. The template here says the same.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import TYPE_CHECKING, Any
+
+from meshtune.data.sentencepiece_model import USER_DEFINED, Pieces, fast_tokenizer, read_pieces
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+CLASSES = ("BaichuanTokenizer", "BaiChuanTokenizer")
+FILE = "tokenizer.model"
+TEMPLATE = "baichuan2"
+# The fields of generation_config.json, the ids where they are absent, and the pieces that the template names.
+SPEAKERS = {"user_token_id": (195, "<reserved_106>"), "assistant_token_id": (196, "<reserved_107>")}
+
+
+def is_baichuan(directory: pathlib.Path) -> bool:
+    """Whether a model directory has Baichuan's own tokenizer."""
+    if not (directory / FILE).is_file():
+        return False
+    named = _json(directory / "tokenizer_config.json").get("tokenizer_class")
+    return (named or _json(directory / "config.json").get("tokenizer_class")) in CLASSES
+
+
+def load_baichuan(directory: pathlib.Path, template: str) -> PreTrainedTokenizerFast:
+    """The fast tokenizer of a directory, with `template` for the pieces that mark its speakers, if it has such pieces.
+
+    Raises UserError where tokenizer.model is damaged.
+    """
+    from tokenizers import AddedToken, processors
+    from transformers import PreTrainedTokenizerFast
+
+    settings, pieces = _json(directory / "tokenizer_config.json"), read_pieces(directory / FILE)
+    names = {kind: _content(settings.get(f"{kind}_token")) for kind in ("unk", "bos", "eos", "pad")}
+    names = {
+        "unk": names["unk"] or "<unk>",
+        "bos": names["bos"] or "<s>",
+        "eos": names["eos"] or "</s>",
+        "pad": names["pad"] or names["unk"] or "<unk>",
+    }
+    core = fast_tokenizer(pieces, str(directory / FILE))
+    begin, end = (bool(settings.get(f"add_{kind}_token")) for kind in ("bos", "eos"))
+    if begin or end:
+        text = " ".join([names["bos"]] * begin + ["$A"] + [names["eos"]] * end)
+        ends = [(names[kind], core.token_to_id(names[kind])) for kind in ("bos", "eos")]
+        core.post_processor = processors.TemplateProcessing(single=text, special_tokens=ends)  # pyright: ignore[reportAttributeAccessIssue]
+    speakers = _speakers(directory, pieces)
+    if speakers is not None:
+        core.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in speakers.values()])
+        for name, piece in speakers.items():
+            template = template.replace(SPEAKERS[name][1], piece)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        name_or_path=str(directory),
+        chat_template=template if speakers is not None else None,
+        model_max_length=settings.get("model_max_length", 4096),
+        clean_up_tokenization_spaces=False,
+        **{f"{kind}_token": name for kind, name in names.items()},
+    )
+
+
+def _speakers(directory: pathlib.Path, model: Pieces) -> dict[str, str] | None:
+    """The pieces before what each says; None for a vocabulary that has none reserved there."""
+    settings = _json(directory / "generation_config.json")
+    ids = {name: settings.get(name, default) for name, (default, _) in SPEAKERS.items()}
+    defined = set(model.ids(USER_DEFINED))
+    if not all(id_ in defined for id_ in ids.values()):
+        return None
+    return {name: model.pieces[id_][0] for name, id_ in ids.items()}
+
+
+def _content(token: Any) -> str | None:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _json(file: pathlib.Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # whoever needs the file says so
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,159 @@
+"""A sentencepiece model file (tokenizer.model) as a fast tokenizer, without the code or the package that made it.
+
+The file is one protocol buffer, sentencepiece_model.proto of https://github.com/google/sentencepiece (Apache 2.0); its
+fields are read by number. Only byte pair encoding (BPE) is turned into a fast tokenizer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+import struct
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from meshtune.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+BPE = 2
+SPACE = "\u2581"  # what stands for a space in pieces
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """What a file holds: (piece, score, kind) by id, and how text is prepared."""
+
+    pieces: list[tuple[str, float, int]]
+    algorithm: int
+    byte_fallback: bool
+    character_map: bytes
+    dummy_prefix: bool
+    single_spaces: bool
+    escaped_spaces: bool
+
+    def ids(self, *kinds: int) -> list[int]:
+        return [id_ for id_, (_, _, kind) in enumerate(self.pieces) if kind in kinds]
+
+
+def read_pieces(file: pathlib.Path) -> Pieces:
+    """A file's pieces. Raises UserError where it is not a sentencepiece model, or is cut short."""
+    try:
+        fields = list(_fields(memoryview(file.read_bytes())))
+        pieces = [_piece(value) for number, value in fields if number == 1]
+        trainer = dict(_fields(next(value for number, value in fields if number == 2)))
+        normalizer = dict(_fields(next(value for number, value in fields if number == 3)))
+    except (ValueError, IndexError, struct.error, StopIteration, TypeError, OSError) as problem:
+        raise UserError(
+            f"this is not a whole sentencepiece model: {problem or type(problem).__name__}",
+            where=str(file),
+            fix="download tokenizer.model again (a small text file is a pointer of Git LFS)",
+        ) from problem
+    if not pieces:
+        raise UserError("this sentencepiece model has no pieces", where=str(file), fix="download it again")
+    return Pieces(
+        pieces,
+        algorithm=trainer.get(3, 1),
+        byte_fallback=bool(trainer.get(35, 0)),
+        character_map=bytes(normalizer.get(2, b"")),
+        dummy_prefix=bool(normalizer.get(3, 1)),
+        single_spaces=bool(normalizer.get(4, 1)),
+        escaped_spaces=bool(normalizer.get(5, 1)),
+    )
+
+
+def fast_tokenizer(model: Pieces, where: str) -> Tokenizer:
+    """A tokenizer with the ids that sentencepiece gives; the pieces people defined are found in the text first.
+
+    Every stretch of text between such pieces is prepared alone, as if it had been encoded by itself.
+    Raises UserError for models that are not byte pair encoding.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers
+    from tokenizers import models as kinds
+
+    if model.algorithm != BPE or model.ids(UNUSED):
+        raise UserError(
+            "only sentencepiece models of byte pair encoding, with all pieces in use, can be made fast",
+            where=where,
+            fix="save the tokenizer once with transformers as a fast one, so that there is a tokenizer.json",
+        )
+    vocabulary = {piece: id_ for id_, (piece, _, _) in enumerate(model.pieces)}
+    unknown = next(iter(model.ids(UNKNOWN)), None)
+    tokenizer = Tokenizer(
+        kinds.BPE(
+            vocab=vocabulary,
+            merges=_merges(model),
+            unk_token=None if unknown is None else model.pieces[unknown][0],
+            fuse_unk=True,
+            byte_fallback=model.byte_fallback,
+        )
+    )
+    steps: list[Any] = [normalizers.Precompiled(model.character_map)] if model.character_map else []
+    if model.single_spaces:
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" +"), " ")]
+    if model.dummy_prefix:
+        steps.append(normalizers.Prepend(" "))
+    if model.escaped_spaces:
+        steps.append(normalizers.Replace(" ", SPACE))
+    tokenizer.normalizer = normalizers.Sequence(steps)  # pyright: ignore[reportAttributeAccessIssue]
+    words: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if model.dummy_prefix:
+        words.append(decoders.Strip(" ", 1, 0))
+    tokenizer.decoder = decoders.Sequence(words)  # pyright: ignore[reportAttributeAccessIssue]
+    controls = [AddedToken(model.pieces[id_][0], special=True, normalized=False) for id_ in model.ids(CONTROL, UNKNOWN)]
+    defined = [model.pieces[id_][0] for id_ in model.ids(USER_DEFINED)]
+    tokenizer.add_special_tokens(controls)
+    tokenizer.add_tokens([AddedToken(piece, special=False, normalized=SPACE in piece) for piece in defined])
+    return tokenizer
+
+
+def _merges(model: Pieces) -> list[tuple[str, str]]:
+    """Pairs of pieces that make a piece, in the order in which sentencepiece makes them: the best score first."""
+    scores = {piece: (score, id_) for id_, (piece, score, kind) in enumerate(model.pieces) if kind == NORMAL}
+    found: list[tuple[float, int, int, str, str]] = []
+    for piece, (score, id_) in scores.items():
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in scores and right in scores:
+                found.append((-score, id_, cut, left, right))
+    return [(left, right) for *_, left, right in sorted(found)]
+
+
+def _piece(message: Any) -> tuple[str, float, int]:
+    fields = dict(_fields(message))
+    score = struct.unpack("<f", fields[2])[0] if 2 in fields else 0.0
+    if not math.isfinite(score):
+        raise ValueError("a piece's score is not a number")
+    return bytes(fields[1]).decode("utf-8"), score, fields.get(3, NORMAL)
+
+
+def _fields(message: memoryview) -> Iterator[tuple[int, Any]]:
+    """(number, value) of each field of a protocol buffer: integers as such, all else as bytes."""
+    at = 0
+    while at < len(message):
+        key, at = _varint(message, at)
+        number, form = key >> 3, key & 7
+        if form == 0:
+            value, at = _varint(message, at)
+            yield number, value
+            continue
+        size, at = _varint(message, at) if form == 2 else ({1: 8, 5: 4}[form], at) if form in (1, 5) else (-1, at)
+        if size < 0 or at + size > len(message):
+            raise ValueError("a field goes beyond its end")
+        yield number, message[at : at + size]
+        at += size
+
+
+def _varint(message: memoryview, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = message[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value, at
+        if shift > 63:
+            raise ValueError("a number is too long")

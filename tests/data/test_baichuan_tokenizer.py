@@ -1,0 +1,153 @@
+"""Baichuan2's tokenizer from its tokenizer.model: sentencepiece's own ids, its chat format, and what is learned."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+import sentencepiece
+
+from meshtune.data.chat import ChatTemplate
+from meshtune.data.conversation import Conversation, Origin
+from meshtune.data.formats import choose
+from meshtune.data.masks import Learn, mark
+from meshtune.data.tokenizer import load_tokenizer
+from meshtune.data.tokens import Tokenize, TokenOptions
+from meshtune.errors import UserError
+
+TEXTS = [
+    "Once upon a time there was a little girl who went to the park 1234 times.",
+    "百川模型可以说中文，也可以说英文。今天天气很好。",
+    "def add(a, b):\n    return a + b  # 3.14159\n",
+    "  two  spaces   three\ttabs\n\n\nlines ",
+    "naïve café – “quoted” … 😀 🏳️‍🌈 \u00a0x",
+    "",
+    "a",
+]
+# As in Baichuan2: ids 195 and 196 are <reserved_106> and <reserved_107>.
+RESERVED = [*(f"<extra_{n}>" for n in range(86)), *(f"<reserved_{n}>" for n in range(112))]
+
+
+def trained(folder, *, dummy_prefix=False, **settings):
+    written = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS[:4] * 20), model_writer=written, model_type="bpe", vocab_size=620,
+        byte_fallback=True, add_dummy_prefix=dummy_prefix, remove_extra_whitespaces=False, split_digits=True,
+        normalization_rule_name="identity", user_defined_symbols=RESERVED, character_coverage=0.99,
+        minloglevel=2, hard_vocab_limit=False,
+    )  # fmt: skip
+    folder.mkdir()
+    (folder / "tokenizer.model").write_bytes(written.getvalue())
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "add_bos_token": False,
+                "add_eos_token": False,
+                "auto_map": {"AutoTokenizer": ["tokenization_baichuan.BaichuanTokenizer", None]},
+                "tokenizer_class": "BaichuanTokenizer",
+                "bos_token": {"__type": "AddedToken", "content": "<s>"},
+                "eos_token": {"__type": "AddedToken", "content": "</s>"},
+                "unk_token": {"__type": "AddedToken", "content": "<unk>"},
+                "pad_token": {"__type": "AddedToken", "content": "<unk>"},
+                "model_max_length": 4096,
+                **settings,
+            }
+        )
+    )
+    return sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("baichuan") / "tokenizer"
+    return trained(folder), load_tokenizer(folder)
+
+
+def test_ids_are_those_of_sentencepiece(both):
+    theirs, ours = both
+    assert theirs.IdToPiece(195) == "<reserved_106>"
+    for text in [*TEXTS, "<reserved_5>".join(TEXTS[:3])]:
+        ids = ours(text)["input_ids"]
+        assert ids == theirs.Encode(text), text
+        assert ours.decode(ids) == theirs.Decode(ids)
+
+
+def test_a_space_before_every_text_is_kept(tmp_path):
+    """The first generation's models have one."""
+    theirs = trained(tmp_path / "first", dummy_prefix=True, add_bos_token=True)
+    ours = load_tokenizer(tmp_path / "first")
+    for text in TEXTS[:5]:
+        assert ours(text)["input_ids"] == [1, *theirs.Encode(text)]
+        assert ours.decode(theirs.Encode(text)) == theirs.Decode(theirs.Encode(text))
+
+
+CHAT = {
+    "id": "77",
+    "conversations": [
+        {"from": "human", "value": "How many times?"},
+        {"from": "gpt", "value": "1234 times."},
+        {"from": "human", "value": "今天天气"},
+        {"from": "gpt", "value": "很好。"},
+    ],
+}
+
+
+def conversation() -> Conversation:
+    chosen = choose("auto", [CHAT], "data.json")
+    found = chosen.convert(CHAT, chosen.resolve({}), {}, Origin("data.json", 1))
+    assert isinstance(found, Conversation)
+    return found
+
+
+def test_a_conversation_is_what_the_original_reads(both):
+    """Its ids before what each says, the end after the last answer, no beginning of text."""
+    theirs, ours = both
+    turns = [turn["value"] for turn in CHAT["conversations"]]
+    expected = []
+    for speaker, words in zip([195, 196, 195, 196], turns, strict=True):
+        expected += [speaker, *theirs.Encode(words)]
+    (example,) = Tokenize(ours, TokenOptions(max_length=512))([conversation()])
+    assert example.ids.tolist() == [*expected, 2]
+    prompt = ChatTemplate(ours).render(
+        [{"role": "system", "content": "Once"}, {"role": "user", "content": "a"}], generation_prompt=True
+    )
+    ids = ours(prompt, add_special_tokens=False)["input_ids"]
+    assert ids == [*theirs.Encode("Once"), 195, *theirs.Encode("a"), 196]
+
+
+def test_an_answer_that_is_not_the_last_is_not_taught_to_end(both):
+    """Each answer's words are learned, and </s> where it is written: the original learns it also in the place of the
+    next question's first token."""
+    theirs, ours = both
+    (example,) = Tokenize(ours, TokenOptions(max_length=512))([conversation()])
+    answers = [theirs.Encode(CHAT["conversations"][n]["value"]) for n in (1, 3)]
+    learned = [int(id_) for id_, weight in zip(example.ids, example.weights, strict=True) if weight]
+    assert learned == [*answers[0], *answers[1], 2]
+    marked = mark(ChatTemplate(ours), conversation(), Learn())
+    assert (marked.prompts_differ, marked.unended) == (0, 1)
+
+
+def test_speakers_are_those_of_the_generation_config(tmp_path):
+    trained(tmp_path / "other")
+    (tmp_path / "other/generation_config.json").write_text('{"user_token_id": 191, "assistant_token_id": 192}')
+    tokenizer = load_tokenizer(tmp_path / "other")
+    prompt = ChatTemplate(tokenizer).render([{"role": "user", "content": "a"}], generation_prompt=True)
+    assert prompt == "<reserved_102>a<reserved_103>"
+    assert tokenizer.decode([191, 192], skip_special_tokens=True) == ""
+
+
+@pytest.mark.parametrize("cut", [0, 1, 1000])
+def test_a_damaged_file_is_named(tmp_path, cut):
+    trained(tmp_path / "cut")
+    file = tmp_path / "cut/tokenizer.model"
+    file.write_bytes(file.read_bytes()[:cut])
+    with pytest.raises(UserError, match="not a whole sentencepiece model"):
+        load_tokenizer(tmp_path / "cut")
+
+
+def test_a_pointer_is_no_model(tmp_path):
+    trained(tmp_path / "pointer")
+    (tmp_path / "pointer/tokenizer.model").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4e1c\n")
+    with pytest.raises(UserError, match="Git LFS"):
+        load_tokenizer(tmp_path / "pointer")
