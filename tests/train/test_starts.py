@@ -21,8 +21,11 @@ from safetensors.numpy import load_file
 from meshtune.config.load import load_recipe
 from meshtune.errors import UserError
 from meshtune.generate.api import load
+from meshtune.mesh.together import ALONE
 from meshtune.train.result import Result
 from meshtune.train.run import train
+from meshtune.train.start import start_of, written_start
+from tiny_models import torch_model
 
 TOKENS = np.random.default_rng(0).integers(3, 512, (2, 12))
 TOLERANCE = 2e-4
@@ -79,6 +82,21 @@ def tensors(directory: pathlib.Path) -> dict[str, np.ndarray]:
     return {name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
+@pytest.mark.parametrize("name", ["llama_bias", "qwen2_window", "qwen3_bias_window"])
+def test_a_deeper_model_gives_its_bases_logits(name, stories260k, tmp_path):
+    """Exactly, in transformers: a new layer adds zero."""
+    torch_model(name).save_pretrained(tmp_path / "base")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(stories260k)
+    asked = {"path": str(tmp_path / "base"), "tokenizer": str(stories260k)}
+    recipe = load_recipe({"model": asked, "data": "d", "output": "o", "method": {"kind": "llama_pro", "blocks": 2}})
+    start = start_of(recipe, tmp_path / "base", "float32")
+    made = written_start(start, recipe, tmp_path, tokenizer, "sha256:0", ALONE, print)
+    assert start.spec.layers == 6
+    tokens = TOKENS % 97
+    np.testing.assert_array_equal(logits(made, None, tokens), logits(tmp_path / "base", None, tokens))
+
+
+@pytest.mark.slow
 def test_new_layers_add_nothing_until_they_are_trained(stories260k, lesson, tmp_path):
     result = run(stories260k, lesson, tmp_path / "run", method={"kind": "llama_pro", "blocks": 5})
     base, start, end = (tensors(path) for path in (stories260k, tmp_path / "run/base", tmp_path / "run/model"))
@@ -123,6 +141,7 @@ def small(stories260k, tmp_path_factory) -> pathlib.Path:
 NF4 = {"format": "nf4", "block_size": 32}
 
 
+@pytest.mark.slow
 def test_new_layers_beside_layers_in_few_bits(small, lesson, tmp_path):
     """Old layers are codes while the new ones are trained; the model that is written holds what the codes stand for."""
     result = run(small, lesson, tmp_path / "run", method={"kind": "llama_pro", "blocks": 2}, quantize=NF4)
@@ -175,6 +194,7 @@ def test_rows_of_new_tokens_are_trained_alone(stories260k, lesson, tmp_path):
     assert merged.convert_tokens_to_ids("</call>") == 513
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [{"kind": "full"}, {"kind": "lora", "train_modules": ["embed_tokens"]}])
 def test_whole_embeddings_are_trained_with_new_tokens(method, stories260k, lesson, tmp_path):
     result = run(stories260k, lesson, tmp_path / "run", model=NEW, method=method)
@@ -201,6 +221,7 @@ def first(stories260k, lesson, tmp_path_factory) -> pathlib.Path:
     return output
 
 
+@pytest.mark.slow
 def test_an_adapter_is_gone_on_with(first, stories260k, lesson, tmp_path):
     before = {name: value.copy() for name, value in tensors(first / "adapter").items()}
     result = run(stories260k, lesson, tmp_path / "run", model={"adapter": str(first)}, steps=3)
@@ -224,6 +245,7 @@ def test_an_adapter_is_gone_on_with(first, stories260k, lesson, tmp_path):
         np.testing.assert_array_equal(value, after[name])
 
 
+@pytest.mark.slow
 def test_an_adapter_of_something_else_is_refused(first, stories260k, lesson, tmp_path):
     other = tmp_path / "other"
     model = transformers.AutoModelForCausalLM.from_pretrained(stories260k, dtype=torch.float32)
@@ -241,6 +263,7 @@ def test_an_adapter_of_something_else_is_refused(first, stories260k, lesson, tmp
         run(stories260k, lesson, tmp_path / "run", model={"adapter": str(first)}, method={"kind": "full"})
 
 
+@pytest.mark.slow
 def test_an_adapter_of_codes_is_gone_on_with_on_the_same_codes(small, lesson, tmp_path):
     run(small, lesson, tmp_path / "first", quantize=NF4)
     with pytest.raises(UserError, match="this run has a base as it is"):
@@ -249,6 +272,7 @@ def test_an_adapter_of_codes_is_gone_on_with_on_the_same_codes(small, lesson, tm
     assert tensors(result.path).keys() == tensors(tmp_path / "first/adapter").keys()
 
 
+@pytest.mark.slow
 def test_adapters_are_folded_in_first(first, stories260k, lesson, tmp_path):
     result = run(stories260k, lesson, tmp_path / "run", model={"merge_adapters": [str(first)]}, steps=1)
     base = tmp_path / "run/base"
@@ -256,3 +280,18 @@ def test_adapters_are_folded_in_first(first, stories260k, lesson, tmp_path):
     assert np.abs(logits(base, result.path) - ours(tmp_path / "run")).max() < TOLERANCE
     named = json.loads((result.path / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert pathlib.Path(named) == base
+
+
+@pytest.mark.slow
+def test_dpo_after_sft_begins_at_its_own_start(first, stories260k, tmp_path):
+    """The reference is base and adapter together, so that the first update's loss is ln 2; with the bare base it would
+    not be. 1e-5: sums of log-probabilities in float32."""
+    pairs = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"Tom {n}", "chosen": " had a red hat.", "rejected": " saw a blue cat."} for n in range(4)]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields = {"stage": {"kind": "dpo"}, "model": {"adapter": str(first)}}
+    run(stories260k, pairs, tmp_path / "run", data={"train": str(pairs), "max_length": 32}, **fields)
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert losses[0] == pytest.approx(np.log(2), abs=1e-5)
+    with pytest.raises(UserError, match="the run goes on with an adapter"):
+        run(stories260k, pairs, tmp_path / "base", **(fields | {"stage": {"kind": "dpo", "reference": "base"}}))

@@ -81,7 +81,14 @@ def start_of(recipe: Recipe, source: pathlib.Path, dtype: str) -> Start:
         assert isinstance(method, LoraConfig), "the recipe has seen to it"
         method = continued(adapter_directory(asked.adapter), staged(spec, recipe), method)
     spec = grouped(spec, blocks) if blocks else spec
-    return Start(source, config, staged(spec, recipe), method, tokens, blocks, asked.changed or blocks > 0)
+    changed = asked.changed or blocks > 0
+    if changed and isinstance(method, LoraConfig) and method.adapter == "loftq" and method.loftq_iterations > 1:
+        raise UserError(
+            "loftq in several turns makes a base of its own, and this run has one already: the model it starts from",
+            where="method.loftq_iterations, model",
+            fix="set method.loftq_iterations=1, or make the start first and give it as model.path",
+        )
+    return Start(source, config, staged(spec, recipe), method, tokens, blocks, changed)
 
 
 def staged(spec: ModelSpec, recipe: Recipe) -> ModelSpec:
