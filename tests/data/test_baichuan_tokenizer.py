@@ -135,6 +135,8 @@ def test_speakers_are_those_of_the_generation_config(tmp_path):
     prompt = ChatTemplate(tokenizer).render([{"role": "user", "content": "a"}], generation_prompt=True)
     assert prompt == "<reserved_102>a<reserved_103>"
     assert tokenizer.decode([191, 192], skip_special_tokens=True) == ""
+    (tmp_path / "other/chat_template.jinja").write_text("{{ messages[0].content }} as it was trained")
+    assert ChatTemplate(load_tokenizer(tmp_path / "other")).render([{"content": "a"}]) == "a as it was trained"
 
 
 @pytest.mark.parametrize("cut", [0, 1, 1000])

@@ -31,7 +31,8 @@ def is_baichuan(directory: pathlib.Path) -> bool:
 
 
 def load_baichuan(directory: pathlib.Path, template: str) -> PreTrainedTokenizerFast:
-    """The fast tokenizer of a directory, with `template` for the pieces that mark its speakers, if it has such pieces.
+    """The fast tokenizer of a directory, with the chat template it was saved with, or with `template` for the pieces that
+    mark its speakers, if it has such pieces.
 
     Raises UserError where tokenizer.model is damaged.
     """
@@ -60,11 +61,16 @@ def load_baichuan(directory: pathlib.Path, template: str) -> PreTrainedTokenizer
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         name_or_path=str(directory),
-        chat_template=template if speakers is not None else None,
+        chat_template=_saved_template(directory, settings) or (None if speakers is None else template),
         model_max_length=settings.get("model_max_length", 4096),
         clean_up_tokenization_spaces=False,
         **{f"{kind}_token": name for kind, name in names.items()},
     )
+
+
+def _saved_template(directory: pathlib.Path, settings: dict[str, Any]) -> Any:
+    file = directory / "chat_template.jinja"
+    return file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
 
 
 def _speakers(directory: pathlib.Path, model: Pieces) -> dict[str, str] | None:
