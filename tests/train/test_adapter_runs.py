@@ -107,6 +107,17 @@ def test_a_run_learns_resumes_and_is_used_elsewhere(name, model, texts, tmp_path
     np.testing.assert_allclose(found, trained, atol=tolerance)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dora", "pissa", "loftq in turns", "vera"])
+def test_weights_may_wait_on_the_host(name, model, texts, tmp_path):
+    """Also those that an adapter takes apart when it begins. The same program but for transfers: 1e-5 of the loss."""
+    options = [f"method.adapter={name.split()[0]}", *RUNS[name], "train.steps=2"]
+    train(recipe(model, texts, tmp_path / "here", *options))
+    train(recipe(model, texts, tmp_path / "there", *options, "compute.offload=[weights]", "compute.remat=full"))
+    here, there = (losses(tmp_path / where) for where in ("here", "there"))
+    assert there == pytest.approx(here, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("options", "what", "fix"),
     [
