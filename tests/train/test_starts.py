@@ -268,7 +268,8 @@ def test_an_adapter_of_codes_is_gone_on_with_on_the_same_codes(small, lesson, tm
     run(small, lesson, tmp_path / "first", quantize=NF4)
     with pytest.raises(UserError, match="this run has a base as it is"):
         run(small, lesson, tmp_path / "run", model={"adapter": str(tmp_path / "first")})
-    result = run(small, lesson, tmp_path / "run", model={"adapter": str(tmp_path / "first")}, quantize=NF4)
+    fields = {"model": {"adapter": str(tmp_path / "first")}, "method": {"dropout": 0.1}}
+    result = run(small, lesson, tmp_path / "run", quantize=NF4, **fields)
     assert tensors(result.path).keys() == tensors(tmp_path / "first/adapter").keys()
 
 

@@ -6,6 +6,9 @@ import dataclasses
 import hashlib
 import os
 import pathlib
+from typing import Any
+
+import jax
 
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import Prepared, cast
@@ -93,8 +96,14 @@ def begun(
         )
     flat = flatten(whole)
     del whole
-    trainable = {path: cast(flat.pop(path), leaf, layout) for path, leaf in flatten(made.trainable).items()}
+    trainable = {path: _as(leaf, flat.pop(path), layout) for path, leaf in flatten(made.trainable).items()}
     return Prepared(made.spec, unflatten(trainable), unflatten(flat))
+
+
+def _as(like: Any, leaf: Any, layout: Layout | None) -> Any:
+    """A leaf as its abstract form is: what is no array of an adapter, such as dropout, is as the run has it."""
+    same = jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(leaf))
+    return cast(same, like, layout)
 
 
 def check_continued(source: str | os.PathLike[str], spec: ModelSpec, base: BaseRecord) -> None:
@@ -115,6 +124,9 @@ def check_continued(source: str | os.PathLike[str], spec: ModelSpec, base: BaseR
 
 
 def content_hash(source: str | os.PathLike[str]) -> str:
-    """'sha256:...' of an adapter's tensors."""
-    with (pathlib.Path(source) / WEIGHTS).open("rb") as file:
-        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+    """'sha256:...' of an adapter's config and tensors."""
+    digest = hashlib.sha256()
+    for name in (CONFIG, WEIGHTS):
+        with (pathlib.Path(source) / name).open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return f"sha256:{digest.hexdigest()}"

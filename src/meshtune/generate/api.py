@@ -25,6 +25,7 @@ from meshtune.generate.text import pieces
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import hidden_states, logits
 from meshtune.model.spec import ModelSpec
+from meshtune.model.token_rows import folded
 from meshtune.model.tree import Tree
 from meshtune.quantize import FORMATS
 from meshtune.quantize.config import QuantizeConfig, check_format
@@ -229,6 +230,7 @@ def load(
     params = load_params(source.base, spec, quantize=_quantised(quantize, added), progress=progress)
     if added is not None:
         spec, params = attach(params, spec, added)
+        params = folded(params)
     stops = text_end(source.base, config, tokenizer)
     return Model(params, spec, Compute(dtype=dtype), source.base, read_tokenizer, stops)
 

@@ -13,7 +13,7 @@ from meshtune.optim.schedules import ENDLESS
 # (hashes in the checkpoint), so the places they lie in may change.
 FREE = (
     "output", "resume", "overwrite", "log.*", "sample.*", "checkpoint.*", "model.path", "model.revision", "model.load",
-    "model.tokenizer", "model.chat_template", "data.*", "mesh", "mesh.*",
+    "model.tokenizer", "model.chat_template", "model.adapter", "data.*", "mesh", "mesh.*",
 )  # fmt: skip
 # Not in the data's fingerprint, which is of documents and tokens: these decide how rows are made of them.
 ROWS = ("data.packing", "data.shuffle", "data.max_length")
