@@ -12,7 +12,7 @@ from twins import base
 
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.loftq import LoftQ
-from meshtune.adapters.method import prepare
+from meshtune.adapters.method import abstract, prepare
 from meshtune.errors import UserError
 from meshtune.model.spec import ArraySpec
 from meshtune.quantize.config import QuantizeConfig
@@ -67,3 +67,5 @@ def test_every_turn_brings_the_base_nearer(format: str):
 def test_a_base_that_is_not_quantised_is_refused():
     with pytest.raises(UserError, match=r"(?s)not quantised.*quantize: nf4"):
         prepare(LoraConfig(rank=4, adapter="loftq", targets=("q_proj",)), *base("llama3"), jax.random.key(0))
+    with pytest.raises(UserError, match=r"(?s)lm_head is not quantised.*train_modules"):
+        abstract(LoraConfig(rank=4, adapter="loftq", targets=("lm_head",)), base("llama3")[0])

@@ -20,6 +20,7 @@ from meshtune.adapters.peft_lora import READ, lora_fields, lora_options
 from meshtune.adapters.principal import principal
 from meshtune.adapters.refusals import check_rank, no_options
 from meshtune.errors import UserError
+from meshtune.model.spec import ArraySpec
 from meshtune.model.walk import here
 from meshtune.quantize.weight import QuantisedWeight
 
@@ -33,7 +34,6 @@ class LoftQ:
     PEFT_SHARED: ClassVar[dict[str, str]] = {}
     ORIGINAL: ClassVar[bool] = True
     abstract = LoRA.abstract
-    check_weight = staticmethod(check_rank)
     fixed = staticmethod(LoRA.fixed)
     shared = staticmethod(LoRA.shared)
     derived = staticmethod(LoRA.derived)
@@ -41,6 +41,16 @@ class LoftQ:
     fields = staticmethod(lora_fields)
     options = staticmethod(lora_options)
     check = staticmethod(no_options)
+
+    @staticmethod
+    def check_weight(name: str, weight: ArraySpec, config: LoraConfig) -> None:
+        check_rank(name, weight, config)
+        if weight.axes[0] == "vocab":
+            raise UserError(
+                f"loftq begins at what quantising a weight lost, and {name} is not quantised",
+                where="method.targets",
+                fix="leave it out of method.targets, or train it in full (method.train_modules)",
+            )
 
     @staticmethod
     def start(adapter: LoRA, config: LoraConfig, keys: Key[Array, "..."], weight: Any, original: Any = None) -> Started:
