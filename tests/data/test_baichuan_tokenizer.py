@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
-import json
-
 import pytest
-import sentencepiece
 
+from baichuan_files import TEXTS, trained
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.conversation import Conversation, Origin
 from meshtune.data.formats import choose
@@ -15,47 +12,6 @@ from meshtune.data.masks import Learn, mark
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.data.tokens import Tokenize, TokenOptions
 from meshtune.errors import UserError
-
-TEXTS = [
-    "Once upon a time there was a little girl who went to the park 1234 times.",
-    "百川模型可以说中文，也可以说英文。今天天气很好。",
-    "def add(a, b):\n    return a + b  # 3.14159\n",
-    "  two  spaces   three\ttabs\n\n\nlines ",
-    "naïve café – “quoted” … 😀 🏳️‍🌈 \u00a0x",
-    "",
-    "a",
-]
-# As in Baichuan2: ids 195 and 196 are <reserved_106> and <reserved_107>.
-RESERVED = [*(f"<extra_{n}>" for n in range(86)), *(f"<reserved_{n}>" for n in range(112))]
-
-
-def trained(folder, *, dummy_prefix=False, **settings):
-    written = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS[:4] * 20), model_writer=written, model_type="bpe", vocab_size=620,
-        byte_fallback=True, add_dummy_prefix=dummy_prefix, remove_extra_whitespaces=False, split_digits=True,
-        normalization_rule_name="identity", user_defined_symbols=RESERVED, character_coverage=0.99,
-        minloglevel=2, hard_vocab_limit=False,
-    )  # fmt: skip
-    folder.mkdir()
-    (folder / "tokenizer.model").write_bytes(written.getvalue())
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "add_bos_token": False,
-                "add_eos_token": False,
-                "auto_map": {"AutoTokenizer": ["tokenization_baichuan.BaichuanTokenizer", None]},
-                "tokenizer_class": "BaichuanTokenizer",
-                "bos_token": {"__type": "AddedToken", "content": "<s>"},
-                "eos_token": {"__type": "AddedToken", "content": "</s>"},
-                "unk_token": {"__type": "AddedToken", "content": "<unk>"},
-                "pad_token": {"__type": "AddedToken", "content": "<unk>"},
-                "model_max_length": 4096,
-                **settings,
-            }
-        )
-    )
-    return sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
 
 
 @pytest.fixture(scope="module")

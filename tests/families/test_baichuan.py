@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
-from baichuan_in_torch import SEVEN, THIRTEEN, Baichuan
+from baichuan_files import directory
+from baichuan_in_torch import SEVEN, THIRTEEN
 from meshtune.errors import UserError
 from meshtune.families import hf_names, model_spec
 from meshtune.generate.engine import Engine
@@ -37,15 +37,6 @@ def our_logits(params, spec, tokens, compute=Compute(attention="direct")):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     hidden = hidden_states(params, spec, compute, jnp.asarray(tokens), positions, jnp.ones_like(positions))
     return logits(params, spec, hidden)
-
-
-def directory(folder: Path, config: dict, seed: int = 0) -> tuple[Path, Baichuan]:
-    """A model as the hub has it, and the same in torch."""
-    model, folder = Baichuan(config, seed), folder / "base"
-    folder.mkdir()
-    save_file({name: w.detach().numpy().copy() for name, w in model.named_parameters()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder, model
 
 
 @pytest.fixture(params=SIZES)

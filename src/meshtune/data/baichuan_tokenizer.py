@@ -31,8 +31,8 @@ def is_baichuan(directory: pathlib.Path) -> bool:
 
 
 def load_baichuan(directory: pathlib.Path, template: str) -> PreTrainedTokenizerFast:
-    """The fast tokenizer of a directory, with the chat template it was saved with, or with `template` for the pieces that
-    mark its speakers, if it has such pieces.
+    """The fast tokenizer of a directory, with the chat template it was saved with; else, if it has pieces that mark its
+    speakers, with `template` for those.
 
     Raises UserError where tokenizer.model is damaged.
     """
