@@ -75,12 +75,12 @@ def updates_of(adapter: pathlib.Path) -> dict[str, np.ndarray]:
         ("linear", "second", {}),
         ("cat", "wider", {}),
         ("svd", "wider", {}),
-        ("svd", "second", {"rank": 3}),
+        pytest.param("svd", "second", {"rank": 3}, marks=pytest.mark.slow),
         ("ties", "second", {"density": 0.6}),
-        ("ties", "second", {"density": 0.5, "majority": "frequency"}),
-        ("magnitude_prune", "second", {"density": 0.3}),
+        pytest.param("ties", "second", {"density": 0.5, "majority": "frequency"}, marks=pytest.mark.slow),
+        pytest.param("magnitude_prune", "second", {"density": 0.3}, marks=pytest.mark.slow),
         ("ties_svd", "wider", {"density": 0.5}),
-        ("dare_linear", "second", {"density": 1.0}),
+        pytest.param("dare_linear", "second", {"density": 1.0}, marks=pytest.mark.slow),
     ],
 )
 def test_a_combination_is_pefts(method, other, options, adapters, tmp_path):

@@ -24,7 +24,8 @@ from meshtune.generate.api import load
 from meshtune.mesh.together import ALONE
 from meshtune.train.result import Result
 from meshtune.train.run import train
-from meshtune.train.start import start_of, written_start
+from meshtune.train.start import start_of, tokenizer_of, written_start
+from meshtune.weights.load import load_spec
 from tiny_models import torch_model
 
 TOKENS = np.random.default_rng(0).integers(3, 512, (2, 12))
@@ -86,12 +87,9 @@ def tensors(directory: pathlib.Path) -> dict[str, np.ndarray]:
 def test_a_deeper_model_gives_its_bases_logits(name, stories260k, tmp_path):
     """Exactly, in transformers: a new layer adds zero."""
     torch_model(name).save_pretrained(tmp_path / "base")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(stories260k)
     asked = {"path": str(tmp_path / "base"), "tokenizer": str(stories260k)}
-    recipe = load_recipe({"model": asked, "data": "d", "output": "o", "method": {"kind": "llama_pro", "blocks": 2}})
-    start = start_of(recipe, tmp_path / "base", "float32")
-    made = written_start(start, recipe, tmp_path, tokenizer, "sha256:0", ALONE, print)
-    assert start.spec.layers == 6
+    made = made_start(tmp_path / "base", tmp_path, model=asked, method={"kind": "llama_pro", "blocks": 2})
+    assert load_spec(made)[0].layers == 6
     tokens = TOKENS % 97
     np.testing.assert_array_equal(logits(made, None, tokens), logits(tmp_path / "base", None, tokens))
 
@@ -157,14 +155,16 @@ def test_new_layers_beside_layers_in_few_bits(small, lesson, tmp_path):
 NEW = {"new_tokens": ["<call>"], "new_special_tokens": ["</call>"], "pad_vocab_to": 8}
 
 
-def test_rows_of_new_tokens_are_trained_alone(stories260k, lesson, tmp_path):
-    result = run(stories260k, lesson, tmp_path / "run", model=NEW)
-    base, fields = tmp_path / "run/base", json.loads((result.path / "adapter_config.json").read_text())
-    config = json.loads((base / "config.json").read_text())
-    assert config["vocab_size"] == 520
-    tokenizer = transformers.AutoTokenizer.from_pretrained(result.path)
-    assert tokenizer.convert_tokens_to_ids(["<call>", "</call>"]) == [512, 513]
-    assert tokenizer.decode(tokenizer("<call>Tom</call>").input_ids, skip_special_tokens=True).strip() == "<call>Tom"
+def made_start(source: pathlib.Path, output: pathlib.Path, /, **fields) -> pathlib.Path:
+    """The start of a recipe, written without a run."""
+    recipe = load_recipe({"data": "d", "output": "o", **fields})
+    start = start_of(recipe, source, "float32")
+    return written_start(start, recipe, output, tokenizer_of(recipe, source), "sha256:0", ALONE, print)
+
+
+def test_new_tokens_begin_as_the_mean_of_their_pieces(stories260k, tmp_path):
+    base = made_start(stories260k, tmp_path, model={"path": str(stories260k), **NEW})
+    assert json.loads((base / "config.json").read_text())["vocab_size"] == 520
     # New rows begin as the mean of the pieces that the text was before.
     old = transformers.AutoTokenizer.from_pretrained(stories260k)
     table, before = (tensors(path)["model.embed_tokens.weight"] for path in (base, stories260k))
@@ -173,6 +173,20 @@ def test_rows_of_new_tokens_are_trained_alone(stories260k, lesson, tmp_path):
         pieces = old(token, add_special_tokens=False).input_ids
         np.testing.assert_allclose(table[number], before[pieces].mean(0), atol=1e-6)
     np.testing.assert_allclose(table[514:], np.tile(before.mean(0), (6, 1)), atol=1e-6)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    assert tokenizer.convert_tokens_to_ids(["<call>", "</call>"]) == [512, 513]
+    np.testing.assert_allclose(logits(base)[..., :512], logits(stories260k), atol=1e-5)  # a larger product's rounding
+
+
+@pytest.mark.slow
+def test_rows_of_new_tokens_are_trained_alone(stories260k, lesson, tmp_path):
+    result = run(stories260k, lesson, tmp_path / "run", model=NEW)
+    base, fields = tmp_path / "run/base", json.loads((result.path / "adapter_config.json").read_text())
+    config = json.loads((base / "config.json").read_text())
+    assert config["vocab_size"] == 520
+    tokenizer = transformers.AutoTokenizer.from_pretrained(result.path)
+    assert tokenizer.convert_tokens_to_ids(["<call>", "</call>"]) == [512, 513]
+    assert tokenizer.decode(tokenizer("<call>Tom</call>").input_ids, skip_special_tokens=True).strip() == "<call>Tom"
     indices = fields["trainable_token_indices"]
     assert indices["embed_tokens"] == list(range(512, 520))
     tokens = np.concatenate([TOKENS, np.array([[512, 5, 6, 513, 512, 7, 8, 9, 10, 513, 11, 12]])])
