@@ -56,6 +56,7 @@ def test_logits_equal_the_equations(both, length):
     np.testing.assert_allclose(our_logits(params, spec, tokens), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("both", ["7B", pytest.param("13B", marks=pytest.mark.slow)], indirect=True)
 def test_gradients_equal_the_equations(both):
     """Of the mean next-token loss, through the head's division too. 1e-4 of each tensor's largest: float32 sums."""
     spec, params, model = both
@@ -143,7 +144,7 @@ def packed(spec, params, compute):
     [
         {"attention": "blockwise"},
         pytest.param({"attention": "direct"}, marks=pytest.mark.slow),
-        {"attention": "blockwise", "attention_chunk": 40, "mlp_chunk": 32},
+        pytest.param({"attention": "blockwise", "attention_chunk": 40, "mlp_chunk": 32}, marks=pytest.mark.slow),
     ],
     ids=["blockwise", "direct", "chunks"],
 )
@@ -171,7 +172,8 @@ def test_gradients_by_chunks_and_blocks_equal_those_of_plain_products(tmp_path):
         np.testing.assert_allclose(cut[path], leaf, atol=1e-5 * float(jnp.abs(leaf).max()), rtol=0, err_msg=path)
 
 
-@pytest.mark.parametrize("size", [pytest.param("7B", marks=pytest.mark.slow), "13B"])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
 def test_generation_equals_the_equations(tmp_path, size):
     """Greedy, with the cache here and without one there: the same tokens."""
     folder, model = directory(tmp_path, SIZES[size], seed=2)
