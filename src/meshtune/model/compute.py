@@ -38,6 +38,23 @@ class Compute:
     offload: tuple[str, ...] = ()
 
 
+# XLA for GPUs has one copy between host and device under way at a time, and each waits for the one before: all of a
+# layer's, one after another, and only then its products. So many at once are all begun at the top of a layer, and each
+# is waited for where it is first used; and the forward pass fetches a layer while the one before is computed.
+STREAMING: dict[str, str | bool | int] = {
+    "xla_gpu_experimental_parallel_async_compute_limit": 64,
+    "xla_gpu_enable_pipelined_host_offloading": True,
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+}
+
+
+def streaming_options(compute: Compute) -> dict[str, str | bool | int]:
+    """For a fused step that brings weights or optimizer state from the host, layer by layer."""
+    platform = compute.platform or jax.default_backend()
+    gpu = platform in ("cuda", "rocm", "gpu")
+    return STREAMING if gpu and not {"weights", "optimizer"}.isdisjoint(compute.offload) else {}
+
+
 def compiler_options(platform: str = "") -> dict[str, str] | None:
     """For a program that meets bf16 weights, or None where its platform ("": the one here) needs nothing.
 

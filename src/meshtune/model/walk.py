@@ -73,11 +73,14 @@ def backward(
     merged: Callable[[Tree, Tree], Tree],
     wanted: Callable[[int, Array], Array] | None = None,
     lowest: Int[Array, ""] | int = 0,
+    between: Callable[[Any, int, Array, Hidden, Hidden], tuple[Any, Hidden]] | None = None,
 ) -> tuple[Hidden, Any]:
     """(the cotangent of the stream that enters row `lowest`, carry) from that of the stream that leaves the stack.
 
     `node(carry, place, row)` is a layer's parameters, (trained, frozen), which `merged` puts together. Every layer is
     made again from the stream that entered it; gradients are made only where `wanted(place, row)` says so.
+    `between(carry, place, row, cotangent, stream)`, (carry, cotangent), comes when a layer is made again and its
+    gradient is not begun; `stream` is what leaves it.
     """
 
     def back(place: int, row: Array, carry: Any, cotangent: Hidden) -> tuple[Hidden, Any]:
@@ -87,8 +90,11 @@ def backward(
         x, cotangent = lax.optimization_barrier((x, cotangent))
 
         def with_gradient(carry: Any) -> tuple[Hidden, Any]:
-            _, pull = jax.vjp(lambda t, x: layer(x, merged(t, frozen), place, row, shared), trained, x)
-            gradient, below = pull(cotangent)
+            leaving, pull = jax.vjp(lambda t, x: layer(x, merged(t, frozen), place, row, shared), trained, x)
+            slope = cotangent
+            if between is not None:
+                carry, slope = between(carry, place, row, slope, leaving)
+            gradient, below = pull(slope)
             return below, visit(carry, place, row, trained, gradient)
 
         def without(carry: Any) -> tuple[Hidden, Any]:

@@ -105,6 +105,11 @@ class Case:
         return jnp.dtype(self.base.precision.compute).itemsize
 
     @property
+    def streamed(self) -> bool:
+        """Whether what is trained waits in the host's memory, and comes from there layer by layer."""
+        return "weights" in self.offload and self.base.recipe.optimizer.fused
+
+    @property
     def summed(self) -> float:
         """Bytes on one device of all gradients that an update makes, float32, whether or not they are there at once."""
         if not self.base.recipe.optimizer.fused:

@@ -42,6 +42,8 @@ HEAD = Peak(embed=4.0, ffn=0.0, heads=0.0, weights=2.0, logits=3.0)
 # The head's matrix where it is trained: gathered and its gradient in float32 on a mesh, or on one device alone.
 HEAD_TRAINED, HEAD_TRAINED_HERE = 4.8, 3.0
 HEAD_TRAINED_AWAY = 3.4  # the same on a mesh where the optimizer's state waits on the host
+# Of one layer's weights and state where these wait on the host: those on their way here and those on their way back.
+STREAMED = 2.0
 LEAN, LEAN_HEAD = 0.63, 1.0  # on TPUs: of a layer's activations, and of a gathered head
 
 
@@ -69,11 +71,13 @@ def estimate(case: Case) -> Estimate:
         host["optimizer"] = held.pop("optimizer")
         held["optimizer"] = 0.0
     if "weights" in case.offload:
-        host["weights"] = case.held("stacked")
+        host["weights"] = case.held("stacked") + (case.held("full") if case.streamed else 0.0)
         held["weights"] -= host["weights"]
     if "residual" in case.offload:
         host["residual"] = residual_bytes(case)
     held["activations"] = activation_bytes(case)
+    if case.streamed:
+        held["activations"] += STREAMED * case.held("full", "optimizer") / case.base.spec.layers
     if case.accumulation > 1:
         held["gradients"] *= 2  # the sum so far, and those of the micro-batch under way
     return Estimate({role: int(held.get(role, 0)) for role in ROLES}, {role: int(size) for role, size in host.items()})

@@ -117,8 +117,9 @@ def roofline(
     products = max(compute / REACHED["compute"], work.product_bytes / reached)
     busy = products + (work.other_bytes + work.update_bytes) / reached
     host = work.host_bytes / rate(device, "host_link") if work.host_bytes else 0.0
-    hidden = max(hidden, host / REACHED["host"])
-    waited = waiting + max(0.0, hidden - busy)
+    alone = host * work.host_waited / work.host_bytes if work.host_bytes else 0.0
+    hidden = max(hidden, (host - alone) / REACHED["host"])
+    waited = waiting + alone / REACHED["host"] + max(0.0, hidden - busy)
     return Roofline(
         compute=compute,
         memory=work.memory_bytes / bandwidth,

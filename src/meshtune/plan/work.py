@@ -22,7 +22,8 @@ class Work:
 
     Bytes that pass through device memory: `product_bytes` are the factors and results of matrix products (weights as
     often as they are read), `other_bytes` everything between the products, `update_bytes` gradients and the optimizer.
-    `host_bytes` go to or come from the host. `tokens` are those of all devices.
+    `host_bytes` go to or come from the host; of these `host_waited` go while nothing is computed. `tokens` are those of
+    all devices.
     """
 
     flops: float
@@ -32,6 +33,7 @@ class Work:
     update_bytes: float
     host_bytes: float
     tokens: float
+    host_waited: float = 0.0
 
     @property
     def memory_bytes(self) -> float:
@@ -88,6 +90,7 @@ def work_of(case: Case) -> Work:
         update,
         _host_bytes(case, layers * readings),
         tokens,
+        _host_waited(case),
     )
 
 
@@ -124,9 +127,18 @@ def _host_bytes(case: Case, weight_bytes: float) -> float:
         found += 2 * case.accumulation * residual_bytes(case)
     if "optimizer" in case.offload:
         found += 2 * case.held("optimizer")
-    if "weights" in case.offload:
+    if case.streamed:  # forward, backward, and back with its update
+        found += 3 * case.held("full") + 2 * case.held("stacked")
+    elif "weights" in case.offload:
         found += case.accumulation * weight_bytes / (case.mesh.fsdp * case.mesh.cp)
     return found
+
+
+def _host_waited(case: Case) -> float:
+    """In the backward pass of a streamed model one direction of its messages goes beside the products, not both."""
+    if not case.streamed:
+        return 0.0
+    return case.held("full") + (case.held("optimizer") if "optimizer" in case.offload else 0.0)
 
 
 def residual_bytes(case: Case) -> float:

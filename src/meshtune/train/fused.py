@@ -10,6 +10,7 @@ and written back.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from jaxtyping import Array
 
 from meshtune.errors import UserError
 from meshtune.model.compute import Compute
-from meshtune.model.in_use import here
+from meshtune.model.in_use import here, on_host
 from meshtune.model.spec import ModelSpec, Stack
 from meshtune.model.tree import Tree, merge
 from meshtune.model.walk import Hidden, Layer, backward, forward, row_of, with_row
@@ -178,44 +179,112 @@ class _Walk:
 
             def node(carry: Any, place: int, row: Array, keys: list[str] = keys) -> tuple[Tree, Tree]:
                 mine = carry["trained"].get(keys[place], {})
-                return here(row_of(mine, row)), row_of(frozen.get(keys[place], {}), row)
+                ahead = iter(carry["ahead"].get(keys[place], ()))
+                leaves, structure = jax.tree.flatten(mine)
+                parts = [next(ahead) if on_host(leaf) else row_of(leaf, row) for leaf in leaves]
+                return jax.tree.unflatten(structure, parts), row_of(frozen.get(keys[place], {}), row)
 
             def visit(carry: Any, place: int, row: Array, trained: Tree, gradient: Tree, keys: list[str] = keys) -> Any:
                 return self._used_up(carry, keys[place], row, trained, gradient) if gradient else carry
 
+            last = jnp.int32(stack.repeats - 1)
+            ahead = {key: self._brought(carry, key, last) for key in keys if key in carry["trained"]}
             layer = self.layer(number)
             cotangent, carry = backward(
-                layer, stack, node, streams[number], cotangent, self.shared, visit, carry, merged=merge
+                layer,
+                stack,
+                node,
+                streams[number],
+                cotangent,
+                self.shared,
+                visit,
+                carry | {"ahead": ahead, "away": ahead, "last": last},
+                merged=merge,
+                between=functools.partial(self._moved, keys) if any(ahead.values()) else None,
             )
+            for key in ahead:
+                carry = self._sent(carry, key)
+            carry = {name: part for name, part in carry.items() if name not in ("ahead", "away", "last")}
         return cotangent, carry
 
     def _used_up(self, carry: Any, key: str, row: Array, trained: Tree, gradient: Tree) -> Any:
         """Parameters and state with one layer updated, if its gradient and all before were finite.
 
-        `trained` is the layer as it is computed with, on the device.
+        `trained` is the layer as it is computed with, on the device. Of what waits in the host's memory, that of the
+        layer above is sent there and that of the layer below comes from there while this layer is computed: these are
+        carry["away"] and carry["ahead"].
         """
         if self.compute.layout is not None:
             assert self.abstract is not None
             arrays = jax.tree.map(lambda leaf: single(LAYERS, leaf), self.abstract["layers"].get(key, {}))
             gradient = laid_out(gradient, arrays, self.compute.layout)
         seen = noticed(carry["seen"], gradient)
-        names = [f"{LAYERS}{key}/{path}" for path, _ in named_leaves(gradient)]
-        parameters, structure = jax.tree.flatten(trained)
-        states = [here(row_of(carry["state"][name], row)) for name in names]
-        one = self.optimizer.one
+        names, one = self._names(carry, key), self.optimizer.one
         assert one is not None
+        stacks, structure = jax.tree.flatten(self._stacks(carry, key))
+        waiting = [on_host(stack) for stack in stacks]
+        ahead = iter(carry["ahead"][key])
+        parts = [next(ahead) if waits else row_of(stack, row) for stack, waits in zip(stacks, waiting, strict=True)]
 
-        def updated() -> tuple[list[Array], list[Any]]:
-            every = zip(names, jax.tree.leaves(gradient), states, parameters, strict=True)
-            made = [one(name, slope, state, parameter, self.count, row) for name, slope, state, parameter in every]
-            return [new for new, _ in made], [new for _, new in made]
+        def updated() -> list[Array]:
+            parameters, states = jax.tree.unflatten(structure, parts)
+            slopes, leaves = jax.tree.leaves(gradient), jax.tree.leaves(parameters)
+            every = zip(names, slopes, states, leaves, strict=True)
+            made = [one(name, slope, state, leaf, self.count, row) for name, slope, state, leaf in every]
+            return jax.tree.leaves(([new for new, _ in made], [new for _, new in made]))
 
         # A branch and not a choice between numbers: its results are there before any is written to a stack. Left to
         # itself the compiler may read one stack while it writes another, and must then copy whole stacks.
-        parameters, states = lax.cond(seen["finite"], updated, lambda: (parameters, states))
-        written = {name: with_row(carry["state"][name], new, row) for name, new in zip(names, states, strict=True)}
-        new = with_row(carry["trained"][key], jax.tree.unflatten(structure, parameters), row)
-        return {"trained": carry["trained"] | {key: new}, "state": carry["state"] | written, "seen": seen}
+        parts = lax.cond(seen["finite"], updated, lambda: parts)
+        for place, stack in enumerate(stacks):
+            if not waiting[place]:
+                stacks[place] = with_row(stack, parts[place], row)
+        left = [part for part, waits in zip(parts, waiting, strict=True) if waits]
+        following = {"away": carry["away"] | {key: left}, "ahead": carry["ahead"] | {key: carry.get("below", [])}}
+        carry = {name: part for name, part in carry.items() if name != "below"} | {"seen": seen} | following
+        return self._with(carry, key, jax.tree.unflatten(structure, stacks))
+
+    def _moved(
+        self, keys: list[str], carry: Any, place: int, row: Array, cotangent: Hidden, leaving: Hidden
+    ) -> tuple[Any, Hidden]:
+        """(carry, cotangent) with the layer above sent to the host while this one is made again, and the layer below
+        fetched from there, as carry["below"], while this one's gradient is made."""
+        key = keys[place]
+        if key not in carry["trained"]:
+            return carry, cotangent
+        stacks, structure = jax.tree.flatten(self._stacks(carry, key))
+        away, there = iter(carry["away"][key]), [place for place, stack in enumerate(stacks) if on_host(stack)]
+        above, below = jnp.minimum(row + 1, carry["last"]), jnp.maximum(row - 1, 0)
+        # Written first and read then: the other way round the compiler would copy the stack.
+        written = [with_row(stacks[place], next(away), above) for place in there]
+        written, cotangent, _ = lax.optimization_barrier((written, cotangent, leaving))
+        for place, stack in zip(there, written, strict=True):
+            stacks[place] = stack
+        carry = self._with(carry, key, jax.tree.unflatten(structure, stacks))
+        return carry | {"below": [here(row_of(stack, below)) for stack in written]}, cotangent
+
+    def _names(self, carry: Any, key: str) -> list[str]:
+        return [f"{LAYERS}{key}/{path}" for path, _ in named_leaves(carry["trained"][key])]
+
+    def _stacks(self, carry: Any, key: str) -> tuple[Tree, list[Any]]:
+        """What is trained in all layers of a key, and the state of that."""
+        return carry["trained"][key], [carry["state"][name] for name in self._names(carry, key)]
+
+    def _with(self, carry: Any, key: str, stacks: tuple[Tree, list[Any]]) -> Any:
+        """carry with the stacks of a key replaced."""
+        states = dict(zip(self._names(carry, key), stacks[1], strict=True))
+        return carry | {"trained": carry["trained"] | {key: stacks[0]}, "state": carry["state"] | states}
+
+    def _brought(self, carry: Any, key: str, row: Array) -> list[Array]:
+        """A row, on the device, of every stack that lies in the host's memory."""
+        return [here(row_of(stack, row)) for stack in jax.tree.leaves(self._stacks(carry, key)) if on_host(stack)]
+
+    def _sent(self, carry: Any, key: str) -> Any:
+        """carry with what is left of its lowest layer written to the host's memory."""
+        away = iter(carry["away"][key])
+        stacks, structure = jax.tree.flatten(self._stacks(carry, key))
+        stacks = [with_row(stack, next(away), jnp.int32(0)) if on_host(stack) else stack for stack in stacks]
+        return self._with(carry, key, jax.tree.unflatten(structure, stacks))
 
 
 def noticed(seen: Any, gradient: Tree) -> Any:

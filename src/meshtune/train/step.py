@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import is_on_host, real, waiting
-from meshtune.model.compute import Compute, compiler_options
+from meshtune.model.compute import Compute, compiler_options, streaming_options
 from meshtune.model.spec import ArraySpec, ModelSpec
 from meshtune.model.tree import Tree, merge
 from meshtune.objectives.score import Batch, Objective, Score, means
@@ -179,7 +179,8 @@ def make_train_step(
     if isinstance(optimizer, Optimizer) and optimizer.fused:
         assert max_grad_norm is None, "the norm of all gradients is not known before the first is used up"
         step = at_once
-    options = None if compute.dtype == "float32" else compiler_options(compute.platform)
+    options = {} if compute.dtype == "float32" else compiler_options(compute.platform) or {}
+    options = {**options, **(streaming_options(compute) if step is at_once else {})} or None
     if like is None or layout is None:
         return jax.jit(step, donate_argnums=0, compiler_options=options)
     kept = jax.tree.map(lambda leaf: leaf.sharding, like)

@@ -1,0 +1,98 @@
+"""Full tuning from the host's memory, as accelerators' compilers see it: no buffer of the model's size on the device or
+made anew on the host, and copies under way while products are computed."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+
+from deviceless import compiled_for
+
+pytestmark = pytest.mark.deviceless
+LAYERS = 24
+
+STEP = """
+from meshtune.adapters.config import FullConfig
+from meshtune.adapters.method import abstract
+from meshtune.families import model_spec
+from meshtune.mesh.placement import is_on_host
+from meshtune.model.compute import Compute
+from meshtune.objectives import OBJECTIVES
+from meshtune.optim.build import OptimizerConfig, make_optimizer
+from meshtune.train.step import abstract_state, make_train_step
+
+spec = model_spec({
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 1024, "intermediate_size": 2816,
+    "num_hidden_layers": layers, "num_attention_heads": 8, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 1024, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False,
+}, "bfloat16")
+arrays = abstract(FullConfig(), spec, "float32")
+optimizer, _ = make_optimizer(OptimizerConfig("adamw", fused=True), 10, arrays.trainable, arrays.spec)
+compute = Compute(
+    "bfloat16", "full", "blockwise", 256, platform=target.device.platform, chip=target.device.arch,
+    offload=("weights", "optimizer"),
+)
+
+def place(leaf):
+    return leaf if is_on_host(leaf.sharding) else array(leaf.shape, leaf.dtype)
+
+f = make_train_step(OBJECTIVES["sft"], arrays.spec, compute, optimizer)
+state = jax.tree.map(place, abstract_state(arrays.trainable, optimizer, None, compute.offload))
+batch = {key: array((1, 1, 1024), "int32") for key in ("tokens", "targets", "positions", "segment_ids")}
+batch["weights"] = array((1, 1, 1024))
+args = (state, {}, batch, array((), "int32"))
+result = sum(leaf.size * 4 for leaf in jax.tree.leaves(state))
+"""
+
+
+@functools.cache
+def step(target):
+    return compiled_for(target, STEP, layers=LAYERS, text=target == "RTX4080")
+
+
+@pytest.mark.parametrize("target", ["RTX4080", "gfx906-16"])
+def test_nothing_of_the_models_size_is_on_the_device(target):
+    """Weights and moments are arguments in the host's memory and updated there, in their place."""
+    found = step(target)
+    assert found["argument_bytes"] < 2**20
+    assert found["host_argument_bytes"] == found["host_output_bytes"] > 0.99 * found["result"]
+    assert found["host_temp_bytes"] == 0
+    # Of 24 layers' weights and moments those of three or four at once (computed with, coming, going, new), a layer's
+    # gradients, and the stream; the weights alone are a third of `result`.
+    assert found["temp_bytes"] < found["result"] / 4
+
+
+def test_copies_are_under_way_while_products_are_computed():
+    """In the forward pass the next layer's weights come, in the backward pass what was updated goes: on a card whose
+    compiler waits for each copy at once unless it is told otherwise."""
+    found = [hidden(lines) for lines in computations(step("RTX4080")["text"])]
+    assert sum(products > 2 for products, _ in found if products) >= 2
+    assert {"dynamic-slice", "dynamic-update-slice"} <= {
+        kind for products, kinds in found if products for kind in kinds
+    }
+
+
+def computations(text):
+    """The lines of every computation of a program."""
+    return [block.splitlines() for block in re.split(r"\n}\n", text)]
+
+
+def hidden(lines):
+    """(matrix products between the start and the end of some copy of a row, the kinds of those copies)."""
+    begun, most, kinds = {}, 0, set()
+    products = 0
+    for line in lines:
+        name = re.match(r"\s+(?:ROOT )?%(\S+) = ", line)
+        if name is None:
+            continue
+        kind = re.match(r"(dynamic-slice|dynamic-update-slice)-(start|done)", name[1])
+        if kind is None:
+            products += "gemm" in name[1] or "cublas" in line
+        elif kind[2] == "start":
+            begun[name[1]] = products
+        elif (start := re.search(r"-done\(%([^)]+)\)", line)) and products - begun.get(start[1], products) > 2:
+            most = max(most, products - begun[start[1]])
+            kinds.add(kind[1])
+    return most, kinds
