@@ -8,7 +8,7 @@ from meshtune.mesh.layout import Layout
 from meshtune.model.spec import ModelSpec
 
 WIDE_BYTES = 128 * 2**20  # one array as wide as the feed-forward layer, in 16 bits, on one device
-ATTENTION_BYTES = 256 * 2**20  # one array as wide as the queries, likewise
+ATTENTION_BYTES = 64 * 2**20  # one array as wide as the queries, likewise
 LEAST = 256  # tokens: shorter chunks make products too small for a device
 
 
