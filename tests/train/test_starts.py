@@ -310,3 +310,17 @@ def test_dpo_after_sft_begins_at_its_own_start(first, stories260k, tmp_path):
     assert losses[0] == pytest.approx(np.log(2), abs=1e-5)
     with pytest.raises(UserError, match="the run goes on with an adapter"):
         run(stories260k, pairs, tmp_path / "base", **(fields | {"stage": {"kind": "dpo", "reference": "base"}}))
+
+
+@pytest.mark.slow
+def test_a_run_from_a_start_of_its_own_resumes(small, lesson, tmp_path):
+    """The start is written once, and what is resumed ends with the bits of what was not stopped."""
+    fields = {"model": {"new_tokens": ["<call>"]}, "method": {"rank": 4}}
+    whole = run(small, lesson, tmp_path / "whole", steps=2, **fields)
+    run(small, lesson, tmp_path / "run", steps=1, **fields)
+    written = (tmp_path / "run/base/model.safetensors").stat().st_mtime_ns
+    result = run(small, lesson, tmp_path / "run", "resume=true", steps=2, **fields)
+    assert (tmp_path / "run/base/model.safetensors").stat().st_mtime_ns == written
+    after = tensors(result.path)
+    for name, value in tensors(whole.path).items():
+        np.testing.assert_array_equal(after[name], value)
