@@ -30,7 +30,7 @@ RUNS = {
     "loftq": ["method.rank=4", "quantize=int8"],
     "loftq in turns": ["method.rank=4", "quantize=nf4", "method.loftq_iterations=3"],
     "oft": ["method.oft_block_size=16", "quantize=nf4"],
-    "vera": ["method.rank=16", "method.vera_key=5"],
+    "vera": ["method.rank=16", "method.vera_key=5", "optimizer.learning_rate=0.1"],
 }
 QUICK = ("loftq in turns",)
 

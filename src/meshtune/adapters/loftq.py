@@ -20,8 +20,8 @@ from meshtune.adapters.peft_lora import READ, lora_fields, lora_options
 from meshtune.adapters.principal import principal
 from meshtune.adapters.refusals import check_rank, no_options
 from meshtune.errors import UserError
+from meshtune.model.in_use import here
 from meshtune.model.spec import ArraySpec
-from meshtune.model.walk import here
 from meshtune.quantize.weight import QuantisedWeight
 
 

@@ -21,7 +21,7 @@ from meshtune.mesh.together import ALONE, together
 from meshtune.model.attention import Rows
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import enter, head_logits, head_params, one_layer
-from meshtune.model.in_use import here
+from meshtune.model.in_use import here, with_shared
 from meshtune.model.norm import rms_norm
 from meshtune.model.spec import LayerSpec, ModelSpec
 from meshtune.model.tree import Tree, flatten, unflatten
@@ -66,7 +66,10 @@ def probe_logits(params: Tree, spec: ModelSpec, layout: Layout | None = None) ->
 
     `params` lie as `layout` says; all processes of its mesh call this, and each gets all logits.
     """
-    layers = ((layer, _row(params["layers"][key], row)) for _, key, row, layer in _by_layer(spec))
+    layers = (
+        (layer, with_shared(_row(params["layers"][key], row), params.get("shared")))
+        for _, key, row, layer in _by_layer(spec)
+    )
     return _logits(spec, layout, lambda: {"embed": params["embed"]}, layers, lambda: params)
 
 
