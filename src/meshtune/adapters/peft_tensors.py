@@ -207,7 +207,7 @@ def _axes_of(adapter: Any, weight: ArraySpec, config: LoraConfig) -> dict[str, t
     """The logical axes of an adapter's arrays, where files have the rows of its weight in another order."""
     if PACKED not in weight.axes:
         return {}
-    form = type(adapter).abstract(weight, dataclasses.replace(config, rank=adapter.rank))
+    form = type(adapter).abstract(weight, dataclasses.replace(config, rank=getattr(adapter, "rank", config.rank)))
     return {field: getattr(form, field).axes for field in adapter.PEFT_TENSORS}
 
 
