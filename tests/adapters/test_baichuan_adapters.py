@@ -74,8 +74,9 @@ def test_an_adapter_of_peft_has_the_same_logits_here_and_back(tmp_path: pathlib.
 def test_every_linear_layer_is_what_peft_makes_of_it(tmp_path: pathlib.Path, kind: str):
     """DoRA keeps a number for each row of W_pack: in a file they are in the file's order."""
     spec, params = base()
-    options = {"alpha": 16.0, "oft_block_size": 8} if kind == "oft" else {"rank": 4}
-    method = LoraConfig(**options, targets="all-linear", adapter=kind)
+    method = LoraConfig(rank=4, targets="all-linear", adapter=kind)
+    if kind == "oft":
+        method = LoraConfig(oft_block_size=8, targets="all-linear", adapter=kind)
     made = prepare(method, spec, params, jax.random.key(0))
     assert {path.split("/")[-2] for path in flatten(made.trainable)} == {"qkv", "o", "gate", "up", "down"}
     made = dataclasses.replace(made, trainable=moved(made.trainable))
