@@ -147,7 +147,11 @@ def test_merge_keys_and_anchors_work(written):
         ("method: {rank: true}\n", "method.rank is true: it must be a whole number above 0", 4),
         ("method: {rank: eight}\n", "method.rank is 'eight': it must be a whole number above 0", 4),
         ("method: {rnk: 8}\n", "method.rnk is not a key; did you mean 'rank'? method takes kind, rank, alpha,", 4),
-        ("method: lorra\n", "method is 'lorra': it must be one of lora, full, freeze, llama_pro; did you mean 'lora'?", 4),
+        (
+            "method: lorra\n",
+            "method is 'lorra': it must be one of lora, full, freeze, llama_pro; did you mean 'lora'?",
+            4,
+        ),
         ("method: {kind: full, rank: 8}\n", "method.rank does not belong to method full, which takes kind", 4),
         ("method: freeze\n", "method: give last_layers, first_layers or modules; otherwise nothing is trained", 4),
         (

@@ -292,8 +292,8 @@ class Recipe(Section):
         what = "optimizer.fused" if asked.fused else f"optimizer.name: {asked.name}"
         if asked.name in LOW_RANK and self.method.kind == "lora":
             raise ValueError(
-                f"{what} makes the gradients of whole matrices narrow, and adapters are narrow already: use method: "
-                "full or freeze with it, or optimizer.name: adamw with lora"
+                f"optimizer.name: {asked.name} makes the gradients of whole matrices narrow, and adapters are narrow "
+                "already: use method: full or freeze with it, or optimizer.name: adamw with lora"
             )
         if asked.lora_plus_ratio is not None and self.method.kind != "lora":
             raise ValueError(
