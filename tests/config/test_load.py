@@ -146,7 +146,11 @@ def test_merge_keys_and_anchors_work(written):
         ("method:\n  rank: -8\n", "method.rank is -8: it must be a whole number above 0", 5),
         ("method: {rank: true}\n", "method.rank is true: it must be a whole number above 0", 4),
         ("method: {rank: eight}\n", "method.rank is 'eight': it must be a whole number above 0", 4),
-        ("method: {rnk: 8}\n", "method.rnk is not a key; did you mean 'rank'? method takes kind, rank, alpha,", 4),
+        (
+            "method: {rnk: 8}\n",
+            "method.rnk is not a key; did you mean 'rank'? method takes kind, adapter, rank, alpha,",
+            4,
+        ),
         (
             "method: lorra\n",
             "method is 'lorra': it must be one of lora, full, freeze, llama_pro; did you mean 'lora'?",
@@ -157,7 +161,7 @@ def test_merge_keys_and_anchors_work(written):
         (
             "optimizer: {name: adam}\n",
             "optimizer.name is 'adam': it must be one of adamw, adamw8bit, adam_mini, muon, galore, apollo, badam, "
-            "adafactor, lion, sgd, schedule_free, prodigy; did you mean 'adamw'?",
+            "adafactor, lion, sgd, schedule_free, prodigy, sophia; did you mean 'adamw'?",
             4,
         ),
         ("optimizer: {learning_rate: 0}\n", "optimizer.learning_rate is 0: it must be a number above 0 or null", 4),
@@ -231,8 +235,8 @@ def test_all_mistakes_are_listed_at_once_each_with_its_place(written):
         "  output is missing: Directory of the run: checkpoints, logs, plots, the final adapter or model"
         f"  [{path}, line 1]",
         f"  method.rank is -1: it must be a whole number above 0  [{path}, line 4]",
-        "  method.rnk is not a key; did you mean 'rank'? method takes kind, rank, alpha, dropout, targets, rslora, "
-        f"train_modules  [{path}, line 5]",
+        f"  method.rnk is not a key; did you mean 'rank'? method takes {', '.join(LoraMethod.model_fields)}"
+        f"  [{path}, line 5]",
         "  eval.every is 'weekly': it must be a whole number above 0, epoch or null  [command line, eval.every=weekly]",
     ]
 

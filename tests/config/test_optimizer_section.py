@@ -14,8 +14,8 @@ from meshtune.optim.build import OPTIMIZERS
 RECIPE = {"model": "m", "data": "a.json", "output": "o", "method": "full"}
 
 
-def recipe(method="full", train=None, compute=None, **optimizer):
-    more = {"train": train or {}, "compute": compute or {}}
+def recipe(method="full", train=None, compute=None, stage="sft", **optimizer):
+    more = {"train": train or {}, "compute": compute or {}, "stage": stage}
     return load_recipe({**RECIPE, "method": method, "optimizer": optimizer, **more})
 
 
@@ -52,6 +52,7 @@ def test_a_saved_recipe_of_every_optimizer_reads_back_as_itself(name):
         ({"name": "badam", "compute": {"scan_layers": False}}, "leave compute.scan_layers out"),
         ({"name": "schedule_free"}, "in the place of a decaying rate, and schedule is cosine.*schedule: constant"),
         ({"name": "schedule_free", "schedule": "constant", "beta1": 0}, "share of the average.*above 0"),
+        ({"name": "sophia", "stage": "dpo"}, "predictions of tokens.*stage dpo.*use adamw"),
         ({"rank": 8}, "rank is read by galore and apollo alone, and adamw was chosen"),
         ({"name": "galore", "scaling": "tensor"}, "scaling is read by apollo alone, and galore was chosen"),
         ({"name": "muon", "switch_every": 2}, "switch_every is read by badam alone, and muon was chosen"),

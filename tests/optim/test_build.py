@@ -18,6 +18,7 @@ from optimizer_problems import (
     run_ours,
     run_torch,
     run_with_state,
+    seen,
     tree_of,
 )
 from transformers.optimization import Adafactor
@@ -154,7 +155,7 @@ def test_moments_are_float32_for_float32_parameters_and_follow_state_dtype_for_b
         state = optimizer.init(tree)
         large = set(SHAPES.values())
         assert {str(x.dtype) for x in jax.tree.leaves(state) if x.shape in large} == {expected}
-        updates, after = optimizer.update(tree, state, tree)
+        updates, after = optimizer.update(tree, state, tree, **seen(optimizer, tree))
         assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
         moved = optax.apply_updates(tree, updates)
         assert {str(x.dtype) for x in jax.tree.leaves(moved)} == {dtype}

@@ -46,7 +46,7 @@ CASES = {
 SPLIT = {"fsdp": 4, "tp": 2}
 OPTIMIZERS = {
     name: Case(SPLIT, method="full", optimizer=name)
-    for name in ("adamw8bit", "adam_mini", "muon", "galore", "apollo", "badam", "schedule_free", "prodigy")
+    for name in ("adamw8bit", "adam_mini", "muon", "galore", "apollo", "badam", "schedule_free", "prodigy", "sophia")
 } | {
     "sgd, fused": Case(SPLIT, method="full", optimizer="sgd", fused=True),
     "adamw8bit, fused, tied": Case(SPLIT, method="full", optimizer="adamw8bit", fused=True, tied=True),

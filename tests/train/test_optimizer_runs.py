@@ -17,6 +17,7 @@ CASES = {
     "galore": ["method=full", "optimizer.name=galore", "optimizer.rank=8", "optimizer.update_gap=3"],
     "schedule_free": ["optimizer.name=schedule_free"],
     "prodigy": ["optimizer.name=prodigy", "optimizer.learning_rate=1"],
+    "sophia": ["optimizer.name=sophia", "optimizer.curvature_every=2", "train.micro_batch=2"],
 }
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt, model_validator
 from meshtune.config.section import Section
 
 ADAM = (
-    "adamw", "adamw8bit", "adam_mini", "muon", "galore", "apollo", "badam", "schedule_free", "prodigy",
+    "adamw", "adamw8bit", "adam_mini", "muon", "galore", "apollo", "badam", "schedule_free", "prodigy", "sophia",
 )  # fmt: skip
 LOW_RANK = ("galore", "apollo")
 # Which optimizers (or, of the schedule, which schedules) read a key; those not named are read by all.
@@ -26,11 +26,15 @@ READERS: dict[str, tuple[str, ...]] = {
     "switch_every": ("badam",),
     "block_order": ("badam",),
     "d_coef": ("prodigy",),
+    "gamma": ("sophia",),
+    "curvature_every": ("sophia",),
 }
 NOT_FUSED = {
     "badam": "it has the gradient of one layer alone already",
     "prodigy": "it finds its rate from the gradients of all parameters together",
+    "sophia": "it takes the curvature along all parameters at once",
 }
+ONE_RATE = {"prodigy": "prodigy finds one rate for all parameters", "sophia": "sophia has one for all parameters"}
 
 
 class OptimizerSection(Section):
@@ -39,12 +43,12 @@ class OptimizerSection(Section):
 
     name: Literal[
         "adamw", "adamw8bit", "adam_mini", "muon", "galore", "apollo", "badam", "adafactor", "lion", "sgd",
-        "schedule_free", "prodigy",
+        "schedule_free", "prodigy", "sophia",
     ] = Field(
         default="adamw",
         description="The optimizer. adamw8bit: its state in 8 bits; adam_mini: one second moment a block; muon: for "
         "matrices; galore, apollo: state of low rank; badam: one layer at a time; schedule_free: without decay of the "
-        "rate; prodigy: finds its rate.",
+        "rate; prodigy: finds its rate; sophia: divides by the curvature.",
     )  # fmt: skip
     fused: bool = Field(
         default=False,
@@ -72,7 +76,7 @@ class OptimizerSection(Section):
         default=None,
         ge=0,
         lt=1,
-        description="adamw and its kin, lion: decay of the second moment; default 0.999, of lion 0.99.",
+        description="adamw and its kin, lion: decay of the second moment; default 0.999, of lion and sophia 0.99.",
     )
     eps: float = Field(default=1e-8, gt=0, description="adamw and its kin: added to the root of the second moment.")
     momentum: float | None = Field(default=None, ge=0, lt=1, description="sgd: default 0; muon: default 0.95.")
@@ -96,6 +100,10 @@ class OptimizerSection(Section):
         default="ascending", description="badam: the order in which layers take turns."
     )
     d_coef: float = Field(default=1.0, gt=0, description="prodigy: factor of the rate that it finds.")
+    gamma: float = Field(
+        default=0.05, gt=0, description="sophia: factor of the curvature; the larger, the fewer changes are clipped."
+    )
+    curvature_every: PositiveInt = Field(default=10, description="sophia: updates between estimates of the curvature.")
     lora_plus_ratio: float | None = Field(
         default=None,
         ge=1,
@@ -133,10 +141,10 @@ class OptimizerSection(Section):
                 raise ValueError("schedule_free's beta1 is the share of the average in what is trained: above 0")
         if self.lora_plus_embedding_rate is not None and self.lora_plus_ratio is None:
             raise ValueError("lora_plus_embedding_rate is a part of LoRA+: give lora_plus_ratio too, or leave it out")
-        if self.lora_plus_ratio is not None and self.name == "prodigy":
+        if self.lora_plus_ratio is not None and self.name in ONE_RATE:
             raise ValueError(
-                "lora_plus_ratio gives A and B rates of their own, and prodigy finds one rate for all parameters: use "
-                "adamw with it, or leave lora_plus_ratio out"
+                f"lora_plus_ratio gives A and B rates of their own, and {ONE_RATE[self.name]}: use adamw with it, or "
+                "leave lora_plus_ratio out"
             )
         if self.fused and self.name in NOT_FUSED:
             raise ValueError(

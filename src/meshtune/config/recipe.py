@@ -295,6 +295,11 @@ class Recipe(Section):
                 f"optimizer.name: {asked.name} makes the gradients of whole matrices narrow, and adapters are narrow "
                 "already: use method: full or freeze with it, or optimizer.name: adamw with lora"
             )
+        if asked.name == "sophia" and self.stage.kind not in ("sft", "pt"):
+            raise ValueError(
+                "optimizer.name: sophia measures how predictions of tokens curve the loss, and stage "
+                f"{self.stage.kind} is learned from answers as a whole: use adamw with it, or sophia with sft or pt"
+            )
         if asked.lora_plus_ratio is not None and self.method.kind != "lora":
             raise ValueError(
                 f"optimizer.lora_plus_ratio is of the rates of an adapter's A and B, and method {self.method.kind} has "

@@ -33,6 +33,7 @@ from meshtune.optim.projection import is_narrowed
 from meshtune.optim.rule import Rule, Rules, adopted
 from meshtune.optim.schedule_free import averages, schedule_free
 from meshtune.optim.schedules import SCHEDULES, Schedule, make_schedule
+from meshtune.optim.sophia import sophia
 
 __all__ = ["OPTIMIZERS", "Kind", "Optimizer", "OptimizerConfig", "decay_mask", "make_optimizer"]
 
@@ -46,7 +47,7 @@ class Kind:
     `rules(config, spec)` is one rule, or a choice by path; `all(config, schedule, decayed)` a transformation of optax
     whose updates are the changes themselves; `blocks` an optimizer of layers that take turns.
     `shown(config)` gives the function (trainable, state) -> parameters to evaluate, where these are not those trained.
-    `narrows` says that it keeps gradients at a rank below the matrices'.
+    `narrows` says that it keeps gradients at a rank below the matrices', `curved` that it asks for the curvature.
     """
 
     rules: Callable[[OptimizerConfig, ModelSpec | None], Rule | Rules] | None = None
@@ -54,6 +55,7 @@ class Kind:
     blocks: Callable[..., Optimizer] | None = None
     shown: Callable[[OptimizerConfig], Callable[[Tree, Any], Tree]] | None = None
     narrows: bool = False
+    curved: bool = False
 
 
 def _sgd(config: OptimizerConfig, spec: ModelSpec | None) -> Rule:
@@ -81,6 +83,7 @@ OPTIMIZERS: dict[str, Kind] = {
     "sgd": Kind(_sgd),
     "schedule_free": Kind(lambda config, spec: schedule_free(config), shown=averages),
     "prodigy": Kind(all=prodigy),
+    "sophia": Kind(all=sophia, curved=True),
 }
 
 
@@ -106,14 +109,14 @@ def make_optimizer(
     if config.fused and chosen.rules is None:
         raise UserError(
             f"a fused update makes each layer's as soon as its gradient is there, and {config.name} "
-            + ("finds its rate from all gradients" if chosen.all else "has the gradient of one layer alone already"),
+            + ("needs all gradients at once" if chosen.all else "has the gradient of one layer alone already"),
             where="optimizer.fused",
             fix="leave fused out, or use adamw8bit, adafactor or sgd with it",
         )
     if config.lora_plus_ratio is not None and chosen.rules is None:
         raise UserError(
             f"lora_plus_ratio gives parameters their own rates, and {config.name} "
-            + ("finds one rate for all" if chosen.all else "trains whole layers in turns, not adapters"),
+            + ("has one rate for all" if chosen.all else "trains whole layers in turns, not adapters"),
             where="optimizer.lora_plus_ratio",
             fix="use adamw with it, or leave it out",
         )
@@ -121,7 +124,8 @@ def make_optimizer(
         assert spec is not None, "whose turn it is depends on the model's layers"
         return chosen.blocks(config, schedule, trainable, spec, decay), schedule
     if chosen.all is not None:
-        return whole(chosen.all(config, schedule, decayed), schedule, config.state_dtype), schedule
+        made = whole(chosen.all(config, schedule, decayed), schedule, config.state_dtype)
+        return dataclasses.replace(made, curved=chosen.curved), schedule
     assert chosen.rules is not None
     parameters = {path: single(path, as_spec(leaf)) for path, leaf in named_leaves(trainable)}
     if chosen.narrows:

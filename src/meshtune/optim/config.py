@@ -38,6 +38,8 @@ class OptimizerConfig:
     switch_every: int = 50
     block_order: Literal["ascending", "descending", "random"] = "ascending"
     d_coef: float = 1.0
+    gamma: float = 0.05
+    curvature_every: int = 10
     lora_plus_ratio: float | None = None
     lora_plus_embedding_rate: float | None = None
 

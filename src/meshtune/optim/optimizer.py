@@ -35,11 +35,12 @@ class Optimizer:
     `one(path, gradient, state, parameter, count, layer)` is the update of one parameter of one layer, (parameter,
     state): None where an update needs the gradients of all. `schedule` gives the learning rate of an update.
     Of the paths in `separable`, `one` may be given some rows of a matrix. A `fused` one updates a layer as soon as the
-    backward pass has its gradient (train.fused); with `blocks` the layers take turns (optim.badam).
+    backward pass has its gradient (train.fused); with `blocks` the layers take turns (optim.badam); the update of a
+    `curved` one is also given `curvature`, a function () -> the curvature of the loss along each parameter.
     """
 
     init: Callable[[Tree], State]
-    update: Callable[[Tree, State, Tree], tuple[Tree, State]]
+    update: Callable[..., tuple[Tree, State]]
     specs: Callable[[Tree], State]
     schedule: Schedule
     shown: Callable[[Tree, State], Tree] = lambda trainable, state: trainable
@@ -47,6 +48,7 @@ class Optimizer:
     separable: frozenset[str] = frozenset()
     fused: bool = False
     blocks: Blocks | None = None
+    curved: bool = False
 
     def gradients(self, abstract: Tree) -> dict[str, ArraySpec]:
         """The gradients that exist at once, float32, by path."""
@@ -145,10 +147,10 @@ def whole(transformation: optax.GradientTransformation, schedule: Schedule, dtyp
         # A copy: what is kept of a parameter's start must not be the parameter, which is given up.
         return jax.tree.map(lambda leaf, kind: jnp.array(leaf, kind.dtype, copy=True), state, kinds)
 
-    def update(gradients: Tree, state: State, tree: Tree) -> tuple[Tree, State]:
+    def update(gradients: Tree, state: State, tree: Tree, **seen: Any) -> tuple[Tree, State]:
         kinds = jax.tree.map(lambda leaf: leaf.dtype, state)
         wide = jax.tree.map(_wide, (gradients, state, tree))
-        changes, new = transformation.update(*wide)
+        changes, new = transformation.update(*wide, **seen)
         return changes, jax.tree.map(lambda leaf, kind: leaf.astype(kind), new, kinds)
 
     return Optimizer(init, update, specs, schedule)

@@ -222,6 +222,8 @@ def optimizer_of(recipe: Recipe, precision: Precision) -> OptimizerConfig:
         switch_every=asked.switch_every,
         block_order=asked.block_order,
         d_coef=asked.d_coef,
+        gamma=asked.gamma,
+        curvature_every=asked.curvature_every,
         lora_plus_ratio=asked.lora_plus_ratio,
         lora_plus_embedding_rate=asked.lora_plus_embedding_rate,
     )

@@ -24,6 +24,7 @@ from meshtune.model.spec import ArraySpec, ModelSpec
 from meshtune.model.tree import Tree, merge
 from meshtune.objectives.score import Batch, Objective, Score, means
 from meshtune.optim.optimizer import Optimizer, state_specs
+from meshtune.train.curvature import curvature
 from meshtune.train.focused import focused
 from meshtune.train.fused import fused_step
 from meshtune.train.update import any_on_host, updated_by_rows
@@ -117,9 +118,20 @@ def make_train_step(
             blocks.abstract(abstract),
         )
 
+    def placed(gradient: Tree) -> Tree:
+        """Summed over the devices' rows and split in one go, before anything is kept."""
+        if slopes is None:
+            return gradient
+        return jax.tree.map(lambda g, leaf: lax.with_sharding_constraint(g, leaf.sharding), gradient, slopes)
+
     def score(learned: Tree, params: Callable[[Tree], Tree], micro: Batch, rng: Array | None) -> tuple[Array, Score]:
         scored = objective(params(learned), spec, compute, micro, rng)
         return scored.loss, scored
+
+    def bend(state: TrainState, params: Callable[[Tree], Tree], batch: Batch, seed: Int[Array, ""]) -> Tree:
+        """The curvature along what is trained, from the first micro-batch."""
+        first, key = jax.tree.map(lambda x: x[0], batch), jax.random.fold_in(jax.random.key(seed), state.step)
+        return placed(curvature(state.trainable, params, spec, compute, first, key))
 
     def step(state: TrainState, frozen: Tree, batch: Batch, seed: Int[Array, ""]) -> tuple[TrainState, Metrics]:
         own = jax.random.fold_in(jax.random.key(seed), state.step) if dropout else None
@@ -131,10 +143,7 @@ def make_train_step(
             rng = None if own is None else jax.random.fold_in(own, number)
             (_, scored), gradient = jax.value_and_grad(score, has_aux=True)(learned, params, micro, rng)
             gradient = jax.tree.map(lambda g: g.astype(jnp.float32), gradient)
-            if slopes is not None:  # summed over the devices' rows and split in one go, before anything is kept
-                gradient = jax.tree.map(
-                    lambda g, leaf: lax.with_sharding_constraint(g, leaf.sharding), gradient, slopes
-                )
+            gradient = placed(gradient)
             return scored, gradient, jnp.isfinite(scored.loss) & jnp.isfinite(optax.global_norm(gradient))
 
         total, gradient, finite_micro = _accumulate(micro_batch, batch)
@@ -155,7 +164,10 @@ def make_train_step(
             trainable, opt_state = updated_by_rows(optimizer, gradient, state.opt_state, state.trainable, finite)
             state = TrainState(jnp.where(finite, state.step + 1, state.step), trainable, opt_state)
         else:
-            updates, opt_state = optimizer.update(gradient, state.opt_state, state.trainable)
+            seen: dict[str, Any] = {}
+            if isinstance(optimizer, Optimizer) and optimizer.curved:
+                seen["curvature"] = lambda: bend(state, params, batch, seed)
+            updates, opt_state = optimizer.update(gradient, state.opt_state, state.trainable, **seen)
             trainable = cast(Tree, optax.apply_updates(state.trainable, updates))
             new = TrainState(state.step + 1, trainable, opt_state)
             state = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)

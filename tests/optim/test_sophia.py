@@ -1,0 +1,141 @@
+"""Sophia against its paper in float64, and the curvature it is given against what it must be."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshtune.adapters.config import FullConfig
+from meshtune.adapters.method import prepare
+from meshtune.model.compute import Compute
+from meshtune.model.decoder import hidden_states, logits
+from meshtune.model.tree import merge
+from meshtune.objectives import OBJECTIVES
+from meshtune.optim.build import OptimizerConfig, make_optimizer
+from meshtune.optim.schedules import ScheduleConfig
+from meshtune.train.curvature import curvature, drawn_targets
+from meshtune.train.step import init_state, make_train_step
+from tiny_models import same_weights, torch_model
+
+CONFIG = OptimizerConfig(
+    "sophia", 1e-2, ScheduleConfig("constant"), weight_decay=0.1, beta1=0.965, gamma=0.05, curvature_every=3
+)
+
+
+def paper(gradients, curvatures, start):
+    """Algorithm 3 of https://arxiv.org/abs/2305.14342 in float64. As in optax, momentum is divided by 1 - beta1^t, and
+    an update uses the curvature known before it."""
+    x, m, h = start.astype(np.float64), np.zeros(start.shape), np.zeros(start.shape)
+    for t, (g, c) in enumerate(zip(gradients, curvatures, strict=True)):
+        m = 0.965 * m + 0.035 * g
+        change = np.clip(m / (1 - 0.965 ** (t + 1)) / np.maximum(0.05 * h, 1e-8), -1, 1)
+        if t % 3 == 0:
+            h = 0.99 * h + 0.01 * c
+        x = x - 1e-2 * (change + 0.1 * x)
+    return x
+
+
+def test_fifty_updates_are_those_of_the_paper():
+    made = np.random.default_rng(0)
+    start = made.standard_normal((8, 6))
+    gradients, curvatures = made.standard_normal((50, 8, 6)), 1e4 * made.random((50, 8, 6))
+    params = {"w": jnp.asarray(start, jnp.float32)}
+    optimizer, _ = make_optimizer(CONFIG, 50, params)
+    state = optimizer.init(params)
+    for g, c in zip(gradients, curvatures, strict=True):
+        seen = {"w": jnp.asarray(c, jnp.float32)}
+        updates, state = optimizer.update(
+            {"w": jnp.asarray(g, jnp.float32)}, state, params, curvature=lambda seen=seen: seen
+        )
+        params = jax.tree.map(jnp.add, params, updates)
+    expected = paper(gradients, curvatures, start)
+    np.testing.assert_allclose(params["w"], expected, rtol=0, atol=5e-6)  # float32 over fifty updates of up to 1e-2
+    signs = start.astype(np.float64)
+    for g in gradients:
+        signs = signs - 1e-2 * (np.sign(g) + 0.1 * signs)
+    assert np.abs(expected - signs).max() > 1e-2, "nothing but clipped updates would compare signs"
+
+
+def rows(spec, count=4, length=24):
+    made = np.random.default_rng(1)
+    tokens = made.integers(0, spec.vocab, (count, length)).astype(np.int32)
+    return {
+        "tokens": jnp.asarray(tokens),
+        "targets": jnp.asarray(np.roll(tokens, -1, 1)),
+        "positions": jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (count, length)),
+        "segment_ids": jnp.ones((count, length), jnp.int32),
+        "weights": jnp.ones((count, length), jnp.float32).at[:, -1].set(0.0),
+    }
+
+
+def predicted(params, spec, compute, batch):
+    """Logits [B, T, V], all at once."""
+    given = (batch["tokens"], batch["positions"], batch["segment_ids"])
+    return logits(params, spec, hidden_states(params, spec, compute, *given))
+
+
+def test_targets_are_drawn_from_what_the_model_predicts():
+    """Of 400 draws at 96 positions the most likely token is drawn as often as it is likely: the mean over positions of
+    the difference has a standard deviation below 0.5 / sqrt(400 * 96), of which four are allowed. A chunk of 7 does not
+    divide the row."""
+    spec, params = same_weights(torch_model("llama3"))
+    batch, compute = rows(spec), Compute(loss_chunk=7)
+    params["head"] = {"weight": 20 * params["head"]["weight"]}  # far from even
+    said = jax.jit(lambda params: predicted(params, spec, compute, batch))(params)
+    best, likely = said.argmax(-1), jax.nn.softmax(said).max(-1)
+    draw = jax.jit(lambda key: drawn_targets(params, spec, compute, batch, key))
+    hits = sum((draw(jax.random.key(n)) == best).astype(jnp.float32) for n in range(400)) / 400
+    assert float(likely.mean()) > 3 / spec.vocab
+    assert abs(float((hits - likely).mean())) < 4 * 0.5 / np.sqrt(400 * 96)
+    wrong = float((jnp.roll(likely, 1, 1) - hits).__abs__().mean())
+    assert float(jnp.abs(likely - hits).mean()) < 0.2 * wrong, "each position by its own prediction"
+
+
+def test_the_curvature_is_the_squared_gradient_of_drawn_targets():
+    spec, params = same_weights(torch_model("llama3"))
+    made = prepare(FullConfig(), spec, params, jax.random.key(0))
+    batch, compute, key = rows(spec), Compute(loss_chunk=8), jax.random.key(3)
+
+    def whole(learned):
+        return merge(learned, made.frozen)
+
+    found = jax.jit(lambda learned: curvature(learned, whole, made.spec, compute, batch, key))(made.trainable)
+    own = jax.random.fold_in(key, 0x736F7068)
+    drawn = jax.jit(lambda learned: drawn_targets(whole(learned), made.spec, compute, batch, own))(made.trainable)
+
+    def mean_loss(learned):
+        said = predicted(whole(learned), made.spec, compute, batch)
+        losses = -jnp.take_along_axis(jax.nn.log_softmax(said), drawn[..., None], -1)[..., 0]
+        return (losses * batch["weights"]).sum() / batch["weights"].sum()
+
+    count, slope = float(batch["weights"].sum()), jax.jit(jax.grad(mean_loss))(made.trainable)
+    for mine, g in zip(jax.tree.leaves(found), jax.tree.leaves(slope), strict=True):
+        np.testing.assert_allclose(mine, count * g**2, rtol=1e-3, atol=1e-5 * float(jnp.max(count * g**2)))
+
+
+def test_a_step_uses_the_curvature_of_its_first_micro_batch():
+    spec, params = same_weights(torch_model("llama3"))
+    made = prepare(FullConfig(), spec, params, jax.random.key(0))
+    batch = {name: array.reshape(2, 2, -1) for name, array in rows(spec).items()}
+    optimizer, _ = make_optimizer(CONFIG, 10, made.trainable)
+    compute = Compute(loss_chunk=8)
+    step = make_train_step(OBJECTIVES["sft"], made.spec, compute, optimizer)
+    first = {name: array[0] for name, array in batch.items()}
+    key = jax.random.fold_in(jax.random.key(5), 0)
+
+    @jax.jit
+    def bend(learned):
+        return curvature(learned, lambda learned: merge(learned, made.frozen), made.spec, compute, first, key)
+
+    expected = bend(made.trainable)
+    state = init_state(jax.tree.map(jnp.copy, made.trainable), optimizer)
+    losses = []
+    for _ in range(12):
+        state, metrics = step(state, made.frozen, batch, jnp.int32(5))
+        losses.append(float(metrics["loss"]))
+        if len(losses) == 1:
+            kept = state.opt_state[0].nu
+            for mine, c in zip(jax.tree.leaves(kept), jax.tree.leaves(expected), strict=True):
+                np.testing.assert_allclose(mine, 0.01 * c, rtol=1e-3, atol=1e-5 * float(jnp.max(0.01 * c)))
+    assert losses[-1] < losses[0] - 0.3
