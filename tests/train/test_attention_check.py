@@ -15,7 +15,9 @@ from meshtune.train.attention_check import checked_attention
 from meshtune.train.resolve import attention_requests
 
 LAYERS = [types.SimpleNamespace(window=window) for window in (32, 32, None)]
-SPEC = types.SimpleNamespace(stacks=[types.SimpleNamespace(pattern=LAYERS)], heads=4, kv_heads=2, head_dim=16)
+SPEC = types.SimpleNamespace(
+    stacks=[types.SimpleNamespace(pattern=LAYERS)], heads=4, kv_heads=2, head_dim=16, alibi=None
+)
 COMPUTE = Compute("bfloat16", attention="triton", platform="cpu")
 
 
