@@ -12,9 +12,9 @@ from meshtune.model.compute import Compute
 from meshtune.model.decoder import hidden_states, logits
 from meshtune.model.tree import merge
 from meshtune.objectives import OBJECTIVES
+from meshtune.objectives.curvature import curvature, drawn_targets
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.optim.schedules import ScheduleConfig
-from meshtune.train.curvature import curvature, drawn_targets
 from meshtune.train.step import init_state, make_train_step
 from tiny_models import same_weights, torch_model
 

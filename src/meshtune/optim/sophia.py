@@ -1,7 +1,7 @@
 """Sophia: momentum over the curvature's running mean, clipped at one (https://arxiv.org/abs/2305.14342), optax's own.
 
 The curvature is the paper's Gauss-Newton-Bartlett estimate (Sophia-G), which the train step makes of targets that the
-model draws itself (train.curvature), every `curvature_every` updates.
+model draws itself (objectives.curvature), every `curvature_every` updates.
 """
 
 from __future__ import annotations

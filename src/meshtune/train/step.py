@@ -22,9 +22,9 @@ from meshtune.mesh.placement import is_on_host, real, waiting
 from meshtune.model.compute import Compute, compiler_options, streaming_options
 from meshtune.model.spec import ArraySpec, ModelSpec
 from meshtune.model.tree import Tree, merge
+from meshtune.objectives.curvature import curvature
 from meshtune.objectives.score import Batch, Objective, Score, means
 from meshtune.optim.optimizer import Optimizer, state_specs
-from meshtune.train.curvature import curvature
 from meshtune.train.focused import focused
 from meshtune.train.fused import fused_step
 from meshtune.train.update import any_on_host, updated_by_rows
