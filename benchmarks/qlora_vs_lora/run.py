@@ -1,8 +1,10 @@
 """QLoRA beside LoRA: the same run of SmolLM2-135M on alpaca, on the base as it is and in each quantised format.
 
     python benchmarks/qlora_vs_lora/run.py MODEL ALPACA.json [--steps 100] [--formats none nf4 int8]
+        [--rank 8] [--rate 2e-4] [--rows 1] [--result result.json]
 
-Seed, rows and their order are the same, so losses are compared update by update. Writes result.json beside this file.
+Seed, rows and their order are the same, so losses are compared update by update. A format after "loftq-" begins with
+adapters that make up for what quantising lost. Writes the result beside this file.
 """
 
 from __future__ import annotations
@@ -20,17 +22,18 @@ from typing import Any
 HERE = pathlib.Path(__file__).parent
 
 
-def recipe(model: str, data: str, output: str, steps: int, quantize: str) -> dict[str, Any]:
+def recipe(model: str, data: str, output: str, quantize: str, asked: argparse.Namespace) -> dict[str, Any]:
+    adapter, _, name = quantize.rpartition("-")
     return {
         "model": model,
         "data": {"train": [{"path": data}], "validation": 16, "max_length": 128},
         "output": output,
-        "method": {"rank": 8, "alpha": 16},
-        "quantize": None if quantize == "none" else quantize,
-        "train": {"steps": steps, "batch_size": 1},
-        "optimizer": {"learning_rate": 2e-4},
-        "eval": {"every": steps},
-        "checkpoint": {"every": steps},
+        "method": {"rank": asked.rank, "alpha": 2 * asked.rank, "adapter": adapter or "lora"},
+        "quantize": None if name == "none" else name,
+        "train": {"steps": asked.steps, "batch_size": asked.rows},
+        "optimizer": {"learning_rate": asked.rate},
+        "eval": {"every": asked.steps},
+        "checkpoint": {"every": asked.steps},
     }
 
 
@@ -43,7 +46,7 @@ def one(arguments: argparse.Namespace) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         output = pathlib.Path(folder) / "run"
-        fields = recipe(arguments.model, arguments.data, str(output), arguments.steps, arguments.one)
+        fields = recipe(arguments.model, arguments.data, str(output), arguments.one, arguments)
         train(load_recipe(fields))
         lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["kind"] == "train"]
@@ -57,6 +60,10 @@ def main() -> None:
     parser.add_argument("data")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--formats", nargs="+", default=["none", "nf4"])
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--rate", type=float, default=2e-4)
+    parser.add_argument("--rows", type=int, default=1, help="packed rows of 128 tokens an update")
+    parser.add_argument("--result", default="result.json")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
@@ -64,8 +71,7 @@ def main() -> None:
         return
     found: dict[str, Any] = {}
     for name in arguments.formats:
-        command = [sys.executable, __file__, arguments.model, arguments.data, "--steps", str(arguments.steps)]
-        done = subprocess.run([*command, "--one", name], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, *sys.argv, "--one", name], capture_output=True, text=True)
         lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
         if done.returncode or not lines:
             sys.exit(done.stdout[-2000:] + done.stderr[-4000:])
@@ -73,13 +79,12 @@ def main() -> None:
         print(name, "last ten updates:", mean(found[name]["losses"][-10:]), "validation:", found[name]["eval"][-1:])
     about = {
         "date": datetime.date.today().isoformat(),
-        "command": f"python benchmarks/qlora_vs_lora/run.py MODEL ALPACA.json --steps {arguments.steps} "
-        f"--formats {' '.join(arguments.formats)}",
+        "command": f"python benchmarks/qlora_vs_lora/run.py MODEL ALPACA.json {' '.join(sys.argv[3:])}",
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {platform.system()}",
-        "recipe": recipe("SmolLM2-135M-Instruct", "alpaca.json", "run", arguments.steps, "FORMAT"),
+        "recipe": recipe("SmolLM2-135M-Instruct", "alpaca.json", "run", "nf4", arguments),
     }
-    (HERE / "result.json").write_text(json.dumps(about | {"runs": found}, indent=1) + "\n")
+    (HERE / arguments.result).write_text(json.dumps(about | {"runs": found}, indent=1) + "\n")
 
 
 def mean(values: list[float]) -> float:
