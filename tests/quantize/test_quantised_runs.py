@@ -160,6 +160,30 @@ def test_every_format_trains_and_exports(format, model, texts, tmp_path):
     assert metadata(result.path / "adapter_model.safetensors")["base"]["quantize"]["format"] == format
 
 
+def test_modules_can_have_formats_of_their_own(model, texts, tmp_path):
+    own = "quantize.modules={mlp: int8, up_proj: none, v_proj: fp8}"
+    method = ["method.targets=[q_proj, v_proj, down_proj]", "method.train_modules=[up_proj]"]
+    result = train(recipe(model, texts, tmp_path / "run", own, *method, "train.steps=2"))
+    assert result.path is not None
+    loaded = meshtune.load(tmp_path / "run")
+    held = {path: leaf for path, leaf in flatten(loaded.params).items() if path.endswith("/weight")}
+    formats = {path.split("/")[-2]: leaf.format for path, leaf in held.items() if isinstance(leaf, QuantisedWeight)}
+    assert formats == {"q": "nf4", "k": "nf4", "v": "fp8", "o": "nf4", "gate": "int8", "down": "int8"}
+    spec, _ = load_spec(model)
+    wide = flatten(load_params(model, spec))
+    for path, leaf in held.items():
+        if isinstance(leaf, QuantisedWeight):
+            alone = QuantisedWeight.quantise(wide[path], QuantizeConfig(leaf.format))
+            jax.tree.map(np.testing.assert_array_equal, leaf, alone)
+    tokens = [[1, 5, 9, 22, 7, 8, 300]]
+    done = export(tmp_path / "run", tmp_path / "merged", merge=True)
+    assert "dequantised" in done.what
+    trained = loaded.logits(tokens)
+    with torch.no_grad():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(torch.tensor(tokens)).logits
+    np.testing.assert_allclose(theirs.numpy(), trained, atol=2e-5 * np.abs(trained).max())
+
+
 def test_layers_adapted_differently_are_restacked_with_their_codes(run, model):
     from meshtune.adapters.layout import restack
     from meshtune.model.spec import split_stacks
@@ -184,6 +208,11 @@ def test_layers_adapted_differently_are_restacked_with_their_codes(run, model):
         (["quantize.block_size=100"], "100", "64"),
         (["quantize.block_size=128"], "128", "give 64"),
         (["method.train_modules=[q_proj]", "method.targets=[v_proj]"], "q_proj is to be quantised", "method.targets"),
+        (["quantize.modules={k_pro: int8}"], "'k_pro' is no module that is quantised", "did you mean 'k_proj'"),
+        (["quantize.modules={lm_head: int8}"], "'lm_head' is no module that is quantised", "down_proj"),
+        (["quantize.modules={layers.0: none}"], "part of the 2 layers that are kept together", "all layers"),
+        (["quantize.modules={k_proj: int9}"], "quantize.modules.k_proj", "int8"),
+        (["quantize.modules={k_proj: none}", "method.adapter=loftq", "method.dropout=0"], "k_proj is not", "targets"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_can(overrides, what, fix, model, texts, tmp_path):

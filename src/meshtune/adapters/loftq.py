@@ -18,7 +18,7 @@ from meshtune.adapters.kind import Started
 from meshtune.adapters.lora import LoRA
 from meshtune.adapters.peft_lora import READ, lora_fields, lora_options
 from meshtune.adapters.principal import principal
-from meshtune.adapters.refusals import check_rank, no_options
+from meshtune.adapters.refusals import check_rank, no_options, only_of_quantised
 from meshtune.errors import UserError
 from meshtune.model.in_use import here
 from meshtune.model.spec import ArraySpec
@@ -46,11 +46,7 @@ class LoftQ:
     def check_weight(name: str, weight: ArraySpec, config: LoraConfig) -> None:
         check_rank(name, weight, config)
         if weight.axes[0] == "vocab":
-            raise UserError(
-                f"loftq begins at what quantising a weight lost, and {name} is not quantised",
-                where="method.targets",
-                fix="leave it out of method.targets, or train it in full (method.train_modules)",
-            )
+            raise only_of_quantised(name)
 
     @staticmethod
     def start(adapter: LoRA, config: LoraConfig, keys: Key[Array, "..."], weight: Any, original: Any = None) -> Started:

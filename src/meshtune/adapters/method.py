@@ -20,7 +20,7 @@ from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import ExpandConfig, FreezeConfig, FullConfig, LoraConfig, Method
 from meshtune.adapters.kind import Started
 from meshtune.adapters.layout import restack, uniform
-from meshtune.adapters.refusals import not_of_quantised
+from meshtune.adapters.refusals import not_of_quantised, only_of_quantised
 from meshtune.adapters.rows import abstract_rows, begun_rows, rows_by_node
 from meshtune.adapters.targets import Module, adapter_targets, fully_trained, modules
 from meshtune.errors import UserError
@@ -31,7 +31,7 @@ from meshtune.model.spec import ArraySpec, ModelSpec, abstract_params
 from meshtune.model.token_rows import ROWS
 from meshtune.model.tree import Tree, flatten, merge, unflatten
 from meshtune.quantize.config import QuantizeConfig
-from meshtune.quantize.select import is_quantised, quantised_leaves
+from meshtune.quantize.select import quantised_leaves
 from meshtune.quantize.weight import QuantisedWeight
 
 SHARED = "shared"  # where what all adapters read in common lies in `frozen`
@@ -77,9 +77,7 @@ def abstract(
     """
     adapted, trained = _choose(method, spec)
     if quantize is not None and not isinstance(method, ExpandConfig):  # the new layers alone are trained, and plain
-        _stays_frozen(method, trained, spec)
-        if isinstance(method, LoraConfig) and method.adapter == "pissa":
-            raise not_of_quantised()
+        _fits_quantised(method, adapted, trained, quantize, spec)
     choice: dict[str, Hashable] = dict.fromkeys(trained, "full")
     for name in adapted:
         assert isinstance(method, LoraConfig)
@@ -91,7 +89,7 @@ def abstract(
     made = arranged(uniform(spec, choice), trained, adapters, trainable_dtype, rows)
     if isinstance(method, LoraConfig):
         made = dataclasses.replace(made, frozen=merge(made.frozen, _beside(method, made, trainable_dtype)))
-    return dataclasses.replace(made, frozen=unflatten(quantised_leaves(flatten(made.frozen), quantize)))
+    return dataclasses.replace(made, frozen=unflatten(quantised_leaves(flatten(made.frozen), quantize, made.spec)))
 
 
 def prepare(
@@ -296,23 +294,31 @@ def _disjoint(adapted: list[str], trained: list[str], among: dict[str, Module], 
             )
 
 
-def _stays_frozen(method: Method, trained: list[str], spec: ModelSpec) -> None:
-    """Raises UserError where a weight that is to be quantised is to be trained itself."""
+def _fits_quantised(
+    method: Method, adapted: list[str], trained: list[str], quantize: QuantizeConfig, spec: ModelSpec
+) -> None:
+    """Raises UserError where a weight that is to be quantised is to be trained itself, or an adapter begins at what it
+    is not."""
     if not isinstance(method, LoraConfig):
         raise UserError(
             "a quantised base cannot be trained itself: its codes have no gradient",
             where="quantize, method",
             fix="use method: lora, which trains adapters beside the quantised weights, or leave quantize out",
         )
-    leaves = flatten(abstract_params(spec))
+    if method.adapter == "pissa":
+        raise not_of_quantised()
+    leaves = quantised_leaves(flatten(abstract_params(spec)), quantize, spec)
     for name, module in modules(spec).items():
-        path = f"{module.node}/weight"
-        if name in trained and path in leaves and is_quantised(path, leaves[path]):
+        quantised = isinstance(leaves.get(f"{module.node}/weight"), QuantisedWeight)
+        if method.adapter == "loftq" and name in adapted and not quantised:
+            raise only_of_quantised(name)
+        if name in trained and quantised:
+            last = name.rpartition(".")[2]
             raise UserError(
                 f"{name} is to be quantised and to be trained in full",
                 where="quantize, method.train_modules",
-                fix=f"train it through an adapter (method.targets: ['{name.rpartition('.')[2]}']) or leave quantize "
-                "out; embed_tokens, lm_head and norms are not quantised and can be trained in full",
+                fix=f"train it through an adapter (method.targets: ['{last}']) or leave it whole (quantize.modules: "
+                f"{{{last}: none}}); embed_tokens, lm_head and norms are not quantised and can be trained in full",
             )
 
 

@@ -56,7 +56,10 @@ class BaseRecord:
 
 def recorded(config: QuantizeConfig | None) -> dict[str, Any] | None:
     """What `BaseRecord.quantize` holds."""
-    return None if config is None else dataclasses.asdict(config)
+    if config is None:
+        return None
+    fields = dataclasses.asdict(config)
+    return fields if config.modules else {name: value for name, value in fields.items() if name != "modules"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -53,6 +53,15 @@ def not_of_quantised() -> UserError:
     )
 
 
+def only_of_quantised(name: str) -> UserError:
+    """What LoftQ says of the HF module `name`, which is not quantised."""
+    return UserError(
+        f"loftq begins at what quantising a weight lost, and {name} is not quantised",
+        where="method.targets, quantize",
+        fix="leave it out of method.targets, or use method.adapter: lora",
+    )
+
+
 def check_rank(name: str, weight: ArraySpec, config: LoraConfig) -> None:
     """Raises UserError for a rank above the size of a weight [out, in], that of the HF module `name`."""
     out, into = weight.shape

@@ -6,38 +6,66 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from meshtune.errors import UserError
+from meshtune.errors import UserError, nearest
+from meshtune.families import module_names
 from meshtune.model.spec import ArraySpec, ModelSpec, abstract_params
 from meshtune.model.tree import Tree, flatten, unflatten
-from meshtune.quantize.config import BLOCK_SIZES, QuantizeConfig
+from meshtune.quantize import FORMATS
+from meshtune.quantize.config import BLOCK_SIZES, WHOLE, QuantizeConfig, check_format
 from meshtune.quantize.weight import QuantisedWeight
 
 
-def is_quantised(path: str, array: ArraySpec) -> bool:
-    """Whether the weight at a path of `abstract_params` is quantised: every linear layer inside the decoder's layers.
-
-    Embeddings, norms, biases and the head stay as they are.
-    """
-    return path.startswith("layers/") and path.endswith("/weight") and len(array.shape) >= 3
-
-
 def quantised_params(spec: ModelSpec, config: QuantizeConfig | None) -> Tree:
-    """`abstract_params`, with the form of a quantised weight where one will stand.
+    """`abstract_params`, with the form of a quantised weight where one will stand. Raises as `quantised_leaves`."""
+    return unflatten(quantised_leaves(flatten(abstract_params(spec)), config, spec))
 
-    Raises UserError for an unknown format, and for a block that does not divide the rows of some weight.
+
+def quantised_leaves(leaves: Mapping[str, ArraySpec], config: QuantizeConfig | None, spec: ModelSpec) -> dict[str, Any]:
+    """Leaves of a model by path, with the form of a quantised weight for every linear layer of the decoder's layers.
+
+    Embeddings, norms, biases and the head stay as they are, and so does what the config leaves whole.
+    Raises UserError for an unknown format, a module that is not quantised anyway, and for a block that does not divide
+    the rows of some weight.
     """
-    return unflatten(quantised_leaves(flatten(abstract_params(spec)), config))
-
-
-def quantised_leaves(leaves: Mapping[str, ArraySpec], config: QuantizeConfig | None) -> dict[str, Any]:
-    """The same for leaves by path."""
     if config is None:
         return dict(leaves)
-    chosen = {path: array for path, array in leaves.items() if is_quantised(path, array)}
+    formats = _formats(config, spec)
+    chosen = {path: array for path, array in leaves.items() if formats.get(path, WHOLE) != WHOLE}
     _check_rows(chosen, config)
     return {
-        path: QuantisedWeight.abstract(array, config) if path in chosen else array for path, array in leaves.items()
+        path: QuantisedWeight.abstract(array, config.within(formats[path])) if path in chosen else array
+        for path, array in leaves.items()
     }
+
+
+def _formats(config: QuantizeConfig, spec: ModelSpec) -> dict[str, str]:
+    """The format of each linear layer of the decoder's layers, by path."""
+    named = module_names(spec)
+    linear = {
+        path: [f".{name}." for name in named[path.removesuffix("/weight")]]
+        for path, array in flatten(abstract_params(spec)).items()
+        if path.startswith("layers/") and path.endswith("/weight") and len(array.shape) >= 3
+    }
+    check_format(config.format, tuple(FORMATS))
+    formats = dict.fromkeys(linear, config.format)
+    for written, format in config.modules.items():
+        check_format(format, (*FORMATS, WHOLE), f"quantize.modules.{written}")
+        meant = {path: sum(f".{written}." in name for name in names) for path, names in linear.items()}
+        if not any(meant.values()):
+            known = {part for names in linear.values() for name in names for part in name.strip(".").split(".")[3:]}
+            raise UserError(
+                f"'{written}' is no module that is quantised",
+                where="quantize.modules",
+                fix=f"{nearest(written, known)}modules: {', '.join(sorted(known))}",
+            )
+        if single := [path for path, count in meant.items() if 0 < count < len(linear[path])]:
+            raise UserError(
+                f"'{written}' is a part of the {len(linear[single[0]])} layers that are kept together",
+                where="quantize.modules",
+                fix="name a module without its layer, such as down_proj: all layers have the same format",
+            )
+        formats |= {path: format for path, count in meant.items() if count}
+    return formats
 
 
 def _check_rows(chosen: Mapping[str, ArraySpec], config: QuantizeConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 import jax
 
@@ -19,7 +20,7 @@ from meshtune.train.resolve import Choice
 def quantize_of(recipe: Recipe) -> QuantizeConfig | None:
     """The recipe's section as the core's dataclass."""
     asked = recipe.quantize
-    return None if asked is None else QuantizeConfig(asked.format, asked.block_size, asked.double)
+    return None if asked is None else QuantizeConfig(**asked.model_dump())
 
 
 def quantize_choices(arrays: Prepared, layout: Layout | None) -> list[Choice]:
@@ -27,16 +28,25 @@ def quantize_choices(arrays: Prepared, layout: Layout | None) -> list[Choice]:
     weights = {path: x for path, x in flatten(arrays.frozen).items() if isinstance(x, QuantisedWeight)}
     if not weights:
         return []
-    held = sum(array.nbytes for weight in weights.values() for array in jax.tree.leaves(weight))
-    numbers = sum(weight.size for weight in weights.values())
     config = next(iter(weights.values())).config
-    found = [Choice("quantize", str(config), f"asked for: {8 * held / numbers:.2f} bits a weight of {numbers:,}")]
+    found: list[Choice] = []
+    for format in dict.fromkeys(weight.format for weight in weights.values()):
+        mine = {path: weight for path, weight in weights.items() if weight.format == format}
+        held = sum(array.nbytes for weight in mine.values() for array in jax.tree.leaves(weight))
+        numbers = sum(weight.size for weight in mine.values())
+        why = f"asked for: {8 * held / numbers:.2f} bits a weight of {numbers:,}"
+        where = "" if len(mine) == len(weights) else f", in {_sites(mine)}"
+        found.append(Choice("quantize", str(config.within(format)), why + where))
     uneven = [] if layout is None else [path for path, weight in weights.items() if _cut_short(weight, layout)]
     if uneven:
-        sites = ", ".join(dict.fromkeys(path.removesuffix("/weight").split("/", 2)[2] for path in uneven))
-        why = f"blocks of {config.block_size} cannot be dealt out evenly in {sites}: whole rows are on each device"
+        blocks = f"blocks of {config.block_size} cannot be dealt out evenly in {_sites(uneven)}"
+        why = f"{blocks}: whole rows are on each device"
         found.append(Choice("quantize", "whole", why))
     return found
+
+
+def _sites(paths: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(path.removesuffix("/weight").split("/", 2)[2] for path in paths))
 
 
 def _cut_short(weight: QuantisedWeight, layout: Layout) -> bool:

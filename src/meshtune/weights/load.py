@@ -114,7 +114,7 @@ def load_params(
     """
     directory = Path(directory)
     arrays = flatten(abstract_params(spec))
-    arrays |= quantised_leaves({path: array for path, array in arrays.items() if path not in plain}, quantize)
+    arrays |= quantised_leaves({path: array for path, array in arrays.items() if path not in plain}, quantize, spec)
     devices: list[Device] = [None]
     passing: Relay | None = None
     if layout is not None:
