@@ -23,15 +23,15 @@ HERE = pathlib.Path(__file__).resolve().parent
 ASSETS = HERE.parents[2] / "shared/assets/data"
 COMMON = {
     "method": {"kind": "lora", "rank": 16, "alpha": 32},
-    "train": {"batch_size": 8, "micro_batch": 2, "epochs": 2},
-    "optimizer": {"learning_rate": 1e-4, "schedule": "linear", "warmup_ratio": 0.1},
-    "eval": {"every": 15, "at_start": True},
+    "train": {"batch_size": 8, "epochs": 1},
+    "optimizer": {"learning_rate": 2e-4, "schedule": "linear", "warmup_ratio": 0.1},
+    "eval": {"every": 12, "at_start": True},
     "checkpoint": {"keep_best": False, "keep": 1},
     "log": {"every": 1},
 }
 PAIRS = {"registry": str(ASSETS / "llamafactory"), "train": [{"name": "dpo_en_demo"}], "validation": 60}
 LABELLED = {"registry": str(ASSETS / "llamafactory"), "train": [{"name": "kto_en_demo"}], "validation": 60}
-HH = {"train": [{"path": str(ASSETS / "hh-rlhf/harmless-base-test.jsonl.gz"), "cap": 1100}], "validation": 200}
+HH = {"train": [{"path": str(ASSETS / "hh-rlhf/harmless-base-test.jsonl.gz"), "cap": 560}], "validation": 120}
 STAGES = {
     "dpo": {"stage": {"kind": "dpo", "beta": 0.1}, "data": PAIRS},
     "simpo": {"stage": {"kind": "simpo"}, "data": PAIRS},
