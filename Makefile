@@ -24,7 +24,7 @@ quickstart: $(RUN) ## Tune a tiny real model on this machine, in under two minut
 install: $(TEST) ## Make .venv with everything, tests and linters included
 
 test: $(TEST) ## The fast tests: minutes, CPU; JOBS=1 for one process
-	$(PYTEST) -n $(JOBS) --dist loadfile --durations=25
+	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=25
 
 test-slow: $(TEST) ## Tests on a real 135M model, or of minutes of CPU time
 	$(PYTEST) -m slow

@@ -22,7 +22,7 @@ from typing import Any
 
 HERE = pathlib.Path(__file__).parent
 RESULT = HERE / "result.json"
-STEPS, ROWS, LENGTH = 40, 2, 128
+STEPS, ROWS, LENGTH = 30, 2, 128
 WARM = 5  # updates that are not timed
 MIB = 1 << 20
 
@@ -77,6 +77,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "full, adafactor": full("adafactor"),
     "full, lion": full("lion", FULL / 5),
     "full, sgd": full("sgd", 0.02, momentum=0.9),
+    "full, sophia": full("sophia"),
     "full, schedule_free": full("schedule_free", 2 * FULL, schedule="constant"),
     "full, prodigy": full("prodigy", 1.0),
     "full, adamw, fused": full(**FUSED),

@@ -23,9 +23,9 @@ HERE = pathlib.Path(__file__).resolve().parent
 ASSETS = HERE.parents[2] / "shared/assets/data"
 COMMON = {
     "method": {"kind": "lora", "rank": 16, "alpha": 32},
-    "train": {"batch_size": 8, "epochs": 1},
+    "train": {"batch_size": 4, "epochs": 1},
     "optimizer": {"learning_rate": 2e-4, "schedule": "linear", "warmup_ratio": 0.1},
-    "eval": {"every": 12, "at_start": True},
+    "eval": {"every": 15, "at_start": True},
     "checkpoint": {"keep_best": False, "keep": 1},
     "log": {"every": 1},
 }

@@ -69,7 +69,7 @@ def test_scanned_layers_equal_unrolled_ones(name):
     np.testing.assert_allclose(scanned, unrolled, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("remat", ["selective", "full"])
+@pytest.mark.parametrize("remat", ["selective", pytest.param("full", marks=pytest.mark.slow)])
 def test_rematerialisation_changes_nothing(remat):
     """Recomputing gives the same gradients, up to the rounding of differently fused code: 1e-5 of the largest."""
     spec, params = same_weights(torch_model("qwen3_bias_window"))

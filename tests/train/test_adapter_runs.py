@@ -32,7 +32,7 @@ RUNS = {
     "oft": ["method.oft_block_size=16", "quantize=nf4"],
     "vera": ["method.rank=16", "method.vera_key=5", "optimizer.learning_rate=0.1"],
 }
-QUICK = ("pissa",)
+QUICK = ("vera",)
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ def live(tmp_path, stories, stories260k, compiled):
 
     def run(name: str, when: str, **sections) -> int:
         fields = {
-            "model": str(stories260k),
+            "model": {"path": str(stories260k), **sections.pop("model", {})},
             "data": {"train": str(stories), "max_length": 64, "validation": 8, **sections.pop("data", {})},
             "output": str(tmp_path / name),
             "resume": True,
@@ -145,3 +145,45 @@ def test_deaths_at_any_time(live, tmp_path, whole):
         live("killed", f"time:{lengths.uniform(2, 14):.2f}", **PACKED)
     assert live("killed", "never", **PACKED) == 0
     assert what_was_learned(tmp_path / "killed") == whole
+
+
+# LoRA has the base with its adapters off for a reference, full tuning the start's log-probabilities on disk.
+STAGES = {
+    "dpo": {"stage": {"kind": "dpo", "ld_alpha": 0.5}, "method": "full"},
+    "kto": {"stage": "kto", "method": {"kind": "lora", "rank": 4}},
+    "rm": {"stage": {"kind": "rm", "centre": 0.01}, "method": {"kind": "lora", "rank": 4, "dropout": 0.1}},
+    "orpo": {"stage": "orpo", "method": {"kind": "freeze", "last_layers": 1}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STAGES)
+def test_every_kind_of_stage(name, live, tmp_path):
+    """Dies while saving and in a later epoch."""
+    rows = [
+        {"prompt": f"Say {n}.", "chosen": f"It is {n}, said the dog.", "rejected": "No! " * (n % 3 + 1)}
+        for n in range(32)
+    ]
+    if name == "kto":
+        rows = [
+            {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
+            for row in rows
+            for side in ("chosen", "rejected")
+        ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = {
+        **STAGES[name],
+        "model": {"chat_template": "chatml"},
+        "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 96},
+        "train": {"steps": 9, "batch_size": 4, "micro_batch": 2},
+        "optimizer": {"learning_rate": 0.01},
+        "eval": {"every": 3},
+        "checkpoint": {"every": 2},
+    }
+    assert live("whole", "never", **recipe) == 0
+    assert live("killed", "save:2", **recipe) == KILLED
+    assert live("killed", "step:7", **recipe) == KILLED
+    assert live("killed", "never", **recipe) == 0
+    found = what_was_learned(tmp_path / "killed")
+    assert found == what_was_learned(tmp_path / "whole")
+    assert max(row["epoch"] for row in found["metrics"]) > 1

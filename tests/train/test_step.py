@@ -83,8 +83,9 @@ def test_packed_rows_equal_separate_rows(tiny):
     docs = documents(12)
     apart = micro(pack([[d] for d in docs], 16), 1)
     together = micro(pack([docs[i : i + 3] for i in range(0, 12, 3)], 48), 2)
-    assert run(tiny, [apart])[0] == pytest.approx(run(tiny, [together])[0], rel=1e-6)
-    assert_same(run(tiny, [apart], max_grad_norm=0.05)[1], run(tiny, [together], max_grad_norm=0.05)[1])
+    one, other = (run(tiny, [batch], max_grad_norm=0.05) for batch in (apart, together))
+    assert one[0] == pytest.approx(other[0], rel=1e-6)
+    assert_same(one[1], other[1])
 
 
 def test_loss_is_the_weighted_mean_torch_gives(tiny):
