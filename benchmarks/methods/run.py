@@ -3,8 +3,8 @@
     python benchmarks/methods/run.py MODEL ALPACA.json [arm ...]
 
 Rows, their order and the held-out records are the same for all arms. Each runs in a process of its own; result.json,
-beside this file, grows by an arm at a time, and an arm that is in it is not run again unless named. table.md and
-methods.png are made of it.
+beside this file, grows by an arm at a time, and an arm that is in it is not run again unless named. The table of
+docs/choosing.md and docs/images/methods.png are made of it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import sys
 import tempfile
 from typing import Any
 
-HERE = pathlib.Path(__file__).parent
+HERE = pathlib.Path(__file__).resolve().parent
 RESULT = HERE / "result.json"
-STEPS, ROWS, LENGTH = 30, 2, 128
+DOCS = HERE.parents[1] / "docs"
+BEGIN, END = "<!-- benchmarks/methods/run.py writes from here -->\n", "<!-- to here -->\n"
+STEPS, ROWS, LENGTH = 20, 2, 128
 WARM = 5  # updates that are not timed
 MIB = 1 << 20
 
@@ -166,7 +168,7 @@ def draw(runs: dict[str, dict[str, Any]]) -> None:
     )
     axes.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(HERE / "methods.png", dpi=130)
+    figure.savefig(DOCS / "images/methods.png", dpi=130)
 
 
 def main() -> None:
@@ -188,7 +190,9 @@ def main() -> None:
             "arms": ARMS,
         }
         RESULT.write_text(json.dumps(about | {"runs": runs}, indent=1) + "\n")
-        (HERE / "table.md").write_text(table(runs))
+    page = DOCS / "choosing.md"
+    before, rest = page.read_text().split(BEGIN)
+    page.write_text(before + BEGIN + table(runs) + END + rest.split(END)[1])
     draw({arm: runs[arm] for arm in ARMS if arm in runs})
 
 

@@ -31,7 +31,7 @@ COMMON = {
 }
 PAIRS = {"registry": str(ASSETS / "llamafactory"), "train": [{"name": "dpo_en_demo"}], "validation": 60}
 LABELLED = {"registry": str(ASSETS / "llamafactory"), "train": [{"name": "kto_en_demo"}], "validation": 60}
-HH = {"train": [{"path": str(ASSETS / "hh-rlhf/harmless-base-test.jsonl.gz"), "cap": 560}], "validation": 120}
+HH = {"train": [{"path": str(ASSETS / "hh-rlhf/harmless-base-test.jsonl.gz"), "cap": 330}], "validation": 100}
 STAGES = {
     "dpo": {"stage": {"kind": "dpo", "beta": 0.1}, "data": PAIRS},
     "simpo": {"stage": {"kind": "simpo"}, "data": PAIRS},

@@ -24,6 +24,9 @@ from meshtune.model.spec import ModelSpec
 from meshtune.model.tree import Tree, flatten, merge, unflatten
 
 TOLERANCE = 1e-5  # of the largest logit: the same numbers in the same program; room only for chips that sum unsteadily
+# Of the largest logit, where another kind is written than was trained: the same matrices, summed in another order. On
+# SmolLM2-135M and random tokens the rounding of PiSSA's conversion moves logits by 3e-5.
+CONVERTED = 2e-4
 
 
 def export_adapter(
@@ -39,21 +42,26 @@ def export_adapter(
     Of a model on a mesh, `compute` has the layout.
     """
 
-    def check(path: pathlib.Path) -> None:
-        verify_adapter(path, made, compute, job)
-
     trainable, form = ADAPTERS[config.adapter].exported(made.trainable, made.frozen, config)
+
+    def check(path: pathlib.Path) -> None:
+        verify_adapter(path, made, compute, job, TOLERANCE if form is config else CONVERTED)
+
     shared = made.frozen.get(SHARED)
     return save_adapter(dest, trainable, made.spec, form, base, shared=shared, check=check, job=job)
 
 
 def verify_adapter(
-    path: str | os.PathLike[str], made: Prepared, compute: Compute | None = None, job: Job = ALONE
+    path: str | os.PathLike[str],
+    made: Prepared,
+    compute: Compute | None = None,
+    job: Job = ALONE,
+    tolerance: float = TOLERANCE,
 ) -> float:
     """The largest difference of logits between `made` and the same frozen weights with the adapter read from `path`.
 
     In float32 unless `compute` says otherwise, on two rows of 16 tokens spread over the vocabulary.
-    Raises UserError where it is above 1e-5 of the largest logit, or where logits are not finite.
+    Raises UserError where it is above `tolerance` times the largest logit, or where logits are not finite.
     """
     compute = compute or Compute()
     with together(job, "verify: adapter"):
@@ -63,10 +71,10 @@ def verify_adapter(
     trained = _probe(merge(made.trainable, made.frozen), made.spec, compute)
     written = _probe(params, spec, compute)
     with together(job, "verify: logits"):
-        return _compared(trained, written, str(path))
+        return _compared(trained, written, str(path), tolerance)
 
 
-def _compared(trained: np.ndarray, written: np.ndarray, where: str) -> float:
+def _compared(trained: np.ndarray, written: np.ndarray, where: str, tolerance: float) -> float:
     if not np.isfinite(trained).all():
         raise UserError(
             "the trained model gives logits that are not finite, so its export cannot be verified",
@@ -74,7 +82,7 @@ def _compared(trained: np.ndarray, written: np.ndarray, where: str) -> float:
             fix="train again with a lower learning rate, or export an earlier checkpoint",
         )
     difference = float(np.abs(trained - written).max())
-    if not difference <= TOLERANCE * float(np.abs(trained).max()):
+    if not difference <= tolerance * float(np.abs(trained).max()):
         raise UserError(
             f"the adapter as written differs from what was trained: logits by up to {difference:.3g}",
             where=where,
