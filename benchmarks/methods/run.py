@@ -56,7 +56,7 @@ ARMS: dict[str, dict[str, Any]] = {
     },
     "oft": {
         "method": {"kind": "lora", "adapter": "oft", "oft_block_size": 32},
-        "optimizer": {"learning_rate": LORA},
+        "optimizer": {"learning_rate": LORA / 5},
     },
     "lora, nf4": {**lora(), "quantize": "nf4"},
     "loftq, nf4": {**lora(adapter="loftq"), "quantize": "nf4"},

@@ -31,12 +31,17 @@ COMMON = {
 }
 PAIRS = {"registry": str(ASSETS / "llamafactory"), "train": [{"name": "dpo_en_demo"}], "validation": 60}
 LABELLED = {"registry": str(ASSETS / "llamafactory"), "train": [{"name": "kto_en_demo"}], "validation": 60}
-HH = {"train": [{"path": str(ASSETS / "hh-rlhf/harmless-base-test.jsonl.gz"), "cap": 330}], "validation": 100}
+HH = {"train": [{"path": str(ASSETS / "hh-rlhf/harmless-base-test.jsonl.gz"), "cap": 1000}], "validation": 140}
 STAGES = {
     "dpo": {"stage": {"kind": "dpo", "beta": 0.1}, "data": PAIRS},
     "simpo": {"stage": {"kind": "simpo"}, "data": PAIRS},
     "kto": {"stage": {"kind": "kto", "beta": 0.1}, "data": LABELLED},
-    "rm": {"stage": {"kind": "rm", "centre": 0.01}, "data": HH | {"on_bad": "skip"}},
+    "rm": {
+        "stage": {"kind": "rm", "centre": 0.01},
+        "data": HH | {"on_bad": "skip"},
+        "optimizer": {**COMMON["optimizer"], "learning_rate": 4e-4},
+        "eval": {"every": 50, "at_start": True},
+    },
 }
 
 
@@ -53,8 +58,8 @@ def run(name: str, model: str, output: pathlib.Path, length: int) -> dict:
     versions = {package: importlib.metadata.version(package) for package in ("meshtune", "jax", "numpy")}
     return {
         "stage": name,
-        "command": f"python benchmarks/preferences/run.py {name}",
-        "recipe": fields,
+        "command": f"python benchmarks/preferences/run.py {name} --length {length}",
+        "recipe": json.loads(json.dumps(fields).replace(str(ASSETS), "DATA").replace(model, pathlib.Path(model).name)),
         "held_out": [line for line in lines if line["kind"] == "eval"],
         "training": [line for line in lines if line["kind"] == "train"],
         "updates": result.steps,

@@ -4,7 +4,8 @@
         [--rank 8] [--rate 2e-4] [--rows 1] [--result result.json]
 
 Seed, rows and their order are the same, so losses are compared update by update. A format after "loftq-" begins with
-adapters that make up for what quantising lost; nf4/k_proj=int8,v_proj=int8 gives modules formats of their own. Writes the result beside this file.
+adapters that make up for what quantising lost; nf4/k_proj=int8,v_proj=int8 gives modules formats of their own. Writes
+the result beside this file.
 """
 
 from __future__ import annotations
