@@ -37,7 +37,7 @@ from meshtune.mesh.axes import MeshConfig, make_mesh
 from meshtune.mesh.fit import layout_for
 from meshtune.model.tree import flatten
 from meshtune.quantize.config import QuantizeConfig
-from meshtune.quantize.select import quantised_params
+from meshtune.families.quantised import quantised_params
 from meshtune.quantize.weight import QuantisedWeight
 from meshtune.weights.load import load_params, load_spec
 

@@ -25,13 +25,13 @@ from meshtune.adapters.rows import abstract_rows, begun_rows, rows_by_node
 from meshtune.adapters.targets import Module, adapter_targets, fully_trained, modules
 from meshtune.errors import UserError
 from meshtune.families.expansion import new_layers
+from meshtune.families.quantised import quantised_leaves
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import cast_there, is_on_host
 from meshtune.model.spec import ArraySpec, ModelSpec, abstract_params
 from meshtune.model.token_rows import ROWS
 from meshtune.model.tree import Tree, flatten, merge, unflatten
 from meshtune.quantize.config import QuantizeConfig
-from meshtune.quantize.select import quantised_leaves
 from meshtune.quantize.weight import QuantisedWeight
 
 SHARED = "shared"  # where what all adapters read in common lies in `frozen`

@@ -1,4 +1,4 @@
-"""Which weights of a model are quantised, and what a method must not ask of them."""
+"""Which weights of a model are quantised, and in which format: modules go by their Hugging Face names."""
 
 from __future__ import annotations
 
