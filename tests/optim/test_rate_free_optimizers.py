@@ -78,3 +78,14 @@ def test_prodigy_equals_its_authors_code(steps, rtol):
     assert_close(got, expected, atol=rtol * max(np.abs(value).max() for value in expected.values()))
     if steps > 1:
         assert max(np.abs(got[name] - params[name]).max() for name in got) > 0.05  # it has found a rate
+
+
+def test_prodigy_warms_up_from_zero():
+    """The first rate of a warm-up is 0: nothing is learned from nothing."""
+    params, noise = problem(steps=20)
+    params = {name: 1e-4 * value for name, value in params.items()}
+    noise = {name: 1 + 0.1 * value for name, value in noise.items()}
+    got = run_ours(OptimizerConfig("prodigy", 1.0, ScheduleConfig(warmup_steps=3)), params, noise, 20)
+    moved = [np.abs(got[name] - params[name]).max() for name in got]
+    assert np.isfinite(moved).all()
+    assert max(moved) > 1e-5

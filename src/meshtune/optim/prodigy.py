@@ -16,11 +16,17 @@ from optax.contrib import prodigy as found_rate
 from meshtune.optim.config import OptimizerConfig
 from meshtune.optim.schedules import Schedule
 
+LEAST = 1e-8  # of the factor: at 0, where a warm-up begins, what it finds would be 0 / 0
+
 
 def prodigy(config: OptimizerConfig, schedule: Schedule, decayed: Any) -> optax.GradientTransformation:
     """Changes, rate and decay included; `decayed` is a tree of bools, whether a parameter is decayed."""
     b1, b2 = config.beta1, config.adam_beta2
-    inner = found_rate(schedule, (b1, b2), eps=config.eps, estim_lr_coef=config.d_coef)
+
+    def factor(count: Any) -> jax.Array:
+        return jnp.maximum(schedule(count), LEAST)
+
+    inner = found_rate(factor, (b1, b2), eps=config.eps, estim_lr_coef=config.d_coef)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         changes, new = inner.update(updates, state, params)
