@@ -150,7 +150,7 @@ def draw(runs: dict[str, dict[str, Any]]) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5))
+    figure, axes = pyplot.subplots(figsize=(10, 6))
     kinds = {"adapters": lambda arm: not arm.startswith(("full", "freeze", "llama_pro")), "weights": lambda arm: True}
     left = dict(runs)
     for kind, belongs in kinds.items():
@@ -158,9 +158,10 @@ def draw(runs: dict[str, dict[str, Any]]) -> None:
         axes.scatter(
             [run["measured_bytes"] / 2**30 for run in mine.values()], [r["loss"] for r in mine.values()], label=kind
         )
-    for arm, run in runs.items():
+    for number, (arm, run) in enumerate(sorted(runs.items(), key=lambda pair: pair[1]["measured_bytes"])):
         where = (run["measured_bytes"] / 2**30, run["loss"])
-        axes.annotate(arm, where, textcoords="offset points", xytext=(4, 3), fontsize=6)
+        above = (3, 10, -10, -17)[number % 4]  # neighbours' names do not cover each other
+        axes.annotate(arm, where, textcoords="offset points", xytext=(4, above), fontsize=6)
     first = next(iter(runs.values()))["loss_before"]
     axes.axhline(first, color="grey", linewidth=0.8, linestyle="--", label="before tuning")
     axes.set(
