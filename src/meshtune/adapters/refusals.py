@@ -58,7 +58,7 @@ def only_of_quantised(name: str) -> UserError:
     return UserError(
         f"loftq begins at what quantising a weight lost, and {name} is not quantised",
         where="method.targets, quantize",
-        fix="leave it out of method.targets, or use method.adapter: lora",
+        fix="leave it out of method.targets, train it in full (method.train_modules), or use method.adapter: lora",
     )
 
 
