@@ -19,7 +19,10 @@ QUICK = ["vera"]
 
 def compared(names: list[str]) -> None:
     program = pathlib.Path(adapter_mesh_cases.__file__)
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    flags = {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+        "JAX_PLATFORMS": "cpu",
+    }
     command = [sys.executable, str(program), json.dumps(names)]
     ran = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]

@@ -92,7 +92,10 @@ def small(tmp_path_factory):
     ],
 )
 def test_every_mesh_holds_the_codes_of_one_device_split_as_the_weight_would_be(small, formats, meshes):
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+        "JAX_PLATFORMS": "cpu",
+    }
     ran = subprocess.run(
         [sys.executable, "-c", ON_MESHES, str(small), formats, json.dumps(meshes)],
         capture_output=True,
@@ -148,7 +151,10 @@ for kind, shape in re.findall(r"= \\(?(\\w+)\\[([\\d,]*)\\][^=]*? all-gather", t
 
 
 def test_what_a_layer_gathers_are_codes_and_scales_of_8_bits():
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+        "JAX_PLATFORMS": "cpu",
+    }
     ran = subprocess.run([sys.executable, "-c", GATHERED], capture_output=True, text=True, env=env)
     assert ran.returncode == 0, ran.stderr[-4000:]
     found = [line.split() for line in ran.stdout.splitlines() if line.startswith("gathered")]

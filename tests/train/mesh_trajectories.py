@@ -164,5 +164,5 @@ def main(out: str, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     main(sys.argv[1], sys.argv[2:])
