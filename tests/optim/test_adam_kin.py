@@ -13,7 +13,7 @@ from meshtune.model.spec import ArraySpec
 from meshtune.optim.adamw8bit import block, decoded, encoded
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.optim.muon import orthogonal
-from meshtune.quantize.scales import dynamic_map
+from meshtune.quantize.scales import dynamic_map, nearest_codes
 
 RATE = 1e-2
 GATE, Q, K, DOWN = (f"layers/0.0/{name}/weight" for name in ("mlp/gate", "attn/q", "attn/k", "mlp/down"))
@@ -78,6 +78,18 @@ def test_codes_are_the_nearest_of_bitsandbytes_values(signed):
     np.testing.assert_allclose(chosen, least, rtol=0, atol=1e-7)
     restored = np.asarray(decoded(jnp.asarray(codes), jnp.asarray(largest), signed=signed))
     np.testing.assert_allclose(restored, values[codes] * np.repeat(largest, 256, axis=1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_by_table_are_those_of_a_binary_search(signed):
+    values = dynamic_map(signed)
+    bounds = (values[:-1] + values[1:]) / np.float32(2)
+    rng = np.random.default_rng(0)
+    small = np.exp(rng.uniform(-25, 0, 100_000)).astype(np.float32)
+    beside = [np.nextafter(bounds, np.float32(way)) for way in (-2, 2)]
+    shares = np.concatenate([small, bounds, *beside, values, np.float32([0, -0.0, 1, 1e-45])])
+    shares = np.concatenate([shares, -shares]) if signed else np.abs(shares)
+    np.testing.assert_array_equal(nearest_codes(jnp.asarray(shares), signed=signed), np.searchsorted(bounds, shares))
 
 
 def test_blocks_divide_rows_and_lie_as_the_parameter():

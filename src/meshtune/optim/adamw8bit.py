@@ -10,14 +10,13 @@ from __future__ import annotations
 import functools
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, UInt8
 
 from meshtune.model.spec import ArraySpec
 from meshtune.optim.adam import adamw, direction, moments
 from meshtune.optim.config import OptimizerConfig
 from meshtune.optim.rule import At, Rule, Rules, State, descent
-from meshtune.quantize.scales import dynamic_map
+from meshtune.quantize.scales import dynamic_map, nearest_codes
 
 BLOCK = 256  # numbers a block at most; a block never crosses a row
 SHORTEST = 32  # a row that divides into blocks shorter than this only is kept in float32
@@ -42,14 +41,11 @@ def block(width: int) -> int:
 
 def encoded(numbers: Float[Array, "o i"], *, signed: bool) -> tuple[UInt8[Array, "o i"], Float[Array, "o n"]]:
     """(codes, the largest of each block)."""
-    values = dynamic_map(signed)
     rows, width = numbers.shape
     blocks = numbers.reshape(rows, -1, block(width))
     largest = jnp.abs(blocks).max(axis=-1)
     shares = blocks * jnp.where(largest > 0, 1 / jnp.where(largest > 0, largest, 1), 0)[..., None]
-    bounds = jnp.asarray((values[:-1] + values[1:]) / np.float32(2))
-    codes = jnp.searchsorted(bounds, shares.reshape(-1), method="scan_unrolled").astype(jnp.uint8)
-    return codes.reshape(rows, width), largest
+    return nearest_codes(shares, signed=signed).reshape(rows, width), largest
 
 
 def decoded(codes: UInt8[Array, "o i"], largest: Float[Array, "o n"], *, signed: bool) -> Float[Array, "o i"]:

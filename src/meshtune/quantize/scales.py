@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
@@ -34,6 +35,30 @@ def _line(points: int) -> Float[np.ndarray, "points"]:
     at = np.arange(points)
     up, down = np.float64(first) + step * at, np.float64(last) - step * (points - 1 - at)
     return np.where(at < points // 2, up, down).astype(np.float32)
+
+
+def nearest_codes(shares: Float[Array, "..."], *, signed: bool = True) -> UInt8[Array, "..."]:
+    """The code of the value nearest to each share of [-1, 1]; in the middle between two, the lower.
+
+    The upper half of a float32's bits leaves at most two values to choose between: a table says the lower of the two,
+    one comparison which. Two lookups a number where a binary search takes eight.
+    """
+    first, bounds = _choices(signed)
+    halves = jax.lax.bitcast_convert_type(shares, jnp.uint32) >> 16
+    lower = jnp.asarray(first)[halves.astype(jnp.int32)]
+    return lower + (shares > jnp.asarray(bounds)[lower.astype(jnp.int32)]).astype(jnp.uint8)
+
+
+@functools.cache
+def _choices(signed: bool) -> tuple[UInt8[np.ndarray, "65536"], Float[np.ndarray, "256"]]:
+    """(the first code that numbers with these upper 16 bits can have, the bound above which a code is too low)."""
+    values = dynamic_map(signed)
+    bounds = (values[:-1] + values[1:]) / np.float32(2)
+    uppers = np.arange(2**16, dtype=np.uint32) << 16
+    ends = np.stack([uppers, uppers | 0xFFFF]).view(np.float32)
+    codes = np.searchsorted(bounds, np.where(np.isnan(ends), np.copysign(np.float32(1), ends), ends))
+    assert np.all(np.abs(codes[1] - codes[0]) <= 1)
+    return codes.min(axis=0).astype(np.uint8), np.append(bounds, np.float32(np.inf))
 
 
 def nested_blocks(scales: int) -> int:
@@ -70,9 +95,8 @@ def twice_quantised_here(
     blocks = jnp.pad(centred, (0, -centred.size % NESTED_BLOCK)).reshape(-1, NESTED_BLOCK)
     largest = jnp.abs(blocks).max(axis=1)
     shares = jnp.where(largest > 0, 1 / jnp.where(largest > 0, largest, 1), 0)[:, None] * blocks
-    values = dynamic_map()
-    codes = jnp.searchsorted(jnp.asarray((values[:-1] + values[1:]) / np.float32(2)), shares.reshape(-1))
-    return codes[: centred.size].astype(jnp.uint8).reshape(absmax.shape), largest, offset
+    codes = nearest_codes(shares).reshape(-1)[: centred.size]
+    return codes.reshape(absmax.shape), largest, offset
 
 
 def restored(
