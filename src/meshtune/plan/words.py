@@ -189,25 +189,25 @@ def _knobs(report: Report) -> Table:
 
 
 def _candidates(report: Report) -> Table:
-    title = f"\n{report.candidates} candidates, the first {len(report.table)}"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
-    for heading in ("", "mesh", "micro-batch", "remat", "also", "memory", "update", "tokens/s", "MFU", ""):
-        table.add_column(heading, justify="right" if heading in ("memory", "update", "tokens/s", "MFU") else "left")
+    title = f"\n{report.candidates} candidates, the first {len(report.table)}; * compiled, the others estimated"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    numbers = ("memory", "update", "tokens/s", "MFU")
+    for heading in ("", "mesh", "rows", "remat", "host, base", *numbers):
+        wraps = heading in ("mesh", "host, base")
+        table.add_column(heading, justify="right" if heading in numbers else "left", no_wrap=not wraps)
     for number, one in enumerate(report.table, 1):
         case, times = one.option.case, one.roofline
-        also = [f"offload {', '.join(case.offload)}"] if case.offload else []
-        also += [f"{one.option.overrides['quantize']}"] if one.option.overrides.get("quantize") else []
+        base = one.option.overrides.get("quantize")
         table.add_row(
-            str(number) if one.fits else "[red]-[/]",
+            (str(number) if one.fits else "[red]-[/]") + ("[green]*[/]" if one.compiled else ""),
             str(MeshConfig(**one.option.mesh.sizes)),
             str(case.rows),
             case.remat,
-            ", ".join(also),
+            ", ".join([*case.offload, *([str(base)] if base else [])]),
             size_in_words(one.device_bytes),
             duration(times.seconds),
             f"{times.tokens_per_second:,.0f}",
             f"{100 * times.mfu:.0f}%",
-            "[green]compiled[/]" if one.compiled else "[dim]estimated[/]",
             style="" if one.fits else "dim",
         )
     return table
