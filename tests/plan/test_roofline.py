@@ -59,15 +59,33 @@ def test_gradients_do_not_pass_below_what_is_trained(tmp_path):
     assert top.flops < lora.flops
 
 
-def test_the_slower_link_counts_where_a_group_lies_on_several_hosts():
-    two_hosts = find_target("2x8xA100-80", env={})
-    inside = Collective("all-gather", 8 * 10**9, tuple(range(8)), 1)
-    across = Collective("all-gather", 8 * 10**9, tuple(range(0, 16, 2)), 1)
-    near, far = (roofline(WORK, [one], two_hosts) for one in (inside, across))
-    assert near.link == pytest.approx(7e9 / 300e9)
-    assert near.network == 0
-    assert far.network == pytest.approx(7e9 / 25e9)
-    assert far.link == 0
+def test_a_group_on_several_hosts_has_the_ports_of_its_devices_there():
+    def seconds(kind, members, target="2x8xA100-80"):
+        return roofline(WORK, [Collective(kind, 16 * 10**9, tuple(members), 1)], find_target(target, env={}))
+
+    inside = seconds("all-gather", range(8))
+    assert (inside.link, inside.network) == (pytest.approx(14e9 / 300e9), 0)
+    # Rings through 8, 4 and 1 ports of 25 GB/s a host; of TPUs the link is no faster than what joins hosts.
+    assert seconds("all-gather", range(16)).network == pytest.approx(15e9 / 200e9)
+    assert seconds("reduce-scatter", range(0, 16, 2)).network == pytest.approx(14e9 / 100e9)
+    assert seconds("all-reduce", (3, 11)).network == pytest.approx(16e9 / 25e9)
+    assert seconds("all-gather", range(16), "2x8xL40S").network == pytest.approx(15e9 / 32e9)
+    # A ring of neighbours leaves a host through one port; half of what 16 devices send to all does, each by its own.
+    assert seconds("collective-permute", range(16)).network == pytest.approx(16e9 / 25e9)
+    assert seconds("all-to-all", range(16)).network == pytest.approx(8e9 / 25e9)
+    assert seconds("all-reduce", range(16)).link == 0
+
+
+def test_workstations_have_one_port_for_all_their_devices():
+    def seconds(kind, members):
+        return roofline(
+            WORK, [Collective(kind, 8 * 10**9, tuple(members), 1)], find_target("2x4xRTX4090", env={})
+        ).network
+
+    assert seconds("all-gather", range(8)) == pytest.approx(7e9 / 1.25e9)
+    assert seconds("all-gather", (0, 1, 4, 5)) == pytest.approx(6e9 / (1.25e9 / 2))  # another such group has the rest
+    assert seconds("collective-permute", range(8)) == pytest.approx(8e9 / 1.25e9)
+    assert seconds("all-to-all", range(8)) == pytest.approx(4 * 4e9 / 1.25e9)
 
 
 def test_sums_are_waited_for_and_gathers_hide_behind_the_products():

@@ -75,7 +75,7 @@ def _layer(spec: ModelSpec, compute: Compute, stack: int) -> Layer:
     """The function of a layer of a stack, by its place in the pattern."""
 
     def layer(x: Hidden, node: Tree, place: int, row: Array, shared: Any) -> Hidden:
-        node = layer_in_use(node, spec, f"{stack}.{place}", compute.layout)
+        node = layer_in_use(node, spec, f"{stack}.{place}", compute)
         return one_layer(x, node, spec, spec.stacks[stack].pattern[place], compute, Rows(**shared), None)
 
     return layer
@@ -206,7 +206,7 @@ def _through_layers(
             for p, layer_spec in enumerate(stack.pattern):
                 number = first + row * len(stack.pattern) + p
                 where = (f"{s}.{p}", row) if with_rows else ()
-                node = layer_in_use(nodes[f"{s}.{p}"], spec, f"{s}.{p}", compute.layout, shared)
+                node = layer_in_use(nodes[f"{s}.{p}"], spec, f"{s}.{p}", compute, shared)
                 carry = layer(carry, node, layer_spec, number, *where)
             return carry, None
 

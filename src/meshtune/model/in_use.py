@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtune.kernels.loss_split import LossSplit
 from meshtune.mesh.layout import Layout
+from meshtune.model.compute import Compute
 from meshtune.model.spec import ArraySpec, ModelSpec, abstract_params
 from meshtune.model.tree import Tree, flatten, unflatten
 from meshtune.quantize.weight import QuantisedWeight
@@ -69,18 +70,21 @@ def with_shared(node: Tree, shared: Any) -> Tree:
     return unflatten(flat)
 
 
-def layer_in_use(node: Tree, spec: ModelSpec, key: str, layout: Layout | None, shared: Any = None) -> Tree:
+def layer_in_use(node: Tree, spec: ModelSpec, key: str, compute: Compute, shared: Any = None) -> Tree:
     """One layer's parameters (`node`, without the axis of stacked layers), those of params["layers"][key].
 
     `shared` is what adapters of all layers read in common.
 
     Left to itself, XLA may rather move activations between devices than gather a weight: for the gradient of a thin
     adapter it would exchange cotangents of full width. Said explicitly, weights are gathered layer by layer, and
-    gradients, computed from each device's own rows, are summed and split again.
+    gradients, computed from each device's own rows, are summed and split again. A matrix is rounded to compute.dtype
+    before it is gathered, so that its gradient is split before it is made wide: XLA then leaves out what a device would
+    be sent of others' parts (a reduce-scatter in place of an all-reduce), which it does not find across the conversion.
     """
     node = with_shared(jax.tree.map(_brought, node), shared)
-    if layout is None:
+    if (layout := compute.layout) is None:
         return node
+    flat = flatten(node)
     arrays: dict[str, ArraySpec] = flatten(abstract_params(spec)["layers"][key])
 
     def gathered(x: jax.Array, *axes: str, unit: int = 1) -> jax.Array:
@@ -94,6 +98,12 @@ def layer_in_use(node: Tree, spec: ModelSpec, key: str, layout: Layout | None, s
         axes = arrays[path].axes[1:]
         if isinstance(x, QuantisedWeight):  # codes travel, not the numbers they stand for
             return x.in_use(gathered, axes)
-        return x if layout.of(arrays[path]).is_fully_replicated else gathered(x, *axes)
+        split = layout.of(arrays[path])
+        if split.is_fully_replicated:
+            return x
+        if last == "weight" and x.ndim == 2 and f"{owner}/adapter" not in flat:
+            at_rest = NamedSharding(split.mesh, PartitionSpec(*split.spec[1:]))
+            x = jax.lax.with_sharding_constraint(x.astype(compute.dtype), at_rest)
+        return gathered(x, *axes)
 
-    return unflatten({path: leaf(path, x) for path, x in flatten(node).items()})
+    return unflatten({path: leaf(path, x) for path, x in flat.items()})

@@ -28,7 +28,7 @@ class Device:
     of a core), `l2` in bytes, `clock_ghz`, `threads_per_core` and `registers` of a core, `fpus` of a core. For TPUs:
     `host_chips` of a host along each dimension of the torus, and `chip_devices`. `bandwidth` is of memory, in B/s;
     `flops_*` are of dense products, in 1/s; `link`, `network` and `host_link` are what one device sends to those of its
-    host, to other hosts and to its host's memory, in B/s.
+    host, to other hosts and to its host's memory, in B/s. `shared_network`: all devices of a host have one such port.
     """
 
     name: str
@@ -51,6 +51,7 @@ class Device:
     flops_f32: float | None = None
     link: float | None = None
     network: float | None = None
+    shared_network: bool = False
     host_link: float | None = None
 
     @property
@@ -158,6 +159,7 @@ def _is_number(value: Any) -> bool:
 # A form in words and a test of it, for each type of a field.
 _FORMS = {
     "str": ("a text", lambda value: isinstance(value, str)),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
     "int": ("a whole number from 1", lambda value: type(value) is int and value > 0),
     "float": ("a number above 0", lambda value: _is_number(value) and value > 0),
     "tuple[int, ...]": (

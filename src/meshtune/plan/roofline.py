@@ -91,7 +91,6 @@ def roofline(
 ) -> Roofline:
     """The times of `work` on one of the target's devices; `turns` is for loops that the program itself ends.
 
-    Collectives whose group lies on several hosts go at the slower of network and link, the others at the link's rate.
     Raises: UserError for a device whose speed is not described.
     """
     device = target.device
@@ -103,8 +102,7 @@ def roofline(
             continue
         times = one.count * (turns if one.open else 1)
         far = one.hosts(target.each) > 1
-        speed = min(rate(device, "network"), rate(device, "link")) if far else rate(device, "link")
-        seconds = times * one.moved / speed
+        seconds = times * exchange(one, target)
         network, link = (network + seconds, link) if far else (network, link + seconds)
         begun = times * LATENCY["network" if far else "link"]
         latency += begun
@@ -133,6 +131,28 @@ def roofline(
         memory_bytes=work.memory_bytes,
         tokens=work.tokens,
     )
+
+
+def exchange(one: Collective, target: Target) -> float:
+    """Seconds of one run of a collective operation, at the data sheet's rates.
+
+    Inside a host all goes at the link's rate. What is gathered or summed over hosts goes in as many rings as a host has
+    devices of the group, each through the port of another: a host's ports count together, and they or the link decide.
+    NCCL had 75 GB/s between two hosts of eight A100 with a port of 100 Gb/s each (its issue 495), 86 with four ports
+    of 200 (nccl-tests, issue 175). What is passed on leaves a host through one port; of what all send to all, the part
+    for other hosts leaves through each device's own.
+    """
+    device, link, hosts = target.device, rate(target.device, "link"), one.hosts(target.each)
+    if hosts == 1:
+        return one.moved / link
+    together, network = one.group_size / hosts, rate(device, "network")
+    ports = network * together / (target.each if device.shared_network else 1)
+    if one.kind == "collective-permute":
+        return one.moved / min(link, network, ports)
+    if "all-to-all" in one.kind:
+        leaving = one.bytes * (1 - together / one.group_size)
+        return max(one.moved / link, leaving * together / ports)
+    return one.moved / min(link, ports)
 
 
 def rate(device: Device, name: str) -> float:
