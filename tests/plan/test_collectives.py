@@ -50,6 +50,14 @@ def found(main: str = "", inner: str = "", trips: str = TRIPS) -> list[Collectiv
     return collectives_of(MODULE.format(main=main, inner=inner, inner_trips=trips, outer_trips=OUTER), 8)
 
 
+def test_lines_that_begin_with_a_brace_inside_an_operation_end_nothing():
+    kernel = (
+        '%k = f32[8,4] custom-call(%x), frontend_attributes={kernel_metadata={\n"a":"{}"\n}}, metadata={op_name="b"}'
+    )
+    gather = "%g = bf16[64]{0} all-gather(%x), replica_groups={{0,2},{1,3}}, dimensions={0}"
+    assert found(inner=f"{kernel}\n  {gather}") == [Collective("all-gather", 128, (0, 2), 96)]
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

@@ -23,6 +23,8 @@ BITS = {
     "f32": 32, "s64": 64, "u64": 64, "f64": 64, "c64": 64, "c128": 128, "s2": 2, "u2": 2,
 }  # fmt: skip
 
+# Attributes of a kernel may go over several lines, some of which begin with braces, too.
+_END = re.compile(r"^\}(, execution_thread=.*)?$")
 _HEAD = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{$")
 _LINE = re.compile(r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<rest>.*)$")
 _CALL = re.compile(r"^(?P<shape>\(.*?\)|\S+) (?P<op>[a-z][\w\-]*)\((?P<operands>.*)$")
@@ -100,7 +102,7 @@ def _computations(text: str) -> tuple[dict[str, list[tuple[str, str]]], str]:
     computations: dict[str, list[tuple[str, str]]] = {}
     entry, current = "", None
     for line in text.splitlines():
-        if current is None or line.startswith("}"):
+        if current is None or _END.match(line):
             current = None
             if head := _HEAD.match(line):
                 current = computations.setdefault(head["name"], [])

@@ -185,8 +185,10 @@ def exchanges(case: Case) -> list[Collective]:
     add("all-gather", full * number / mesh.tp / spec.layers, sharded, 2 * spec.layers)
     head = spec.vocab * spec.embed * number / mesh.tp
     add("all-gather", head, sharded, 1)
-    trained = case.summed
-    add("all-reduce", trained * ways * number / 4, data, 1)
+    # Gradients of layers are scattered where each device keeps another part of all of them; XLA for TPUs sums them.
+    scattered = full * number / mesh.tp if mesh.dp == 1 and case.target.device.platform != "tpu" else 0.0
+    add("reduce-scatter", scattered / spec.layers, sharded, spec.layers)
+    add("all-reduce", case.summed * ways * number / 4 - scattered, data, 1)
     stream = case.tokens * spec.embed * number
     add("all-reduce", stream, ("tp",), spec.layers * (8 if case.remat == "full" else 6))
     ring = 2 * case.tokens * spec.kv_heads * spec.head_dim / min(mesh.tp, spec.kv_heads)
