@@ -145,30 +145,34 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
 
 
 def draw(runs: dict[str, dict[str, Any]]) -> None:
-    """Held-out loss against measured memory, an arm a point."""
+    """Held-out loss against measured memory, an arm a numbered point; what lies far above the start is at the edge."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(10, 6))
-    kinds = {"adapters": lambda arm: not arm.startswith(("full", "freeze", "llama_pro")), "weights": lambda arm: True}
-    left = dict(runs)
-    for kind, belongs in kinds.items():
-        mine = {arm: left.pop(arm) for arm in list(left) if belongs(arm)}
-        axes.scatter(
-            [run["measured_bytes"] / 2**30 for run in mine.values()], [r["loss"] for r in mine.values()], label=kind
-        )
-    for number, (arm, run) in enumerate(sorted(runs.items(), key=lambda pair: pair[1]["measured_bytes"])):
-        where = (run["measured_bytes"] / 2**30, run["loss"])
-        above = (3, 10, -10, -17)[number % 4]  # neighbours' names do not cover each other
-        axes.annotate(arm, where, textcoords="offset points", xytext=(4, above), fontsize=6)
-    first = next(iter(runs.values()))["loss_before"]
-    axes.axhline(first, color="grey", linewidth=0.8, linestyle="--", label="before tuning")
+    figure, axes = pyplot.subplots(figsize=(11, 6.4))
+    before = next(iter(runs.values()))["loss_before"]
+    top = before + 0.006
+    order = sorted(runs, key=lambda arm: runs[arm]["measured_bytes"])
+    names = []
+    for number, arm in enumerate(order, 1):
+        run = runs[arm]
+        adapter = not arm.startswith(("full", "freeze", "llama_pro"))
+        where = (run["measured_bytes"] / 2**30, min(run["loss"], top))
+        axes.scatter(*where, s=190, color="tab:blue" if adapter else "tab:orange", alpha=0.55, clip_on=False, zorder=2)
+        axes.annotate(str(number), where, ha="center", va="center", fontsize=7, zorder=3)
+        names.append(f"{number:2}  {arm}" + (f" ({run['loss']:.3f}, off the plot)" if run["loss"] > top else ""))
+    axes.axhline(before, color="grey", linewidth=0.8, linestyle="--", zorder=1)
+    axes.text(5, before, "before tuning", fontsize=8, color="grey", ha="right", va="bottom")
     axes.set(
-        xlabel="measured peak memory, GiB", ylabel="held-out loss", title=f"{STEPS} updates of {ROWS * LENGTH} tokens"
-    )
-    axes.legend(fontsize=8)
+        xscale="log", xlabel="measured peak memory, GiB", ylabel="held-out loss", ylim=(None, top),
+        title=f"{STEPS} updates of {ROWS * LENGTH} tokens: adapters blue, weights orange",
+    )  # fmt: skip
+    ticks = (0.5, 1, 2, 3, 5)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.text(1.02, 1, "\n".join(names), transform=axes.transAxes, fontsize=8, va="top", family="monospace")
     figure.tight_layout()
     figure.savefig(DOCS / "images/methods.png", dpi=130)
 
