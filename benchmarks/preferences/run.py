@@ -31,7 +31,7 @@ COMMON = {
 }
 PAIRS = {"registry": str(ASSETS / "llamafactory"), "train": [{"name": "dpo_en_demo"}], "validation": 60}
 LABELLED = {"registry": str(ASSETS / "llamafactory"), "train": [{"name": "kto_en_demo"}], "validation": 60}
-HH = {"train": [{"path": str(ASSETS / "hh-rlhf/harmless-base-test.jsonl.gz"), "cap": 2000}], "validation": 200}
+HH = {"train": [{"path": str(ASSETS / "hh-rlhf/harmless-base-test.jsonl.gz"), "cap": 1000}], "validation": 140}
 STAGES = {
     "dpo": {"stage": {"kind": "dpo", "beta": 0.1}, "data": PAIRS},
     "simpo": {"stage": {"kind": "simpo"}, "data": PAIRS},
@@ -40,7 +40,7 @@ STAGES = {
         "stage": {"kind": "rm", "centre": 0.01},
         "data": HH | {"on_bad": "skip"},
         "optimizer": {**COMMON["optimizer"], "learning_rate": 4e-4},
-        "eval": {"every": 75, "at_start": True},
+        "eval": {"every": 50, "at_start": True},
     },
 }
 
