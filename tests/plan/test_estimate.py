@@ -7,6 +7,7 @@ from llamas import llama
 
 from meshtune.mesh.axes import MeshConfig
 from meshtune.plan.case import base_of
+from meshtune.plan.collectives import Collective
 from meshtune.plan.compilers import compiled
 from meshtune.plan.estimate import estimate, exchanges, group
 from meshtune.plan.hardware import find_target
@@ -102,3 +103,27 @@ def test_within_a_tenth_of_the_compiler(tmp_path, model, target, changes):
     answer = compiled(recipe, machine)
     assert answer.out_of_memory is None or answer.needed_bytes
     assert estimate(found.case).device_bytes == pytest.approx(answer.device_bytes, rel=0.10)
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("target", ["8xH100", "8xMI300X"])
+def test_gradients_of_layers_are_scattered_as_the_estimate_says(tmp_path, target):
+    """A sum on every device would be an all-reduce of twice the bytes."""
+    from deviceless import compiler_for
+
+    changes = ["method=full", "data.max_length=2048", FSDP, FULL]
+    recipe, machine, found = optioned(tmp_path, "1B", target, *changes)
+    compiler_for(machine.device.platform)
+
+    def moved(kind, some):
+        return sum(one.moved * one.count for one in some if one.kind == kind)
+
+    real = [
+        Collective(**{**one, "members": tuple(one["members"])}) for one in compiled(recipe, machine).collectives or []
+    ]
+    guess = exchanges(found.case)
+    layers = 16 * (2 * 2048 * (2048 + 512) + 3 * 2048 * 8192) * 2 * 7 / 8  # bytes in bf16, of Llama 3.2 1B
+    head = 2 * 128256 * 2048 * 4 * 7 / 8
+    assert layers <= moved("reduce-scatter", real) <= layers + head
+    assert moved("reduce-scatter", guess) == pytest.approx(layers, rel=0.01)
+    assert moved("all-reduce", real) < 0.1 * layers
