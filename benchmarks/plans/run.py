@@ -67,7 +67,7 @@ def write_table() -> None:
         "",
         "What XLA's compilers say of the step of `meshtune train` for machines that were not there: memory is theirs,",
         "times are a roofline's (see docs/plan.md) and unproved. `python benchmarks/plans/run.py` makes this again.",
-        "Seconds to the answer are of two cores, nothing found in the cache of plans.",
+        "Seconds to the answer are of two cores, nothing in the cache of plans; llama2-70b-full beside other work.",
         "",
         "| recipe | target | tokens an update | memory of a device | goal | host memory a device | update | tokens/s "
         "| MFU | answered in |",
