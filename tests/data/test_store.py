@@ -73,10 +73,8 @@ def test_damaged_stores_are_built_again(tmp_path, name, harm):
     elif harm == "short":
         file.write_bytes(data[:-1])
     else:
-        data[len(data) // 2] ^= 1
+        data[0 if name == "meta.json" else len(data) // 2] ^= 1  # not every bit of the notes matters
         file.write_bytes(data)
-        if name == "meta.json" and open_store(path) is not None:
-            pytest.skip("this bit of the notes does not matter")
     store = open_or_build("key", builder, tmp_path)
     assert builder.built == 2
     assert len(store) == 5
