@@ -31,7 +31,7 @@ COMMON = {
 }
 PAIRS = {"registry": str(ASSETS / "llamafactory"), "train": [{"name": "dpo_en_demo"}], "validation": 60}
 LABELLED = {"registry": str(ASSETS / "llamafactory"), "train": [{"name": "kto_en_demo"}], "validation": 60}
-HH = {"train": [{"path": str(ASSETS / "hh-rlhf/harmless-base-test.jsonl.gz"), "cap": 1000}], "validation": 140}
+HH = {"train": [{"path": str(ASSETS / "hh-rlhf/harmless-base-test.jsonl.gz")}], "validation": 300}
 STAGES = {
     "dpo": {"stage": {"kind": "dpo", "beta": 0.1}, "data": PAIRS},
     "simpo": {"stage": {"kind": "simpo"}, "data": PAIRS},
@@ -40,7 +40,8 @@ STAGES = {
         "stage": {"kind": "rm", "centre": 0.01},
         "data": HH | {"on_bad": "skip"},
         "optimizer": {**COMMON["optimizer"], "learning_rate": 4e-4},
-        "eval": {"every": 50, "at_start": True},
+        "train": {**COMMON["train"], "batch_size": 16},
+        "eval": {"every": 40, "at_start": True},
     },
 }
 

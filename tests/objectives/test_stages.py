@@ -146,6 +146,9 @@ def test_a_reward_model_reloads_in_transformers_with_equal_scores(method, model,
     result = run(model, tmp_path, "stage=rm", f"method={method}")
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert {"rewards/accuracies", "rewards/margins"} <= set(lines[0])
+    first = next(line for line in lines if line["kind"] == "train")
+    assert first["rewards/chosen"] == first["rewards/rejected"] == 0, "scores begin at zero"
+    assert first["loss"] == pytest.approx(np.log1p(np.exp(0.5)), abs=1e-6), "with the records' margin of 0.5"
     tokenizer = transformers.AutoTokenizer.from_pretrained(result.path)
     rows = [tokenizer("a cat sat")["input_ids"], tokenizer("it is seven or eight of them")["input_ids"]]
     if method == "full":
@@ -161,6 +164,7 @@ def test_a_reward_model_reloads_in_transformers_with_equal_scores(method, model,
         spec, params = attach(load_params(model, spec), spec, load_adapter(result.path, spec))
     assert reward.config.num_labels == 1
     theirs = scores_of(reward, tokenizer, rows)
+    assert np.abs(theirs).min() > 0.01
     for row, score in zip(rows, theirs, strict=True):
         tokens = jnp.asarray([row], jnp.int32)
         positions = jnp.arange(len(row), dtype=jnp.int32)[None]

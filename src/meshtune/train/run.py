@@ -220,7 +220,7 @@ class _Run:
             one = self.job.processes == 1
             self.console.print(f"[bold]loaded[/] {line.partition(': ')[2] if one else line}", highlight=False)
         key = jax.random.fold_in(jax.random.key(recipe.seed), 0)
-        params = with_score(params, settled.spec, jax.random.fold_in(key, 1), settled.layout)
+        params = with_score(params, settled.spec, settled.layout)
         original = functools.partial(load_weight, settled.source, settled.spec, layout=settled.layout)
         made = (
             split_parameters(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator
@@ -161,18 +162,17 @@ def load_weight(directory: Path, spec: ModelSpec, path: str, layout: Layout | No
         return shards.assembled()[path]
 
 
-def with_score(params: Tree, spec: ModelSpec, key: jax.Array, layout: Layout | None = None) -> Tree:
-    """The parameters of a scored model, with a random score (normal, spec.init_std) where they have none."""
+def with_score(params: Tree, spec: ModelSpec, layout: Layout | None = None) -> Tree:
+    """The parameters of a scored model, with a score of zeros where they have none.
+
+    From zero every answer has the reward 0, and a pair begins at ln 2 as DPO's does; random weights would give rewards
+    of the size of 1 that training had first to undo.
+    """
     if not spec.scored or "score" in params:
         return params
     array = flatten(abstract_params(spec))[SCORE]
-    data, kind = np.asarray(jax.random.key_data(key)), jax.random.key_impl(key)  # numbers that every process has
-
-    def start() -> jax.Array:
-        own = jax.random.wrap_key_data(jnp.asarray(data), impl=kind)
-        return (jax.random.normal(own, array.shape) * spec.init_std).astype(array.dtype)
-
-    made = jax.jit(start, out_shardings=None if layout is None else layout.of(array))()
+    zeros = functools.partial(jnp.zeros, array.shape, array.dtype)
+    made = jax.jit(zeros, out_shardings=None if layout is None else layout.of(array))()
     return params | {"score": {"weight": made}}
 
 
