@@ -30,6 +30,8 @@ MATRIX = [
     ("8B", "8xH100", ["data.max_length=32768", "train.batch_size=1", "mesh.cp=4", "mesh.tp=2", SELECTIVE]),
     ("8B", "8xTPUv5p", [LONG, FSDP, SELECTIVE]),
     ("8B", "8xTPUv5p", [LONG, TP, FULL]),
+    ("8B", "8xTPUv5e", [LONG, TP, FULL]),
+    ("8B", "8xTPUv6e", [LONG, TP, FULL]),
     ("8B", "H100", ["data.max_length=32768", "train.batch_size=1", "mesh.fsdp=1", FULL, "quantize=nf4", TILED]),
     ("8B", "RTX4090", ["data.max_length=65536", "train.batch_size=1", "mesh.fsdp=1", FULL, "quantize=nf4", *AWAY]),
     ("8B", "RTX4090", ["data.max_length=2048", "train.batch_size=1", "mesh.fsdp=1", FULL, "compute.offload=[weights]"]),
