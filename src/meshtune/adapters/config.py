@@ -32,6 +32,7 @@ class LoraConfig:
     svd_iterations: int | None = 16
     pissa_convert: bool = True
     loftq_iterations: int = 1
+    loftq_calibration: int = 0
     oft_block_size: int = 32
     oft_cayley_terms: int | None = 5
     vera_key: int = 0

@@ -41,6 +41,14 @@ class Adapter(Protocol):
         ...
 
 
+class Original(NamedTuple):
+    """A weight [.., out, in] as it was before it was quantised, and how large each of its inputs is on the run's data
+    [.., in], where that was measured."""
+
+    weight: Any
+    inputs: Any = None
+
+
 class Started(NamedTuple):
     """An adapter where training begins, the weight that stays frozen under it, and what it reads beside (or None)."""
 
@@ -82,10 +90,12 @@ class Kind(Protocol):
         ...
 
     @staticmethod
-    def start(adapter: Any, config: LoraConfig, keys: jax.Array, weight: Any, original: Any = None) -> Started:
+    def start(
+        adapter: Any, config: LoraConfig, keys: jax.Array, weight: Any, original: Original | None = None
+    ) -> Started:
         """The beginning of an abstract adapter. `keys` is one key, or one a layer of a stack. Works inside jit.
 
-        `original` is the weight before it was quantised, for kinds with ORIGINAL.
+        `original` is for kinds with ORIGINAL.
         """
         ...
 

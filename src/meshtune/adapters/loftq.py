@@ -2,6 +2,10 @@
 
 W ~ Q + scale B A: in turns Q is W - scale B A quantised, and B A the best product of its rank for W - Q. With one turn
 Q is W quantised, as under any other adapter, and the result is a plain LoRA for that base.
+
+Where it was measured how large the inputs x are, B A is the best for (W - Q) diag(|x|) instead, |x| being their root
+mean square: what is lost of the layer's result, inputs being taken as uncorrelated, rather than of its weight (QERA,
+https://arxiv.org/abs/2410.06040, its approximate form).
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Key
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.kind import Started
+from meshtune.adapters.kind import Original, Started
 from meshtune.adapters.lora import LoRA
 from meshtune.adapters.peft_lora import READ, lora_fields, lora_options
 from meshtune.adapters.principal import principal
@@ -49,7 +53,9 @@ class LoftQ:
             raise only_of_quantised(name)
 
     @staticmethod
-    def start(adapter: LoRA, config: LoraConfig, keys: Key[Array, "..."], weight: Any, original: Any = None) -> Started:
+    def start(
+        adapter: LoRA, config: LoraConfig, keys: Key[Array, "..."], weight: Any, original: Original | None = None
+    ) -> Started:
         """A and B make up for the quantised weight's errors. Raises UserError for a weight that is not quantised."""
         if not isinstance(weight, QuantisedWeight) or original is None:
             raise UserError(
@@ -58,12 +64,13 @@ class LoftQ:
                 fix="add quantize: nf4, leave lm_head out of method.targets, or use method.adapter: pissa",
             )
 
-        def one(at: tuple[QuantisedWeight, Array, Array]) -> tuple[QuantisedWeight, Array, Array]:
-            quantised, wide, key = at[0], at[1].astype(jnp.float32), at[2]
-            a, b = _rest(wide, quantised, adapter, config, key)
+        def one(at: tuple[QuantisedWeight, Original, Array]) -> tuple[QuantisedWeight, Array, Array]:
+            quantised, (wide, inputs), key = at
+            wide = wide.astype(jnp.float32)
+            a, b = _rest(wide, quantised, inputs, adapter, config, key)
             for _ in range(config.loftq_iterations - 1):
                 quantised = quantised.requantised(wide - dataclasses.replace(adapter, a=a, b=b).delta())
-                a, b = _rest(wide, quantised, adapter, config, key)
+                a, b = _rest(wide, quantised, inputs, adapter, config, key)
             return quantised, a, b
 
         quantised, a, b = lax.map(one, (here(weight), original, keys))
@@ -71,8 +78,23 @@ class LoftQ:
         return Started(made, quantised if config.loftq_iterations > 1 else weight)
 
 
+LEAST = 0.01  # of the mean: no input is taken to be smaller, or the rank would go to directions that no token has
+
+
 def _rest(
-    wide: Float[Array, "o i"], quantised: QuantisedWeight, adapter: LoRA, config: LoraConfig, key: Array
+    wide: Float[Array, "o i"],
+    quantised: QuantisedWeight,
+    inputs: Float[Array, "i"] | None,
+    adapter: LoRA,
+    config: LoraConfig,
+    key: Array,
 ) -> tuple[Array, Array]:
+    """(A, B) for what is lost, as it counts for inputs of this size; each row of A is as long as its column of B."""
     lost = wide - quantised.dequantise("float32")
-    return principal(lost, adapter.rank, adapter.scale, config.svd_iterations, key)
+    if inputs is None:
+        return principal(lost, adapter.rank, adapter.scale, config.svd_iterations, key)
+    size = inputs + LEAST * jnp.mean(inputs)
+    a, b = principal(lost * size, adapter.rank, adapter.scale, config.svd_iterations, key)
+    a = a / size
+    longer = jnp.sqrt(jnp.linalg.norm(b, axis=0) / jnp.maximum(jnp.linalg.norm(a, axis=1), 1e-30))
+    return a * longer[:, None], b / jnp.where(longer > 0, longer, 1.0)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Key
 
 from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import ExpandConfig, FreezeConfig, FullConfig, LoraConfig, Method
-from meshtune.adapters.kind import Started
+from meshtune.adapters.kind import Original, Started
 from meshtune.adapters.layout import restack, uniform
 from meshtune.adapters.refusals import not_of_quantised, only_of_quantised
 from meshtune.adapters.rows import abstract_rows, begun_rows, rows_by_node
@@ -99,7 +99,7 @@ def prepare(
     key: Key[Array, ""],
     trainable_dtype: str = "float32",
     layout: Layout | None = None,
-    original: Callable[[str], Array] | None = None,
+    original: Callable[[str], Original] | None = None,
 ) -> Prepared:
     """Splits the parameters of a model into trainable ones, in `trainable_dtype`, and frozen ones, as they are.
 

@@ -13,6 +13,7 @@ OWN = {
     "svd_iterations": ("pissa", "loftq"),
     "pissa_convert": ("pissa",),
     "loftq_iterations": ("loftq",),
+    "loftq_calibration": ("loftq",),
     "oft_block_size": ("oft",),
     "oft_cayley_terms": ("oft",),
     "vera_key": ("vera",),

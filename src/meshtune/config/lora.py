@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from meshtune.config.section import Section
 
@@ -42,6 +42,11 @@ class LoraMethod(Section):
     loftq_iterations: PositiveInt = Field(
         default=1,
         description="loftq: turns of quantising and decomposing; beyond 1 the run keeps a base of its own, in base/.",
+    )
+    loftq_calibration: NonNegativeInt = Field(
+        default=0,
+        description="loftq: rows of the training data on which the inputs of every weight are measured first, so that "
+        "errors at large inputs count more; 0: all alike.",
     )
     oft_block_size: PositiveInt = Field(
         default=32, description="oft: neighbouring inputs that turn together; must divide the inputs of every target."

@@ -44,8 +44,8 @@ HEAD_TRAINED, HEAD_TRAINED_HERE = 4.8, 3.0
 HEAD_TRAINED_AWAY = 3.4  # the same on a mesh where the optimizer's state waits on the host
 # Of one layer's weights and state where these wait on the host: those on their way here and those on their way back.
 STREAMED = 2.0
-# On TPUs: of a layer's activations, the same where tp splits it (v5e's compiler takes a tenth less, v6e's a tenth more),
-# and of a gathered head.
+# On TPUs: of a layer's activations, the same where tp splits it (v5e's compiler takes a tenth less, v6e's a tenth
+# more), and of a gathered head.
 LEAN, LEAN_SPLIT, LEAN_HEAD = 0.63, 1.2, 1.0
 
 

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import pathlib
 import time
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 from rich.console import Console
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.continued import begun
 from meshtune.adapters.method import Prepared, count
-from meshtune.adapters.method import prepare as split_parameters
 from meshtune.adapters.peft_format import BaseRecord, recorded
 from meshtune.config.recipe import Recipe
 from meshtune.data.prepare import Prepared as Data
@@ -26,13 +22,11 @@ from meshtune.mesh.agreement import agree, code_version, first_alone
 from meshtune.mesh.axes import MeshConfig
 from meshtune.mesh.fit import check_batch
 from meshtune.mesh.peers import Place
-from meshtune.mesh.placement import moved
 from meshtune.mesh.processes import Job
-from meshtune.model.tree import flatten, merge
+from meshtune.model.tree import merge
 from meshtune.plan import truth
 from meshtune.plan.auto import merged, settled_autos, target_here
 from meshtune.train import banner, metrics_log, trackers
-from meshtune.train.assemble import frozen_like, optimizer_for, state_like, waiting_weights
 from meshtune.train.attention_check import checked_attention
 from meshtune.train.checkpoint import Checkpoints, Record, disk_reason, versions
 from meshtune.train.devices import device_table, hosts, seen_by_all
@@ -41,8 +35,9 @@ from meshtune.train.final import export_result
 from meshtune.train.interrupt import interruptible
 from meshtune.train.loop import Ended, Task, run_loop
 from meshtune.train.machine import this_machine
-from meshtune.train.memory import bytes_on_each, size_in_words
+from meshtune.train.memory import bytes_on_each
 from meshtune.train.output import CHECKPOINTS, check_output, claimed, write_recipe, write_run
+from meshtune.train.parameters import Begun, Parameters
 from meshtune.train.plot import LossPlot
 from meshtune.train.progress import ProgressBar
 from meshtune.train.reference import Reference
@@ -52,11 +47,9 @@ from meshtune.train.resume import Resumed, find_resume
 from meshtune.train.settle import settle
 from meshtune.train.stage import reference_of
 from meshtune.train.start import begun_at, continued_adapter, tokenizer_of
-from meshtune.train.step import TrainState, init_state
+from meshtune.train.step import TrainState
 from meshtune.train.task import Parts, make_task
 from meshtune.weights.fingerprint import base_hash
-from meshtune.weights.load import load_params, load_weight, with_score
-from meshtune.weights.load_report import LoadReport
 
 DEFAULT_EPOCHS = 3.0
 
@@ -148,7 +141,8 @@ class _Run:
         self._note_resume(resumed)
         reference = Reference(self.recipe, self.settled, self.compute, self.data, self.job, self.console.print)
         reference.from_model(self.tokenizer)
-        made, state, optimizer, schedule = self._parameters()
+        begun = self._parameters()
+        made, state = begun.made, begun.state
         reference.from_start(merge(made.trainable, made.frozen), made.spec, start)
         if resumed is not None:
             state = checkpoints.restore(resumed.step, state)
@@ -160,7 +154,7 @@ class _Run:
         self._write_run(self._about(record, "running"))
         for line in self._checked():
             self.console.print(line)
-        task = make_task(self._parts(made, optimizer, schedule), record, state)
+        task = make_task(self._parts(begun), record, state)
         length = self.data.train.row_length
         watch = truth.watch(task.step, self.recipe, self.target, self.settled.layout, length) if self.job.first else []
         with interruptible() as interrupt:
@@ -196,46 +190,20 @@ class _Run:
             )
         return data
 
-    def _parameters(self):
-        """(the split model, its first state, optimizer, schedule), with the weights of the base."""
-        recipe, settled = self.recipe, self.settled
-        reports: list[LoadReport] = []
-        optimizer, schedule = optimizer_for(recipe, settled, self.total)
-        with self.console.status("loading weights") as status:
-            params = load_params(
-                settled.source,
-                settled.spec,
-                layout=settled.layout,
-                quantize=settled.quantize,
-                broadcast=recipe.model.load == "broadcast" and settled.layout is not None,
-                group=self.processes_a_host,
-                waiting=waiting_weights(settled, optimizer),
-                plain=flatten(settled.arrays.trainable),
-                progress=lambda done, of: status.update(
-                    f"loading weights: {size_in_words(done)} of {size_in_words(of)}"
-                ),
-                report=reports.append,
-            )
-        for line in self.job.exchange("loading", reports[0].line):
-            one = self.job.processes == 1
-            self.console.print(f"[bold]loaded[/] {line.partition(': ')[2] if one else line}", highlight=False)
-        key = jax.random.fold_in(jax.random.key(recipe.seed), 0)
-        params = with_score(params, settled.spec, settled.layout)
-        original = functools.partial(load_weight, settled.source, settled.spec, layout=settled.layout)
-        made = (
-            split_parameters(
-                settled.method, settled.spec, params, key, settled.precision.trainable, settled.layout, original
-            )
-            if (goes_on := getattr(settled.method, "continued", None)) is None
-            else begun(goes_on, settled.arrays, settled.spec, params, settled.layout)
-        )
-        like = None if settled.layout is None and not settled.offload else state_like(settled, optimizer)
-        if like is not None and "weights" in settled.offload:
-            trainable, frozen = moved(made.trainable, like.trainable), moved(made.frozen, frozen_like(settled))
-            made = dataclasses.replace(made, trainable=trainable, frozen=frozen)
-        return made, init_state(made.trainable, optimizer, like), optimizer, schedule
+    def _parameters(self) -> Begun:
+        """With the weights of the base."""
+        return Parameters(
+            recipe=self.recipe,
+            settled=self.settled,
+            compute=self.compute,
+            data=self.data,
+            total=self.total,
+            job=self.job,
+            processes_a_host=self.processes_a_host,
+            console=self.console,
+        ).begun()
 
-    def _parts(self, made: Prepared, optimizer: Any, schedule: Any) -> Parts:
+    def _parts(self, begun: Begun) -> Parts:
         return Parts(
             recipe=self.recipe,
             settled=self.settled,
@@ -244,9 +212,9 @@ class _Run:
             total=self.total,
             tokenizer=self.tokenizer,
             console=self.console,
-            made=made,
-            optimizer=optimizer,
-            schedule=schedule,
+            made=begun.made,
+            optimizer=begun.optimizer,
+            schedule=begun.schedule,
         )
 
     def _sinks(self, start: int) -> list[Any]:

@@ -1,0 +1,118 @@
+"""How large the inputs of linear layers are: an adapter that changes nothing and measures what it is applied to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from meshtune.adapters.method import SHARED
+from meshtune.model.compute import Compute, compiler_options
+from meshtune.model.decoder import hidden_states
+from meshtune.model.linear import matmul
+from meshtune.model.spec import ArraySpec, ModelSpec
+from meshtune.model.tree import Tree, merge, unflatten
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class There:
+    """1.0 for the tokens that count and 0.0 for padding, [B, T]: what all `Measure`s of a program read."""
+
+    tokens: Any
+
+    def cut(self, shape: tuple[int, ...]) -> There:
+        """The same for a weight of every shape."""
+        return self
+
+    def in_use(self, gathered: Callable[..., Array], axes: tuple[str, str]) -> There:
+        """It lies as the tokens do."""
+        return self
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """y = x W^T. The gradient of `squares` [in] is no gradient: whatever the loss, it is the sum of x^2 over tokens."""
+
+    squares: Any
+
+    def apply(
+        self,
+        x: Float[Array, "B T i"],
+        weight: Any,
+        key: Array | None = None,
+        out: DTypeLike | None = None,
+        fixed: There | None = None,
+    ) -> Float[Array, "B T o"]:
+        """The linear layer as it is, without its bias."""
+        assert fixed is not None, "which tokens count is not in the tree"
+        counted = jnp.square(x.astype(jnp.float32)) * fixed.tokens[..., None]
+        return _noted(matmul(x, weight, out), self.squares, jnp.sum(counted, axis=(0, 1)))
+
+    def in_use(self, gathered: Callable[..., Array], axes: tuple[str, str]) -> Measure:
+        """Laid out for computing: see adapters.kind.Adapter."""
+        return Measure(gathered(self.squares, axes[1]))
+
+
+@jax.custom_vjp
+def _noted(y: Array, squares: Float[Array, "i"], counted: Float[Array, "i"]) -> Array:
+    return y
+
+
+def _noted_forward(y: Array, squares: Array, counted: Array) -> tuple[Array, Array]:
+    return y, counted
+
+
+def _noted_backward(counted: Array, cotangent: Array) -> tuple[Array, Array, Array]:
+    # Nothing goes further back, so that the products of a backward pass are not computed.
+    return jnp.zeros_like(cotangent), counted, jnp.zeros_like(counted)
+
+
+_noted.defvjp(_noted_forward, _noted_backward)
+
+
+def input_sizes(
+    nodes: Mapping[str, ArraySpec],
+    params: Tree,
+    spec: ModelSpec,
+    compute: Compute,
+    batches: Iterable[Tree],
+) -> dict[str, Float[Array, "L i"]]:
+    """The root mean square of every input of the linear layers `nodes` ("layers/../q" and the form of its weight
+    [L, out, in]), over all tokens of `batches` but padding; float32, split over devices as the weight's inputs are.
+
+    A batch has `tokens`, `positions` and `segment_ids` [B, T]. Whole rows must fit: nothing is computed by chunks.
+    """
+    compute = dataclasses.replace(compute, remat="full", mlp_chunk=None, attention_chunk=None, offload=())
+    layout = compute.layout
+    forms = {
+        node: ArraySpec((w.shape[0], w.shape[-1]), "float32", (w.axes[0], w.axes[-1])) for node, w in nodes.items()
+    }
+    where = None if layout is None else {node: layout.of(form) for node, form in forms.items()}
+    zeros = jax.jit(lambda: {node: jnp.zeros(form.shape) for node, form in forms.items()}, out_shardings=where)()
+
+    def summed(squares: dict[str, Array], params: Tree, batch: Tree) -> tuple[dict[str, Array], Array]:
+        there = (batch["segment_ids"] > 0).astype(jnp.float32)
+        texts = (batch["tokens"], batch["positions"], batch["segment_ids"])
+
+        def through(measured: dict[str, Array]) -> Array:
+            beside = unflatten({f"{node}/adapter": Measure(array) for node, array in measured.items()})
+            return hidden_states(merge(params, merge(beside, {SHARED: There(there)})), spec, compute, *texts).sum()
+
+        found = jax.grad(through)(jax.tree.map(jnp.zeros_like, squares))
+        return jax.tree.map(jnp.add, squares, found), jnp.sum(there)
+
+    options = None if compute.dtype == "float32" else compiler_options(compute.platform)
+    outs = None if layout is None else (where, layout.replicated)
+    step = jax.jit(summed, donate_argnums=0, out_shardings=outs, compiler_options=options)
+    tokens = 0.0
+    for batch in batches:
+        zeros, there = step(zeros, params, {name: batch[name] for name in ("tokens", "positions", "segment_ids")})
+        tokens += float(jax.device_get(there.addressable_data(0)))
+    return {node: jnp.sqrt(squares / tokens) for node, squares in zeros.items()}
