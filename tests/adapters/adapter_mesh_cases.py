@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtune.adapters.config import LoraConfig
+from meshtune.adapters.inputs import input_sizes
+from meshtune.adapters.kind import Original
 from meshtune.adapters.method import abstract, prepare
 from meshtune.families import model_spec
 from meshtune.mesh.axes import MeshConfig, make_mesh
@@ -46,10 +48,13 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
         },
         "nf4",
     ),
+    "loftq, measured": ({"adapter": "loftq", "rank": 4, "loftq_calibration": 8, "svd_iterations": None}, "nf4"),
     "dora, nf4": ({"adapter": "dora", "rank": 4, "dropout": 0.2}, "nf4"),
     "oft, nf4": ({"adapter": "oft", "oft_block_size": 16}, "nf4"),
     "vera, int8": ({"adapter": "vera", "rank": 16, "dropout": 0.2}, "int8"),
 }
+
+TEXTS = ("tokens", "positions", "segment_ids")
 
 
 def batch() -> dict[str, np.ndarray]:
@@ -86,7 +91,15 @@ def case(options: dict[str, Any], format: str | None, axes: dict[str, int] | Non
         return plain[path]
 
     params = unflatten({path: laid(path, kept(path), forms[path]) for path in plain})
-    original = functools.cache(lambda path: laid(path, plain[path], specs[path]))
+    sizes: dict[str, Any] = {}
+    if config.loftq_calibration:
+        nodes = [path.rpartition("/") for path in flatten(arrays.trainable)]
+        texts = place_batch({name: array for name, array in batch().items() if name in TEXTS}, layout)
+        weights = {node: specs[f"{node}/weight"] for node, _, last in nodes if last == "adapter"}
+        sizes = input_sizes(weights, params, arrays.spec, Compute(layout=layout), [texts])
+    original = functools.cache(
+        lambda path: Original(laid(path, plain[path], specs[path]), sizes.get(path.removesuffix("/weight")))
+    )
     made = prepare(config, arrays.spec, params, jax.random.key(1), layout=layout, original=original)
     starts = norms((made.trainable, made.frozen))
     leaves, tree = jax.tree.flatten(made.trainable)

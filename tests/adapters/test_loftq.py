@@ -11,7 +11,8 @@ import torch
 from twins import base
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.loftq import LoftQ
+from meshtune.adapters.kind import Original
+from meshtune.adapters.loftq import LEAST, LoftQ
 from meshtune.adapters.method import abstract, prepare
 from meshtune.errors import UserError
 from meshtune.model.spec import ArraySpec
@@ -40,7 +41,7 @@ def test_turns_are_pefts(turns: int):
     spec = ArraySpec((2, 48, 128), "float32", ("layers", "ffn", "embed"))
     quantised = QuantisedWeight.quantise(jnp.asarray(weights.numpy()), QuantizeConfig("nf4", 64, double=False))
     keys = jax.random.split(jax.random.key(0), 2)
-    started = LoftQ.start(LoftQ.abstract(spec, config), config, keys, quantised, jnp.asarray(weights.numpy()))
+    started = LoftQ.start(LoftQ.abstract(spec, config), config, keys, quantised, Original(jnp.asarray(weights.numpy())))
     for row, weight in enumerate(weights):
         numbers, product = in_turns(weight, 8, turns)
         ours = np.asarray(started.weight.dequantise("float32"))[row]
@@ -58,10 +59,41 @@ def test_every_turn_brings_the_base_nearer(format: str):
     off = [float(jnp.linalg.norm(weight - quantised.dequantise("float32")))]
     for turns in (1, 5):
         config = LoraConfig(rank=8, alpha=32.0, rslora=True, adapter="loftq", loftq_iterations=turns)
-        started = LoftQ.start(LoftQ.abstract(spec, config), config, keys, quantised, weight)
+        started = LoftQ.start(LoftQ.abstract(spec, config), config, keys, quantised, Original(weight))
         off.append(float(jnp.linalg.norm(weight - started.adapter.merge(started.weight.dequantise("float32")))))
     assert off[0] > 1.05 * off[1]
     assert off[1] > (1.0 if format == "int8" else 1.02) * off[2]
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_what_is_made_up_for_is_what_large_inputs_lose(turns: int):
+    """B A is the best of its rank for the loss times the inputs' sizes, by a float64 decomposition; in float32 to 1e-4
+    of its largest entry. A tenth of the inputs are a hundred times the rest."""
+    random = np.random.default_rng(0)
+    weight = random.standard_normal((2, 48, 128)).astype(np.float32)
+    sizes = np.where(random.random((2, 128)) < 0.1, 100.0, 1.0).astype(np.float32)
+    config = LoraConfig(
+        rank=4, alpha=8.0, adapter="loftq", loftq_iterations=turns, loftq_calibration=1, svd_iterations=None
+    )
+    spec, keys = ArraySpec((2, 48, 128), "float32", ("layers", "ffn", "embed")), jax.random.split(jax.random.key(0), 2)
+    quantised = QuantisedWeight.quantise(jnp.asarray(weight), QuantizeConfig("nf4", 64))
+    original = Original(jnp.asarray(weight), jnp.asarray(sizes))
+    started = LoftQ.start(LoftQ.abstract(spec, config), config, keys, quantised, original)
+    made, base = np.asarray(started.adapter.delta()), np.asarray(started.weight.dequantise("float32"), np.float64)
+    for row in range(2):
+        size = sizes[row] + LEAST * sizes[row].mean(dtype=np.float64)
+        u, s, v = np.linalg.svd((weight[row] - base[row]) * size, full_matrices=False)
+        best = (u[:, :4] * s[:4]) @ v[:4] / size
+        assert np.abs(made[row] - best).max() < 1e-4 * np.abs(best).max()
+    a, b = np.asarray(started.adapter.a), np.asarray(started.adapter.b)
+    np.testing.assert_allclose(np.linalg.norm(a, axis=2), np.linalg.norm(b, axis=1), rtol=1e-4)
+    plain = LoftQ.start(LoftQ.abstract(spec, config), config, keys, quantised, Original(jnp.asarray(weight)))
+
+    def lost(one) -> float:
+        rest = weight - np.asarray(one.weight.dequantise("float32")) - np.asarray(one.adapter.delta())
+        return float(np.linalg.norm(rest * sizes[:, None]))
+
+    assert lost(started) < 0.8 * lost(plain)
 
 
 def test_a_base_that_is_not_quantised_is_refused():

@@ -28,6 +28,7 @@ RUNS = {
     "dora": ["method.rank=4", "method.dropout=0.1", "quantize=nf4"],
     "pissa": ["method.rank=4", "method.rslora=true"],
     "loftq": ["method.rank=4", "quantize=int8"],
+    "loftq measured": ["method.rank=4", "quantize=nf4", "method.loftq_calibration=6"],
     "loftq in turns": ["method.rank=4", "quantize=nf4", "method.loftq_iterations=3"],
     "oft": ["method.oft_block_size=16", "quantize=nf4"],
     "vera": ["method.rank=16", "method.vera_key=5", "optimizer.learning_rate=0.1"],
