@@ -1,4 +1,4 @@
-"""On the real SmolLM2 in nf4, LoftQ that knows how large inputs are begins nearer to the base than LoftQ that does not."""
+"""On the real SmolLM2 in nf4, LoftQ that knows how large inputs are begins nearer to the base than plain LoftQ."""
 
 from __future__ import annotations
 
