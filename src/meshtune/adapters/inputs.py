@@ -95,7 +95,7 @@ def input_sizes(
         node: ArraySpec((w.shape[0], w.shape[-1]), "float32", (w.axes[0], w.axes[-1])) for node, w in nodes.items()
     }
     where = None if layout is None else {node: layout.of(form) for node, form in forms.items()}
-    zeros = jax.jit(lambda: {node: jnp.zeros(form.shape) for node, form in forms.items()}, out_shardings=where)()
+    total = jax.jit(lambda: {node: jnp.zeros(form.shape) for node, form in forms.items()}, out_shardings=where)()
 
     def summed(squares: dict[str, Array], params: Tree, batch: Tree) -> tuple[dict[str, Array], Array]:
         there = (batch["segment_ids"] > 0).astype(jnp.float32)
@@ -113,6 +113,6 @@ def input_sizes(
     step = jax.jit(summed, donate_argnums=0, out_shardings=outs, compiler_options=options)
     tokens = 0.0
     for batch in batches:
-        zeros, there = step(zeros, params, {name: batch[name] for name in ("tokens", "positions", "segment_ids")})
+        total, there = step(total, params, {name: batch[name] for name in ("tokens", "positions", "segment_ids")})
         tokens += float(jax.device_get(there.addressable_data(0)))
-    return {node: jnp.sqrt(squares / tokens) for node, squares in zeros.items()}
+    return {node: jnp.sqrt(squares / tokens) for node, squares in total.items()}

@@ -42,8 +42,7 @@ def compile_step(target: Target, devices: list[Any], recipe: dict[str, Any], len
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         words = str(error)
-        arguments = sum(place["device"] for place in found["breakdown"].values())
-        refusal = {"out_of_memory": words[:4000], "needed_bytes": refused_bytes(words, arguments)}
+        refusal = {"out_of_memory": words[:4000], "needed_bytes": refused_bytes(words)}
         return found | refusal | {"compile_seconds": time.perf_counter() - traced}
     found["compile_seconds"] = time.perf_counter() - traced
     memory = compiled.memory_analysis()

@@ -77,13 +77,12 @@ def _shapes(count: int, dimensions: int) -> list[tuple[int, ...]]:
     return [(n, *rest) for n in divisors for rest in _shapes(count // n, dimensions - 1)]
 
 
-def refused_bytes(words: str, arguments: int) -> int | None:
-    """Of the compiler's words where a program does not fit: the bytes it needs on one device, None if they do not say.
+def refused_bytes(words: str) -> int | None:
+    """Of the compiler's words where a program does not fit: the bytes it says it needs on one device, None if none.
 
-    `arguments`: the bytes on one device of what the program is given, which words of its temporaries leave out.
+    What libtpu calls temporaries there has the program's arguments among it.
     """
     found = re.search(r"(?:memory required for [\w ]+\(|Used )([\d.]+)([KMGT]?)\b", words)
     if found is None:
         return None
-    needed = int(float(found[1]) * 2 ** {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}[found[2]])
-    return needed + arguments if "temporaries" in found[0] else needed
+    return int(float(found[1]) * 2 ** {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}[found[2]])
