@@ -25,7 +25,7 @@ from meshtune.model.compute import Compute
 from meshtune.model.tree import merge
 from meshtune.objectives import STAGES
 from meshtune.objectives.score import means
-from meshtune.train.reference import log_probabilities
+from meshtune.train.reference import log_probabilities, made_start
 from meshtune.train.run import train
 from tiny_models import SMALL, same_weights, torch_model
 
@@ -199,6 +199,15 @@ def test_a_reference_with_another_tokenizer_is_refused(model, tmp_path):
     (other / "tokenizer.json").write_text(json.dumps(told))
     with pytest.raises(UserError, match="another tokenizer"):
         run(model, tmp_path, "stage=dpo", f"stage.reference={other}")
+
+
+@pytest.mark.parametrize(("rows", "same"), [(0, True), (4, False)])
+def test_a_start_measured_on_the_first_rows_is_another_with_other_rows(rows, same):
+    """What is kept of a reference on disk is found again by what made the start."""
+    method = {"adapter": "loftq", "loftq_calibration": rows}
+    raw = {"model": "m", "data": "d.json", "output": "o", "quantize": "nf4", "stage": "dpo", "method": method}
+    first, second = (made_start(load_recipe(raw | {"train": {"batch_size": size}}, [])) for size in (4, 8))
+    assert (first == second) is same
 
 
 def test_adapters_off_are_no_reference_where_weights_are_trained(model, tmp_path):

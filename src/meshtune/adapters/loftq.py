@@ -93,7 +93,7 @@ def _rest(
     lost = wide - quantised.dequantise("float32")
     if inputs is None:
         return principal(lost, adapter.rank, adapter.scale, config.svd_iterations, key)
-    size = inputs + LEAST * jnp.mean(inputs)
+    size = jnp.where(jnp.any(inputs > 0), inputs + LEAST * jnp.mean(inputs), 1.0)
     a, b = principal(lost * size, adapter.rank, adapter.scale, config.svd_iterations, key)
     a = a / size
     longer = jnp.sqrt(jnp.linalg.norm(b, axis=0) / jnp.maximum(jnp.linalg.norm(a, axis=1), 1e-30))

@@ -85,10 +85,7 @@ class Reference:
         """Gives the loaders the log-probabilities of the run's own start, `params` of a model made from `base`."""
         if self.chosen != CACHED:
             return
-        start = {"model": base, "method": self.recipe.method.model_dump(mode="json"), "seed": self.recipe.seed}
-        quantize = self.recipe.quantize
-        start["quantize"] = None if quantize is None else quantize.model_dump(mode="json")
-        self._give(start, lambda: params, spec, self.compute)
+        self._give({"model": base} | made_start(self.recipe), lambda: params, spec, self.compute)
 
     def _give(self, what: dict[str, Any], params: Callable[[], Tree], spec: ModelSpec, compute: Compute) -> None:
         tail = getattr(self.recipe.stage, "ld_alpha", None)
@@ -113,6 +110,15 @@ class Reference:
             assert found is not None
             assert loader.units is not None
             loader.units = dataclasses.replace(loader.units, reference=found)
+
+
+def made_start(recipe: Recipe) -> dict[str, Any]:
+    """What of a recipe decides with which numbers its run begins, the base apart."""
+    quantize = None if recipe.quantize is None else recipe.quantize.model_dump(mode="json")
+    found = {"method": recipe.method.model_dump(mode="json"), "seed": recipe.seed, "quantize": quantize}
+    if getattr(recipe.method, "loftq_calibration", 0):  # the first rows of the data have a part in it
+        found["rows"] = [recipe.data.model_dump(mode="json"), recipe.train.batch_size, recipe.train.accumulation]
+    return found
 
 
 def log_probabilities(
