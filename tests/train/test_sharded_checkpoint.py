@@ -58,7 +58,7 @@ def test_a_process_killed_in_the_middle_of_a_save_leaves_the_last_good_one(tmp_p
 
 def test_a_disk_that_is_full_for_one_process_is_an_error_on_all(tmp_path):
     """First before anything is written, then in the middle of it: a limit on process 1's files stands for the disk."""
-    ended = run(PROGRAM, str(tmp_path), "no room", "fsdp=2,tp=2", processes=2, devices=2, timeout=60)
+    ended = run(PROGRAM, str(tmp_path), "no room", "fsdp=2,tp=2", processes=2, devices=2, timeout=300)
     for process, (_, lines, errors) in enumerate(ended):
         refused = lines[0]["refused"]
         assert "no space left on the device (it needs 1.3 MiB, and 1000 B are free)" in refused
@@ -71,7 +71,7 @@ def test_a_disk_that_is_full_for_one_process_is_an_error_on_all(tmp_path):
 def test_directories_that_are_not_shared_are_found_at_once(tmp_path):
     for name in ("0", "1"):
         (tmp_path / name).mkdir()
-    ended = run(PROGRAM, str(tmp_path / "{process}"), "save", "fsdp=2", "lora", "1", processes=2, timeout=60)
+    ended = run(PROGRAM, str(tmp_path / "{process}"), "save", "fsdp=2", "lora", "1", processes=2, timeout=300)
     assert all("not on storage that all hosts share" in errors for _, _, errors in ended)
 
 
