@@ -106,8 +106,8 @@ def prepare(
     `params` is used up (its dicts are emptied), so that whatever is restacked or cast exists twice only leaf by leaf.
     An adapter's start depends on `key` and the HF name of its module only: it is the same on every mesh.
     With a layout, on whose mesh `params` were loaded with `abstract(method, spec).spec`, everything lies as it says;
-    every process must then call this. `original(path)` gives a weight as it was before it was quantised, for adapters
-    that begin at what it lost.
+    every process must then call this. `original(path)` gives a weight as it was before it was quantised, and how large
+    its inputs are where that was measured, for adapters that begin at what it lost.
     Raises UserError for whatever the method asks that cannot be.
     """
     plan = abstract(method, spec, trainable_dtype)
