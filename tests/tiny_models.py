@@ -7,9 +7,9 @@ import numpy as np
 import torch
 import transformers
 
+from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.families import hf_names, model_spec
 from meshtune.model.spec import ModelSpec, abstract_params
-from meshtune.model.tree import Tree, flatten, unflatten
 
 SMALL = {
     "vocab_size": 97,

@@ -39,11 +39,11 @@ def member(directory: pathlib.Path) -> None:
     from meshtune.adapters.method import abstract, count
     from meshtune.families import model_spec
     from meshtune.mesh.axes import MeshConfig, make_mesh
-    from meshtune.mesh.fit import layout_for
     from meshtune.mesh.processes import start
+    from meshtune.model.sharding import layout_for
     from meshtune.optim.build import OptimizerConfig, make_optimizer
-    from meshtune.train.checkpoint import Checkpoints, Record
-    from meshtune.train.step import abstract_state
+    from meshtune.train.checkpoint.checkpoints import Checkpoints, Record
+    from meshtune.train.step.build import abstract_state
 
     with start() as job:
         spec = model_spec(CONFIG, "float32")

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshtune import train
+    from meshtune.api import Model, load
     from meshtune.config.recipe import Recipe
     from meshtune.errors import UserError
-    from meshtune.generate.api import Model, load
 
 __all__ = ["Model", "Recipe", "UserError", "__version__", "load", "train"]
 
 _HOMES = {
-    "Model": "meshtune.generate.api",
+    "Model": "meshtune.api",
     "Recipe": "meshtune.config.recipe",
     "UserError": "meshtune.errors",
-    "load": "meshtune.generate.api",
+    "load": "meshtune.api",
 }
 
 

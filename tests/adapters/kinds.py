@@ -14,7 +14,7 @@ from twins import TOKENS
 
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import Prepared
-from meshtune.model.tree import Tree
+from meshtune.arrays.tree import Tree
 
 # Our options, peft's config, and how far training is taken to have moved a parameter.
 KINDS: dict[str, tuple[dict[str, Any], Any, float]] = {

@@ -17,20 +17,20 @@ from meshtune.adapters.continued import begun, continued
 from meshtune.adapters.method import Prepared, abstract, prepare
 from meshtune.adapters.peft_format import BaseRecord, save_adapter
 from meshtune.adapters.verify import export_adapter
+from meshtune.arrays.tree import flatten
 from meshtune.families import model_spec
 from meshtune.families.expansion import grouped
 from meshtune.mesh.axes import MeshConfig, make_mesh
-from meshtune.mesh.fit import layout_for
 from meshtune.mesh.placement import place_batch
 from meshtune.model.compute import Compute
 from meshtune.model.init import init_params
-from meshtune.model.tree import flatten
+from meshtune.model.sharding import layout_for
 from meshtune.objectives import STAGES
 from meshtune.optim.build import make_optimizer
 from meshtune.optim.config import OptimizerConfig
 from meshtune.optim.schedules import ScheduleConfig
 from meshtune.quantize.config import QuantizeConfig
-from meshtune.train.step import abstract_state, init_state, make_train_step
+from meshtune.train.step.build import abstract_state, init_state, make_train_step
 from meshtune.weights.load import load_params
 from meshtune.weights.slots import slots
 

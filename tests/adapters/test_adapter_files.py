@@ -20,8 +20,8 @@ from meshtune.adapters.merge import merged
 from meshtune.adapters.method import Prepared, prepare
 from meshtune.adapters.peft_format import BaseRecord, attach, check_base, load_adapter, save_adapter
 from meshtune.adapters.verify import export_adapter, verify_adapter
+from meshtune.arrays.tree import merge
 from meshtune.errors import UserError
-from meshtune.model.tree import merge
 
 CONFIG = LoraConfig(rank=4, alpha=6, targets=("q_proj", "down_proj"), train_modules=("norm",))
 BASE = BaseRecord("org/base", "sha256:aa")

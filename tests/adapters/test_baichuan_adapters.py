@@ -18,9 +18,9 @@ from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.merge import merged
 from meshtune.adapters.method import prepare
 from meshtune.adapters.peft_format import BaseRecord, attach, load_adapter, save_adapter
+from meshtune.arrays.tree import flatten, unflatten
 from meshtune.errors import UserError
 from meshtune.families import hf_names, model_spec
-from meshtune.model.tree import flatten, unflatten
 from meshtune.weights.row_order import row_order
 from meshtune.weights.slots import slots
 

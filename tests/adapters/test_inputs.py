@@ -9,9 +9,9 @@ import torch
 
 from meshtune.adapters.inputs import input_sizes
 from meshtune.adapters.targets import modules
+from meshtune.arrays.tree import flatten
 from meshtune.model.compute import Compute
 from meshtune.model.spec import abstract_params
-from meshtune.model.tree import flatten
 from tiny_models import same_weights, torch_model
 
 TEXTS = [[5, 9, 22, 7, 8, 30, 41], [3, 4, 90], [11, 12, 13, 14, 15]]

@@ -28,9 +28,9 @@ from meshtune.adapters.peft_format import BaseRecord, attach, load_adapter, save
 from meshtune.adapters.peft_tensors import collect
 from meshtune.adapters.vera import VeRA
 from meshtune.adapters.verify import export_adapter
+from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import merge
 from meshtune.errors import UserError
-from meshtune.model.spec import ArraySpec
-from meshtune.model.tree import merge
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.weight import QuantisedWeight
 from meshtune.weights.load import load_params, load_spec

@@ -14,8 +14,8 @@ from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.kind import Original
 from meshtune.adapters.loftq import LEAST, LoftQ
 from meshtune.adapters.method import abstract, prepare
+from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
-from meshtune.model.spec import ArraySpec
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.weight import QuantisedWeight
 

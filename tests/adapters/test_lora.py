@@ -21,9 +21,9 @@ from meshtune.adapters.lora import LoRA
 from meshtune.adapters.method import abstract, prepare
 from meshtune.adapters.peft_format import BaseRecord, save_adapter
 from meshtune.adapters.peft_tensors import Written, collect
+from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import merge
 from meshtune.model.compute import Compute
-from meshtune.model.spec import ArraySpec
-from meshtune.model.tree import merge
 from tiny_models import torch_model
 
 EVERYTHING = LoraConfig(rank=4, targets=("all-linear", "lm_head"))

@@ -13,9 +13,9 @@ from twins import base, our_logits, trained_logits
 from meshtune.adapters import layout
 from meshtune.adapters.config import FreezeConfig, FullConfig, LoraConfig, Method
 from meshtune.adapters.method import abstract, count, prepare
+from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
 from meshtune.families import hf_names
-from meshtune.model.tree import flatten
 from tiny_models import torch_model
 
 CASES: dict[str, tuple[Method, list[str]]] = {

@@ -14,9 +14,9 @@ from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.inputs import input_sizes
 from meshtune.adapters.kind import Original
 from meshtune.adapters.method import abstract, prepare
+from meshtune.arrays.tree import flatten, merge
 from meshtune.model.compute import Compute
 from meshtune.model.spec import abstract_params
-from meshtune.model.tree import flatten, merge
 from meshtune.objectives import OBJECTIVES
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.weights.load import load_params, load_spec, load_weight

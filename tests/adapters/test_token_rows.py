@@ -21,8 +21,8 @@ from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.merge import merged
 from meshtune.adapters.method import Prepared, count, prepare
 from meshtune.adapters.peft_format import attach, load_adapter, save_adapter
+from meshtune.arrays.tree import merge
 from meshtune.errors import UserError
-from meshtune.model.tree import merge
 from tiny_models import torch_model
 
 IDS = tuple(sorted({int(one) for one in TOKENS.ravel()[:3]} | {96}))

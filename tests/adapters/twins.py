@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from meshtune.adapters.method import Prepared
+from meshtune.arrays.tree import Tree, merge
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import hidden_states, logits
 from meshtune.model.spec import ModelSpec
-from meshtune.model.tree import Tree, merge
 from tiny_models import same_weights, torch_model
 
 TOKENS = np.random.default_rng(0).integers(0, 97, (2, 12)).astype(np.int32)

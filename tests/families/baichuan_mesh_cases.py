@@ -17,12 +17,12 @@ from baichuan_in_torch import SEVEN, THIRTEEN, Baichuan
 from meshtune.adapters.config import FullConfig, LoraConfig
 from meshtune.adapters.method import abstract, prepare
 from meshtune.adapters.peft_format import BaseRecord, load_adapter, save_adapter
+from meshtune.arrays.tree import merge
 from meshtune.kernels.attention import balanced_order
 from meshtune.mesh.axes import MeshConfig, make_mesh
-from meshtune.mesh.fit import layout_for
 from meshtune.mesh.placement import place_batch
 from meshtune.model.compute import Compute
-from meshtune.model.tree import merge
+from meshtune.model.sharding import layout_for
 from meshtune.objectives.sft import SftConfig, make
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.weights.export import export_model

@@ -14,13 +14,13 @@ from safetensors.numpy import load_file
 
 from baichuan_files import directory
 from baichuan_in_torch import SEVEN, THIRTEEN
+from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
 from meshtune.families import hf_names, model_spec
 from meshtune.generate.engine import Engine
 from meshtune.kernels.attention import AttentionRequest, choose
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import hidden_states, logits
-from meshtune.model.tree import flatten
 from meshtune.weights.export import export_model
 from meshtune.weights.load import load_params, load_spec
 from meshtune.weights.row_order import row_order

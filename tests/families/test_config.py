@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
 from meshtune.families import FAMILIES, hf_names, model_spec, module_names
 from meshtune.model.spec import LayerSpec, Stack, abstract_params, split_stacks, stacks_of
-from meshtune.model.tree import flatten
 
 LLAMA = {
     "model_type": "llama",

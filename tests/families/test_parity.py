@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from meshtune.arrays.tree import flatten
 from meshtune.families import hf_names
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import hidden_states, logits
-from meshtune.model.tree import flatten
 from tiny_models import CONFIGS, same_weights, torch_model
 
 COMPUTE = Compute(attention="direct")

@@ -64,11 +64,11 @@ def test_the_package_offers_its_names():
 
 
 def test_train_is_a_package_that_can_be_called(monkeypatch):
-    import meshtune.train.step
+    import meshtune.train.step.build
 
-    monkeypatch.setattr("meshtune.generate.api.train", lambda *given: given)
+    monkeypatch.setattr("meshtune.api.train", lambda *given: given)
     assert meshtune.train("recipe.yaml", "seed=1") == ("recipe.yaml", "seed=1")
-    assert meshtune.train.step.TrainState
+    assert meshtune.train.step.build.TrainState
 
 
 @pytest.mark.parametrize("ids", [IDS[0], IDS[:1], IDS, np.array(IDS), np.array(IDS[0], np.int64)])

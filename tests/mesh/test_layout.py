@@ -11,13 +11,13 @@ from jax.sharding import Mesh, PartitionSpec
 
 from meshtune.adapters.config import FullConfig, LoraConfig
 from meshtune.adapters.method import abstract
+from meshtune.arrays.paths import named_leaves
 from meshtune.errors import UserError
 from meshtune.families import model_spec
 from meshtune.mesh.axes import AXES, MeshConfig
-from meshtune.mesh.fit import check_batch, layout_for
 from meshtune.mesh.layout import Layout
+from meshtune.model.sharding import check_batch, layout_for
 from meshtune.model.spec import ModelSpec
-from meshtune.optim.paths import named_leaves
 from tiny_models import CONFIGS, torch_model
 
 LLAMA_405B = {

@@ -11,10 +11,10 @@ import pytest
 
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import prepare
+from meshtune.arrays.tree import flatten, merge
 from meshtune.model.chunks import over_chunks
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import hidden_states
-from meshtune.model.tree import flatten, merge
 from meshtune.objectives import OBJECTIVES
 from tiny_models import same_weights, torch_model
 

@@ -13,14 +13,14 @@ from units_of import loader_of, random_pairs
 
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import abstract, prepare
+from meshtune.arrays.tree import merge
 from meshtune.families import model_spec, scored_spec
 from meshtune.kernels.attention import balanced_order
 from meshtune.mesh.axes import MeshConfig, make_mesh
-from meshtune.mesh.fit import layout_for
 from meshtune.mesh.placement import place_batch, shardings
 from meshtune.model.compute import Compute
 from meshtune.model.init import init_params
-from meshtune.model.tree import merge
+from meshtune.model.sharding import layout_for
 from meshtune.objectives import STAGES
 from meshtune.objectives.score import means
 from tiny_models import CONFIGS, SMALL

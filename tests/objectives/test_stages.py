@@ -18,14 +18,14 @@ from units_of import loader_of, random_pairs
 import meshtune.quickstart
 from meshtune.adapters.config import FullConfig, LoraConfig
 from meshtune.adapters.method import prepare
+from meshtune.arrays.tree import merge
 from meshtune.config.load import load_recipe
 from meshtune.errors import UserError
 from meshtune.generate.api import load
 from meshtune.model.compute import Compute
-from meshtune.model.tree import merge
 from meshtune.objectives import STAGES
 from meshtune.objectives.score import means
-from meshtune.train.reference import log_probabilities, made_start
+from meshtune.train.evaluation.reference import log_probabilities, made_start
 from meshtune.train.run import train
 from tiny_models import SMALL, same_weights, torch_model
 

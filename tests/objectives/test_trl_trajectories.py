@@ -29,8 +29,8 @@ from meshtune.model.compute import Compute
 from meshtune.objectives import STAGES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.optim.schedules import ScheduleConfig
-from meshtune.train.reference import log_probabilities
-from meshtune.train.step import init_state, make_train_step
+from meshtune.train.evaluation.reference import log_probabilities
+from meshtune.train.step.build import init_state, make_train_step
 from meshtune.weights.load import load_params, load_spec
 from tiny_models import SMALL
 

@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import torch
 
+from meshtune.arrays.tree import flatten, unflatten
 from meshtune.families import model_spec
-from meshtune.model.tree import flatten, unflatten
 from meshtune.optim.build import make_optimizer
 from meshtune.optim.schedules import ScheduleConfig
 

@@ -9,7 +9,7 @@ import torch
 from adam_mini import Adam_mini
 from optimizer_problems import CONSTANT, SPEC, assert_close, problem, run_ours, run_torch_named, run_with_state, tree_of
 
-from meshtune.model.spec import ArraySpec
+from meshtune.arrays.spec import ArraySpec
 from meshtune.optim.adamw8bit import block, decoded, encoded
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.optim.muon import orthogonal

@@ -10,9 +10,9 @@ import torch
 from badam import BlockOptimizer
 from optimizer_problems import CONSTANT, SPEC, gradient, problem, tree_of
 
+from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import flatten, unflatten
 from meshtune.errors import UserError
-from meshtune.model.spec import ArraySpec
-from meshtune.model.tree import flatten, unflatten
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 
 Q, NORM = "layers/0.0/attn/q/weight", "layers/0.0/attn_norm/weight"

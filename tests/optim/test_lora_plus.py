@@ -11,13 +11,13 @@ import torch
 from peft.optimizers import create_loraplus_optimizer
 
 from meshtune.adapters.peft_format import load_adapter
+from meshtune.arrays.paths import named_leaves
+from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import unflatten
 from meshtune.config.load import load_recipe
 from meshtune.errors import UserError
-from meshtune.model.spec import ArraySpec
-from meshtune.model.tree import unflatten
 from meshtune.optim.build import make_optimizer
 from meshtune.optim.config import OptimizerConfig
-from meshtune.optim.paths import named_leaves
 from meshtune.optim.schedules import ScheduleConfig
 from tiny_models import same_weights, torch_model
 

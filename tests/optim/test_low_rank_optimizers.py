@@ -110,7 +110,7 @@ def test_galore_projects_onto_the_largest_singular_directions():
 
 @pytest.mark.parametrize("name", ["galore", "apollo"])
 def test_state_is_narrow_and_says_where_it_lies(name):
-    from meshtune.model.spec import ArraySpec
+    from meshtune.arrays.spec import ArraySpec
 
     tree = tree_of({
         TALL: ArraySpec((3, 64, 32), "float32", ("layers", "ffn", "embed")),

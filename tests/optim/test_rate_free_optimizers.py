@@ -7,7 +7,7 @@ from optimizer_problems import CONSTANT, assert_close, problem, run_ours, run_to
 from prodigyopt import Prodigy
 from schedulefree import AdamWScheduleFreeReference
 
-from meshtune.model.tree import flatten
+from meshtune.arrays.tree import flatten
 from meshtune.optim.build import OptimizerConfig
 from meshtune.optim.schedules import ScheduleConfig
 

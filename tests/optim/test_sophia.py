@@ -8,14 +8,14 @@ import numpy as np
 
 from meshtune.adapters.config import FullConfig
 from meshtune.adapters.method import prepare
+from meshtune.arrays.tree import merge
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import hidden_states, logits
-from meshtune.model.tree import merge
 from meshtune.objectives import OBJECTIVES
 from meshtune.objectives.curvature import curvature, drawn_targets
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.optim.schedules import ScheduleConfig
-from meshtune.train.step import init_state, make_train_step
+from meshtune.train.step.build import init_state, make_train_step
 from tiny_models import same_weights, torch_model
 
 CONFIG = OptimizerConfig(

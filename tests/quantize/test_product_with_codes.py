@@ -11,11 +11,11 @@ import pytest
 
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import abstract
+from meshtune.arrays.tree import merge
 from meshtune.model.compute import Compute, compiler_options
 from meshtune.model.decoder import hidden_states
 from meshtune.model.linear import matmul
 from meshtune.model.spec import LayerSpec, ModelSpec, RopeSpec, Stack
-from meshtune.model.tree import merge
 from meshtune.quantize import FORMATS
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.weight import QuantisedWeight

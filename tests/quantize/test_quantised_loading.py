@@ -34,8 +34,8 @@ ON_MESHES = """
 import json, pathlib, sys
 import jax, numpy as np
 from meshtune.mesh.axes import MeshConfig, make_mesh
-from meshtune.mesh.fit import layout_for
-from meshtune.model.tree import flatten
+from meshtune.model.sharding import layout_for
+from meshtune.arrays.tree import flatten
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.families.quantised import quantised_params
 from meshtune.quantize.weight import QuantisedWeight
@@ -124,11 +124,11 @@ import jax, jax.numpy as jnp
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import abstract
 from meshtune.mesh.axes import MeshConfig, make_mesh
-from meshtune.mesh.fit import layout_for
+from meshtune.model.sharding import layout_for
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import hidden_states
 from meshtune.model.spec import LayerSpec, ModelSpec, RopeSpec, Stack
-from meshtune.model.tree import merge
+from meshtune.arrays.tree import merge
 from meshtune.quantize.config import QuantizeConfig
 
 rope, stacks = RopeSpec(1e4, 64), (Stack((LayerSpec(),), 3),)

@@ -15,12 +15,12 @@ import transformers
 
 import meshtune
 import meshtune.quickstart
+from meshtune.arrays.tree import flatten
 from meshtune.config.load import load_recipe
 from meshtune.errors import UserError
-from meshtune.model.tree import flatten
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.weight import QuantisedWeight
-from meshtune.train.export import export
+from meshtune.runs.export import export
 from meshtune.train.run import train
 from meshtune.weights.load import load_params, load_spec
 from tiny_models import SMALL

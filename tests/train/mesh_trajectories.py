@@ -99,13 +99,13 @@ def trajectory(case: Case, on_mesh: bool) -> dict[str, Any]:
     from meshtune.families import model_spec
     from meshtune.kernels.attention import balanced_order
     from meshtune.mesh.axes import MeshConfig, make_mesh
-    from meshtune.mesh.fit import layout_for
     from meshtune.mesh.placement import place_batch, shardings
     from meshtune.model.compute import Compute
     from meshtune.model.init import init_params
+    from meshtune.model.sharding import layout_for
     from meshtune.objectives import OBJECTIVES
     from meshtune.optim.build import OptimizerConfig, make_optimizer
-    from meshtune.train.step import abstract_state, init_state, make_train_step
+    from meshtune.train.step.build import abstract_state, init_state, make_train_step
 
     model = {
         "model_type": "llama", "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128,

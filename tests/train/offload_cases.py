@@ -72,20 +72,20 @@ def updates(case: Case, *, offloaded: bool) -> dict[str, Any]:
 
     from meshtune.adapters.config import FreezeConfig, FullConfig, LoraConfig
     from meshtune.adapters.method import abstract, prepare
+    from meshtune.arrays.tree import flatten, unflatten
     from meshtune.families import model_spec
     from meshtune.kernels.attention import balanced_order
     from meshtune.mesh import placement
     from meshtune.mesh.axes import MeshConfig, make_mesh
-    from meshtune.mesh.fit import layout_for
     from meshtune.model.compute import Compute
     from meshtune.model.init import init_params
-    from meshtune.model.tree import flatten, unflatten
+    from meshtune.model.sharding import layout_for
     from meshtune.objectives import OBJECTIVES
     from meshtune.optim.build import OptimizerConfig, make_optimizer
     from meshtune.quantize.config import QuantizeConfig
     from meshtune.quantize.weight import QuantisedWeight
-    from meshtune.train import update
-    from meshtune.train.step import abstract_state, init_state, make_train_step
+    from meshtune.train.step.build import host_state as update
+    from meshtune.train.step.build import abstract_state, init_state, make_train_step
 
     config = {
         "model_type": "llama", "vocab_size": case.vocab, "hidden_size": 64, "intermediate_size": 128,

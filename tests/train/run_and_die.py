@@ -30,7 +30,7 @@ def die_when_seen(directory: pathlib.Path, pattern: str) -> None:
 
 def arrange(when: str, output: pathlib.Path) -> None:
     kind, _, number = when.partition(":")
-    from meshtune.train.metrics_log import MetricsLog
+    from meshtune.train.report.metrics_log import MetricsLog
 
     receive = MetricsLog.receive
 

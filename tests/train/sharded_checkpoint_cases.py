@@ -26,11 +26,11 @@ from meshtune.adapters.method import abstract
 from meshtune.errors import UserError
 from meshtune.families import model_spec
 from meshtune.mesh.axes import MeshConfig, make_mesh
-from meshtune.mesh.fit import layout_for
 from meshtune.mesh.processes import Job, start
+from meshtune.model.sharding import layout_for
 from meshtune.optim.build import OptimizerConfig, make_optimizer
-from meshtune.train.checkpoint import Checkpoints, Record
-from meshtune.train.step import TrainState, abstract_state
+from meshtune.train.checkpoint.checkpoints import Checkpoints, Record
+from meshtune.train.step.build import TrainState, abstract_state
 
 CONFIG = {
     "model_type": "llama",

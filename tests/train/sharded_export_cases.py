@@ -22,14 +22,14 @@ import numpy as np
 from meshtune.adapters.config import FullConfig, LoraConfig, Method
 from meshtune.adapters.method import Prepared, abstract, prepare
 from meshtune.adapters.peft_format import BaseRecord
+from meshtune.arrays.tree import merge
 from meshtune.errors import UserError
 from meshtune.mesh.axes import MeshConfig, make_mesh
-from meshtune.mesh.fit import layout_for
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import shardings
 from meshtune.mesh.processes import Job, start
-from meshtune.model.tree import merge
-from meshtune.train.final import export_result
+from meshtune.model.sharding import layout_for
+from meshtune.train.result.final import export_result
 from meshtune.weights import slots, streamed
 from meshtune.weights.export import export_model
 from meshtune.weights.load import load_params, load_spec

@@ -18,7 +18,7 @@ import meshtune
 import meshtune.quickstart
 from meshtune.config.load import load_recipe
 from meshtune.errors import UserError
-from meshtune.train.export import export
+from meshtune.runs.export import export
 from meshtune.train.run import train
 from tiny_models import SMALL
 

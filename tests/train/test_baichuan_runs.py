@@ -19,7 +19,7 @@ from meshtune.config.load import load_recipe
 from meshtune.mesh import placement
 from meshtune.optim.build import OptimizerConfig
 from meshtune.optim.schedules import ScheduleConfig
-from meshtune.train.export import export
+from meshtune.runs.export import export
 from meshtune.train.run import train
 from meshtune.weights.load import load_params, load_spec
 

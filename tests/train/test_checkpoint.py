@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from meshtune.errors import UserError
-from meshtune.train.checkpoint import Best, Checkpoints, Record, versions
-from meshtune.train.step import TrainState, init_state
+from meshtune.train.checkpoint.checkpoints import Best, Checkpoints, Record, versions
+from meshtune.train.step.build import TrainState, init_state
 
 
 @jax.tree_util.register_dataclass

@@ -6,7 +6,7 @@ import pytest
 
 from meshtune.errors import UserError
 from meshtune.objectives.score import Score
-from meshtune.train.evaluate import evaluate
+from meshtune.train.evaluation.evaluate import evaluate
 
 
 def score(trainable, frozen, batch):

@@ -12,7 +12,7 @@ import transformers
 
 from meshtune import quickstart
 from meshtune.errors import UserError
-from meshtune.train.export import export
+from meshtune.runs.export import export
 
 IDS = torch.arange(3, 203)[None]
 

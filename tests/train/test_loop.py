@@ -11,14 +11,14 @@ import pytest
 
 from meshtune.data.conversation import Origin
 from meshtune.errors import UserError
-from meshtune.train.cadence import Cadence, evaluations, every, never
-from meshtune.train.checkpoint import Checkpoints, Record
-from meshtune.train.early_stopping import EarlyStopping
-from meshtune.train.evaluate import Evaluation
-from meshtune.train.events import Evaluated, Events, Sampled, Saved, Started, Stepped, Stopped
+from meshtune.train.checkpoint.checkpoints import Checkpoints, Record
+from meshtune.train.evaluation.cadence import Cadence, evaluations, every, never
+from meshtune.train.evaluation.early_stopping import EarlyStopping
+from meshtune.train.evaluation.evaluate import Evaluation
 from meshtune.train.interrupt import Interrupt, interruptible
 from meshtune.train.loop import Task, run_loop
-from meshtune.train.step import TrainState
+from meshtune.train.report.events import Evaluated, Events, Sampled, Saved, Started, Stepped, Stopped
+from meshtune.train.step.build import TrainState
 
 
 @dataclasses.dataclass

@@ -16,7 +16,7 @@ import pytest
 import real_runs
 from real_runs import DEVICES, launch, launched, members, order, rows, train, updates, wait_until, weights
 
-from meshtune.train.metrics_log import TIMINGS
+from meshtune.train.report.metrics_log import TIMINGS
 
 # As in test_mesh_trajectories: sums are added in another order on every mesh, some 1e-7 an update.
 CLOSE = 2e-6  # relative, of losses and gradient norms

@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from meshtune.train.metrics_log import TIMINGS
+from meshtune.train.report.metrics_log import TIMINGS
 
 SCRIPT = pathlib.Path(__file__).with_name("run_and_die.py")
 KILLED = -9

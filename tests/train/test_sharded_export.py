@@ -11,7 +11,7 @@ from sharded_export_cases import LORA, trained
 from sharded_job import run_well
 
 from meshtune.adapters.config import FullConfig
-from meshtune.model.tree import merge
+from meshtune.arrays.tree import merge
 from meshtune.weights.verify import probe, probe_logits
 
 PROGRAM = "sharded_export_cases.py"

@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 
 from meshtune.errors import UserError
-from meshtune.train import metrics_log, trackers
-from meshtune.train.events import Evaluated, Sampled, Started, Stepped, Stopped, opened
-from meshtune.train.plot import LossPlot, draw, smoothed
-from meshtune.train.progress import ProgressBar
+from meshtune.train.report import metrics_log, trackers
+from meshtune.train.report.events import Evaluated, Sampled, Started, Stepped, Stopped, opened
+from meshtune.train.report.plot import LossPlot, draw, smoothed
+from meshtune.train.report.progress import ProgressBar
 
 
 def stepped(step: int, loss: float = 2.0) -> Stepped:

@@ -16,7 +16,7 @@ from meshtune.model.compute import Compute
 from meshtune.objectives import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.optim.schedules import ScheduleConfig
-from meshtune.train.step import init_state, make_eval_step, make_train_step
+from meshtune.train.step.build import init_state, make_eval_step, make_train_step
 from meshtune.weights.load import load_params, load_spec
 
 pytestmark = pytest.mark.slow

@@ -10,10 +10,10 @@ import pytest
 
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import prepare
+from meshtune.arrays.tree import flatten
 from meshtune.model.compute import Compute
-from meshtune.model.tree import flatten
 from meshtune.objectives import OBJECTIVES
-from meshtune.train.step import init_state, make_train_step
+from meshtune.train.step.build import init_state, make_train_step
 from meshtune.weights.load import load_params, load_spec
 
 pytestmark = pytest.mark.slow

@@ -22,9 +22,9 @@ from meshtune.config.load import load_recipe
 from meshtune.errors import UserError
 from meshtune.generate.api import load
 from meshtune.mesh.together import ALONE
-from meshtune.train.result import Result
+from meshtune.setup.start import start_of, tokenizer_of, written_start
+from meshtune.train.result.result import Result
 from meshtune.train.run import train
-from meshtune.train.start import start_of, tokenizer_of, written_start
 from meshtune.weights.load import load_spec
 from tiny_models import torch_model
 
@@ -200,7 +200,7 @@ def test_rows_of_new_tokens_are_trained_alone(stories260k, lesson, tmp_path):
     model = peft.PeftModel.from_pretrained(model, str(result.path)).eval()
     with torch.no_grad():
         assert np.abs(model(torch.from_numpy(tokens)).logits.numpy() - found).max() < TOLERANCE
-    from meshtune.train.export import export
+    from meshtune.runs.export import export
 
     export(tmp_path / "run", tmp_path / "merged", merge=True)
     assert np.abs(logits(tmp_path / "merged", None, tokens) - found).max() < TOLERANCE

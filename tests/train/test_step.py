@@ -9,10 +9,10 @@ import optax
 import pytest
 import torch
 
+from meshtune.arrays.tree import flatten, split
 from meshtune.model.compute import Compute
-from meshtune.model.tree import flatten, split
 from meshtune.objectives import OBJECTIVES
-from meshtune.train.step import init_state, make_eval_step, make_train_step
+from meshtune.train.step.build import init_state, make_eval_step, make_train_step
 from tiny_models import same_weights, torch_model
 
 SGD = optax.sgd(1.0)

@@ -19,12 +19,12 @@ import transformers
 from meshtune.adapters.config import FullConfig
 from meshtune.adapters.method import prepare
 from meshtune.adapters.peft_format import attach, load_adapter
+from meshtune.arrays.tree import split
 from meshtune.model.compute import Compute
-from meshtune.model.tree import split
 from meshtune.objectives import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.optim.schedules import ScheduleConfig
-from meshtune.train.step import init_state, make_train_step
+from meshtune.train.step.build import init_state, make_train_step
 from tiny_models import same_weights, torch_model
 
 STEPS, ROWS, ACCUMULATION = 30, 4, 2

@@ -12,16 +12,16 @@ from test_step import documents, micro, pack
 
 from meshtune.adapters.config import FreezeConfig, FullConfig
 from meshtune.adapters.method import prepare
+from meshtune.arrays.tree import flatten
 from meshtune.mesh import placement
 from meshtune.mesh.placement import moved
 from meshtune.model.compute import Compute
-from meshtune.model.tree import flatten
 from meshtune.objectives import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.optim.optimizer import as_spec
 from meshtune.optim.schedules import ScheduleConfig
-from meshtune.train import update
-from meshtune.train.step import abstract_state, init_state, make_train_step
+from meshtune.train.step.build import host_state as update
+from meshtune.train.step.build import abstract_state, init_state, make_train_step
 from tiny_models import same_weights, torch_model
 
 CONSTANT = ScheduleConfig("constant")
@@ -84,7 +84,7 @@ def test_a_fused_update_equals_one_with_all_gradients_at_hand(tiny, batches, nam
 
 def test_badam_gets_the_active_layers_gradient_clipped_and_accumulated(tiny, batches):
     """Three layers in turn, by hand from the gradients of all: AdamW's first update of each, from its own norm."""
-    from meshtune.model.tree import merge
+    from meshtune.arrays.tree import merge
 
     config = OptimizerConfig("badam", 1e-2, CONSTANT, switch_every=1, eps=1e-4)
     spec, params = tiny
@@ -149,7 +149,7 @@ def deep():
 def temporaries(config, spec):
     """(bytes of all gradients in float32, the compiled step's temporaries, whether it updates its state in place)."""
     from meshtune.adapters.method import abstract
-    from meshtune.train.step import abstract_state
+    from meshtune.train.step.build import abstract_state
 
     arrays = abstract(FullConfig(), spec)
     optimizer, _ = make_optimizer(config, 10, arrays.trainable, arrays.spec)

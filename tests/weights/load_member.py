@@ -17,10 +17,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshtune.arrays.paths import named_leaves
 from meshtune.errors import UserError
 from meshtune.mesh.axes import MeshConfig, make_mesh
-from meshtune.mesh.fit import layout_for
-from meshtune.optim.paths import named_leaves
+from meshtune.model.sharding import layout_for
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.weights.load import load_params, load_spec
 from meshtune.weights.load_report import LoadReport, resident

@@ -34,10 +34,10 @@ def compare(directory: pathlib.Path) -> dict[str, Any]:
     import jax
     import numpy as np
 
+    from meshtune.arrays.tree import flatten
     from meshtune.mesh.axes import MeshConfig, make_mesh
-    from meshtune.mesh.fit import layout_for
+    from meshtune.model.sharding import layout_for
     from meshtune.model.spec import abstract_params
-    from meshtune.model.tree import flatten
     from meshtune.weights.load import load_params, load_spec
     from meshtune.weights.load_report import LoadReport
 
@@ -77,7 +77,7 @@ def compare_prepared(directory: pathlib.Path, cases: list[tuple[str, str]]) -> d
     from meshtune.adapters.config import FreezeConfig, FullConfig, LoraConfig, Method
     from meshtune.adapters.method import abstract, prepare
     from meshtune.mesh.axes import MeshConfig, make_mesh
-    from meshtune.mesh.fit import layout_for
+    from meshtune.model.sharding import layout_for
     from meshtune.weights.load import load_params, load_spec
 
     methods: dict[str, Method] = {

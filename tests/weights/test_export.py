@@ -18,9 +18,9 @@ from safetensors.numpy import load_file
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.merge import merged
 from meshtune.adapters.method import prepare
+from meshtune.arrays.tree import flatten, merge, unflatten
 from meshtune.errors import UserError
 from meshtune.model.spec import split_stacks
-from meshtune.model.tree import flatten, merge, unflatten
 from meshtune.weights import export, verify
 from meshtune.weights.export import export_model
 from meshtune.weights.load import load_params, load_spec

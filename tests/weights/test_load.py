@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from meshtune.arrays.tree import flatten
 from meshtune.model.spec import abstract_params, split_stacks
-from meshtune.model.tree import flatten
 from meshtune.weights import slots as slots_module
 from meshtune.weights.load import load_params, load_spec
 from meshtune.weights.slots import blocks, slots

@@ -19,9 +19,9 @@ from safetensors.numpy import save_file
 from meshtune.adapters.peft_config import PeftConfig, read_config
 from meshtune.adapters.peft_format import CONFIG, WEIGHTS, BaseRecord, opened, read_fields, record_of
 from meshtune.adapters.peft_tensors import PREFIX
-from meshtune.adapters.publish import disk_errors, published
 from meshtune.adapters.weighted import METHODS, Factors, keeps_factors, prunes, weighted
 from meshtune.errors import UserError, nearest
+from meshtune.weights.publish import disk_errors, published
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 

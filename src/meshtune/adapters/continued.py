@@ -25,10 +25,10 @@ from meshtune.adapters.peft_format import (
 )
 from meshtune.adapters.peft_tensors import sort
 from meshtune.adapters.rows import FIELD
+from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.errors import UserError
 from meshtune.mesh.layout import Layout
 from meshtune.model.spec import ModelSpec
-from meshtune.model.tree import Tree, flatten, unflatten
 
 # What an adapter says itself, and a recipe may only repeat.
 TOLD = ("adapter", "rank", "alpha", "targets", "rslora", "train_modules")

@@ -20,9 +20,9 @@ from meshtune.adapters.kind import Started
 from meshtune.adapters.lora import LoRA, dropped
 from meshtune.adapters.peft_lora import READ, lora_fields, lora_options
 from meshtune.adapters.refusals import check_rank, no_options
+from meshtune.arrays.spec import ArraySpec
 from meshtune.model.in_use import here
 from meshtune.model.linear import matmul
-from meshtune.model.spec import ArraySpec
 from meshtune.quantize.weight import QuantisedWeight
 
 

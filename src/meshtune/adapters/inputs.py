@@ -12,11 +12,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from meshtune.adapters.method import SHARED
+from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import Tree, merge, unflatten
 from meshtune.model.compute import Compute, compiler_options
 from meshtune.model.decoder import hidden_states
 from meshtune.model.linear import matmul
-from meshtune.model.spec import ArraySpec, ModelSpec
-from meshtune.model.tree import Tree, merge, unflatten
+from meshtune.model.spec import ModelSpec
 
 
 @jax.tree_util.register_dataclass

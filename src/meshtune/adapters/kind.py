@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.model.spec import ArraySpec
+from meshtune.arrays.spec import ArraySpec
 
 
 class Adapter(Protocol):

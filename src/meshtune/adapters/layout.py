@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from meshtune.adapters.targets import modules
+from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.model.spec import ModelSpec, stacks_of
-from meshtune.model.tree import Tree, flatten, unflatten
 
 
 def uniform(spec: ModelSpec, choice: Mapping[str, Hashable]) -> ModelSpec:

@@ -23,9 +23,9 @@ from meshtune.adapters.lora import LoRA
 from meshtune.adapters.peft_lora import READ, lora_fields, lora_options
 from meshtune.adapters.principal import principal
 from meshtune.adapters.refusals import check_rank, no_options, only_of_quantised
+from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
 from meshtune.model.in_use import here
-from meshtune.model.spec import ArraySpec
 from meshtune.quantize.weight import QuantisedWeight
 
 

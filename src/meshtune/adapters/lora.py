@@ -19,9 +19,9 @@ from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.kind import Started
 from meshtune.adapters.peft_lora import READ, lora_fields, lora_options
 from meshtune.adapters.refusals import check_rank, no_options
+from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import Tree
 from meshtune.model.linear import NARROW, matmul, precision
-from meshtune.model.spec import ArraySpec
-from meshtune.model.tree import Tree
 
 
 @jax.tree_util.register_dataclass

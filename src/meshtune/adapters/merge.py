@@ -8,9 +8,9 @@ from typing import Any
 import jax
 
 from meshtune.adapters.method import SHARED, used_up
+from meshtune.arrays.tree import Tree, unflatten
 from meshtune.errors import UserError
 from meshtune.model.token_rows import ROWS, TokenRows
-from meshtune.model.tree import Tree, unflatten
 from meshtune.quantize.weight import QuantisedWeight
 
 

@@ -23,14 +23,15 @@ from meshtune.adapters.layout import restack, uniform
 from meshtune.adapters.refusals import not_of_quantised, only_of_quantised
 from meshtune.adapters.rows import abstract_rows, begun_rows, rows_by_node
 from meshtune.adapters.targets import Module, adapter_targets, fully_trained, modules
+from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import Tree, flatten, merge, unflatten
 from meshtune.errors import UserError
 from meshtune.families.expansion import new_layers
 from meshtune.families.quantised import quantised_leaves
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import cast_there, is_on_host
-from meshtune.model.spec import ArraySpec, ModelSpec, abstract_params
+from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.model.token_rows import ROWS
-from meshtune.model.tree import Tree, flatten, merge, unflatten
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.weight import QuantisedWeight
 

@@ -22,9 +22,9 @@ from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.kind import Started
 from meshtune.adapters.lora import LoRA
 from meshtune.adapters.refusals import no_options, without
+from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
 from meshtune.model.linear import matmul, precision
-from meshtune.model.spec import ArraySpec
 
 PARAMETRISED_SINCE = "0.18.0"  # the version of PEFT whose series this is
 

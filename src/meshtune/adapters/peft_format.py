@@ -22,16 +22,16 @@ from meshtune.adapters.layout import restack, uniform
 from meshtune.adapters.method import SHARED, arranged, held_weight, used_up
 from meshtune.adapters.peft_config import PeftConfig, read_config, write_config
 from meshtune.adapters.peft_tensors import Content, collect, names_of_nodes, read, read_shared, sort
-from meshtune.adapters.publish import disk_errors, published
 from meshtune.adapters.targets import modules
+from meshtune.arrays.tree import Tree, flatten, merge, unflatten
 from meshtune.errors import UserError
 from meshtune.families import scored_spec
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.processes import Job
 from meshtune.mesh.together import ALONE, together
 from meshtune.model.spec import ModelSpec
-from meshtune.model.tree import Tree, flatten, merge, unflatten
 from meshtune.quantize.config import QuantizeConfig
+from meshtune.weights.publish import disk_errors, published
 from meshtune.weights.streamed import write_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

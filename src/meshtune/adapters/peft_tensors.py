@@ -16,11 +16,12 @@ from meshtune.adapters.method import placed
 from meshtune.adapters.peft_config import PeftConfig
 from meshtune.adapters.rows import FIELD, TENSOR
 from meshtune.adapters.targets import Module, modules
+from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.errors import UserError
 from meshtune.mesh.layout import Layout
-from meshtune.model.spec import PACKED, ArraySpec, ModelSpec
+from meshtune.model.spec import PACKED, ModelSpec
 from meshtune.model.token_rows import ROWS
-from meshtune.model.tree import Tree, flatten, unflatten
 from meshtune.weights.row_order import row_order
 from meshtune.weights.streamed import Tensor
 

@@ -22,10 +22,10 @@ from meshtune.adapters.lora import LoRA
 from meshtune.adapters.peft_lora import READ, lora_fields, scaled
 from meshtune.adapters.principal import principal
 from meshtune.adapters.refusals import check_rank, no_options, not_of_quantised
+from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.errors import UserError
 from meshtune.model.in_use import here
-from meshtune.model.spec import ArraySpec
-from meshtune.model.tree import Tree, flatten, unflatten
 from meshtune.quantize.weight import QuantisedWeight
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from meshtune.adapters.config import LoraConfig
+from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
-from meshtune.model.spec import ArraySpec
 
 # Options that belong to some kinds alone.
 OWN = {

@@ -10,9 +10,10 @@ import jax
 
 from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import LoraConfig, Method
+from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
 from meshtune.mesh.layout import Layout
-from meshtune.model.spec import ArraySpec, ModelSpec
+from meshtune.model.spec import ModelSpec
 from meshtune.model.token_rows import ROWS, TokenRows
 
 # In PEFT: the tensor of a module's rows, and the field of an adapter_config.json that says which they are.

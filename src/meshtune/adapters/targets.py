@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import ALL_LINEAR, FreezeConfig, LoraConfig
+from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError, nearest
 from meshtune.families import module_names
-from meshtune.model.spec import ArraySpec, ModelSpec, abstract_params
-from meshtune.model.tree import flatten
+from meshtune.model.spec import ModelSpec, abstract_params
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,9 +22,10 @@ from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.kind import Started
 from meshtune.adapters.lora import LoRA, dropped
 from meshtune.adapters.refusals import check_rank, no_options, without
+from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
 from meshtune.model.linear import NARROW, matmul
-from meshtune.model.spec import PACKED, ArraySpec
+from meshtune.model.spec import PACKED
 
 
 @jax.tree_util.register_dataclass

@@ -14,6 +14,7 @@ from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import SHARED, Prepared, of_adapters
 from meshtune.adapters.peft_format import BaseRecord, attach, load_adapter, save_adapter
+from meshtune.arrays.tree import Tree, flatten, merge, unflatten
 from meshtune.errors import UserError
 from meshtune.mesh.placement import place_batch
 from meshtune.mesh.processes import Job
@@ -21,7 +22,6 @@ from meshtune.mesh.together import ALONE, together
 from meshtune.model.compute import Compute, compiler_options
 from meshtune.model.decoder import hidden_states, logits
 from meshtune.model.spec import ModelSpec
-from meshtune.model.tree import Tree, flatten, merge, unflatten
 
 TOLERANCE = 1e-5  # of the largest logit: the same numbers in the same program; room only for chips that sum unsteadily
 # Of the largest logit, where another kind is written than was trained: the same matrices, summed in another order. On

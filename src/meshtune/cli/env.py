@@ -17,7 +17,7 @@ def version() -> None:
 
 def env() -> None:
     """Show the devices, and the versions to name in a report."""
-    from meshtune.train.devices import device_table
+    from meshtune.setup.devices import device_table
 
     console = Console(highlight=False)
     console.print(device_table())

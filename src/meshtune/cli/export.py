@@ -35,7 +35,7 @@ def export(
     size = shard_bytes(max_shard_size)
     from rich.console import Console
 
-    from meshtune.train.export import export as write
+    from meshtune.runs.export import export as write
 
     if into is not None and not merge:
         raise UserError("--into says what an adapter is merged into", where="--into", fix="add --merge")

@@ -48,7 +48,7 @@ def shard(
 def _show(found: Sharding) -> None:
     from rich.console import Console
 
-    from meshtune.train.memory import size_in_words
+    from meshtune.setup.memory import size_in_words
 
     console = Console(highlight=False)
     console.print(_devices(found))
@@ -72,7 +72,7 @@ def _show(found: Sharding) -> None:
 def _devices(found: Sharding) -> Table:
     from rich.table import Table
 
-    from meshtune.train.memory import size_in_words
+    from meshtune.setup.memory import size_in_words
 
     table = Table(title="devices", title_justify="left")
     for heading in ("target", "mesh", "devices", "memory each"):
@@ -85,7 +85,7 @@ def _devices(found: Sharding) -> Table:
 def _tensors(found: Sharding) -> Table:
     from rich.table import Table
 
-    from meshtune.train.memory import size_in_words
+    from meshtune.setup.memory import size_in_words
 
     table = Table(title="arrays", title_justify="left")
     for heading in ("array", "shape", "dtype", "axes", "split over", "each device"):

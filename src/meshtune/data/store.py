@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from meshtune.cache import cache_folder
 from meshtune.data.conversation import Origin
 from meshtune.data.tokens import Example
 from meshtune.errors import UserError
@@ -67,8 +68,8 @@ class Store:
 
 def cache_directory(override: str | os.PathLike[str] | None = None) -> pathlib.Path:
     """Where tokenised data are kept: `override`, $MESHTUNE_CACHE, or ~/.cache/meshtune."""
-    base = override or os.environ.get("MESHTUNE_CACHE") or pathlib.Path.home() / ".cache" / "meshtune"
-    return pathlib.Path(base).expanduser() / "tokens"
+    base = cache_folder() if override is None else pathlib.Path(override).expanduser()
+    return base / "tokens"
 
 
 def fingerprint(documents: Iterable[Any], *parts: str) -> str:

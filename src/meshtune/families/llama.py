@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshtune.arrays.tree import flatten
 from meshtune.families.config_fields import ConfigFields, read_rope
 from meshtune.model.spec import LayerSpec, ModelSpec, abstract_params, stacks_of
-from meshtune.model.tree import flatten
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 MODULES = {

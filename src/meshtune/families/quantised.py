@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.errors import UserError, nearest
 from meshtune.families import module_names
-from meshtune.model.spec import ArraySpec, ModelSpec, abstract_params
-from meshtune.model.tree import Tree, flatten, unflatten
+from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.quantize import FORMATS
 from meshtune.quantize.config import BLOCK_SIZES, WHOLE, QuantizeConfig, check_format
 from meshtune.quantize.weight import QuantisedWeight

@@ -14,28 +14,27 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from meshtune.arrays.tree import Tree
 from meshtune.data.tokenizer import check_vocabulary, load_tokenizer
 from meshtune.errors import UserError
 from meshtune.generate.chat import ChatSession, Overflow
 from meshtune.generate.engine import Engine, bucket
 from meshtune.generate.prompts import chat_ids, continuation_ids, text_end, turn_end
 from meshtune.generate.sampling import Sampling
-from meshtune.generate.sources import find
 from meshtune.generate.text import pieces
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import hidden_states, logits
 from meshtune.model.spec import ModelSpec
 from meshtune.model.token_rows import folded
-from meshtune.model.tree import Tree
 from meshtune.quantize import FORMATS
 from meshtune.quantize.config import QuantizeConfig, check_format
+from meshtune.runs.sources import find
 from meshtune.weights.load import MODEL_DTYPES, load_params, load_spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from meshtune.adapters.peft_format import LoadedAdapter
-    from meshtune.config.recipe import Recipe
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -242,22 +241,6 @@ def _quantised(asked: QuantizeConfig | str | None, adapter: LoadedAdapter | None
         return asked
     check_format(asked, (*FORMATS, "none"))
     return None if asked == "none" else QuantizeConfig(asked)
-
-
-def train(recipe: Recipe | str | os.PathLike[str] | dict[str, Any], *overrides: str) -> Any:
-    """Runs a recipe (a Recipe, a YAML file, a mapping), with "key.sub=value" overrides; gives train.run's Result.
-
-    As one of several processes (see docs/launch.md) it finds the others; nothing of JAX may have been used before.
-    Raises UserError for whatever is wrong with the recipe, the model or the data, before the first step.
-    """
-    from meshtune.config.load import load_recipe
-    from meshtune.mesh.processes import start
-    from meshtune.train.run import train as run
-
-    if isinstance(recipe, os.PathLike):
-        recipe = os.fspath(recipe)
-    with start() as job:
-        return run(load_recipe(recipe, overrides), job=job)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "compute"))

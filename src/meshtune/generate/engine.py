@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from meshtune.arrays.tree import Tree
 from meshtune.errors import UserError
 from meshtune.generate.sampling import Knobs, Sampling, Switches, compiled_form, next_token
 from meshtune.mesh.layout import constrain
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import Cache, forward_cached, head_params, init_cache, logits
 from meshtune.model.spec import ModelSpec
-from meshtune.model.tree import Tree
 
 DEFAULT_TOKENS = 256  # generated at most when nobody says how many
 AHEAD = 512  # slots made at first for tokens to come; a longer text lets the cache grow

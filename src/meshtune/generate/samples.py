@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from meshtune.arrays.tree import Tree
 from meshtune.generate.engine import Engine
 from meshtune.generate.prompts import chat_ids, continuation_ids, tokenizer_end, turn_end
 from meshtune.generate.sampling import Sampling
 from meshtune.generate.text import pieces
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
-from meshtune.model.tree import Tree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -12,7 +12,7 @@ import sys
 from meshtune.config.load import load_recipe
 from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
-from meshtune.train.output import LOGS, check_output
+from meshtune.runs.output import LOGS, check_output
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from meshtune.arrays.paths import named_leaves, path_name
 from meshtune.mesh.layout import Layout
-from meshtune.optim.paths import named_leaves, path_name
 
 Tree = dict[str, Any]
 HOST = "pinned_host"

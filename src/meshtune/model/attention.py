@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from meshtune.arrays.tree import Tree
 from meshtune.kernels.attention import attention
 from meshtune.model.compute import Compute
 from meshtune.model.linear import linear, site_key
 from meshtune.model.norm import rms_norm
 from meshtune.model.rope import rotate
 from meshtune.model.spec import LayerSpec, ModelSpec
-from meshtune.model.tree import Tree
 
 # What a rematerialisation policy may keep: queries and keys, rotated.
 ROTATED = "rotated"

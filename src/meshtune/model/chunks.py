@@ -18,7 +18,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
-from meshtune.model.tree import Tree
+from meshtune.arrays.tree import Tree
 
 # (what is shared, a chunk of x, a chunk of the tokens' data, its number: None where the row is whole) -> results
 Chunk = Callable[[Any, Array, Tree, Array | None], Any]

@@ -16,6 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from meshtune.arrays.tree import Tree
 from meshtune.kernels.attention import LOG_SUM_EXP, OUTPUT
 from meshtune.mesh.layout import Layout, constrain
 from meshtune.model.attention import ROTATED, Rows, attend, queries_keys_values
@@ -26,11 +27,10 @@ from meshtune.model.layer import fold, laid_out, one_layer
 from meshtune.model.linear import NARROW, PRODUCT, linear
 from meshtune.model.mlp import mlp
 from meshtune.model.norm import rms_norm
+from meshtune.model.reverse import RESIDUAL, Layer, LayersWalked
 from meshtune.model.rope import angles
 from meshtune.model.spec import LayerSpec, ModelSpec
 from meshtune.model.token_rows import ROWS, table
-from meshtune.model.tree import Tree
-from meshtune.model.walk import RESIDUAL, Layer, LayersWalked
 
 Tokens = Int[Array, "B T"]
 Hidden = Float[Array, "B T D"]

@@ -9,11 +9,12 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.kernels.loss_split import LossSplit
 from meshtune.mesh.layout import Layout
 from meshtune.model.compute import Compute
-from meshtune.model.spec import ArraySpec, ModelSpec, abstract_params
-from meshtune.model.tree import Tree, flatten, unflatten
+from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.quantize.weight import QuantisedWeight
 
 # What a rematerialisation policy must never keep: it would be the whole model on every device.

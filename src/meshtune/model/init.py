@@ -7,8 +7,9 @@ import zlib
 import jax
 import jax.numpy as jnp
 
-from meshtune.model.spec import ArraySpec, ModelSpec, abstract_params
-from meshtune.model.tree import Tree, flatten, unflatten
+from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import Tree, flatten, unflatten
+from meshtune.model.spec import ModelSpec, abstract_params
 
 
 def init_params(spec: ModelSpec, key: jax.Array) -> Tree:

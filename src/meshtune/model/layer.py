@@ -12,6 +12,7 @@ import functools
 import jax
 from jaxtyping import Array, Float
 
+from meshtune.arrays.tree import Tree
 from meshtune.mesh.layout import Layout, constrain
 from meshtune.model.attention import Rows, attend, keys_values, queries, queries_keys_values
 from meshtune.model.chunks import over_chunks
@@ -20,7 +21,6 @@ from meshtune.model.linear import site_key
 from meshtune.model.mlp import mlp
 from meshtune.model.norm import rms_norm
 from meshtune.model.spec import LayerSpec, ModelSpec
-from meshtune.model.tree import Tree
 
 Hidden = Float[Array, "B T D"]
 

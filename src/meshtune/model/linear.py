@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from meshtune.model.tree import Tree
+from meshtune.arrays.tree import Tree
 from meshtune.quantize.weight import QuantisedWeight
 
 # Names a rematerialisation policy may keep: the result of a linear layer, its adapter and bias included, and the narrow

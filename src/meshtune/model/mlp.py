@@ -7,9 +7,9 @@ from functools import partial
 import jax
 from jaxtyping import Array, Float
 
+from meshtune.arrays.tree import Tree
 from meshtune.model.linear import linear, site_key
 from meshtune.model.spec import ModelSpec
-from meshtune.model.tree import Tree
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,

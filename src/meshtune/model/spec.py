@@ -11,48 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
-import jax.numpy as jnp
-
-Tree = dict[str, Any]
+from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import Tree
 
 PACKED = "packed_heads"  # the logical axis of rows of queries, keys and values, head by head
-
-
-@dataclasses.dataclass(frozen=True)
-class ArraySpec:
-    """One parameter before it exists: its shape, dtype name, logical axes (one name a dimension) and initialiser.
-
-    `unit` neighbours along the last axis belong together: the array is split over devices between them alone.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    axes: tuple[str, ...]
-    init: Literal["normal", "ones", "zeros"] = "normal"
-    unit: int = 1
-
-    def __post_init__(self):
-        assert len(self.shape) == len(self.axes), (self.shape, self.axes)
-
-    @property
-    def units(self) -> tuple[int, ...]:
-        """The shape, counting units along the last axis: what splitting over devices must divide."""
-        return self.shape if self.unit == 1 else (*self.shape[:-1], self.shape[-1] // self.unit)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        total = 1
-        for n in self.shape:
-            total *= n
-        return total
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole array."""
-        return self.size * jnp.dtype(self.dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)

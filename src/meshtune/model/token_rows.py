@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from meshtune.model.spec import ArraySpec
-from meshtune.model.tree import Tree
+from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import Tree
 
 ROWS = "rows"  # their place in the node of the weight they belong to
 

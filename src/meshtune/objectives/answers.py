@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from meshtune.arrays.tree import Tree, split
 from meshtune.kernels.log_probs import log_probs
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import head_logits, head_params, hidden_states
 from meshtune.model.in_use import loss_split
 from meshtune.model.spec import ModelSpec
-from meshtune.model.tree import Tree, split
 from meshtune.objectives.score import Batch
 from meshtune.objectives.segments import least, slots, to_tokens, totals
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, Key
 
+from meshtune.arrays.tree import Tree
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import head_logits, head_params, hidden_states
 from meshtune.model.spec import ModelSpec
-from meshtune.model.tree import Tree
 from meshtune.objectives.score import Batch
 from meshtune.objectives.sft import score
 

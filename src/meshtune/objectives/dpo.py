@@ -7,10 +7,10 @@ from typing import Literal
 
 from jaxtyping import Array
 
+from meshtune.arrays.tree import Tree
 from meshtune.errors import UserError
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
-from meshtune.model.tree import Tree
 from meshtune.objectives.answers import answers, reference
 from meshtune.objectives.preference import hinge, robust, scored, smoothed, squared
 from meshtune.objectives.score import Batch, Objective, Score

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from meshtune.arrays.tree import Tree
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
-from meshtune.model.tree import Tree
 from meshtune.objectives.answers import answers, reference
 from meshtune.objectives.score import Batch, Objective, Part, Score
 

@@ -7,9 +7,9 @@ import dataclasses
 import jax
 from jaxtyping import Array
 
+from meshtune.arrays.tree import Tree
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
-from meshtune.model.tree import Tree
 from meshtune.objectives.answers import answers
 from meshtune.objectives.preference import log_odds, scored
 from meshtune.objectives.score import Batch, Objective, Score

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from meshtune.arrays.tree import Tree
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import hidden_states, scores
 from meshtune.model.spec import ModelSpec
-from meshtune.model.tree import Tree
 from meshtune.objectives.answers import pairs
 from meshtune.objectives.score import Batch, Objective, Score
 from meshtune.objectives.segments import slots, totals

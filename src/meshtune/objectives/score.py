@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from meshtune.arrays.tree import Tree
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
-from meshtune.model.tree import Tree
 
 Batch = dict[str, Array]
 """tokens, targets, positions, segment_ids int32 [B, T]; weights float32 [B, T].

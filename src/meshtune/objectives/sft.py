@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from meshtune.arrays.tree import Tree
 from meshtune.errors import UserError
 from meshtune.kernels.cross_entropy import cross_entropy
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import head_logits, head_params, hidden_states
 from meshtune.model.in_use import loss_split
 from meshtune.model.spec import ModelSpec
-from meshtune.model.tree import Tree
 from meshtune.objectives.score import Batch, Objective, Score
 from meshtune.objectives.segments import slots, to_tokens, totals
 

@@ -6,9 +6,9 @@ import dataclasses
 
 from jaxtyping import Array
 
+from meshtune.arrays.tree import Tree
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
-from meshtune.model.tree import Tree
 from meshtune.objectives.answers import answers
 from meshtune.objectives.preference import scored, smoothed
 from meshtune.objectives.score import Batch, Objective, Score

@@ -12,7 +12,8 @@ import functools
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from meshtune.model.spec import ArraySpec, ModelSpec
+from meshtune.arrays.spec import ArraySpec
+from meshtune.model.spec import ModelSpec
 from meshtune.optim.adam import adamw, direction, moments
 from meshtune.optim.config import OptimizerConfig
 from meshtune.optim.rule import At, Rule, Rules, State, descent, kept

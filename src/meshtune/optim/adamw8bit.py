@@ -12,7 +12,7 @@ import functools
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-from meshtune.model.spec import ArraySpec
+from meshtune.arrays.spec import ArraySpec
 from meshtune.optim.adam import adamw, direction, moments
 from meshtune.optim.config import OptimizerConfig
 from meshtune.optim.rule import At, Rule, Rules, State, descent

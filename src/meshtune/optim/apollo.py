@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from meshtune.model.spec import ArraySpec
+from meshtune.arrays.spec import ArraySpec
 from meshtune.optim.adam import adamw, corrections, moments
 from meshtune.optim.config import OptimizerConfig
 from meshtune.optim.projection import is_narrowed, narrow_spec, narrowed, projector_spec, tall

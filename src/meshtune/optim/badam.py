@@ -15,12 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from meshtune.arrays.paths import named_leaves
+from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
-from meshtune.model.spec import ArraySpec, ModelSpec
+from meshtune.model.spec import ModelSpec
 from meshtune.optim.adam import direction, moments
 from meshtune.optim.config import OptimizerConfig
 from meshtune.optim.optimizer import COUNT, KEPT, LAYERS, Optimizer, as_spec, single
-from meshtune.optim.paths import named_leaves
 from meshtune.optim.rule import At, descent
 from meshtune.optim.schedules import Schedule
 

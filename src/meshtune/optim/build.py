@@ -14,8 +14,10 @@ from typing import Any
 import jax
 import optax
 
+from meshtune.arrays.paths import named_leaves, path_name
+from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError, nearest
-from meshtune.model.spec import ArraySpec, ModelSpec
+from meshtune.model.spec import ModelSpec
 from meshtune.optim.adafactor import adafactor
 from meshtune.optim.adam import adamw
 from meshtune.optim.adam_mini import adam_mini
@@ -27,7 +29,6 @@ from meshtune.optim.galore import galore
 from meshtune.optim.lora_plus import rate_factors
 from meshtune.optim.muon import muon
 from meshtune.optim.optimizer import Optimizer, as_spec, by_parameter, single, whole
-from meshtune.optim.paths import named_leaves, path_name
 from meshtune.optim.prodigy import prodigy
 from meshtune.optim.projection import is_narrowed
 from meshtune.optim.rule import Rule, Rules, adopted

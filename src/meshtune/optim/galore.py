@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from meshtune.model.spec import ArraySpec
+from meshtune.arrays.spec import ArraySpec
 from meshtune.optim.adam import adamw, direction, moments
 from meshtune.optim.config import OptimizerConfig
 from meshtune.optim.projection import is_narrowed, narrow_spec, narrowed, projector_spec, tall, widened

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
-from meshtune.model.spec import ArraySpec
 from meshtune.optim.config import OptimizerConfig
 
 

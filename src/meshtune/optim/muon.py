@@ -11,7 +11,7 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from meshtune.model.spec import ArraySpec
+from meshtune.arrays.spec import ArraySpec
 from meshtune.optim.adam import adamw
 from meshtune.optim.config import OptimizerConfig
 from meshtune.optim.rule import At, Rule, Rules, State, descent, kept

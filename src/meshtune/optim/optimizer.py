@@ -12,9 +12,9 @@ import optax
 from jax import lax
 from jaxtyping import Array
 
+from meshtune.arrays.paths import named_leaves, path_name
+from meshtune.arrays.spec import ArraySpec
 from meshtune.model.in_use import here
-from meshtune.model.spec import ArraySpec
-from meshtune.optim.paths import named_leaves, path_name
 from meshtune.optim.rule import At, Rule, State, like
 from meshtune.optim.schedules import Schedule
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float
 
-from meshtune.model.spec import ArraySpec
+from meshtune.arrays.spec import ArraySpec
 
 
 def is_narrowed(path: str, parameter: ArraySpec, rank: int) -> bool:

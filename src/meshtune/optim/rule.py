@@ -15,7 +15,7 @@ import jax
 import optax
 from jaxtyping import Array, Float, Int, Key
 
-from meshtune.model.spec import ArraySpec
+from meshtune.arrays.spec import ArraySpec
 
 State = Any  # a tree of arrays, or of their ArraySpecs
 

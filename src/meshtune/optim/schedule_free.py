@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import schedule_free as wrapped
 
+from meshtune.arrays.paths import named_leaves
 from meshtune.optim.config import OptimizerConfig
 from meshtune.optim.optimizer import KEPT
-from meshtune.optim.paths import named_leaves
 from meshtune.optim.rule import At, Rule, adopted
 
 

@@ -18,9 +18,9 @@ from meshtune.mesh.processes import Job
 from meshtune.mesh.together import ALONE
 from meshtune.plan.hardware import Device, Target, known_devices
 from meshtune.plan.search import MESH, MICRO, REMAT, Option, applied, open_keys, options
-from meshtune.train.machine import Machine
-from meshtune.train.memory import size_in_words
-from meshtune.train.resolve import Choice
+from meshtune.setup.choices import Choice
+from meshtune.setup.machine import Machine
+from meshtune.setup.memory import size_in_words
 
 NAMES = {MESH: "mesh", MICRO: "micro_batch", REMAT: "remat"}
 

@@ -11,18 +11,19 @@ from jax.sharding import AbstractMesh
 
 from meshtune.adapters.config import Method
 from meshtune.adapters.method import Prepared, abstract
+from meshtune.arrays.paths import named_leaves
+from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import flatten
 from meshtune.config.recipe import Recipe
 from meshtune.mesh.axes import MeshConfig, described_mesh
-from meshtune.mesh.fit import layout_for
 from meshtune.mesh.layout import Layout
-from meshtune.model.spec import ArraySpec, ModelSpec, abstract_params
-from meshtune.model.tree import flatten
+from meshtune.model.sharding import layout_for
+from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.optim.build import make_optimizer
-from meshtune.optim.paths import named_leaves
 from meshtune.plan.hardware import Target
-from meshtune.train.quantized import quantize_of
-from meshtune.train.resolve import Precision, optimizer_of, precision_of
-from meshtune.train.start import start_of
+from meshtune.setup.choices import Precision, optimizer_of, precision_of
+from meshtune.setup.quantization import quantize_of
+from meshtune.setup.start import start_of
 from meshtune.weights.hub import CONFIG, locate
 from meshtune.weights.load import load_config, stored_dtype
 

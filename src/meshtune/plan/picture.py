@@ -12,7 +12,6 @@ import numpy as np
 from meshtune.plan.estimate import ROLES
 from meshtune.plan.report import Report
 from meshtune.plan.roofline import REACHED, Roofline
-from meshtune.train.plot import GRID, INK
 
 COLORS = {
     "weights": "#2f6fde",
@@ -24,6 +23,8 @@ COLORS = {
 }
 LIMIT, BOUND = "#d9480f", "#8896a5"
 GIB = 2**30
+
+INK, GRID = "#1f2933", "#e4e7eb"
 
 
 def draw(path: pathlib.Path, reports: Sequence[Report]) -> None:

@@ -13,18 +13,18 @@ from jax.sharding import SingleDeviceSharding
 
 from meshtune.config.recipe import Recipe
 from meshtune.mesh.axes import MeshConfig
-from meshtune.mesh.fit import check_batch
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import is_on_host
 from meshtune.model.compute import Compute
+from meshtune.model.sharding import check_batch
 from meshtune.plan.auto import merged, settled_autos, target_here
 from meshtune.plan.hardware import Target
-from meshtune.train.assemble import batch_like, frozen_like, optimizer_for, state_like, step_for
-from meshtune.train.machine import Machine, this_machine
-from meshtune.train.resolve import Choice, compute_of
-from meshtune.train.settle import Settled, settle
-from meshtune.train.stage import row_length
-from meshtune.train.step import TrainState
+from meshtune.setup.assemble import batch_like, frozen_like, optimizer_for, state_like, step_for
+from meshtune.setup.choices import Choice, compute_of
+from meshtune.setup.machine import Machine, this_machine
+from meshtune.setup.resolved import Settled, settle
+from meshtune.setup.stage import row_length
+from meshtune.train.step.build import TrainState
 
 STEPS = 1000  # of a recipe that counts in epochs: a constant of the learning rate's schedule, nothing else
 

@@ -16,15 +16,15 @@ from meshtune.config.quantize import QuantizeSection
 from meshtune.config.recipe import LoraMethod, MeshSection, Recipe
 from meshtune.errors import UserError
 from meshtune.mesh.axes import MeshConfig, resolved
-from meshtune.mesh.fit import check_batch
+from meshtune.model.sharding import check_batch
 from meshtune.plan.case import Base, Case, base_of, layout_on
 from meshtune.plan.estimate import Estimate, estimate, exchanges
 from meshtune.plan.hardware import Target
 from meshtune.plan.roofline import Roofline, roofline
 from meshtune.plan.work import work_of
-from meshtune.train.machine import Machine
-from meshtune.train.resolve import compute_of
-from meshtune.train.stage import row_length
+from meshtune.setup.choices import compute_of
+from meshtune.setup.machine import Machine
+from meshtune.setup.stage import row_length
 
 RESERVE = 0.06  # share of a device's memory that is left to the driver, libraries' workspaces and fragments
 MESH, MICRO, REMAT, OFFLOAD, QUANTIZE = "mesh", "train.micro_batch", "compute.remat", "compute.offload", "quantize"

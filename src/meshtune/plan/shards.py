@@ -11,19 +11,19 @@ import jax
 from jax.sharding import PartitionSpec
 
 from meshtune.adapters.method import abstract
+from meshtune.arrays.paths import named_leaves
 from meshtune.config.recipe import Recipe
 from meshtune.mesh.axes import MeshConfig, described_mesh, resolved
-from meshtune.mesh.fit import check_batch, layout_for
 from meshtune.mesh.layout import Layout
+from meshtune.model.sharding import check_batch, layout_for
 from meshtune.model.spec import ModelSpec
 from meshtune.optim.build import make_optimizer
-from meshtune.optim.paths import named_leaves
 from meshtune.plan.auto import merged, settled_autos, target_here
 from meshtune.plan.hardware import Target
-from meshtune.train.machine import this_machine
-from meshtune.train.resolve import Choice, mesh_choices, mesh_of, optimizer_of, precision_of
-from meshtune.train.start import start_of
-from meshtune.train.step import abstract_state
+from meshtune.setup.choices import Choice, mesh_choices, mesh_of, optimizer_of, precision_of
+from meshtune.setup.machine import this_machine
+from meshtune.setup.start import start_of
+from meshtune.train.step.build import abstract_state
 from meshtune.weights.hub import CONFIG, locate
 from meshtune.weights.load import load_config, stored_dtype
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from meshtune.mesh.axes import MeshConfig
 from meshtune.plan.report import Answer, Report
 from meshtune.plan.roofline import REACHED
-from meshtune.train.memory import size_in_words
+from meshtune.setup.memory import size_in_words
 
 COLORS = {
     "weights": "blue",

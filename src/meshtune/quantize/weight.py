@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from meshtune.model.spec import ArraySpec
+from meshtune.arrays.spec import ArraySpec
 from meshtune.quantize import FORMATS
 from meshtune.quantize.config import QuantizeConfig, check_format
 from meshtune.quantize.format import Format, shares

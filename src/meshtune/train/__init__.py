@@ -11,7 +11,7 @@ class _Training(types.ModuleType):
     """`meshtune.train` names this package, whoever imported it first, and is also the API's verb."""
 
     def __call__(self, recipe: Any, *overrides: str) -> Any:
-        from meshtune.generate.api import train
+        from meshtune.api import train
 
         return train(recipe, *overrides)
 

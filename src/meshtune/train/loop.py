@@ -16,18 +16,18 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from meshtune.arrays.tree import Tree
 from meshtune.errors import UserError
 from meshtune.mesh.stop_flag import StopFlag
-from meshtune.model.tree import Tree
-from meshtune.train.cadence import Cadence
-from meshtune.train.checkpoint import Checkpoints, Record
-from meshtune.train.device_metrics import DeviceMetrics
-from meshtune.train.early_stopping import EarlyStopping
-from meshtune.train.evaluate import Evaluation
-from meshtune.train.events import Evaluated, Event, Events, Sampled, Saved, Started, Stepped, Stopped
+from meshtune.setup.memory import memory_in_use
+from meshtune.train.checkpoint.checkpoints import Checkpoints, Record
+from meshtune.train.evaluation.cadence import Cadence
+from meshtune.train.evaluation.early_stopping import EarlyStopping
+from meshtune.train.evaluation.evaluate import Evaluation
 from meshtune.train.interrupt import Interrupt
-from meshtune.train.memory import memory_in_use
-from meshtune.train.step import Metrics, TrainState
+from meshtune.train.report.device_metrics import DeviceMetrics
+from meshtune.train.report.events import Evaluated, Event, Events, Sampled, Saved, Started, Stepped, Stopped
+from meshtune.train.step.build import Metrics, TrainState
 
 MOST_RECORDS = 12  # named in a message
 

@@ -14,40 +14,39 @@ from rich.console import Console
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import Prepared, count
 from meshtune.adapters.peft_format import BaseRecord, recorded
+from meshtune.arrays.tree import merge
 from meshtune.config.recipe import Recipe
 from meshtune.data.prepare import Prepared as Data
 from meshtune.data.prepare import prepare as prepare_data
 from meshtune.errors import UserError
 from meshtune.mesh.agreement import agree, code_version, first_alone
 from meshtune.mesh.axes import MeshConfig
-from meshtune.mesh.fit import check_batch
 from meshtune.mesh.peers import Place
 from meshtune.mesh.processes import Job
-from meshtune.model.tree import merge
-from meshtune.plan import truth
+from meshtune.model.sharding import check_batch
 from meshtune.plan.auto import merged, settled_autos, target_here
-from meshtune.train import banner, metrics_log, trackers
-from meshtune.train.attention_check import checked_attention
-from meshtune.train.checkpoint import Checkpoints, Record, disk_reason, versions
-from meshtune.train.devices import device_table, hosts, seen_by_all
-from meshtune.train.events import opened
-from meshtune.train.final import export_result
+from meshtune.runs.output import CHECKPOINTS, check_output, claimed, write_recipe, write_run
+from meshtune.setup.attention_check import checked_attention
+from meshtune.setup.choices import Choice, compute_of, optimizer_of
+from meshtune.setup.devices import device_table, hosts, seen_by_all
+from meshtune.setup.machine import this_machine
+from meshtune.setup.memory import bytes_on_each
+from meshtune.setup.parameters import Begun, Parameters
+from meshtune.setup.resolved import settle
+from meshtune.setup.stage import reference_of
+from meshtune.setup.start import begun_at, continued_adapter, tokenizer_of
+from meshtune.train.checkpoint.checkpoints import Checkpoints, Record, disk_reason, versions
+from meshtune.train.checkpoint.resume import Resumed, find_resume
+from meshtune.train.evaluation.reference import Reference
 from meshtune.train.interrupt import interruptible
 from meshtune.train.loop import Ended, Task, run_loop
-from meshtune.train.machine import this_machine
-from meshtune.train.memory import bytes_on_each
-from meshtune.train.output import CHECKPOINTS, check_output, claimed, write_recipe, write_run
-from meshtune.train.parameters import Begun, Parameters
-from meshtune.train.plot import LossPlot
-from meshtune.train.progress import ProgressBar
-from meshtune.train.reference import Reference
-from meshtune.train.resolve import Choice, compute_of, optimizer_of
-from meshtune.train.result import Result
-from meshtune.train.resume import Resumed, find_resume
-from meshtune.train.settle import settle
-from meshtune.train.stage import reference_of
-from meshtune.train.start import begun_at, continued_adapter, tokenizer_of
-from meshtune.train.step import TrainState
+from meshtune.train.report import banner, metrics_log, prediction, trackers
+from meshtune.train.report.events import opened
+from meshtune.train.report.plot import LossPlot
+from meshtune.train.report.progress import ProgressBar
+from meshtune.train.result.final import export_result
+from meshtune.train.result.result import Result
+from meshtune.train.step.build import TrainState
 from meshtune.train.task import Parts, make_task
 from meshtune.weights.fingerprint import base_hash
 
@@ -156,12 +155,14 @@ class _Run:
             self.console.print(line)
         task = make_task(self._parts(begun), record, state)
         length = self.data.train.row_length
-        watch = truth.watch(task.step, self.recipe, self.target, self.settled.layout, length) if self.job.first else []
+        watch = (
+            prediction.watch(task.step, self.recipe, self.target, self.settled.layout, length) if self.job.first else []
+        )
         with interruptible() as interrupt:
             with opened([*self._sinks(record.step), *watch]) as events:
                 ended = run_loop(task, state, checkpoints, events, interrupt)
             checkpoints.wait()
-        for line in truth.told(watch, self._write_run):
+        for line in prediction.told(watch, self._write_run):
             self.console.print(line)
         if ended.interrupted is not None and ended.step < self.total:
             return self._interrupted(ended)

@@ -13,22 +13,22 @@ import numpy as np
 from rich.console import Console
 
 from meshtune.adapters.method import Prepared
+from meshtune.arrays.tree import Tree, merge
 from meshtune.config.recipe import Recipe
 from meshtune.data.prepare import Prepared as Data
 from meshtune.kernels.attention import balanced_order
 from meshtune.mesh.placement import place_batch
 from meshtune.model.compute import Compute
-from meshtune.model.tree import Tree, merge
-from meshtune.train.assemble import step_for
-from meshtune.train.cadence import Cadence, evaluations, every, save_interval
-from meshtune.train.checkpoint import Record
-from meshtune.train.early_stopping import EarlyStopping
-from meshtune.train.evaluate import Evaluation, evaluate
+from meshtune.setup.assemble import step_for
+from meshtune.setup.memory import size_in_words
+from meshtune.setup.resolved import Settled
+from meshtune.setup.stage import objective_of
+from meshtune.train.checkpoint.checkpoints import Record
+from meshtune.train.evaluation.cadence import Cadence, evaluations, every, save_interval
+from meshtune.train.evaluation.early_stopping import EarlyStopping
+from meshtune.train.evaluation.evaluate import Evaluation, evaluate
 from meshtune.train.loop import Task
-from meshtune.train.memory import size_in_words
-from meshtune.train.settle import Settled
-from meshtune.train.stage import objective_of
-from meshtune.train.step import TrainState, make_eval_step
+from meshtune.train.step.build import TrainState, make_eval_step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -19,15 +19,15 @@ import jax.numpy as jnp
 from jaxtyping import Float
 from numpy import ndarray
 
-from meshtune.adapters.publish import disk_errors, published
+from meshtune.arrays.tree import Tree, flatten
 from meshtune.errors import UserError
 from meshtune.families import scored_fields
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.processes import Job
 from meshtune.mesh.together import ALONE, together
 from meshtune.model.spec import ModelSpec
-from meshtune.model.tree import Tree, flatten
 from meshtune.weights.load import MODEL_DTYPES, Progress, load_config, stored_dtype
+from meshtune.weights.publish import disk_errors, published
 from meshtune.weights.safetensors_files import INDEX, SINGLE
 from meshtune.weights.slots import Slot, slots
 from meshtune.weights.streamed import Tensor, header, write_file

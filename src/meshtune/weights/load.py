@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.errors import UserError
 from meshtune.families import model_spec
 from meshtune.families.quantised import quantised_leaves
 from meshtune.mesh.layout import Layout
 from meshtune.model.spec import ModelSpec, abstract_params
-from meshtune.model.tree import Tree, flatten, unflatten
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.weights.check import SCORE, check
 from meshtune.weights.load_report import LoadReport, Watch, bytes_in_use, bytes_placed

@@ -13,9 +13,9 @@ import numpy as np
 from jax import make_array_from_single_device_arrays as from_shards
 from jax.sharding import SingleDeviceSharding
 
+from meshtune.arrays.spec import ArraySpec
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import on_host, real
-from meshtune.model.spec import ArraySpec
 from meshtune.quantize.scales import twice_quantised
 from meshtune.quantize.weight import QuantisedWeight, encoded
 from meshtune.weights.slots import Slot, allocate, place

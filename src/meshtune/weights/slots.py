@@ -15,9 +15,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
+from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import flatten
 from meshtune.families import hf_names
-from meshtune.model.spec import ArraySpec, ModelSpec, abstract_params
-from meshtune.model.tree import flatten
+from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.weights.row_order import RowOrder, row_order
 from meshtune.weights.safetensors_files import BLOCK_BYTES
 

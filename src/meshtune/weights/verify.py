@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.errors import UserError
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import place_batch
@@ -24,7 +25,6 @@ from meshtune.model.decoder import enter, head_logits, head_params, one_layer
 from meshtune.model.in_use import here, with_shared
 from meshtune.model.norm import rms_norm
 from meshtune.model.spec import LayerSpec, ModelSpec
-from meshtune.model.tree import Tree, flatten, unflatten
 from meshtune.weights.check import check
 from meshtune.weights.load import load_spec
 from meshtune.weights.row_order import between, joined

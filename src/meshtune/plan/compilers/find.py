@@ -13,6 +13,7 @@ import pathlib
 import sys
 from collections.abc import Callable, Mapping
 
+from meshtune.cache import cache_folder
 from meshtune.errors import UserError
 from meshtune.plan.compilers.linker import find_linker
 from meshtune.plan.compilers.stand_ins import build_stand_ins, library_folders
@@ -44,11 +45,6 @@ class Missing:
     platform: str
     reason: str
     fix: str
-
-
-def cache_folder(env: Mapping[str, str] = os.environ) -> pathlib.Path:
-    """Where Meshtune keeps what it can make again."""
-    return pathlib.Path(env.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "meshtune"
 
 
 def compilers_folder(env: Mapping[str, str] = os.environ) -> pathlib.Path:

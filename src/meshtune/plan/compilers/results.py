@@ -12,13 +12,14 @@ import pathlib
 import tempfile
 from typing import Any
 
+from meshtune.cache import cache_folder
 from meshtune.config.recipe import Recipe
 from meshtune.mesh.agreement import code_version
 from meshtune.plan.compilers.compiled import Compiled
-from meshtune.plan.compilers.find import Found, cache_folder, found_or_error
+from meshtune.plan.compilers.find import Found, found_or_error
 from meshtune.plan.compilers.process import LIMIT, Progress, run
 from meshtune.plan.hardware import Target
-from meshtune.train.stage import row_length
+from meshtune.setup.stage import row_length
 from meshtune.weights.hub import CONFIG, locate
 from meshtune.weights.load import load_config
 

@@ -1,0 +1,155 @@
+"""From a run, an adapter or a model to a directory that other tools load, verified by reading it back."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshtune.adapters.merge import merged
+from meshtune.adapters.peft_format import CONFIG, BaseRecord, attach, check_base, load_adapter
+from meshtune.arrays.tree import flatten
+from meshtune.data.tokenizer import load_tokenizer
+from meshtune.errors import UserError, nearest
+from meshtune.quantize.config import QuantizeConfig
+from meshtune.runs.sources import Source, find
+from meshtune.weights.export import export_model
+from meshtune.weights.fingerprint import base_hash
+from meshtune.weights.hub import TOKENIZER, locate
+from meshtune.weights.load import load_params, load_spec
+from meshtune.weights.publish import published
+from meshtune.weights.verify import ExportError, probe_logits
+
+INTO = ("dequantised", "full")
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """`what` ("a PEFT adapter", "a model in float32") is at `path`; `verified` says how it was compared."""
+
+    what: str
+    path: Path
+    verified: str
+
+
+def export(
+    source: str | os.PathLike[str],
+    dest: str | os.PathLike[str],
+    *,
+    merge: bool = False,
+    into: str | None = None,
+    base: str | os.PathLike[str] | None = None,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
+    any_base: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Exported:
+    """Writes what `source` (a run, an adapter directory, a model) holds to the directory `dest`.
+
+    An adapter stays an adapter unless `merge` is set: then it is folded into its base and written as a whole model, in
+    `dtype` (default: the base's), in files of at most `max_shard_bytes`. `into` says what the adapter of a quantised
+    base is folded into: "dequantised", the numbers that the codes stand for, which it was trained on (default), or
+    "full", the base as it was before; every written file records which. `base` says where an adapter's base lies if it
+    was moved, and with `any_base` another one is taken too. `progress(done, total)` is called in bytes. `dest`
+    appears whole and verified or not at all.
+    Raises UserError for a source without a result, another base than the adapter's, a `dest` that holds something.
+    """
+    found = find(source) if base is None else find(base, source)
+    dest = Path(dest).expanduser()
+    if found.adapter is not None and not merge:
+        if dtype is not None:
+            raise UserError("dtype is for whole models", where="dtype", fix="add --merge, or leave dtype out")
+        return _adapter(found, found.adapter, dest, overwrite)
+    spec, _ = load_spec(found.base)
+    expected, record, words, of = None, None, "", "trained"
+    if found.adapter is not None:
+        added = load_adapter(found.adapter, spec)
+        fingerprint = base_hash(found.base)
+        if not any_base:
+            check_base(added, str(found.base), fingerprint)
+        quantised = _merged_into(added.base, into)
+        record = merge_record(added.base, fingerprint, quantised)
+        spec, params = attach(load_params(found.base, spec, quantize=quantised), spec, added)
+        expected = probe_logits(params, spec)
+        params = merged(params)
+        if added.base.quantize is not None:
+            words = f", merged into the {'full-precision' if quantised is None else 'dequantised'} base"
+            of = "trained" if quantised else "merged; the adapter was trained on the quantised base"
+    elif merge:
+        raise UserError(
+            "there is no adapter to merge: this is a whole model already",
+            where=str(source),
+            fix="leave --merge out to write it in another dtype or other file sizes",
+        )
+    else:
+        params = load_params(found.base, spec)
+    template = None
+    if found.chat_template is not None:
+        own = load_tokenizer(found.tokenizer, found.chat_template).chat_template
+        template = own if isinstance(own, str) else None  # several named ones stay in the tokenizer's own files
+    done = export_model(
+        params,
+        spec,
+        found.base,
+        dest,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        overwrite=overwrite,
+        expected=expected,
+        tokenizer=locate(found.tokenizer, allow=TOKENIZER),
+        chat_template=template,
+        record=record,
+        progress=progress,
+        pad=padding_id(load_tokenizer(found.tokenizer)) if spec.scored else None,
+    )
+    compared = done.verified
+    how = f"{compared.tensors} tensors equal, logits within {compared.difference:.1e} (relative) of what was {of}"
+    return Exported(f"a model in {done.dtype}{words}, {len(done.files)} file(s),", done.path, how)
+
+
+def _merged_into(base: BaseRecord, into: str | None) -> QuantizeConfig | None:
+    """How the base is quantised before an adapter is folded into it."""
+    if into not in (None, *INTO):
+        raise UserError(
+            f"an adapter cannot be merged into '{into}'", where="--into", fix=f"{nearest(into, INTO)}one of {INTO}"
+        )
+    if into == "dequantised" and base.quantize is None:
+        raise UserError(
+            "the adapter was not trained on a quantised base, so there is nothing to dequantise",
+            where="--into",
+            fix="leave --into out",
+        )
+    return None if into == "full" else base.quantised
+
+
+def merge_record(base: BaseRecord, hash: str, quantised: QuantizeConfig | None) -> dict[str, Any]:
+    """What a merged model's files say of how they came to be, under "meshtune" in their metadata."""
+    fields: dict[str, Any] = {"base": base.path, "hash": hash}
+    if base.quantize is not None:
+        fields |= {"trained_on": base.quantize, "into": "full" if quantised is None else "dequantised"}
+    return {"merged": fields}
+
+
+def _adapter(found: Source, adapter: Path, dest: Path, overwrite: bool) -> Exported:
+    """Copies an adapter whose base is the right one, and compares every number of the copy with the original's."""
+    if dest.resolve() == adapter.resolve():
+        raise UserError("source and destination are the same directory", where=str(dest), fix="give another --to")
+    if dest.is_dir() and any(dest.iterdir()) and not overwrite:
+        raise UserError(f"{dest} is not empty", where=str(dest), fix="give another directory, or add --overwrite")
+    spec, _ = load_spec(found.base)
+    original = load_adapter(adapter, spec)
+    check_base(original, str(found.base), base_hash(found.base))
+    with published(dest, CONFIG) as folder:
+        shutil.copytree(adapter, folder, dirs_exist_ok=True)
+        copy = load_adapter(folder, spec)
+        ours, theirs = (jax.tree.leaves(flatten(one.trainable)) for one in (original, copy))
+        if copy.config != original.config or not all(map(np.array_equal, ours, theirs)):
+            raise ExportError("the copy of the adapter differs from the original", where=str(dest), fix="try again")
+    return Exported("a PEFT adapter", dest, f"its {len(ours)} arrays are equal")

@@ -1,0 +1,229 @@
+"""Every 'auto' of a recipe settled, each with its reason, and the recipe's sections as the core's own dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from meshtune.adapters.config import ExpandConfig, FreezeConfig, FullConfig, LoraConfig, Method
+from meshtune.adapters.refusals import OWN
+from meshtune.config.recipe import FreezeMethod, FullMethod, LlamaProMethod, LoraMethod, Recipe
+from meshtune.kernels.attention import AttentionRequest, choose
+from meshtune.mesh.axes import MeshConfig, make_mesh, resolved
+from meshtune.mesh.layout import Layout
+from meshtune.model.compute import Compute
+from meshtune.model.sharding import Note, layout_for
+from meshtune.model.spec import ModelSpec
+from meshtune.objectives import STAGES
+from meshtune.optim.build import OptimizerConfig
+from meshtune.optim.schedules import ScheduleConfig
+from meshtune.setup.machine import Machine, this_machine
+from meshtune.setup.tiles import chunks_of
+
+LOGITS_BYTES = 64 * 2**20  # held at once by default
+LEARNING_RATES = {"lora": 2e-4, "full": 2e-5, "freeze": 2e-5, "llama_pro": 2e-4}
+ADAPTER_RATES = {"pissa": 0.1, "vera": 10.0}  # of LoRA's, as their authors train
+GENTLER = 0.1  # of these for stages that compare answers: their gradients keep their size near the start
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """Dtypes: frozen weights are kept in `frozen`, activations in `compute`; `state` is the optimizer's."""
+
+    name: str
+    frozen: str
+    trainable: str
+    compute: str
+    state: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A settled choice, for the banner."""
+
+    name: str
+    value: str
+    reason: str
+
+
+def precision_of(recipe: Recipe, stored: str, backend: str | None = None) -> tuple[Precision, Choice]:
+    """The dtypes of a run from a model whose weights are stored in `stored`, on `backend` (default: the one here)."""
+    asked = recipe.compute.precision
+    backend = backend or jax.default_backend()
+    name = asked if asked != "auto" else ("float32" if backend == "cpu" else "mixed")
+    reason = "asked for" if asked != "auto" else f"auto: {name} on {backend}"
+    match name:
+        case "float32":
+            made = Precision(name, "float32", "float32", "float32", "float32")
+        case "bfloat16":
+            made = Precision(name, "bfloat16", "bfloat16", "bfloat16", "bfloat16")
+        case _:
+            # Weights that will be trained keep all the digits they come with; those that only meet bf16 activations
+            # need not be wider than these.
+            frozen = "bfloat16" if recipe.method.kind == "lora" or stored != "float32" else "float32"
+            made = Precision(name, frozen, "float32", "bfloat16", "float32")
+    return made, Choice("precision", name, reason)
+
+
+def mesh_of(recipe: Recipe, devices: int) -> tuple[MeshConfig, str]:
+    """The mesh, of `devices` devices or of as many as it was asked for, and why; auto is settled (plan.auto)."""
+    assert recipe.mesh != "auto", "settle what is left open first"
+    config = MeshConfig(**recipe.mesh.model_dump())
+    return (resolved(config, devices) if -1 in config.sizes.values() else config), "asked for"
+
+
+def layout_of(config: MeshConfig, why: str, spec: ModelSpec, machine: Machine) -> tuple[Layout | None, list[Choice]]:
+    """How arrays lie on the machine's devices, None where there is only one, and the mesh in words.
+
+    Raises: UserError for a mesh that the model does not allow.
+    """
+    if config.devices == 1:
+        return None, []
+    layout, notes = layout_for(make_mesh(config, machine.devices), spec)
+    return layout, mesh_choices(config, why, notes)
+
+
+def mesh_choices(config: MeshConfig, why: str, notes: list[Note]) -> list[Choice]:
+    """A mesh and what is remarkable about it, for the banner."""
+    return [Choice("mesh", str(config), why), *(Choice(note.axis, "whole", note.text) for note in notes)]
+
+
+def compute_of(
+    recipe: Recipe,
+    spec: ModelSpec,
+    precision: Precision,
+    rows: int,
+    length: int,
+    layout: Layout | None = None,
+    machine: Machine | None = None,
+) -> tuple[Compute, list[Choice]]:
+    """How numbers are computed for micro-batches of `rows` rows of `length` positions, over all devices of `layout`.
+
+    Raises: UserError for a forced attention backend that cannot serve.
+    """
+    asked = recipe.compute
+    machine = machine or this_machine()
+    mlp_chunk, attention_chunk, tiles = chunks_of(recipe, spec, rows, length, layout)
+    remat, why = asked.remat, "asked for"
+    if remat == "auto" and recipe.optimizer.walks:
+        remat, why = "full", "auto: each layer is made again when its update comes"
+    elif remat == "auto" and (attention_chunk or "residual" in asked.offload):
+        remat, why = "full", "auto: what would be kept is far more than the residual stream"
+    elif remat == "auto":
+        remat, why = "selective", "auto: products are kept"
+    choices = [Choice("remat", remat, why), *(Choice(*tile) for tile in tiles)]
+    if asked.loss_chunk is not None:
+        chunk, reason = max(1, asked.loss_chunk // rows), "asked for"
+    else:
+        most = max(1, LOGITS_BYTES // (4 * spec.vocab * rows))
+        chunk = max(16, 1 << (most.bit_length() - 1))
+        reason = f"auto: about {LOGITS_BYTES >> 20} MiB of logits at once"
+    chunk = min(chunk, length)
+    tokens = Choice("loss_chunk", f"{chunk * rows} tokens", reason)
+    compute = Compute(
+        precision.compute,
+        remat,
+        asked.attention,
+        chunk,
+        asked.scan_layers,
+        layout,
+        platform=machine.platform,
+        chip=machine.chip,
+        packed=recipe.data.packing or STAGES[recipe.stage.kind].learns != "documents",
+        mlp_chunk=mlp_chunk,
+        attention_chunk=attention_chunk,
+        offload=tuple(asked.offload),
+    )
+    for request in attention_requests(compute, spec, rows, length):
+        backend, reason = choose(request, asked.attention)
+        window = f" (window {request.window})" if request.window else ""
+        choices.append(Choice("attention", backend.name + window, reason))
+    choices.append(tokens)
+    if asked.offload:
+        choices.append(Choice("offload", ", ".join(asked.offload), "asked for"))
+    return compute, choices
+
+
+def attention_requests(compute: Compute, spec: ModelSpec, rows: int, length: int) -> list[AttentionRequest]:
+    """What one device is asked in each kind of layer, for micro-batches of `rows` rows of `length` positions."""
+    windows = {layer.window for stack in spec.stacks for layer in stack.pattern}
+    asked = AttentionRequest(
+        batch=rows,
+        q_length=compute.attention_chunk or length,
+        kv_length=length,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        dtype=compute.dtype,
+        platform=compute.platform,
+        chip=compute.chip,
+        packed=compute.packed,
+        alibi=spec.alibi is not None,
+        scale=spec.head_dim**-0.5,
+        aligned=compute.attention_chunk is None,
+    )
+    if compute.layout is not None:
+        asked = compute.layout.attention_split().fitted(asked).local(asked)
+    return [dataclasses.replace(asked, window=w) for w in sorted(windows, key=lambda w: (w is not None, w))]
+
+
+def method_of(recipe: Recipe) -> Method:
+    """The method as the core's dataclass."""
+    match recipe.method:
+        case LoraMethod() as lora:
+            return LoraConfig(
+                rank=lora.rank,
+                alpha=lora.alpha,
+                dropout=lora.dropout,
+                targets=lora.targets if isinstance(lora.targets, str) else tuple(lora.targets),
+                rslora=lora.rslora,
+                train_modules=tuple(lora.train_modules),
+                **{name: getattr(lora, name) for name in ("adapter", *OWN)},
+            )
+        case FullMethod():
+            return FullConfig()
+        case FreezeMethod() as freeze:
+            return FreezeConfig(freeze.last_layers, freeze.first_layers, tuple(freeze.modules))
+        case LlamaProMethod() as pro:
+            return ExpandConfig(pro.blocks)
+
+
+def optimizer_of(recipe: Recipe, precision: Precision) -> OptimizerConfig:
+    """The optimizer and its schedule as the core's dataclass."""
+    asked = recipe.optimizer
+    rate, stage = LEARNING_RATES[recipe.method.kind], STAGES[recipe.stage.kind]
+    rate *= ADAPTER_RATES.get(getattr(recipe.method, "adapter", ""), 1.0)
+    if asked.name == "prodigy":
+        rate = 1.0
+    elif stage.learns != "documents" and not stage.scores:
+        rate *= GENTLER
+    schedule = ScheduleConfig(
+        asked.schedule, asked.warmup_ratio, asked.warmup_steps, asked.min_lr_ratio, asked.decay_ratio
+    )
+    return OptimizerConfig(
+        name=asked.name,
+        learning_rate=asked.learning_rate or rate,
+        schedule=schedule,
+        weight_decay=asked.weight_decay,
+        no_decay=tuple(asked.no_decay),
+        beta1=asked.beta1,
+        beta2=asked.beta2,
+        eps=asked.eps,
+        momentum=asked.momentum,
+        state_dtype=precision.state if precision.trainable != "float32" else None,
+        fused=asked.fused,
+        seed=recipe.seed,
+        rank=asked.rank,
+        update_gap=asked.update_gap,
+        scale=asked.scale,
+        scaling=asked.scaling,
+        match_rms=asked.match_rms,
+        switch_every=asked.switch_every,
+        block_order=asked.block_order,
+        d_coef=asked.d_coef,
+        gamma=asked.gamma,
+        curvature_every=asked.curvature_every,
+        lora_plus_ratio=asked.lora_plus_ratio,
+        lora_plus_embedding_rate=asked.lora_plus_embedding_rate,
+    )

@@ -1,0 +1,139 @@
+"""Parameters at the start of a run: the base's weights, what is trained of or beside them, and the first state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from meshtune.adapters.config import LoraConfig
+from meshtune.adapters.continued import begun
+from meshtune.adapters.inputs import input_sizes
+from meshtune.adapters.kind import Original
+from meshtune.adapters.method import Prepared, held_weight, prepare
+from meshtune.arrays.tree import Tree, flatten
+from meshtune.config.recipe import Recipe
+from meshtune.data.prepare import Prepared as Data
+from meshtune.kernels.attention import balanced_order
+from meshtune.mesh.placement import moved, place_batch
+from meshtune.mesh.processes import Job
+from meshtune.model.compute import Compute
+from meshtune.model.spec import abstract_params
+from meshtune.setup.assemble import frozen_like, optimizer_for, state_like, waiting_weights
+from meshtune.setup.memory import size_in_words
+from meshtune.setup.resolved import Settled
+from meshtune.train.step.build import TrainState, init_state
+from meshtune.weights.load import load_params, load_weight, with_score
+from meshtune.weights.load_report import LoadReport
+
+CALIBRATED = 2048  # tokens of a row that are looked at, at most: none of the tiling of longer ones is used here
+
+
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """The split model, its first state, its optimizer and the learning rate by step."""
+
+    made: Prepared
+    state: TrainState
+    optimizer: Any
+    schedule: Callable[[Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """What a run's parameters are made from; `processes_a_host` read one file together."""
+
+    recipe: Recipe
+    settled: Settled
+    compute: Compute
+    data: Data
+    total: int
+    job: Job
+    processes_a_host: int
+    console: Console
+
+    def begun(self) -> Begun:
+        """Loads the base and begins; all processes of the job call this."""
+        recipe, settled = self.recipe, self.settled
+        optimizer, schedule = optimizer_for(recipe, settled, self.total)
+        params = with_score(self._loaded(waiting_weights(settled, optimizer)), settled.spec, settled.layout)
+        goes_on = getattr(settled.method, "continued", None)
+        if goes_on is None:
+            made = self._split(params)
+        else:
+            made = begun(goes_on, settled.arrays, settled.spec, params, settled.layout)
+        like = None if settled.layout is None and not settled.offload else state_like(settled, optimizer)
+        if like is not None and "weights" in settled.offload:
+            trainable, frozen = moved(made.trainable, like.trainable), moved(made.frozen, frozen_like(settled))
+            made = dataclasses.replace(made, trainable=trainable, frozen=frozen)
+        return Begun(made, init_state(made.trainable, optimizer, like), optimizer, schedule)
+
+    def _loaded(self, waiting: list[str]) -> Tree:
+        settled = self.settled
+        reports: list[LoadReport] = []
+        with self.console.status("loading weights") as status:
+            params = load_params(
+                settled.source,
+                settled.spec,
+                layout=settled.layout,
+                quantize=settled.quantize,
+                broadcast=self.recipe.model.load == "broadcast" and settled.layout is not None,
+                group=self.processes_a_host,
+                waiting=waiting,
+                plain=flatten(settled.arrays.trainable),
+                progress=lambda done, of: status.update(
+                    f"loading weights: {size_in_words(done)} of {size_in_words(of)}"
+                ),
+                report=reports.append,
+            )
+        for line in self.job.exchange("loading", reports[0].line):
+            one = self.job.processes == 1
+            self.console.print(f"[bold]loaded[/] {line.partition(': ')[2] if one else line}", highlight=False)
+        return params
+
+    def _split(self, params: Tree) -> Prepared:
+        settled = self.settled
+        sizes = self._sizes(params)
+
+        def original(path: str) -> Original:
+            return Original(load_weight(settled.source, settled.spec, path, settled.layout), sizes.get(path))
+
+        key = jax.random.fold_in(jax.random.key(self.recipe.seed), 0)
+        return prepare(settled.method, settled.spec, params, key, settled.precision.trainable, settled.layout, original)
+
+    def _sizes(self, params: Tree) -> dict[str, jax.Array]:
+        """How large the inputs of every adapted weight are, by its path; {} where it does not matter."""
+        settled = self.settled
+        rows = settled.method.loftq_calibration if isinstance(settled.method, LoraConfig) else 0
+        if not rows:
+            return {}
+        forms = flatten(abstract_params(settled.spec))
+        adapted = [path.rpartition("/") for path in flatten(settled.arrays.trainable)]
+        paths = {node: held_weight(node, settled.spec) for node, _, last in adapted if last == "adapter"}
+        with self.console.status(f"measuring the inputs of weights on {rows} rows"):
+            nodes = {node: forms[path] for node, path in paths.items()}
+            found = input_sizes(nodes, params, settled.spec, self.compute, self._rows(rows))
+        return {paths[node]: size for node, size in found.items()}
+
+    def _rows(self, count: int) -> Iterator[Tree]:
+        """The first rows of the training data, by micro-batches, on the devices."""
+        layout, loader = self.compute.layout, self.data.train
+        cp = 1 if layout is None else layout.size("cp")
+        length = min(loader.row_length, CALIBRATED // (2 * cp) * (2 * cp))
+        order = balanced_order(length, cp) if cp > 1 else None
+        step = 0
+        while count > 0:
+            arrays = {
+                name: array[..., :length]
+                for name, array in loader.batch(step).arrays.items()
+                if name in ("tokens", "positions", "segment_ids")
+            }
+            step += 1
+            for micro in range(arrays["tokens"].shape[0]):
+                if count > 0:
+                    count -= arrays["tokens"].shape[1]
+                    yield place_batch({name: np.asarray(x[micro]) for name, x in arrays.items()}, layout, order)

@@ -1,0 +1,100 @@
+"""The stage of a recipe: its objective, the arrays of its batches, and what its answers are compared with."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from meshtune.adapters.config import LoraConfig, Method
+from meshtune.config.recipe import Recipe
+from meshtune.data.loader import ARRAYS
+from meshtune.errors import UserError
+from meshtune.objectives import STAGES, Stage
+from meshtune.objectives.score import Objective
+from meshtune.objectives.sft import SftConfig
+from meshtune.setup.choices import Choice
+
+BASE, CACHED, AUTO = "base", "cached", "auto"
+PLANNED_LENGTH = 128  # tokens of an answer with its prompt, where there are no data yet to tell
+
+
+def stage_of(recipe: Recipe) -> tuple[Stage, Any]:
+    """The stage and its options as the core's dataclass. Raises UserError for options that contradict each other."""
+    stage = STAGES[recipe.stage.kind]
+    names = {field.name for field in dataclasses.fields(stage.config)}
+    asked = recipe.stage.model_dump()
+    return stage, stage.config(**{name: value for name, value in asked.items() if name in names})
+
+
+def objective_of(recipe: Recipe) -> Objective:
+    """What is differentiated."""
+    stage, options = stage_of(recipe)
+    return stage.make(options)
+
+
+def draws(recipe: Recipe, method: Method) -> bool:
+    """Whether a step needs random numbers: dropout, noise."""
+    _, options = stage_of(recipe)
+    noisy = isinstance(options, SftConfig) and options.neftune_alpha is not None
+    return noisy or (isinstance(method, LoraConfig) and method.dropout > 0)
+
+
+def row_length(recipe: Recipe) -> int:
+    """Positions of a packed row: two documents of max_length fit where they are learned from two by two."""
+    return recipe.data.max_length * (1 if STAGES[recipe.stage.kind].learns == "documents" else 2)
+
+
+def batch_arrays(recipe: Recipe, method: Method, shape: tuple[int, int, int]) -> dict[str, tuple[Any, Any]]:
+    """(shape, dtype) of every array of a batch [micro-batches, rows, positions], as far as they are known without data:
+    the number of units a row has room for is a guess, which changes next to nothing."""
+    found: dict[str, tuple[Any, Any]] = {name: (shape, np.dtype(dtype)) for name, dtype in ARRAYS.items()}
+    stage, options = stage_of(recipe)
+    if stage.learns == "documents":
+        return found
+    units = max(1, shape[-1] // (2 * PLANNED_LENGTH)) if recipe.data.packing else 1
+    found |= {name: ((*shape[:2], units), np.dtype(np.float32)) for name in ("units", "values")}
+    if stage.nll(options):
+        found["nll"] = (shape, np.dtype(np.float32))
+    choice = reference_of(recipe, method)
+    if choice is not None and choice.value != BASE:
+        found["reference"] = ((*shape[:2], 2 * units), np.dtype(np.float32))
+    return found
+
+
+def reference_of(recipe: Recipe, method: Method) -> Choice | None:
+    """What answers are compared with: base, cached, or another model; None where nothing is.
+
+    Raises UserError where the base with its adapters off is asked for and is not what the run starts from.
+    """
+    asked = getattr(recipe.stage, "reference", None)
+    if asked is None:
+        return None
+    obstacle = _obstacle(method)
+    if asked == AUTO:
+        if obstacle is None:
+            return Choice("reference", BASE, "auto: the base with its adapters off, no second copy")
+        return Choice("reference", CACHED, f"auto: {obstacle}, so the start's log-probabilities are kept on disk")
+    if asked == BASE and obstacle is not None:
+        raise UserError(
+            f"the base with its adapters off is no reference here: {obstacle}",
+            where="stage.reference",
+            fix="use cached (or auto)",
+        )
+    return Choice("reference", asked, "asked for")
+
+
+def _obstacle(method: Method) -> str | None:
+    """Why the model without its adapters is not the one that the run started from; None where it is."""
+    if not isinstance(method, LoraConfig):
+        return "weights of the base are trained themselves"
+    if method.continued is not None:
+        return "the run goes on with an adapter"
+    if method.token_rows:
+        return "rows of the embedding are trained themselves"
+    if method.train_modules:
+        return f"{', '.join(method.train_modules)} are trained in full"
+    if method.adapter == "loftq":
+        return "loftq's adapters begin at what quantising lost"
+    return None

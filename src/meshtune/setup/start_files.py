@@ -1,0 +1,129 @@
+"""The files of a run's start: a model directory made from another one, tensor by tensor, on one process."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meshtune.adapters.peft_format import check_base, load_adapter
+from meshtune.config.recipe import Recipe
+from meshtune.data.new_tokens import NewTokens
+from meshtune.families import module_names
+from meshtune.families.expansion import origins, silent_modules
+from meshtune.runs.export import export
+from meshtune.runs.sources import find
+from meshtune.weights.fingerprint import base_hash
+from meshtune.weights.load import load_config, load_spec
+from meshtune.weights.rewrite import WRITTEN, NewTensor, write_model
+from meshtune.weights.safetensors_files import DTYPES, TensorInfo, TensorReader, headers
+from meshtune.weights.streamed import ST_DTYPES
+
+if TYPE_CHECKING:
+    from meshtune.setup.start import Start
+
+
+def write_start(start: Start, recipe: Recipe, folder: pathlib.Path, record: dict[str, Any]) -> None:
+    """Writes a start's weights and config into `folder`; `record` goes into the metadata of the weights.
+
+    Adapters are folded in one after another, each into what those before made of the base they were all trained on.
+    Raises UserError as `export` does.
+    """
+    source, steps = start.source, []
+    for number, adapter in enumerate(recipe.model.merge_adapters):
+        step = folder / f".merged-{number}"
+        any_base = recipe.model.any_base or number > 0
+        if number:  # checked against the base that all were trained on; then folded into what the others made of it
+            _check(adapter, start.source, recipe.model.any_base)
+        export(adapter, step, merge=True, base=source, any_base=any_base)
+        source = step
+        steps.append(step)
+    with TensorReader() as reader:
+        config = _config(start, load_config(source))
+        write_model(folder, source, config, list(_tensors(start, source, reader)), {"start": record})
+    for step in steps:
+        shutil.rmtree(step)
+
+
+def _check(adapter: str, base: pathlib.Path, any_base: bool) -> None:
+    found = find(base, adapter)
+    assert found.adapter is not None
+    if not any_base:
+        check_base(load_adapter(found.adapter, load_spec(base)[0]), str(base), base_hash(base))
+
+
+def _config(start: Start, config: dict[str, Any]) -> dict[str, Any]:
+    """The config in a source, with what is different in the start."""
+    changed = ("vocab_size", "num_hidden_layers", "layer_types")
+    return config | {field: start.config[field] for field in changed if field in start.config}
+
+
+def _tensors(start: Start, source: pathlib.Path, reader: TensorReader) -> Iterator[NewTensor]:
+    """Every tensor of the start, in the order of the source's files, new layers after those they are made from."""
+    found = headers(source)
+    spec, _ = load_spec(source)
+    names = module_names(start.spec)
+    tables = {f"{names[node][0]}.weight" for node in ("embed", "head") if node in names}
+    made = origins(spec.layers, start.blocks) if start.blocks else [(n, False) for n in range(spec.layers)]
+    silent = silent_modules(start.spec, start.blocks) if start.blocks else set()
+    copies: dict[int, list[int]] = {}
+    for number, (old, _) in enumerate(made):
+        copies.setdefault(old, []).append(number)
+    for name, info in found.items():
+        if spec.tied and name == "lm_head.weight":
+            continue
+        before, number, after = _layer_of(name)
+        if number is None:
+            yield _tensor(name, info, reader, start if name in tables else None)
+            continue
+        for place in copies.get(number, ()):
+            new = f"{before}{place}{after}"
+            if new.rpartition(".")[0] in silent:
+                dtype = _dtype(info)
+                yield NewTensor(new, info.shape, dtype, lambda info=info, dtype=dtype: _zeros(info.shape, dtype))
+            else:
+                yield _tensor(new, info, reader, None)
+
+
+def _layer_of(name: str) -> tuple[str, int | None, str]:
+    before, mark, rest = name.partition(".layers.")
+    number, dot, after = rest.partition(".")
+    return (before + mark, int(number), dot + after) if mark and number.isdigit() else (name, None, "")
+
+
+def _dtype(info: TensorInfo) -> str:
+    """What a tensor is written in: its own dtype, float32 in the place of those that models are not written in."""
+    return WRITTEN.get(info.dtype, "float32")
+
+
+def _tensor(name: str, info: TensorInfo, reader: TensorReader, resized: Start | None) -> NewTensor:
+    dtype = _dtype(info)
+    kind = DTYPES[ST_DTYPES[dtype]]
+    if resized is None:
+        return NewTensor(name, info.shape, dtype, lambda: reader.tensor(info).astype(kind, copy=False))
+    rows, tokens = resized.spec.vocab, resized.tokens
+    return NewTensor(
+        name,
+        (rows, *info.shape[1:]),
+        dtype,
+        lambda: resized_table(reader.tensor(info), rows, tokens).astype(kind, copy=False),
+    )
+
+
+def _zeros(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    return np.zeros(shape, DTYPES[ST_DTYPES[dtype]])
+
+
+def resized_table(table: np.ndarray, rows: int, tokens: NewTokens) -> np.ndarray:
+    """An embedding or head [V, D] with `rows` rows: a new token's is the mean of those of the pieces that its text was
+    cut into before; that of none, which no text leads to, is the mean of all."""
+    mean = table.mean(axis=0, dtype=np.float64)
+    more = np.repeat(mean[None].astype(table.dtype), rows - table.shape[0], axis=0)
+    grown = np.concatenate([table, more])
+    for one, pieces in zip(tokens.ids, tokens.pieces, strict=True):
+        own = table[list(pieces)].mean(axis=0, dtype=np.float64) if pieces else mean
+        grown[one] = own.astype(table.dtype)
+    return grown

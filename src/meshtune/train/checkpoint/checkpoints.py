@@ -1,0 +1,299 @@
+"""Run state on disk: everything a run needs to go on as if it had never stopped.
+
+A checkpoint is a directory named by its step. It is written beside its place and renamed when it is whole, so a
+process killed at any moment leaves the checkpoints that were whole before; what it left half-written is removed when
+the directory is opened again. Arrays go through Orbax, asynchronously; what is not an array is JSON beside them.
+Frozen weights are not in it: the record refers to them by path and hash.
+
+Of arrays that are spread over processes each writes what its own devices hold (what several hold is written once), and
+reads what its devices will hold: nothing is gathered, and meshes and numbers of processes may differ between the two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import logging
+import pathlib
+import shutil
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from meshtune.arrays.paths import named_leaves
+from meshtune.errors import UserError
+from meshtune.mesh.processes import Job
+from meshtune.mesh.together import ALONE, together
+from meshtune.setup.memory import size_in_words
+from meshtune.train.checkpoint.disk import disk_errors, disk_reason
+from meshtune.train.checkpoint.record import Best, Record, versions
+from meshtune.train.step.build import TrainState
+
+__all__ = ["Best", "Checkpoints", "Record", "disk_reason", "versions"]
+
+MARGIN = 256 * 1024  # bytes of a checkpoint that are not arrays
+TIMEOUT = 3600  # seconds the slowest process's writing may take; a process that is lost ends the others at once
+UNFINISHED = "orbax-checkpoint-tmp"
+
+
+class Checkpoints:
+    """The checkpoints of a run in one directory: the `keep` newest and, if one is marked, the best.
+
+    `save` returns when the arrays may be overwritten and writes in the background; a failure there is raised by the
+    next call. Use as a context manager, or call `close`.
+
+    With several processes each opens the same directory, on storage they share, and all make the same calls in the same
+    order (`check`, `path`, `latest` and `steps` apart). A write that fails is raised on the process it fails on, which
+    `job` tells the others.
+    """
+
+    def __init__(self, directory: str | pathlib.Path, *, keep: int, job: Job = ALONE):
+        import orbax.checkpoint as ocp  # late: importing it takes seconds
+
+        _quiet_orbax()
+        self.directory = pathlib.Path(directory).absolute()
+        self._job = job
+        self._best: int | None = None
+        self._failed: BaseException | None = None
+        _prepare(self.directory, job)
+        # Naming the processes makes Orbax wait for them through the coordination service. Its other way is a collective
+        # operation on the devices, which from its background thread could come between those of the training step.
+        among = set(range(job.processes)) if job.processes > 1 else None
+        barrier = None if among is None else self._barrier(ocp.multihost.get_barrier_sync_fn(processes=among))
+        asynchronous = ocp.options.AsyncOptions(timeout_secs=TIMEOUT, barrier_sync_fn=barrier)
+        several = ocp.options.MultiprocessingOptions(primary_host=0, active_processes=among)
+        with disk_errors(self.directory):
+            self._manager = ocp.CheckpointManager(
+                self.directory,
+                item_handlers={
+                    "state": ocp.PyTreeCheckpointHandler(multiprocessing_options=several),
+                    "record": ocp.JsonCheckpointHandler(multiprocessing_options=several),
+                },
+                options=ocp.CheckpointManagerOptions(
+                    create=False,
+                    preservation_policy=_Newest(keep, self),
+                    async_options=asynchronous,
+                    multiprocessing_options=several,
+                ),
+            )
+        _same_everywhere(self.steps(), self.directory, job)
+
+    def latest(self) -> int | None:
+        """The step of the newest whole checkpoint, or None."""
+        return self._manager.latest_step()
+
+    def steps(self) -> list[int]:
+        """Steps of all whole checkpoints, ascending."""
+        return sorted(self._manager.all_steps())
+
+    def path(self, step: int) -> pathlib.Path:
+        """Where the checkpoint of a step is or will be."""
+        return self.directory / str(step)
+
+    def save(self, state: TrainState, record: Record, *, keep: int | None = None) -> None:
+        """Starts to save; waits first for a save still under way. The checkpoint of step `keep` is not thinned out.
+
+        Raises: UserError if this or the previous save could not be written; earlier checkpoints are as they were.
+        """
+        import orbax.checkpoint as ocp
+
+        with disk_errors(self.directory):
+            # Not `together`: where this process's part of the previous save failed, the others still wait for it.
+            self._manager.wait_until_finished()
+        with together(self._job, "room for a checkpoint"), disk_errors(self.directory):
+            self._check_room(state)
+        with disk_errors(self.directory):
+            self._best = keep
+            self._manager.save(
+                record.step,
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeSave(_by_name(state)),  # pyright: ignore[reportCallIssue]
+                    record=ocp.args.JsonSave(dataclasses.asdict(record)),  # pyright: ignore[reportCallIssue]
+                ),
+                force=True,
+            )
+
+    def check(self) -> None:
+        """Raises: UserError if a save in the background has failed on this process. Waits for nothing."""
+        with disk_errors(self.directory):
+            if self._failed is not None:
+                raise self._failed
+            self._manager.check_for_errors()
+
+    def wait(self) -> None:
+        """Returns when everything is on disk. Raises: UserError if it could not be written."""
+        with disk_errors(self.directory):
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
+
+    def record(self, step: int) -> Record:
+        """What the checkpoint of a step says beside its arrays."""
+        import orbax.checkpoint as ocp
+
+        with self._reading(step):
+            restored = self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore()))  # pyright: ignore[reportCallIssue]
+            return Record.from_json(restored["record"])
+
+    def restore(self, step: int, like: TrainState) -> TrainState:
+        """The saved state of a step, placed as the arrays (or ShapeDtypeStructs with shardings) of `like` are.
+
+        Raises: UserError if the checkpoint is damaged or is of another model, method or optimizer.
+        """
+        import orbax.checkpoint as ocp
+
+        target = _by_name(jax.tree.map(_abstract, like))
+        with self._reading(step):
+            self._check_same_arrays(step, target)
+            restored = self._manager.restore(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeRestore(  # pyright: ignore[reportCallIssue]
+                        item=target,  # pyright: ignore[reportCallIssue]
+                        restore_args=ocp.checkpoint_utils.construct_restore_args(target),  # pyright: ignore[reportCallIssue]
+                    )
+                ),
+            )
+        leaves = [restored["state"][name] for name, _ in named_leaves(like)]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+    def close(self) -> None:
+        """Waits for saves under way and gives up the directory. Raises as `wait` does."""
+        with disk_errors(self.directory):
+            self._manager.close()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            # Another error is on its way; a failing save must not hide it.
+            with contextlib.suppress(UserError):
+                self.close()
+
+    def _barrier(self, wait: Callable[..., None]) -> Callable[..., None]:
+        """Where Orbax's background threads wait for the other processes."""
+
+        def barrier(*, key: str, timeout_ms: int) -> None:
+            # After a failure here Orbax waits all the same, and keeps the error until the others have come. They never
+            # will: they wait for this process's part. So it goes on, and the job ends with its error.
+            self._failed = self._failed or sys.exc_info()[1]
+            if self._failed is None:
+                wait(key=key, timeout_ms=timeout_ms)
+
+        return barrier
+
+    def _check_room(self, state: TrainState) -> None:
+        """Asks the disk first: Orbax, refused half-way, prints tracebacks and leaves threads that wait for minutes."""
+        probe = self.directory / f"room-{self._job.process}.{UNFINISHED}"
+        probe.mkdir()
+        probe.rmdir()
+        # Of all processes together: they write to the same storage.
+        need = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) + MARGIN
+        free = shutil.disk_usage(self.directory).free
+        if free < need:
+            raise OSError(errno.ENOSPC, f"it needs {size_in_words(need)}, and {size_in_words(free)} are free")
+
+    def _check_same_arrays(self, step: int, target: dict[str, Any]) -> None:
+        saved = self._manager.item_metadata(step)["state"].tree
+        found = {name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in saved.items()}
+        wanted = {name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in target.items()}
+        for name in sorted(found.keys() | wanted.keys()):
+            if found.get(name) != wanted.get(name):
+                raise UserError(
+                    f"the checkpoint does not fit this run: '{name}' is {_described(found.get(name))} there and "
+                    f"{_described(wanted.get(name))} here",
+                    where=str(self.path(step)),
+                    fix="resume with the recipe the run was started with, or start anew with overwrite=true",
+                )
+
+    @contextlib.contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except UserError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"the checkpoint cannot be read: {_first_line(error)}",
+                where=str(self.path(step)),
+                fix="delete this directory to go on from the checkpoint before it",
+            ) from error
+
+
+def _prepare(directory: pathlib.Path, job: Job) -> None:
+    """Process 0 makes the directory and removes what was left half-written; all see that it is the same directory."""
+    token = f"shared-{job.exchange('checkpoints: token', uuid.uuid4().hex)[0]}.{UNFINISHED}"
+    with together(job, "checkpoints: directory"), disk_errors(directory):
+        if job.first:
+            directory.mkdir(parents=True, exist_ok=True)
+            for unfinished in directory.glob(f"*.{UNFINISHED}*"):
+                shutil.rmtree(unfinished)
+            if job.processes > 1:
+                (directory / token).mkdir()
+    with together(job, "checkpoints: shared"):
+        if job.processes > 1 and not (directory / token).is_dir():
+            raise UserError(
+                f"host {job.host} does not see the directory that process 0 made for checkpoints: the output is not on "
+                "storage that all hosts share",
+                where=str(directory),
+                fix="give an output on a shared file system, mounted at the same path on every host",
+            )
+    if job.first and job.processes > 1:
+        (directory / token).rmdir()
+
+
+def _same_everywhere(steps: list[int], directory: pathlib.Path, job: Job) -> None:
+    everyone = job.exchange("checkpoints: steps", steps)
+    for process, found in enumerate(everyone):
+        if found != everyone[0]:
+            raise UserError(
+                f"process 0 finds the checkpoints {everyone[0]}, and process {process} finds {found}",
+                where=str(directory),
+                fix="wait until the shared file system shows the same on every host, and start again",
+            )
+
+
+class _NotOrbax(logging.Filter):
+    """Keeps Orbax's own tracebacks off the screen: what goes wrong there is raised here, in one message."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "orbax" not in record.pathname
+
+
+def _quiet_orbax() -> None:
+    logger = logging.getLogger("absl")
+    if not any(isinstance(one, _NotOrbax) for one in logger.filters):
+        logger.addFilter(_NotOrbax())
+
+
+class _Newest:
+    """Orbax's preservation policy: the newest `keep` steps and the one marked best."""
+
+    def __init__(self, keep: int, owner: Checkpoints):
+        self._keep, self._owner = keep, owner
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        newest = sorted((one.step for one in checkpoints), reverse=True)[: self._keep]
+        return [one.step in newest or one.step == self._owner._best for one in checkpoints]
+
+
+def _by_name(state: Any) -> dict[str, Any]:
+    return dict(named_leaves(state))
+
+
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+
+def _described(found: tuple[tuple[int, ...], str] | None) -> str:
+    return "absent" if found is None else f"{found[1]}{list(found[0])}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,55 @@
+"""Loss over validation data: sums over all of it, divided once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshtune.arrays.tree import Tree
+from meshtune.errors import UserError
+from meshtune.objectives.score import Batch, Part, Score
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Means over all supervised tokens (each by its weight), or over what else the objective counts."""
+
+    loss: float
+    metrics: dict[str, float]
+    weight: float
+
+
+def evaluate(
+    step: Callable[[Tree, Tree, Batch], Score],
+    trainable: Tree,
+    frozen: Tree,
+    batches: Iterable[dict[str, np.ndarray]],
+    place: Callable[[dict[str, np.ndarray]], Batch] = dict,
+) -> Evaluation:
+    """The weighted mean over batches of [A, B, T] arrays; every sum is added in float64 on the host.
+
+    `place` puts a micro-batch of [B, T] arrays on the devices.
+
+    Raises: UserError if the validation data have nothing to learn.
+    """
+    total: Score | None = None
+    for arrays in batches:
+        for number in range(arrays["tokens"].shape[0]):
+            placed = place({name: array[number] for name, array in arrays.items()})
+            found = jax.tree.map(np.float64, jax.device_get(step(trainable, frozen, placed)))
+            total = found if total is None else jax.tree.map(np.add, total, found)
+    weight = 0.0 if total is None else float(total.weight)
+    if total is None or not weight:
+        raise UserError("there is nothing to learn anywhere in the validation data", where="data.validation")
+    metrics = {name: _mean(metric, weight) for name, metric in total.metrics.items()}
+    return Evaluation(float(total.loss) / weight, metrics, weight)
+
+
+def _mean(metric: Any, weight: float) -> float:
+    """0 where there was nothing to be averaged."""
+    sum_, own = metric if isinstance(metric, Part) else (metric, weight)
+    return float(sum_) / (float(own) or 1.0)

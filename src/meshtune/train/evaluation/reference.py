@@ -1,0 +1,209 @@
+"""Log-probabilities of a reference: computed once for all answers of a store, kept on disk by what made them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshtune.arrays.tree import Tree
+from meshtune.config.recipe import Recipe
+from meshtune.data.loader import Loader
+from meshtune.data.prepare import Prepared as Data
+from meshtune.data.tokenizer import load_tokenizer
+from meshtune.data.units import Units
+from meshtune.errors import UserError
+from meshtune.kernels.attention import balanced_order
+from meshtune.mesh.placement import place_batch
+from meshtune.mesh.processes import Job
+from meshtune.model.compute import Compute, compiler_options
+from meshtune.model.sharding import layout_for
+from meshtune.model.spec import ModelSpec
+from meshtune.objectives.answers import answers
+from meshtune.setup.resolved import Settled
+from meshtune.setup.stage import BASE, CACHED, reference_of
+from meshtune.weights.fingerprint import base_hash
+from meshtune.weights.hub import MODEL, locate
+from meshtune.weights.load import load_params, load_spec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+VERSION = 1  # of what is computed: raise it when the same model and data give other numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """What answers of a run are compared with, and how it is computed."""
+
+    recipe: Recipe
+    settled: Settled
+    compute: Compute
+    data: Data
+    job: Job
+    say: Callable[[str], None] = lambda words: None
+
+    @property
+    def chosen(self) -> str:
+        """CACHED, another model, or BASE where there is nothing to do: nothing is compared with, or with the base whose
+        adapters are off, in the step itself."""
+        choice = reference_of(self.recipe, self.settled.method)
+        return BASE if choice is None else choice.value
+
+    def from_model(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        """Gives the loaders the log-probabilities of another model. Nothing to do where the start is the reference.
+
+        Raises UserError for a model that is not there, or whose tokenizer is another one.
+        """
+        if self.chosen in (BASE, CACHED):
+            return
+        directory = locate(self.chosen, None, allow=MODEL)
+        spec, _ = load_spec(directory, self.settled.precision.frozen)
+        _same_tokens(directory, self.chosen, tokenizer, spec, self.settled.spec)
+        layout = self.settled.layout and layout_for(self.settled.layout.mesh, spec)[0]
+        compute = dataclasses.replace(self.compute, layout=layout)
+        held: list[Tree] = []
+
+        def params() -> Tree:
+            if not held:
+                self.say(f"loading the reference, {self.chosen}")
+                held.append(load_params(directory, spec, layout=layout))
+            return held[0]
+
+        self._give({"model": base_hash(directory)}, params, spec, compute)
+
+    def from_start(self, params: Tree, spec: ModelSpec, base: str | None) -> None:
+        """Gives the loaders the log-probabilities of the run's own start, `params` of a model made from `base`."""
+        if self.chosen != CACHED:
+            return
+        self._give({"model": base} | made_start(self.recipe), lambda: params, spec, self.compute)
+
+    def _give(self, what: dict[str, Any], params: Callable[[], Tree], spec: ModelSpec, compute: Compute) -> None:
+        tail = getattr(self.recipe.stage, "ld_alpha", None)
+        for split, loader in (("train", self.data.train), ("validation", self.data.validation)):
+            if not isinstance(loader, Loader):
+                continue
+            facts = what | {
+                "version": VERSION,
+                "data": loader.store.path.name,
+                "precision": dataclasses.asdict(self.settled.precision),
+                "tail": tail,
+            }
+            key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+            file = loader.store.path.parent.parent / "references" / f"{key}.npy"
+            documents = len(loader.store)
+            found = _read(file, documents)
+            if not all(self.job.exchange(f"reference: {split}", found is not None)):
+                self.say(f"computing the reference's log-probabilities of the {split} data")
+                found = log_probabilities(params(), spec, compute, loader, tail)
+                if self.job.first:
+                    _write(file, found)
+            assert found is not None
+            assert loader.units is not None
+            loader.units = dataclasses.replace(loader.units, reference=found)
+
+
+def made_start(recipe: Recipe) -> dict[str, Any]:
+    """What of a recipe decides with which numbers its run begins, the base apart."""
+    quantize = None if recipe.quantize is None else recipe.quantize.model_dump(mode="json")
+    found = {"method": recipe.method.model_dump(mode="json"), "seed": recipe.seed, "quantize": quantize}
+    if getattr(recipe.method, "loftq_calibration", 0):  # the first rows of the data have a part in it
+        found["rows"] = [recipe.data.model_dump(mode="json"), recipe.train.batch_size, recipe.train.accumulation]
+    return found
+
+
+def log_probabilities(
+    params: Tree, spec: ModelSpec, compute: Compute, loader: Loader, tail: float | None = None
+) -> np.ndarray:
+    """float32 [documents]: what `answers` gives for every document of a loader's store, whatever its order."""
+    rows = loader.batch_size // loader.accumulation
+    every = Loader(
+        loader.store,
+        max_length=loader.row_length // 2,
+        batch_size=rows,
+        packing=loader.packing,
+        shuffle=False,
+        units=Units(),
+    )
+
+    def both(params: Tree, batch: dict[str, jax.Array]) -> jax.Array:
+        found = answers(params, spec, compute, batch, None, tail=tail)
+        return jnp.stack([found.first, found.second], axis=-1)
+
+    layout = compute.layout
+    options = None if compute.dtype == "float32" else compiler_options(compute.platform)
+    step = jax.jit(both, out_shardings=None if layout is None else layout.replicated, compiler_options=options)
+    cp = 1 if layout is None else layout.size("cp")
+    order = balanced_order(every.row_length, cp) if cp > 1 else None
+    made = np.zeros((len(loader.store) // 2, 2), np.float32)
+    planned = every.rows(0)
+    for number in range(every.steps_per_epoch(0)):
+        arrays = {name: array[0] for name, array in every.batch(number).arrays.items()}
+        found = np.asarray(step(params, place_batch(arrays, layout, order)).addressable_data(0))
+        for place in range(min(rows, len(planned) - number * rows)):
+            held = planned[number * rows + place]
+            made[held] = found[place, : len(held)]
+    return made.ravel()
+
+
+def _same_tokens(
+    directory: pathlib.Path, name: str, tokenizer: PreTrainedTokenizerFast, theirs: ModelSpec, ours: ModelSpec
+) -> None:
+    other = load_tokenizer(directory)
+    mine, its = tokenizer.get_vocab(), other.get_vocab()
+    if mine != its:
+        differing = next((token for token in mine if its.get(token) != mine[token]), None)
+        token = differing or next(token for token in its if token not in mine)
+        raise UserError(
+            f"the reference has another tokenizer: {token!r} is {its.get(token, 'no token')} there and "
+            f"{mine.get(token, 'no token')} here, so its log-probabilities would be of other tokens",
+            where=f"stage.reference, {name}",
+            fix="use a model of the same family and vocabulary, or reference: auto",
+        )
+    if max(mine.values()) >= theirs.vocab:
+        raise UserError(
+            f"the reference knows {theirs.vocab} tokens and the data have ids up to {max(mine.values())}",
+            where=f"stage.reference, {name}",
+            fix="use a model of the same family and vocabulary, or reference: auto",
+        )
+
+
+def _read(file: pathlib.Path, documents: int) -> np.ndarray | None:
+    try:
+        found = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+    whole = found.shape == (documents,) and found.dtype == np.float32 and bool(np.isfinite(found).all())
+    return found if whole else None
+
+
+def _write(file: pathlib.Path, values: np.ndarray) -> None:
+    if not np.isfinite(values).all():
+        raise UserError(
+            "the reference gives log-probabilities that are not finite",
+            where="stage.reference",
+            fix="use compute.precision=float32, or another reference",
+        )
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, draft = tempfile.mkstemp(dir=file.parent, prefix=".writing-", suffix=".npy")
+        with os.fdopen(descriptor, "wb") as stream:
+            np.save(stream, values)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(draft, file)
+    except OSError as problem:
+        raise UserError(
+            f"the reference's log-probabilities cannot be written: {problem.strerror or problem}",
+            where=str(file.parent),
+            fix="make room there, or set MESHTUNE_CACHE to a directory that can be written",
+        ) from problem

@@ -1,0 +1,85 @@
+"""What a run says before it starts: devices, model, plan, and every automatic choice with its reason."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from meshtune.adapters.method import Counts
+from meshtune.setup.choices import Choice
+from meshtune.setup.memory import size_in_words
+
+if TYPE_CHECKING:
+    from meshtune.train.run import Result
+
+WRITTEN = {"metrics.jsonl": "metrics", "loss.png": "plot", "samples.jsonl": "samples", "checkpoints": "checkpoints"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A run in numbers. `state_bytes` are those of weights, gradients and optimizer state."""
+
+    model: str
+    family: str
+    counts: Counts
+    method: str
+    steps: int
+    rows: int
+    accumulation: int
+    length: int
+    tokens: float
+    records: int
+    optimizer: str
+    state_bytes: int
+
+
+def show_plan(console: Console, plan: Plan, choices: Sequence[Choice]) -> None:
+    """The plan and the choices, a line each."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    counts = plan.counts
+    share = 100 * counts.trainable / max(1, counts.total)
+    table.add_row("model", f"{plan.model} [dim]({plan.family}, {in_words(counts.total)} parameters)[/]")
+    table.add_row("method", f"{plan.method} [dim]({in_words(counts.trainable)} trainable, {share:.2g}%)[/]")
+    micro = f" in {plan.accumulation} micro-batches" if plan.accumulation > 1 else ""
+    table.add_row(
+        "plan",
+        f"{plan.steps} updates of {plan.rows} x {plan.length} tokens{micro} "
+        f"[dim](about {in_words(plan.tokens)} real tokens each, from {plan.records} documents)[/]",
+    )
+    table.add_row("optimizer", plan.optimizer)
+    table.add_row(
+        "memory", f"{size_in_words(plan.state_bytes)} [dim]weights, gradients, optimizer; activations below[/]"
+    )
+    for choice in choices:
+        table.add_row(choice.name, f"{choice.value} [dim]({choice.reason})[/]")
+    console.print(table)
+
+
+def in_words(count: float) -> str:
+    """1234567 -> '1.23M'."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:.0f}"
+
+
+def show_summary(console: Console, result: Result, exported: int) -> None:
+    """How the run ended and where everything is."""
+    last = f", last loss {result.loss:.4f}" if result.loss is not None else ""
+    console.print(f"\n[bold green]done[/]: {result.steps} updates in {result.seconds:.1f} s{last}")
+    if result.best is not None:
+        console.print(f"best validation loss {result.best.loss:.4f} after update {result.best.step}")
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    table.add_row("result", f"{result.path} [dim](of update {exported}, read back and verified)[/]")
+    for name, what in WRITTEN.items():
+        if (result.output / name).exists():
+            table.add_row(what, str(result.output / name))
+    console.print(table)

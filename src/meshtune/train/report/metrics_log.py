@@ -1,0 +1,122 @@
+"""metrics.jsonl and samples.jsonl: one JSON object a line, appended as things happen.
+
+Lines are written whole and at once, so that a killed process leaves at most one broken line. A resumed run cuts the
+files back to its checkpoint; apart from times they are then the same as those of a run never interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from typing import Any
+
+from meshtune.runs.output import LOGS
+from meshtune.train.report.events import Evaluated, Event, Sampled, Stepped
+
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+TIMINGS = frozenset({"seconds", "tokens_per_second", "memory", "machine"})  # what differs between equal runs
+
+
+class MetricsLog:
+    """The sink that writes both files. `every` is the number of steps between lines of training."""
+
+    def __init__(self, output: pathlib.Path, *, every: int = 1):
+        self._every = every
+        # Append mode: two writers, or a file that was moved, can never overwrite what is there.
+        self._metrics = (output / METRICS).open("a", encoding="utf-8", buffering=1)
+        self._samples = (output / SAMPLES).open("a", encoding="utf-8", buffering=1)
+
+    def receive(self, event: Event) -> None:
+        match event:
+            case Stepped() if event.step % self._every == 0:
+                self._metrics.write(_line(train_row(event)))
+            case Evaluated():
+                self._metrics.write(_line(eval_row(event)))
+            case Sampled():
+                self._samples.write(_line({"step": event.step, "prompt": event.prompt, "text": event.text}))
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._samples.close()
+
+
+class ProcessLog:
+    """What the devices of a process other than the first do: logs/process-N.metrics.jsonl."""
+
+    def __init__(self, output: pathlib.Path, process: int, *, every: int = 1):
+        self._every = every
+        folder = output / LOGS
+        folder.mkdir(exist_ok=True)
+        self._file = (folder / f"process-{process}.{METRICS}").open("a", encoding="utf-8", buffering=1)
+
+    def receive(self, event: Event) -> None:
+        if isinstance(event, Stepped) and event.step % self._every == 0:
+            row = train_row(event)
+            self._file.write(_line({key: row[key] for key in ("step", "seconds", "memory", "machine") if key in row}))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def train_row(event: Stepped) -> dict[str, Any]:
+    """The columns of one update."""
+    return {
+        "kind": "train",
+        "step": event.step,
+        "epoch": round(event.epoch, 6),
+        "loss": event.loss,
+        **event.metrics,
+        "grad_norm": event.grad_norm,
+        "learning_rate": event.learning_rate,
+        "tokens": event.tokens,
+        "learned_tokens": event.learned,
+        "seconds": round(event.seconds, 6),
+        "tokens_per_second": round(event.tokens / event.seconds, 3) if event.seconds else None,
+        "memory": event.memory,
+        **({"machine": event.machine} if event.machine else {}),
+    }
+
+
+def eval_row(event: Evaluated) -> dict[str, Any]:
+    """The columns of one evaluation."""
+    return {
+        "kind": "eval",
+        "step": event.step,
+        "epoch": round(event.epoch, 6),
+        "loss": event.loss,
+        **event.metrics,
+        "best": event.best,
+        "seconds": round(event.seconds, 6),
+    }
+
+
+def read(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The whole lines of a file; a last line that was cut off is left out. An absent file has none."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+        if not line.endswith(b"\n"):
+            rows.pop()
+    return rows
+
+
+def cut_back(output: pathlib.Path, step: int | None) -> None:
+    """Leaves in both files what happened up to `step` updates (None: nothing), as one atomic replacement each."""
+    for name in (METRICS, SAMPLES):
+        path = output / name
+        if not path.exists():
+            continue
+        kept = [row for row in read(path) if step is not None and row["step"] <= step]
+        draft = path.with_suffix(".partial")
+        draft.write_text("".join(map(_line, kept)), encoding="utf-8")
+        os.replace(draft, path)
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False) + "\n"

@@ -1,0 +1,157 @@
+"""TensorBoard, Weights & Biases, trackio and MLflow, each behind the same events.
+
+TensorBoard files are written by tensorboard's own writer, without tensorflow or torch. The others are imported only if
+asked for, and a missing one is an error before anything else is done.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+from meshtune.errors import UserError
+from meshtune.train.report.events import Evaluated, Event, Sampled, Sink, Stepped
+
+# Imported to see that it is there; what to install if not.
+NEEDS = {
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "wandb": ("wandb", "'meshtune[wandb]'"),
+    "trackio": ("trackio", "'meshtune[trackio]'"),
+    "mlflow": ("mlflow", "'meshtune[mlflow]'"),
+}
+
+
+def check_installed(names: list[str]) -> None:
+    """Raises UserError for the first tracker that is not installed."""
+    for name in names:
+        module, package = NEEDS[name]
+        if importlib.util.find_spec(module) is None:
+            raise UserError(
+                f"the tracker '{name}' is not installed", where="log.trackers", fix=f"pip install {package}"
+            )
+
+
+def scalars(event: Event) -> tuple[int, dict[str, float]] | None:
+    """(step, named numbers) of the events that have any: train/loss, train/learning_rate, ..., eval/loss, ..."""
+    match event:
+        case Stepped():
+            rate = event.tokens / event.seconds if event.seconds else 0.0
+            named = {"loss": event.loss, "grad_norm": event.grad_norm, "learning_rate": event.learning_rate}
+            named |= {**event.metrics, "epoch": event.epoch, "tokens_per_second": rate}
+            return event.step, {f"train/{name}": value for name, value in named.items()}
+        case Evaluated():
+            named = {"loss": event.loss, **event.metrics}
+            return event.step, {f"eval/{name}": value for name, value in named.items()}
+    return None
+
+
+class TensorBoard:
+    """Event files in output/tensorboard. Resuming at `start` tells the board to forget what came after."""
+
+    def __init__(self, output: pathlib.Path, project: str, recipe: dict[str, Any], start: int):
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        # Generated modules, whose classes type checkers cannot see.
+        events: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
+        summaries: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
+        self._record, self._summary = events.Event, summaries.Summary
+        self._writer = EventFileWriter(str(output / "tensorboard"), flush_secs=10)
+        if start:
+            log = events.SessionLog(status=events.SessionLog.START)
+            self._writer.add_event(events.Event(wall_time=time.time(), step=start + 1, session_log=log))
+
+    def receive(self, event: Event) -> None:
+        if (found := scalars(event)) is not None:
+            step, named = found
+            values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in named.items()]
+            summary = self._summary(value=values)
+            self._writer.add_event(self._record(wall_time=time.time(), step=step, summary=summary))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """A run of Weights & Biases; a resumed run goes on under the same id."""
+
+    def __init__(self, output: pathlib.Path, project: str, recipe: dict[str, Any], start: int):
+        wandb: Any = importlib.import_module("wandb")
+        name = output.resolve().name
+        self._run = wandb.init(
+            project=project, name=name, id=_run_id(output, start), resume="allow", dir=str(output), config=recipe
+        )
+
+    def receive(self, event: Event) -> None:
+        if (found := scalars(event)) is not None:
+            self._run.log(found[1], step=found[0])
+        elif isinstance(event, Sampled):
+            self._run.log({"sample": f"{event.prompt}\n\n{event.text}"}, step=event.step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio:
+    """A run of trackio (https://github.com/gradio-app/trackio), kept on this machine."""
+
+    def __init__(self, output: pathlib.Path, project: str, recipe: dict[str, Any], start: int):
+        trackio: Any = importlib.import_module("trackio")
+        self._run = trackio.init(project=project, name=_run_id(output, start), config=recipe, resume="allow")
+        self._finish = trackio.finish
+
+    def receive(self, event: Event) -> None:
+        if (found := scalars(event)) is not None:
+            self._run.log(found[1], step=found[0])
+
+    def close(self) -> None:
+        self._finish()
+
+
+class Mlflow:
+    """A run of MLflow at $MLFLOW_TRACKING_URI, or in a database in the output."""
+
+    def __init__(self, output: pathlib.Path, project: str, recipe: dict[str, Any], start: int):
+        import os
+
+        mlflow: Any = importlib.import_module("mlflow")
+        self._mlflow = mlflow
+        if "MLFLOW_TRACKING_URI" not in os.environ:
+            mlflow.set_tracking_uri(f"sqlite:///{output.resolve() / 'mlflow.db'}")
+        mlflow.set_experiment(project)
+        kept = output / ".mlflow"
+        run_id = kept.read_text().strip() if start and kept.exists() else None
+        run = mlflow.start_run(run_id=run_id, run_name=output.resolve().name)
+        if run_id is None:
+            kept.write_text(run.info.run_id)
+            mlflow.log_dict(recipe, "recipe.json")
+
+    def receive(self, event: Event) -> None:
+        if (found := scalars(event)) is not None:
+            self._mlflow.log_metrics(found[1], step=found[0])
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+TRACKERS: dict[str, Callable[[pathlib.Path, str, dict[str, Any], int], Sink]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "trackio": Trackio,
+    "mlflow": Mlflow,
+}
+
+
+def _run_id(output: pathlib.Path, start: int) -> str:
+    """A name of this run that a resumed one finds again."""
+    kept = output / ".run-id"
+    if start and kept.exists():
+        return kept.read_text().strip()
+    import secrets
+
+    name = f"{output.resolve().name}-{secrets.token_hex(4)}"
+    kept.write_text(name)
+    return name

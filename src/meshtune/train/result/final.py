@@ -1,0 +1,65 @@
+"""What a finished run leaves: a PEFT adapter, or a whole Hugging Face model, verified by reading it again."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+from typing import TYPE_CHECKING
+
+from meshtune.adapters.config import LoraConfig, Method
+from meshtune.adapters.merge import merged
+from meshtune.adapters.method import Prepared
+from meshtune.adapters.peft_format import BaseRecord
+from meshtune.adapters.verify import export_adapter
+from meshtune.arrays.tree import flatten, merge, unflatten
+from meshtune.data.tokenizer import padding_id
+from meshtune.mesh.layout import Layout
+from meshtune.mesh.processes import Job
+from meshtune.mesh.together import ALONE, together
+from meshtune.model.compute import Compute
+from meshtune.quantize.weight import QuantisedWeight
+from meshtune.runs.output import ADAPTER, MODEL
+from meshtune.train.result.own_base import own_base
+from meshtune.weights.export import export_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def export_result(
+    output: pathlib.Path,
+    made: Prepared,
+    method: Method,
+    source: pathlib.Path,
+    base: BaseRecord,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    layout: Layout | None = None,
+    job: Job = ALONE,
+) -> pathlib.Path:
+    """Writes output/adapter (lora) or output/model (full, freeze) and returns it; an earlier one is replaced. A base
+    that the run made itself goes to output/base.
+
+    The tokenizer, with the chat template that was trained with, goes along. Parameters on a mesh lie as `layout` says;
+    all processes of `job` call this. Raises UserError if what was written does not give the logits of what was trained;
+    the checkpoints are there still.
+    """
+    adapter = isinstance(method, LoraConfig)
+    dest = output / (ADAPTER if adapter else MODEL)
+    if job.first:
+        for left in output.glob(f".{dest.name}.partial-*"):  # by an export that was killed
+            shutil.rmtree(left)
+    if adapter:
+        base = own_base(output, made, method, source, base, layout, job)
+        export_adapter(dest, made, method, base, Compute(layout=layout), job)
+    else:
+        params = merge(made.trainable, made.frozen)
+        if any(isinstance(leaf, QuantisedWeight) for leaf in flatten(made.frozen).values()):
+            params = merged(unflatten(flatten(params)))  # a copy of the dicts, which are used up
+        export_model(params, made.spec, source, dest, overwrite=True, layout=layout, job=job, pad=padding_id(tokenizer))
+    with together(job, "export: tokenizer"):
+        if job.first:
+            tokenizer.save_pretrained(str(dest))
+            for left in output.glob(f".{dest.name}.old-*"):
+                shutil.rmtree(left)
+    return dest

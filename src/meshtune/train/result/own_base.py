@@ -1,0 +1,51 @@
+"""The base of a run whose adapters changed it when they began, as a model that any tool loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+from meshtune.adapters.config import LoraConfig
+from meshtune.adapters.merge import merged
+from meshtune.adapters.method import Prepared, of_adapters
+from meshtune.adapters.peft_format import BaseRecord
+from meshtune.arrays.tree import flatten, merge, unflatten
+from meshtune.mesh.layout import Layout
+from meshtune.mesh.processes import Job
+from meshtune.runs.output import BASE
+from meshtune.weights.export import export_model
+from meshtune.weights.fingerprint import base_hash
+
+
+def own_base(
+    output: pathlib.Path,
+    made: Prepared,
+    config: LoraConfig,
+    source: pathlib.Path,
+    base: BaseRecord,
+    layout: Layout | None,
+    job: Job,
+) -> BaseRecord:
+    """What the adapter is to name as its base: `base`, or output/base, written and verified here, where LoftQ in
+    several turns made another: the numbers that its codes stand for, in the dtype they are computed with.
+
+    All processes of `job` call this.
+    """
+    if config.adapter != "loftq" or config.loftq_iterations == 1:
+        return base
+    whole = flatten(merge(made.trainable, made.frozen))
+    weights = merged(unflatten({path: leaf for path, leaf in whole.items() if not of_adapters(path)}))
+    record = {"loftq": {"base": base.path, "hash": base.hash, "quantize": base.quantize, "rank": config.rank}}
+    dest = output / BASE
+    export_model(
+        weights,
+        made.spec,
+        source,
+        dest,
+        dtype=made.spec.dtype,
+        overwrite=True,
+        record=record,
+        layout=layout,
+        job=job,
+    )
+    return dataclasses.replace(base, path=str(dest), hash=base_hash(dest), quantize=None)

@@ -1,0 +1,127 @@
+"""The devices of a job: the table, the check against the mesh, and what they do meanwhile."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from meshtune.errors import UserError
+from meshtune.mesh.peers import Place
+from meshtune.mesh.processes import Job
+from meshtune.setup.devices import Seen, check_devices, device_table, seen_by_all
+from meshtune.train.report import device_metrics
+
+
+def gpus(*counts: int, per_host: int = 1) -> list[Seen]:
+    return [
+        Seen(number, f"node{number // per_host}", "gpu", "NVIDIA H100", count, "79.1 GiB")
+        for number, count in enumerate(counts)
+    ]
+
+
+def shown(seen: list[Seen]) -> str:
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(device_table(seen))
+    return console.export_text()
+
+
+def test_the_table_has_a_row_for_each_host():
+    text = shown(gpus(4, 4, 4, 4, per_host=2))
+    assert next(line for line in text.splitlines() if "node0" in line).split("│")[1:6] == [
+        " node0 ",
+        " 0-1       ",
+        " gpu     ",
+        " NVIDIA H100 ",
+        "     8 ",
+    ]
+    assert "16 devices, 4 processes, 2 host(s)" in text
+
+
+def test_devices_that_are_as_many_as_the_mesh_needs_pass():
+    check_devices(gpus(8, 8), 16, mesh="dp=2 x fsdp=8")
+
+
+def test_slurm_processes_that_see_one_gpu_each_hear_which_option_does_that():
+    with pytest.raises(UserError) as error:
+        check_devices(gpus(1, 1), 16, mesh="dp=2 x fsdp=8", launcher="Slurm")
+    assert error.value.what == "the mesh dp=2 x fsdp=8 needs 16 devices, and the job has 2"
+    assert error.value.where == "process 0 on node0: 1 x NVIDIA H100; process 1 on node1: 1 x NVIDIA H100"
+    assert error.value.fix is not None
+    assert "--gpus-per-task=1" in error.value.fix
+    assert "--gpus-per-node=8 --ntasks-per-node=1" in error.value.fix
+
+
+def test_too_many_devices_and_cpus_have_their_own_advice():
+    with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES"):
+        check_devices(gpus(8), 4, mesh="fsdp=4")
+    with pytest.raises(UserError, match="meshtune launch local --devices 4"):
+        check_devices([Seen(0, "here", "cpu", "x86_64", 1, "8 GiB")], 4, mesh="fsdp=4")
+
+
+def test_a_process_alone_sees_itself():
+    (seen,) = seen_by_all(Job(Place()))
+    assert (seen.process, seen.platform, seen.count) == (0, "cpu", 1)
+
+
+class Device:
+    platform = "gpu"
+
+    def __init__(self, hardware: int):
+        self.local_hardware_id = hardware
+
+    def memory_stats(self) -> dict[str, int]:
+        return {"bytes_in_use": 5, "peak_bytes_in_use": 9}
+
+
+class NvmlError(Exception):
+    pass
+
+
+def nvml(**more: Any) -> types.ModuleType:
+    def temperature(handle: int, kind: int) -> int:
+        raise NvmlError  # a card that does not tell
+
+    found = types.ModuleType("pynvml")
+    vars(found).update(
+        NVMLError=NvmlError,
+        NVML_TEMPERATURE_GPU=0,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 8,
+        nvmlDeviceGetHandleByIndex=lambda number: number,
+        nvmlDeviceGetUtilizationRates=lambda handle: types.SimpleNamespace(gpu=10 * handle),
+        nvmlDeviceGetPowerUsage=lambda handle: 1000 * handle,
+        nvmlDeviceGetTemperature=temperature,
+        **more,
+    )
+    return found
+
+
+def test_nvidias_figures_are_those_of_the_visible_cards(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "pynvml", nvml())
+    monkeypatch.setattr(device_metrics.jax, "local_devices", lambda: [Device(0), Device(1)])
+    found = device_metrics.DeviceMetrics({"CUDA_VISIBLE_DEVICES": "6,3"}).read()
+    assert found == {
+        "device0_memory": 5.0,
+        "device0_peak_memory": 9.0,
+        "device1_memory": 5.0,
+        "device1_peak_memory": 9.0,
+        "device0_utilization": 60.0,
+        "device0_power": 6.0,
+        "device1_utilization": 30.0,
+        "device1_power": 3.0,
+    }
+
+
+def test_without_a_drivers_package_memory_is_still_told(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setitem(sys.modules, "amdsmi", None)
+    monkeypatch.setattr(device_metrics.jax, "local_devices", lambda: [Device(0)])
+    assert device_metrics.DeviceMetrics({}).read() == {"device0_memory": 5.0, "device0_peak_memory": 9.0}
+
+
+def test_a_cpu_has_no_figures():
+    assert device_metrics.DeviceMetrics().read() == {}

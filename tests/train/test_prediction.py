@@ -1,0 +1,99 @@
+"""What is predicted of a step on this CPU against what it takes, and what a run files of both."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from meshtune.train.report.events import Saved, Stepped
+from meshtune.train.report.prediction import Measured, Prediction, Watch, in_words
+
+STEP = """
+    import dataclasses, gc, json, sys
+    import jax, numpy as np
+    from meshtune.config.load import load_recipe
+    from meshtune.plan.program import step_of
+    from meshtune.plan.search import option
+    from meshtune.plan.case import base_of
+    from meshtune.plan.hardware import find_target
+    from meshtune.train.report.prediction import high_water_bytes, predict, resets_high_water, resident_bytes
+    recipe = load_recipe(sys.argv[1], sys.argv[2:])
+    program = step_of(recipe)
+    compiled = program.lower().compile()
+    target = find_target("CPU", {})
+    prediction = predict(compiled, recipe, target, program.layout, program.length)
+    made = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype) + leaf.dtype.type(1), program.arguments)
+    state, frozen, batch, seed = jax.tree.map(jax.numpy.array, made)
+    jax.block_until_ready((state, frozen))
+    del made
+    gc.collect()
+    assert resets_high_water()
+    before = resident_bytes()
+    state, metrics = compiled(state, frozen, batch, seed)
+    jax.block_until_ready((state, metrics))
+    measured = prediction.argument_bytes + high_water_bytes() - before
+    estimated = option(recipe, target, base_of(recipe, "cpu")).estimate.device_bytes
+    print(json.dumps([prediction.device_bytes, measured, estimated]))
+"""
+CONFIG = {
+    "model_type": "llama", "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def in_a_process(folder, *overrides):
+    """(predicted, measured, estimated) bytes of one update in a process of its own."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    file = folder / "recipe.yaml"
+    file.write_text(
+        f"model: {folder}\ndata: {{train: nothing.jsonl, max_length: 1024}}\noutput: {folder}/out\n"
+        "mesh: {fsdp: 1}\ntrain: {batch_size: 4, steps: 10}\n"
+    )
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    env.pop("XLA_FLAGS", None)
+    command = [sys.executable, "-c", textwrap.dedent(STEP), str(file), *overrides]
+    ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=500)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is read from /proc")
+@pytest.mark.parametrize(
+    "overrides",
+    [["compute.remat=selective"], pytest.param(["method=full", "compute.remat=full"], marks=pytest.mark.slow)],
+)
+def test_the_predicted_peak_is_what_the_process_takes(tmp_path, overrides):
+    predicted, measured, _ = in_a_process(tmp_path / "model", *overrides)
+    assert predicted > 100 * 2**20, "too small to be told from the process itself"
+    # 8%: buffers that XLA's runtime takes beside the program's (threads' scratch of its matrix products), and pages.
+    assert measured == pytest.approx(predicted, rel=0.08)
+
+
+def stepped(step, seconds):
+    return Stepped(step, 0.0, 1.0, 1.0, 1e-3, {}, 10, 10, seconds, 0)
+
+
+def test_the_median_update_counts_and_the_first_ones_do_not():
+    watch = Watch(Prediction(2**30, 2**29, 1.0, 0.4, "1xH100"))
+    for number, seconds in enumerate([9.0, 5.0, 4.0, 1.0, 1.2, 1.1, 1.0], 1):
+        watch.receive(stepped(number, seconds))
+    watch.receive(Saved(7, None))  # pyright: ignore[reportArgumentType]
+    watch.receive(stepped(8, 30.0))
+    measured = watch.measured()
+    assert measured.updates == 4
+    assert measured.step_seconds == pytest.approx(1.05)
+
+
+def test_both_sides_are_said_where_both_are_known():
+    prediction = Prediction(10 * 2**30, 2**30, 0.5, 0.4, "1xH100")
+    memory, time = in_words(prediction, Measured(11 * 2**30, 0.75, 40))
+    assert memory == "10.0 GiB of memory a device, 11.0 GiB measured (+10%)"
+    assert time == "0.5 s an update, 0.75 s measured (1.50 times as long; the median of 40)"
+    assert in_words(prediction, Measured(None, None, 0)) == []
