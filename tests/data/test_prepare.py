@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from meshtune.cli.data import app
 from meshtune.config.recipe import Recipe
-from meshtune.data.prepare import prepare
+from meshtune.data.prepare import prepare_data
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
 
@@ -41,9 +41,9 @@ def pair(question="2+2?", answer="four"):
 
 def test_real_records_fill_their_rows(smol, alpaca, tmp_path):
     """At least 97% of the positions of alpaca_en_demo at T = 1024 hold tokens."""
-    made = prepare(recipe(alpaca), smol, vocab=49152, cache=tmp_path)
+    made = prepare_data(recipe(alpaca), smol, vocab=49152, cache=tmp_path)
     assert made.report.efficiency >= 0.97
-    assert made.report.counts.documents == made.report.counts.kept == 999
+    assert made.report.counts.documents == made.report.counts.examples == 999
     assert made.report.warnings == []
     answers = [record["output"] for record in json.loads(pathlib.Path(alpaca).read_text())]
     for index in (0, 500, 998):
@@ -54,8 +54,8 @@ def test_real_records_fill_their_rows(smol, alpaca, tmp_path):
 
 def test_tokens_are_made_once(smol, tmp_path):
     file = write(tmp_path / "a.jsonl", [pair(answer=f"answer {index}") for index in range(5)])
-    first = prepare(recipe(file), smol, cache=tmp_path)
-    again = prepare(recipe(file), smol, cache=tmp_path)
+    first = prepare_data(recipe(file), smol, cache=tmp_path)
+    again = prepare_data(recipe(file), smol, cache=tmp_path)
     assert again.train.store.path == first.train.store.path
     assert again.report == first.report
     assert again.fingerprint == first.fingerprint
@@ -66,9 +66,9 @@ def test_tokens_are_made_once(smol, tmp_path):
 )
 def test_tokens_are_made_anew_when_what_they_depend_on_changes(smol, tmp_path, change):
     file = write(tmp_path / "a.jsonl", [pair(answer=f"answer {index}") for index in range(5)])
-    first = prepare(recipe(file), smol, cache=tmp_path)
+    first = prepare_data(recipe(file), smol, cache=tmp_path)
     try:
-        assert prepare(recipe(file, **change), smol, cache=tmp_path).fingerprint != first.fingerprint
+        assert prepare_data(recipe(file, **change), smol, cache=tmp_path).fingerprint != first.fingerprint
     except UserError as error:
         assert "nothing to learn" in str(error)  # noqa: PT017 - all are longer than nine tokens
 
@@ -77,16 +77,17 @@ def test_another_template_is_another_cache(shared, tmp_path):
     file = write(tmp_path / "a.jsonl", [pair()])
     folder = shared / "assets/models/stories260K"
     prints = {
-        prepare(recipe(file), load_tokenizer(folder, name), cache=tmp_path).fingerprint for name in ("plain", "alpaca")
+        prepare_data(recipe(file), load_tokenizer(folder, name), cache=tmp_path).fingerprint
+        for name in ("plain", "alpaca")
     }
     assert len(prints) == 2
 
 
 def test_changed_records_are_read_again(smol, tmp_path):
     file = write(tmp_path / "a.jsonl", [pair(answer="four")])
-    prepare(recipe(file), smol, cache=tmp_path)
+    prepare_data(recipe(file), smol, cache=tmp_path)
     write(tmp_path / "a.jsonl", [pair(answer="five")])
-    example = prepare(recipe(file), smol, cache=tmp_path).train.store[0]
+    example = prepare_data(recipe(file), smol, cache=tmp_path).train.store[0]
     assert smol.decode(example.ids[example.weights > 0].tolist()) == "five<|im_end|>"
 
 
@@ -100,7 +101,7 @@ def test_validation_has_its_own_order_and_micro_batches(smol, tmp_path):
             "train": {"batch_size": 8, "micro_batch": 2},
         }
     )
-    made = prepare(given, smol, cache=tmp_path)
+    made = prepare_data(given, smol, cache=tmp_path)
     assert made.validation is not None
     assert made.train.batch(0).arrays["tokens"].shape == (4, 2, 1024)
     assert made.validation.batch(0).arrays["tokens"].shape == (1, 2, 1024)
@@ -114,7 +115,7 @@ def test_validation_has_its_own_order_and_micro_batches(smol, tmp_path):
 
 def test_a_system_prompt_goes_before_conversations_that_have_none(smol, tmp_path):
     own = {"messages": [{"role": "system", "content": "Mine."}, *pair()["messages"]]}
-    made = prepare(recipe(write(tmp_path / "a.jsonl", [pair(), own]), system="Yours."), smol, cache=tmp_path)
+    made = prepare_data(recipe(write(tmp_path / "a.jsonl", [pair(), own]), system="Yours."), smol, cache=tmp_path)
     texts = [smol.decode(made.train.store[index].ids.tolist()) for index in range(2)]
     assert ["Yours." in text for text in texts] == [True, False]
     assert ["Mine." in text for text in texts] == [False, True]
@@ -123,12 +124,12 @@ def test_a_system_prompt_goes_before_conversations_that_have_none(smol, tmp_path
 def test_nothing_to_learn_anywhere_is_an_error_with_reasons(smol, tmp_path):
     file = write(tmp_path / "a.jsonl", [pair("word " * 50) for _ in range(3)])
     with pytest.raises(UserError, match=r"nothing to learn anywhere[\s\S]*3 have nothing to learn after truncation"):
-        prepare(recipe(file, max_length=40), smol, cache=tmp_path)
+        prepare_data(recipe(file, max_length=40), smol, cache=tmp_path)
 
 
 def test_a_vocabulary_larger_than_the_embedding_is_an_error_before_anything_is_read(smol, tmp_path):
     with pytest.raises(UserError, match="embedding has 1000 rows"):
-        prepare(recipe("not there"), smol, vocab=1000, cache=tmp_path)
+        prepare_data(recipe("not there"), smol, vocab=1000, cache=tmp_path)
 
 
 def test_the_report_lists_skipped_records_of_formats_and_templates(shared, tmp_path):
@@ -137,15 +138,15 @@ def test_the_report_lists_skipped_records_of_formats_and_templates(shared, tmp_p
     refused = {"messages": [{"role": "system", "content": "s"}, *pair()["messages"]]}
     empty = pair(answer="")
     file = write(tmp_path / "a.jsonl", [pair(), refused, empty, pair()])
-    made = prepare(recipe(file, on_bad="skip"), tokenizer, cache=tmp_path)
+    made = prepare_data(recipe(file, on_bad="skip"), tokenizer, cache=tmp_path)
     assert [one.origin.rsplit(" ", 1)[1] for one in made.report.skipped] == ["2", "1"]
-    assert made.report.counts.kept == 2
+    assert made.report.counts.examples == 2
 
 
 def test_progress_is_told(smol, tmp_path):
     told = []
     file = write(tmp_path / "a.jsonl", [pair(answer=f"answer {index}") for index in range(300)])
-    prepare(recipe(file), smol, cache=tmp_path, progress=lambda *one: told.append(one))
+    prepare_data(recipe(file), smol, cache=tmp_path, progress=lambda *one: told.append(one))
     assert ("reading train data", 0, 300) in told
     assert told[-1] == ("tokenising train data", 300, 300)
 
@@ -175,7 +176,7 @@ def test_inspect_checks_the_vocabulary_of_the_model(shared, tmp_path, monkeypatc
 
 def test_the_first_batch_holds_what_the_records_say(smol, alpaca, tmp_path):
     """The whole way, against plain transformers: every segment is a record's own `apply_chat_template`, shifted."""
-    made = prepare(recipe(alpaca), smol, cache=tmp_path)
+    made = prepare_data(recipe(alpaca), smol, cache=tmp_path)
     batch, records = made.train.batch(0), json.loads(pathlib.Path(alpaca).read_text())
     row = {name: array[0, 0] for name, array in batch.arrays.items()}
     for segment, origin in enumerate(batch.origins[0][0], start=1):

@@ -9,10 +9,10 @@ from rich.console import Console
 from meshtune.data.conversation import Conversation, Message, Origin, Text
 from meshtune.data.inspection import coloured
 from meshtune.data.loader import Loader
-from meshtune.data.report import Skipped, Template, histogram, make_report, render
+from meshtune.data.report import SkippedRecord, TemplateInfo, histogram, make_report, render
 from meshtune.data.store import open_or_build
 from meshtune.data.tokenizer import load_tokenizer
-from meshtune.data.tokens import Counts, Example, Tokenize, TokenOptions
+from meshtune.data.tokens import Example, TokenCounts, Tokenize, TokenOptions
 
 
 def report_of(tmp_path, lengths=(10, 20, 30), counts=None, skipped=(), template=None, batch_size=1, **loader):
@@ -22,7 +22,9 @@ def report_of(tmp_path, lengths=(10, 20, 30), counts=None, skipped=(), template=
     store = open_or_build(repr((lengths, loader)).replace("/", ""), lambda: (examples, dict), tmp_path)
     made = Loader(store, max_length=64, batch_size=batch_size, **loader)
     total = sum(lengths)
-    counts = counts or Counts(documents=len(lengths), kept=len(lengths), tokens=total, learned=total - len(lengths))
+    counts = counts or TokenCounts(
+        documents=len(lengths), examples=len(lengths), tokens=total, learned=total - len(lengths)
+    )
     return make_report("train", made, counts, skipped, max_length=64, template=template)
 
 
@@ -57,7 +59,7 @@ def test_histogram_bins_hold_everything():
     ],
 )
 def test_each_count_has_its_warning(tmp_path, field, words):
-    counts = Counts(documents=3, kept=3, tokens=60, learned=50, **{field: 2})
+    counts = TokenCounts(documents=3, examples=3, tokens=60, learned=50, **{field: 2})
     (warning,) = report_of(tmp_path, counts=counts).warnings
     assert words in warning
     assert "2" in warning or field == "without_eos"
@@ -68,12 +70,12 @@ def test_waste_is_warned_of(tmp_path):
     assert any("data.packing=true" in warning for warning in padded)
     assert any("copies of others" in warning for warning in report_of(tmp_path, (30, 30, 30)).warnings)
     assert any("smaller train.batch_size" in warning for warning in report_of(tmp_path, batch_size=8).warnings)
-    few = Counts(documents=3, kept=3, tokens=1000, learned=5)
+    few = TokenCounts(documents=3, examples=3, tokens=1000, learned=5)
     assert any("0.5% of the tokens are learned" in warning for warning in report_of(tmp_path, counts=few).warnings)
 
 
 def test_skips_are_listed_with_reasons(tmp_path):
-    report = report_of(tmp_path, skipped=[Skipped(f"f, record {index}", "no answer") for index in range(12)])
+    report = report_of(tmp_path, skipped=[SkippedRecord(f"f, record {index}", "no answer") for index in range(12)])
     (warning,) = report.warnings
     assert warning == "12 records were skipped; the first: f, record 0: no answer"
     shown = text_of(render(report))
@@ -82,7 +84,7 @@ def test_skips_are_listed_with_reasons(tmp_path):
 
 
 def test_templates_that_cannot_stop_or_tell_the_date_are_told_of(tmp_path):
-    report = report_of(tmp_path, template=Template("<|im_end|>", False, True))
+    report = report_of(tmp_path, template=TemplateInfo("<|im_end|>", False, True))
     assert "no token" in report.warnings[0]
     assert "26 Jul 2024" in report.notes[0]
 

@@ -11,7 +11,7 @@ import pytest
 
 import meshtune.quickstart
 from meshtune.config.load import load_recipe
-from meshtune.data.prepare import prepare
+from meshtune.data.prepare import prepare_data
 from meshtune.data.stream import EVERY
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
@@ -40,7 +40,7 @@ def streamed(text, tokenizer, *more):
     output.mkdir(exist_ok=True)
     fields = [f"model.path={TOKENIZER}", f"data.train={text}", f"output={output}", "stage=pt", "data.streaming=true"]
     fields += ["train.steps=60", "train.batch_size=2", "data.max_length=32"]
-    return prepare(load_recipe(str(base), [*fields, *more]), tokenizer, cache=text.parent / "cache")
+    return prepare_data(load_recipe(str(base), [*fields, *more]), tokenizer, cache=text.parent / "cache")
 
 
 def arrays(batches):

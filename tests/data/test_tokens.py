@@ -132,7 +132,7 @@ def test_long_documents_are_cut_counted_and_checked_again(smol):
     examples, counts = run(smol, [long_answer, long_question, chat()], max_length=60)
     assert [len(example.ids) for example in examples][:1] == [60]
     assert len(examples) == 2  # of the long question no answer is left
-    assert (counts.truncated, counts.nothing_after_truncation, counts.kept, counts.documents) == (2, 1, 2, 3)
+    assert (counts.truncated, counts.nothing_after_truncation, counts.examples, counts.documents) == (2, 1, 2, 3)
     whole = sum(len(example.ids) for example in run(smol, [long_answer, long_question])[0])
     assert counts.tokens_cut == whole - 120
 

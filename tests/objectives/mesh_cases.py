@@ -22,7 +22,7 @@ from meshtune.model.compute import Compute
 from meshtune.model.init import init_params
 from meshtune.model.sharding import layout_for
 from meshtune.objectives import STAGES
-from meshtune.objectives.score import means
+from meshtune.objectives.score import metric_means
 from tiny_models import CONFIGS, SMALL
 
 MESHES = ({"dp": 2, "cp": 2}, {"fsdp": 2, "tp": 2})
@@ -31,11 +31,11 @@ MESHES = ({"dp": 2, "cp": 2}, {"fsdp": 2, "tp": 2})
 def case(stage: str, options: dict) -> list[dict]:
     kind, changes = CONFIGS["llama3"]
     spec = model_spec({"model_type": kind, **SMALL, "vocab_size": 96, "num_hidden_layers": 2, **changes})
-    spec = scored_spec(spec) if STAGES[stage].scores else spec
+    spec = scored_spec(spec) if STAGES[stage].has_score_head else spec
     objective = STAGES[stage].make(STAGES[stage].config(**options))
     documents = random_pairs(96, 8, longest=10)
     documents = [(*d[:2], float(n // 2 % 2)) for n, d in enumerate(documents)]
-    if STAGES[stage].scores:
+    if STAGES[stage].has_score_head:
         documents = [(ids, np.arange(len(ids)) == len(ids) - 1, value) for ids, _, value in documents]
     loader = loader_of(documents, tempfile.mkdtemp(), packing=True, rows=4, max_length=32, nll="answer")
     arrays = {name: array[0] for name, array in loader.batch(0).arrays.items()}
@@ -57,7 +57,7 @@ def case(stage: str, options: dict) -> list[dict]:
 
         def loss(trainable, frozen, batch, compute=compute, spec=made.spec):
             score = objective(merge(trainable, frozen), spec, compute, batch, None)
-            return score.loss / score.weight, means(score)
+            return score.loss / score.weight, metric_means(score)
 
         step = jax.jit(jax.value_and_grad(loss, has_aux=True))
         (value, metrics), gradient = step(trainable, frozen, place_batch(arrays, layout, order))

@@ -21,7 +21,7 @@ from units_of import loader_of, random_pairs
 from meshtune.model.compute import Compute
 from meshtune.objectives import STAGES, rm
 from meshtune.objectives import answers as answers_module
-from meshtune.objectives.score import means
+from meshtune.objectives.score import metric_means
 
 PAIRS, CLOSE = 5, {"rtol": 1e-5, "atol": 1e-5}
 NONE: dict = {}
@@ -59,7 +59,7 @@ def ours(stage, options, batch, found, reference=None):
     if reference is not None:
         batch["reference"] = jnp.asarray(reference)
     score = kind.make(kind.config(**options))({"log_probs": found}, None, Compute(), batch, None)  # pyright: ignore
-    return float(score.loss / score.weight), {name: float(value) for name, value in means(score).items()}
+    return float(score.loss / score.weight), {name: float(value) for name, value in metric_means(score).items()}
 
 
 def summed(batch, each, tail=None):

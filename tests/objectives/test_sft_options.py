@@ -28,7 +28,7 @@ def test_noise_is_bounded_by_each_documents_own_length(case):
     """U(-1, 1) * alpha / sqrt(L * D): the largest of 192 or more draws is within 5% of its bound."""
     _, _, batch = case
     zeros = jnp.zeros((1, 24, 32))
-    noise = np.abs(sft._noise(ALPHA, {k: jnp.asarray(v) for k, v in batch.items()}, jax.random.key(0))(zeros))
+    noise = np.abs(sft._embedding_noise(ALPHA, {k: jnp.asarray(v) for k, v in batch.items()}, jax.random.key(0))(zeros))
     for segment, length in ((1, 6), (2, 14)):
         mine, bound = noise[batch["segment_ids"] == segment], ALPHA / np.sqrt(length * 32)
         assert 0.95 * bound < mine.max() <= bound

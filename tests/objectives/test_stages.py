@@ -24,7 +24,7 @@ from meshtune.errors import UserError
 from meshtune.generate.api import load
 from meshtune.model.compute import Compute
 from meshtune.objectives import STAGES
-from meshtune.objectives.score import means
+from meshtune.objectives.score import metric_means
 from meshtune.train.evaluation.reference import log_probabilities, made_start
 from meshtune.train.run import train
 from tiny_models import SMALL, same_weights, torch_model
@@ -54,7 +54,7 @@ def loss_and_gradient(stage, options, spec, trainable, frozen, arrays):
     def both(trainable, batch):
         def loss(trainable):
             score = objective(merge(trainable, frozen), spec, Compute(loss_chunk=16), batch, None)
-            return score.loss / score.weight, means(score)
+            return score.loss / score.weight, metric_means(score)
 
         return jax.value_and_grad(loss, has_aux=True)(trainable)
 

@@ -155,7 +155,7 @@ def our_losses(stage, options, batches, root, cache, **units):
     loaders = [loader_of(documents, cache, max_length=64, **units) for documents in batches]
     for loader in loaders:
         loader.row_length = 128  # one shape, one compilation
-        if kind.reference:
+        if kind.needs_reference:
             start = jax.tree.map(jnp.copy, made.trainable)
             loader.units = loader.units.__class__(
                 reference=log_probabilities(start, made.spec, compute, loader), **units

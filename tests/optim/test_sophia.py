@@ -12,7 +12,7 @@ from meshtune.arrays.tree import merge
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import hidden_states, logits
 from meshtune.objectives import OBJECTIVES
-from meshtune.objectives.curvature import curvature, drawn_targets
+from meshtune.objectives.curvature import curvature, sample_targets
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.optim.schedules import ScheduleConfig
 from meshtune.train.step.build import init_state, make_train_step
@@ -84,7 +84,7 @@ def test_targets_are_drawn_from_what_the_model_predicts():
     params["head"] = {"weight": 20 * params["head"]["weight"]}  # far from even
     said = jax.jit(lambda params: predicted(params, spec, compute, batch))(params)
     best, likely = said.argmax(-1), jax.nn.softmax(said).max(-1)
-    draw = jax.jit(lambda key: drawn_targets(params, spec, compute, batch, key))
+    draw = jax.jit(lambda key: sample_targets(params, spec, compute, batch, key))
     hits = sum((draw(jax.random.key(n)) == best).astype(jnp.float32) for n in range(400)) / 400
     assert float(likely.mean()) > 3 / spec.vocab
     assert abs(float((hits - likely).mean())) < 4 * 0.5 / np.sqrt(400 * 96)
@@ -102,7 +102,7 @@ def test_the_curvature_is_the_squared_gradient_of_drawn_targets():
 
     found = jax.jit(lambda learned: curvature(learned, whole, made.spec, compute, batch, key))(made.trainable)
     own = jax.random.fold_in(key, 0x736F7068)
-    drawn = jax.jit(lambda learned: drawn_targets(whole(learned), made.spec, compute, batch, own))(made.trainable)
+    drawn = jax.jit(lambda learned: sample_targets(whole(learned), made.spec, compute, batch, own))(made.trainable)
 
     def mean_loss(learned):
         said = predicted(whole(learned), made.spec, compute, batch)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from meshtune.config.recipe import Recipe
 from meshtune.data.loader import Loader
-from meshtune.data.prepare import prepare
+from meshtune.data.prepare import prepare_data
 from meshtune.data.report import render
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.data.tokens import Example
@@ -37,7 +37,7 @@ def inspect(recipe: Recipe, *, records: int = 3, tokens: int = 400, console: Con
         def progress(what: str, done: int, total: int) -> None:
             bar.update(task, description=what, completed=done, total=total)
 
-        prepared = prepare(recipe, tokenizer, vocab=_vocabulary(model.path), progress=progress)
+        prepared = prepare_data(recipe, tokenizer, vocab=_vocabulary(model.path), progress=progress)
     if not isinstance(prepared.train, Loader):
         raise UserError(
             "a stream is tokenised while it is trained on, so there is nothing to inspect yet",

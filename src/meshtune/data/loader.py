@@ -18,12 +18,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from meshtune.data.conversation import Origin
-from meshtune.data.packing import Rows, one_a_row, pack, padded_length, shuffled
+from meshtune.data.packing import PackedRows, one_a_row, pack, padded_length, shuffled
 from meshtune.data.store import Store
 from meshtune.data.units import Units
 from meshtune.errors import UserError
 
-ARRAYS = {
+TOKEN_ARRAYS = {
     "tokens": np.int32,
     "targets": np.int32,
     "positions": np.int32,
@@ -33,7 +33,7 @@ ARRAYS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class HostBatch:
     """One update's rows.
 
     `arrays`: tokens, targets, positions, segment_ids int32 and weights float32, each [A, B, T] (micro-batches, rows,
@@ -83,10 +83,10 @@ class Loader:
         self.row_length = max_length if packing else padded_length(longest, max_length)
         self.most = int(np.searchsorted(np.cumsum(np.sort(self._lengths)), self.row_length, "right")) if packing else 1
         self._ends: list[int] = []  # the step after the last one of each epoch that was planned
-        self._plans: collections.OrderedDict[int, Rows] = collections.OrderedDict()
+        self._plans: collections.OrderedDict[int, PackedRows] = collections.OrderedDict()
         self._lock = threading.RLock()
 
-    def rows(self, epoch: int) -> Rows:
+    def rows(self, epoch: int) -> PackedRows:
         """Which documents lie in which row of an epoch."""
         with self._lock:
             if epoch not in self._plans:
@@ -118,7 +118,7 @@ class Loader:
             steps += math.ceil(part * self.steps_per_epoch(whole) - 1e-6)
         return steps
 
-    def place(self, step: int) -> tuple[int, int]:
+    def epoch_position(self, step: int) -> tuple[int, int]:
         """The epoch of a step, and the step's number in it; both count from 0."""
         with self._lock:
             while not self._ends or self._ends[-1] <= step:
@@ -126,12 +126,12 @@ class Loader:
             epoch = bisect.bisect_right(self._ends, step)
             return epoch, step - (self._ends[epoch - 1] if epoch else 0)
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> HostBatch:
         """The batch of update `step`, counting from 0; beyond the last epoch it goes on with the next."""
-        epoch, within = self.place(step)
+        epoch, within = self.epoch_position(step)
         rows = self.rows(epoch)
         shape = (self.batch_size, self.row_length)
-        arrays = {name: np.zeros(shape, dtype) for name, dtype in ARRAYS.items()}
+        arrays = {name: np.zeros(shape, dtype) for name, dtype in TOKEN_ARRAYS.items()}
         origins: list[list[Origin]] = []
         members: list[np.ndarray] = []
         for place in range(self.batch_size):
@@ -144,7 +144,7 @@ class Loader:
         if self.units is not None:
             arrays |= self.units.arrays(self.store, members, self.most, arrays)
         each = self.batch_size // self.accumulation
-        return Batch(
+        return HostBatch(
             {name: array.reshape(self.accumulation, each, array.shape[-1]) for name, array in arrays.items()},
             [origins[start : start + each] for start in range(0, self.batch_size, each)],
             step,
@@ -162,14 +162,16 @@ class Loader:
             row["positions"][here] = np.arange(end - start - 1)
             row["segment_ids"][here] = segment
 
-    def iterate(self, start: int = 0, stop: int | None = None, *, threads: int = 2, ahead: int = 4) -> Iterator[Batch]:
+    def iterate(
+        self, start: int = 0, stop: int | None = None, *, threads: int = 2, ahead: int = 4
+    ) -> Iterator[HostBatch]:
         """Batches start, start + 1, ... to before `stop` (None: without end), prepared `ahead` by threads.
 
         Threads, never forks: a fork of a process that runs JAX can deadlock.
         """
         import grain
 
-        dataset = grain.MapDataset.source(_Batches(self, start, sys.maxsize // 2 if stop is None else stop))
+        dataset = grain.MapDataset.source(_BatchSource(self, start, sys.maxsize // 2 if stop is None else stop))
         iterator = iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead)))
         try:
             yield from iterator
@@ -180,7 +182,7 @@ class Loader:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Batches:
+class _BatchSource:
     """A loader as grain sees it: a source with random access."""
 
     loader: Loader
@@ -190,5 +192,5 @@ class _Batches:
     def __len__(self) -> int:
         return max(0, self.stop - self.start)
 
-    def __getitem__(self, index: int) -> Batch:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __getitem__(self, index: int) -> HostBatch:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.loader.batch(self.start + int(index))

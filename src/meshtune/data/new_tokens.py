@@ -19,7 +19,7 @@ class NewTokens:
     ids: tuple[int, ...] = ()
     pieces: tuple[tuple[int, ...], ...] = ()
 
-    def rows(self, vocab: int, multiple: int | None = None) -> int:
+    def padded_vocab(self, vocab: int, multiple: int | None = None) -> int:
         """The rows that an embedding of `vocab` rows needs, a multiple of `multiple`."""
         need = max(vocab, *(one + 1 for one in self.ids)) if self.ids else vocab
         return need if multiple is None else -(-need // multiple) * multiple

@@ -15,7 +15,7 @@ WINDOW = 4096  # documents that may end up beside each other
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class PackedRows:
     """Rows of documents: row r holds `documents[starts[r] : starts[r + 1]]` in that order; both int64."""
 
     documents: np.ndarray
@@ -47,7 +47,7 @@ def shuffled(n: int, seed: int, stream: int) -> np.ndarray:
     return np.argsort(random_keys(seed, stream, n), kind="stable")
 
 
-def pack(lengths: np.ndarray, order: np.ndarray, row_length: int, *, window: int = WINDOW) -> Rows:
+def pack(lengths: np.ndarray, order: np.ndarray, row_length: int, *, window: int = WINDOW) -> PackedRows:
     """Put the documents of `order` into rows of `row_length` positions.
 
     `lengths` int [n] are positions a document takes, each between 1 and `row_length`. Documents lie in a row as in
@@ -67,12 +67,12 @@ def pack(lengths: np.ndarray, order: np.ndarray, row_length: int, *, window: int
     rank[np.argsort(np.asarray(openers, np.int64), kind="stable")] = np.arange(rows)
     by_row = np.argsort(rank[row_of], kind="stable")
     starts = np.concatenate([[0], np.cumsum(np.bincount(rank[row_of], minlength=rows))]).astype(np.int64)
-    return Rows(np.asarray(order, np.int64)[by_row], starts)
+    return PackedRows(np.asarray(order, np.int64)[by_row], starts)
 
 
-def one_a_row(order: np.ndarray) -> Rows:
+def one_a_row(order: np.ndarray) -> PackedRows:
     """The padded alternative: every document alone."""
-    return Rows(np.asarray(order, np.int64), np.arange(len(order) + 1, dtype=np.int64))
+    return PackedRows(np.asarray(order, np.int64), np.arange(len(order) + 1, dtype=np.int64))
 
 
 def padded_length(longest: int, max_length: int, *, multiple: int = 64) -> int:

@@ -19,11 +19,11 @@ from meshtune.data.conversation import Conversation, Document, Labelled, Message
 from meshtune.data.documents import DocumentList, documents, unchecked
 from meshtune.data.loader import Loader
 from meshtune.data.masks import Learn
-from meshtune.data.report import Report, Skipped, Template, make_report, stream_report
+from meshtune.data.report import DataReport, SkippedRecord, TemplateInfo, make_report, stream_report
 from meshtune.data.store import Store, fingerprint, open_or_build
 from meshtune.data.stream import Stream
 from meshtune.data.tokenizer import check_vocabulary
-from meshtune.data.tokens import Counts, Example, Tokenize, TokenOptions
+from meshtune.data.tokens import Example, TokenCounts, Tokenize, TokenOptions
 from meshtune.data.units import Units, nll_share, tokenised_labelled, tokenised_pairs
 from meshtune.errors import UserError
 from meshtune.objectives import STAGES
@@ -38,24 +38,24 @@ Progress = Callable[[str, int, int], None]  # (what is done, documents done, doc
 
 
 @dataclasses.dataclass(frozen=True)
-class Prepared:
+class PreparedData:
     """What training reads: loaders, reports, and a hash of all training tokens and weights (`fingerprint`)."""
 
     train: Loader | Stream
     validation: Loader | None
-    report: Report
-    validation_report: Report | None
+    report: DataReport
+    validation_report: DataReport | None
     fingerprint: str
 
 
-def prepare(
+def prepare_data(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerFast,
     *,
     vocab: int | None = None,
     cache: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
-) -> Prepared:
+) -> PreparedData:
     """The data of a recipe, tokenised and ready to be read.
 
     `vocab` is the number of rows of the model's embedding, None to leave it unchecked. `cache` is where tokens are
@@ -71,8 +71,8 @@ def prepare(
     options = token_options(data, recipe.stage.kind)
     if data.streaming:
         return _streamed(recipe, tokenizer, options, cache, progress)
-    found = documents(data, seed=recipe.seed, learns=stage.learns)
-    skipped = [Skipped(str(skip.origin), skip.reason) for skip in found.skipped]
+    found = documents(data, seed=recipe.seed, learns=stage.dataset_type)
+    skipped = [SkippedRecord(str(skip.origin), skip.reason) for skip in found.skipped]
     micro_batch = recipe.train.batch_size // recipe.train.accumulation
 
     nll = _nll(recipe)
@@ -83,10 +83,10 @@ def prepare(
         if not len(store):
             raise _nothing(split, counts)
         units = None
-        if stage.learns != "documents":
+        if stage.dataset_type != "documents":
             # Validation is summed over all its batches, so its weights are those of all.
             units = Units(nll=nll, nll_share=nll_share(store, nll) if split == "validation" else None)
-        if stage.learns == "labelled" and split == "train":
+        if stage.dataset_type == "labelled" and split == "train":
             _both_kinds(store)
         made = Loader(
             store,
@@ -113,14 +113,14 @@ def prepare(
         validation, validation_report = loader(
             "validation", found.validation, shuffle=False, rows=micro_batch, accumulation=1
         )
-    return Prepared(train, validation, report, validation_report, train.store.path.name)
+    return PreparedData(train, validation, report, validation_report, train.store.path.name)
 
 
 def token_options(data: DataSection, stage: str = "sft") -> TokenOptions:
     """What the data section says about tokens. Of answers that are compared the last turn counts, and of plain text
     everything."""
     learn = Learn(train_on_prompt=data.train_on_prompt, last_turn_only=data.last_turn_only)
-    if STAGES[stage].learns != "documents":
+    if STAGES[stage].dataset_type != "documents":
         learn = Learn(last_turn_only=True)
     elif stage == "pt":
         learn = Learn(train_on_prompt=True)
@@ -138,7 +138,7 @@ def _streamed(
     options: TokenOptions,
     cache: str | os.PathLike[str] | None,
     progress: Progress | None,
-) -> Prepared:
+) -> PreparedData:
     """Training documents as a stream; validation documents as always."""
     data, train = recipe.data, recipe.train
     wrong = {
@@ -182,7 +182,7 @@ def _streamed(
         alone = data.model_copy(update={"train": data.validation, "validation": None, "streaming": False})
         rows = train.batch_size // train.accumulation
         short = TrainSection(epochs=1, batch_size=rows)
-        held = prepare(
+        held = prepare_data(
             recipe.model_copy(update={"data": alone.model_copy(update={"shuffle": False}), "train": short}),
             tokenizer,
             cache=cache,
@@ -190,7 +190,7 @@ def _streamed(
         )
         assert isinstance(held.train, Loader)
         validation, validation_report = held.train, dataclasses.replace(held.report, split="validation")
-    return Prepared(stream, validation, report, validation_report, stream.fingerprint)
+    return PreparedData(stream, validation, report, validation_report, stream.fingerprint)
 
 
 def _first(documents: DocumentList, *, skip: bool) -> Iterator[Any]:
@@ -243,7 +243,7 @@ def _tokens(
     stage: str,
     cache: str | os.PathLike[str] | None,
     progress: Progress | None,
-) -> tuple[Store, Counts, Template | None]:
+) -> tuple[Store, TokenCounts, TemplateInfo | None]:
     def build():
         tokenize = Tokenize(tokenizer, options)
 
@@ -253,20 +253,20 @@ def _tokens(
         return _examples(tokenize, _counted(read, f"tokenising {split} data", progress), stage), note
 
     # Two stages that make the same of the same records share them.
-    made = ("scored",) if STAGES[stage].scores else ()
+    made = ("scored",) if STAGES[stage].has_score_head else ()
     parts = (_hash_of(tokenizer), repr(options), *made)
     key = fingerprint(_counted(read, f"reading {split} data", progress), *parts)
     store = open_or_build(key, build, cache)
-    counts = Counts(**{**store.meta["counts"], "skipped": [tuple(one) for one in store.meta["counts"]["skipped"]]})
+    counts = TokenCounts(**{**store.meta["counts"], "skipped": [tuple(one) for one in store.meta["counts"]["skipped"]]})
     template = store.meta["template"]
-    return store, counts, Template(**template) if template else None
+    return store, counts, TemplateInfo(**template) if template else None
 
 
 def _examples(tokenize: Tokenize, samples: Iterable[Any], stage: str) -> Iterator[Example]:
     kind = STAGES[stage]
-    if kind.learns == "pairs":
-        return tokenised_pairs(tokenize, samples, scored=kind.scores)
-    if kind.learns == "labelled":
+    if kind.dataset_type == "pairs":
+        return tokenised_pairs(tokenize, samples, scored=kind.has_score_head)
+    if kind.dataset_type == "labelled":
         return tokenised_labelled(tokenize, samples)
     return tokenize(_plain(samples) if stage == "pt" else samples)
 
@@ -284,7 +284,7 @@ def _plain(documents: Iterable[Document]) -> Iterator[Document]:
 
 def _nll(recipe: Recipe) -> Literal["answer", "all"] | None:
     stage = STAGES[recipe.stage.kind]
-    if not stage.nll(recipe.stage):
+    if not stage.uses_nll(recipe.stage):
         return None
     return "all" if recipe.data.train_on_prompt else "answer"
 
@@ -305,7 +305,7 @@ def _template(tokenize: Tokenize) -> dict | None:
     if not tokenize.met_conversations:
         return None
     end = tokenize.chat.end_of_turn
-    return dataclasses.asdict(Template(end.head, end.token is not None, tokenize.chat.writes_date))
+    return dataclasses.asdict(TemplateInfo(end.head, end.token is not None, tokenize.chat.writes_date))
 
 
 def _counted(read: WithSystem, what: str, progress: Progress | None) -> Iterable[Any]:
@@ -327,7 +327,7 @@ def _hash_of(tokenizer: PreTrainedTokenizerFast) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _nothing(split: str, counts: Counts) -> UserError:
+def _nothing(split: str, counts: TokenCounts) -> UserError:
     reasons = {
         "have nothing to learn": counts.nothing_to_learn,
         "have nothing to learn after truncation": counts.nothing_after_truncation,

@@ -10,7 +10,7 @@ import numpy as np
 
 from meshtune.data.loader import Loader
 from meshtune.data.stream import Stream
-from meshtune.data.tokens import Counts
+from meshtune.data.tokens import TokenCounts
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -19,7 +19,7 @@ _SHARE_CUT, _SHARE_COPIES, _SHARE_LEARNED, _SHARE_FULL = 0.05, 0.05, 0.02, 0.8  
 
 
 @dataclasses.dataclass(frozen=True)
-class Skipped:
+class SkippedRecord:
     """A record that was left out, and why."""
 
     origin: str
@@ -27,7 +27,7 @@ class Skipped:
 
 
 @dataclasses.dataclass(frozen=True)
-class Template:
+class TemplateInfo:
     """What is known of the chat template; None of it for plain text."""
 
     end_of_turn: str
@@ -36,7 +36,7 @@ class Template:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class DataReport:
     """Counts of one split. `tokens` are ids of kept documents, `learned` those with a weight above 0.
 
     `efficiency` is the share of the first epoch's positions that hold a token, padding rows of the last batch left
@@ -45,8 +45,8 @@ class Report:
     """
 
     split: str
-    counts: Counts
-    skipped: tuple[Skipped, ...]
+    counts: TokenCounts
+    skipped: tuple[SkippedRecord, ...]
     rows: int
     row_length: int
     packing: bool
@@ -57,7 +57,7 @@ class Report:
     longest: int
     copies: int
     max_length: int
-    template: Template | None = None
+    template: TemplateInfo | None = None
 
     @property
     def notes(self) -> list[str]:
@@ -81,17 +81,17 @@ class Report:
 def make_report(
     split: str,
     loader: Loader,
-    counts: Counts,
-    skipped: Sequence[Skipped],
+    counts: TokenCounts,
+    skipped: Sequence[SkippedRecord],
     *,
     max_length: int,
-    template: Template | None = None,
-) -> Report:
+    template: TemplateInfo | None = None,
+) -> DataReport:
     """The report of a loader's store, its first epoch's rows included."""
     store, rows = loader.store, loader.rows(0)
     lengths = store.lengths
-    every = [*skipped, *(Skipped(origin, reason) for origin, reason in counts.skipped)]
-    return Report(
+    every = [*skipped, *(SkippedRecord(origin, reason) for origin, reason in counts.skipped)]
+    return DataReport(
         split=split,
         counts=counts,
         skipped=tuple(every),
@@ -109,12 +109,12 @@ def make_report(
     )
 
 
-def stream_report(stream: Stream, counts: Counts, lengths: np.ndarray) -> Report:
+def stream_report(stream: Stream, counts: TokenCounts, lengths: np.ndarray) -> DataReport:
     """The report of a stream of which only a sample is known: its counts and lengths are the sample's, its tokens and
     documents those of the run."""
     rows = stream.steps * stream.batch_size
-    whole = dataclasses.replace(counts, kept=len(stream.documents), tokens=rows * stream.row_length)
-    return Report(
+    whole = dataclasses.replace(counts, examples=len(stream.documents), tokens=rows * stream.row_length)
+    return DataReport(
         split="train",
         counts=dataclasses.replace(whole, learned=whole.tokens),
         skipped=(),
@@ -138,7 +138,7 @@ def histogram(lengths: np.ndarray) -> tuple[tuple[int, int, int], ...]:
     return tuple((2**p, 2 ** (p + 1) - 1, int(found[p])) for p in range(int(powers.min()), int(powers.max()) + 1))
 
 
-def _lost(report: Report) -> list[str]:
+def _lost(report: DataReport) -> list[str]:
     counts, found = report.counts, []
     if report.skipped:
         found.append(f"{len(report.skipped)} records were skipped; the first: {_first(report)}")
@@ -159,7 +159,7 @@ def _lost(report: Report) -> list[str]:
     return found
 
 
-def _mistaught(report: Report) -> list[str]:
+def _mistaught(report: DataReport) -> list[str]:
     counts, found = report.counts, []
     if counts.unended:
         found.append(f"{counts.unended} answers have no end of turn in the chat template: they do not teach to stop")
@@ -192,11 +192,12 @@ def _mistaught(report: Report) -> list[str]:
     return found
 
 
-def _wasted(report: Report) -> list[str]:
+def _wasted(report: DataReport) -> list[str]:
     counts, found = report.counts, []
-    if counts.kept and report.copies / counts.kept > _SHARE_COPIES:
+    if counts.examples and report.copies / counts.examples > _SHARE_COPIES:
         found.append(
-            f"{report.copies} of {counts.kept} documents ({report.copies / counts.kept:.0%}) are copies of others"
+            f"{report.copies} of {counts.examples} documents ({report.copies / counts.examples:.0%}) are copies of "
+            "others"
         )
     if counts.tokens and counts.learned / counts.tokens < _SHARE_LEARNED:
         found.append(f"only {counts.learned / counts.tokens:.1%} of the tokens are learned: prompts dwarf the answers")
@@ -211,11 +212,11 @@ def _wasted(report: Report) -> list[str]:
     return found
 
 
-def _first(report: Report) -> str:
+def _first(report: DataReport) -> str:
     return f"{report.skipped[0].origin}: {report.skipped[0].reason}"
 
 
-def render(report: Report) -> RenderableType:
+def render(report: DataReport) -> RenderableType:
     """The report for a terminal: a table, the histogram, notes and warnings."""
     from rich.console import Group
     from rich.table import Table
@@ -226,8 +227,8 @@ def render(report: Report) -> RenderableType:
     table.add_column(style="cyan")
     table.add_column(justify="right")
     table.add_column(style="dim")
-    left_out = counts.documents - counts.kept
-    table.add_row("documents", f"{counts.kept:,}", f"{left_out:,} left out" if left_out else "")
+    left_out = counts.documents - counts.examples
+    table.add_row("documents", f"{counts.examples:,}", f"{left_out:,} left out" if left_out else "")
     if report.skipped:
         table.add_row("skipped records", f"{len(report.skipped):,}", "")
     table.add_row("tokens", f"{counts.tokens:,}", f"longest document {report.longest:,}")

@@ -20,7 +20,7 @@ import numpy as np
 
 from meshtune.data.conversation import Origin
 from meshtune.data.documents import DocumentList
-from meshtune.data.loader import ARRAYS, Batch
+from meshtune.data.loader import TOKEN_ARRAYS, HostBatch
 from meshtune.data.packing import shuffled
 from meshtune.data.tokens import Example, Tokenize
 from meshtune.errors import UserError
@@ -75,20 +75,20 @@ class Stream:
             "how many updates an epoch of a stream has is known only at its end", where="train", fix="give train.steps"
         )
 
-    def place(self, step: int) -> tuple[int, int]:
+    def epoch_position(self, step: int) -> tuple[int, int]:
         """As if the run were one epoch."""
         return divmod(step, self.steps)
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> HostBatch:
         """The batch of update `step`, counting from 0."""
         return next(self._from(step))
 
-    def iterate(self, start: int = 0, stop: int | None = None, *, ahead: int = 4) -> Iterator[Batch]:
+    def iterate(self, start: int = 0, stop: int | None = None, *, ahead: int = 4) -> Iterator[HostBatch]:
         """Batches start, start + 1, ... to before `stop`, prepared `ahead` by a thread."""
         batches = self._from(start, note=True)
         left = itertools.count() if stop is None else iter(range(stop - start))
         with ThreadPoolExecutor(1, "stream") as thread:
-            pending: collections.deque[Future[Batch]] = collections.deque()
+            pending: collections.deque[Future[HostBatch]] = collections.deque()
 
             def order() -> None:
                 if next(left, None) is not None:
@@ -105,7 +105,7 @@ class Stream:
                 for waiting in pending:
                     waiting.cancel()
 
-    def _from(self, step: int, *, note: bool = False) -> Iterator[Batch]:
+    def _from(self, step: int, *, note: bool = False) -> Iterator[HostBatch]:
         number, spot = self._known(step)
         stream = _Documents(self, spot)
         while True:
@@ -116,9 +116,9 @@ class Stream:
                 yield batch
             number += 1
 
-    def _filled(self, stream: _Documents, step: int) -> Batch:
+    def _filled(self, stream: _Documents, step: int) -> HostBatch:
         shape = (self.batch_size, self.row_length)
-        arrays = {name: np.zeros(shape, dtype) for name, dtype in ARRAYS.items()}
+        arrays = {name: np.zeros(shape, dtype) for name, dtype in TOKEN_ARRAYS.items()}
         origins: list[list[Origin]] = []
         for row in range(self.batch_size):
             at, held = 0, list[Origin]()
@@ -136,7 +136,7 @@ class Stream:
                 stream.advance(count)
             origins.append(held)
         each = self.batch_size // self.accumulation
-        return Batch(
+        return HostBatch(
             {name: array.reshape(self.accumulation, each, self.row_length) for name, array in arrays.items()},
             [origins[start : start + each] for start in range(0, self.batch_size, each)],
             step,

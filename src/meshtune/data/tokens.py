@@ -51,11 +51,11 @@ class TokenOptions:
 
 
 @dataclasses.dataclass
-class Counts:
+class TokenCounts:
     """What happened on the way. Tokens are ids; `learned` are those with a weight above 0."""
 
     documents: int = 0
-    kept: int = 0
+    examples: int = 0
     tokens: int = 0
     learned: int = 0
     truncated: int = 0
@@ -78,7 +78,7 @@ class Tokenize:
     """Turns documents into examples, and counts. Iterating is lazy: memory stays at one batch of documents."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, options: TokenOptions):
-        self.tokenizer, self.options, self.counts = tokenizer, options, Counts()
+        self.tokenizer, self.options, self.counts = tokenizer, options, TokenCounts()
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()  # a tokenizer.json may ask for both
         self._backend.no_padding()
@@ -244,7 +244,7 @@ class Tokenize:
             if not np.any(weights[1:]):
                 counts.nothing_after_truncation += 1
                 return None
-        counts.kept += 1
+        counts.examples += 1
         counts.tokens += len(ids)
         counts.learned += int(np.count_nonzero(weights[1:]))
         return Example(ids, weights, origin)

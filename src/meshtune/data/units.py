@@ -137,7 +137,7 @@ def _read_at_the_end(example: Example) -> Example:
 def _uncount(tokenize: Tokenize, *sides: Example | None) -> None:
     for side in sides:
         if side is not None:
-            tokenize.counts.kept -= 1
+            tokenize.counts.examples -= 1
             tokenize.counts.tokens -= len(side.ids)
             tokenize.counts.learned -= int(np.count_nonzero(side.weights[1:]))
     if all(side is not None for side in sides):

@@ -1,8 +1,8 @@
-"""Objectives: what is predicted and how it is scored.
+"""Training objectives: the loss of each stage, and what data it is computed from.
 
-An objective is a function (params, spec, compute, batch, rng) -> Score. Adding one is a module with a frozen dataclass
-of options and `make(options) -> Objective`, and a line in STAGES (and, for its recipe keys, a section in
-config/stage.py).
+An objective is a function (params, spec, compute, batch, rng) -> Score. Adding one takes a module with a frozen
+dataclass of options and `make(options) -> Objective`, a line in STAGES, and a section in config/stage.py for its recipe
+keys.
 """
 
 from __future__ import annotations
@@ -14,39 +14,60 @@ from typing import Any, Literal
 from meshtune.objectives import cpo, dpo, kto, orpo, rm, sft, simpo
 from meshtune.objectives.score import Objective
 
+DatasetType = Literal["documents", "pairs", "labelled"]
+"""What one sample of the data is: a document (text or conversation), a pair of a chosen and a rejected answer to the
+same prompt, or an answer labelled good or bad."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A way of tuning. `config` is the dataclass of its options, `make(options)` its objective.
+    """A kind of training.
 
-    `learns` is what a record must be: a document (text or conversation), a pair of a chosen and a rejected answer, or
-    an answer labelled good or bad. `reference` says that the model's start, or another model, is compared with;
-    `scores` that the model has a head of one score instead of one over the vocabulary; `nll(options)` that the chosen
-    answers' cross-entropy is a term of the loss.
+    `config` is the dataclass of its options and `make(options)` builds its objective. `title` names the stage for
+    people. `unit` is what the loss is averaged over, in the singular; `headline` lists the metrics worth showing while
+    training, as (metric, label). `needs_reference` says that answers are compared with a reference model;
+    `has_score_head` that the model ends in a head of one score instead of one over the vocabulary; `uses_nll(options)`
+    that the cross-entropy of the chosen answers is a term of the loss.
     """
 
     config: type
     make: Callable[[Any], Objective]
-    learns: Literal["documents", "pairs", "labelled"] = "documents"
-    reference: bool = False
-    scores: bool = False
-    nll: Callable[[Any], bool] = lambda options: False
+    title: str
+    dataset_type: DatasetType = "documents"
+    unit: str = "token"
+    headline: tuple[tuple[str, str], ...] = (("accuracy", "accuracy"),)
+    needs_reference: bool = False
+    has_score_head: bool = False
+    uses_nll: Callable[[Any], bool] = lambda options: False
 
 
-def _weighted(options: Any) -> bool:
+def _has_sft_weight(options: Any) -> bool:
     return options.sft_weight > 0
 
 
+def _preference_stage(config: type, make: Callable[[Any], Objective], title: str, **fields: Any) -> Stage:
+    headline = (("rewards/accuracies", "accuracy"), ("rewards/margins", "margin"))
+    return Stage(config, make, title, dataset_type="pairs", unit="pair", headline=headline, **fields)
+
+
 STAGES: dict[str, Stage] = {
-    "sft": Stage(sft.SftConfig, sft.make),
-    "pt": Stage(sft.SftConfig, sft.make),
-    "rm": Stage(rm.RmConfig, rm.make, "pairs", scores=True),
-    "dpo": Stage(dpo.DpoConfig, dpo.make, "pairs", reference=True, nll=_weighted),
-    "orpo": Stage(orpo.OrpoConfig, orpo.make, "pairs", nll=lambda options: True),
-    "simpo": Stage(simpo.SimpoConfig, simpo.make, "pairs", nll=_weighted),
-    "cpo": Stage(cpo.CpoConfig, cpo.make, "pairs", nll=_weighted),
-    "kto": Stage(kto.KtoConfig, kto.make, "labelled", reference=True),
+    "sft": Stage(sft.SftConfig, sft.make, "SFT"),
+    "pt": Stage(sft.SftConfig, sft.make, "pretraining"),
+    "rm": _preference_stage(rm.RmConfig, rm.make, "reward model", has_score_head=True),
+    "dpo": _preference_stage(dpo.DpoConfig, dpo.make, "DPO", needs_reference=True, uses_nll=_has_sft_weight),
+    "orpo": _preference_stage(orpo.OrpoConfig, orpo.make, "ORPO", uses_nll=lambda options: True),
+    "simpo": _preference_stage(simpo.SimpoConfig, simpo.make, "SimPO", uses_nll=_has_sft_weight),
+    "cpo": _preference_stage(cpo.CpoConfig, cpo.make, "CPO", uses_nll=_has_sft_weight),
+    "kto": Stage(
+        kto.KtoConfig,
+        kto.make,
+        "KTO",
+        dataset_type="labelled",
+        unit="answer",
+        headline=(("rewards/chosen", "chosen reward"), ("rewards/rejected", "rejected reward")),
+        needs_reference=True,
+    ),
 }
 
-# Each with its defaults.
 OBJECTIVES: dict[str, Objective] = {name: stage.make(stage.config()) for name, stage in STAGES.items()}
+"""The objective of every stage with default options."""

@@ -1,4 +1,4 @@
-"""What a model makes of the answers in a batch: the log-probability of each, from packed rows."""
+"""Log-probabilities of the answers in a batch, computed from packed rows."""
 
 from __future__ import annotations
 
@@ -15,81 +15,88 @@ from meshtune.model.decoder import head_logits, head_params, hidden_states
 from meshtune.model.in_use import loss_split
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.score import Batch
-from meshtune.objectives.segments import least, slots, to_tokens, totals
+from meshtune.objectives.segments import max_segments, segment_min, segment_sum, to_tokens
 
 
-class Answers(NamedTuple):
-    """Of every unit's two segments: `first` and `second` log-probabilities, `lengths` of their answers in tokens, all
-    [B, U]; `there` is 1 where there is a unit. `nll` is the sum of a batch's weighted cross-entropy (score.Batch)."""
+class AnswerLogProbs(NamedTuple):
+    """Log-probabilities of the two segments of every unit.
+
+    `first` and `second` [B, U] are the log-probabilities of the answers, `lengths` a pair of [B, U] with the answers'
+    lengths in tokens, `unit_mask` [B, U] is 1 where a unit exists. `nll` is the batch's weighted cross-entropy (see
+    score.Batch), summed.
+    """
 
     first: Float[Array, "B U"]
     second: Float[Array, "B U"]
     lengths: tuple[Float[Array, "B U"], Float[Array, "B U"]]
-    there: Float[Array, "B U"]
+    unit_mask: Float[Array, "B U"]
     nll: Float[Array, ""]
 
 
-def answers(
+def answer_log_probs(
     params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None, *, tail: float | None = None
-) -> Answers:
-    """Sums of log p(token) over the tokens of each answer (those with a weight). A unit that is not there has a
-    log-probability of -1 and a length of 1, so that nothing made of it is infinite.
+) -> AnswerLogProbs:
+    """Sums log p(token) over the tokens of each answer, which are those with a weight above 0.
 
-    With `tail` tokens of an answer beyond the length of the unit's other answer count by that much only, as in
+    A unit that does not exist gets a log-probability of -1 and a length of 1, so that no loss computed from it is
+    infinite. With `tail`, tokens beyond the length of the unit's shorter answer are multiplied by that factor, as in
     length-desensitised DPO (https://arxiv.org/abs/2409.06411).
     """
-    segments, learned = batch["segment_ids"], batch["weights"] > 0
-    wanted = learned | (batch["nll"] > 0) if "nll" in batch else learned
-    found = _log_probs(params, spec, compute, batch, wanted, rng)
-    count, there = slots(batch), batch["units"]
-    lengths = totals(learned.astype(jnp.float32), segments, count)
-    counted = learned.astype(jnp.float32)
+    segments, trained = batch["segment_ids"], batch["weights"] > 0
+    mask = trained | (batch["nll"] > 0) if "nll" in batch else trained
+    token_log_probs = _log_probs(params, spec, compute, batch, mask, rng)
+    count, unit_mask = max_segments(batch), batch["units"]
+    lengths = segment_sum(trained.astype(jnp.float32), segments, count)
+    factors = trained.astype(jnp.float32)
     if tail is not None:
-        counted = counted * _tailed(batch, lengths, tail)
-    summed = totals(found * counted, segments, count)
-    first, second = (jnp.where(there > 0, part, -1.0) for part in pairs(summed))
-    one, other = (jnp.maximum(part, 1.0) for part in pairs(lengths))
-    nll = -jnp.sum(found * batch["nll"]) if "nll" in batch else jnp.float32(0.0)
-    return Answers(first, second, (one, other), there, nll)
+        factors = factors * _tail_factors(batch, lengths, tail)
+    sums = segment_sum(token_log_probs * factors, segments, count)
+    first, second = (jnp.where(unit_mask > 0, side, -1.0) for side in by_side(sums))
+    first_length, second_length = (jnp.maximum(side, 1.0) for side in by_side(lengths))
+    nll = -jnp.sum(token_log_probs * batch["nll"]) if "nll" in batch else jnp.float32(0.0)
+    return AnswerLogProbs(first, second, (first_length, second_length), unit_mask, nll)
 
 
-def reference(
+def reference_log_probs(
     params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, *, tail: float | None = None
 ) -> tuple[Float[Array, "B U"], Float[Array, "B U"]]:
-    """The reference's log-probabilities of both answers: those in the batch, or else those of the model without its
-    adapters. No gradient flows through them."""
+    """The reference model's log-probabilities of both answers of every unit.
+
+    They are read from the batch where it has them, and otherwise computed by the model without its adapters. No
+    gradient flows through them.
+    """
     if "reference" in batch:
-        first, second = pairs(batch["reference"])
+        first, second = by_side(batch["reference"])
     else:
         base = jax.tree.map(jax.lax.stop_gradient, without_adapters(params))
-        plain = {name: array for name, array in batch.items() if name != "nll"}
-        first, second, *_ = answers(base, spec, compute, plain, None, tail=tail)
-    first, second = (jnp.where(batch["units"] > 0, part, -1.0) for part in (first, second))
+        without_nll = {name: array for name, array in batch.items() if name != "nll"}
+        first, second, *_ = answer_log_probs(base, spec, compute, without_nll, None, tail=tail)
+    first, second = (jnp.where(batch["units"] > 0, side, -1.0) for side in (first, second))
     return jax.lax.stop_gradient(first), jax.lax.stop_gradient(second)
 
 
 def without_adapters(params: Tree) -> Tree:
-    """The weights alone. With a method that changes nothing but adapters this is the model it started from."""
+    """The parameters without adapters: the model that training started from, where only adapters are trained."""
     return split(params, lambda path: path.rpartition("/")[2] == "adapter")[1]
 
 
-def pairs(each: Float[Array, "B S"]) -> tuple[Float[Array, "B U"], Float[Array, "B U"]]:
-    """What belongs to the first and to the second segment of every unit."""
-    both = each.reshape(each.shape[0], -1, 2)
-    return both[..., 0], both[..., 1]
+def by_side(values: Float[Array, "B S"]) -> tuple[Float[Array, "B U"], Float[Array, "B U"]]:
+    """Splits values per segment into those of the first and those of the second segment of every unit."""
+    sides = values.reshape(values.shape[0], -1, 2)
+    return sides[..., 0], sides[..., 1]
 
 
-def _log_probs(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, wanted: Array, rng: Array | None):
+def _log_probs(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, mask: Array, rng: Array | None):
     hidden = hidden_states(params, spec, compute, batch["tokens"], batch["positions"], batch["segment_ids"], rng=rng)
     head = head_params(params, spec)
-    divided = loss_split(head, spec, compute.layout, wanted.shape)
-    return log_probs(head_logits, head, hidden, batch["targets"], wanted, chunk=compute.loss_chunk, split=divided)
+    vocab_split = loss_split(head, spec, compute.layout, mask.shape)
+    return log_probs(head_logits, head, hidden, batch["targets"], mask, chunk=compute.loss_chunk, split=vocab_split)
 
 
-def _tailed(batch: Batch, lengths: Float[Array, "B S"], tail: float) -> Float[Array, "B T"]:
-    """1 within the length that both answers of a unit have, `tail` beyond it."""
-    segments, places = batch["segment_ids"], batch["positions"].astype(jnp.float32)
-    begins = least(jnp.where(batch["weights"] > 0, places, jnp.inf), segments, lengths.shape[-1])
-    shared = jnp.repeat(jnp.minimum(*pairs(lengths)), 2, axis=-1)
-    end = jnp.where(jnp.isfinite(begins), begins + shared, 0.0)
-    return jnp.where(places < to_tokens(end, segments), 1.0, tail)
+def _tail_factors(batch: Batch, lengths: Float[Array, "B S"], tail: float) -> Float[Array, "B T"]:
+    """1 up to the length of the unit's shorter answer, `tail` beyond it."""
+    segments, positions = batch["segment_ids"], batch["positions"].astype(jnp.float32)
+    starts = segment_min(jnp.where(batch["weights"] > 0, positions, jnp.inf), segments, lengths.shape[-1])
+    shorter = jnp.repeat(jnp.minimum(*by_side(lengths)), 2, axis=-1)
+    ends = jnp.where(jnp.isfinite(starts), starts + shorter, 0.0)
+    return jnp.where(positions < to_tokens(ends, segments), 1.0, tail)

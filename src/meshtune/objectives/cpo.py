@@ -11,15 +11,15 @@ from meshtune.arrays.tree import Tree
 from meshtune.errors import UserError
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
-from meshtune.objectives.answers import answers
-from meshtune.objectives.preference import hinge, scored, smoothed, squared
+from meshtune.objectives.answers import answer_log_probs
+from meshtune.objectives.preference import hinge_loss, ipo_loss, preference_score, sigmoid_loss
 from meshtune.objectives.score import Batch, Objective, Score
 
 
 @dataclasses.dataclass(frozen=True)
 class CpoConfig:
-    """`loss` is sigmoid, hinge or ipo (of log-probabilities per token); `sft_weight` is the paper's behaviour cloning
-    of the chosen answers."""
+    """`loss` is sigmoid, hinge or ipo (on log-probabilities per token); `sft_weight` is the weight of the chosen
+    answers' cross-entropy, the paper's behaviour cloning term."""
 
     beta: float = 0.1
     loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
@@ -36,21 +36,22 @@ class CpoConfig:
 
 
 def make(config: CpoConfig) -> Objective:
-    """The mean over pairs of a loss of beta times the difference of both answers' log-probabilities."""
+    """The mean over pairs of a loss on beta times the difference between the two answers' log-probabilities."""
     beta = config.beta
 
-    def score(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score:
-        mine = answers(params, spec, compute, batch, rng)
+    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score:
+        answers = answer_log_probs(params, spec, compute, batch, rng)
         if config.loss == "ipo":
-            mine = mine._replace(first=mine.first / mine.lengths[0], second=mine.second / mine.lengths[1])
-        chosen, rejected = mine.first, mine.second
+            per_token = answers.first / answers.lengths[0], answers.second / answers.lengths[1]
+            answers = answers._replace(first=per_token[0], second=per_token[1])
+        chosen, rejected = answers.first, answers.second
         match config.loss:
             case "sigmoid":
-                losses = smoothed(beta * (chosen - rejected), config.label_smoothing)
+                losses = sigmoid_loss(beta * (chosen - rejected), config.label_smoothing)
             case "hinge":
-                losses = hinge(beta * (chosen - rejected))
+                losses = hinge_loss(beta * (chosen - rejected))
             case "ipo":
-                losses = squared(chosen - rejected, beta)
-        return scored(mine, losses, (beta * chosen, beta * rejected), config.sft_weight)
+                losses = ipo_loss(chosen - rejected, beta)
+        return preference_score(answers, losses, (beta * chosen, beta * rejected), config.sft_weight)
 
-    return score
+    return objective

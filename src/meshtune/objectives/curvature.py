@@ -1,4 +1,4 @@
-"""The curvature that an optimizer may ask a train step for: the diagonal of the Gauss-Newton matrix of its loss."""
+"""A stochastic estimate of the diagonal of the loss's Gauss-Newton matrix, for optimizers that need curvature."""
 
 from __future__ import annotations
 
@@ -14,40 +14,46 @@ from meshtune.model.compute import Compute
 from meshtune.model.decoder import head_logits, head_params, hidden_states
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.score import Batch
-from meshtune.objectives.sft import score
+from meshtune.objectives.sft import sft_objective
 
-_DRAWN = 0x736F7068  # keeps its random numbers apart from those of dropout
+_SAMPLING = 0x736F7068  # folded into the key, so that its random numbers differ from those of dropout
 
 
 def curvature(
-    learned: Tree, params: Callable[[Tree], Tree], spec: ModelSpec, compute: Compute, micro: Batch, key: Key[Array, ""]
+    trainable: Tree,
+    params: Callable[[Tree], Tree],
+    spec: ModelSpec,
+    compute: Compute,
+    micro: Batch,
+    key: Key[Array, ""],
 ) -> Tree:
-    """An estimate of the diagonal, float32, as a tree like `learned`, from one micro-batch of [B, T] arrays.
+    """Estimates the diagonal from one micro-batch of [B, T] arrays, as a float32 tree like `trainable`.
 
-    n g^2, where g is the gradient of the mean loss of n targets that are drawn from what the model predicts: without
-    bias for the Gauss-Newton diagonal (Gauss-Newton-Bartlett, https://arxiv.org/abs/2305.14342, section 2.3).
+    `params(trainable)` gives all parameters. The estimate is n g^2, where g is the gradient of the mean loss over n
+    targets sampled from the model's own predictions; it is unbiased for the Gauss-Newton diagonal
+    (Gauss-Newton-Bartlett, https://arxiv.org/abs/2305.14342, section 2.3).
     """
-    drawn = drawn_targets(params(learned), spec, compute, micro, jax.random.fold_in(key, _DRAWN))
+    targets = sample_targets(params(trainable), spec, compute, micro, jax.random.fold_in(key, _SAMPLING))
 
-    def loss(learned: Tree) -> Array:
-        return score(params(learned), spec, compute, micro | {"targets": drawn}, None).loss
+    def loss(trainable: Tree) -> Array:
+        return sft_objective(params(trainable), spec, compute, micro | {"targets": targets}, None).loss
 
     count = jnp.maximum(jnp.sum(micro["weights"]), 1.0)
-    return jax.tree.map(lambda g: g.astype(jnp.float32) ** 2 / count, jax.grad(loss)(learned))
+    return jax.tree.map(lambda g: g.astype(jnp.float32) ** 2 / count, jax.grad(loss)(trainable))
 
 
-def drawn_targets(
+def sample_targets(
     params: Tree, spec: ModelSpec, compute: Compute, micro: Batch, key: Key[Array, ""]
 ) -> Int[Array, "B T"]:
-    """A token for every position, drawn from the model's prediction; logits exist for a chunk of a row at a time."""
+    """Samples a token from the model's prediction at every position, computing the logits of one chunk at a time."""
     hidden = hidden_states(params, spec, compute, micro["tokens"], micro["positions"], micro["segment_ids"])
     head, length = head_params(params, spec), hidden.shape[1]
     chunk = min(compute.loss_chunk, length)
 
-    def some(number: Array, drawn: Array) -> Array:
-        start = jnp.minimum(number * chunk, length - chunk)  # the last may draw again what the one before has drawn
+    def sample_chunk(index: Array, targets: Array) -> Array:
+        start = jnp.minimum(index * chunk, length - chunk)  # the last chunk may overlap the one before
         logits = head_logits(head, lax.dynamic_slice_in_dim(hidden, start, chunk, axis=1))
-        tokens = jax.random.categorical(jax.random.fold_in(key, number), logits).astype(drawn.dtype)
-        return lax.dynamic_update_slice_in_dim(drawn, tokens, start, axis=1)
+        tokens = jax.random.categorical(jax.random.fold_in(key, index), logits).astype(targets.dtype)
+        return lax.dynamic_update_slice_in_dim(targets, tokens, start, axis=1)
 
-    return lax.fori_loop(0, -(-length // chunk), some, jnp.zeros_like(micro["targets"]))
+    return lax.fori_loop(0, -(-length // chunk), sample_chunk, jnp.zeros_like(micro["targets"]))

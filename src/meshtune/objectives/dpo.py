@@ -1,4 +1,4 @@
-"""Direct preference optimisation (https://arxiv.org/abs/2305.18290) and its relatives with a reference."""
+"""Direct preference optimisation (https://arxiv.org/abs/2305.18290) and variants that use a reference model."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from meshtune.arrays.tree import Tree
 from meshtune.errors import UserError
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
-from meshtune.objectives.answers import answers, reference
-from meshtune.objectives.preference import hinge, robust, scored, smoothed, squared
+from meshtune.objectives.answers import answer_log_probs, reference_log_probs
+from meshtune.objectives.preference import hinge_loss, ipo_loss, preference_score, robust_loss, sigmoid_loss
 from meshtune.objectives.score import Batch, Objective, Score
 
 
 @dataclasses.dataclass(frozen=True)
 class DpoConfig:
-    """`loss` is sigmoid (with `label_smoothing`: conservative DPO), hinge, ipo (of log-probabilities per token) or
-    robust (with `label_smoothing`, below 0.5). `ld_alpha` weighs tokens beyond the shorter answer's length
-    (https://arxiv.org/abs/2409.06411); `sft_weight` is that of the chosen answers' cross-entropy."""
+    """Options of DPO.
+
+    `loss` is sigmoid (with `label_smoothing`: conservative DPO), hinge, ipo (on log-probabilities per token) or robust
+    (with `label_smoothing` below 0.5). `ld_alpha` is the weight of tokens beyond the shorter answer's length
+    (https://arxiv.org/abs/2409.06411); `sft_weight` is the weight of the chosen answers' cross-entropy.
+    """
 
     beta: float = 0.1
     loss: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
@@ -39,30 +42,30 @@ class DpoConfig:
             raise UserError("label_smoothing must be in [0, 0.5)", where="stage.label_smoothing", fix="such as 0.1")
         if self.ld_alpha is not None and self.loss == "ipo":
             raise UserError(
-                "ipo takes the average over each answer, so its length has no weight that ld_alpha could change",
+                "ipo averages over each answer's tokens, so there is no effect of length that ld_alpha could reduce",
                 where="stage.ld_alpha",
                 fix="leave ld_alpha out, or use loss sigmoid",
             )
 
 
 def make(config: DpoConfig) -> Objective:
-    """The mean over pairs of a loss of beta times the difference of both answers' log-ratios to the reference."""
+    """The mean over pairs of a loss on beta times the difference between the answers' log-ratios to the reference."""
     beta, smoothing = config.beta, config.label_smoothing
 
-    def score(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score:
-        mine = answers(params, spec, compute, batch, rng, tail=config.ld_alpha)
-        first, second = reference(params, spec, compute, batch, tail=config.ld_alpha)
-        chosen, rejected = mine.first - first, mine.second - second
+    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score:
+        answers = answer_log_probs(params, spec, compute, batch, rng, tail=config.ld_alpha)
+        reference = reference_log_probs(params, spec, compute, batch, tail=config.ld_alpha)
+        chosen, rejected = answers.first - reference[0], answers.second - reference[1]
         logits = beta * (chosen - rejected)
         match config.loss:
             case "sigmoid":
-                losses = smoothed(logits, smoothing)
+                losses = sigmoid_loss(logits, smoothing)
             case "hinge":
-                losses = hinge(logits)
+                losses = hinge_loss(logits)
             case "ipo":
-                losses = squared(chosen / mine.lengths[0] - rejected / mine.lengths[1], beta)
+                losses = ipo_loss(chosen / answers.lengths[0] - rejected / answers.lengths[1], beta)
             case "robust":
-                losses = robust(logits, smoothing)
-        return scored(mine, losses, (beta * chosen, beta * rejected), config.sft_weight)
+                losses = robust_loss(logits, smoothing)
+        return preference_score(answers, losses, (beta * chosen, beta * rejected), config.sft_weight)
 
-    return score
+    return objective

@@ -11,14 +11,18 @@ from jaxtyping import Array
 from meshtune.arrays.tree import Tree
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
-from meshtune.objectives.answers import answers, reference
-from meshtune.objectives.score import Batch, Objective, Part, Score
+from meshtune.objectives.answers import answer_log_probs, reference_log_probs
+from meshtune.objectives.preference import masked_sum
+from meshtune.objectives.score import Batch, Objective, Score, WeightedMetric
 
 
 @dataclasses.dataclass(frozen=True)
 class KtoConfig:
-    """The weights are those of answers labelled good and bad: (good * desirable) / (bad * undesirable) should lie
-    between 1 and 4/3."""
+    """Options of KTO.
+
+    `desirable_weight` and `undesirable_weight` scale the losses of answers labelled good and bad. The paper recommends
+    a ratio (good answers * desirable_weight) / (bad answers * undesirable_weight) between 1 and 4/3.
+    """
 
     beta: float = 0.1
     desirable_weight: float = 1.0
@@ -28,20 +32,20 @@ class KtoConfig:
 def make(config: KtoConfig) -> Objective:
     """The mean over examples of weight * (1 - sigmoid(+-beta * (log-ratio - KL))).
 
-    A unit is an example and, as its second segment, its prompt with another example's answer. The baseline KL is the
-    mean log-ratio of the second segments of a micro-batch, over all devices, or 0 where that is negative; no gradient
-    flows through it. Examples of different micro-batches do not meet in it.
+    The first segment of a unit is an example, the second its prompt with the answer of another example. The KL baseline
+    is the mean log-ratio of the second segments of a micro-batch, over all devices, clamped at 0; no gradient flows
+    through it. Each micro-batch has a baseline of its own.
     """
     beta = config.beta
 
-    def score(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score:
-        mine = answers(params, spec, compute, batch, rng)
-        first, second = reference(params, spec, compute, batch)
-        there, good = mine.there, batch["values"] > 0
-        count = jnp.sum(there)
-        apart = jax.lax.stop_gradient(jnp.sum(jnp.where(there > 0, mine.second - second, 0.0)))
-        kl = jnp.maximum(apart / jnp.where(count > 0, count, 1.0), 0.0)
-        ratios = mine.first - first
+    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score:
+        answers = answer_log_probs(params, spec, compute, batch, rng)
+        reference = reference_log_probs(params, spec, compute, batch)
+        unit_mask, good = answers.unit_mask, batch["values"] > 0
+        count = jnp.sum(unit_mask)
+        kl_sum = jax.lax.stop_gradient(masked_sum(answers.second - reference[1], unit_mask))
+        kl = jnp.maximum(kl_sum / jnp.where(count > 0, count, 1.0), 0.0)
+        ratios = answers.first - reference[0]
         losses = jnp.where(
             good,
             config.desirable_weight * jax.nn.sigmoid(-beta * (ratios - kl)),
@@ -49,17 +53,17 @@ def make(config: KtoConfig) -> Objective:
         )
         rewards = beta * jax.lax.stop_gradient(ratios)
 
-        def over(which: Array, each: Array) -> Part:
-            chosen = jnp.where(which, there, 0.0)
-            return Part(jnp.sum(jnp.where(chosen > 0, jax.lax.stop_gradient(each), 0.0)), jnp.sum(chosen))
+        def mean_over(selected: Array, values: Array) -> WeightedMetric:
+            mask = jnp.where(selected, unit_mask, 0.0)
+            return WeightedMetric(masked_sum(jax.lax.stop_gradient(values), mask), jnp.sum(mask))
 
-        metrics: dict[str, Array | Part] = {
-            "rewards/chosen": over(good, rewards),
-            "rewards/rejected": over(~good, rewards),
-            "logps/chosen": over(good, mine.first),
-            "logps/rejected": over(~good, mine.first),
+        metrics: dict[str, Array | WeightedMetric] = {
+            "rewards/chosen": mean_over(good, rewards),
+            "rewards/rejected": mean_over(~good, rewards),
+            "logps/chosen": mean_over(good, answers.first),
+            "logps/rejected": mean_over(~good, answers.first),
             "kl": kl * count,
         }
-        return Score(jnp.sum(jnp.where(there > 0, losses, 0.0)), count, metrics)
+        return Score(masked_sum(losses, unit_mask), count, metrics)
 
-    return score
+    return objective

@@ -1,4 +1,4 @@
-"""Losses of single pairs, as functions of log-probabilities, and what every stage of pairs has in common."""
+"""Losses of single pairs as functions of log-probabilities, and the sums that all preference stages share."""
 
 from __future__ import annotations
 
@@ -6,64 +6,82 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from meshtune.objectives.answers import Answers
+from meshtune.objectives.answers import AnswerLogProbs
 from meshtune.objectives.score import Score
 
-Each = Float[Array, "*pairs"]
+PerPair = Float[Array, "*pairs"]
 
 
-def smoothed(logits: Each, smoothing: float = 0.0) -> Each:
-    """-log sigmoid, or with `smoothing` e the loss of a label that is wrong with probability e: conservative DPO."""
-    right = -jax.nn.log_sigmoid(logits)
-    return right if not smoothing else (1 - smoothing) * right - smoothing * jax.nn.log_sigmoid(-logits)
+def sigmoid_loss(logits: PerPair, smoothing: float = 0.0) -> PerPair:
+    """-log sigmoid(logits). `smoothing` is the probability that a label is wrong, as in conservative DPO."""
+    losses = -jax.nn.log_sigmoid(logits)
+    return losses if not smoothing else (1 - smoothing) * losses - smoothing * jax.nn.log_sigmoid(-logits)
 
 
-def robust(logits: Each, smoothing: float) -> Each:
+def robust_loss(logits: PerPair, smoothing: float) -> PerPair:
     """An unbiased estimate of the loss without wrong labels (https://arxiv.org/abs/2403.00409)."""
     right, wrong = -jax.nn.log_sigmoid(logits), -jax.nn.log_sigmoid(-logits)
     return ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing)
 
 
-def hinge(logits: Each) -> Each:
-    """https://arxiv.org/abs/2305.10425."""
+def hinge_loss(logits: PerPair) -> PerPair:
+    """max(0, 1 - logits), as in SLiC (https://arxiv.org/abs/2305.10425)."""
     return jax.nn.relu(1 - logits)
 
 
-def squared(margins: Each, beta: float) -> Each:
-    """IPO: the squared distance of a margin from 1 / (2 beta) (https://arxiv.org/abs/2310.12036)."""
+def ipo_loss(margins: PerPair, beta: float) -> PerPair:
+    """The squared distance of a margin from 1 / (2 beta), as in IPO (https://arxiv.org/abs/2310.12036)."""
     return (margins - 1 / (2 * beta)) ** 2
 
 
-def log_odds(chosen: Each, rejected: Each) -> Each:
+def log_odds(chosen: PerPair, rejected: PerPair) -> PerPair:
     """The log odds ratio of two average log-probabilities (https://arxiv.org/abs/2403.07691)."""
     return (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
 
 
-def _log1mexp(x: Each) -> Each:
+def _log1mexp(x: PerPair) -> PerPair:
     """log(1 - exp(x)) for x < 0, without cancellation on either side of -ln 2."""
-    low = x < -0.6931471805599453
-    return jnp.where(low, jnp.log1p(-jnp.exp(x)), jnp.log(-jnp.expm1(jnp.where(low, -1.0, x))))
+    below = x < -0.6931471805599453
+    return jnp.where(below, jnp.log1p(-jnp.exp(x)), jnp.log(-jnp.expm1(jnp.where(below, -1.0, x))))
 
 
-def scored(found: Answers, losses: Each, rewards: tuple[Each, Each], sft_weight: float = 0.0, **metrics: Each) -> Score:
-    """The sums over pairs that are there, of `losses` and of the metrics people watch; `rewards` are of both sides."""
+def masked_sum(values: PerPair, unit_mask: PerPair) -> Float[Array, ""]:
+    """The sum over units that exist."""
+    return jnp.sum(jnp.where(unit_mask > 0, values, 0.0))
 
-    def total(each: Array) -> Array:
-        return jnp.sum(jnp.where(found.there > 0, each, 0.0))
 
-    chosen, rejected = (jax.lax.stop_gradient(reward) for reward in rewards)
-    watched = {
+def reward_metrics(chosen: PerPair, rejected: PerPair) -> dict[str, PerPair]:
+    """The metrics that TRL logs of the rewards of chosen and rejected answers, per pair."""
+    return {
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
         "rewards/margins": chosen - rejected,
         "rewards/accuracies": (chosen > rejected).astype(jnp.float32),
-        "logps/chosen": found.first,
-        "logps/rejected": found.second,
+    }
+
+
+def preference_score(
+    answers: AnswerLogProbs,
+    losses: PerPair,
+    rewards: tuple[PerPair, PerPair],
+    sft_weight: float = 0.0,
+    **metrics: PerPair,
+) -> Score:
+    """Sums `losses` and the metrics of a preference stage over the pairs that exist.
+
+    `rewards` are those of the chosen and the rejected answers. With `sft_weight` that many times the cross-entropy of
+    the chosen answers is added to the loss, and reported as the metric `nll`.
+    """
+    chosen, rejected = (jax.lax.stop_gradient(reward) for reward in rewards)
+    per_pair = {
+        **reward_metrics(chosen, rejected),
+        "logps/chosen": answers.first,
+        "logps/rejected": answers.second,
         **metrics,
     }
-    sums = {name: total(jax.lax.stop_gradient(each)) for name, each in watched.items()}
-    loss = total(losses)
+    sums = {name: masked_sum(jax.lax.stop_gradient(values), answers.unit_mask) for name, values in per_pair.items()}
+    loss = masked_sum(losses, answers.unit_mask)
     if sft_weight:
-        loss = loss + sft_weight * found.nll
-        sums["nll"] = jax.lax.stop_gradient(found.nll)
-    return Score(loss, jnp.sum(found.there), sums)
+        loss = loss + sft_weight * answers.nll
+        sums["nll"] = jax.lax.stop_gradient(answers.nll)
+    return Score(loss, jnp.sum(answers.unit_mask), sums)

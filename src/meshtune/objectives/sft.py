@@ -17,14 +17,15 @@ from meshtune.model.decoder import head_logits, head_params, hidden_states
 from meshtune.model.in_use import loss_split
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.score import Batch, Objective, Score
-from meshtune.objectives.segments import slots, to_tokens, totals
+from meshtune.objectives.segments import max_segments, segment_sum, to_tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class SftConfig:
-    """`label_smoothing` spreads that share of every target over the vocabulary (arXiv:1512.00567).
+    """Options of SFT and pretraining.
 
-    `neftune_alpha` adds noise to the embeddings while training (https://arxiv.org/abs/2310.05914).
+    `label_smoothing` spreads that share of every target over the vocabulary (https://arxiv.org/abs/1512.00567).
+    `neftune_alpha` scales noise that is added to the embeddings in training (https://arxiv.org/abs/2310.05914).
     """
 
     label_smoothing: float = 0.0
@@ -36,12 +37,13 @@ class SftConfig:
 
 
 def make(config: SftConfig) -> Objective:
-    """-log p(target) times the target's weight, summed. Metric: accuracy, the weight of targets predicted first."""
+    """The sum of -log p(target) times the target's weight. The metric `accuracy` is the weight of targets that are the
+    model's most likely token."""
 
-    def score(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score:
+    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score:
         perturb = None
         if config.neftune_alpha is not None and rng is not None:
-            perturb = _noise(config.neftune_alpha, batch, jax.random.fold_in(rng, _NEFTUNE))
+            perturb = _embedding_noise(config.neftune_alpha, batch, jax.random.fold_in(rng, _NEFTUNE))
         hidden = hidden_states(
             params, spec, compute, batch["tokens"], batch["positions"], batch["segment_ids"], rng=rng, perturb=perturb
         )
@@ -59,19 +61,19 @@ def make(config: SftConfig) -> Objective:
         )
         return Score(loss, jnp.sum(weights), {"accuracy": correct})
 
-    return score
+    return objective
 
 
-score = make(SftConfig())
+sft_objective = make(SftConfig())
 
-_NEFTUNE = 0x6E6674  # keeps its random numbers apart from those of dropout
+_NEFTUNE = 0x6E6674  # folded into the key, so that its random numbers differ from those of dropout
 
 
-def _noise(alpha: float, batch: Batch, key: Array) -> Callable[[Array], Array]:
-    """Embeddings + U(-1, 1) * alpha / sqrt(L * D), L being the tokens of the document a token belongs to."""
+def _embedding_noise(alpha: float, batch: Batch, key: Array) -> Callable[[Array], Array]:
+    """Adds U(-1, 1) * alpha / sqrt(L * D) to embeddings, where L is the length of the token's document."""
     segments = batch["segment_ids"]
-    count = slots(batch)
-    lengths = to_tokens(totals(jnp.ones(segments.shape, jnp.float32), segments, count), segments)
+    ones = jnp.ones(segments.shape, jnp.float32)
+    lengths = to_tokens(segment_sum(ones, segments, max_segments(batch)), segments)
 
     def add(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         scale = alpha / jnp.sqrt(jnp.maximum(lengths, 1.0) * x.shape[-1])

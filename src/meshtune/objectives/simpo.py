@@ -9,14 +9,15 @@ from jaxtyping import Array
 from meshtune.arrays.tree import Tree
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
-from meshtune.objectives.answers import answers
-from meshtune.objectives.preference import scored, smoothed
+from meshtune.objectives.answers import answer_log_probs
+from meshtune.objectives.preference import preference_score, sigmoid_loss
 from meshtune.objectives.score import Batch, Objective, Score
 
 
 @dataclasses.dataclass(frozen=True)
 class SimpoConfig:
-    """`gamma` is the margin by which a chosen answer's reward should win; the paper has gamma / beta near 0.5."""
+    """`gamma` is the margin by which the chosen answer's reward should exceed the other; the paper recommends a
+    gamma / beta near 0.5."""
 
     beta: float = 2.0
     gamma: float = 1.0
@@ -28,10 +29,11 @@ def make(config: SimpoConfig) -> Objective:
     """The mean over pairs of -log sigmoid(beta * difference of average log-probabilities - gamma)."""
     beta = config.beta
 
-    def score(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score:
-        mine = answers(params, spec, compute, batch, rng)
-        mine = mine._replace(first=mine.first / mine.lengths[0], second=mine.second / mine.lengths[1])
-        losses = smoothed(beta * (mine.first - mine.second) - config.gamma, config.label_smoothing)
-        return scored(mine, losses, (beta * mine.first, beta * mine.second), config.sft_weight)
+    def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score:
+        answers = answer_log_probs(params, spec, compute, batch, rng)
+        chosen, rejected = answers.first / answers.lengths[0], answers.second / answers.lengths[1]
+        answers = answers._replace(first=chosen, second=rejected)
+        losses = sigmoid_loss(beta * (chosen - rejected) - config.gamma, config.label_smoothing)
+        return preference_score(answers, losses, (beta * chosen, beta * rejected), config.sft_weight)
 
-    return score
+    return objective

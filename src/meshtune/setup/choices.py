@@ -130,7 +130,7 @@ def compute_of(
         layout,
         platform=machine.platform,
         chip=machine.chip,
-        packed=recipe.data.packing or STAGES[recipe.stage.kind].learns != "documents",
+        packed=recipe.data.packing or STAGES[recipe.stage.kind].dataset_type != "documents",
         mlp_chunk=mlp_chunk,
         attention_chunk=attention_chunk,
         offload=tuple(asked.offload),
@@ -196,7 +196,7 @@ def optimizer_of(recipe: Recipe, precision: Precision) -> OptimizerConfig:
     rate *= ADAPTER_RATES.get(getattr(recipe.method, "adapter", ""), 1.0)
     if asked.name == "prodigy":
         rate = 1.0
-    elif stage.learns != "documents" and not stage.scores:
+    elif stage.dataset_type != "documents" and not stage.has_score_head:
         rate *= GENTLER
     schedule = ScheduleConfig(
         asked.schedule, asked.warmup_ratio, asked.warmup_steps, asked.min_lr_ratio, asked.decay_ratio

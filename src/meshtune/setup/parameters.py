@@ -17,7 +17,7 @@ from meshtune.adapters.kind import Original
 from meshtune.adapters.method import Prepared, held_weight, prepare
 from meshtune.arrays.tree import Tree, flatten
 from meshtune.config.recipe import Recipe
-from meshtune.data.prepare import Prepared as Data
+from meshtune.data.prepare import PreparedData
 from meshtune.kernels.attention import balanced_order
 from meshtune.mesh.placement import moved, place_batch
 from meshtune.mesh.processes import Job
@@ -50,7 +50,7 @@ class Parameters:
     recipe: Recipe
     settled: Settled
     compute: Compute
-    data: Data
+    data: PreparedData
     total: int
     job: Job
     processes_a_host: int

@@ -9,7 +9,7 @@ import numpy as np
 
 from meshtune.adapters.config import LoraConfig, Method
 from meshtune.config.recipe import Recipe
-from meshtune.data.loader import ARRAYS
+from meshtune.data.loader import TOKEN_ARRAYS
 from meshtune.errors import UserError
 from meshtune.objectives import STAGES, Stage
 from meshtune.objectives.score import Objective
@@ -43,19 +43,19 @@ def draws(recipe: Recipe, method: Method) -> bool:
 
 def row_length(recipe: Recipe) -> int:
     """Positions of a packed row: two documents of max_length fit where they are learned from two by two."""
-    return recipe.data.max_length * (1 if STAGES[recipe.stage.kind].learns == "documents" else 2)
+    return recipe.data.max_length * (1 if STAGES[recipe.stage.kind].dataset_type == "documents" else 2)
 
 
 def batch_arrays(recipe: Recipe, method: Method, shape: tuple[int, int, int]) -> dict[str, tuple[Any, Any]]:
     """(shape, dtype) of every array of a batch [micro-batches, rows, positions], as far as they are known without data:
     the number of units a row has room for is a guess, which changes next to nothing."""
-    found: dict[str, tuple[Any, Any]] = {name: (shape, np.dtype(dtype)) for name, dtype in ARRAYS.items()}
+    found: dict[str, tuple[Any, Any]] = {name: (shape, np.dtype(dtype)) for name, dtype in TOKEN_ARRAYS.items()}
     stage, options = stage_of(recipe)
-    if stage.learns == "documents":
+    if stage.dataset_type == "documents":
         return found
     units = max(1, shape[-1] // (2 * PLANNED_LENGTH)) if recipe.data.packing else 1
     found |= {name: ((*shape[:2], units), np.dtype(np.float32)) for name in ("units", "values")}
-    if stage.nll(options):
+    if stage.uses_nll(options):
         found["nll"] = (shape, np.dtype(np.float32))
     choice = reference_of(recipe, method)
     if choice is not None and choice.value != BASE:

@@ -70,7 +70,7 @@ def start_of(recipe: Recipe, source: pathlib.Path, dtype: str) -> Start:
             tokenizer = load_tokenizer(asked.tokenizer or asked.path, revision=asked.revision)
             tokens = add_tokens(tokenizer, asked.new_tokens, asked.new_special_tokens)
         before = model_spec(config, where=where).vocab
-        rows = tokens.rows(before, asked.pad_vocab_to)
+        rows = tokens.padded_vocab(before, asked.pad_vocab_to)
         config = config | {"vocab_size": rows}
         method = _with_rows(method, tokens, tuple(range(before, rows)), recipe)
     if isinstance(method, ExpandConfig):
@@ -93,7 +93,7 @@ def start_of(recipe: Recipe, source: pathlib.Path, dtype: str) -> Start:
 
 def staged(spec: ModelSpec, recipe: Recipe) -> ModelSpec:
     """The model as the recipe's stage needs it. Raises UserError for a reward model where the next token is learned."""
-    scores = STAGES[recipe.stage.kind].scores
+    scores = STAGES[recipe.stage.kind].has_score_head
     if spec.scored and not scores:
         raise UserError(
             f"this is a reward model: it gives a score, and stage {recipe.stage.kind} learns the next token",

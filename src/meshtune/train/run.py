@@ -16,8 +16,7 @@ from meshtune.adapters.method import Prepared, count
 from meshtune.adapters.peft_format import BaseRecord, recorded
 from meshtune.arrays.tree import merge
 from meshtune.config.recipe import Recipe
-from meshtune.data.prepare import Prepared as Data
-from meshtune.data.prepare import prepare as prepare_data
+from meshtune.data.prepare import PreparedData, prepare_data
 from meshtune.errors import UserError
 from meshtune.mesh.agreement import agree, code_version, first_alone
 from meshtune.mesh.axes import MeshConfig
@@ -173,7 +172,7 @@ class _Run:
         rows = self.recipe.train.batch_size // self.recipe.train.accumulation
         return checked_attention(self.compute, self.settled.spec, rows, self.data.train.row_length)
 
-    def _data(self) -> Data:
+    def _data(self) -> PreparedData:
         with self.console.status("reading data") as status:
             data = prepare_data(
                 self.recipe,
@@ -247,7 +246,7 @@ class _Run:
             accumulation=recipe.train.accumulation,
             length=loader.row_length,
             tokens=report.counts.tokens / max(1, report.steps_per_epoch),
-            records=report.counts.kept,
+            records=report.counts.examples,
             optimizer=f"{optimizer.name}, learning rate {optimizer.learning_rate:g}, {optimizer.schedule.name}",
             state_bytes=state_bytes,
         )

@@ -15,7 +15,7 @@ from rich.console import Console
 from meshtune.adapters.method import Prepared
 from meshtune.arrays.tree import Tree, merge
 from meshtune.config.recipe import Recipe
-from meshtune.data.prepare import Prepared as Data
+from meshtune.data.prepare import PreparedData
 from meshtune.kernels.attention import balanced_order
 from meshtune.mesh.placement import place_batch
 from meshtune.model.compute import Compute
@@ -41,7 +41,7 @@ class Parts:
     recipe: Recipe
     settled: Settled
     compute: Compute
-    data: Data
+    data: PreparedData
     total: int
     tokenizer: PreTrainedTokenizerFast
     console: Console
@@ -69,7 +69,7 @@ def make_task(parts: Parts, record: Record, state: TrainState) -> Task:
         epoch_at=lambda number: _epoch_at(parts, number),
         cadence=Cadence(
             parts.total,
-            evaluate=evaluations(early.every, parts.total, loader.place),
+            evaluate=evaluations(early.every, parts.total, loader.epoch_position),
             sample=every(recipe.sample.every, parts.total),
             save=every(save_interval(recipe.checkpoint.every, parts.total), parts.total),
         ),
@@ -112,7 +112,7 @@ def _compiled(parts: Parts, step: Any, state: TrainState, batch: Any) -> Any:
 def _epoch_at(parts: Parts, step: int) -> float:
     if step == 0:
         return 0.0
-    epoch, within = parts.data.train.place(step - 1)
+    epoch, within = parts.data.train.epoch_position(step - 1)
     return epoch + (within + 1) / parts.data.train.steps_per_epoch(epoch)
 
 

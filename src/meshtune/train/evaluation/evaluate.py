@@ -11,7 +11,7 @@ import numpy as np
 
 from meshtune.arrays.tree import Tree
 from meshtune.errors import UserError
-from meshtune.objectives.score import Batch, Part, Score
+from meshtune.objectives.score import Batch, Score, WeightedMetric
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,5 +51,5 @@ def evaluate(
 
 def _mean(metric: Any, weight: float) -> float:
     """0 where there was nothing to be averaged."""
-    sum_, own = metric if isinstance(metric, Part) else (metric, weight)
+    sum_, own = metric if isinstance(metric, WeightedMetric) else (metric, weight)
     return float(sum_) / (float(own) or 1.0)

@@ -18,7 +18,7 @@ import numpy as np
 from meshtune.arrays.tree import Tree
 from meshtune.config.recipe import Recipe
 from meshtune.data.loader import Loader
-from meshtune.data.prepare import Prepared as Data
+from meshtune.data.prepare import PreparedData
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.data.units import Units
 from meshtune.errors import UserError
@@ -28,7 +28,7 @@ from meshtune.mesh.processes import Job
 from meshtune.model.compute import Compute, compiler_options
 from meshtune.model.sharding import layout_for
 from meshtune.model.spec import ModelSpec
-from meshtune.objectives.answers import answers
+from meshtune.objectives.answers import answer_log_probs
 from meshtune.setup.resolved import Settled
 from meshtune.setup.stage import BASE, CACHED, reference_of
 from meshtune.weights.fingerprint import base_hash
@@ -48,7 +48,7 @@ class Reference:
     recipe: Recipe
     settled: Settled
     compute: Compute
-    data: Data
+    data: PreparedData
     job: Job
     say: Callable[[str], None] = lambda words: None
 
@@ -136,7 +136,7 @@ def log_probabilities(
     )
 
     def both(params: Tree, batch: dict[str, jax.Array]) -> jax.Array:
-        found = answers(params, spec, compute, batch, None, tail=tail)
+        found = answer_log_probs(params, spec, compute, batch, None, tail=tail)
         return jnp.stack([found.first, found.second], axis=-1)
 
     layout = compute.layout

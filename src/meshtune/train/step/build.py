@@ -24,7 +24,7 @@ from meshtune.mesh.placement import is_on_host, real, waiting
 from meshtune.model.compute import Compute, compiler_options, streaming_options
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.curvature import curvature
-from meshtune.objectives.score import Batch, Objective, Score, means
+from meshtune.objectives.score import Batch, Objective, Score, metric_means
 from meshtune.optim.optimizer import Optimizer, state_specs
 from meshtune.train.step.block_coordinate import focused
 from meshtune.train.step.host_state import any_on_host, updated_by_rows
@@ -172,7 +172,7 @@ def make_train_step(
             trainable = cast(Tree, optax.apply_updates(state.trainable, updates))
             new = TrainState(state.step + 1, trainable, opt_state)
             state = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
-        metrics = means(total) | {
+        metrics = metric_means(total) | {
             "loss": total.loss / weight,
             "weight": total.weight,
             "grad_norm": norm,

@@ -26,7 +26,7 @@ from meshtune.model.compute import Compute
 from meshtune.model.in_use import here, on_host
 from meshtune.model.reverse import Hidden, Layer, backward, forward, row_of, with_row
 from meshtune.model.spec import ModelSpec, Stack
-from meshtune.objectives.score import Batch, Objective, Score, means
+from meshtune.objectives.score import Batch, Objective, Score, metric_means
 from meshtune.optim.optimizer import COUNT, KEPT, LAYERS, Optimizer, single
 from meshtune.train.step.block_coordinate import laid_out
 from meshtune.train.step.host_state import updated_at_once
@@ -129,7 +129,7 @@ def fused_step(
             (found,) = enter(cotangent)
             seen = update(jax.tree.map(jnp.add, found, parts) if parts else found, seen)
         kept |= carry["state"]
-        metrics = means(scored) | {
+        metrics = metric_means(scored) | {
             "loss": loss / weight,
             "weight": scored.weight,
             "grad_norm": jnp.sqrt(seen["square"]),
