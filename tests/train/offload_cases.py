@@ -84,7 +84,7 @@ def updates(case: Case, *, offloaded: bool) -> dict[str, Any]:
     from meshtune.optim.build import OptimizerConfig, make_optimizer
     from meshtune.quantize.config import QuantizeConfig
     from meshtune.quantize.weight import QuantisedWeight
-    from meshtune.train.step.build import host_state as update
+    from meshtune.train.step import host_state as update
     from meshtune.train.step.build import abstract_state, init_state, make_train_step
 
     config = {

@@ -20,7 +20,7 @@ from meshtune.objectives import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.optim.optimizer import as_spec
 from meshtune.optim.schedules import ScheduleConfig
-from meshtune.train.step.build import host_state as update
+from meshtune.train.step import host_state as update
 from meshtune.train.step.build import abstract_state, init_state, make_train_step
 from tiny_models import same_weights, torch_model
 

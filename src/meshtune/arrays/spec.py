@@ -7,10 +7,22 @@ from typing import Literal
 
 import jax.numpy as jnp
 
+# What an array is to a model, which decides how it is optimised, quantised, adapted, gathered and counted:
+#   matrix   the weight of a linear layer, or a low-rank factor beside one: [out, in]
+#   experts  the weights of all experts of one linear layer: [experts, out, in]
+#   router   what scores the experts: [experts, in]
+#   vector   a norm's weight, a bias, a scale, a sink: [n]
+#   table    rows looked up or scored by token: an embedding, an output head, a reward head: [vocab, embed]
+#   conv     the filters of a short convolution: [channels, width]
+#   state    no parameter: optimizer state, statistics, counts
+# Whoever does not know a role refuses it by name. A stacked array has the axis `layers` in front of these.
+Role = Literal["matrix", "experts", "router", "vector", "table", "conv", "state"]
+LAYERS = "layers"
+
 
 @dataclasses.dataclass(frozen=True)
 class ArraySpec:
-    """One parameter before it exists: its shape, dtype name, logical axes (one name a dimension) and initialiser.
+    """An array before it exists: its shape, dtype name, logical axes (one name per dimension), initialiser and role.
 
     `unit` neighbours along the last axis belong together: the array is split over devices between them alone.
     """
@@ -20,6 +32,7 @@ class ArraySpec:
     axes: tuple[str, ...]
     init: Literal["normal", "ones", "zeros"] = "normal"
     unit: int = 1
+    role: Role = "state"
 
     def __post_init__(self):
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
@@ -28,6 +41,11 @@ class ArraySpec:
     def units(self) -> tuple[int, ...]:
         """The shape, counting units along the last axis: what splitting over devices must divide."""
         return self.shape if self.unit == 1 else (*self.shape[:-1], self.shape[-1] // self.unit)
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the first dimension counts layers."""
+        return self.axes[:1] == (LAYERS,)
 
     @property
     def size(self) -> int:

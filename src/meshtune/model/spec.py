@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.spec import ArraySpec, Role
 from meshtune.arrays.tree import Tree
 
 PACKED = "packed_heads"  # the logical axis of rows of queries, keys and values, head by head
@@ -167,18 +167,18 @@ def abstract_params(spec: ModelSpec) -> Tree:
     """
     D, F, Hh, Kh, h = spec.embed, spec.ffn, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.head_dim
 
-    def array(*dims: tuple[int, str], init: Literal["normal", "ones", "zeros"] = "normal") -> ArraySpec:
-        return ArraySpec(tuple(n for n, _ in dims), spec.dtype, tuple(a for _, a in dims), init)
+    def array(*dims: tuple[int, str], role: Role, init: Literal["normal", "ones", "zeros"] = "normal") -> ArraySpec:
+        return ArraySpec(tuple(n for n, _ in dims), spec.dtype, tuple(a for _, a in dims), init, role=role)
 
     def layer(repeats: int) -> Tree:
         L = (repeats, "layers")
 
         def norm(n: int, axis: str) -> Tree:
-            return {"weight": array(L, (n, axis), init="ones")}
+            return {"weight": array(L, (n, axis), role="vector", init="ones")}
 
         def linear(out: tuple[int, str], into: tuple[int, str], bias: bool) -> Tree:
-            tree = {"weight": array(L, out, into)}
-            return tree | {"bias": array(L, out, init="zeros")} if bias else tree
+            tree = {"weight": array(L, out, into, role="matrix")}
+            return tree | {"bias": array(L, out, role="vector", init="zeros")} if bias else tree
 
         d, f, heads, kv = (D, "embed"), (F, "ffn"), (Hh, "heads"), (Kh, "kv_heads")
         if spec.packed_qkv:
@@ -201,12 +201,12 @@ def abstract_params(spec: ModelSpec) -> Tree:
         return {"attn_norm": norm(D, "embed"), "attn": attn, "mlp_norm": norm(D, "embed"), "mlp": mlp}
 
     tree: Tree = {
-        "embed": {"weight": array((spec.vocab, "vocab"), (D, "embed"))},
+        "embed": {"weight": array((spec.vocab, "vocab"), (D, "embed"), role="table")},
         "layers": {key: layer(repeats) for key, repeats, _, _ in spec.positions()},
-        "norm": {"weight": array((D, "embed"), init="ones")},
+        "norm": {"weight": array((D, "embed"), role="vector", init="ones")},
     }
     if spec.scored:
-        tree["score"] = {"weight": array((1, "score"), (D, "embed"))}
+        tree["score"] = {"weight": array((1, "score"), (D, "embed"), role="table")}
     elif not spec.tied:
-        tree["head"] = {"weight": array((spec.vocab, "vocab"), (D, "embed"))}
+        tree["head"] = {"weight": array((spec.vocab, "vocab"), (D, "embed"), role="table")}
     return tree
