@@ -64,7 +64,7 @@ def member(directory: pathlib.Path) -> None:
 
             state = jax.tree.map(fill, like)
             place = directory / name
-            found: dict[str, object] = {"state": name, "process": job.process, "trained": count(plan).trainable}
+            found: dict[str, object] = {"state": name, "process": job.process_index, "trained": count(plan).trainable}
             with Checkpoints(place, keep=1, job=job) as checkpoints:
                 goes_on, on_disk = [], []
                 for number in range(3):
@@ -81,7 +81,7 @@ def member(directory: pathlib.Path) -> None:
                 for one, other in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
                     for ours, theirs in zip(one.addressable_shards, other.addressable_shards, strict=True):
                         assert np.asarray(ours.data).tobytes() == np.asarray(theirs.data).tobytes()
-                own = place / "2/state" / f"ocdbt.process_{job.process}"
+                own = place / "2/state" / f"ocdbt.process_{job.process_index}"
                 found |= {
                     "seconds until training goes on": round(sorted(goes_on)[1], 3),
                     "seconds until on disk": round(sorted(on_disk)[1], 2),

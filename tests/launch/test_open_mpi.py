@@ -1,4 +1,4 @@
-"""Processes that mpirun starts find each other."""
+"""Processes that mpirun starts join one job."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import sys
 
 import pytest
 
-MEMBER = pathlib.Path(__file__).parents[1] / "mesh/job_member.py"
+JOB_PROCESS = pathlib.Path(__file__).parents[1] / "mesh/job_process.py"
 
 
 @pytest.mark.slow
-def test_mpirun_starts_a_job(tmp_path: pathlib.Path):
+def test_processes_started_by_mpirun_join_one_job(tmp_path: pathlib.Path):
     if shutil.which("mpirun") is None:
         pytest.skip("needs Open MPI (apt-get install openmpi-bin)")
-    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, str(MEMBER), "short"]
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, str(JOB_PROCESS), "short"]
     done = subprocess.run(
         command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=90
     )

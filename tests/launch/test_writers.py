@@ -12,7 +12,7 @@ import yaml
 from meshtune.errors import UserError
 from meshtune.launch import kubernetes, skypilot, slurm
 from meshtune.launch.order import label, order, restartable
-from meshtune.mesh.peers import find_place
+from meshtune.mesh.rendezvous import detect_process_info
 
 RECIPE = "model: org/model\ndata: data/train.jsonl\noutput: runs/Sing_Along\n"
 
@@ -134,7 +134,7 @@ def test_the_pods_of_a_jobset_find_each_other(recipe: str):
     job = written["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert job["completions"] == job["parallelism"] == 2
     env = {one["name"]: one["value"] for one in job["template"]["spec"]["containers"][0]["env"]}
-    places = [find_place(env | {"JOB_COMPLETION_INDEX": str(number)}) for number in range(2)]
+    places = [detect_process_info(env | {"JOB_COMPLETION_INDEX": str(number)}) for number in range(2)]
     assert [(place.process, place.processes) for place in places] == [(0, 2), (1, 2)]
     # jobset's name for pod 0 of job 0: <set>-<replicated job>-<job>-<pod>.<subdomain, the set's name>
     assert {place.address for place in places} == {("sing-along-workers-0-0.sing-along", 61400)}

@@ -1,4 +1,4 @@
-"""Starts the processes of a small job and collects how they end."""
+"""Launches the processes of a small job and collects their output and exit codes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import sys
 import time
 from typing import Any
 
-MEMBER = pathlib.Path(__file__).with_name("job_member.py")
+JOB_PROCESS = pathlib.Path(__file__).with_name("job_process.py")
 
 
 @dataclasses.dataclass
-class End:
-    """How one process ended; `said` are its lines of JSON."""
+class Exit:
+    """How one process ended; `records` are the lines of JSON that it printed."""
 
     code: int
-    said: list[dict[str, Any]]
+    records: list[dict[str, Any]]
     errors: str
 
-    def saying(self, key: str) -> Any:
-        """The value of the first line that has `key`."""
-        return next(line[key] for line in self.said if key in line)
+    def value(self, key: str) -> Any:
+        """The value of the first record that has `key`."""
+        return next(record[key] for record in self.records if key in record)
 
 
 def free_port() -> int:
@@ -35,9 +35,14 @@ def free_port() -> int:
 
 
 class Processes:
-    """The members of one job, running; their output is in `folder`."""
+    """The running processes of one job; their output goes to files in `folder`.
 
-    def __init__(self, folder: pathlib.Path, *what: str, places: list[dict[str, str]] | None = None, count: int = 2):
+    `environments` are the environment variables of each process, by default its MESHTUNE_PROCESS.
+    """
+
+    def __init__(
+        self, folder: pathlib.Path, *arguments: str, environments: list[dict[str, str]] | None = None, count: int = 2
+    ):
         self.folder = folder
         common = {
             "JAX_PLATFORMS": "cpu",
@@ -45,34 +50,33 @@ class Processes:
             "MESHTUNE_PROCESSES": str(count),
             "PYTHONPATH": str(pathlib.Path(__file__).parents[2] / "src"),
         }
-        clean = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-        places = places or [{"MESHTUNE_PROCESS": str(number)} for number in range(count)]
+        inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+        environments = environments or [{"MESHTUNE_PROCESS": str(index)} for index in range(count)]
         self.running = []
-        for number, place in enumerate(places):
-            with (folder / f"{number}.out").open("wb") as out, (folder / f"{number}.err").open("wb") as err:
-                command = [sys.executable, str(MEMBER), *what]
-                env = clean | common | place
+        for index, environment in enumerate(environments):
+            with (folder / f"{index}.out").open("wb") as out, (folder / f"{index}.err").open("wb") as err:
+                command = [sys.executable, str(JOB_PROCESS), *arguments]
+                env = inherited | common | environment
                 self.running.append(subprocess.Popen(command, env=env, stdout=out, stderr=err))
 
     def wait_for(self, key: str, timeout: float = 60) -> None:
-        """Until every process has said `key`."""
-        until = time.monotonic() + timeout
-        while time.monotonic() < until:
-            if all(any(key in line for line in self.said(number)) for number in range(len(self.running))):
+        """Waits until every process has printed a record with `key`."""
+        deadline = time.monotonic() + timeout
+        indices = range(len(self.running))
+        while time.monotonic() < deadline:
+            if all(any(key in record for record in self.records(index)) for index in indices):
                 return
             if any(process.poll() is not None for process in self.running):
                 break
             time.sleep(0.02)
-        raise AssertionError(
-            f"nobody said {key}: {[self.errors(number)[-500:] for number in range(len(self.running))]}"
-        )
+        raise AssertionError(f"no record with {key}: {[self.errors(index)[-500:] for index in indices]}")
 
-    def ends(self, timeout: float = 60) -> list[End]:
-        """How each ended; AssertionError if one still runs after `timeout` seconds."""
-        until = time.monotonic() + timeout
+    def exits(self, timeout: float = 60) -> list[Exit]:
+        """Waits for all processes; AssertionError if one still runs after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
         try:
             for process in self.running:
-                process.wait(max(0.1, until - time.monotonic()))
+                process.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             raise AssertionError("a process hangs") from None
         finally:
@@ -80,11 +84,11 @@ class Processes:
                 if process.poll() is None:
                     process.kill()
                     process.wait()
-        return [End(p.returncode, self.said(n), self.errors(n)) for n, p in enumerate(self.running)]
+        return [Exit(p.returncode, self.records(n), self.errors(n)) for n, p in enumerate(self.running)]
 
-    def said(self, number: int) -> list[dict[str, Any]]:
-        lines = (self.folder / f"{number}.out").read_text().splitlines(keepends=True)
+    def records(self, index: int) -> list[dict[str, Any]]:
+        lines = (self.folder / f"{index}.out").read_text().splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("\n")]
 
-    def errors(self, number: int) -> str:
-        return (self.folder / f"{number}.err").read_text()
+    def errors(self, index: int) -> str:
+        return (self.folder / f"{index}.err").read_text()

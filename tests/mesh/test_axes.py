@@ -1,4 +1,4 @@
-"""Meshes that can be, and what is said of those that cannot."""
+"""Meshes over devices, and the errors for those that are impossible."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ import numpy as np
 import pytest
 
 from meshtune.errors import UserError
-from meshtune.mesh.axes import AXES, MeshConfig, make_mesh, resolved
+from meshtune.mesh.axes import AXES, MeshConfig, make_mesh, resolve_mesh
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Device:
-    """A device as the mesh knows it."""
+    """The attributes of a jax.Device that the mesh reads."""
 
     process_index: int
     id: int
     platform: str = "gpu"
 
 
-def test_an_open_axis_takes_the_devices_that_are_left():
-    assert resolved(MeshConfig(dp=2, fsdp=-1, tp=2), 16) == MeshConfig(dp=2, fsdp=4, tp=2)
-    assert resolved(MeshConfig(fsdp=-1), 1) == MeshConfig()
+def test_an_open_axis_takes_the_remaining_devices():
+    assert resolve_mesh(MeshConfig(dp=2, fsdp=-1, tp=2), 16) == MeshConfig(dp=2, fsdp=4, tp=2)
+    assert resolve_mesh(MeshConfig(fsdp=-1), 1) == MeshConfig()
 
 
 @pytest.mark.parametrize(
-    ("config", "devices", "says"),
+    ("config", "devices", "message"),
     [
         (MeshConfig(fsdp=3, tp=2), 8, "the mesh fsdp=3 x tp=2 is for 6 devices, and there are 8"),
         (MeshConfig(fsdp=2), 1, "the mesh fsdp=2 is for 2 devices, and there is 1"),
         (MeshConfig(dp=-1, tp=3), 8, "its fixed axes take 3 devices"),
     ],
 )
-def test_axes_that_do_not_multiply_to_the_devices_say_what_does(config, devices, says):
+def test_axes_that_do_not_multiply_to_the_devices_are_an_error_with_sizes_that_do(config, devices, message):
     with pytest.raises(UserError, match="mesh") as caught:
-        resolved(config, devices)
-    assert says in caught.value.what
+        resolve_mesh(config, devices)
+    assert message in caught.value.what
     assert caught.value.fix
     assert "8 (fsdp=8" in caught.value.fix or devices == 1 or "multiple" in caught.value.what
 
 
 @pytest.mark.parametrize("size", [0, -2, True, 1.5])
-def test_a_size_that_cannot_be_is_refused(size):
+def test_an_impossible_size_is_refused(size):
     with pytest.raises(UserError, match="along tp"):
         MeshConfig(tp=size)
 
@@ -52,7 +52,7 @@ def test_two_open_axes_are_refused():
         MeshConfig(dp=-1, fsdp=-1)
 
 
-def test_dp_goes_across_hosts_and_the_rest_stays_inside():
+def test_dp_crosses_hosts_and_the_inner_axes_stay_within_one():
     devices = [Device(host, 4 * host + n) for host in (1, 0) for n in (3, 1, 0, 2)]
     mesh = make_mesh(MeshConfig(dp=2, fsdp=2, tp=2), devices)
     assert mesh.axis_names == AXES

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from meshtune.errors import UserError
-from meshtune.mesh.peers import Place
 from meshtune.mesh.processes import Job
+from meshtune.mesh.rendezvous import ProcessInfo
 from meshtune.setup.devices import Seen, check_devices, device_table, seen_by_all
 from meshtune.train.report import device_metrics
 
@@ -63,7 +63,7 @@ def test_too_many_devices_and_cpus_have_their_own_advice():
 
 
 def test_a_process_alone_sees_itself():
-    (seen,) = seen_by_all(Job(Place()))
+    (seen,) = seen_by_all(Job(ProcessInfo()))
     assert (seen.process, seen.platform, seen.count) == (0, "cpu", 1)
 
 

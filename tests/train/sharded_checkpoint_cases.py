@@ -128,7 +128,7 @@ def main(job: Job, directory: pathlib.Path, command: str, *rest: str) -> None:
             state = filled(wanted, 2)
             job.exchange("filled", None)
             checkpoints.save(state, record_of(2))
-            if job.process == int(rest[1]):
+            if job.process_index == int(rest[1]):
                 os.kill(os.getpid(), signal.SIGKILL)
             checkpoints.wait()
             say(saved=2)
@@ -137,17 +137,17 @@ def main(job: Job, directory: pathlib.Path, command: str, *rest: str) -> None:
             wanted = like(rest[0], "full")
             checkpoints.save(filled(wanted, 1), record_of(1))
             checkpoints.wait()
-            if job.process == 1:
+            if job.process_index == 1:
                 real = shutil.disk_usage
                 shutil.disk_usage = lambda path: real(path)._replace(free=1000)  # type: ignore[assignment]
             try:
                 checkpoints.save(filled(wanted, 2), record_of(2))
             except UserError as error:
                 say(refused=error.what)
-            shutil.disk_usage = real if job.process == 1 else shutil.disk_usage
+            shutil.disk_usage = real if job.process_index == 1 else shutil.disk_usage
             job.exchange("refused", None)
             state = filled(like(rest[0], "full", wide=8), 3)
-            if job.process == 1:
+            if job.process_index == 1:
                 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
             checkpoints.save(state, record_of(3))  # what process 1 has no room for is found while it is written
@@ -166,4 +166,4 @@ def main(job: Job, directory: pathlib.Path, command: str, *rest: str) -> None:
 
 if __name__ == "__main__":
     with start() as job:
-        main(job, pathlib.Path(sys.argv[1].format(process=job.process)), *sys.argv[2:])
+        main(job, pathlib.Path(sys.argv[1].format(process=job.process_index)), *sys.argv[2:])

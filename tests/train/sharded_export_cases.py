@@ -116,7 +116,7 @@ def main(job: Job, base: pathlib.Path, output: pathlib.Path, meshes: list[str]) 
             )
             say(mesh=words, files=len(done.files), written=written, difference=done.verified.difference)
             refuse(job, params, made, base, place, layout)
-        if layout is not None and job.processes == 1:
+        if layout is not None and job.process_count == 1:
             traffic(layout, words)
 
 
@@ -148,7 +148,7 @@ def refuse(job: Job, params: Any, made: Prepared, base: pathlib.Path, place: pat
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    if job.process == job.processes - 1:
+    if job.process_index == job.process_count - 1:
         streamed.os.pwrite = full  # type: ignore[assignment]
     try:
         export_model(params, made.spec, base, place / "full", max_shard_bytes=100_000, layout=layout, job=job)

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 from meshtune.config.load import load_recipe
 from meshtune.errors import UserError
 from meshtune.generate.api import load
-from meshtune.mesh.together import ALONE
+from meshtune.mesh.processes import SINGLE_PROCESS
 from meshtune.setup.start import start_of, tokenizer_of, written_start
 from meshtune.train.result.result import Result
 from meshtune.train.run import train
@@ -159,7 +159,7 @@ def made_start(source: pathlib.Path, output: pathlib.Path, /, **fields) -> pathl
     """The start of a recipe, written without a run."""
     recipe = load_recipe({"data": "d", "output": "o", **fields})
     start = start_of(recipe, source, "float32")
-    return written_start(start, recipe, output, tokenizer_of(recipe, source), "sha256:0", ALONE, print)
+    return written_start(start, recipe, output, tokenizer_of(recipe, source), "sha256:0", SINGLE_PROCESS, print)
 
 
 def test_new_tokens_begin_as_the_mean_of_their_pieces(stories260k, tmp_path):

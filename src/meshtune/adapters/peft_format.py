@@ -26,9 +26,9 @@ from meshtune.adapters.targets import modules
 from meshtune.arrays.tree import Tree, flatten, merge, unflatten
 from meshtune.errors import UserError
 from meshtune.families import scored_spec
+from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.layout import Layout
-from meshtune.mesh.processes import Job
-from meshtune.mesh.together import ALONE, together
+from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.weights.publish import disk_errors, published
@@ -88,7 +88,7 @@ def save_adapter(
     *,
     shared: Any = None,
     check: Callable[[pathlib.Path], None] | None = None,
-    job: Job = ALONE,
+    job: Job = SINGLE_PROCESS,
 ) -> pathlib.Path:
     """Writes the adapter directory `dest`, whole or not at all; an adapter already there is replaced.
 
@@ -120,11 +120,11 @@ def save_adapter(
         "version": importlib.metadata.version("meshtune"),
     }
     with published(dest, CONFIG, job) as partial:
-        with together(job, "adapter: files"), disk_errors(dest):
+        with raise_collectively(job, "adapter: files"), disk_errors(dest):
             metadata = {"format": "pt", "meshtune": json.dumps(record)}
-            for _ in write_file(partial / WEIGHTS, written.tensors, metadata, mine=job.first):
+            for _ in write_file(partial / WEIGHTS, written.tensors, metadata, mine=job.is_main_process):
                 pass
-            if job.first:
+            if job.is_main_process:
                 (partial / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         if check is not None:
             check(partial)

@@ -16,9 +16,9 @@ from meshtune.adapters.method import SHARED, Prepared, of_adapters
 from meshtune.adapters.peft_format import BaseRecord, attach, load_adapter, save_adapter
 from meshtune.arrays.tree import Tree, flatten, merge, unflatten
 from meshtune.errors import UserError
+from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.placement import place_batch
-from meshtune.mesh.processes import Job
-from meshtune.mesh.together import ALONE, together
+from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.compute import Compute, compiler_options
 from meshtune.model.decoder import hidden_states, logits
 from meshtune.model.spec import ModelSpec
@@ -35,7 +35,7 @@ def export_adapter(
     config: LoraConfig,
     base: BaseRecord,
     compute: Compute | None = None,
-    job: Job = ALONE,
+    job: Job = SINGLE_PROCESS,
 ) -> pathlib.Path:
     """`save_adapter`, verified before the directory gets its name. Raises UserError as that and `verify_adapter` do.
 
@@ -55,7 +55,7 @@ def verify_adapter(
     path: str | os.PathLike[str],
     made: Prepared,
     compute: Compute | None = None,
-    job: Job = ALONE,
+    job: Job = SINGLE_PROCESS,
     tolerance: float = TOLERANCE,
 ) -> float:
     """The largest difference of logits between `made` and the same frozen weights with the adapter read from `path`.
@@ -64,13 +64,13 @@ def verify_adapter(
     Raises UserError where it is above `tolerance` times the largest logit, or where logits are not finite.
     """
     compute = compute or Compute()
-    with together(job, "verify: adapter"):
+    with raise_collectively(job, "verify: adapter"):
         loaded = load_adapter(path, made.spec, compute.layout)
     weights = {name: leaf for name, leaf in flatten(made.frozen).items() if not of_adapters(name)}
     spec, params = attach(unflatten(weights), made.spec, loaded)
     trained = _probe(merge(made.trainable, made.frozen), made.spec, compute)
     written = _probe(params, spec, compute)
-    with together(job, "verify: logits"):
+    with raise_collectively(job, "verify: logits"):
         return _compared(trained, written, str(path), tolerance)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshtune.mesh.peers import find_place
+from meshtune.mesh.rendezvous import detect_process_info
 
 
 def train(
@@ -31,8 +31,8 @@ def train(
 
     recipe_file, overrides = split(arguments)
     overrides += [*["resume=true"] * resume, *["overwrite=true"] * overwrite]
-    place = find_place()
-    if place.processes == 1:
+    place = detect_process_info()
+    if place.process_count == 1:
         load_recipe(recipe_file, overrides)  # a mistake in it is said at once: JAX takes seconds to import
 
     from meshtune.mesh.processes import start

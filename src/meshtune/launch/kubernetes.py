@@ -10,7 +10,7 @@ import yaml
 
 from meshtune.errors import UserError, nearest
 from meshtune.launch.order import Order, label
-from meshtune.mesh.peers import COORDINATOR, JOB, PORT, PROCESSES
+from meshtune.mesh.rendezvous import COORDINATOR, JOB, PORT, PROCESSES
 
 RESOURCES = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu", "tpu": "google.com/tpu"}
 QUANTITY = r"\d+(\.\d+)?(m|[KMGTP]i?)?"

@@ -24,7 +24,7 @@ from rich.console import Console
 from meshtune.errors import UserError
 from meshtune.launch.order import Order
 from meshtune.mesh.accelerators import visible_gpus
-from meshtune.mesh.peers import COORDINATOR, JOB, LOCAL_DEVICES, LOCAL_PROCESS, LOCAL_PROCESSES, PROCESS, PROCESSES
+from meshtune.mesh.rendezvous import COORDINATOR, JOB, LOCAL_DEVICES, LOCAL_PROCESS, LOCAL_PROCESSES, PROCESS, PROCESSES
 
 LAST_LINES = 15
 # What the CPU's collectives say of themselves, in the middle of tables; the log keeps it.

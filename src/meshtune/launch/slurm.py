@@ -12,7 +12,7 @@ import subprocess
 
 from meshtune.errors import UserError, nearest
 from meshtune.launch.order import Order, label, program
-from meshtune.mesh.wire import LOST
+from meshtune.mesh.protocol import EXIT_PROCESS_LOST
 
 BODY = pathlib.Path(__file__).with_name("slurm_body.sh")
 RESTARTS = 20  # after losing a process; a time limit or preemption restarts without end
@@ -136,7 +136,7 @@ def _body(order: Order, request: Request) -> str:
         "SRUN": f"--ntasks-per-node={request.processes}" + (f" --cpus-per-task={request.cpus}" if request.cpus else ""),
         "COMMAND": f"{around} \\\n  {command}" if around else command,
         "STOPPED": str(128 + signal.SIGTERM),
-        "LOST": str(LOST),
+        "LOST": str(EXIT_PROCESS_LOST),
         "RESTARTS": str(RESTARTS),
     }
     text = BODY.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Before time is spent: do all processes run the same thing?"""
+"""Checks that all processes run the same code with the same settings, before time is spent on training."""
 
 from __future__ import annotations
 
@@ -16,67 +16,68 @@ import meshtune.errors
 from meshtune.errors import UserError
 from meshtune.mesh.processes import Job
 
-LONGEST = 120  # characters of a value that are shown
+MAX_SHOWN = 120  # characters of a value in a message
 PACKAGE = pathlib.Path(meshtune.errors.__file__).parent
 
 
-def agree(job: Job, about: str, fields: Mapping[str, Any], *, fix: str) -> None:
-    """Compares `fields` (nested mappings of what JSON holds) between all processes; every process calls it.
+def require_agreement(job: Job, subject: str, fields: Mapping[str, Any], *, fix: str) -> None:
+    """Compares `fields` (nested mappings of JSON values) between all processes; every process must call it.
 
     Raises, on every process: UserError naming the first field that differs, with both values and the processes.
     """
-    flat = {name: _words(value) for name, value in _flat(fields)}
+    flat = {name: _shown(value) for name, value in _flatten(fields)}
     digest = hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()
-    digests = job.exchange(f"{about}: digest", digest)
+    digests = job.exchange(f"{subject}: digest", digest)
     if len(set(digests)) == 1:
         return
-    # The whole of it is sent only now that it matters.
-    everyone = job.exchange(f"{about}: fields", {"host": job.host, "fields": flat})
-    other = next(number for number, one in enumerate(digests) if one != digests[0])
-    mine, theirs = everyone[0]["fields"], everyone[other]["fields"]
-    name = next(name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name))
-    alike = [number for number, one in enumerate(digests) if one == digests[0]]
-    group = f"; as process 0: {len(alike)} of {len(digests)} processes" if len(digests) > 2 else ""
+    # The fields themselves are exchanged only once a digest differs.
+    processes = job.exchange(f"{subject}: fields", {"host": job.host, "fields": flat})
+    differing = next(index for index, digest in enumerate(digests) if digest != digests[0])
+    first, second = processes[0]["fields"], processes[differing]["fields"]
+    name = next(name for name in sorted({*first, *second}) if first.get(name) != second.get(name))
+    equal = digests.count(digests[0])
+    group = f"; {equal} of {len(digests)} processes agree with process 0" if len(digests) > 2 else ""
     raise UserError(
-        f"the processes differ in {about}: {name} is {mine.get(name, 'absent')} on process 0 ({everyone[0]['host']}) "
-        f"and {theirs.get(name, 'absent')} on process {other} ({everyone[other]['host']}){group}",
+        f"the processes differ in {subject}: {name} is {first.get(name, 'absent')} on process 0 "
+        f"({processes[0]['host']}) and {second.get(name, 'absent')} on process {differing} "
+        f"({processes[differing]['host']}){group}",
         fix=fix,
     )
 
 
 @contextlib.contextmanager
-def first_alone(job: Job, what: str) -> Iterator[None]:
-    """A block that process 0 runs before all others do, so that they find what it left on a disk they may share."""
-    if not job.first:
-        job.exchange(what, None)
+def main_process_first(job: Job, tag: str) -> Iterator[None]:
+    """Runs the block on process 0 first and then on the others, so that they can reuse the files it has written."""
+    if not job.is_main_process:
+        job.exchange(tag, None)
     yield
-    if job.first:
-        job.exchange(what, None)
+    if job.is_main_process:
+        job.exchange(tag, None)
 
 
 def code_version() -> dict[str, str]:
-    """What must be the same for processes to compute the same: JAX, NumPy, and Meshtune's own source by digest."""
+    """The versions that must be equal for processes to compute the same: JAX, NumPy, and a digest of our source."""
     return {"jax": jax.__version__, "numpy": np.__version__, "meshtune's source": source_digest()}
 
 
 def source_digest(package: pathlib.Path = PACKAGE) -> str:
-    """A digest of every Python file of Meshtune: a checkout that was edited differs, whatever its version says."""
-    found = hashlib.sha256()
+    """A digest of every Python file of the package, which detects an edited checkout of the same version."""
+    digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
-        found.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return found.hexdigest()[:16]
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
 
 
-def _flat(fields: Mapping[str, Any], above: str = "") -> list[tuple[str, Any]]:
+def _flatten(fields: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     pairs: list[tuple[str, Any]] = []
     for name, value in fields.items():
-        key = f"{above}{name}"
-        pairs += _flat(value, key + ".") if isinstance(value, Mapping) and value else [(key, value)]
+        key = f"{prefix}{name}"
+        pairs += _flatten(value, key + ".") if isinstance(value, Mapping) and value else [(key, value)]
     return pairs
 
 
-def _words(value: Any) -> str:
-    words = json.dumps(value, sort_keys=True, default=str)
-    if len(words) <= LONGEST:
-        return words
-    return f"{words[:LONGEST]}... ({hashlib.sha256(words.encode()).hexdigest()[:8]})"
+def _shown(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    if len(text) <= MAX_SHOWN:
+        return text
+    return f"{text[:MAX_SHOWN]}... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"

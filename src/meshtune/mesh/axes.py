@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,15 +16,15 @@ from jax.sharding import AbstractMesh, Mesh
 
 from meshtune.errors import UserError
 
-# Outermost first: neighbours along tp exchange the most and lie nearest to each other, dp the least, across hosts.
+# Outermost first: tp exchanges the most and gets neighbouring devices, dp the least and goes across hosts.
 AXES = ("dp", "fsdp", "cp", "ep", "tp")
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each axis; one may be -1: as many as are left.
+    """The number of devices along each axis; one axis may be -1, which takes the devices that remain.
 
-    Raises UserError for sizes that cannot be, whatever the devices are.
+    Raises: UserError for sizes that no number of devices can satisfy.
     """
 
     dp: int = 1
@@ -40,13 +39,11 @@ class MeshConfig:
                 raise UserError(
                     f"a mesh cannot have {size!r} devices along {axis}",
                     where=f"mesh.{axis}",
-                    fix="give a whole number from 1, or -1 for as many as are left",
+                    fix="give a whole number from 1 up, or -1 for all remaining devices",
                 )
         open_axes = [axis for axis, size in self.sizes.items() if size == -1]
         if len(open_axes) > 1:
-            raise UserError(
-                f"{' and '.join(open_axes)} are both -1", where="mesh", fix="leave at most one axis open with -1"
-            )
+            raise UserError(f"{' and '.join(open_axes)} are both -1", where="mesh", fix="set at most one axis to -1")
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -55,7 +52,7 @@ class MeshConfig:
 
     @property
     def devices(self) -> int:
-        """Devices in all; only for a mesh without an open axis."""
+        """The total number of devices; only for a mesh without an open axis."""
         assert -1 not in self.sizes.values(), self
         return math.prod(self.sizes.values())
 
@@ -63,65 +60,64 @@ class MeshConfig:
         return " x ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size != 1) or "1 device"
 
 
-def resolved(config: MeshConfig, devices: int) -> MeshConfig:
-    """The mesh with its open axis, if there is one, filled up to `devices`.
+def resolve_mesh(config: MeshConfig, devices: int) -> MeshConfig:
+    """The mesh with its open axis, if it has one, set to the devices that remain of `devices`.
 
-    Raises UserError if the axes do not multiply to the number of devices, saying which numbers work.
+    Raises: UserError if the axes do not multiply to the number of devices, with sizes that do.
     """
-    known = math.prod(size for size in config.sizes.values() if size != -1)
+    fixed = math.prod(size for size in config.sizes.values() if size != -1)
     open_axis = next((axis for axis, size in config.sizes.items() if size == -1), None)
     if open_axis is None:
-        if known != devices:
-            raise _wrong_count(config, known, devices)
+        if fixed != devices:
+            raise _wrong_count(config, fixed, devices)
         return config
-    if devices % known:
+    if devices % fixed:
         raise UserError(
-            f"the mesh {config} cannot be filled: its fixed axes take {known} devices, and {_count(devices)} "
-            f"{'is' if devices == 1 else 'are'} no multiple of that",
+            f"the mesh {config} cannot be filled: its fixed axes take {fixed} devices, and {_count(devices)} "
+            f"{'is' if devices == 1 else 'are'} not a multiple of that",
             where="mesh",
-            fix=f"give fixed axes whose product divides {devices}, or start the job with a multiple of {known} devices",
+            fix=f"give fixed axes whose product divides {devices}, or start the job with a multiple of {fixed} devices",
         )
-    return dataclasses.replace(config, **{open_axis: devices // known})
+    return dataclasses.replace(config, **{open_axis: devices // fixed})
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh over `devices` (default: all of the job's), with all of AXES, those of size 1 too.
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh over `devices` (default: all devices of the job), with all of AXES, including those of size 1.
 
-    Devices are taken host by host, so that the outermost axes (dp first) go across hosts and the rest stays inside one
-    wherever the sizes allow. Raises UserError as `resolved` does.
+    Devices are taken host by host, so that the outermost axes (dp first) cross hosts and the inner ones stay within a
+    host wherever the sizes allow. Raises: UserError as `resolve_mesh` does.
     """
     devices = list(jax.devices() if devices is None else devices)
-    config = resolved(config, len(devices))
-    shape = tuple(config.sizes.values())
-    return Mesh(_arranged(devices, shape), AXES)
+    config = resolve_mesh(config, len(devices))
+    return Mesh(_device_array(devices, tuple(config.sizes.values())), AXES)
 
 
-def described_mesh(config: MeshConfig) -> AbstractMesh:
-    """The mesh without its devices: enough to say how arrays lie, for machines that are not here."""
+def abstract_mesh(config: MeshConfig) -> AbstractMesh:
+    """The mesh without devices, which is enough to shard abstract arrays for machines that are not attached."""
     return AbstractMesh(tuple(config.sizes.values()), AXES)
 
 
-def _arranged(devices: list[Any], shape: tuple[int, ...]) -> np.ndarray:
-    """The devices in the mesh's shape. TPUs are arranged by their torus, all others by host and number."""
+def _device_array(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
+    """The devices in the mesh's shape: TPUs by their torus, all others by process and id."""
     if devices[0].platform == "tpu" and len(devices) > 1:
         from jax.experimental import mesh_utils  # only TPUs need it
 
         slices = len({getattr(device, "slice_index", 0) for device in devices})
         if slices > 1 and shape[0] % slices == 0:
-            inner = (shape[0] // slices, *shape[1:])
-            return mesh_utils.create_hybrid_device_mesh(inner, (slices, *(1,) * (len(shape) - 1)), devices)
+            shape_in_slice = (shape[0] // slices, *shape[1:])
+            return mesh_utils.create_hybrid_device_mesh(shape_in_slice, (slices, *(1,) * (len(shape) - 1)), devices)
         return mesh_utils.create_device_mesh(shape, devices)
     ordered = np.empty(len(devices), object)
     ordered[:] = sorted(devices, key=lambda device: (device.process_index, device.id))
     return ordered.reshape(shape)
 
 
-def _wrong_count(config: MeshConfig, wanted: int, devices: int) -> UserError:
+def _wrong_count(config: MeshConfig, expected: int, devices: int) -> UserError:
     return UserError(
-        f"the mesh {config} is for {_count(wanted)}, and there {'is' if devices == 1 else 'are'} {devices}",
+        f"the mesh {config} is for {_count(expected)}, and there {'is' if devices == 1 else 'are'} {devices}",
         where="mesh",
-        fix=f"give axes that multiply to {devices} ({_factorings(devices)}), leave one axis open with -1, "
-        f"or start the job with {_count(wanted)}",
+        fix=f"give axes that multiply to {devices} ({_factorings(devices)}), set one axis to -1, "
+        f"or start the job with {_count(expected)}",
     )
 
 

@@ -1,7 +1,7 @@
-"""When one process of a job goes down, all do: soon, with one message that names it, and a code that says what to do.
+"""Ends every process of a job soon after one of them fails, with a message that names it and a telling exit code.
 
-Exit codes: 75 (EX_TEMPFAIL) another process was lost, the same command resumes the run; 2 a mistake of the user, 1 a
-defect, here or on the process that is named.
+Exit codes: 75 (EX_TEMPFAIL) another process was lost, and the same command resumes the run; 2 a mistake of the user;
+1 a defect, on this process or on the one that the message names.
 """
 
 from __future__ import annotations
@@ -14,51 +14,54 @@ import time
 from collections.abc import Callable
 
 from meshtune.errors import UserError
-from meshtune.mesh.member import Member
-from meshtune.mesh.wire import LOST, Ending
+from meshtune.mesh.client import Client
+from meshtune.mesh.protocol import EXIT_PROCESS_LOST, JobEnd
 
-GRACE = 1.0  # seconds the main thread has to end by itself, with its own message
-VERDICT = 3.0  # seconds to wait for the reason after a collective operation failed
+MAIN_THREAD_GRACE = 1.0  # seconds in which the main thread may end by itself, with its own message
+REASON_TIMEOUT = 3.0  # seconds to wait for the reason after a collective operation failed
 
-_said = threading.Lock()
-
-
-def watch(member: Member, others_left: Callable[[], None]) -> None:
-    """From now on the end of the job ends this process, whatever its main thread waits for. See `leave`."""
-    member.on_end = lambda ending: _ended(member, ending, others_left)
+_exiting = threading.Lock()
 
 
-def leave(member: Member, error: BaseException, others_left: Callable[[], None]) -> None:
-    """The main thread ends with `error`: tells the others, or says which other process was the reason.
+def exit_on_job_end(client: Client, wait_for_others: Callable[[], None]) -> None:
+    """From now on this process exits when the job ends, even while its main thread is blocked.
 
-    Returns if the error is this process's own, so that it goes its usual way; Python's end is then cut short, because
-    JAX would wait there for processes that no longer come. Does not return if another process was the reason.
-    `others_left` waits for the others where this is process 0: JAX aborts them as soon as that is gone.
+    For `wait_for_others` see `leave_on_error`.
+    """
+    client.on_end = lambda job_end: _exit_on_end(client, job_end, wait_for_others)
+
+
+def leave_on_error(client: Client, error: BaseException, wait_for_others: Callable[[], None]) -> None:
+    """Handles `error`, which ends the main thread: reports it to the other processes, or to the user their reason.
+
+    Returns if the error arose on this process, so that it propagates as usual; interpreter shutdown is then cut short,
+    because JAX would wait there for processes that have gone. Does not return if another process caused the end.
+    `wait_for_others` makes process 0 wait for the others to leave: JAX aborts them as soon as process 0 is gone.
     """
     if not isinstance(error, UserError | KeyboardInterrupt | SystemExit):
-        # A peer that dies breaks the collective operation under way, often before its loss is known here.
-        member.ended.wait(VERDICT)
-    if member.ending is not None:
-        _say_and_exit(member, member.ending, others_left)
-    member.fail(ending_of(member, error))
-    others_left()
-    atexit.register(_exit, _code(error))
+        # A process that dies breaks the pending collective operation, often before its loss is known here.
+        client.ended.wait(REASON_TIMEOUT)
+    if client.job_end is not None:
+        _report_and_exit(client, client.job_end, wait_for_others)
+    client.report_failure(job_end_of(client, error))
+    wait_for_others()
+    atexit.register(_exit, _exit_code(error))
 
 
-def ending_of(member: Member, error: BaseException, kind: str = "failed") -> Ending:
-    """`error`, raised on this process, as the others are told of it."""
-    place = member.place
-    who = f"process {place.process} of {place.processes} on {member.host}"
+def job_end_of(client: Client, error: BaseException, cause: str = "failed") -> JobEnd:
+    """`error`, raised on this process, as it is reported to the other processes."""
+    info = client.info
     if isinstance(error, UserError):
-        what, where, fix = error.what, error.where, error.fix
+        message, where, fix = error.what, error.where, error.fix
     else:
-        words = str(error).strip().splitlines()
-        what, where, fix = f"{type(error).__name__}{': ' + words[0] if words else ''}", None, "look at its log"
-    what = f"{who} failed: {what}" if kind == "failed" else what
-    return Ending(kind, what, place.process, member.host, where, fix, _code(error))
+        text = str(error).strip().splitlines()
+        message, where, fix = f"{type(error).__name__}{': ' + text[0] if text else ''}", None, "look at its log"
+    if cause == "failed":
+        message = f"process {info.process_index} of {info.process_count} on {client.host} failed: {message}"
+    return JobEnd(cause, message, info.process_index, client.host, where, fix, _exit_code(error))
 
 
-def _code(error: BaseException) -> int:
+def _exit_code(error: BaseException) -> int:
     if isinstance(error, UserError):
         return 2
     if isinstance(error, SystemExit):
@@ -66,26 +69,26 @@ def _code(error: BaseException) -> int:
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
-def _ended(member: Member, ending: Ending, others_left: Callable[[], None]) -> None:
-    # JAX aborts this process within a tenth of a second after process 0 is gone; its message names nobody.
-    until = time.monotonic() + (0.0 if ending.kind == "lost" else GRACE)
-    while time.monotonic() < until:
-        if member.leaving:
+def _exit_on_end(client: Client, job_end: JobEnd, wait_for_others: Callable[[], None]) -> None:
+    # JAX aborts this process within a tenth of a second after process 0 is gone, with a message that names no process.
+    deadline = time.monotonic() + (0.0 if job_end.cause == "lost" else MAIN_THREAD_GRACE)
+    while time.monotonic() < deadline:
+        if client.leaving:
             return
         time.sleep(0.02)
-    _say_and_exit(member, ending, others_left)
+    _report_and_exit(client, job_end, wait_for_others)
 
 
-def _say_and_exit(member: Member, ending: Ending, others_left: Callable[[], None]) -> None:
-    if not _said.acquire(blocking=False):
-        time.sleep(60)  # the other thread is at it
-    show = "\x1b[?25h\n" if sys.stderr.isatty() else "\n"  # a progress bar may have hidden the cursor
-    lines = [f"error: {ending.what}", *([f"where: {ending.where}"] if ending.where else [])]
-    lines += [f"  fix: {ending.fix}"] if ending.fix else []
-    os.write(2, (show + "\n".join(lines) + "\n").encode())
-    member.close()
-    others_left()
-    _exit(ending.code or LOST)
+def _report_and_exit(client: Client, job_end: JobEnd, wait_for_others: Callable[[], None]) -> None:
+    if not _exiting.acquire(blocking=False):
+        time.sleep(60)  # the other thread is already exiting
+    show_cursor = "\x1b[?25h\n" if sys.stderr.isatty() else "\n"  # a progress bar may have hidden the cursor
+    lines = [f"error: {job_end.message}", *([f"where: {job_end.where}"] if job_end.where else [])]
+    lines += [f"  fix: {job_end.fix}"] if job_end.fix else []
+    os.write(2, (show_cursor + "\n".join(lines) + "\n").encode())
+    client.close()
+    wait_for_others()
+    _exit(job_end.exit_code or EXIT_PROCESS_LOST)
 
 
 def _exit(code: int) -> None:

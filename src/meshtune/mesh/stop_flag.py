@@ -1,4 +1,4 @@
-"""After which update do all processes stop? One tiny collective operation an update gives every process one answer."""
+"""Decides after which update all processes stop: one tiny collective per update gives every process the same answer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class Agreed:
-    """What all processes know of one update: `signal` is the highest signal's number any received (0: none).
+class StopDecision:
+    """What all processes know about one update, equal on every process.
 
-    `seconds[p]` is what process p said the update before took. Equal on every process, so whatever is decided by it
-    is decided alike.
+    `signal` is the highest signal number that any process received (0: none). `seconds[p]` is the time that process p
+    reported for the update before.
     """
 
     signal: int
@@ -28,41 +28,41 @@ class Agreed:
 
 
 class StopFlag:
-    """Passes each process's flag to all, beside the training step and not in it.
+    """All-gathers each process's signal and step time, beside the training step and not in it.
 
-    `submit` is called after each update is dispatched, `agreed` when its metrics are read (an update later): it
-    returns the answers in the order of submission. The device is never waited for in between. All processes must
-    submit equally often. With one process nothing runs on a device.
+    `submit` is called after each update is dispatched, and `decision` when that update's metrics are read (one update
+    later): decisions come in the order of submission, and the device is never waited for in between. All processes
+    must submit equally often. With one process nothing runs on a device.
     """
 
-    several: bool  # whether there are other processes
+    multi_process: bool
 
     def __init__(self, devices: Sequence[jax.Device] | None = None):
         devices = list(jax.devices() if devices is None else devices)
-        self.several = len({device.process_index for device in devices}) > 1
+        self.multi_process = len({device.process_index for device in devices}) > 1
         self._pending: list[jax.Array | np.ndarray] = []
-        first = {device.process_index: number for number, device in reversed(list(enumerate(devices)))}
-        self._rows = [first[process] for process in sorted(first)]
-        if self.several:
-            # All devices of the job, so that no other group of them has to be connected.
+        first_device = {device.process_index: index for index, device in reversed(list(enumerate(devices)))}
+        self._rows = [first_device[process] for process in sorted(first_device)]
+        if self.multi_process:
+            # Over all devices of the job, because no other communicator than theirs exists already.
             mesh = Mesh(np.array(devices), ("device",))
-            self._split = NamedSharding(mesh, PartitionSpec("device"))
+            self._sharded = NamedSharding(mesh, PartitionSpec("device"))
             self._gather = jax.jit(lambda flags: flags, out_shardings=NamedSharding(mesh, PartitionSpec()))
-            self._local = sum(device.process_index == jax.process_index() for device in devices)
+            self._local_devices = sum(device.process_index == jax.process_index() for device in devices)
             self._shape = (len(devices), 2)
 
     def submit(self, signal: int | None, seconds: float = 0.0) -> None:
-        """This process's answer for the update just dispatched: the signal it received, or None."""
+        """Submits the signal that this process received, if any, and its step time for the update just dispatched."""
         row = np.array([[signal or 0, seconds]], np.float32)
-        if not self.several:
+        if not self.multi_process:
             self._pending.append(row)
             return
-        rows = np.repeat(row, self._local, axis=0)
-        self._pending.append(self._gather(jax.make_array_from_process_local_data(self._split, rows, self._shape)))
+        rows = np.repeat(row, self._local_devices, axis=0)
+        self._pending.append(self._gather(jax.make_array_from_process_local_data(self._sharded, rows, self._shape)))
 
-    def agreed(self) -> Agreed:
-        """What all processes said for the oldest update not yet asked for."""
+    def decision(self) -> StopDecision:
+        """The decision for the oldest update whose decision was not yet read."""
         flags = self._pending.pop(0)
         rows = np.asarray(flags.addressable_data(0) if isinstance(flags, jax.Array) else flags)
-        rows = rows[self._rows] if self.several else rows
-        return Agreed(int(rows[:, 0].max()), tuple(float(value) for value in rows[:, 1]))
+        rows = rows[self._rows] if self.multi_process else rows
+        return StopDecision(int(rows[:, 0].max()), tuple(float(value) for value in rows[:, 1]))

@@ -14,8 +14,7 @@ import psutil
 
 from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
-from meshtune.mesh.processes import Job
-from meshtune.mesh.together import ALONE
+from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.plan.hardware import Device, Target, known_devices
 from meshtune.plan.search import MESH, MICRO, REMAT, Option, applied, open_keys, options
 from meshtune.setup.choices import Choice
@@ -25,7 +24,7 @@ from meshtune.setup.memory import size_in_words
 NAMES = {MESH: "mesh", MICRO: "micro_batch", REMAT: "remat"}
 
 
-def settled_autos(recipe: Recipe, target: Target, job: Job = ALONE) -> tuple[Recipe, list[Choice]]:
+def settled_autos(recipe: Recipe, target: Target, job: Job = SINGLE_PROCESS) -> tuple[Recipe, list[Choice]]:
     """The recipe with nothing left open, and what was found with its reason, for the banner.
 
     The search is plan's, by its cheap models; the step is then compiled in any case. Every process of `job` gets what

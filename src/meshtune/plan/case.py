@@ -15,7 +15,7 @@ from meshtune.arrays.paths import named_leaves
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import flatten
 from meshtune.config.recipe import Recipe
-from meshtune.mesh.axes import MeshConfig, described_mesh
+from meshtune.mesh.axes import MeshConfig, abstract_mesh
 from meshtune.mesh.layout import Layout
 from meshtune.model.sharding import layout_for
 from meshtune.model.spec import ModelSpec, abstract_params
@@ -148,7 +148,7 @@ def base_of(recipe: Recipe, backend: str) -> Base:
 
 def layout_on(mesh: MeshConfig, spec: ModelSpec) -> Layout:
     """Raises: UserError for a mesh that the model does not allow."""
-    described: AbstractMesh = described_mesh(mesh)
+    described: AbstractMesh = abstract_mesh(mesh)
     return layout_for(described, spec)[0]
 
 

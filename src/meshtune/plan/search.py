@@ -15,7 +15,7 @@ from typing import Any
 from meshtune.config.quantize import QuantizeSection
 from meshtune.config.recipe import LoraMethod, MeshSection, Recipe
 from meshtune.errors import UserError
-from meshtune.mesh.axes import MeshConfig, resolved
+from meshtune.mesh.axes import MeshConfig, resolve_mesh
 from meshtune.model.sharding import check_batch
 from meshtune.plan.case import Base, Case, base_of, layout_on
 from meshtune.plan.estimate import Estimate, estimate, exchanges
@@ -146,7 +146,7 @@ def case_of(recipe: Recipe, target: Target, base: Base, *, length: int | None = 
     """The case of a recipe with nothing open. Raises: UserError as `option` does."""
     assert isinstance(recipe.mesh, MeshSection)
     assert recipe.train.micro_batch != "auto"
-    mesh = resolved(MeshConfig(**recipe.mesh.model_dump()), target.devices)
+    mesh = resolve_mesh(MeshConfig(**recipe.mesh.model_dump()), target.devices)
     rows, length = recipe.train.batch_size // recipe.train.accumulation, length or row_length(recipe)
     check_batch(mesh, rows, length)
     layout = layout_on(mesh, base.spec)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from meshtune.adapters.method import abstract
 from meshtune.arrays.paths import named_leaves
 from meshtune.config.recipe import Recipe
-from meshtune.mesh.axes import MeshConfig, described_mesh, resolved
+from meshtune.mesh.axes import MeshConfig, abstract_mesh, resolve_mesh
 from meshtune.mesh.layout import Layout
 from meshtune.model.sharding import check_batch, layout_for
 from meshtune.model.spec import ModelSpec
@@ -75,9 +75,9 @@ def shardings_of(recipe: Recipe, target: Target | None) -> Sharding:
     start = start_of(recipe, source, precision.frozen)
     arrays = abstract(start.method, start.spec, precision.trainable)
     mesh, why = mesh_of(recipe, devices)
-    resolved(mesh, devices)
+    resolve_mesh(mesh, devices)
     check_batch(mesh, recipe.train.batch_size // recipe.train.accumulation, 0)
-    layout, notes = layout_for(described_mesh(mesh), arrays.spec)
+    layout, notes = layout_for(abstract_mesh(mesh), arrays.spec)
     choices = mesh_choices(mesh, why, notes)
     optimizer, _ = make_optimizer(
         optimizer_of(recipe, precision), recipe.train.steps or 1, arrays.trainable, arrays.spec

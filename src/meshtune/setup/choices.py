@@ -10,7 +10,7 @@ from meshtune.adapters.config import ExpandConfig, FreezeConfig, FullConfig, Lor
 from meshtune.adapters.refusals import OWN
 from meshtune.config.recipe import FreezeMethod, FullMethod, LlamaProMethod, LoraMethod, Recipe
 from meshtune.kernels.attention import AttentionRequest, choose
-from meshtune.mesh.axes import MeshConfig, make_mesh, resolved
+from meshtune.mesh.axes import MeshConfig, make_mesh, resolve_mesh
 from meshtune.mesh.layout import Layout
 from meshtune.model.compute import Compute
 from meshtune.model.sharding import Note, layout_for
@@ -70,7 +70,7 @@ def mesh_of(recipe: Recipe, devices: int) -> tuple[MeshConfig, str]:
     """The mesh, of `devices` devices or of as many as it was asked for, and why; auto is settled (plan.auto)."""
     assert recipe.mesh != "auto", "settle what is left open first"
     config = MeshConfig(**recipe.mesh.model_dump())
-    return (resolved(config, devices) if -1 in config.sizes.values() else config), "asked for"
+    return (resolve_mesh(config, devices) if -1 in config.sizes.values() else config), "asked for"
 
 
 def layout_of(config: MeshConfig, why: str, spec: ModelSpec, machine: Machine) -> tuple[Layout | None, list[Choice]]:

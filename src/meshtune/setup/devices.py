@@ -38,7 +38,7 @@ def seen_here(process: int = 0, host: str = "") -> Seen:
 
 def seen_by_all(job: Job) -> list[Seen]:
     """What every process of the job sees, in order of process; every process calls it."""
-    mine = dataclasses.asdict(seen_here(job.process, job.host))
+    mine = dataclasses.asdict(seen_here(job.process_index, job.host))
     return [Seen(**fields) for fields in job.exchange("devices", mine)]
 
 
@@ -69,7 +69,7 @@ def hosts(seen: Sequence[Seen]) -> list[str]:
 def check_devices(seen: Sequence[Seen], expected: int, *, mesh: str, launcher: str = "none") -> None:
     """Raises UserError, naming every process with what it sees, if the job has not `expected` devices.
 
-    `mesh` is the mesh in words; `launcher` as mesh.peers.Place says it, for the advice.
+    `mesh` is the mesh in words; `launcher` as mesh.rendezvous.ProcessInfo says it, for the advice.
     """
     found = sum(one.count for one in seen)
     if found == expected:

@@ -91,7 +91,7 @@ class Parameters:
                 report=reports.append,
             )
         for line in self.job.exchange("loading", reports[0].line):
-            one = self.job.processes == 1
+            one = self.job.process_count == 1
             self.console.print(f"[bold]loaded[/] {line.partition(': ')[2] if one else line}", highlight=False)
         return params
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from meshtune.adapters.config import Method
 from meshtune.adapters.method import Prepared, abstract
 from meshtune.config.recipe import Recipe
-from meshtune.mesh.axes import resolved
+from meshtune.mesh.axes import resolve_mesh
 from meshtune.mesh.layout import Layout
 from meshtune.model.sharding import check_batch
 from meshtune.model.spec import ModelSpec
@@ -59,7 +59,7 @@ def settle(
     mesh, why = mesh_of(recipe, len(machine.devices))
     if seen:
         check_devices(seen, mesh.devices, mesh=str(mesh), launcher=launcher)
-    resolved(mesh, len(machine.devices))
+    resolve_mesh(mesh, len(machine.devices))
     check_batch(mesh, recipe.train.batch_size // recipe.train.accumulation, 0)
     layout, choices = layout_of(mesh, why, arrays.spec, machine)
     choices = [chosen, *choices, *quantize_choices(arrays, layout)]

@@ -21,8 +21,8 @@ from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
 from meshtune.families import model_spec, scored_spec
 from meshtune.families.expansion import expanded_config, grouped
+from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.processes import Job
-from meshtune.mesh.together import together
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives import STAGES
 from meshtune.runs.output import ADAPTER, BASE
@@ -164,8 +164,8 @@ def written_start(
     found = _recorded(dest) == record
     if not all(job.exchange("start: found", found)):
         say(f"writing what the run starts from to {dest}")
-        with published(dest, "config.json", job) as folder, together(job, "start: files"), disk_errors(dest):
-            if job.first:
+        with published(dest, "config.json", job) as folder, raise_collectively(job, "start: files"), disk_errors(dest):
+            if job.is_main_process:
                 write_start(start, recipe, folder, record)
                 tokenizer.save_pretrained(str(folder))
                 write_json(folder / RECORD, record)

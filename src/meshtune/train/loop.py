@@ -145,7 +145,7 @@ class _Loop:
 
     def _stopping(self) -> bool:
         """One process stops at once; several stop after the same update, which they know one update later."""
-        if not self.stop_flag.several:
+        if not self.stop_flag.multi_process:
             self.stop = self.interrupt.received or 0
         return self.stop != 0
 
@@ -170,7 +170,7 @@ class _Loop:
 
     def _report(self, batch: TrainBatch, metrics: Metrics) -> None:
         values = jax.device_get(metrics)
-        said = self.stop_flag.agreed()
+        said = self.stop_flag.decision()
         self.stop = self.stop or said.signal
         if not bool(values["finite"]):
             raise _not_finite(batch, values, self.checkpoints)
@@ -192,7 +192,7 @@ class _Loop:
                 learned=int(np.count_nonzero(batch.arrays["weights"])),
                 seconds=seconds,
                 memory=memory_in_use(),
-                machine=self.devices.read() | ({"skew": said.skew} if self.stop_flag.several else {}),
+                machine=self.devices.read() | ({"skew": said.skew} if self.stop_flag.multi_process else {}),
             )
         )
 

@@ -18,10 +18,10 @@ from meshtune.arrays.tree import merge
 from meshtune.config.recipe import Recipe
 from meshtune.data.prepare import PreparedData, prepare_data
 from meshtune.errors import UserError
-from meshtune.mesh.agreement import agree, code_version, first_alone
+from meshtune.mesh.agreement import code_version, main_process_first, require_agreement
 from meshtune.mesh.axes import MeshConfig
-from meshtune.mesh.peers import Place
 from meshtune.mesh.processes import Job
+from meshtune.mesh.rendezvous import ProcessInfo
 from meshtune.model.sharding import check_batch
 from meshtune.plan.auto import merged, settled_autos, target_here
 from meshtune.runs.output import CHECKPOINTS, check_output, claimed, write_recipe, write_run
@@ -61,8 +61,8 @@ def train(recipe: Recipe, *, console: Console | None = None, job: Job | None = N
     Raises: UserError for whatever is wrong with recipe, data, model, disk or numbers. Ctrl-C and SIGTERM end the run
     after the update under way, saved, with `Result.interrupted` set.
     """
-    job = job or Job(Place())
-    console = console or Console(highlight=False, quiet=not job.first)
+    job = job or Job(ProcessInfo())
+    console = console or Console(highlight=False, quiet=not job.is_main_process)
     output = pathlib.Path(recipe.output).expanduser()
     try:
         return _Run(recipe, output, console, job).run()
@@ -84,21 +84,21 @@ class _Run:
 
     def run(self) -> Result:
         recipe, console, job = self.recipe, self.console, self.job
-        agree(job, "the code", code_version(), fix="run the same image or environment on every host")
-        agree(job, "the recipe", self.fields, fix="give every process the same recipe and overrides")
+        require_agreement(job, "the code", code_version(), fix="run the same image or environment on every host")
+        require_agreement(job, "the recipe", self.fields, fix="give every process the same recipe and overrides")
         seen = seen_by_all(job)
         console.print(device_table(seen))
         self.processes_a_host = max(1, len(seen) // len(hosts(seen)))
-        if job.first:
+        if job.is_main_process:
             check_output(self.output, resume=recipe.resume, overwrite=recipe.overwrite)
             trackers.check_installed(list(recipe.log.trackers))
         machine = this_machine()
         self.target = target_here(machine, len(hosts(seen)))
         self.recipe, found = settled_autos(recipe, self.target, job)
         recipe, self.fields = self.recipe, self.recipe.model_dump(mode="json")
-        self.settled = settled = settle(recipe, machine, seen, launcher=job.place.launcher)
+        self.settled = settled = settle(recipe, machine, seen, launcher=job.info.launcher)
         self.tokenizer = tokenizer_of(recipe, settled.source)
-        with first_alone(job, "data"):  # the others find what it prepared, where they share a disk
+        with main_process_first(job, "data"):  # the others find what it prepared, where they share a disk
             self.data = self._data()
         self.total = recipe.train.steps or self.data.train.total_steps(recipe.train.epochs or DEFAULT_EPOCHS)
         rows, length = recipe.train.batch_size // recipe.train.accumulation, self.data.train.row_length
@@ -110,7 +110,7 @@ class _Run:
         self.base = BaseRecord(recipe.model.path, base_hash(settled.source), recorded(settled.quantize))
         adapter = continued_adapter(recipe, settled, self.base)
         same = {"base model": self.base.hash, "training data": self.data.fingerprint, "adapter": adapter}
-        agree(job, "what they read", same, fix="give every host the same files")
+        require_agreement(job, "what they read", same, fix="give every host the same files")
         keep = recipe.checkpoint.keep
         with self._claimed(), Checkpoints(self.output / CHECKPOINTS, keep=keep, job=job) as checkpoints:
             return self._train(checkpoints, merged(found, [*settled.choices, *choices]), adapter)
@@ -118,7 +118,7 @@ class _Run:
     @contextlib.contextmanager
     def _claimed(self) -> Iterator[None]:
         """The output directory is this job's: process 0 holds it for all."""
-        if not self.job.first:
+        if not self.job.is_main_process:
             self.job.exchange("output", None)
             yield
             return
@@ -146,7 +146,7 @@ class _Run:
             state = checkpoints.restore(resumed.step, state)
             record = dataclasses.replace(record, step=resumed.step, best=resumed.best, stale=resumed.stale)
         banner.show_plan(self.console, self._plan(made, state), choices)
-        if self.job.first:
+        if self.job.is_main_process:
             metrics_log.cut_back(self.output, resumed.step if resumed else None)
             write_recipe(self.output, self.fields | {"resume": False, "overwrite": False})
         self._write_run(self._about(record, "running"))
@@ -155,7 +155,9 @@ class _Run:
         task = make_task(self._parts(begun), record, state)
         length = self.data.train.row_length
         watch = (
-            prediction.watch(task.step, self.recipe, self.target, self.settled.layout, length) if self.job.first else []
+            prediction.watch(task.step, self.recipe, self.target, self.settled.layout, length)
+            if self.job.is_main_process
+            else []
         )
         with interruptible() as interrupt:
             with opened([*self._sinks(record.step), *watch]) as events:
@@ -219,8 +221,8 @@ class _Run:
 
     def _sinks(self, start: int) -> list[Any]:
         log, output = self.recipe.log, self.output
-        if not self.job.first:
-            return [metrics_log.ProcessLog(output, self.job.process, every=log.every)]
+        if not self.job.is_main_process:
+            return [metrics_log.ProcessLog(output, self.job.process_index, every=log.every)]
         history = metrics_log.read(output / metrics_log.METRICS)
         title = f"{self.settled.source.name}, {self.recipe.method.kind}"
         sinks: list[Any] = [
@@ -256,7 +258,7 @@ class _Run:
         return {"status": status, "versions": record.versions, "base": base, "data": record.data} | more
 
     def _write_run(self, fields: dict[str, Any]) -> None:
-        if self.job.first:
+        if self.job.is_main_process:
             write_run(self.output, fields)
 
     def _note_resume(self, resumed: Resumed | None) -> None:

@@ -22,9 +22,9 @@ from numpy import ndarray
 from meshtune.arrays.tree import Tree, flatten
 from meshtune.errors import UserError
 from meshtune.families import scored_fields
+from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.layout import Layout
-from meshtune.mesh.processes import Job
-from meshtune.mesh.together import ALONE, together
+from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.spec import ModelSpec
 from meshtune.weights.load import MODEL_DTYPES, Progress, load_config, stored_dtype
 from meshtune.weights.publish import disk_errors, published
@@ -70,7 +70,7 @@ def export_model(
     record: dict[str, Any] | None = None,
     progress: Progress | None = None,
     layout: Layout | None = None,
-    job: Job = ALONE,
+    job: Job = SINGLE_PROCESS,
     pad: int | None = None,
 ) -> Exported:
     """Writes `params` (merged: without adapters) as a Hugging Face directory and verifies it.
@@ -105,21 +105,23 @@ def export_model(
     }
     total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
     copies = list(_copies(source, MODEL_FILES)) + list(_copies(tokenizer or source, TOKENIZER_FILES))
-    with together(job, "export: destination"):
-        if job.first:
+    with raise_collectively(job, "export: destination"):
+        if job.is_main_process:
             _check_destination(dest, (source, *([tokenizer] if tokenizer else [])), overwrite)
             _check_room(dest, files, copies, metadata)
 
     with published(dest, "config.json", job) as folder:
         done = 0
         for number, (name, tensors) in enumerate(files.items()):
-            with together(job, f"export: {name}"), disk_errors(dest):
-                for written in write_file(folder / name, tensors, metadata, mine=number % job.processes == job.process):
+            with raise_collectively(job, f"export: {name}"), disk_errors(dest):
+                for written in write_file(
+                    folder / name, tensors, metadata, mine=number % job.process_count == job.process_index
+                ):
                     done += written
                     if progress:
                         progress(done, total)
-        with together(job, "export: config"), disk_errors(dest):
-            if job.first:
+        with raise_collectively(job, "export: config"), disk_errors(dest):
+            if job.is_main_process:
                 _write_rest(folder, _exported_config(config, spec, dtype, pad), files, copies, chat_template)
         verified = _verified(params, spec, folder, dest, dtype, expected, layout, job)
     return Exported(dest, tuple(files), total, dtype, verified)
@@ -160,7 +162,7 @@ def _verified(
         return verify_export(params, spec, folder, dtype=dtype, expected=expected, layout=layout, job=job)
     except UserError as error:
         failed = dest.with_name(f"{dest.name}.failed-verification")
-        if job.first:
+        if job.is_main_process:
             shutil.rmtree(failed, ignore_errors=True)
             folder.rename(failed)
         raise ExportError(

@@ -9,12 +9,12 @@ import shutil
 from collections.abc import Iterator
 
 from meshtune.errors import UserError
-from meshtune.mesh.processes import Job
-from meshtune.mesh.together import ALONE, together
+from meshtune.mesh.collective_errors import raise_collectively
+from meshtune.mesh.processes import SINGLE_PROCESS, Job
 
 
 @contextlib.contextmanager
-def published(dest: pathlib.Path, mark: str, job: Job = ALONE) -> Iterator[pathlib.Path]:
+def published(dest: pathlib.Path, mark: str, job: Job = SINGLE_PROCESS) -> Iterator[pathlib.Path]:
     """Gives a new directory beside `dest` to write into, and renames it to `dest` when the block ends well.
 
     A `dest` that holds the file `mark` is of the same kind, and is replaced. Every process of `job` is given the same
@@ -25,11 +25,11 @@ def published(dest: pathlib.Path, mark: str, job: Job = ALONE) -> Iterator[pathl
     number = job.exchange("publish: number", os.getpid())[0]
     partial, old = (dest.with_name(f".{dest.name}.{what}-{number}") for what in ("partial", "old"))
     try:
-        with together(job, "publish: begin"), disk_errors(dest):
-            if job.first:
+        with raise_collectively(job, "publish: begin"), disk_errors(dest):
+            if job.is_main_process:
                 _check(dest, mark)
                 partial.mkdir(parents=True)
-        with together(job, "publish: shared"):
+        with raise_collectively(job, "publish: shared"):
             if not partial.is_dir():
                 raise UserError(
                     f"host {job.host} does not see what process 0 writes: the output is not on storage that all share",
@@ -38,8 +38,8 @@ def published(dest: pathlib.Path, mark: str, job: Job = ALONE) -> Iterator[pathl
                 )
         with disk_errors(dest):
             yield partial
-        with together(job, "publish: end"), disk_errors(dest):
-            if job.first:
+        with raise_collectively(job, "publish: end"), disk_errors(dest):
+            if job.is_main_process:
                 for file in partial.iterdir():
                     _to_disk(file)
                 if dest.exists():
@@ -47,7 +47,7 @@ def published(dest: pathlib.Path, mark: str, job: Job = ALONE) -> Iterator[pathl
                 partial.rename(dest)
                 _to_disk(dest.parent)
     finally:
-        if job.first:
+        if job.is_main_process:
             if old.exists() and not dest.exists():
                 old.rename(dest)
             shutil.rmtree(partial, ignore_errors=True)

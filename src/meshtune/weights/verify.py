@@ -15,10 +15,10 @@ from jaxtyping import Float
 
 from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.errors import UserError
+from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import place_batch
-from meshtune.mesh.processes import Job
-from meshtune.mesh.together import ALONE, together
+from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.attention import Rows
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import enter, head_logits, head_params, one_layer
@@ -125,7 +125,7 @@ def verify_export(
     dtype: str,
     expected: Float[np.ndarray, "B T V"] | None = None,
     layout: Layout | None = None,
-    job: Job = ALONE,
+    job: Job = SINGLE_PROCESS,
 ) -> Verified:
     """Compares a written model directory with the parameters it was written from.
 
@@ -134,18 +134,18 @@ def verify_export(
     `params`) to the dtype's tolerance. One layer is in memory at a time. With several processes each compares the
     files that another one wrote. Raises ExportError.
     """
-    with together(job, "verify: config"):
+    with raise_collectively(job, "verify: config"):
         written, _ = load_spec(dest, dtype)
         if (changed := _spec_difference(spec, written)) is not None:
             raise ExportError(f"the written config.json describes another model: {changed}", where=str(dest))
         found = headers(dest)
         check(dest, written, found)
-    with together(job, "verify: tensors"):
+    with raise_collectively(job, "verify: tensors"):
         compared = _compare_tensors(flatten(params), spec, found, dtype, job)
     if expected is None:
         expected = probe_logits(params, spec, layout)
     got = written_logits(dest, layout)
-    with together(job, "verify: logits"):
+    with raise_collectively(job, "verify: logits"):
         return Verified(compared, _compare_logits(expected, got, dest, dtype), TOLERANCE[dtype])
 
 
@@ -170,7 +170,7 @@ def _by_layer(spec: ModelSpec) -> list[tuple[int, str, int, LayerSpec]]:
 
 def _compare_tensors(flat: dict[str, Any], spec: ModelSpec, found: dict[str, TensorInfo], dtype: str, job: Job) -> int:
     files = {file: number for number, file in enumerate(sorted({info.file for info in found.values()}))}
-    mine = {name for name, info in found.items() if (files[info.file] + 1) % job.processes == job.process}
+    mine = {name for name, info in found.items() if (files[info.file] + 1) % job.process_count == job.process_index}
     tensors = [Tensor(slot.name, flat[slot.path], slot.row, dtype, slot.order) for slot in slots(spec)]
     if (different := first_difference(tensors, found, mine)) is not None:
         tensor, start, trained, there = different

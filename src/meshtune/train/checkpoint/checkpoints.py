@@ -26,8 +26,8 @@ import jax
 
 from meshtune.arrays.paths import named_leaves
 from meshtune.errors import UserError
-from meshtune.mesh.processes import Job
-from meshtune.mesh.together import ALONE, together
+from meshtune.mesh.collective_errors import raise_collectively
+from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.setup.memory import size_in_words
 from meshtune.train.checkpoint.disk import disk_errors, disk_reason
 from meshtune.train.checkpoint.record import Best, Record, versions
@@ -51,7 +51,7 @@ class Checkpoints:
     `job` tells the others.
     """
 
-    def __init__(self, directory: str | pathlib.Path, *, keep: int, job: Job = ALONE):
+    def __init__(self, directory: str | pathlib.Path, *, keep: int, job: Job = SINGLE_PROCESS):
         import orbax.checkpoint as ocp  # late: importing it takes seconds
 
         _quiet_orbax()
@@ -62,7 +62,7 @@ class Checkpoints:
         _prepare(self.directory, job)
         # Naming the processes makes Orbax wait for them through the coordination service. Its other way is a collective
         # operation on the devices, which from its background thread could come between those of the training step.
-        among = set(range(job.processes)) if job.processes > 1 else None
+        among = set(range(job.process_count)) if job.process_count > 1 else None
         barrier = None if among is None else self._barrier(ocp.multihost.get_barrier_sync_fn(processes=among))
         asynchronous = ocp.options.AsyncOptions(timeout_secs=TIMEOUT, barrier_sync_fn=barrier)
         several = ocp.options.MultiprocessingOptions(primary_host=0, active_processes=among)
@@ -104,7 +104,7 @@ class Checkpoints:
         with disk_errors(self.directory):
             # Not `together`: where this process's part of the previous save failed, the others still wait for it.
             self._manager.wait_until_finished()
-        with together(self._job, "room for a checkpoint"), disk_errors(self.directory):
+        with raise_collectively(self._job, "room for a checkpoint"), disk_errors(self.directory):
             self._check_room(state)
         with disk_errors(self.directory):
             self._best = keep
@@ -190,7 +190,7 @@ class Checkpoints:
 
     def _check_room(self, state: TrainState) -> None:
         """Asks the disk first: Orbax, refused half-way, prints tracebacks and leaves threads that wait for minutes."""
-        probe = self.directory / f"room-{self._job.process}.{UNFINISHED}"
+        probe = self.directory / f"room-{self._job.process_index}.{UNFINISHED}"
         probe.mkdir()
         probe.rmdir()
         # Of all processes together: they write to the same storage.
@@ -229,22 +229,22 @@ class Checkpoints:
 def _prepare(directory: pathlib.Path, job: Job) -> None:
     """Process 0 makes the directory and removes what was left half-written; all see that it is the same directory."""
     token = f"shared-{job.exchange('checkpoints: token', uuid.uuid4().hex)[0]}.{UNFINISHED}"
-    with together(job, "checkpoints: directory"), disk_errors(directory):
-        if job.first:
+    with raise_collectively(job, "checkpoints: directory"), disk_errors(directory):
+        if job.is_main_process:
             directory.mkdir(parents=True, exist_ok=True)
             for unfinished in directory.glob(f"*.{UNFINISHED}*"):
                 shutil.rmtree(unfinished)
-            if job.processes > 1:
+            if job.process_count > 1:
                 (directory / token).mkdir()
-    with together(job, "checkpoints: shared"):
-        if job.processes > 1 and not (directory / token).is_dir():
+    with raise_collectively(job, "checkpoints: shared"):
+        if job.process_count > 1 and not (directory / token).is_dir():
             raise UserError(
                 f"host {job.host} does not see the directory that process 0 made for checkpoints: the output is not on "
                 "storage that all hosts share",
                 where=str(directory),
                 fix="give an output on a shared file system, mounted at the same path on every host",
             )
-    if job.first and job.processes > 1:
+    if job.is_main_process and job.process_count > 1:
         (directory / token).rmdir()
 
 

@@ -105,7 +105,7 @@ class Reference:
             if not all(self.job.exchange(f"reference: {split}", found is not None)):
                 self.say(f"computing the reference's log-probabilities of the {split} data")
                 found = log_probabilities(params(), spec, compute, loader, tail)
-                if self.job.first:
+                if self.job.is_main_process:
                     _write(file, found)
             assert found is not None
             assert loader.units is not None

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from meshtune.mesh.accelerators import VISIBLE
+from meshtune.mesh.accelerators import VISIBLE_DEVICE_VARIABLES
 
 Reading = dict[str, float]
 
@@ -47,7 +47,7 @@ class DeviceMetrics:
 
 def physical(devices: Sequence[Any], env: Mapping[str, str] = os.environ) -> list[int]:
     """The drivers' numbers of `devices`: they count all of the machine's, JAX those that are visible."""
-    shown = next((env[name] for name in VISIBLE if name in env), "")
+    shown = next((env[name] for name in VISIBLE_DEVICE_VARIABLES if name in env), "")
     numbers = [int(word) for word in shown.split(",") if word.strip().isdigit()]
     own = [getattr(device, "local_hardware_id", None) for device in devices]
     own = [number if number is not None else place for place, number in enumerate(own)]

@@ -13,9 +13,9 @@ from meshtune.adapters.peft_format import BaseRecord
 from meshtune.adapters.verify import export_adapter
 from meshtune.arrays.tree import flatten, merge, unflatten
 from meshtune.data.tokenizer import padding_id
+from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.layout import Layout
-from meshtune.mesh.processes import Job
-from meshtune.mesh.together import ALONE, together
+from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.compute import Compute
 from meshtune.quantize.weight import QuantisedWeight
 from meshtune.runs.output import ADAPTER, MODEL
@@ -35,7 +35,7 @@ def export_result(
     tokenizer: PreTrainedTokenizerFast,
     *,
     layout: Layout | None = None,
-    job: Job = ALONE,
+    job: Job = SINGLE_PROCESS,
 ) -> pathlib.Path:
     """Writes output/adapter (lora) or output/model (full, freeze) and returns it; an earlier one is replaced. A base
     that the run made itself goes to output/base.
@@ -46,7 +46,7 @@ def export_result(
     """
     adapter = isinstance(method, LoraConfig)
     dest = output / (ADAPTER if adapter else MODEL)
-    if job.first:
+    if job.is_main_process:
         for left in output.glob(f".{dest.name}.partial-*"):  # by an export that was killed
             shutil.rmtree(left)
     if adapter:
@@ -57,8 +57,8 @@ def export_result(
         if any(isinstance(leaf, QuantisedWeight) for leaf in flatten(made.frozen).values()):
             params = merged(unflatten(flatten(params)))  # a copy of the dicts, which are used up
         export_model(params, made.spec, source, dest, overwrite=True, layout=layout, job=job, pad=padding_id(tokenizer))
-    with together(job, "export: tokenizer"):
-        if job.first:
+    with raise_collectively(job, "export: tokenizer"):
+        if job.is_main_process:
             tokenizer.save_pretrained(str(dest))
             for left in output.glob(f".{dest.name}.old-*"):
                 shutil.rmtree(left)
