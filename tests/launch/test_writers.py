@@ -134,10 +134,10 @@ def test_the_pods_of_a_jobset_find_each_other(recipe: str):
     job = written["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert job["completions"] == job["parallelism"] == 2
     env = {one["name"]: one["value"] for one in job["template"]["spec"]["containers"][0]["env"]}
-    places = [detect_process_info(env | {"JOB_COMPLETION_INDEX": str(number)}) for number in range(2)]
-    assert [(place.process, place.processes) for place in places] == [(0, 2), (1, 2)]
+    infos = [detect_process_info(env | {"JOB_COMPLETION_INDEX": str(number)}) for number in range(2)]
+    assert [(info.process_index, info.process_count) for info in infos] == [(0, 2), (1, 2)]
     # jobset's name for pod 0 of job 0: <set>-<replicated job>-<job>-<pod>.<subdomain, the set's name>
-    assert {place.address for place in places} == {("sing-along-workers-0-0.sing-along", 61400)}
+    assert {info.address for info in infos} == {("sing-along-workers-0-0.sing-along", 61400)}
 
 
 @pytest.mark.parametrize(("vendor", "resource"), kubernetes.RESOURCES.items())
