@@ -12,11 +12,12 @@ import jax.numpy as jnp
 #   experts  the weights of all experts of one linear layer: [experts, out, in]
 #   router   what scores the experts: [experts, in]
 #   vector   a norm's weight, a bias, a scale, a sink: [n]
-#   table    rows looked up or scored by token: an embedding, an output head, a reward head: [vocab, embed]
+#   table    rows looked up by token, an embedding: [vocab, embed]
+#   head     rows that score the last hidden state, an output head or a reward head: [vocab, embed] or [1, embed]
 #   conv     the filters of a short convolution: [channels, width]
 #   state    no parameter: optimizer state, statistics, counts
 # Whoever does not know a role refuses it by name. A stacked array has the axis `layers` in front of these.
-Role = Literal["matrix", "experts", "router", "vector", "table", "conv", "state"]
+Role = Literal["matrix", "experts", "router", "vector", "table", "head", "conv", "state"]
 LAYERS = "layers"
 
 
@@ -25,6 +26,7 @@ class ArraySpec:
     """An array before it exists: its shape, dtype name, logical axes (one name per dimension), initialiser and role.
 
     `unit` neighbours along the last axis belong together: the array is split over devices between them alone.
+    `head_rows` neighbouring rows of a matrix compute one attention head's queries or keys; 1 where that has no meaning.
     """
 
     shape: tuple[int, ...]
@@ -33,6 +35,7 @@ class ArraySpec:
     init: Literal["normal", "ones", "zeros"] = "normal"
     unit: int = 1
     role: Role = "state"
+    head_rows: int = 1
 
     def __post_init__(self):
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)

@@ -167,8 +167,11 @@ def abstract_params(spec: ModelSpec) -> Tree:
     """
     D, F, Hh, Kh, h = spec.embed, spec.ffn, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.head_dim
 
-    def array(*dims: tuple[int, str], role: Role, init: Literal["normal", "ones", "zeros"] = "normal") -> ArraySpec:
-        return ArraySpec(tuple(n for n, _ in dims), spec.dtype, tuple(a for _, a in dims), init, role=role)
+    def array(
+        *dims: tuple[int, str], role: Role, init: Literal["normal", "ones", "zeros"] = "normal", head_rows: int = 1
+    ) -> ArraySpec:
+        shape, axes = tuple(n for n, _ in dims), tuple(a for _, a in dims)
+        return ArraySpec(shape, spec.dtype, axes, init, role=role, head_rows=head_rows)
 
     def layer(repeats: int) -> Tree:
         L = (repeats, "layers")
@@ -176,18 +179,18 @@ def abstract_params(spec: ModelSpec) -> Tree:
         def norm(n: int, axis: str) -> Tree:
             return {"weight": array(L, (n, axis), role="vector", init="ones")}
 
-        def linear(out: tuple[int, str], into: tuple[int, str], bias: bool) -> Tree:
-            tree = {"weight": array(L, out, into, role="matrix")}
+        def linear(out: tuple[int, str], into: tuple[int, str], bias: bool, head_rows: int = 1) -> Tree:
+            tree = {"weight": array(L, out, into, role="matrix", head_rows=head_rows)}
             return tree | {"bias": array(L, out, role="vector", init="zeros")} if bias else tree
 
         d, f, heads, kv = (D, "embed"), (F, "ffn"), (Hh, "heads"), (Kh, "kv_heads")
         if spec.packed_qkv:
             assert spec.heads == spec.kv_heads, "packed queries, keys and values are of the same heads"
-            attn = {"qkv": linear((3 * Hh, PACKED), d, spec.qkv_bias)}
+            attn = {"qkv": linear((3 * Hh, PACKED), d, spec.qkv_bias, h)}
         else:
             attn = {
-                "q": linear(heads, d, spec.qkv_bias),
-                "k": linear(kv, d, spec.qkv_bias),
+                "q": linear(heads, d, spec.qkv_bias, h),
+                "k": linear(kv, d, spec.qkv_bias, h),
                 "v": linear(kv, d, spec.qkv_bias),
             }
         attn["o"] = linear(d, heads, spec.out_bias)
@@ -206,7 +209,7 @@ def abstract_params(spec: ModelSpec) -> Tree:
         "norm": {"weight": array((D, "embed"), role="vector", init="ones")},
     }
     if spec.scored:
-        tree["score"] = {"weight": array((1, "score"), (D, "embed"), role="table")}
+        tree["score"] = {"weight": array((1, "score"), (D, "embed"), role="head")}
     elif not spec.tied:
-        tree["head"] = {"weight": array((spec.vocab, "vocab"), (D, "embed"), role="table")}
+        tree["head"] = {"weight": array((spec.vocab, "vocab"), (D, "embed"), role="head")}
     return tree

@@ -25,7 +25,7 @@ class TokenRows:
     @classmethod
     def abstract(cls, weight: ArraySpec, ids: tuple[int, ...], dtype: str) -> TokenRows:
         """With an ArraySpec for the array."""
-        return cls(ArraySpec((len(ids), weight.shape[1]), dtype, ("whole", weight.axes[1])), ids)
+        return cls(ArraySpec((len(ids), weight.shape[1]), dtype, ("whole", weight.axes[1]), role=weight.role), ids)
 
     def of(self, weight: Float[Array, "V D"]) -> Array:
         """The rows as the weight has them, in this one's dtype."""
