@@ -17,14 +17,14 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # The core runs on any image that has JAX.
 CORE = {
     "arrays", "families", "model", "kernels", "adapters", "quantize", "mesh", "weights", "objectives", "optim",
-    "train.step",
+    "options", "train.step",
 }  # fmt: skip
 OUTSIDE_THE_CORE = {"weights/hub.py"}
 CORE_PACKAGES = {"jax", "optax", "numpy", "ml_dtypes", "jaxtyping", "safetensors"}
 
 # Arrows point down: a room imports only rooms that come later in this list.
 ROOMS = """__main__ cli launch __init__ api train plan setup train.step generate quickstart runs data config objectives
-adapters weights families optim model quantize mesh kernels arrays cache errors""".split()
+adapters weights families optim model quantize mesh kernels arrays cache options errors""".split()
 DOES_NOT_SAY = {"utils", "util", "helpers", "helper", "common", "manager", "base", "misc"}
 
 

@@ -44,7 +44,7 @@ def full(name: str = "adamw", rate: float = FULL, **optimizer: Any) -> dict[str,
     return {"method": "full", "optimizer": {"name": name, "learning_rate": rate, **optimizer}}
 
 
-FUSED = {"fused": True, "max_grad_norm": None}
+FUSED = {"in_backward": True, "max_grad_norm": None}
 ARMS: dict[str, dict[str, Any]] = {
     "lora": lora(),
     "lora+": lora(LORA / 4, {"lora_plus_ratio": 16.0}),

@@ -28,7 +28,6 @@ from meshtune.model.sharding import layout_for
 from meshtune.objectives import STAGES
 from meshtune.optim.build import make_optimizer
 from meshtune.optim.config import OptimizerConfig
-from meshtune.optim.schedules import ScheduleConfig
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.train.step.build import abstract_state, init_state, make_train_step
 from meshtune.weights.load import load_params
@@ -100,7 +99,7 @@ def case(kind: str, model: pathlib.Path, start: pathlib.Path, axes: dict[str, in
         made = prepare(method, plan.spec, params, jax.random.key(0), "float32", layout)
     else:
         made = begun(start, plan, plan.spec, params, layout)
-    config = OptimizerConfig("adamw", 5e-3, ScheduleConfig("constant"), lora_plus_ratio=ratio)
+    config = OptimizerConfig("adamw", 5e-3, "constant", lora_plus_ratio=ratio)
     optimizer, _ = make_optimizer(config, UPDATES, plan.trainable, plan.spec)
     like = None if layout is None else abstract_state(plan.trainable, optimizer, layout)
     state = init_state(made.trainable, optimizer, like)

@@ -7,9 +7,11 @@ from typing import get_args
 import pytest
 
 from meshtune.config.load import load_recipe
-from meshtune.config.optimizer import NOT_FUSED, READERS, OptimizerSection
+from meshtune.config.optimizer import NOT_IN_BACKWARD, READERS
+from meshtune.config.section import section_fields
 from meshtune.errors import UserError
 from meshtune.optim.build import OPTIMIZERS
+from meshtune.optim.config import OptimizerOptions
 
 RECIPE = {"model": "m", "data": "a.json", "output": "o", "method": "full"}
 
@@ -20,10 +22,10 @@ def recipe(method="full", train=None, compute=None, stage="sft", **optimizer):
 
 
 def test_a_recipe_may_name_every_optimizer_there_is_and_no_other():
-    names = get_args(OptimizerSection.model_fields["name"].annotation)
+    names = get_args(section_fields(OptimizerOptions)["name"].annotation)
     assert set(names) == set(OPTIMIZERS)
     assert {name for readers in READERS.values() for name in readers} <= set(names)
-    assert {name for name, kind in OPTIMIZERS.items() if kind.rules is None} == set(NOT_FUSED)
+    assert {name for name, kind in OPTIMIZERS.items() if kind.rules is None} == set(NOT_IN_BACKWARD)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -36,23 +38,32 @@ def test_a_saved_recipe_of_every_optimizer_reads_back_as_itself(name):
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"fused": True}, "max_grad_norm clips by the norm of all gradients.*set max_grad_norm: null.*adafactor"),
+        ({"in_backward": True}, "max_grad_norm clips by the norm of all gradients.*set max_grad_norm: null.*adafactor"),
         (
-            {"fused": True, "max_grad_norm": None, "train": {"batch_size": 8, "micro_batch": 4}},
-            r"next one's cannot be added.*leave train.micro_batch out \(all 8 rows.*galore or badam",
+            {"in_backward": True, "max_grad_norm": None, "train": {"batch_size": 8, "micro_batch": 4}},
+            r"before the next one's could be added.*leave train.micro_batch out \(all 8 rows.*galore or badam",
         ),
-        ({"fused": True, "max_grad_norm": None, "train": {"micro_batch": "auto"}}, "leave train.micro_batch out"),
-        ({"fused": True, "max_grad_norm": None, "name": "prodigy"}, "finds its rate from the gradients of all.*adamw8"),
-        ({"fused": True, "max_grad_norm": None, "name": "badam"}, "has the gradient of one layer alone already"),
-        ({"fused": True, "max_grad_norm": None, "method": "lora"}, "adapters have little.*method: full or freeze"),
+        ({"in_backward": True, "max_grad_norm": None, "train": {"micro_batch": "auto"}}, "leave train.micro_batch out"),
+        (
+            {"in_backward": True, "max_grad_norm": None, "name": "prodigy"},
+            "estimates its rate from the gradients of all.*adamw8",
+        ),
+        ({"in_backward": True, "max_grad_norm": None, "name": "badam"}, "gradient of one layer only"),
+        (
+            {"in_backward": True, "max_grad_norm": None, "method": "lora"},
+            "adapters have little.*method: full or freeze",
+        ),
         ({"name": "badam", "method": "lora"}, "adapters have little of either.*method: full or freeze"),
-        ({"name": "galore", "method": "lora"}, "adapters are narrow already.*method: full or freeze"),
-        ({"name": "apollo", "method": "lora"}, "adapters are narrow already.*method: full or freeze"),
+        ({"name": "galore", "method": "lora"}, "low rank already.*method: full or freeze"),
+        ({"name": "apollo", "method": "lora"}, "low rank already.*method: full or freeze"),
         ({"name": "badam", "compute": {"remat": "selective"}}, "compute.remat: full or auto, not selective"),
         ({"name": "badam", "compute": {"scan_layers": False}}, "leave compute.scan_layers out"),
-        ({"name": "schedule_free"}, "in the place of a decaying rate, and schedule is cosine.*schedule: constant"),
-        ({"name": "schedule_free", "schedule": "constant", "beta1": 0}, "share of the average.*above 0"),
-        ({"name": "sophia", "stage": "dpo"}, "predictions of tokens.*stage dpo.*use adamw"),
+        (
+            {"name": "schedule_free"},
+            "instead of decaying the learning rate, and schedule is cosine.*schedule: constant",
+        ),
+        ({"name": "schedule_free", "schedule": "constant", "beta1": 0}, "beta1 between average and iterate.*above 0"),
+        ({"name": "sophia", "stage": "dpo"}, "predictions of single tokens.*stage dpo.*use adamw"),
         ({"rank": 8}, "rank is read by galore and apollo alone, and adamw was chosen"),
         ({"name": "galore", "scaling": "tensor"}, "scaling is read by apollo alone, and galore was chosen"),
         ({"name": "muon", "switch_every": 2}, "switch_every is read by badam alone, and muon was chosen"),
@@ -64,6 +75,6 @@ def test_what_cannot_be_is_refused_with_the_nearest_that_can(asked, said):
 
 
 def test_what_can_be_is_not_refused():
-    assert recipe(name="sgd", fused=True, max_grad_norm=None).optimizer.walks
-    assert recipe(name="badam", train={"batch_size": 8, "micro_batch": 2}).optimizer.walks
-    assert not recipe(name="galore", train={"batch_size": 8, "micro_batch": 2}).optimizer.walks
+    assert recipe(name="sgd", in_backward=True, max_grad_norm=None).optimizer.layerwise
+    assert recipe(name="badam", train={"batch_size": 8, "micro_batch": 2}).optimizer.layerwise
+    assert not recipe(name="galore", train={"batch_size": 8, "micro_batch": 2}).optimizer.layerwise

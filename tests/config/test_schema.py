@@ -21,7 +21,7 @@ method.last_layers method.first_layers method.modules
 train.epochs train.steps train.batch_size train.micro_batch
 optimizer.name optimizer.learning_rate optimizer.schedule optimizer.warmup_ratio optimizer.warmup_steps
 optimizer.min_lr_ratio optimizer.decay_ratio optimizer.weight_decay optimizer.no_decay optimizer.beta1 optimizer.beta2
-optimizer.eps optimizer.momentum optimizer.max_grad_norm optimizer.fused optimizer.match_rms optimizer.rank
+optimizer.eps optimizer.momentum optimizer.max_grad_norm optimizer.in_backward optimizer.match_rms optimizer.rank
 optimizer.update_gap optimizer.scale optimizer.scaling optimizer.switch_every optimizer.block_order optimizer.d_coef
 compute.precision compute.remat compute.attention compute.loss_chunk compute.scan_layers
 eval.every eval.at_start eval.early_stopping eval.min_delta

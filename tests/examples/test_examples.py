@@ -57,7 +57,7 @@ def test_example_runs(name, models, tmp_path, monkeypatch):
     if "quantize:" in (ROOT / f"examples/{name}.yaml").read_text():
         overrides.append("quantize.block_size=8")  # the small model's rows have 32 and 56 numbers
     optimizer = load_recipe(f"examples/{name}.yaml", []).optimizer
-    if optimizer.fused:
+    if optimizer.in_backward:
         overrides.append("train.micro_batch=null")
     if optimizer.name == "galore":
         overrides.append("optimizer.rank=8")

@@ -28,7 +28,6 @@ from meshtune.families import model_spec
 from meshtune.model.compute import Compute
 from meshtune.objectives import STAGES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
-from meshtune.optim.schedules import ScheduleConfig
 from meshtune.train.evaluation.reference import log_probabilities
 from meshtune.train.step.build import init_state, make_train_step
 from meshtune.weights.load import load_params, load_spec
@@ -148,7 +147,7 @@ def reward_units(inputs):
 def our_losses(stage, options, batches, root, cache, **units):
     spec, _ = load_spec(root, "float32")
     made = prepare(FullConfig(), spec, load_params(root, spec), jax.random.key(0))
-    config = OptimizerConfig(learning_rate=RATE, weight_decay=0.01, schedule=ScheduleConfig("linear", warmup_steps=3))
+    config = OptimizerConfig(learning_rate=RATE, weight_decay=0.01, schedule="linear", warmup_steps=3)
     optimizer, _ = make_optimizer(config, STEPS, made.trainable)
     kind = STAGES[stage]
     objective, compute = kind.make(kind.config(**options)), Compute(loss_chunk=64)

@@ -11,9 +11,8 @@ import torch
 from meshtune.arrays.tree import flatten, unflatten
 from meshtune.families import model_spec
 from meshtune.optim.build import make_optimizer
-from meshtune.optim.schedules import ScheduleConfig
 
-CONSTANT = ScheduleConfig("constant")
+CONSTANT = "constant"
 SHAPES = {
     "layers/0.0/attn/q/weight": (3, 8, 6),
     "layers/0.0/attn/q/bias": (3, 8),

@@ -27,7 +27,6 @@ from meshtune.errors import UserError
 from meshtune.optim.build import OPTIMIZERS, Kind, OptimizerConfig, decay_mask, make_optimizer
 from meshtune.optim.optimizer import as_spec
 from meshtune.optim.rule import adopted
-from meshtune.optim.schedules import ScheduleConfig
 
 
 # Float32 on both sides; parameters of order 1 moved by up to 20 * 1e-2, so a few units in the last place a step.
@@ -163,7 +162,7 @@ def test_moments_are_float32_for_float32_parameters_and_follow_state_dtype_for_b
 
 def test_rate_of_the_first_update_is_the_schedule_at_zero():
     tree = {"w": jnp.ones(2)}
-    config = OptimizerConfig("sgd", 1.0, ScheduleConfig("linear", warmup_steps=2))
+    config = OptimizerConfig("sgd", 1.0, "linear", warmup_steps=2)
     optimizer, schedule = make_optimizer(config, 10, tree)
     state, rates = optimizer.init(tree), []
     for _ in range(4):
@@ -177,7 +176,7 @@ def test_unknown_names_are_errors_with_the_nearest():
     with pytest.raises(UserError, match="did you mean 'adamw'"):
         make_optimizer(OptimizerConfig("adamv"), 10, {})
     with pytest.raises(UserError, match="did you mean 'cosine'"):
-        make_optimizer(OptimizerConfig(schedule=ScheduleConfig("cosin")), 10, {})
+        make_optimizer(OptimizerConfig(schedule="cosin"), 10, {})
 
 
 def test_a_new_optimizer_is_one_entry(monkeypatch):

@@ -18,7 +18,6 @@ from meshtune.config.load import load_recipe
 from meshtune.errors import UserError
 from meshtune.optim.build import make_optimizer
 from meshtune.optim.config import OptimizerConfig
-from meshtune.optim.schedules import ScheduleConfig
 from tiny_models import same_weights, torch_model
 
 RATE, RATIO, STEPS = 1e-3, 16.0, 5
@@ -44,9 +43,7 @@ def test_steps_are_those_of_peft(decay: float, tmp_path):
         return load_adapter(tmp_path / name, spec).trainable
 
     ours = tree("start")
-    made = OptimizerConfig(
-        "adamw", RATE, ScheduleConfig("constant"), weight_decay=decay, lora_plus_ratio=RATIO, no_decay=()
-    )
+    made = OptimizerConfig("adamw", RATE, "constant", weight_decay=decay, lora_plus_ratio=RATIO, no_decay=())
     optimizer, _ = make_optimizer(made, STEPS, ours)
     theirs = create_loraplus_optimizer(
         model, torch.optim.AdamW, lr=RATE, loraplus_lr_ratio=RATIO, loraplus_weight_decay=decay, weight_decay=decay
@@ -73,9 +70,7 @@ def adapted():
 
 
 def test_embeddings_have_their_own_rate_and_b_its_multiple():
-    config = OptimizerConfig(
-        "sgd", RATE, ScheduleConfig("constant"), lora_plus_ratio=RATIO, lora_plus_embedding_rate=1e-6
-    )
+    config = OptimizerConfig("sgd", RATE, "constant", lora_plus_ratio=RATIO, lora_plus_embedding_rate=1e-6)
     tree = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), adapted())
     optimizer, _ = make_optimizer(config, STEPS, tree)
     ones = jax.tree.map(jnp.ones_like, tree)
@@ -89,7 +84,7 @@ def test_embeddings_have_their_own_rate_and_b_its_multiple():
 def test_optimizers_of_single_parameters_take_the_ratio(name: str):
     from optimizer_problems import SPEC
 
-    make_optimizer(OptimizerConfig(name, RATE, ScheduleConfig("constant"), lora_plus_ratio=2.0), STEPS, adapted(), SPEC)
+    make_optimizer(OptimizerConfig(name, RATE, "constant", lora_plus_ratio=2.0), STEPS, adapted(), SPEC)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from schedulefree import AdamWScheduleFreeReference
 
 from meshtune.arrays.tree import flatten
 from meshtune.optim.build import OptimizerConfig
-from meshtune.optim.schedules import ScheduleConfig
 
 RATE = 1e-2
 
@@ -47,7 +46,7 @@ def test_schedule_free_equals_its_authors_code_where_it_trains_and_where_it_is_e
 
 def test_schedule_free_weighs_by_the_rates_of_its_warm_up():
     """The first update of a warm-up has rate 0 and no weight: float64, by hand, one number."""
-    config = OptimizerConfig("schedule_free", 0.1, ScheduleConfig("constant", warmup_steps=2), beta1=0.9)
+    config = OptimizerConfig("schedule_free", 0.1, "constant", warmup_steps=2, beta1=0.9)
     params, noise = {"w": np.full(1, 2.0, np.float32)}, {"w": np.array([[1.0], [-0.5], [0.3]], np.float32)}
     y = z = x = 2.0
     moment = weight = 0.0
@@ -85,7 +84,7 @@ def test_prodigy_warms_up_from_zero():
     params, noise = problem(steps=20)
     params = {name: 1e-4 * value for name, value in params.items()}
     noise = {name: 1 + 0.1 * value for name, value in noise.items()}
-    got = run_ours(OptimizerConfig("prodigy", 1.0, ScheduleConfig(warmup_steps=3)), params, noise, 20)
+    got = run_ours(OptimizerConfig("prodigy", 1.0, warmup_steps=3), params, noise, 20)
     moved = [np.abs(got[name] - params[name]).max() for name in got]
     assert np.isfinite(moved).all()
     assert max(moved) > 1e-5

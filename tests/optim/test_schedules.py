@@ -7,15 +7,16 @@ import torch
 from transformers import get_scheduler
 from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup
 
-from meshtune.optim.schedules import SCHEDULES, ScheduleConfig, make_schedule
+from meshtune.optim.config import OptimizerConfig
+from meshtune.optim.schedules import SCHEDULES, make_schedule
 
 PEAK = 3e-4
 # float32 here against float64 there, relative to the peak.
 TOLERANCE = 5e-7
 
 
-def ours(config: ScheduleConfig, total: int, length: int | None = None) -> np.ndarray:
-    return np.asarray(jax.vmap(make_schedule(config, PEAK, total))(np.arange(length or total)))
+def ours(config: OptimizerConfig, total: int, length: int | None = None) -> np.ndarray:
+    return np.asarray(jax.vmap(make_schedule(config, total))(np.arange(length or total)))
 
 
 def torch_rates(make, length: int) -> np.ndarray:
@@ -42,7 +43,7 @@ def torch_rates(make, length: int) -> np.ndarray:
 def test_rates_equal_transformers(name, theirs, warmup):
     total = 60
     expected = torch_rates(lambda o: get_scheduler(theirs, o, num_warmup_steps=warmup, num_training_steps=total), total)
-    got = ours(ScheduleConfig(name, warmup_steps=warmup), total)
+    got = ours(OptimizerConfig(learning_rate=PEAK, schedule=name, warmup_steps=warmup), total)
     np.testing.assert_allclose(got, expected, rtol=0, atol=PEAK * TOLERANCE)
 
 
@@ -58,26 +59,26 @@ def test_wsd_equals_transformers():
         ),
         total,
     )
-    got = ours(ScheduleConfig("wsd", warmup_steps=warmup, decay_ratio=0.2), total)
+    got = ours(OptimizerConfig(learning_rate=PEAK, schedule="wsd", warmup_steps=warmup, decay_ratio=0.2), total)
     np.testing.assert_allclose(got, expected, rtol=0, atol=PEAK * TOLERANCE)
 
 
 def test_cosine_with_minimum_equals_transformers():
     expected = torch_rates(lambda o: get_cosine_with_min_lr_schedule_with_warmup(o, 4, 40, min_lr_rate=0.1), 40)
-    got = ours(ScheduleConfig("cosine", warmup_steps=4, min_ratio=0.1), 40)
+    got = ours(OptimizerConfig(learning_rate=PEAK, schedule="cosine", warmup_steps=4, min_lr_ratio=0.1), 40)
     np.testing.assert_allclose(got, expected, rtol=0, atol=PEAK * TOLERANCE)
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in ("constant", "inverse_sqrt")])
 def test_schedules_end_at_the_minimum_and_stay_there(name):
-    got = ours(ScheduleConfig(name, warmup_ratio=0.1, min_ratio=0.25), 40, length=60)
+    got = ours(OptimizerConfig(learning_rate=PEAK, schedule=name, warmup_ratio=0.1, min_lr_ratio=0.25), 40, length=60)
     np.testing.assert_allclose(got[40:], 0.25 * PEAK, rtol=1e-6)
     assert got.max() <= PEAK * (1 + 1e-6)
 
 
 def test_warmup_ratio_is_a_share_of_the_steps_rounded_up_but_never_all_of_them():
-    assert ScheduleConfig(warmup_ratio=0.03).warmup(100) == 3
-    assert ScheduleConfig(warmup_ratio=0.03).warmup(101) == 4
-    assert ScheduleConfig(warmup_ratio=0.07).warmup(100) == 7  # 0.07 * 100 is a little more than 7 in binary
-    assert ScheduleConfig(warmup_ratio=0.03).warmup(1) == 0
-    assert ours(ScheduleConfig("cosine", warmup_ratio=0.03), 1)[0] == np.float32(PEAK)
+    assert OptimizerConfig(warmup_ratio=0.03).warmup(100) == 3
+    assert OptimizerConfig(warmup_ratio=0.03).warmup(101) == 4
+    assert OptimizerConfig(warmup_ratio=0.07).warmup(100) == 7  # 0.07 * 100 is a little more than 7 in binary
+    assert OptimizerConfig(warmup_ratio=0.03).warmup(1) == 0
+    assert ours(OptimizerConfig(learning_rate=PEAK, schedule="cosine", warmup_ratio=0.03), 1)[0] == np.float32(PEAK)

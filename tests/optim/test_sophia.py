@@ -14,13 +14,10 @@ from meshtune.model.decoder import hidden_states, logits
 from meshtune.objectives import OBJECTIVES
 from meshtune.objectives.curvature import curvature, sample_targets
 from meshtune.optim.build import OptimizerConfig, make_optimizer
-from meshtune.optim.schedules import ScheduleConfig
 from meshtune.train.step.build import init_state, make_train_step
 from tiny_models import same_weights, torch_model
 
-CONFIG = OptimizerConfig(
-    "sophia", 1e-2, ScheduleConfig("constant"), weight_decay=0.1, beta1=0.965, gamma=0.05, curvature_every=3
-)
+CONFIG = OptimizerConfig("sophia", 1e-2, "constant", weight_decay=0.1, beta1=0.965, gamma=0.05, curvature_every=3)
 
 
 def paper(gradients, curvatures, start):

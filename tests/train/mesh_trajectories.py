@@ -118,7 +118,7 @@ def trajectory(case: Case, on_mesh: bool) -> dict[str, Any]:
     arrays = abstract(method, spec)
     made = prepare(method, spec, init_params(spec, jax.random.key(1)), jax.random.key(2))
     rate = {"prodigy": 1.0, "sgd": 1e-2}.get(case.optimizer, 1e-3)
-    config = OptimizerConfig(case.optimizer, rate, fused=case.fused, rank=16, update_gap=10, switch_every=8)
+    config = OptimizerConfig(case.optimizer, rate, in_backward=case.fused, rank=16, update_gap=10, switch_every=8)
     optimizer, _ = make_optimizer(config, UPDATES, arrays.trainable, arrays.spec)
     trainable, frozen, layout, order, like = made.trainable, made.frozen, None, None, None
     if on_mesh:

@@ -110,7 +110,7 @@ def updates(case: Case, *, offloaded: bool) -> dict[str, Any]:
     fused = case.fused and offloaded
     # Adam's first updates turn differences in gradients near zero into some of their own size, but for eps.
     eps = 1e-4 if case.fused else 1e-8
-    chosen = OptimizerConfig(case.optimizer, learning_rate=1e-3, weight_decay=0.1, eps=eps, fused=fused)
+    chosen = OptimizerConfig(case.optimizer, learning_rate=1e-3, weight_decay=0.1, eps=eps, in_backward=fused)
     optimizer, layout, order = make_optimizer(chosen, 9, arrays.trainable, arrays.spec)[0], None, None
     trainable, frozen = made.trainable, made.frozen
     mesh = MeshConfig(**case.mesh)

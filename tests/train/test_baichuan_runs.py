@@ -18,7 +18,6 @@ from baichuan_in_torch import SEVEN, THIRTEEN, Baichuan
 from meshtune.config.load import load_recipe
 from meshtune.mesh import placement
 from meshtune.optim.build import OptimizerConfig
-from meshtune.optim.schedules import ScheduleConfig
 from meshtune.runs.export import export
 from meshtune.train.run import train
 from meshtune.weights.load import load_params, load_spec
@@ -79,9 +78,9 @@ def test_a_fused_full_update_equals_one_with_all_gradients_at_hand(tmp_path, off
     spec, _ = load_spec(folder)
     tiny = spec, load_params(folder, spec)
     batches = [micro(pack([[d] for d in documents(4, seed)], 16), 1) for seed in range(3)]
-    config = OptimizerConfig("adamw", 1e-2, ScheduleConfig("constant"), weight_decay=0.1, eps=1e-4)
+    config = OptimizerConfig("adamw", 1e-2, "constant", weight_decay=0.1, eps=1e-4)
     usual = run(tiny, batches, config)
-    fused = run(tiny, batches, dataclasses.replace(config, fused=True), offload=offload)
+    fused = run(tiny, batches, dataclasses.replace(config, in_backward=True), offload=offload)
     for one, other in zip(usual[0], fused[0], strict=True):
         assert one == pytest.approx(other, rel=1e-4)
     for path, leaf in usual[1].items():

@@ -22,7 +22,7 @@ spec = model_spec({
     "max_position_embeddings": 512, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": True,
 }, "bfloat16")
 arrays = abstract(FullConfig(), spec, "bfloat16")
-config = OptimizerConfig("adamw", state_dtype="bfloat16", fused=True)
+config = OptimizerConfig("adamw", state_dtype="bfloat16", in_backward=True)
 optimizer, _ = make_optimizer(config, 10, arrays.trainable, arrays.spec)
 compute = Compute("bfloat16", "full", "blockwise", 64, platform=target.device.platform, chip=target.device.arch)
 f = make_train_step(OBJECTIVES["sft"], arrays.spec, compute, optimizer)

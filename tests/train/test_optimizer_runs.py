@@ -13,7 +13,7 @@ from meshtune.train.run import train
 
 CASES = {
     "badam": ["method=full", "optimizer.name=badam", "optimizer.switch_every=2", "train.micro_batch=2"],
-    "fused": ["method=full", "optimizer.name=adamw8bit", "optimizer.fused=true", "optimizer.max_grad_norm=null"],
+    "fused": ["method=full", "optimizer.name=adamw8bit", "optimizer.in_backward=true", "optimizer.max_grad_norm=null"],
     "galore": ["method=full", "optimizer.name=galore", "optimizer.rank=8", "optimizer.update_gap=3"],
     "schedule_free": ["optimizer.name=schedule_free"],
     "prodigy": ["optimizer.name=prodigy", "optimizer.learning_rate=1"],

@@ -15,7 +15,6 @@ from meshtune.adapters.method import prepare
 from meshtune.model.compute import Compute
 from meshtune.objectives import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
-from meshtune.optim.schedules import ScheduleConfig
 from meshtune.train.step.build import init_state, make_eval_step, make_train_step
 from meshtune.weights.load import load_params, load_spec
 
@@ -43,7 +42,7 @@ def tuned(smollm2, given, name: str) -> tuple[list[float], float]:
     """(losses of every update, loss on the held-out batch in the end)."""
     spec, _ = load_spec(smollm2, "float32")
     made = prepare(FullConfig(), spec, load_params(smollm2, spec), jax.random.key(0))
-    config = OptimizerConfig(name, 5e-5, ScheduleConfig("cosine", warmup_steps=2), weight_decay=0.01)
+    config = OptimizerConfig(name, 5e-5, "cosine", warmup_steps=2, weight_decay=0.01)
     optimizer, _ = make_optimizer(config, EPOCHS * BATCHES, made.trainable, made.spec)
     compute = Compute(loss_chunk=LENGTH)
     step = make_train_step(OBJECTIVES["sft"], made.spec, compute, optimizer, max_grad_norm=1.0)

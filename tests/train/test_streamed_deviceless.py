@@ -29,7 +29,7 @@ spec = model_spec({
     "max_position_embeddings": 1024, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False,
 }, "bfloat16")
 arrays = abstract(FullConfig(), spec, "float32")
-optimizer, _ = make_optimizer(OptimizerConfig("adamw", fused=True), 10, arrays.trainable, arrays.spec)
+optimizer, _ = make_optimizer(OptimizerConfig("adamw", in_backward=True), 10, arrays.trainable, arrays.spec)
 compute = Compute(
     "bfloat16", "full", "blockwise", 256, platform=target.device.platform, chip=target.device.arch,
     offload=("weights", "optimizer"),

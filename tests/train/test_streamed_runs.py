@@ -72,7 +72,7 @@ def losses(result, kind):
 
 @pytest.fixture(scope="module")
 def streamed(recipe):
-    return train(recipe("streamed", STREAMED, {"fused": True}))
+    return train(recipe("streamed", STREAMED, {"in_backward": True}))
 
 
 @pytest.mark.slow
@@ -93,11 +93,11 @@ def test_a_streamed_run_is_ordinary_full_tuning(recipe, streamed):
 
 @pytest.mark.slow
 def test_a_streamed_run_goes_on_bit_for_bit(recipe, streamed):
-    again = recipe("again", STREAMED, {"fused": True})
+    again = recipe("again", STREAMED, {"in_backward": True})
     shutil.copytree(streamed.output, again.output)
     shutil.rmtree(pathlib.Path(again.output) / "checkpoints/4")
     shutil.rmtree(pathlib.Path(again.output) / "model")
-    resumed = train(recipe("again", STREAMED, {"fused": True}, "resume=true"))
+    resumed = train(recipe("again", STREAMED, {"in_backward": True}, "resume=true"))
     files = [load_file(f"{run.path}/model.safetensors") for run in (resumed, streamed)]
     assert files[0].keys() == files[1].keys()
     for name, leaf in files[1].items():
@@ -108,9 +108,13 @@ def test_a_streamed_run_goes_on_bit_for_bit(recipe, streamed):
 @pytest.mark.parametrize(
     ("compute", "optimizer", "says"),
     [
-        (STREAMED, {}, "optimizer.fused: true"),
-        (STREAMED, {"fused": True, "max_grad_norm": 1.0}, "max_grad_norm"),
-        (STREAMED, {"name": "schedule_free", "schedule": "constant", "fused": True}, "average of all its weights"),
+        (STREAMED, {}, "optimizer.in_backward: true"),
+        (STREAMED, {"in_backward": True, "max_grad_norm": 1.0}, "max_grad_norm"),
+        (
+            STREAMED,
+            {"name": "schedule_free", "schedule": "constant", "in_backward": True},
+            "average of all its weights",
+        ),
     ],
 )
 def test_what_cannot_be_streamed_is_refused(recipe, compute, optimizer, says):

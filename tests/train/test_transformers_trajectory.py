@@ -23,7 +23,6 @@ from meshtune.arrays.tree import split
 from meshtune.model.compute import Compute
 from meshtune.objectives import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
-from meshtune.optim.schedules import ScheduleConfig
 from meshtune.train.step.build import init_state, make_train_step
 from tiny_models import same_weights, torch_model
 
@@ -110,7 +109,8 @@ def our_losses(spec, trainable, frozen, docs, rate, length) -> np.ndarray:
     config = OptimizerConfig(
         learning_rate=rate,
         weight_decay=0.01,
-        schedule=ScheduleConfig(name="linear", warmup_steps=3),
+        schedule="linear",
+        warmup_steps=3,
     )
     optimizer, _ = make_optimizer(config, STEPS, trainable)
     step = make_train_step(OBJECTIVES["sft"], spec, Compute(loss_chunk=64), optimizer, max_grad_norm=1.0)

@@ -19,12 +19,11 @@ from meshtune.model.compute import Compute
 from meshtune.objectives import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.optim.optimizer import as_spec
-from meshtune.optim.schedules import ScheduleConfig
 from meshtune.train.step import host_state as update
 from meshtune.train.step.build import abstract_state, init_state, make_train_step
 from tiny_models import same_weights, torch_model
 
-CONSTANT = ScheduleConfig("constant")
+CONSTANT = "constant"
 COMPUTE = Compute(loss_chunk=8, remat="full")
 
 
@@ -72,7 +71,7 @@ def test_a_fused_update_equals_one_with_all_gradients_at_hand(tiny, batches, nam
     monkeypatch.setattr(update, "PIECE", 4 * 64 * 40)  # some rows of the embedding at a time
     config = OptimizerConfig(name, 1e-2, CONSTANT, weight_decay=0.1, rank=4, eps=1e-4)
     usual = run(tiny, batches, config, method)
-    fused = run(tiny, batches, dataclasses.replace(config, fused=True), method, offload=offload)
+    fused = run(tiny, batches, dataclasses.replace(config, in_backward=True), method, offload=offload)
     there = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(fused[2].trainable)}
     assert there == ({"pinned_host"} if "weights" in offload else {"device"})
     for one, other in zip(usual[0], fused[0], strict=True):
@@ -126,7 +125,7 @@ def test_badam_gets_the_active_layers_gradient_clipped_and_accumulated(tiny, bat
 def test_a_gradient_that_is_not_finite_stops_a_fused_update(tiny, batches):
     """Nothing is updated once a gradient is not finite: here the loss's own, before any layer's."""
     bad = batches[0] | {"weights": batches[0]["weights"].at[0, 0, 2].set(jnp.inf)}
-    seen, leaves, state = run(tiny, [bad], OptimizerConfig("sgd", 1e-2, CONSTANT, fused=True), steps=1)
+    seen, leaves, state = run(tiny, [bad], OptimizerConfig("sgd", 1e-2, CONSTANT, in_backward=True), steps=1)
     assert seen[0]["finite"] == 0
     for path, leaf in flatten(tiny[1]).items():
         np.testing.assert_array_equal(leaves[path], leaf)
@@ -170,7 +169,7 @@ def test_no_whole_gradient_exists_in_the_compiled_program(name):
     """All temporaries together take less than a fifth of what all gradients would (a layer is a 24th, and there are its
     gradient and its parameters and state, new and old), and the ordinary step's more."""
     spec = deep()
-    walked = OptimizerConfig(name, 1e-2, CONSTANT, fused=name != "badam")
+    walked = OptimizerConfig(name, 1e-2, CONSTANT, in_backward=name != "badam")
     whole, needed, in_place = temporaries(walked, spec)
     assert needed < whole / 5
     assert in_place

@@ -2,63 +2,95 @@
 
 from __future__ import annotations
 
+import errno
 import pathlib
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
 from meshtune.config import overrides as command_line
 from meshtune.config import yaml_text
+from meshtune.config.beside import beside_recipe
 from meshtune.config.problems import as_user_error
 from meshtune.config.recipe import Recipe
+from meshtune.config.renamed import current_path, with_current_names
 from meshtune.errors import UserError, nearest
 
+Notify = Callable[[str], None]
 
-def load_recipe(source: str | pathlib.Path | dict[str, Any] | Recipe | None, overrides: Sequence[str] = ()) -> Recipe:
+
+def to_stderr(notice: str) -> None:
+    """Prints a notice about a recipe where it does not mix with results."""
+    print(f"note: {notice}", file=sys.stderr)
+
+
+def silent(notice: str) -> None:
+    """Drops a notice: for recipes that are read again."""
+
+
+def load_recipe(
+    source: str | pathlib.Path | dict[str, Any] | Recipe | None,
+    overrides: Sequence[str] = (),
+    *,
+    notify: Notify = to_stderr,
+) -> Recipe:
     """The recipe in `source` (a YAML file, a mapping, or nothing but overrides), with `overrides` applied in order.
 
-    Relative paths in a recipe count from the current directory, as they do on the command line, wherever the recipe
-    itself lies; `~` is the home directory. Raises UserError: a file that cannot be read or is not YAML, an
-    override that is none, and every unknown key and unfit value at once, each with its line.
+    Relative paths count from the current directory; those of a file that lead nowhere from there are looked for beside
+    the file. `~` is the home directory. `notify` receives what a person should know though it is no mistake: a path
+    that was found beside the recipe, a key that has a new name.
+
+    Raises UserError: a file that cannot be read or is not YAML, an override that is none, and every unknown key and
+    unfit value at once, each with its line.
     """
     if isinstance(source, Recipe):
         if not overrides:
             return source
         source = source.model_dump(mode="json")
-    name, lines, given = "the recipe", {}, source
     if isinstance(source, str | pathlib.Path):
         name = str(source)
-        located = yaml_text.read(_text(pathlib.Path(source)), name)
-        lines, given = located.lines, located.value
-        if given is None:
+        text = yaml_text.read(_text(pathlib.Path(source)), name)
+        lines, content = {current_path(path): line for path, line in text.lines.items()}, text.value
+        if content is None:
             raise UserError("the recipe is empty", where=name, fix="a recipe needs at least model, data and output")
-    elif source is None:
-        name, given = "the command line", {}
-    if not isinstance(given, dict):
+    else:
+        name = "the command line" if source is None else "the recipe"
+        lines, content = {}, {} if source is None else source
+    if not isinstance(content, dict):
         raise UserError(
-            f"a recipe is a mapping of keys to values, and this is {_kind(given)}",
+            f"a recipe is a mapping of keys to values, and this is {_type_name(content)}",
             where=name,
             fix="start with `model: ...`",
         )
-    raw, origins = command_line.apply(given, overrides)
+    raw, origins = command_line.apply(with_current_names(content, notify), overrides, notify)
+    if isinstance(source, str | pathlib.Path):
+        recipe_file = pathlib.Path(source).expanduser()
+        beside_recipe(raw, recipe_file, lambda path: _written_at(path, origins) is not None, notify)
 
-    def place(path: yaml_text.Path) -> str:
+    def locate(path: yaml_text.Path) -> tuple[str, int]:
         """Where the value at `path` was written: the override or the line that set it, or the section it is in."""
         for depth in range(len(path), -1, -1):
             if path[:depth] in origins:
-                return origins[path[:depth]]
+                return origins[path[:depth]], depth
             if path[:depth] in lines:
-                return f"{name}, line {lines[path[:depth]]}"
-        return name
+                return f"{name}, line {lines[path[:depth]]}", depth
+        return name, 0
 
     try:
         return Recipe.model_validate(raw)
     except ValidationError as error:
-        raise as_user_error(error, raw, name, place) from error
+        raise as_user_error(error, raw, name, locate) from error
+
+
+def _written_at(path: yaml_text.Path, origins: dict[yaml_text.Path, str]) -> str | None:
+    """The override that set the value at `path` or a section above it."""
+    return next((origins[path[:depth]] for depth in range(len(path), 0, -1) if path[:depth] in origins), None)
 
 
 def _text(path: pathlib.Path) -> str:
+    """The text of a recipe file. Raises UserError, with a fix for each way in which it cannot be read."""
     path = path.expanduser()
     if path.is_dir():
         raise UserError("the recipe is a directory, not a file", where=str(path), fix=_offer(path))
@@ -74,23 +106,37 @@ def _text(path: pathlib.Path) -> str:
         ) from error
     except OSError as error:
         raise UserError(
-            f"the recipe cannot be read: {error.strerror}", where=str(path), fix="check its permissions"
+            f"the recipe cannot be read: {error.strerror}",
+            where=str(path),
+            fix=UNREADABLE.get(error.errno or 0, "give another path, or look at the disk"),
         ) from error
 
 
+UNREADABLE = {
+    errno.EACCES: "check its permissions",
+    errno.EPERM: "check its permissions",
+    errno.ELOOP: "the symbolic link leads back to itself: name the file itself, or make the link again",
+    errno.ENAMETOOLONG: "give a path whose parts are below 256 bytes",
+    errno.ENOTDIR: "a part of the path is a file: check the path",
+}
+
+
+def _yaml_files(directory: pathlib.Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.suffix in (".yaml", ".yml"))
+
+
 def _offer(directory: pathlib.Path) -> str:
-    found = sorted(one.name for one in directory.iterdir() if one.suffix in (".yaml", ".yml"))
-    return f"name a recipe in it: {', '.join(found[:5])}" if found else "name a YAML file"
+    names = _yaml_files(directory)
+    return f"name a recipe in it: {', '.join(names[:5])}" if names else "name a YAML file"
 
 
 def _near(path: pathlib.Path) -> str:
     parent = path.parent
     if not parent.is_dir():
         return f"the directory {parent} does not exist either"
-    recipes = sorted(one.name for one in parent.iterdir() if one.suffix in (".yaml", ".yml"))
-    hint = nearest(path.name, recipes)
-    return f"{hint}{_offer(parent)}" if recipes else "check the path; a recipe is a YAML file"
+    recipes = _yaml_files(parent)
+    return f"{nearest(path.name, recipes)}{_offer(parent)}" if recipes else "check the path; a recipe is a YAML file"
 
 
-def _kind(value: Any) -> str:
+def _type_name(value: Any) -> str:
     return {list: "a list", str: "text", bool: "a truth value"}.get(type(value), "a number")

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshtune.config import yaml_text
+from meshtune.config.renamed import current_path, renaming
 from meshtune.config.short_forms import written_out
 from meshtune.errors import UserError
 
 COMMAND_LINE = "command line"
 
 
-def apply(raw: dict[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], dict[yaml_text.Path, str]]:
-    """`raw` with every override applied, and for each overridden path the words that did it.
+def apply(
+    raw: dict[str, Any], overrides: Sequence[str], notify: Callable[[str], None]
+) -> tuple[dict[str, Any], dict[yaml_text.Path, str]]:
+    """`raw` with every override applied, and for each overridden path the override that set it.
 
     A value is YAML (`1e-4`, `true`, `null`, `[q_proj, v_proj]`) and replaces what stood at the key, the whole section
     for `method=full`. List entries go by their number: `data.train.0.cap=10`; the number after the last adds one.
+    `notify` receives a notice for a key under its former name.
     """
     raw = written_out(raw)
     origins: dict[yaml_text.Path, str] = {}
@@ -29,7 +33,11 @@ def apply(raw: dict[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any]
                 fix="write key=value or section.key=value, e.g. optimizer.learning_rate=1e-4",
             )
         where = f"{COMMAND_LINE}, {override}"
-        path = _put(raw, key.split("."), yaml_text.scalar(text, where), where)
+        keys = [str(step) for step in current_path(tuple(key.split(".")))]
+        if ".".join(keys) != key:
+            section, former = key.split(".")
+            notify(renaming(section, former))
+        path = _put(raw, keys, yaml_text.scalar(text, where), where)
         for stale in [known for known in origins if known[: len(path)] == path]:
             del origins[stale]
         origins[path] = where

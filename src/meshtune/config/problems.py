@@ -1,8 +1,9 @@
-"""Everything that is wrong with a recipe, said at once and in its own words."""
+"""Everything that is wrong with a recipe, reported at once, in the recipe's own terms."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,35 +11,55 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from meshtune.config.fields import allowed, allowed_entry, choices, field_at, keys, section_at
+from meshtune.config.foreign import FOREIGN_KEYS
 from meshtune.config.recipe import METHODS
-from meshtune.config.section import Section
+from meshtune.config.section import Section, section_fields
 from meshtune.config.stage import STAGES
 from meshtune.config.yaml_text import Path
 from meshtune.errors import UserError, nearest
 
 KINDS: dict[Path, tuple[type[Section], ...]] = {("method",): METHODS, ("stage",): STAGES}
-_NO_SUCH_KEY = "extra_forbidden"
-_MISSING = "missing"
-_OWN_WORDS = ("value_error", "empty_text")  # raised by a validator of ours: its message is the message
+UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")  # of models, of dataclasses
+MISSING = "missing"
+CUSTOM = ("value_error", "empty_text")  # raised by a validator of ours: its message is the message
+LIST_KEYS = "change it; `meshtune schema --markdown` lists every key"
+
+# Where the value at a path was written, "recipe.yaml, line 3" or the override, and how long the written path is.
+Locate = Callable[[Path], tuple[str, int]]
 
 
-def as_user_error(error: ValidationError, raw: dict[str, Any], name: str, place: Callable[[Path], str]) -> UserError:
+def as_user_error(error: ValidationError, raw: dict[str, Any], name: str, locate: Locate) -> UserError:
     """One UserError for all of pydantic's complaints.
 
-    `raw` is the mapping that was validated, `name` what the user calls it, and `place` gives the words for where a path
-    was written: a line of the file, or the override.
+    `raw` is the mapping that was validated, `name` what the user calls it.
     """
-    complaints = _by_path(error.errors(include_url=False), raw)
-    found = [(path, _sentence(path, details, raw)) for path, details in complaints.items()]
-    if len(found) == 1:
-        ((path, sentence),) = found
-        return UserError(sentence, where=place(path), fix="change it; `meshtune schema --markdown` lists every key")
-    lines = "\n".join(f"  {sentence}  [{place(path)}]" for path, sentence in found)
-    return UserError(
-        f"{len(found)} problems in {name}:\n{lines}",
-        where=name,
-        fix="change them; `meshtune schema --markdown` lists every key",
-    )
+    by_path = _by_path(error.errors(include_url=False), raw)
+    problems = [(path, _sentence(path, details, raw)) for path, details in by_path.items()]
+    located = [(sentence, _where(path, sentence, locate)) for path, sentence in problems]
+    if len(located) == 1:
+        ((sentence, where),) = located
+        return UserError(sentence, where=where, fix=LIST_KEYS)
+    lines = "\n".join(f"  {sentence}  [{where}]" for sentence, where in located)
+    return UserError(f"{len(located)} problems in {name}:\n{lines}", where=name, fix=LIST_KEYS.replace("it", "them", 1))
+
+
+def _where(path: Path, sentence: str, locate: Locate) -> str:
+    """Where to look: the keys below `path` that the sentence names, or else `path` itself.
+
+    A rule about several keys is reported by pydantic at the section, or the recipe, that holds them all. Overrides come
+    first, since the recipe was most likely right without them.
+    """
+    prefix = "".join(f"{step}." for step in path)
+    places: dict[str, int] = {}
+    for key in keys():
+        name = key.name.removeprefix(prefix)
+        if key.name.startswith(prefix) and re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.]*\w)", sentence):
+            place, depth = locate(tuple(key.name.split(".")))
+            if depth > len(path):
+                places[place] = depth
+    if not places:
+        return locate(path)[0]
+    return "; ".join(sorted(places, key=lambda place: not place.startswith("command line")))
 
 
 def _by_path(errors: list[ErrorDetails], raw: Any) -> dict[Path, list[ErrorDetails]]:
@@ -50,7 +71,7 @@ def _by_path(errors: list[ErrorDetails], raw: Any) -> dict[Path, list[ErrorDetai
     return {
         path: details
         for path, details in grouped.items()
-        if path not in deeper or any(one["type"] in _OWN_WORDS for one in details)
+        if path not in deeper or any(item["type"] in CUSTOM for item in details)
     }
 
 
@@ -59,10 +80,10 @@ def _written_path(details: ErrorDetails, raw: Any) -> Path:
     path: list[str | int] = []
     for position, step in enumerate(details["loc"]):
         last = position + 1 == len(details["loc"])
-        written: Any = dict(enumerate(raw)) if isinstance(raw, list) else raw
-        if isinstance(written, dict) and step in written:
-            raw = written[step]
-        elif not (last and details["type"] == _MISSING):
+        entries: Any = dict(enumerate(raw)) if isinstance(raw, list) else raw
+        if isinstance(entries, dict) and step in entries:
+            raw = entries[step]
+        elif not (last and details["type"] == MISSING):
             continue
         path.append(step)
     return tuple(path)
@@ -71,23 +92,23 @@ def _written_path(details: ErrorDetails, raw: Any) -> Path:
 def _sentence(path: Path, details: list[ErrorDetails], raw: dict[str, Any]) -> str:
     name = ".".join(map(str, path)) or "the recipe"
     first = details[0]
-    _, field = field_at(path, raw)
-    if first["type"] == _NO_SUCH_KEY:
+    field = field_at(path, raw)
+    if first["type"] in UNKNOWN_KEY:
         return _unknown_key(path, raw)
-    if first["type"] == _MISSING:
+    if first["type"] == MISSING:
         about = f": {field.description}" if field is not None and field.description else ""
         return f"{name} is missing{about.rstrip('.')}"
-    if first["type"] in _OWN_WORDS:
+    if first["type"] in CUSTOM:
         return f"{name}: {first['msg'].removeprefix('Value error, ')}"
     if path in KINDS and first["type"].startswith("union_tag"):
         value = raw.get(str(path[0]))
         kind = value.get("kind") if isinstance(value, dict) else value
         kinds = [str(section.model_fields["kind"].default) for section in KINDS[path]]
-        return f"{path[0]} is {_shown(kind)}: it must be one of {', '.join(kinds)}{_suggestion(kind, kinds)}"
+        return f"{path[0]} is {_quoted(kind)}: it must be one of {', '.join(kinds)}{_suggestion(kind, kinds)}"
     if field is None:
         return f"{name}: {first['msg']}"
-    words = allowed_entry(field) if isinstance(path[-1], int) else allowed(field)
-    return f"{name} is {_shown(first['input'])}: it must be {words}{_suggestion(first['input'], choices(field))}"
+    takes = allowed_entry(field) if isinstance(path[-1], int) else allowed(field)
+    return f"{name} is {_quoted(first['input'])}: it must be {takes}{_suggestion(first['input'], choices(field))}"
 
 
 def _suggestion(value: Any, valid: list[str]) -> str:
@@ -95,23 +116,25 @@ def _suggestion(value: Any, valid: list[str]) -> str:
 
 
 def _unknown_key(path: Path, raw: dict[str, Any]) -> str:
-    """An unknown key with the nearest valid one: of its own section, or the section it belongs in."""
+    """An unknown key with the key that was meant: another tool's name for one of ours, else the nearest."""
     name, key = ".".join(map(str, path)), str(path[-1])
     section = section_at(path[:-1], raw)
-    own = list(section.model_fields) if section is not None else []
-    every = [one.name for one in keys()]
-    if path[:-1] in KINDS and isinstance(chosen := raw.get(str(path[0])), dict) and name in every:
+    own = list(section_fields(section)) if section is not None else []
+    names = [entry.name for entry in keys()]
+    if path[:-1] in KINDS and isinstance(chosen := raw.get(str(path[0])), dict) and name in names:
         return f"{name} does not belong to {path[0]} {chosen.get('kind')}, which takes {', '.join(own)}"
-    elsewhere = {one.split(".")[-1]: one for one in reversed(every)}
-    if key in elsewhere:
-        hint = f"did you mean '{elsewhere[key]}'? "
-    elif not (hint := nearest(key, own)) and (match := difflib.get_close_matches(key, list(elsewhere), n=1)):
-        hint = f"did you mean '{elsewhere[match[0]]}'? "
-    place = ".".join(map(str, path[:-1])) or "a recipe"
-    return f"{name} is not a key; {hint}{place} takes {', '.join(own)}"
+    by_last = {entry.split(".")[-1]: entry for entry in reversed(names)}
+    if key in by_last:
+        hint = f"did you mean '{by_last[key]}'? "
+    elif key in FOREIGN_KEYS:
+        hint = f"did you mean '{FOREIGN_KEYS[key]}'? "
+    elif not (hint := nearest(key, own)) and (match := difflib.get_close_matches(key, list(by_last), n=1)):
+        hint = f"did you mean '{by_last[match[0]]}'? "
+    owner = ".".join(map(str, path[:-1])) or "a recipe"
+    return f"{name} is not a key; {hint}{owner} takes {', '.join(own)}"
 
 
-def _shown(value: Any) -> str:
+def _quoted(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -9,11 +9,13 @@ from pydantic import Field, PositiveInt, model_validator
 from meshtune.config.data import DataSection
 from meshtune.config.lora import LoraMethod
 from meshtune.config.model import ModelSection
-from meshtune.config.optimizer import LOW_RANK, OptimizerSection
+from meshtune.config.optimizer import OptimizerSection
 from meshtune.config.quantize import QuantizeSection
+from meshtune.config.rules import check_together
 from meshtune.config.section import PathText, Section
 from meshtune.config.short_forms import written_out
 from meshtune.config.stage import SftStage, Stage
+from meshtune.optim.config import OptimizerOptions
 
 
 class FullMethod(Section):
@@ -118,7 +120,7 @@ class ComputeSection(Section):
     offload: list[Literal["residual", "optimizer", "weights"]] = Field(
         default_factory=list,
         description="What waits in the host's memory: residual, the stream that enters each layer; optimizer, its "
-        "state; weights, the layers' frozen weights, and with optimizer.fused all that are trained.",
+        "state; weights, the layers' frozen weights, and with optimizer.in_backward all that are trained.",
     )
     scan_layers: bool = Field(
         default=True, description="Scan over layers (compile time does not grow with depth) or unroll."
@@ -218,7 +220,7 @@ class Recipe(Section):
         default="auto", description="How devices share the work; auto: what is fastest and fits (see meshtune plan)."
     )
     train: TrainSection = Field(default_factory=TrainSection)
-    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    optimizer: OptimizerSection = Field(default_factory=OptimizerOptions)
     compute: ComputeSection = Field(default_factory=ComputeSection)
     eval: EvalSection = Field(default_factory=EvalSection)
     sample: SampleSection = Field(default_factory=SampleSection)
@@ -236,105 +238,6 @@ class Recipe(Section):
         return written_out(value) if isinstance(value, dict) else value
 
     @model_validator(mode="after")
-    def _start(self) -> Recipe:
-        if self.resume and self.overwrite:
-            raise ValueError("give resume or overwrite, not both")
-        if self.data.validation is None:
-            for wanted, key in (
-                (self.eval.early_stopping is not None, "eval.early_stopping"),
-                (self.eval.at_start, "eval.at_start"),
-                (isinstance(self.eval.every, int), "eval.every"),
-            ):
-                if wanted:
-                    raise ValueError(f"{key} needs validation data: give data.validation, or leave {key} out")
-        if self.eval.early_stopping is not None and self.eval.every is None:
-            raise ValueError("eval.early_stopping needs eval.every: with null nothing is evaluated")
-        if self.quantize is not None and self.method.kind not in ("lora", "llama_pro"):
-            raise ValueError(
-                f"quantize keeps the base frozen, in codes that no update can change, and method {self.method.kind} "
-                "trains the base itself: use method: lora or llama_pro with quantize, or leave quantize out"
-            )
-        self._adapter_fits()
-        self._optimizer_fits()
-        if self.model.adapter is not None and self.method.kind != "lora":
-            raise ValueError(
-                f"model.adapter goes on with an adapter, and method {self.method.kind} trains none: use method: "
-                "lora, or model.merge_adapters, which folds it in first"
-            )
-        if self.stage.kind == "rm" and self.sample.prompts:
-            raise ValueError("sample.prompts has no meaning with stage rm: its model gives a score, it writes no text")
-        if self.data.train_on_prompt and (
-            self.stage.kind in ("rm", "kto") or getattr(self.stage, "sft_weight", 1.0) == 0
-        ):
-            raise ValueError(
-                f"data.train_on_prompt has no meaning with stage {self.stage.kind} without sft_weight: only answers "
-                "are compared"
-            )
-        if self.sample.every is not None and not self.sample.prompts:
-            raise ValueError("sample.every needs sample.prompts: there is nothing to continue")
+    def _check_sections_together(self) -> Recipe:
+        check_together(self)
         return self
-
-    def _adapter_fits(self) -> None:
-        adapter = getattr(self.method, "adapter", None)
-        if adapter == "pissa" and self.quantize is not None:
-            raise ValueError(
-                "method.adapter: pissa takes the base apart, and a quantised one has lost what it would find: use "
-                "method.adapter: loftq with quantize, or leave quantize out"
-            )
-        if adapter == "loftq" and self.quantize is None:
-            raise ValueError(
-                "method.adapter: loftq begins at what quantising the base loses: add quantize: nf4 (or int8, int4, "
-                "fp8), or use method.adapter: pissa"
-            )
-
-    def _optimizer_fits(self) -> None:
-        asked, remat = self.optimizer, self.compute.remat
-        what = "optimizer.fused" if asked.fused else f"optimizer.name: {asked.name}"
-        if asked.name in LOW_RANK and self.method.kind == "lora":
-            raise ValueError(
-                f"optimizer.name: {asked.name} makes the gradients of whole matrices narrow, and adapters are narrow "
-                "already: use method: full or freeze with it, or optimizer.name: adamw with lora"
-            )
-        if asked.name == "sophia" and self.stage.kind not in ("sft", "pt"):
-            raise ValueError(
-                "optimizer.name: sophia measures how predictions of tokens curve the loss, and stage "
-                f"{self.stage.kind} is learned from answers as a whole: use adamw with it, or sophia with sft or pt"
-            )
-        if asked.lora_plus_ratio is not None and self.method.kind != "lora":
-            raise ValueError(
-                f"optimizer.lora_plus_ratio is of the rates of an adapter's A and B, and method {self.method.kind} has "
-                "no adapters: use method: lora, or leave it out"
-            )
-        if "weights" in self.compute.offload and self.method.kind == "full" and not asked.fused:
-            raise ValueError(
-                "compute.offload: [weights] has nothing to send away: method full trains all, and what is trained can "
-                "wait on the host only where each layer is updated as soon as its gradient is there: set "
-                "optimizer.fused: true and max_grad_norm: null (as docs/memory.md has it), or leave weights out"
-            )
-        if not asked.walks:
-            return
-        if "weights" in self.compute.offload and asked.name == "schedule_free":
-            raise ValueError(
-                "schedule_free evaluates and exports an average of all its weights, which would come to the device at "
-                "once: use another optimizer with compute.offload: [weights], or leave weights out"
-            )
-        if self.method.kind == "lora":
-            raise ValueError(
-                f"{what} saves gradients and state of whole layers, and adapters have little of either: use method: "
-                "full or freeze with it, or leave it out"
-            )
-        if asked.fused and (self.train.micro_batch == "auto" or self.train.accumulation > 1):
-            raise ValueError(
-                "optimizer.fused uses a micro-batch's gradient up, so that the next one's cannot be added to it: leave "
-                f"train.micro_batch out (all {self.train.batch_size} rows at once) or lower train.batch_size; "
-                "adamw8bit, galore or badam without fused take several micro-batches"
-            )
-        if remat not in ("auto", "full"):
-            raise ValueError(
-                f"{what} goes back through the layers one by one and makes each again from what entered it: use "
-                f"compute.remat: full or auto, not {remat}"
-            )
-        if asked.name == "badam" and "optimizer" in self.compute.offload:
-            raise ValueError("badam keeps the state of one layer: there is none worth compute.offload: [optimizer]")
-        if not self.compute.scan_layers:
-            raise ValueError(f"{what} goes through the layers in a loop: leave compute.scan_layers out")

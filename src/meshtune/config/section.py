@@ -1,12 +1,55 @@
-"""What every part of a recipe has in common: unknown keys and half-right values are errors, nothing changes later."""
+"""What all sections of a recipe share: unknown keys and truth values in the place of numbers are errors."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from typing import Annotated, Any, get_args
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any, TypeAlias, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
+
+# A section is a pydantic model, or a frozen dataclass of the core that pydantic reads (meshtune.options).
+SectionType: TypeAlias = type
+
+
+def is_section(annotation: object) -> bool:
+    """Whether an annotation is a section of the recipe."""
+    return isinstance(annotation, type) and (issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation))
+
+
+def section_fields(section: SectionType) -> dict[str, FieldInfo]:
+    """The fields of a section by name, in order."""
+    if issubclass(section, BaseModel):
+        return section.model_fields
+    hints = typing.get_type_hints(section, include_extras=True)
+    return {
+        field.name: FieldInfo.from_annotated_attribute(hints[field.name], field)  # pyright: ignore[reportArgumentType]
+        for field in dataclasses.fields(section)
+    }
+
+
+def refuse_truth_values(section: SectionType) -> Callable[[Any], Any]:
+    """A validator, run before the section's own, that raises ValidationError for true and false where the field takes
+    neither: pydantic reads `rank: true` as rank 1."""
+
+    def check(value: Any) -> Any:
+        fields = section_fields(section)
+        unfit = [
+            InitErrorDetails(
+                type=PydanticCustomError("truth_value", "must not be true or false"), loc=(key,), input=entry
+            )
+            for key, entry in (value.items() if isinstance(value, dict) else ())
+            if isinstance(entry, bool) and key in fields and not _mentions(fields[key], bool)
+        ]
+        if unfit:
+            raise ValidationError.from_exception_data(section.__name__, unfit)
+        return value
+
+    return check
 
 
 class Section(BaseModel):
@@ -16,35 +59,25 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _true_is_not_one(cls, value: Any) -> Any:
-        """pydantic reads `rank: true` as rank 1; here a truth value fits only where one is asked for."""
-        unfit = [
-            InitErrorDetails(
-                type=PydanticCustomError("truth_value", "must not be true or false"), loc=(key,), input=entry
-            )
-            for key, entry in (value.items() if isinstance(value, dict) else ())
-            if isinstance(entry, bool) and key in cls.model_fields and not _mentions(cls, key, bool)
-        ]
-        if unfit:
-            raise ValidationError.from_exception_data(cls.__name__, unfit)
-        return value
+    def _refuse_truth_values(cls, value: Any) -> Any:
+        return refuse_truth_values(cls)(value)
 
 
-def _mentions(section: type[BaseModel], field: str, kind: type) -> bool:
-    pending = [section.model_fields[field].annotation]
+def _mentions(field: FieldInfo, member: type) -> bool:
+    pending = [field.annotation]
     while pending:
         annotation = pending.pop()
-        if annotation is kind or annotation is Any:
+        if annotation is member or annotation is Any:
             return True
         pending.extend(get_args(annotation))
     return False
 
 
-def _filled(text: str) -> str:
+def _not_blank(text: str) -> str:
     if not text.strip():
         raise PydanticCustomError("empty_text", "must not be empty")
     return text
 
 
 # A file, a directory or a hub id. Relative paths stay as written: they count from the current directory.
-PathText = Annotated[str, AfterValidator(_filled), AfterValidator(os.path.expanduser)]
+PathText = Annotated[str, AfterValidator(_not_blank), AfterValidator(os.path.expanduser)]

@@ -98,21 +98,21 @@ def make_optimizer(
 
     Raises: UserError for an optimizer or schedule that does not exist, and for what an optimizer cannot do.
     """
-    for kind, name, known in (("optimizer", config.name, OPTIMIZERS), ("schedule", config.schedule.name, SCHEDULES)):
+    for kind, name, known in (("optimizer", config.name, OPTIMIZERS), ("schedule", config.schedule, SCHEDULES)):
         if name not in known:
             raise UserError(
                 f"there is no {kind} '{name}'", fix=f"{nearest(name, known)}choose one of {', '.join(known)}"
             )
     chosen = OPTIMIZERS[config.name]
-    schedule = make_schedule(config.schedule, config.learning_rate, total_steps)
+    schedule = make_schedule(config, total_steps)
     decayed = decay_mask(config.no_decay, trainable)
     decay = {path: config.weight_decay if yes else 0.0 for path, yes in named_leaves(decayed)}
-    if config.fused and chosen.rules is None:
+    if config.in_backward and chosen.rules is None:
         raise UserError(
-            f"a fused update makes each layer's as soon as its gradient is there, and {config.name} "
+            f"in_backward updates each layer as soon as its gradient is computed, and {config.name} "
             + ("needs all gradients at once" if chosen.all else "has the gradient of one layer alone already"),
-            where="optimizer.fused",
-            fix="leave fused out, or use adamw8bit, adafactor or sgd with it",
+            where="optimizer.in_backward",
+            fix="leave in_backward out, or use adamw8bit, adafactor or sgd with it",
         )
     if config.lora_plus_ratio is not None and chosen.rules is None:
         raise UserError(
@@ -133,7 +133,7 @@ def make_optimizer(
         _check_narrowed(config, parameters)
     rules = _each(chosen.rules(config, spec), parameters)
     factors = None if config.lora_plus_ratio is None else rate_factors(config, parameters)
-    made = dataclasses.replace(by_parameter(rules, schedule, decay, factors), fused=config.fused)
+    made = dataclasses.replace(by_parameter(rules, schedule, decay, factors), fused=config.in_backward)
     return (made if chosen.shown is None else dataclasses.replace(made, shown=chosen.shown(config))), schedule
 
 

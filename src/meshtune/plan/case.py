@@ -108,12 +108,12 @@ class Case:
     @property
     def streamed(self) -> bool:
         """Whether what is trained waits in the host's memory, and comes from there layer by layer."""
-        return "weights" in self.offload and self.base.recipe.optimizer.fused
+        return "weights" in self.offload and self.base.recipe.optimizer.in_backward
 
     @property
     def summed(self) -> float:
         """Bytes on one device of all gradients that an update makes, float32, whether or not they are there at once."""
-        if not self.base.recipe.optimizer.fused:
+        if not self.base.recipe.optimizer.in_backward:
             return self.held("gradient")
         return self.held("full", "adapter") * 4 / jnp.dtype(self.base.precision.trainable).itemsize
 

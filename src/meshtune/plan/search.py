@@ -70,10 +70,10 @@ def limit(target: Target, reserve: float = RESERVE) -> int:
 
 def open_keys(recipe: Recipe, *, search: bool = False) -> frozenset[str]:
     """Keys that are to be found: those that say auto; in a search also those the recipe does not set."""
-    walks = recipe.optimizer.walks  # remat is settled then, and what waits where
+    walks = recipe.optimizer.layerwise  # remat is settled then, and what waits where
     found = {
         MESH: recipe.mesh == "auto",
-        MICRO: not recipe.optimizer.fused
+        MICRO: not recipe.optimizer.in_backward
         and (recipe.train.micro_batch == "auto" or (search and "micro_batch" not in recipe.train.model_fields_set)),
         REMAT: recipe.compute.remat == "auto" and not walks,
         OFFLOAD: search and not walks and "offload" not in recipe.compute.model_fields_set,

@@ -17,7 +17,6 @@ from meshtune.model.sharding import Note, layout_for
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives import STAGES
 from meshtune.optim.build import OptimizerConfig
-from meshtune.optim.schedules import ScheduleConfig
 from meshtune.setup.machine import Machine, this_machine
 from meshtune.setup.tiles import chunks_of
 
@@ -106,7 +105,7 @@ def compute_of(
     machine = machine or this_machine()
     mlp_chunk, attention_chunk, tiles = chunks_of(recipe, spec, rows, length, layout)
     remat, why = asked.remat, "asked for"
-    if remat == "auto" and recipe.optimizer.walks:
+    if remat == "auto" and recipe.optimizer.layerwise:
         remat, why = "full", "auto: each layer is made again when its update comes"
     elif remat == "auto" and (attention_chunk or "residual" in asked.offload):
         remat, why = "full", "auto: what would be kept is far more than the residual stream"
@@ -190,40 +189,16 @@ def method_of(recipe: Recipe) -> Method:
 
 
 def optimizer_of(recipe: Recipe, precision: Precision) -> OptimizerConfig:
-    """The optimizer and its schedule as the core's dataclass."""
-    asked = recipe.optimizer
-    rate, stage = LEARNING_RATES[recipe.method.kind], STAGES[recipe.stage.kind]
-    rate *= ADAPTER_RATES.get(getattr(recipe.method, "adapter", ""), 1.0)
-    if asked.name == "prodigy":
+    """The recipe's optimizer with its learning rate, the dtype of its state and the seed resolved."""
+    options, stage = recipe.optimizer, STAGES[recipe.stage.kind]
+    rate = LEARNING_RATES[recipe.method.kind] * ADAPTER_RATES.get(getattr(recipe.method, "adapter", ""), 1.0)
+    if options.name == "prodigy":
         rate = 1.0
     elif stage.dataset_type != "documents" and not stage.has_score_head:
         rate *= GENTLER
-    schedule = ScheduleConfig(
-        asked.schedule, asked.warmup_ratio, asked.warmup_steps, asked.min_lr_ratio, asked.decay_ratio
-    )
-    return OptimizerConfig(
-        name=asked.name,
-        learning_rate=asked.learning_rate or rate,
-        schedule=schedule,
-        weight_decay=asked.weight_decay,
-        no_decay=tuple(asked.no_decay),
-        beta1=asked.beta1,
-        beta2=asked.beta2,
-        eps=asked.eps,
-        momentum=asked.momentum,
-        state_dtype=precision.state if precision.trainable != "float32" else None,
-        fused=asked.fused,
-        seed=recipe.seed,
-        rank=asked.rank,
-        update_gap=asked.update_gap,
-        scale=asked.scale,
-        scaling=asked.scaling,
-        match_rms=asked.match_rms,
-        switch_every=asked.switch_every,
-        block_order=asked.block_order,
-        d_coef=asked.d_coef,
-        gamma=asked.gamma,
-        curvature_every=asked.curvature_every,
-        lora_plus_ratio=asked.lora_plus_ratio,
-        lora_plus_embedding_rate=asked.lora_plus_embedding_rate,
-    )
+    resolved = {
+        "learning_rate": options.learning_rate or rate,
+        "state_dtype": precision.state if precision.trainable != "float32" else None,
+        "seed": recipe.seed,
+    }
+    return OptimizerConfig(**vars(options) | resolved)

@@ -234,7 +234,7 @@ class _Run:
 
     def _plan(self, made: Prepared, state: TrainState) -> banner.Plan:
         recipe, loader, report = self.recipe, self.data.train, self.data.report
-        gradients = 0 if recipe.optimizer.walks else bytes_on_each(made.trainable, itemsize=4)
+        gradients = 0 if recipe.optimizer.layerwise else bytes_on_each(made.trainable, itemsize=4)
         state_bytes = bytes_on_each((state, made.frozen)) + gradients
         optimizer = optimizer_of(recipe, self.settled.precision)
         method = self.settled.method.words if isinstance(self.settled.method, LoraConfig) else recipe.method.kind
@@ -249,7 +249,7 @@ class _Run:
             length=loader.row_length,
             tokens=report.counts.tokens / max(1, report.steps_per_epoch),
             records=report.counts.examples,
-            optimizer=f"{optimizer.name}, learning rate {optimizer.learning_rate:g}, {optimizer.schedule.name}",
+            optimizer=f"{optimizer.name}, learning rate {optimizer.learning_rate:g}, {optimizer.schedule}",
             state_bytes=state_bytes,
         )
 

@@ -49,8 +49,8 @@ class Cut:
         if self.entered is not None:
             raise UserError(
                 "a fused update uses gradients up in one backward pass, and this stage goes through the model twice",
-                where="optimizer.fused, stage",
-                fix="set optimizer.fused=false; optimizer.name=adamw8bit or galore also takes less memory",
+                where="optimizer.in_backward, stage",
+                fix="set optimizer.in_backward=false; optimizer.name=adamw8bit or galore also takes less memory",
             )
         self.entered = (layer, x, shared)
         return x if self.leaving is None else self.leaving

@@ -1,0 +1,68 @@
+"""Relative paths of a recipe: from the current directory or, where nothing is there, from beside the recipe."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from meshtune.config.yaml_text import Path
+
+# The keys that name what is read. `output` is written, always below the current directory.
+MODEL_KEYS = ("path", "tokenizer", "chat_template", "adapter", "merge_adapters")
+OTHER_KEYS: tuple[Path, ...] = (("data", "registry"), ("stage", "reference"))
+
+
+def beside_recipe(
+    raw: dict[str, Any], recipe: pathlib.Path, overridden: Callable[[Path], bool], notify: Callable[[str], None]
+) -> None:
+    """Replaces, in place, each relative path of `raw` that leads nowhere from here but somewhere from beside `recipe`.
+
+    Paths for which `overridden` is true came from the command line and count from the current directory alone. `notify`
+    receives one sentence that names all the paths that were replaced.
+    """
+    taken: list[str] = []
+    for path in _paths(raw):
+        container = _at(raw, path[:-1])
+        value = container[path[-1]]
+        if not isinstance(value, str) or not value.strip() or value.startswith("~") or overridden(path):
+            continue
+        candidate = recipe.parent / value
+        if not pathlib.Path(value).is_absolute() and not _exists(pathlib.Path(value)) and _exists(candidate):
+            container[path[-1]] = str(candidate)
+            taken.append(f"{'.'.join(map(str, path))} is {candidate}")
+    if taken:
+        notify(f"not found from the current directory, so taken from beside the recipe: {', '.join(taken)}")
+
+
+def _paths(raw: dict[str, Any]) -> list[Path]:
+    """Every path of `raw` at which a path is written; of a list, each entry's."""
+    paths: list[Path] = [("model", key) for key in MODEL_KEYS]
+    for part in ("train", "validation"):
+        sources = _at(raw, ("data", part))
+        paths += [("data", part, n, "path") for n in range(len(sources))] if isinstance(sources, list) else []
+    present: list[Path] = []
+    for path in (*paths, *OTHER_KEYS):
+        value = _at(raw, path)
+        if isinstance(value, list):
+            present += [(*path, number) for number in range(len(value))]
+        elif value is not None:
+            present.append(path)
+    return present
+
+
+def _at(raw: Any, path: Path) -> Any:
+    """The value at `path`, None where there is none."""
+    for step in path:
+        try:
+            raw = raw[step]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return raw
+
+
+def _exists(path: pathlib.Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # too long, or a null character: nothing is there
+        return False

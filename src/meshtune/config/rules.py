@@ -1,0 +1,134 @@
+"""Which settings of different sections go together; each rule raises ValueError with the nearest choice that works."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meshtune.config.optimizer import LOW_RANK
+
+if TYPE_CHECKING:
+    from meshtune.config.recipe import Recipe
+
+
+def check_together(recipe: Recipe) -> None:
+    """Raises ValueError for the first rule between sections that `recipe` breaks."""
+    if recipe.resume and recipe.overwrite:
+        raise ValueError("give resume or overwrite, not both")
+    _check_evaluation(recipe)
+    _check_base(recipe)
+    _check_adapter(recipe)
+    _check_optimizer(recipe)
+    if recipe.optimizer.layerwise:
+        _check_layerwise(recipe)
+    _check_answers(recipe)
+
+
+def _check_evaluation(recipe: Recipe) -> None:
+    if recipe.data.validation is None:
+        needs_validation = {
+            "eval.early_stopping": recipe.eval.early_stopping is not None,
+            "eval.at_start": recipe.eval.at_start,
+            "eval.every": isinstance(recipe.eval.every, int),
+        }
+        for key, is_set in needs_validation.items():
+            if is_set:
+                raise ValueError(f"{key} needs validation data: give data.validation, or leave {key} out")
+    if recipe.eval.early_stopping is not None and recipe.eval.every is None:
+        raise ValueError("eval.early_stopping needs eval.every: with null nothing is evaluated")
+    if recipe.sample.every is not None and not recipe.sample.prompts:
+        raise ValueError("sample.every needs sample.prompts: there is nothing to continue")
+
+
+def _check_base(recipe: Recipe) -> None:
+    method = recipe.method.kind
+    if recipe.quantize is not None and method not in ("lora", "llama_pro"):
+        raise ValueError(
+            f"quantize freezes the base in codes that no update can change, and method {method} trains the base "
+            "itself: use method: lora or llama_pro with quantize, or leave quantize out"
+        )
+    if recipe.model.adapter is not None and method != "lora":
+        raise ValueError(
+            f"model.adapter continues training an adapter, and method {method} trains none: use method: lora, or "
+            "model.merge_adapters, which merges it into the base first"
+        )
+
+
+def _check_adapter(recipe: Recipe) -> None:
+    adapter = getattr(recipe.method, "adapter", None)
+    if adapter == "pissa" and recipe.quantize is not None:
+        raise ValueError(
+            "method.adapter: pissa decomposes the base's weights, and quantising has already changed them: use "
+            "method.adapter: loftq with quantize, or leave quantize out"
+        )
+    if adapter == "loftq" and recipe.quantize is None:
+        raise ValueError(
+            "method.adapter: loftq starts from the error of quantising the base: add quantize: nf4 (or int8, int4, "
+            "fp8), or use method.adapter: pissa"
+        )
+
+
+def _check_optimizer(recipe: Recipe) -> None:
+    optimizer, method = recipe.optimizer, recipe.method.kind
+    if optimizer.name in LOW_RANK and method == "lora":
+        raise ValueError(
+            f"optimizer.name: {optimizer.name} projects the gradients of whole matrices to a low rank, and those of "
+            "adapters have a low rank already: use method: full or freeze with it, or optimizer.name: adamw with lora"
+        )
+    if optimizer.name == "sophia" and recipe.stage.kind not in ("sft", "pt"):
+        raise ValueError(
+            "optimizer.name: sophia estimates curvature from the model's predictions of single tokens, and stage "
+            f"{recipe.stage.kind} scores whole answers: use adamw with it, or sophia with sft or pt"
+        )
+    if optimizer.lora_plus_ratio is not None and method != "lora":
+        raise ValueError(
+            f"optimizer.lora_plus_ratio sets the rates of an adapter's A and B, and method {method} has no adapters: "
+            "use method: lora, or leave it out"
+        )
+    if "weights" in recipe.compute.offload and method == "full" and not optimizer.in_backward:
+        raise ValueError(
+            "compute.offload: [weights] has no frozen weights to offload: method full trains them all, and trained "
+            "weights can stay in the host's memory only where each layer is updated in the backward pass: set "
+            "optimizer.in_backward: true and max_grad_norm: null (see docs/memory.md), or leave weights out"
+        )
+
+
+def _check_layerwise(recipe: Recipe) -> None:
+    """Rules for optimizers that make the backward pass go layer by layer."""
+    optimizer, compute = recipe.optimizer, recipe.compute
+    chosen = "optimizer.in_backward" if optimizer.in_backward else f"optimizer.name: {optimizer.name}"
+    if "weights" in compute.offload and optimizer.name == "schedule_free":
+        raise ValueError(
+            "schedule_free evaluates and exports an average of all weights, which would all be on the device at "
+            "once: use another optimizer with compute.offload: [weights], or leave weights out"
+        )
+    if recipe.method.kind == "lora":
+        raise ValueError(
+            f"{chosen} saves the gradients and optimizer state of whole layers, and adapters have little of either: "
+            "use method: full or freeze with it, or leave it out"
+        )
+    if optimizer.in_backward and (recipe.train.micro_batch == "auto" or recipe.train.accumulation > 1):
+        raise ValueError(
+            "optimizer.in_backward frees the gradient of a micro-batch before the next one's could be added to it: "
+            f"leave train.micro_batch out (all {recipe.train.batch_size} rows at once) or lower train.batch_size; "
+            "adamw8bit, galore or badam without in_backward accumulate over micro-batches"
+        )
+    if compute.remat not in ("auto", "full"):
+        raise ValueError(
+            f"{chosen} recomputes each layer in the backward pass from the layer's input: use compute.remat: full or "
+            f"auto, not {compute.remat}"
+        )
+    if optimizer.name == "badam" and "optimizer" in compute.offload:
+        raise ValueError("badam has optimizer state for one layer only: leave optimizer out of compute.offload")
+    if not compute.scan_layers:
+        raise ValueError(f"{chosen} scans over the layers: leave compute.scan_layers out")
+
+
+def _check_answers(recipe: Recipe) -> None:
+    """Rules for stages that score answers instead of tokens."""
+    stage = recipe.stage
+    if stage.kind == "rm" and recipe.sample.prompts:
+        raise ValueError("sample.prompts cannot be used with stage rm: a reward model gives scores and writes no text")
+    if recipe.data.train_on_prompt and (stage.kind in ("rm", "kto") or getattr(stage, "sft_weight", 1.0) == 0):
+        raise ValueError(
+            f"data.train_on_prompt cannot be used with stage {stage.kind} without sft_weight: only answers are compared"
+        )
