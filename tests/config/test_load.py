@@ -9,6 +9,8 @@ import pathlib
 
 import pytest
 
+from meshtune.config.fields import keys
+from meshtune.config.foreign import FOREIGN_KEYS
 from meshtune.config.load import load_recipe
 from meshtune.config.recipe import FreezeMethod, FullMethod, LoraMethod, Recipe
 from meshtune.errors import UserError
@@ -183,25 +185,25 @@ def test_merge_keys_and_anchors_work(written):
         ("learning_rate: 1\n", "learning_rate is not a key; did you mean 'optimizer.learning_rate'? a recipe takes", 4),
         ("lora_rank: 1\n", "lora_rank is not a key; did you mean 'method.rank'?", 4),
         ("seed: -1\n", "seed is -1: it must be a whole number of at least 0 and below 2147483648", 4),
-        ("sample: {every: 5}\n", "the recipe: sample.every needs sample.prompts: there is nothing to continue", 1),
+        ("sample: {every: 5}\n", "the recipe: sample.every needs sample.prompts: there is nothing to continue", 4),
         ("sample: {prompts: [1]}\n", "sample.prompts.0 is 1: it must be text", 4),
         ("eval: {every: weekly}\n", "eval.every is 'weekly': it must be a whole number above 0, epoch or null", 4),
-        ("eval: {early_stopping: 2}\n", "the recipe: eval.early_stopping needs validation data", 1),
+        ("eval: {early_stopping: 2}\n", "the recipe: eval.early_stopping needs validation data", 4),
         ("log: {trackers: [wand]}\n", "log.trackers.0 is 'wand': it must be one of tensorboard, wandb,", 4),
         ("train: {epochs: 1, steps: 2}\n", "train: give epochs or steps, not both", 4),
         (
             "train:\n  batch_size: 6\n  micro_batch: 4\n",
             "train: batch_size 6 does not divide by micro_batch 4",
-            4,
+            "5 and 6",
         ),
-        ("resume: true\noverwrite: true\n", "the recipe: give resume or overwrite, not both", 1),
+        ("resume: true\noverwrite: true\n", "the recipe: give resume or overwrite, not both", "4 and 5"),
     ],
 )
 def test_a_mistake_is_named_with_its_line_and_what_would_be_right(written, more, what, line):
     path = written(SMALL + more)
     error = refused(path)
     assert error.what.startswith(what)
-    assert error.where == f"{path}, line {line}"
+    assert error.where == f"{path}, line{'s' * isinstance(line, str)} {line}"
     assert error.fix == "change it; `meshtune schema --markdown` lists every key"
 
 
@@ -271,6 +273,72 @@ def test_an_override_that_does_not_fit_is_blamed_not_the_file(written):
     assert error.where == "command line, method.rank=0"
 
 
+def test_a_rule_between_keys_is_located_at_the_keys_it_names(written):
+    """Not at line 1: the override, or the lines, that broke it."""
+    path = written(SMALL + "method: full\nseed: 1\n")
+    assert refused(path, "sample.every=5").where == "command line, sample.every=5"
+    assert refused(path, "quantize=nf4").where == f"command line, quantize=nf4; {path}, line 4"
+    assert refused(path, "train.epochs=1", "train.steps=2").where == (
+        "command line, train.epochs=1; command line, train.steps=2"
+    )
+
+
+@pytest.mark.parametrize("key", FOREIGN_KEYS)
+def test_a_key_of_another_tool_suggests_the_one_that_does_it_here(key):
+    meant = FOREIGN_KEYS[key]
+    sections = {name.rsplit(".", 1)[0] for name in (entry.name for entry in keys()) if "." in name}
+    assert meant in {entry.name for entry in keys()} | sections
+    assert f"did you mean '{meant}'?" in refused({"model": "m", "data": "d", "output": "o", key: 1}).what
+
+
+def test_lora_r_means_the_rank():
+    """Not `loss`, which is nearest in spelling."""
+    error = refused({"model": "m", "data": "d", "output": "o", "method": {"lora_r": 16}})
+    assert error.what.startswith("method.lora_r is not a key; did you mean 'method.rank'?")
+
+
+def test_the_former_name_of_a_key_works_for_one_release_with_a_notice(written):
+    notices: list[str] = []
+    text = SMALL + "method: full\noptimizer: {fused: true, max_grad_norm: null}\n"
+    assert load_recipe(written(text), notify=notices.append).optimizer.in_backward
+    assert load_recipe(
+        written(SMALL + "method: full\n"),
+        ["optimizer.fused=true", "optimizer.max_grad_norm=null"],
+        notify=notices.append,
+    ).optimizer.in_backward
+    notice = "the old name works in this release and will be refused by the next"
+    assert notices == [f"optimizer.fused is now called optimizer.in_backward; {notice}"] * 2
+    error = refused(written(text.replace("fused: true", "fused: true, in_backward: false")))
+    assert error.what == "optimizer.fused is the former name of optimizer.in_backward, and both are given"
+    assert refused(written(text.replace("fused: true", "fused: 3"))).what.startswith("optimizer.in_backward is 3:")
+
+
+def test_relative_paths_of_a_recipe_are_found_beside_it(tmp_path, monkeypatch):
+    """First from the current directory, then from beside the recipe; those of the command line only from the former."""
+    recipes, elsewhere = tmp_path / "recipes", tmp_path / "elsewhere"
+    (recipes / "data").mkdir(parents=True)
+    elsewhere.mkdir()
+    (recipes / "data/a.json").touch()
+    (recipes / "mine.jinja").touch()
+    recipe = recipes / "recipe.yaml"
+    recipe.write_text("model: {path: hub/model, chat_template: mine.jinja}\ndata: data/a.json\noutput: runs/x\n")
+    monkeypatch.chdir(elsewhere)
+    notices: list[str] = []
+    loaded = load_recipe(recipe, notify=notices.append)
+    assert loaded.data.train[0].path == str(recipes / "data/a.json")
+    assert (loaded.model.path, loaded.model.chat_template) == ("hub/model", str(recipes / "mine.jinja"))
+    assert loaded.output == "runs/x"
+    assert notices == [
+        "not found from the current directory, so taken from beside the recipe: model.chat_template is "
+        f"{recipes / 'mine.jinja'}, data.train.0.path is {recipes / 'data/a.json'}"
+    ]
+    overridden = load_recipe(recipe, ["data=data/a.json"], notify=notices.append)
+    assert overridden.data.train[0].path == "data/a.json"
+    (elsewhere / "data").mkdir()
+    (elsewhere / "data/a.json").touch()
+    assert load_recipe(recipe, notify=notices.append).data.train[0].path == "data/a.json"
+
+
 @pytest.mark.parametrize(
     ("text", "what", "place"),
     [
@@ -308,6 +376,11 @@ def test_a_file_that_is_not_there_suggests_the_nearest(tmp_path, written):
     assert error.fix == "did you mean 'recipe.yaml'? name a recipe in it: recipe.yaml"
     assert refused(tmp_path / "nowhere/recipe.yaml").fix == f"the directory {tmp_path}/nowhere does not exist either"
     assert refused(tmp_path).what == "the recipe is a directory, not a file"
+    (tmp_path / "loop.yaml").symlink_to(tmp_path / "loop.yaml")
+    assert refused(tmp_path / "loop.yaml").fix == (
+        "the symbolic link leads back to itself: name the file itself, or make the link again"
+    )
+    assert refused(tmp_path / f"{'x' * 300}.yaml").fix == "give a path whose parts are below 256 bytes"
     (tmp_path / "latin.yaml").write_bytes("model: caf\xe9\n".encode("latin-1"))
     assert refused(tmp_path / "latin.yaml").what == "the recipe is not UTF-8 text (byte 10)"
 

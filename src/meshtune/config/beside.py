@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from meshtune.config.yaml_text import Path
+from meshtune.config.yaml_text import Path, value_at
 
 # The keys that name what is read. `output` is written, always below the current directory.
 MODEL_KEYS = ("path", "tokenizer", "chat_template", "adapter", "merge_adapters")
@@ -23,7 +23,7 @@ def beside_recipe(
     """
     taken: list[str] = []
     for path in _paths(raw):
-        container = _at(raw, path[:-1])
+        container = value_at(raw, path[:-1])
         value = container[path[-1]]
         if not isinstance(value, str) or not value.strip() or value.startswith("~") or overridden(path):
             continue
@@ -39,26 +39,16 @@ def _paths(raw: dict[str, Any]) -> list[Path]:
     """Every path of `raw` at which a path is written; of a list, each entry's."""
     paths: list[Path] = [("model", key) for key in MODEL_KEYS]
     for part in ("train", "validation"):
-        sources = _at(raw, ("data", part))
+        sources = value_at(raw, ("data", part))
         paths += [("data", part, n, "path") for n in range(len(sources))] if isinstance(sources, list) else []
     present: list[Path] = []
     for path in (*paths, *OTHER_KEYS):
-        value = _at(raw, path)
+        value = value_at(raw, path)
         if isinstance(value, list):
             present += [(*path, number) for number in range(len(value))]
         elif value is not None:
             present.append(path)
     return present
-
-
-def _at(raw: Any, path: Path) -> Any:
-    """The value at `path`, None where there is none."""
-    for step in path:
-        try:
-            raw = raw[step]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return raw
 
 
 def _exists(path: pathlib.Path) -> bool:

@@ -25,7 +25,6 @@ FOREIGN_KEYS = {
     "max_seq_len": "data.max_length",
     "max_seq_length": "data.max_length",
     "sequence_len": "data.max_length",
-    "block_size": "data.max_length",
     "sample_packing": "data.packing",
     "train_on_inputs": "data.train_on_prompt",
     "train_on_input": "data.train_on_prompt",

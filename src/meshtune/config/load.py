@@ -92,9 +92,9 @@ def _written_at(path: yaml_text.Path, origins: dict[yaml_text.Path, str]) -> str
 def _text(path: pathlib.Path) -> str:
     """The text of a recipe file. Raises UserError, with a fix for each way in which it cannot be read."""
     path = path.expanduser()
-    if path.is_dir():
-        raise UserError("the recipe is a directory, not a file", where=str(path), fix=_offer(path))
     try:
+        if path.is_dir():
+            raise UserError("the recipe is a directory, not a file", where=str(path), fix=_offer(path))
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         raise UserError("there is no such recipe", where=str(path), fix=_near(path)) from error

@@ -15,7 +15,7 @@ from meshtune.config.foreign import FOREIGN_KEYS
 from meshtune.config.recipe import METHODS
 from meshtune.config.section import Section, section_fields
 from meshtune.config.stage import STAGES
-from meshtune.config.yaml_text import Path
+from meshtune.config.yaml_text import Path, value_at
 from meshtune.errors import UserError, nearest
 
 KINDS: dict[Path, tuple[type[Section], ...]] = {("method",): METHODS, ("stage",): STAGES}
@@ -35,7 +35,7 @@ def as_user_error(error: ValidationError, raw: dict[str, Any], name: str, locate
     """
     by_path = _by_path(error.errors(include_url=False), raw)
     problems = [(path, _sentence(path, details, raw)) for path, details in by_path.items()]
-    located = [(sentence, _where(path, sentence, locate)) for path, sentence in problems]
+    located = [(sentence, _where(path, sentence, raw, name, locate)) for path, sentence in problems]
     if len(located) == 1:
         ((sentence, where),) = located
         return UserError(sentence, where=where, fix=LIST_KEYS)
@@ -43,23 +43,28 @@ def as_user_error(error: ValidationError, raw: dict[str, Any], name: str, locate
     return UserError(f"{len(located)} problems in {name}:\n{lines}", where=name, fix=LIST_KEYS.replace("it", "them", 1))
 
 
-def _where(path: Path, sentence: str, locate: Locate) -> str:
-    """Where to look: the keys below `path` that the sentence names, or else `path` itself.
+def _where(path: Path, sentence: str, raw: dict[str, Any], name: str, locate: Locate) -> str:
+    """Where to look: the written keys below `path` that the sentence names, or else `path` itself.
 
     A rule about several keys is reported by pydantic at the section, or the recipe, that holds them all. Overrides come
     first, since the recipe was most likely right without them.
     """
     prefix = "".join(f"{step}." for step in path)
-    places: dict[str, int] = {}
-    for key in keys():
-        name = key.name.removeprefix(prefix)
-        if key.name.startswith(prefix) and re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.]*\w)", sentence):
-            place, depth = locate(tuple(key.name.split(".")))
+    places: dict[str, None] = {}
+    for key in [*(entry.name for entry in keys()), "quantize"]:
+        below, steps = key.removeprefix(prefix), tuple(key.split("."))
+        if not key.startswith(prefix) or value_at(raw, steps) is None:
+            continue
+        if re.search(rf"(?<![\w.]){re.escape(below)}(?!\.?\w)", sentence):
+            place, depth = locate(steps)
             if depth > len(path):
-                places[place] = depth
+                places[place] = None
     if not places:
         return locate(path)[0]
-    return "; ".join(sorted(places, key=lambda place: not place.startswith("command line")))
+    in_file = f"{name}, line "
+    numbers = sorted(int(place.removeprefix(in_file)) for place in places if place.startswith(in_file))
+    lines = [f"{name}, line{'s' * (len(numbers) > 1)} {' and '.join(map(str, numbers))}"] if numbers else []
+    return "; ".join([place for place in places if not place.startswith(in_file)] + lines)
 
 
 def _by_path(errors: list[ErrorDetails], raw: Any) -> dict[Path, list[ErrorDetails]]:

@@ -79,6 +79,16 @@ def scalar(text: str, where: str) -> Any:
     return read(text, where).value
 
 
+def value_at(value: Any, path: Path) -> Any:
+    """The value at `path` inside `value`, None where there is none."""
+    for step in path:
+        try:
+            value = value[step]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value
+
+
 @contextlib.contextmanager
 def _loader(text: str) -> Iterator[_Loader]:
     loader = _Loader(text)
