@@ -14,5 +14,5 @@ def test_the_page_is_current():
 
 def test_what_cannot_be_is_refused_with_its_reason_and_what_can_is_not():
     galore = {"optimizer": {"name": "galore", "rank": 4}}
-    assert "adapters are narrow already" in (refusal(METHODS["lora"], galore) or "")
+    assert "low rank already" in (refusal(METHODS["lora"], galore) or "")
     assert refusal(METHODS["full"], galore) is None

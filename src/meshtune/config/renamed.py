@@ -9,12 +9,12 @@ from meshtune.config.yaml_text import Path
 from meshtune.errors import UserError
 
 # Old key -> new key of the same section. Remove an entry one release after the one that adds it.
-RENAMED: dict[tuple[str, str], str] = {("optimizer", "fused"): "in_backward"}
+RENAMED: dict[Path, str] = {("optimizer", "fused"): "in_backward"}
 
 
 def current_path(path: Path) -> Path:
     """`path` with the current name of a renamed key."""
-    return path if len(path) != 2 or path not in RENAMED else (path[0], RENAMED[path])
+    return (*path[:-1], RENAMED[path]) if path in RENAMED else path
 
 
 def with_current_names(raw: dict[str, Any], notify: Callable[[str], None] | None = None) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def with_current_names(raw: dict[str, Any], notify: Callable[[str], None] | None
     """
     raw = dict(raw)
     for (name, old), new in RENAMED.items():
-        section = raw.get(name)
+        section = raw.get(str(name))
         if not isinstance(section, dict) or old not in section:
             continue
         if new in section:
@@ -33,13 +33,13 @@ def with_current_names(raw: dict[str, Any], notify: Callable[[str], None] | None
                 where=f"{name}.{old}",
                 fix=f"remove {name}.{old}",
             )
-        raw[name] = {new if key == old else key: value for key, value in section.items()}
+        raw[str(name)] = {new if key == old else key: value for key, value in section.items()}
         if notify is not None:
             notify(renaming(name, old))
     return raw
 
 
-def renaming(section: str, old: str) -> str:
+def renaming(section: str | int, old: str | int) -> str:
     """The notice for a key under its old name."""
     return (
         f"{section}.{old} is now called {section}.{RENAMED[section, old]}; "

@@ -53,9 +53,9 @@ OPTIMIZER_OF: dict[str, Overrides] = {name: {"optimizer": {"name": name, **SIZES
 WAYS: dict[str, Overrides] = {
     "clipping": {"optimizer": {"max_grad_norm": 1.0}},
     "accumulation": {"train": {"batch_size": 4, "micro_batch": 2}, "optimizer": {"max_grad_norm": None}},
-    "fused update": {"optimizer": {"in_backward": True, "max_grad_norm": None}},
+    "update in the backward pass": {"optimizer": {"in_backward": True, "max_grad_norm": None}},
     **{f"{part} on the host": {"compute": {"offload": [part]}} for part in PARTS},
-    "fused, all on the host": {
+    "update in the backward pass, all on the host": {
         "optimizer": {"in_backward": True, "max_grad_norm": None},
         "compute": {"offload": list(PARTS)},
     },
