@@ -1,4 +1,4 @@
-"""The Dockerfiles name what the package has; they are built where there is a Docker engine, not here."""
+"""The Dockerfiles install extras that the package has; building them needs a Docker engine and is not tested."""
 
 from __future__ import annotations
 

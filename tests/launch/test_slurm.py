@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-HERE = pathlib.Path(__file__).parent
-QUICKSTART = HERE.parents[1] / "src/meshtune/quickstart"
+DIRECTORY = pathlib.Path(__file__).parent
+QUICKSTART = DIRECTORY.parents[1] / "src/meshtune/quickstart"
 STEPS = 60
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The environment in which Slurm's commands reach the two nodes."""
-    tool, at = str(HERE / "slurm_here.sh"), tmp_path_factory.mktemp("slurm")
+    tool, at = str(DIRECTORY / "slurm_here.sh"), tmp_path_factory.mktemp("slurm")
     installed = subprocess.run(["bash", tool, "install"], capture_output=True, text=True)
     if installed.returncode:
         pytest.skip(f"slurm-wlm and munge cannot be installed: {installed.stderr.strip()[-200:]}")
@@ -47,27 +47,27 @@ def recipe(tmp_path: pathlib.Path) -> pathlib.Path:
     return path
 
 
-def launch(slurm: dict[str, str], recipe: pathlib.Path, *more: str) -> str:
-    """Submits; returns the job's number."""
+def launch(slurm: dict[str, str], recipe: pathlib.Path, *overrides: str) -> str:
+    """Submits the job; returns its id."""
     command = [sys.executable, "-m", "meshtune", "launch", "slurm", str(recipe), "--nodes", "2", "--gpus-per-node", "0"]
-    options = ["--time", "20", "--out", str(recipe.with_suffix(".sbatch")), "--submit", *more]
+    options = ["--time", "20", "--out", str(recipe.with_suffix(".sbatch")), "--submit", *overrides]
     done = subprocess.run([*command, *options], env=slurm, cwd=recipe.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = re.search(r"job (\d+) submitted", done.stdout)
-    assert found, done.stdout
-    return found[1]
+    match = re.search(r"job (\d+) submitted", done.stdout)
+    assert match, done.stdout
+    return match[1]
 
 
-def job(slurm: dict[str, str], number: str) -> dict[str, str]:
-    """What scontrol knows of a job."""
+def job_fields(slurm: dict[str, str], number: str) -> dict[str, str]:
+    """The fields that scontrol shows of a job."""
     shown = subprocess.run(["scontrol", "-o", "show", "job", number], env=slurm, capture_output=True, text=True)
     return dict(re.findall(r"(\w+)=(\S+)", shown.stdout))
 
 
-def wait(for_: Callable[[], bool], seconds: float, what: Callable[[], str]) -> None:
-    until = time.monotonic() + seconds
+def wait(for_: Callable[[], bool], seconds: float, message: Callable[[], str]) -> None:
+    deadline = time.monotonic() + seconds
     while not for_():
-        assert time.monotonic() < until, what()
+        assert time.monotonic() < deadline, message()
         time.sleep(0.2)
 
 
@@ -78,44 +78,44 @@ def steps(output: pathlib.Path) -> list[int]:
     return [row["step"] for row in rows if row["kind"] == "train"]
 
 
-def everything(tmp_path: pathlib.Path) -> str:
+def all_logs(tmp_path: pathlib.Path) -> str:
     files = [*tmp_path.glob("slurm-*.out"), *tmp_path.glob("run/logs/*")]
     return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in files)
 
 
-def test_a_run_on_two_nodes_is_requeued_and_goes_on_where_it_stopped(
+def test_a_requeued_run_on_two_nodes_resumes_from_the_update_it_saved(
     slurm: dict[str, str], recipe: pathlib.Path, tmp_path: pathlib.Path
 ):
     output, number = tmp_path / "run", launch(slurm, recipe)
-    wait(lambda: len(steps(output)) >= 5 or job(slurm, number)["JobState"] == "FAILED", 180, lambda: "it hangs")
-    assert job(slurm, number)["JobState"] == "RUNNING", everything(tmp_path)
+    wait(lambda: len(steps(output)) >= 5 or job_fields(slurm, number)["JobState"] == "FAILED", 180, lambda: "it hangs")
+    assert job_fields(slurm, number)["JobState"] == "RUNNING", all_logs(tmp_path)
     subprocess.run(["scontrol", "requeue", number], env=slurm, check=True)
-    wait(lambda: job(slurm, number)["JobState"] == "PENDING", 60, lambda: str(job(slurm, number)))
+    wait(lambda: job_fields(slurm, number)["JobState"] == "PENDING", 60, lambda: str(job_fields(slurm, number)))
     stopped = max(steps(output))
     assert stopped < STEPS
-    # Slurm holds a requeued job back for two minutes, unless told otherwise.
+    # Slurm delays a requeued job by two minutes by default.
     subprocess.run(["scontrol", "update", f"JobId={number}", "StartTime=now"], env=slurm, check=True)
-    wait(lambda: job(slurm, number)["JobState"] in ("COMPLETED", "FAILED"), 300, lambda: everything(tmp_path))
-    found = job(slurm, number)
-    assert (found["JobState"], found["Restarts"], found["ExitCode"]) == ("COMPLETED", "1", "0:0"), everything(tmp_path)
+    wait(lambda: job_fields(slurm, number)["JobState"] in ("COMPLETED", "FAILED"), 300, lambda: all_logs(tmp_path))
+    fields = job_fields(slurm, number)
+    assert (fields["JobState"], fields["Restarts"], fields["ExitCode"]) == ("COMPLETED", "1", "0:0"), all_logs(tmp_path)
     log = (output / "logs/process-0.log").read_text()
     assert "2 devices, 2 processes" in log
-    # It saved when it was told to stop, and not a step was made twice.
+    # It saved when it was stopped, and no update was repeated.
     assert f"resuming after update {stopped}" in log
     assert steps(output) == list(range(1, STEPS + 1))
     assert (output / "adapter/adapter_model.safetensors").exists()
 
 
-def test_a_mistake_is_not_queued_again(slurm: dict[str, str], recipe: pathlib.Path, tmp_path: pathlib.Path):
+def test_a_users_error_is_not_requeued(slurm: dict[str, str], recipe: pathlib.Path, tmp_path: pathlib.Path):
     number = launch(slurm, recipe, "mesh.dp=4")
-    wait(lambda: job(slurm, number)["JobState"] in ("COMPLETED", "FAILED"), 180, lambda: everything(tmp_path))
-    found = job(slurm, number)
-    assert (found["JobState"], found["ExitCode"]) == ("FAILED", "2:0"), everything(tmp_path)
-    assert found.get("Restarts") == "0"
+    wait(lambda: job_fields(slurm, number)["JobState"] in ("COMPLETED", "FAILED"), 180, lambda: all_logs(tmp_path))
+    fields = job_fields(slurm, number)
+    assert (fields["JobState"], fields["ExitCode"]) == ("FAILED", "2:0"), all_logs(tmp_path)
+    assert fields.get("Restarts") == "0"
     assert "needs 4 devices, and the job has 2" in (tmp_path / "run/logs/process-1.log").read_text()
 
 
-def test_storage_that_a_node_does_not_see_ends_the_job_before_training(
+def test_a_file_that_a_node_does_not_see_ends_the_job_before_training(
     slurm: dict[str, str], recipe: pathlib.Path, tmp_path: pathlib.Path
 ):
     script = recipe.with_suffix(".sbatch")
@@ -137,6 +137,6 @@ def test_storage_that_a_node_does_not_see_ends_the_job_before_training(
     script.write_text(script.read_text().replace(str(QUICKSTART / "model") + " ||", "/not/on/this/node ||"))
     done = subprocess.run(["sbatch", "--wait", str(script)], env=slurm, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
-    text = everything(tmp_path)
+    text = all_logs(tmp_path)
     assert "does not see /not/on/this/node: put it on shared storage" in text
     assert not (tmp_path / "run/run.json").exists()

@@ -1,8 +1,8 @@
-"""A model of 1.5 billion parameters (24 layers, bfloat16, 2.8 GiB) all the way, split over processes.
+"""A model of 1.5 billion parameters (24 layers, bfloat16, 2.8 GiB) from loading to export, sharded over processes.
 
 Load on 4 processes x 2 devices, update, save, lose a process, resume on 2 x 2, finish, export, reload in transformers.
-Seen on two busy cores: 9 minutes; at most 2.45 GiB in each of four processes and 3.25 GiB in each of two, of which 0.70
-and 1.39 GiB are the model, about 0.9 GiB Python with its libraries, and the rest layers at work.
+Measured on two busy cores: 9 minutes; at most 2.45 GiB in each of four processes and 3.25 GiB in each of two, of which
+0.70 and 1.39 GiB are the model, about 0.9 GiB Python with its libraries, and the rest gathered layers and activations.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MODEL: dict[str, Any] = {
 
 
 def norms_are_ones(folder: pathlib.Path) -> None:
-    """Random norms of 0.02 would all but switch every layer off."""
+    """Sets all norms to 1: random norms of about 0.02 would make every layer nearly zero."""
     for file in folder.glob("*.safetensors"):
         with file.open("r+b") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
@@ -81,7 +81,7 @@ def model(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_a_model_split_over_processes_goes_the_whole_way(model: pathlib.Path, tmp_path: pathlib.Path):
+def test_a_sharded_model_is_loaded_trained_resumed_and_exported(model: pathlib.Path, tmp_path: pathlib.Path):
     size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     write_stories(tmp_path / "stories.jsonl", 64, (4, 8))
     run, path = tmp_path / "run", tmp_path / "recipe.yaml"
@@ -97,7 +97,7 @@ def test_a_model_split_over_processes_goes_the_whole_way(model: pathlib.Path, tm
         "output": str(run),
     }
     path.write_text(json.dumps(recipe))
-    began = time.monotonic()
+    started = time.monotonic()
     with launched(path, 4, 2, "mesh.fsdp=8") as first:
         try:
             wait_until(
@@ -108,52 +108,54 @@ def test_a_model_split_over_processes_goes_the_whole_way(model: pathlib.Path, tm
         except AssertionError:
             pytest.fail(first.screen.read_text()[-6000:])
         first.members()[3].kill()
-        code, said = first.ends(60)
-    report("4 processes x 2 devices, killed after update 2", began, first.peaks)
-    assert code == 137, said[-3000:]
-    assert "process 3 of 4 was ended by SIGKILL" in said
+        code, output = first.ends(60)
+    report("4 processes x 2 devices, killed after update 2", started, first.peaks)
+    assert code == 75, output[-3000:]
+    assert "process 3 of 4 was ended by SIGKILL" in output
     assert len(updates(run)) == 2
     before = order(updates(run))
-    began = time.monotonic()
+    started = time.monotonic()
     with launched(path, 2, 2, "--resume", "mesh.fsdp=4") as second:
-        code, said = second.ends(1500)
-    report("2 processes x 2 devices, resumed and exported", began, second.peaks)
-    assert code == 0, said[-6000:]
-    assert "resuming after update 2" in said
+        code, output = second.ends(1500)
+    report("2 processes x 2 devices, resumed and exported", started, second.peaks)
+    assert code == 0, output[-6000:]
+    assert "resuming after update 2" in output
     assert len(updates(run)) == 3
     assert order(updates(run))[:2] == before
-    # What a process holds of the model is its devices' share. Beside it: interpreter, JAX and its compiler, the
-    # layer at work (gathered on each device, and widened to float32 inside the CPU's products) and its activations.
+    # A process holds its devices' share of the model. The rest is the interpreter, JAX and its compiler, the current
+    # layer (gathered on each device, and in float32 inside the CPU's matmuls) and its activations.
     for processes, job in ((4, first), (2, second)):
         assert sorted(job.peaks) == list(range(processes))
         for number, peak in job.peaks.items():
             assert size / processes < peak < size / processes + 2 * GIB, f"process {number} of {processes}: {peak}"
-    assert max(first.peaks.values()) < size, "no process of four holds as much as the model"
+    assert max(first.peaks.values()) < size, "no process of four holds the whole model"
     reloaded(model, run, tmp_path)
 
 
 def reloaded(model: pathlib.Path, run: pathlib.Path, folder: pathlib.Path) -> None:
-    """peft and transformers make of the adapter what Meshtune makes of it, and it makes a difference."""
+    """peft with transformers computes the logits that Meshtune computes, and the adapter changes them."""
     program = pathlib.Path(__file__).with_name("whole_path_logits.py")
-    found = {}
+    logits = {}
     for kind in ("meshtune", "peft", "base"):
-        began, out = time.monotonic(), folder / f"{kind}.npy"
+        started, out = time.monotonic(), folder / f"{kind}.npy"
         command = [sys.executable, program, kind, model, run / "adapter", out]
         env = environment(folder / "cache") | {"OMP_NUM_THREADS": "2"}
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr[-4000:]
-        found[kind] = np.load(out)
-        print(f"logits of {kind}: {time.monotonic() - began:.0f} s")
-    largest = np.abs(found["peft"]).max()
-    apart = np.abs(found["meshtune"] - found["peft"]).max() / largest
-    learned = np.abs(found["peft"] - found["base"]).max() / largest
-    print(f"largest logit {largest:.3f}, apart by {apart:.1e} of it, moved by the adapter by {learned:.1e} of it")
-    # Float32 through 24 layers, in two libraries.
-    assert apart < 1e-4
-    assert learned > 100 * apart
-    assert learned > 1e-2
+        logits[kind] = np.load(out)
+        print(f"logits of {kind}: {time.monotonic() - started:.0f} s")
+    largest = np.abs(logits["peft"]).max()
+    difference = np.abs(logits["meshtune"] - logits["peft"]).max() / largest
+    change = np.abs(logits["peft"] - logits["base"]).max() / largest
+    print(
+        f"largest logit {largest:.3f}; relative to it, difference {difference:.1e}, change by the adapter {change:.1e}"
+    )
+    # Float32 through 24 layers, in two implementations.
+    assert difference < 1e-4
+    assert change > 100 * difference
+    assert change > 1e-2
 
 
-def report(what: str, began: float, peaks: dict[int, int]) -> None:
-    held = ", ".join(f"{number}: {peak / GIB:.2f}" for number, peak in sorted(peaks.items()))
-    print(f"{what}: {time.monotonic() - began:.0f} s; peak GiB of each process {held}")
+def report(phase: str, started: float, peaks: dict[int, int]) -> None:
+    sizes = ", ".join(f"{number}: {peak / GIB:.2f}" for number, peak in sorted(peaks.items()))
+    print(f"{phase}: {time.monotonic() - started:.0f} s; peak GiB of each process {sizes}")

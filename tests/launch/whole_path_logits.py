@@ -1,4 +1,4 @@
-"""Logits of a base model with an adapter (but for "base"), in float32.
+"""Writes the float32 logits of a base model with an adapter ("base": without it).
 
 `whole_path_logits.py meshtune|peft|base BASE ADAPTER OUT.npy`
 """
@@ -33,9 +33,9 @@ def torch_logits(base: str, adapter: str | None) -> np.ndarray:
 
 if __name__ == "__main__":
     kind, base, adapter, out = sys.argv[1:]
-    found = (
+    logits = (
         meshtune_logits(base, adapter)
         if kind == "meshtune"
         else torch_logits(base, adapter if kind == "peft" else None)
     )
-    np.save(out, found)
+    np.save(out, logits)

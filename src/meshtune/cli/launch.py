@@ -40,10 +40,10 @@ def local(
     from rich.console import Console
 
     from meshtune.launch.local import launch
-    from meshtune.launch.order import order
+    from meshtune.launch.train_command import parse_train_command
 
     arguments += [*["resume=true"] * resume, *["overwrite=true"] * overwrite]
-    code = launch(order(arguments), processes, devices, Console(stderr=True, highlight=False))
+    code = launch(parse_train_command(arguments), processes, devices, Console(stderr=True, highlight=False))
     raise typer.Exit(code)
 
 
@@ -76,10 +76,10 @@ def slurm(
 ) -> None:
     """Write a batch script for Slurm: restarts, signals, containers and shared storage seen to."""
     from meshtune.launch import slurm as writer
-    from meshtune.launch.order import restartable
+    from meshtune.launch.train_command import parse_restartable_command
 
-    found = restartable(arguments)
-    request = writer.Request(
+    command = parse_restartable_command(arguments)
+    options = writer.SlurmOptions(
         nodes,
         gpus_per_node,
         processes=processes_per_node,
@@ -96,13 +96,13 @@ def slurm(
         container=container,
         runtime=container_runtime,
         mounts=tuple(mount or ()),
-        options=tuple(sbatch or ()),
+        extra=tuple(sbatch or ()),
     )
-    path = _written(writer.script(found, request), out, f"{found.name}.sbatch")
+    path = _write(writer.batch_script(command, options), out, f"{command.name}.sbatch")
     if path is None:
         return
     if submit:
-        print(f"job {writer.submit(path)} submitted; its progress: tail -F {found.logs}/process-0.log")
+        print(f"job {writer.submit(path)} submitted; its progress: tail -F {command.logs}/process-0.log")
     else:
         print(f"submit it with: sbatch {path}")
 
@@ -133,14 +133,14 @@ def k8s(
 ) -> None:
     """Write a JobSet for Kubernetes, with the recipe in it."""
     from meshtune.launch import kubernetes as writer
-    from meshtune.launch.order import restartable
+    from meshtune.launch.train_command import parse_restartable_command
 
-    found = restartable(arguments, here=False)
+    command = parse_restartable_command(arguments, output_is_visible=False)
     labels = tuple(node_label or ())
-    pods = writer.Pods(
+    options = writer.JobSetOptions(
         image, nodes, gpus_per_node, vendor, claim, mount, name, namespace, queue, cpus, memory, labels, warning
     )
-    path = _written(writer.text(found, pods), out, f"{found.name}.jobset.yaml")
+    path = _write(writer.manifest(command, options), out, f"{command.name}.jobset.yaml")
     if path is not None:
         print(f"start it with: kubectl apply -f {path}")
 
@@ -166,17 +166,17 @@ def skypilot(
 ) -> None:
     """Write a task for SkyPilot."""
     from meshtune.launch import skypilot as writer
-    from meshtune.launch.order import restartable
+    from meshtune.launch.train_command import parse_restartable_command
 
-    found = restartable(arguments, here=False)
-    machines = writer.Machines(nodes, accelerators, name, image, infra, spot, volume, bucket, mount, setup)
-    path = _written(writer.text(found, machines), out, f"{found.name}.sky.yaml")
+    command = parse_restartable_command(arguments, output_is_visible=False)
+    options = writer.TaskOptions(nodes, accelerators, name, image, infra, spot, volume, bucket, mount, setup)
+    path = _write(writer.task_yaml(command, options), out, f"{command.name}.sky.yaml")
     if path is not None:
         print(f"start it with: sky jobs launch {path}")
 
 
-def _written(text: str, out: pathlib.Path | None, name: str) -> pathlib.Path | None:
-    """Where the file went, or None if it was printed."""
+def _write(text: str, out: pathlib.Path | None, name: str) -> pathlib.Path | None:
+    """Writes the file to `out`, or `name` by default; returns its path, or None if it was printed."""
     if str(out) == "-":
         print(text, end="")
         return None

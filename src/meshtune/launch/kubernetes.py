@@ -1,4 +1,4 @@
-"""A JobSet for Kubernetes: one indexed Job whose pods are the processes of a run (https://jobset.sigs.k8s.io)."""
+"""A JobSet for Kubernetes: an indexed Job whose pods are the processes of a run (https://jobset.sigs.k8s.io)."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ from typing import Any
 import yaml
 
 from meshtune.errors import UserError, nearest
-from meshtune.launch.order import Order, label
+from meshtune.launch.train_command import TrainCommand, dns_label
 from meshtune.mesh.rendezvous import COORDINATOR, JOB, PORT, PROCESSES
 
 RESOURCES = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu", "tpu": "google.com/tpu"}
 QUANTITY = r"\d+(\.\d+)?(m|[KMGTP]i?)?"
-RESTARTS = 20
+MAX_RESTARTS = 20
 WORKERS = "workers"
-RECIPES = "/etc/meshtune"
+RECIPE_MOUNT = "/etc/meshtune"
+
+Manifest = dict[str, Any]  # a Kubernetes object, or a part of one
 
 
 @dataclasses.dataclass(frozen=True)
-class Pods:
-    """What is asked of Kubernetes: `nodes` pods with `devices` accelerators of `vendor` each (none: CPU pods).
+class JobSetOptions:
+    """The resources requested from Kubernetes: `nodes` pods with `devices` accelerators of `vendor` each (0: CPU pods).
 
-    `claim` is a PersistentVolumeClaim that every pod can mount (ReadWriteMany), at `mount`: model, data and output lie
-    there, and relative paths count from there. The recipe comes along in a ConfigMap. `selector` are labels of nodes.
+    `claim` is a PersistentVolumeClaim (ReadWriteMany) that every pod mounts at `mount`. It holds model, data and
+    output, and relative paths start there. The recipe is passed in a ConfigMap. `node_labels` (key=value) select nodes.
+    `warning` is the seconds between SIGTERM and SIGKILL.
+    Raises: UserError for values that Kubernetes would refuse.
     """
 
     image: str
@@ -38,80 +42,86 @@ class Pods:
     queue: str | None = None
     cpus: str | None = None
     memory: str | None = None
-    selector: tuple[str, ...] = ()
+    node_labels: tuple[str, ...] = ()
     warning: int = 120
 
     def __post_init__(self):
         if self.devices and self.vendor not in RESOURCES:
-            hint = nearest(self.vendor, RESOURCES) + f"known are {', '.join(RESOURCES)}"
-            raise UserError(f"'{self.vendor}' makes no accelerator known here", where="--vendor", fix=hint)
+            raise UserError(
+                f"'{self.vendor}' is not a supported vendor of accelerators",
+                where="--vendor",
+                fix=nearest(self.vendor, RESOURCES) + f"choose from {', '.join(RESOURCES)}",
+            )
         if not self.mount.startswith("/"):
-            raise UserError(f"'{self.mount}' is not an absolute path", where="--mount", fix="as in /shared")
+            raise UserError(f"'{self.mount}' is not an absolute path", where="--mount", fix="write it as /shared")
         for option, value in (("--cpus", self.cpus), ("--mem", self.memory)):
             if value is not None and not re.fullmatch(QUANTITY, value):
-                raise UserError(f"'{value}' is not an amount", where=option, fix="write it as 8, 500m or 200Gi")
-        for one in self.selector:
-            if "=" not in one:
-                raise UserError(f"'{one}' is not a label", where="--node-label", fix="write it as key=value")
+                raise UserError(f"'{value}' is not a quantity", where=option, fix="write it as 8, 500m or 200Gi")
+        for label in self.node_labels:
+            if "=" not in label:
+                raise UserError(f"'{label}' is not a label", where="--node-label", fix="write it as key=value")
 
 
-def jobset(order: Order, pods: Pods) -> dict[str, Any]:
-    """The JobSet, as YAML has it. Raises: UserError if the output does not lie on the volume every pod mounts."""
-    name = label(pods.name or order.name)
-    _on_volume(order, pods.mount)
-    spec: dict[str, Any] = {
-        # The whole set starts again when a pod is lost or stopped; a mistake (exit code 2) ends it.
+def jobset(command: TrainCommand, options: JobSetOptions) -> Manifest:
+    """The JobSet object. Raises: UserError if the output is not on the volume that every pod mounts."""
+    name = dns_label(options.name or command.name)
+    _check_output_on_volume(command, options.mount)
+    spec: Manifest = {
+        # The whole set restarts when a pod is lost or stopped; an error (exit code 1 or 2) ends it.
         "failurePolicy": {
-            "maxRestarts": RESTARTS,
+            "maxRestarts": MAX_RESTARTS,
             "rules": [{"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
         },
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-        "replicatedJobs": [{"name": WORKERS, "replicas": 1, "template": {"spec": _job(order, pods, name)}}],
+        "replicatedJobs": [{"name": WORKERS, "replicas": 1, "template": {"spec": _job(command, options, name)}}],
     }
-    metadata: dict[str, Any] = {"name": name}
-    if pods.namespace:
-        metadata["namespace"] = pods.namespace
-    if pods.queue:
-        metadata["labels"] = {"kueue.x-k8s.io/queue-name": pods.queue}
+    metadata: Manifest = {"name": name}
+    if options.namespace:
+        metadata["namespace"] = options.namespace
+    if options.queue:
+        metadata["labels"] = {"kueue.x-k8s.io/queue-name": options.queue}
     return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec}
 
 
-def text(order: Order, pods: Pods) -> str:
-    """The file for kubectl."""
-    name = label(pods.name or order.name)
-    head = [
+def manifest(command: TrainCommand, options: JobSetOptions) -> str:
+    """The YAML file for kubectl: a ConfigMap with the recipe, if it is a file, and the JobSet."""
+    name = dns_label(options.name or command.name)
+    header = [
         "# Written by meshtune launch k8s. Needs the JobSet controller (https://jobset.sigs.k8s.io).",
         "# Start: kubectl apply -f THIS_FILE",
         f"# Watch: kubectl logs -f -l jobset.sigs.k8s.io/jobset-name={name},batch.kubernetes.io/job-completion-index=0",
         f"# Stop:  kubectl delete jobset {name}",
     ]
-    documents = [*([_config_map(order, pods, name)] if order.file else []), jobset(order, pods)]
-    return "\n".join(head) + "\n" + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120)
+    config_map = [_config_map(command, options, name)] if command.recipe_file else []
+    documents = yaml.dump_all(
+        [*config_map, jobset(command, options)], Dumper=_LiteralDumper, sort_keys=False, width=120
+    )
+    return "\n".join(header) + "\n" + documents
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes text of several lines as it stands, so that the recipe can be read."""
+class _LiteralDumper(yaml.SafeDumper):
+    """Writes multi-line strings as literal blocks, so that the recipe is readable."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
         return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
 
 
-_Dumper.add_representer(str, _Dumper.represent_str)
+_LiteralDumper.add_representer(str, _LiteralDumper.represent_str)
 
 
-def _config_map(order: Order, pods: Pods, name: str) -> dict[str, Any]:
-    assert order.file is not None
-    metadata = {"name": name} | ({"namespace": pods.namespace} if pods.namespace else {})
-    recipe = order.file.read_text(encoding="utf-8")
+def _config_map(command: TrainCommand, options: JobSetOptions, name: str) -> Manifest:
+    assert command.recipe_file is not None
+    metadata = {"name": name} | ({"namespace": options.namespace} if options.namespace else {})
+    recipe = command.recipe_file.read_text(encoding="utf-8")
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"recipe.yaml": recipe}}
 
 
-def _job(order: Order, pods: Pods, name: str) -> dict[str, Any]:
+def _job(command: TrainCommand, options: JobSetOptions, name: str) -> Manifest:
     return {
-        "completionMode": "Indexed",  # each pod has its number
-        "completions": pods.nodes,
-        "parallelism": pods.nodes,
-        "backoffLimit": 0,  # one pod alone cannot join again: the set starts anew as a whole
+        "completionMode": "Indexed",  # gives each pod an index
+        "completions": options.nodes,
+        "parallelism": options.nodes,
+        "backoffLimit": 0,  # a single pod cannot rejoin a running job: the set restarts as a whole
         "podFailurePolicy": {
             "rules": [
                 {
@@ -120,61 +130,62 @@ def _job(order: Order, pods: Pods, name: str) -> dict[str, Any]:
                 }
             ]
         },
-        "template": {"spec": _pod(order, pods, name)},
+        "template": {"spec": _pod(command, options, name)},
     }
 
 
-def _pod(order: Order, pods: Pods, name: str) -> dict[str, Any]:
-    amounts: dict[str, Any] = {RESOURCES[pods.vendor]: pods.devices} if pods.devices else {}
-    limits = amounts | ({"memory": pods.memory} if pods.memory else {})
-    requests = limits | ({"cpu": pods.cpus} if pods.cpus else {})
+def _pod(command: TrainCommand, options: JobSetOptions, name: str) -> Manifest:
+    accelerators: Manifest = {RESOURCES[options.vendor]: options.devices} if options.devices else {}
+    limits = accelerators | ({"memory": options.memory} if options.memory else {})
+    requests = limits | ({"cpu": options.cpus} if options.cpus else {})
     environment = {
-        # Pod 0's name in the set's headless service: known before any pod runs.
+        # The host name of pod 0 in the set's headless service, known before any pod runs.
         COORDINATOR: f"{name}-{WORKERS}-0-0.{name}:{PORT}",
-        PROCESSES: str(pods.nodes),
+        PROCESSES: str(options.nodes),
         JOB: name,
-        **({} if pods.devices else {"JAX_PLATFORMS": "cpu"}),
+        **({} if options.devices else {"JAX_PLATFORMS": "cpu"}),
     }
-    container: dict[str, Any] = {
+    recipe = [f"{RECIPE_MOUNT}/recipe.yaml"] if command.recipe_file else []
+    container: Manifest = {
         "name": "train",
-        "image": pods.image,
-        # The process itself receives SIGTERM: no shell in between.
-        "command": ["meshtune", "train", *([f"{RECIPES}/recipe.yaml"] if order.file else []), *order.overrides],
-        "workingDir": pods.mount,
+        "image": options.image,
+        # Without a shell in between, so that SIGTERM reaches the process itself.
+        "command": ["meshtune", "train", *recipe, *command.overrides],
+        "workingDir": options.mount,
         "env": [{"name": key, "value": value} for key, value in environment.items()],
         "ports": [{"containerPort": PORT}],
         "resources": {"requests": requests, "limits": limits},
         "volumeMounts": [
-            {"name": "shared", "mountPath": pods.mount},
+            {"name": "shared", "mountPath": options.mount},
             {"name": "memory", "mountPath": "/dev/shm"},
         ],
     }
-    spec: dict[str, Any] = {
+    spec: Manifest = {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": pods.warning,
+        "terminationGracePeriodSeconds": options.warning,
         "containers": [container],
         "volumes": [
-            {"name": "shared", "persistentVolumeClaim": {"claimName": pods.claim}},
-            # NCCL and RCCL pass data between the GPUs of a pod through it; the default is 64 MiB.
+            {"name": "shared", "persistentVolumeClaim": {"claimName": options.claim}},
+            # NCCL and RCCL exchange data between the GPUs of a pod through shared memory; the default is 64 MiB.
             {"name": "memory", "emptyDir": {"medium": "Memory"}},
         ],
     }
-    if order.file:
+    if command.recipe_file:
         spec["volumes"].append({"name": "recipe", "configMap": {"name": name}})
-        container["volumeMounts"].append({"name": "recipe", "mountPath": RECIPES, "readOnly": True})
-    if pods.selector:
-        spec["nodeSelector"] = dict(one.split("=", 1) for one in pods.selector)
-    if pods.devices and pods.vendor != "tpu":
-        spec["tolerations"] = [{"key": RESOURCES[pods.vendor], "operator": "Exists", "effect": "NoSchedule"}]
+        container["volumeMounts"].append({"name": "recipe", "mountPath": RECIPE_MOUNT, "readOnly": True})
+    if options.node_labels:
+        spec["nodeSelector"] = dict(label.split("=", 1) for label in options.node_labels)
+    if options.devices and options.vendor != "tpu":
+        spec["tolerations"] = [{"key": RESOURCES[options.vendor], "operator": "Exists", "effect": "NoSchedule"}]
     return spec
 
 
-def _on_volume(order: Order, mount: str) -> None:
-    """Relative paths count from the mount; an absolute output must lie in it."""
-    output = order.recipe.output
+def _check_output_on_volume(command: TrainCommand, mount: str) -> None:
+    """Relative paths start at the mount; an absolute output must be inside it."""
+    output = command.recipe.output
     if output.startswith(("/", "~")) and not f"{output}/".startswith(mount.rstrip("/") + "/"):
         raise UserError(
-            "the output does not lie on the volume that every pod sees",
+            "the output is not on the volume that every pod mounts",
             where=output,
-            fix=f"give output={mount.rstrip('/')}/{order.name}, or another --mount",
+            fix=f"give output={mount.rstrip('/')}/{command.name}, or another --mount",
         )

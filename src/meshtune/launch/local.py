@@ -1,10 +1,11 @@
-"""Several processes of one run on this machine, started, shown and ended together."""
+"""Runs several processes of one run on this machine: starts them, shows process 0, and ends them as a group."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import datetime
+import fcntl
 import os
 import pathlib
 import pty
@@ -13,68 +14,91 @@ import selectors
 import shlex
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from types import FrameType
+from typing import BinaryIO
 
 from rich.console import Console
 
 from meshtune.errors import UserError
-from meshtune.launch.order import Order
+from meshtune.launch.train_command import TrainCommand
 from meshtune.mesh.accelerators import visible_gpus
-from meshtune.mesh.rendezvous import COORDINATOR, JOB, LOCAL_DEVICES, LOCAL_PROCESS, LOCAL_PROCESSES, PROCESS, PROCESSES
+from meshtune.mesh.protocol import EXIT_PROCESS_LOST
+from meshtune.mesh.rendezvous import (
+    COORDINATOR,
+    JOB,
+    LOCAL_DEVICES,
+    LOCAL_PROCESS,
+    LOCAL_PROCESSES,
+    PROCESS,
+    PROCESSES,
+)
 
-LAST_LINES = 15
-# What the CPU's collectives say of themselves, in the middle of tables; the log keeps it.
-CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected[^\n]*\n")
-LEAVE = 20.0  # seconds the others have to end by themselves after a failure
-SIMULATED = "--xla_force_host_platform_device_count"
+TAIL_LINES = 15  # of a failed worker's log
+# Gloo prints these lines into the middle of tables; they are kept in the log only.
+GLOO_NOISE = re.compile(rb"\[Gloo\] Rank \d+ is connected[^\n]*\n")
+EXIT_GRACE = 20.0  # seconds in which the other workers may end by themselves after a failure
+SIMULATED_DEVICES = "--xla_force_host_platform_device_count"
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclasses.dataclass
-class Child:
-    """One process of the run; `screen` is what process 0 writes to, shown and kept."""
+class Worker:
+    """One process of the run. `output` is the file descriptor to read process 0's output from; None for the others."""
 
-    number: int
+    index: int
     process: subprocess.Popen[bytes]
     log: pathlib.Path
-    screen: int | None = None
+    output: int | None = None
 
     @property
-    def code(self) -> int | None:
-        """Its exit code as a shell has it, None while it runs."""
-        found = self.process.poll()
-        return found if found is None or found >= 0 else 128 - found
+    def signal(self) -> signal.Signals | None:
+        """The signal that ended it, if one did."""
+        code = self.process.poll()
+        return signal.Signals(-code) if code is not None and code < 0 else None
+
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit code as a shell reports it (128 + signal); None while it runs."""
+        code = self.process.poll()
+        return code if code is None or code >= 0 else 128 - code
 
 
-def launch(order: Order, processes: int, devices: int | None, console: Console) -> int:
-    """Runs `meshtune train` in `processes` processes with `devices` each; returns the exit code.
+def launch(command: TrainCommand, processes: int, devices: int | None, console: Console) -> int:
+    """Runs `meshtune train` in `processes` processes with `devices` devices each; returns the exit code.
 
-    On GPUs the visible ones are divided (`devices` each if given); on a CPU each process simulates `devices`.
-    Process 0 is shown; every process's output is added to its file in the run's logs. If one fails its last lines are
-    shown, the others are ended, and its code is returned. Ctrl-C and SIGTERM go to all.
-    Raises: UserError if there are not GPUs enough.
+    Visible GPUs are divided evenly, or `devices` to each process; on a CPU each process simulates `devices`. Process 0
+    is shown; the output of every process is appended to its file in the run's logs. If one fails, the end of its log is
+    shown, the others are ended, and its exit code is returned: 75 if it was killed or crashed, since the same command
+    with resume=true continues the run. Ctrl-C and SIGTERM are forwarded to all.
+    Raises: UserError if there are not enough GPUs.
     """
     check_gpus(processes, devices, visible_gpus())
-    order.logs.mkdir(parents=True, exist_ok=True)
+    command.logs.mkdir(parents=True, exist_ok=True)
     port = _free_port()
     with contextlib.ExitStack() as stack:
-        children = [_start(order, number, processes, devices, port, stack) for number in range(processes)]
-        with _forwarding(children):
-            _watch(children)
-        failed = _first_failure(children)
-    codes = [child.code or 0 for child in children]
+        workers = [_start(command, index, processes, devices, port, stack) for index in range(processes)]
+        with _forwarded_signals(workers):
+            _wait(workers)
+        failed = _first_failure(workers)
+    codes = [worker.exit_code or 0 for worker in workers]
     if failed is None:
         return max(codes)
-    if failed.number:
-        _show(failed, processes, console)
-    return failed.code or 1
+    if failed.index:
+        _show_failure(failed, processes, console)
+    if failed.signal is not None and failed.signal not in STOP_SIGNALS:
+        return EXIT_PROCESS_LOST
+    return failed.exit_code or 1
 
 
 def check_gpus(processes: int, devices: int | None, gpus: int) -> None:
-    """Raises UserError if `gpus` GPUs (0: a CPU, which simulates any number) do not do for the processes."""
+    """Raises: UserError if `gpus` GPUs cannot be divided between the processes. 0 is a CPU, which simulates any number
+    of devices."""
     if not gpus:
         return
     if devices is None and gpus % processes:
@@ -92,13 +116,13 @@ def check_gpus(processes: int, devices: int | None, gpus: int) -> None:
 
 
 def _start(
-    order: Order, number: int, processes: int, devices: int | None, port: int, stack: contextlib.ExitStack
-) -> Child:
+    command: TrainCommand, index: int, processes: int, devices: int | None, port: int, stack: contextlib.ExitStack
+) -> Worker:
     env = dict(os.environ) | {
         COORDINATOR: f"127.0.0.1:{port}",
         PROCESSES: str(processes),
-        PROCESS: str(number),
-        LOCAL_PROCESS: str(number),
+        PROCESS: str(index),
+        LOCAL_PROCESS: str(index),
         LOCAL_PROCESSES: str(processes),
         JOB: str(os.getpid()),
         "PYTHONUNBUFFERED": "1",
@@ -106,120 +130,116 @@ def _start(
     if devices is not None:
         env[LOCAL_DEVICES] = str(devices)
         if not visible_gpus():
-            kept = [flag for flag in env.get("XLA_FLAGS", "").split() if not flag.startswith(SIMULATED)]
-            env["XLA_FLAGS"] = " ".join([*kept, f"{SIMULATED}={devices}"])
-    log = order.logs / f"process-{number}.log"
-    command = [sys.executable, "-m", "meshtune", "train", *order.arguments]
+            flags = [flag for flag in env.get("XLA_FLAGS", "").split() if not flag.startswith(SIMULATED_DEVICES)]
+            env["XLA_FLAGS"] = " ".join([*flags, f"{SIMULATED_DEVICES}={devices}"])
+    log = command.logs / f"process-{index}.log"
+    program = [sys.executable, "-m", "meshtune", "train", *command.arguments]
     with log.open("ab") as file:
-        file.write(f"--- {datetime.datetime.now():%Y-%m-%d %H:%M:%S} {shlex.join(command[2:])}\n".encode())
+        file.write(f"--- {datetime.datetime.now():%Y-%m-%d %H:%M:%S} {shlex.join(program[2:])}\n".encode())
         file.flush()
-        read, write = (None, file.fileno()) if number else _screen()
-        # A session of its own: the terminal's Ctrl-C comes once, from here.
+        read, write = (None, file.fileno()) if index else _open_output()
+        # In a session of its own, so that the terminal's Ctrl-C reaches it once only: forwarded from here.
         process = subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=write, stderr=write, start_new_session=True
+            program, env=env, stdin=subprocess.DEVNULL, stdout=write, stderr=write, start_new_session=True
         )
     if read is not None:
         os.close(write)
         stack.callback(os.close, read)
     stack.callback(_kill, process)
-    return Child(number, process, log, read)
+    return Worker(index, process, log, read)
 
 
-def _screen() -> tuple[int, int]:
-    """(read, write) for process 0: a terminal where this has one, so that its progress bar lives."""
+def _open_output() -> tuple[int, int]:
+    """(read, write) descriptors for process 0: a pseudo-terminal if stdout is one, for the progress bar."""
     if not sys.stdout.isatty():
         return os.pipe()
     read, write = pty.openpty()
     size = os.get_terminal_size(sys.stdout.fileno())
     with contextlib.suppress(OSError):
-        import fcntl
-        import struct
-        import termios
-
         fcntl.ioctl(write, termios.TIOCSWINSZ, struct.pack("HHHH", size.lines, size.columns, 0, 0))
     return read, write
 
 
-def _watch(children: list[Child]) -> None:
-    """Shows process 0 until all have ended; ends those that go on after a failure."""
-    first = children[0]
-    assert first.screen is not None
+def _wait(workers: list[Worker]) -> None:
+    """Shows process 0 until all workers have ended; kills those that still run EXIT_GRACE seconds after a failure."""
+    main = workers[0]
+    assert main.output is not None
     failed_at: float | None = None
-    open_ = True
-    with first.log.open("ab") as log, selectors.DefaultSelector() as selector:
-        selector.register(first.screen, selectors.EVENT_READ)
-        while open_ or any(child.code is None for child in children):
-            if open_:
+    is_open = True
+    with main.log.open("ab") as log, selectors.DefaultSelector() as selector:
+        selector.register(main.output, selectors.EVENT_READ)
+        while is_open or any(worker.exit_code is None for worker in workers):
+            if is_open:
                 if selector.select(timeout=0.1):
-                    open_ = _pass_on(first.screen, log)
+                    is_open = _copy_output(main.output, log)
             else:
                 time.sleep(0.05)
-            if failed_at is None and any(child.code for child in children):
+            if failed_at is None and any(worker.exit_code for worker in workers):
                 failed_at = time.monotonic()
-            if failed_at is not None and time.monotonic() - failed_at > LEAVE:
-                for child in children:
-                    _kill(child.process)
-            if open_ and first.code is not None and not selector.select(timeout=0.2):
-                open_ = False  # a grandchild may still hold the other end
+            if failed_at is not None and time.monotonic() - failed_at > EXIT_GRACE:
+                for worker in workers:
+                    _kill(worker.process)
+            if is_open and main.exit_code is not None and not selector.select(timeout=0.2):
+                is_open = False  # a grandchild may still hold the write end
 
 
-def _pass_on(screen: int, log) -> bool:
+def _copy_output(output: int, log: BinaryIO) -> bool:
+    """Copies what process 0 wrote to the terminal and the log; False at its end."""
     try:
-        data = os.read(screen, 1 << 16)
-    except OSError:  # a terminal whose other side has closed
+        data = os.read(output, 1 << 16)
+    except OSError:  # a pseudo-terminal whose write end was closed
         return False
     if data:
-        sys.stdout.buffer.write(CHATTER.sub(b"", data))
+        sys.stdout.buffer.write(GLOO_NOISE.sub(b"", data))
         sys.stdout.buffer.flush()
         log.write(data)
         log.flush()
     return bool(data)
 
 
-def _first_failure(children: list[Child]) -> Child | None:
-    """The process whose failure ended the others: what was killed, then what does not say that another was it."""
-    failed = [child for child in children if child.code]
-    stopped = {128 + signal.SIGTERM, 128 + signal.SIGINT}
-    if not failed or all(child.code in stopped for child in children):
+def _first_failure(workers: list[Worker]) -> Worker | None:
+    """The worker whose failure ended the others: one that a signal killed, else one whose message names no other."""
+    failed = [worker for worker in workers if worker.exit_code]
+    stop_codes = {128 + number for number in STOP_SIGNALS}
+    if not failed or all(worker.exit_code in stop_codes for worker in workers):
         return None
-    killed = [child for child in failed if child.process.returncode < 0]
-    own = [child for child in failed if not _names_another(child)]
-    return (killed or own or failed)[0]
+    killed = [worker for worker in failed if worker.signal is not None]
+    origin = [worker for worker in failed if not _names_another_process(worker)]
+    return (killed or origin or failed)[0]
 
 
-def _names_another(child: Child) -> bool:
-    text = "\n".join(_last_lines(child.log))
+def _names_another_process(worker: Worker) -> bool:
+    text = "\n".join(_log_tail(worker.log))
     return "error: process " in text and (" was lost: " in text or " failed: " in text)
 
 
-def _show(child: Child, processes: int, console: Console) -> None:
-    code = child.process.returncode
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+def _show_failure(worker: Worker, processes: int, console: Console) -> None:
+    how = f"was ended by {worker.signal.name}" if worker.signal else f"failed with exit code {worker.exit_code}"
     console.print(
-        f"process {child.number} of {processes} {how}; the end of {child.log}:", style="bold red", markup=False
+        f"process {worker.index} of {processes} {how}; the end of {worker.log}:", style="bold red", markup=False
     )
-    for line in _last_lines(child.log):
+    for line in _log_tail(worker.log):
         console.print(f"  {line}", markup=False, soft_wrap=True)
 
 
-def _last_lines(log: pathlib.Path) -> list[str]:
+def _log_tail(log: pathlib.Path) -> list[str]:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - (1 << 14)))
-        return file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+        return file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
 
 
 @contextlib.contextmanager
-def _forwarding(children: list[Child]) -> Iterator[None]:
+def _forwarded_signals(workers: list[Worker]) -> Iterator[None]:
     def forward(number: int, frame: FrameType | None) -> None:
-        for child in children:
-            if child.process.poll() is None:
-                child.process.send_signal(number)
+        for worker in workers:
+            if worker.process.poll() is None:
+                worker.process.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 

@@ -1,4 +1,4 @@
-"""A task for SkyPilot (https://docs.skypilot.co): it finds the machines, starts them, and runs the same command."""
+"""A task for SkyPilot (https://docs.skypilot.co), which provisions machines and runs `meshtune train` on them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from typing import Any
 import yaml
 
 from meshtune.errors import UserError
-from meshtune.launch.order import Order, label
+from meshtune.launch.train_command import TrainCommand, dns_label
 
 ACCELERATORS = r"[A-Za-z0-9.\-]+(:\d+)?"
-LOST_CODES = [75, 137, 143]  # a process was lost, was killed, was stopped and saved
+RECOVERABLE_CODES = [75, 137, 143]  # a process was lost, was killed, or stopped and saved
 
 
 @dataclasses.dataclass(frozen=True)
-class Machines:
-    """What is asked of SkyPilot: `nodes` machines with `accelerators` (H100:8, MI300X:8, tpu-v5p-8; None: CPUs).
+class TaskOptions:
+    """The resources requested from SkyPilot: `nodes` machines with `accelerators` each (H100:8, MI300X:8, tpu-v5p-8;
+    None: CPUs).
 
-    A SkyPilot `volume`, or a `bucket` (s3://..., gs://...), is mounted on all of them at `mount`; the output must lie
-    there. The current directory is copied to each: recipe, data and model that lie in it are seen by relative paths.
+    A SkyPilot `volume`, or a `bucket` (s3://..., gs://...), is mounted on every machine at `mount`, and the output must
+    be inside it. The current directory is copied to each machine, so that relative paths in it remain valid.
+    Raises: UserError for values that SkyPilot would refuse.
     """
 
     nodes: int
@@ -41,66 +43,65 @@ class Machines:
                 f"'{self.accelerators}' is not an accelerator", where="--accelerators", fix="write it as H100:8"
             )
         if self.bucket is not None and not re.match(r"(s3|gs|r2|azure|https|cos|oci|nebius)://", self.bucket):
-            raise UserError(f"'{self.bucket}' is not a bucket", where="--bucket", fix="as in s3://name or gs://name")
+            raise UserError(
+                f"'{self.bucket}' is not a bucket", where="--bucket", fix="write it as s3://name or gs://name"
+            )
 
 
-def task(order: Order, machines: Machines) -> dict[str, Any]:
-    """The task, as YAML has it.
-
-    Raises: UserError if the machines would not see one output, or not the recipe.
-    """
-    _seen_by_all(order, machines)
+def task(command: TrainCommand, options: TaskOptions) -> dict[str, Any]:
+    """The task object. Raises: UserError if the machines would not share the output, or would not see the recipe."""
+    _check_shared_paths(command, options)
     resources: dict[str, Any] = {
-        **({"infra": machines.infra} if machines.infra else {}),
-        **({"accelerators": machines.accelerators} if machines.accelerators else {"cpus": "8+"}),
-        **({"image_id": f"docker:{machines.image}"} if machines.image else {}),
-        **({"use_spot": True} if machines.spot else {}),
-        # A managed job (sky jobs launch) starts again after these; a mistake (exit code 2) ends it.
-        "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": LOST_CODES},
+        **({"infra": options.infra} if options.infra else {}),
+        **({"accelerators": options.accelerators} if options.accelerators else {"cpus": "8+"}),
+        **({"image_id": f"docker:{options.image}"} if options.image else {}),
+        **({"use_spot": True} if options.spot else {}),
+        # A managed job (sky jobs launch) restarts after these exit codes; any other ends it.
+        "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": RECOVERABLE_CODES},
     }
     spec: dict[str, Any] = {
-        "name": label(machines.name or order.name),
-        "num_nodes": machines.nodes,
+        "name": dns_label(options.name or command.name),
+        "num_nodes": options.nodes,
         "resources": resources,
         "workdir": ".",
     }
-    if not machines.accelerators:
+    if not options.accelerators:
         spec["envs"] = {"JAX_PLATFORMS": "cpu"}
-    if machines.bucket:
-        spec["file_mounts"] = {machines.mount: {"source": machines.bucket, "mode": "MOUNT"}}
-    if machines.volume:
-        spec["volumes"] = {machines.mount: machines.volume}
-    # exec: SIGTERM reaches the process that saves, not a shell.
-    return spec | {"setup": machines.setup, "run": f"exec {shlex.join(['meshtune', 'train', *order.arguments])}"}
+    if options.bucket:
+        spec["file_mounts"] = {options.mount: {"source": options.bucket, "mode": "MOUNT"}}
+    if options.volume:
+        spec["volumes"] = {options.mount: options.volume}
+    # exec, so that SIGTERM reaches the process that saves and not a shell.
+    return spec | {"setup": options.setup, "run": f"exec {shlex.join(['meshtune', 'train', *command.arguments])}"}
 
 
-def text(order: Order, machines: Machines) -> str:
-    """The file for sky."""
-    head = [
-        "# Written by meshtune launch skypilot. Start: sky jobs launch THIS_FILE (comes back after preemption),",
-        "# or: sky launch THIS_FILE. The processes find each other by SKYPILOT_NODE_RANK and SKYPILOT_NODE_IPS.",
+def task_yaml(command: TrainCommand, options: TaskOptions) -> str:
+    """The YAML file for `sky`."""
+    header = [
+        "# Written by meshtune launch skypilot. Start: sky jobs launch THIS_FILE (restarts after preemption),",
+        "# or: sky launch THIS_FILE. The processes find each other through SKYPILOT_NODE_RANK and SKYPILOT_NODE_IPS.",
     ]
-    return "\n".join(head) + "\n" + yaml.safe_dump(task(order, machines), sort_keys=False, width=120)
+    return "\n".join(header) + "\n" + yaml.safe_dump(task(command, options), sort_keys=False, width=120)
 
 
-def _seen_by_all(order: Order, machines: Machines) -> None:
-    shared = machines.volume or machines.bucket
-    if not shared:
+def _check_shared_paths(command: TrainCommand, options: TaskOptions) -> None:
+    storage = options.volume or options.bucket
+    if not storage:
         raise UserError(
-            "the output needs a place that outlives the machines"
-            + (", and that all of them see" if machines.nodes > 1 else ""),
+            "the output needs storage that outlives the machines"
+            + (" and is shared by all of them" if options.nodes > 1 else ""),
             where="--volume, --bucket",
             fix="give a SkyPilot volume, or a bucket (s3://name), and an output in it",
         )
-    if not f"{order.recipe.output}/".startswith(machines.mount.rstrip("/") + "/"):
+    if not f"{command.recipe.output}/".startswith(options.mount.rstrip("/") + "/"):
         raise UserError(
-            f"the output does not lie in {shared}, which every machine mounts",
-            where=order.recipe.output,
-            fix=f"give output={machines.mount}/{order.name}, or another --mount",
+            f"the output is not in {storage}, which every machine mounts",
+            where=command.recipe.output,
+            fix=f"give output={options.mount}/{command.name}, or another --mount",
         )
-    if order.file and (order.file.is_absolute() or ".." in order.file.parts):
+    if command.recipe_file and (command.recipe_file.is_absolute() or ".." in command.recipe_file.parts):
         raise UserError(
-            "the recipe does not lie in the current directory, which is what the machines get",
-            where=str(order.file),
-            fix="go to a directory that holds it and name it from there",
+            "the recipe is not in the current directory, which is what is copied to the machines",
+            where=str(command.recipe_file),
+            fix="change to a directory that contains it and give its path from there",
         )

@@ -1,4 +1,4 @@
-"""A batch script for Slurm: readable, restarted where it was stopped, checked before it spends time."""
+"""A batch script for Slurm: readable, requeued after preemption or a lost node, checked before it spends time."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ import signal
 import subprocess
 
 from meshtune.errors import UserError, nearest
-from meshtune.launch.order import Order, label, program
+from meshtune.launch.train_command import TrainCommand, dns_label, meshtune_executable
 from meshtune.mesh.protocol import EXIT_PROCESS_LOST
 
-BODY = pathlib.Path(__file__).with_name("slurm_body.sh")
-RESTARTS = 20  # after losing a process; a time limit or preemption restarts without end
-TIMES = r"\d+(:[0-5]?\d){0,2}|\d+-\d+(:[0-5]?\d){0,2}"  # sbatch: minutes, h:m[:s], days-hours[:m[:s]]
-MAIL = ("NONE", "BEGIN", "END", "FAIL", "REQUEUE", "ALL", "TIME_LIMIT", "TIME_LIMIT_90", "TIME_LIMIT_80")
+TEMPLATE = pathlib.Path(__file__).with_name("slurm_body.sh")
+MAX_RESTARTS = 20  # after a lost process; restarts after a time limit or preemption are unlimited
+TIME = r"\d+(:[0-5]?\d){0,2}|\d+-\d+(:[0-5]?\d){0,2}"  # sbatch: minutes, h:m[:s], days-hours[:m[:s]]
+MAIL_TYPES = ("NONE", "BEGIN", "END", "FAIL", "REQUEUE", "ALL", "TIME_LIMIT", "TIME_LIMIT_90", "TIME_LIMIT_80")
 RUNTIMES = ("pyxis", "apptainer")
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-    """What is asked of Slurm. `gpus` and `processes` are for each node, `warning` seconds before the time limit.
+class SlurmOptions:
+    """The resources requested from Slurm. `gpus` and `processes` are per node; `warning` is the seconds between SIGTERM
+    and the time limit.
 
-    `container` is an image: a .sif file runs by Apptainer, any other by pyxis unless `runtime` says so; `mounts` are
-    shared directories it sees besides those of the run.
+    `container` is an image: a .sif file runs in Apptainer, any other in pyxis, unless `runtime` says otherwise.
+    `mounts` are shared directories to mount in addition to those of the run. `extra` options are passed to sbatch.
+    Raises: UserError for values that Slurm would refuse.
     """
 
     nodes: int
@@ -45,42 +47,43 @@ class Request:
     container: str | None = None
     runtime: str | None = None
     mounts: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
 
     def __post_init__(self):
-        if self.time is not None and not re.fullmatch(TIMES, self.time):
+        if self.time is not None and not re.fullmatch(TIME, self.time):
             raise UserError(f"'{self.time}' is not a time", where="--time", fix="write it as 4:00:00 or 2-00:00:00")
         if self.gpus and self.gpus % self.processes:
             raise UserError(
-                f"{self.gpus} GPUs a node do not divide by {self.processes} processes",
+                f"{self.gpus} GPUs per node do not divide by {self.processes} processes",
                 where="--processes-per-node",
-                fix="leave it out: one process drives all GPUs of its node",
+                fix="leave it out: one process uses all GPUs of its node",
             )
-        for kind in self.mail_type.split(","):
-            if kind not in MAIL:
+        for mail_type in self.mail_type.split(","):
+            if mail_type not in MAIL_TYPES:
                 raise UserError(
-                    f"'{kind}' is not a kind of mail", where="--mail-type", fix=nearest(kind, MAIL) + ", ".join(MAIL)
+                    f"'{mail_type}' is not a mail type",
+                    where="--mail-type",
+                    fix=nearest(mail_type, MAIL_TYPES) + f"choose from {', '.join(MAIL_TYPES)}",
                 )
         if self.runtime not in (None, *RUNTIMES):
             raise UserError(
-                f"'{self.runtime}' is no container runtime",
+                f"'{self.runtime}' is not a supported container runtime",
                 where="--container-runtime",
-                fix=nearest(self.runtime or "", RUNTIMES) + ", ".join(RUNTIMES),
+                fix=nearest(self.runtime or "", RUNTIMES) + f"choose {' or '.join(RUNTIMES)}",
             )
-        for option in self.options:
+        for option in self.extra:
             if not option.startswith("-"):
                 raise UserError(
-                    f"'{option}' is not an option of sbatch", where="--sbatch", fix="as in --constraint=h100"
+                    f"'{option}' is not an option of sbatch", where="--sbatch", fix="write it as --constraint=h100"
                 )
 
 
-def script(order: Order, request: Request) -> str:
-    """The batch script."""
-    return "\n".join(_header(order, request)) + "\n" + _body(order, request)
+def batch_script(command: TrainCommand, options: SlurmOptions) -> str:
+    return "\n".join(_header(command, options)) + "\n" + _body(command, options)
 
 
 def submit(path: pathlib.Path) -> str:
-    """Hands the script to sbatch; returns the job's number. Raises UserError with what sbatch says."""
+    """Submits the script with sbatch; returns the job id. Raises: UserError with sbatch's message if refused."""
     if shutil.which("sbatch") is None:
         raise UserError("sbatch is not on this machine", where="--submit", fix=f"on the login node: sbatch {path}")
     done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True)
@@ -89,71 +92,73 @@ def submit(path: pathlib.Path) -> str:
     return done.stdout.strip().split(";")[0]
 
 
-def _header(order: Order, request: Request) -> list[str]:
-    asked = [
-        f"--job-name={label(request.name or order.name)}",
-        f"--nodes={request.nodes}",
-        f"--ntasks-per-node={request.processes}",
-        f"--gpus-per-node={request.gpus}" if request.gpus else None,
-        f"--cpus-per-task={request.cpus}" if request.cpus else None,
-        f"--mem={request.memory}" if request.memory else None,
-        f"--time={request.time}" if request.time else None,
-        f"--partition={request.partition}" if request.partition else None,
-        f"--account={request.account}" if request.account else None,
-        f"--qos={request.qos}" if request.qos else None,
-        f"--mail-user={request.mail}" if request.mail else None,
-        f"--mail-type={request.mail_type}" if request.mail else None,
-        *request.options,
+def _header(command: TrainCommand, options: SlurmOptions) -> list[str]:
+    directives = [
+        f"--job-name={dns_label(options.name or command.name)}",
+        f"--nodes={options.nodes}",
+        f"--ntasks-per-node={options.processes}",
+        f"--gpus-per-node={options.gpus}" if options.gpus else None,
+        f"--cpus-per-task={options.cpus}" if options.cpus else None,
+        f"--mem={options.memory}" if options.memory else None,
+        f"--time={options.time}" if options.time else None,
+        f"--partition={options.partition}" if options.partition else None,
+        f"--account={options.account}" if options.account else None,
+        f"--qos={options.qos}" if options.qos else None,
+        f"--mail-user={options.mail}" if options.mail else None,
+        f"--mail-type={options.mail_type}" if options.mail else None,
+        *options.extra,
     ]
-    if request.processes == 1:
-        why = (
-            "# One process a node drives all its GPUs: JAX needs no process for each, and the node reads weights once."
-        )
+    if options.processes == 1:
+        reason = "# One process per node uses all its GPUs: JAX needs no more, and each node reads the weights once."
     else:
-        why = "# The processes of a node divide its GPUs; each sees them all, so no --gpus-per-task and no --gpu-bind."
+        reason = "# The processes of a node divide its GPUs. Each must see all: no --gpus-per-task and no --gpu-bind."
     return [
         "#!/bin/bash",
         "# Written by meshtune launch slurm. Submit with: sbatch THIS_FILE",
-        why,
-        *(f"#SBATCH {one}" for one in asked if one),
+        reason,
+        *(f"#SBATCH {directive}" for directive in directives if directive),
         f"#SBATCH --chdir={shlex.quote(str(pathlib.Path.cwd()))}",
-        "# What is preempted, or loses a node, is queued again and goes on; its output is added to.",
+        "# A job that is preempted or loses a node is requeued and resumes; its output is appended.",
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",
-        f"# So many seconds before the limit every process gets SIGTERM, saves, and exits with {128 + signal.SIGTERM}.",
-        f"#SBATCH --signal=TERM@{request.warning}",
+        f"# Seconds before the time limit at which every process gets SIGTERM, saves, and exits with "
+        f"{128 + signal.SIGTERM}.",
+        f"#SBATCH --signal=TERM@{options.warning}",
     ]
 
 
-def _body(order: Order, request: Request) -> str:
-    command = shlex.join([program() if request.container is None else "meshtune", "train", *order.arguments])
-    around = _container(order, request)
-    settings = [] if request.gpus else ["export JAX_PLATFORMS=cpu"]
-    filled = {
-        "OUTPUT": shlex.quote(str(order.output)),
-        "SETTINGS": "\n".join(settings),
-        "FILES": shlex.join(map(str, order.files)),
-        "SRUN": f"--ntasks-per-node={request.processes}" + (f" --cpus-per-task={request.cpus}" if request.cpus else ""),
-        "COMMAND": f"{around} \\\n  {command}" if around else command,
+def _body(command: TrainCommand, options: SlurmOptions) -> str:
+    program = meshtune_executable() if options.container is None else "meshtune"
+    train = shlex.join([program, "train", *command.arguments])
+    container = _container(command, options)
+    cpus = f" --cpus-per-task={options.cpus}" if options.cpus else ""
+    values = {
+        "OUTPUT": shlex.quote(str(command.output)),
+        "SETTINGS": "" if options.gpus else "export JAX_PLATFORMS=cpu",
+        "FILES": shlex.join(map(str, command.input_files)),
+        "SRUN": f"--ntasks-per-node={options.processes}{cpus}",
+        "COMMAND": f"{container} \\\n  {train}" if container else train,
         "STOPPED": str(128 + signal.SIGTERM),
         "LOST": str(EXIT_PROCESS_LOST),
-        "RESTARTS": str(RESTARTS),
+        "RESTARTS": str(MAX_RESTARTS),
     }
-    text = BODY.read_text(encoding="utf-8")
-    return re.sub(r"@([A-Z]+)@", lambda found: filled[found[1]], text)
+    return re.sub(r"@([A-Z]+)@", lambda match: values[match[1]], TEMPLATE.read_text(encoding="utf-8"))
 
 
-def _container(order: Order, request: Request) -> str | None:
-    if request.container is None:
+def _container(command: TrainCommand, options: SlurmOptions) -> str | None:
+    """srun's options for pyxis, or the command that runs Apptainer; None without a container."""
+    if options.container is None:
         return None
-    image = request.container
-    runtime = request.runtime or ("apptainer" if image.endswith(".sif") else "pyxis")
-    here = str(pathlib.Path.cwd())
-    seen = [here, str(order.output.parent), *(str(path.parent) for path in order.files), *request.mounts]
-    mounts = list(dict.fromkeys(seen))
+    image = options.container
+    runtime = options.runtime or ("apptainer" if image.endswith(".sif") else "pyxis")
+    workdir = str(pathlib.Path.cwd())
+    inputs = [str(path.parent) for path in command.input_files]
+    mounts = list(dict.fromkeys([workdir, str(command.output.parent), *inputs, *options.mounts]))
     if runtime == "pyxis":
-        shared = ",".join(f"{path}:{path}" for path in mounts)
-        return shlex.join([f"--container-image={image}", f"--container-mounts={shared}", f"--container-workdir={here}"])
-    vendor = "--rocm" if "rocm" in image.lower() else "--nv"
-    binds = [word for path in mounts for word in ("--bind", path)]
-    return shlex.join(["apptainer", "exec", vendor, *binds, "--pwd", here, image])
+        pairs = ",".join(f"{path}:{path}" for path in mounts)
+        return shlex.join(
+            [f"--container-image={image}", f"--container-mounts={pairs}", f"--container-workdir={workdir}"]
+        )
+    gpu_flag = "--rocm" if "rocm" in image.lower() else "--nv"
+    binds = [argument for path in mounts for argument in ("--bind", path)]
+    return shlex.join(["apptainer", "exec", gpu_flag, *binds, "--pwd", workdir, image])

@@ -1,17 +1,17 @@
 
 set -u
 OUTPUT=@OUTPUT@
-LOGS="$OUTPUT/logs"  # a file for every process; number 0 shows the progress of all
+LOGS="$OUTPUT/logs"  # a file for every process; process 0 shows the progress of all
 mkdir -p "$LOGS" || exit 2
 @SETTINGS@
-# Preempted, this shell goes on until the processes have saved and left.
+# On preemption this shell keeps running until the processes have saved and exited.
 trap 'echo "SIGTERM: the processes save and stop"' TERM
 
 # Every node must see the same output, recipe and model: a file written here must appear there.
 TOKEN="$LOGS/.job-$SLURM_JOB_ID.partial"
 echo "$SLURM_JOB_ID" > "$TOKEN" || exit 2
 srun --ntasks-per-node=1 --ntasks="$SLURM_JOB_NUM_NODES" bash -c '
-  for try in {1..60}; do  # network file systems take their time
+  for attempt in {1..60}; do  # network file systems show new files late
     [ "$(cat "$1" 2>/dev/null)" = "$SLURM_JOB_ID" ] && break
     sleep 1
   done
@@ -21,7 +21,7 @@ srun --ntasks-per-node=1 --ntasks="$SLURM_JOB_NUM_NODES" bash -c '
 ' check "$TOKEN" @FILES@ || { rm -f "$TOKEN"; exit 2; }
 rm -f "$TOKEN"
 
-# The processes find each other by Slurm's own variables. resume=true begins anew where there is nothing yet.
+# The processes find each other through Slurm's own variables. resume=true starts anew in an empty output.
 srun @SRUN@ --wait=120 \
   --open-mode=append --output="$LOGS/process-%t.log" \
   @COMMAND@
@@ -29,14 +29,14 @@ code=$?
 
 case $code in
   0) echo "finished"; exit 0 ;;
-  1|2) echo "failed with exit code $code, which another try would not mend: see $LOGS" >&2; exit $code ;;
+  1|2) echo "failed with exit code $code, which a restart would not change: see $LOGS" >&2; exit $code ;;
   @STOPPED@) reason="stopped by a signal and saved" ;;
-  *) reason="lost a process (exit code $code)"  # @LOST@, or what killed it
+  *) reason="lost a process (exit code $code)"  # @LOST@, or that of the signal that killed it
     if [ "${SLURM_RESTART_COUNT:-0}" -ge @RESTARTS@ ]; then
       echo "$reason, after @RESTARTS@ restarts: giving up" >&2
       exit $code
     fi ;;
 esac
-echo "$reason; queued again, to go on from the last checkpoint"
+echo "$reason; requeued, to resume from the last checkpoint"
 scontrol requeue "$SLURM_JOB_ID"
 exit $code
