@@ -21,6 +21,7 @@ from tiny_models import SMALL
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.yaml"))
+RECIPES = sorted((ROOT / "examples").rglob("*.yaml"))
 KINDS = {"llama3": "llama", "mistral": "mistral", "qwen2.5": "qwen2", "qwen3": "qwen3"}
 MESHES = {name: load_recipe(ROOT / f"examples/{name}.yaml", []).mesh for name in EXAMPLES}
 TOKENIZER = pathlib.Path(meshtune.quickstart.__file__).parent / "model"
@@ -38,6 +39,19 @@ def models(tmp_path_factory):
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(TOKENIZER / name, root / kind)
     return root
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_shipped_recipe_finds_its_files_from_any_directory(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    notices: list[str] = []
+    recipe = load_recipe(path, notify=notices.append)
+    named = [source.path for source in recipe.data.train] + [recipe.data.registry]
+    if path.parent.name == "headline":
+        named.append(recipe.model.path)
+    assert all(pathlib.Path(name).exists() for name in named if name is not None)
+    assert len(notices) == 1
+    assert notices[0].startswith("not found from the current directory, so taken from beside the recipe: ")
 
 
 def test_there_is_an_example_for_every_family_and_method():
