@@ -1,6 +1,5 @@
 """Checkpoints come back bit for bit, only whole ones count, and a disk that refuses loses nothing that was saved."""
 
-import dataclasses
 import json
 import shutil
 import subprocess
@@ -11,45 +10,11 @@ import numpy as np
 import optax
 import psutil
 import pytest
+from checkpoint_states import bits, record_of, state_of
 
 from meshtune.errors import UserError
-from meshtune.train.checkpoint.checkpoints import Best, Checkpoints, Record, versions
-from meshtune.train.step.build import TrainState, init_state
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Pair:
-    a: jax.Array
-    b: jax.Array
-
-
-OPTIMIZER = optax.chain(optax.scale_by_adam(), optax.scale_by_learning_rate(lambda count: 0.1 / (1 + count)))
-
-
-def state_of(step: int, width: int = 5) -> TrainState:
-    """Dicts, a registered node, bf16, optax's named tuples; contents a function of `step`."""
-    rng = np.random.default_rng(step)
-    trainable = {
-        "layers": {
-            "0.0": {"q": {"adapter": Pair(*(jnp.asarray(rng.normal(size=(3, width)), "float32") for _ in "ab"))}}
-        },
-        "norm": {"weight": jnp.asarray(rng.normal(size=width), "bfloat16")},
-    }
-    state = init_state(trainable, OPTIMIZER)
-    for _ in range(2):
-        gradient = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), trainable)
-        _, opt_state = OPTIMIZER.update(gradient, state.opt_state, trainable)
-        state = TrainState(jnp.int32(step), trainable, opt_state)
-    return state
-
-
-def record_of(step: int, **more) -> Record:
-    return Record(step, 3, {"train": {"steps": 9}}, "base", "sha256:0", "d", versions=versions(), **more)
-
-
-def bits(tree) -> list[tuple[str, bytes]]:
-    return [(str(leaf.dtype), np.asarray(leaf).tobytes()) for leaf in jax.tree.leaves(tree)]
+from meshtune.train.checkpoint.checkpoints import Best, Checkpoints, versions
+from meshtune.train.step.build import TrainState
 
 
 def test_state_and_record_come_back_bit_for_bit(tmp_path):

@@ -1,34 +1,35 @@
-"""Run state on disk: everything a run needs to go on as if it had never stopped.
+"""Run state on disk: everything a run needs to continue as if it had never stopped.
 
-A checkpoint is a directory named by its step. It is written beside its place and renamed when it is whole, so a
-process killed at any moment leaves the checkpoints that were whole before; what it left half-written is removed when
-the directory is opened again. Arrays go through Orbax, asynchronously; what is not an array is JSON beside them.
-Frozen weights are not in it: the record refers to them by path and hash.
+A checkpoint is a directory named by its step. It is written under a temporary name and renamed when it is complete, so
+a process killed at any moment leaves the earlier checkpoints as they were; unfinished ones are removed when the
+directory is opened again. Arrays go through Orbax, asynchronously; the record is JSON beside them. Both have digests,
+which are compared before anything is restored. Frozen weights are not saved: the record names their path and hash.
 
-Of arrays that are spread over processes each writes what its own devices hold (what several hold is written once), and
-reads what its devices will hold: nothing is gathered, and meshes and numbers of processes may differ between the two.
+Each process writes the shards of its own devices (what several devices hold is written once) and reads what its devices
+need. Nothing is gathered, and mesh and number of processes may differ between the two.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
+import json
 import logging
 import pathlib
 import shutil
 import sys
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
 from meshtune.arrays.paths import named_leaves
+from meshtune.digests import FILE, DamagedError, damaged, find_damage, read_digests, share
 from meshtune.errors import UserError
 from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.setup.memory import size_in_words
+from meshtune.train.checkpoint.directory import UNFINISHED, check_same_steps, prepare_directory, set_aside
 from meshtune.train.checkpoint.disk import disk_errors, disk_reason
 from meshtune.train.checkpoint.record import Best, Record, versions
 from meshtune.train.step.build import TrainState
@@ -37,7 +38,7 @@ __all__ = ["Best", "Checkpoints", "Record", "disk_reason", "versions"]
 
 MARGIN = 256 * 1024  # bytes of a checkpoint that are not arrays
 TIMEOUT = 3600  # seconds the slowest process's writing may take; a process that is lost ends the others at once
-UNFINISHED = "orbax-checkpoint-tmp"
+FIX = "delete this directory, or move it away, to continue from the checkpoint before it"
 
 
 class Checkpoints:
@@ -54,12 +55,15 @@ class Checkpoints:
     def __init__(self, directory: str | pathlib.Path, *, keep: int, job: Job = SINGLE_PROCESS):
         import orbax.checkpoint as ocp  # late: importing it takes seconds
 
+        from meshtune.train.checkpoint.state_handler import StateHandler
+
         _quiet_orbax()
         self.directory = pathlib.Path(directory).absolute()
         self._job = job
         self._best: int | None = None
         self._failed: BaseException | None = None
-        _prepare(self.directory, job)
+        self._verified: set[int] = set()
+        prepare_directory(self.directory, job)
         # Naming the processes makes Orbax wait for them through the coordination service. Its other way is a collective
         # operation on the devices, which from its background thread could come between those of the training step.
         among = set(range(job.process_count)) if job.process_count > 1 else None
@@ -70,7 +74,7 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(
                 self.directory,
                 item_handlers={
-                    "state": ocp.PyTreeCheckpointHandler(multiprocessing_options=several),
+                    "state": StateHandler(process_index=job.process_index, options=several),
                     "record": ocp.JsonCheckpointHandler(multiprocessing_options=several),
                 },
                 options=ocp.CheckpointManagerOptions(
@@ -80,7 +84,7 @@ class Checkpoints:
                     multiprocessing_options=several,
                 ),
             )
-        _same_everywhere(self.steps(), self.directory, job)
+        check_same_steps(self.steps(), self.directory, job)
 
     def latest(self) -> int | None:
         """The step of the newest whole checkpoint, or None."""
@@ -101,6 +105,8 @@ class Checkpoints:
         """
         import orbax.checkpoint as ocp
 
+        from meshtune.train.checkpoint.state_handler import StateSave
+
         with disk_errors(self.directory):
             # Not `together`: where this process's part of the previous save failed, the others still wait for it.
             self._manager.wait_until_finished()
@@ -111,8 +117,8 @@ class Checkpoints:
             self._manager.save(
                 record.step,
                 args=ocp.args.Composite(
-                    state=ocp.args.PyTreeSave(_by_name(state)),  # pyright: ignore[reportCallIssue]
-                    record=ocp.args.JsonSave(dataclasses.asdict(record)),  # pyright: ignore[reportCallIssue]
+                    state=StateSave(_by_name(state)),  # pyright: ignore[reportCallIssue]
+                    record=ocp.args.JsonSave(record.to_json()),  # pyright: ignore[reportCallIssue]
                 ),
                 force=True,
             )
@@ -131,27 +137,66 @@ class Checkpoints:
             self._manager.check_for_errors()
 
     def record(self, step: int) -> Record:
-        """What the checkpoint of a step says beside its arrays."""
-        import orbax.checkpoint as ocp
+        """The record of a step's checkpoint. Raises: DamagedError where it is not what was written."""
+        path = self.path(step) / "record" / "metadata"
+        try:
+            return Record.from_json(json.loads(path.read_bytes()))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = "it is missing" if isinstance(error, FileNotFoundError) else "it is not what was written"
+            raise damaged(self.path(step), {"record/metadata": reason}, FIX) from error
 
-        with self._reading(step):
-            restored = self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore()))  # pyright: ignore[reportCallIssue]
-            return Record.from_json(restored["record"])
+    def verify(self, step: int) -> bool:
+        """Compares every file of a checkpoint with its digest, each process a share of them; all processes call this.
+
+        False for a checkpoint of an earlier version, which has no digests. Raises: DamagedError, on all processes.
+        """
+        damage, has_digests = self._find_damage(step)
+        for other in self._job.exchange(f"checkpoint {step}: damage", damage):
+            damage |= other
+        if damage:
+            raise damaged(self.path(step), damage, FIX)
+        self._verified.add(step)
+        return has_digests
+
+    def _find_damage(self, step: int) -> tuple[dict[str, str], bool]:
+        """(what is wrong with each damaged file of this process's share, whether the checkpoint has digests)."""
+        try:
+            if not self.record(step).has_digests:
+                return {}, False
+        except DamagedError as error:
+            return {"record/metadata": error.reason}, True
+        state = self.path(step) / "state"
+        try:
+            digests, _ = read_digests(state)
+        except DamagedError as error:
+            return {f"state/{FILE}": error.reason}, True
+        own = share(digests, self._job.process_index, self._job.process_count)
+        return {f"state/{name}": reason for name, reason in find_damage(state, own).items()}, True
+
+    def set_aside(self, step: int) -> pathlib.Path:
+        """Moves a damaged checkpoint out of the directory, and returns where it is now; all processes call this."""
+        target = set_aside(self.directory, step, self._job)
+        self._manager.reload()
+        return target
 
     def restore(self, step: int, like: TrainState) -> TrainState:
         """The saved state of a step, placed as the arrays (or ShapeDtypeStructs with shardings) of `like` are.
 
-        Raises: UserError if the checkpoint is damaged or is of another model, method or optimizer.
+        Raises: DamagedError if the checkpoint is damaged, UserError if it is of another model, method or optimizer.
         """
         import orbax.checkpoint as ocp
 
+        from meshtune.train.checkpoint.state_handler import StateRestore
+
+        if step not in self._verified:
+            self.verify(step)
         target = _by_name(jax.tree.map(_abstract, like))
         with self._reading(step):
             self._check_same_arrays(step, target)
             restored = self._manager.restore(
                 step,
                 args=ocp.args.Composite(
-                    state=ocp.args.PyTreeRestore(  # pyright: ignore[reportCallIssue]
+                    state=StateRestore(  # pyright: ignore[reportCallIssue]
                         item=target,  # pyright: ignore[reportCallIssue]
                         restore_args=ocp.checkpoint_utils.construct_restore_args(target),  # pyright: ignore[reportCallIssue]
                     )
@@ -201,13 +246,13 @@ class Checkpoints:
 
     def _check_same_arrays(self, step: int, target: dict[str, Any]) -> None:
         saved = self._manager.item_metadata(step)["state"].tree
-        found = {name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in saved.items()}
-        wanted = {name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in target.items()}
-        for name in sorted(found.keys() | wanted.keys()):
-            if found.get(name) != wanted.get(name):
+        in_checkpoint = {name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in saved.items()}
+        in_run = {name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in target.items()}
+        for name in sorted(in_checkpoint.keys() | in_run.keys()):
+            if in_checkpoint.get(name) != in_run.get(name):
                 raise UserError(
-                    f"the checkpoint does not fit this run: '{name}' is {_described(found.get(name))} there and "
-                    f"{_described(wanted.get(name))} here",
+                    f"the checkpoint does not fit this run: '{name}' is {_describe(in_checkpoint.get(name))} there and "
+                    f"{_describe(in_run.get(name))} here",
                     where=str(self.path(step)),
                     fix="resume with the recipe the run was started with, or start anew with overwrite=true",
                 )
@@ -219,44 +264,9 @@ class Checkpoints:
         except UserError:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"the checkpoint cannot be read: {_first_line(error)}",
-                where=str(self.path(step)),
-                fix="delete this directory to go on from the checkpoint before it",
+            raise DamagedError(
+                f"the checkpoint cannot be read: {_first_line(error)}", where=str(self.path(step)), fix=FIX
             ) from error
-
-
-def _prepare(directory: pathlib.Path, job: Job) -> None:
-    """Process 0 makes the directory and removes what was left half-written; all see that it is the same directory."""
-    token = f"shared-{job.exchange('checkpoints: token', uuid.uuid4().hex)[0]}.{UNFINISHED}"
-    with raise_collectively(job, "checkpoints: directory"), disk_errors(directory):
-        if job.is_main_process:
-            directory.mkdir(parents=True, exist_ok=True)
-            for unfinished in directory.glob(f"*.{UNFINISHED}*"):
-                shutil.rmtree(unfinished)
-            if job.process_count > 1:
-                (directory / token).mkdir()
-    with raise_collectively(job, "checkpoints: shared"):
-        if job.process_count > 1 and not (directory / token).is_dir():
-            raise UserError(
-                f"host {job.host} does not see the directory that process 0 made for checkpoints: the output is not on "
-                "storage that all hosts share",
-                where=str(directory),
-                fix="give an output on a shared file system, mounted at the same path on every host",
-            )
-    if job.is_main_process and job.process_count > 1:
-        (directory / token).rmdir()
-
-
-def _same_everywhere(steps: list[int], directory: pathlib.Path, job: Job) -> None:
-    everyone = job.exchange("checkpoints: steps", steps)
-    for process, found in enumerate(everyone):
-        if found != everyone[0]:
-            raise UserError(
-                f"process 0 finds the checkpoints {everyone[0]}, and process {process} finds {found}",
-                where=str(directory),
-                fix="wait until the shared file system shows the same on every host, and start again",
-            )
 
 
 class _NotOrbax(logging.Filter):
@@ -268,7 +278,7 @@ class _NotOrbax(logging.Filter):
 
 def _quiet_orbax() -> None:
     logger = logging.getLogger("absl")
-    if not any(isinstance(one, _NotOrbax) for one in logger.filters):
+    if not any(isinstance(filter_, _NotOrbax) for filter_ in logger.filters):
         logger.addFilter(_NotOrbax())
 
 
@@ -279,8 +289,8 @@ class _Newest:
         self._keep, self._owner = keep, owner
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        newest = sorted((one.step for one in checkpoints), reverse=True)[: self._keep]
-        return [one.step in newest or one.step == self._owner._best for one in checkpoints]
+        newest = sorted((checkpoint.step for checkpoint in checkpoints), reverse=True)[: self._keep]
+        return [checkpoint.step in newest or checkpoint.step == self._owner._best for checkpoint in checkpoints]
 
 
 def _by_name(state: Any) -> dict[str, Any]:
@@ -291,8 +301,8 @@ def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 
-def _described(found: tuple[tuple[int, ...], str] | None) -> str:
-    return "absent" if found is None else f"{found[1]}{list(found[0])}"
+def _describe(array: tuple[tuple[int, ...], str] | None) -> str:
+    return "absent" if array is None else f"{array[1]}{list(array[0])}"
 
 
 def _first_line(error: BaseException) -> str:

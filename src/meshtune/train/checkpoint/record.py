@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside arrays."""
+"""The record of a checkpoint: what it holds beside arrays, as JSON with a digest."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import dataclasses
 import importlib.metadata
 import platform
 from typing import Any
+
+from meshtune.digests import digest_json
 
 PACKAGES = ("meshtune", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
 
@@ -23,9 +25,10 @@ class Best:
 class Record:
     """What a checkpoint holds beside arrays.
 
-    `step` updates are made and as many batches are used up: together with `seed` it is the state of the random numbers
-    and of the data order. `data` fingerprints the prepared examples, `base_hash` the frozen weights; `stale` counts
-    evaluations since the best one; `recipe` is the resolved recipe.
+    `step` updates are made and as many batches are used up: together with `seed` this is the state of the random
+    numbers and of the data order. `data` fingerprints the prepared examples, `base_hash` the frozen weights; `stale`
+    counts evaluations since the best one; `recipe` is the resolved recipe. `has_digests` is false for a record read
+    from a checkpoint of a version that wrote none.
     """
 
     step: int
@@ -37,17 +40,32 @@ class Record:
     best: Best | None = None
     stale: int = 0
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    has_digests: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        """The record and its digest."""
+        fields = dataclasses.asdict(self)
+        del fields["has_digests"]
+        return {"record": fields, "digest": digest_json(fields)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Record:
-        best = value.get("best")
-        return cls(**{**value, "best": Best(**best) if best else None})
+        """The record that `to_json` gave, or an earlier version, which had no digest.
+
+        Raises: ValueError, KeyError or TypeError where it is neither.
+        """
+        has_digests = "record" in value or "digest" in value
+        fields = value["record"] if has_digests else value
+        if has_digests and digest_json(fields) != value["digest"]:
+            raise ValueError("the record does not have its digest")
+        best = fields.get("best")
+        return cls(**{**fields, "best": Best(**best) if best else None, "has_digests": has_digests})
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides a run's numbers."""
-    found = {"python": platform.python_version()}
+    """Versions of the packages that a run's numbers depend on."""
+    installed = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            installed[name] = importlib.metadata.version(name)
+    return installed

@@ -1,0 +1,183 @@
+"""Digests of the files in a directory, written beside them and compared when they are read again.
+
+They detect what disks, copies and interrupted writes do to files. They are no defence against forgery: XXH3 is not a
+cryptographic hash, and was chosen because it hashes several gigabytes a second on one core.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from meshtune.errors import UserError
+
+FILE = "digests.json"
+ALGORITHM = "xxh3_128"
+BLOCK_BYTES = 64 << 20  # hashed by one thread; a file's digest is that of its blocks' digests
+BUFFER_BYTES = 256 << 10  # stays in a core's cache between reading and hashing
+THREADS = min(8, os.cpu_count() or 1)
+
+
+class DamagedError(UserError):
+    """A file is not what was written: it is missing, shorter, longer, or has other contents."""
+
+    @property
+    def reason(self) -> str:
+        """The message without the name of the file."""
+        return self.what.partition(" is damaged: ")[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class FileDigest:
+    """The size of a file in bytes, and the digest of its contents."""
+
+    size: int
+    digest: str
+
+
+def list_files(directory: Path) -> list[str]:
+    """Paths of all files below `directory`, relative to it and sorted, without the file of digests itself."""
+    paths = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+    return sorted(path for path in paths if path != FILE)
+
+
+def digest_files(directory: Path, names: Sequence[str]) -> dict[str, FileDigest]:
+    """The digests of files, in parallel over blocks of all of them. Raises: OSError where one cannot be read."""
+    sizes = {name: (directory / name).stat().st_size for name in names}
+    blocks = [(name, start) for name, size in sizes.items() for start in range(0, max(1, size), BLOCK_BYTES)]
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        hashed = list(pool.map(lambda block: _hash_block(directory / block[0], block[1]), blocks))
+    joined: dict[str, xxhash.xxh3_128] = {name: xxhash.xxh3_128() for name in names}
+    for (name, _), digest in zip(blocks, hashed, strict=True):
+        joined[name].update(digest)
+    return {name: FileDigest(sizes[name], joined[name].hexdigest()) for name in names}
+
+
+def digest_bytes(content: bytes) -> str:
+    """The digest of bytes in memory, 32 hex digits."""
+    return xxhash.xxh3_128_hexdigest(content)
+
+
+def digest_json(value: Any) -> str:
+    """The digest of a JSON value, whatever the order of its keys."""
+    return digest_bytes(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
+
+
+def write_digests(directory: Path, digests: Mapping[str, FileDigest] | None = None) -> str:
+    """Writes digests.json for `digests` (default: all files there) as one atomic replacement; its own digest."""
+    digests = digest_files(directory, list_files(directory)) if digests is None else digests
+    files = {name: dataclasses.asdict(digest) for name, digest in sorted(digests.items())}
+    own = digest_json(files)
+    content = json.dumps({"algorithm": ALGORITHM, "files": files, "digest": own}, indent=1) + "\n"
+    draft = directory / f".{FILE}.partial"
+    with draft.open("w", encoding="utf-8") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(draft, directory / FILE)
+    return own
+
+
+def read_digests(directory: Path) -> tuple[dict[str, FileDigest], str]:
+    """The digests written for a directory, and the digest of digests.json itself.
+
+    Raises: DamagedError where digests.json is missing or damaged.
+    """
+    path = directory / FILE
+    try:
+        fields = json.loads(path.read_bytes())
+        files, own = fields["files"], fields["digest"]
+        if fields["algorithm"] != ALGORITHM or digest_json(files) != own:
+            raise ValueError("it does not have the contents that were written")
+        return {name: FileDigest(**digest) for name, digest in files.items()}, own
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = "it is missing" if isinstance(error, FileNotFoundError) else "it is not what was written"
+        raise DamagedError(f"{FILE} is damaged: {reason}", where=str(path)) from error
+
+
+def find_damage(directory: Path, digests: Mapping[str, FileDigest]) -> dict[str, str]:
+    """What is wrong with each file that is not as `digests` says; empty where all are whole."""
+    damage: dict[str, str] = {}
+    readable: list[str] = []
+    for name, digest in digests.items():
+        try:
+            size = (directory / name).stat().st_size
+        except OSError as error:
+            damage[name] = "it is missing" if isinstance(error, FileNotFoundError) else _reason(error)
+            continue
+        if size != digest.size:
+            damage[name] = f"it is {size:,} bytes long, and {digest.size:,} were written"
+        else:
+            readable.append(name)
+    try:
+        found = digest_files(directory, readable)
+    except OSError:  # one of them: find out which
+        found = {}
+        for name in readable:
+            try:
+                found |= digest_files(directory, [name])
+            except OSError as error:
+                damage[name] = _reason(error)
+    changed = [name for name in found if found[name] != digests[name]]
+    return damage | dict.fromkeys(changed, "its contents are not those that were written")
+
+
+def check_directory(directory: Path, *, expected: str | None = None, fix: str) -> bool:
+    """Compares every file of a directory with its digests; False where it has none and none are `expected`.
+
+    `expected` is the digest of digests.json itself, where something else recorded it.
+
+    Raises: DamagedError, naming the files, where one is not as it was written.
+    """
+    if expected is None and not (directory / FILE).exists():
+        return False
+    try:
+        digests, own = read_digests(directory)
+    except DamagedError as error:
+        raise DamagedError(error.what, where=error.where, fix=fix) from error
+    if expected not in (None, own):
+        raise DamagedError(f"{FILE} is damaged: it is of other files", where=str(directory / FILE), fix=fix)
+    if damage := find_damage(directory, digests):
+        raise damaged(directory, damage, fix)
+    return True
+
+
+def damaged(directory: Path, damage: Mapping[str, str], fix: str) -> DamagedError:
+    """The error for the files that `find_damage` reports."""
+    first, *others = sorted(damage)
+    more = f" ({len(others)} more: {', '.join(others[:3])}{', ...' if len(others) > 3 else ''})" if others else ""
+    return DamagedError(f"{first} is damaged: {damage[first]}{more}", where=str(directory / first), fix=fix)
+
+
+def share(digests: Mapping[str, FileDigest], index: int, count: int) -> dict[str, FileDigest]:
+    """The files that process `index` of `count` compares: dealt out from the largest to the smallest."""
+    largest_first = sorted(digests, key=lambda name: (-digests[name].size, name))
+    return {name: digests[name] for name in largest_first[index::count]}
+
+
+def _reason(error: OSError) -> str:
+    return f"it cannot be read ({error.strerror or error})"
+
+
+def _hash_block(path: Path, start: int) -> bytes:
+    """The digest of at most BLOCK_BYTES from `start`. Read, not mapped: a disk's error is then no signal."""
+    hasher, buffer = xxhash.xxh3_128(), memoryview(bytearray(BUFFER_BYTES))
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        stop = start + BLOCK_BYTES
+        while start < stop:
+            count = os.preadv(descriptor, [buffer[: min(BUFFER_BYTES, stop - start)]], start)
+            if not count:
+                break
+            hasher.update(buffer[:count])
+            start += count
+    finally:
+        os.close(descriptor)
+    return hasher.digest()

@@ -1,0 +1,78 @@
+"""How Orbax writes a run's arrays, with a digest of every file. Imported late: Orbax takes seconds to import."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from meshtune.digests import FileDigest, digest_files, list_files, write_digests
+
+PROCESS_FILES = "ocdbt.process_{}/"  # Orbax's name for the directory that a process writes its shards to
+PROCESS_DIGESTS = "digests.process_{}.json"
+
+
+class StateHandler(ocp.PyTreeCheckpointHandler):
+    """Orbax's handler for trees of arrays; adds digests.json to the files before the checkpoint gets its name.
+
+    Each process hashes the files with its own shards, which are still in its page cache, after they were written and
+    in the background thread that waited for them. Process 0 hashes what it writes for all, and joins the digests.
+    """
+
+    def __init__(self, *, process_index: int, options: ocp.options.MultiprocessingOptions):
+        super().__init__(multiprocessing_options=options)
+        self._process_index = process_index
+
+    async def async_save(self, directory: Any, *args: Any, **options: Any) -> list[Any]:
+        """Starts to write; the futures are those of writing, followed by hashing."""
+        futures = await super().async_save(directory, *args, **options) or []
+        return [_Hashed(futures, pathlib.Path(getattr(directory, "path", directory)), self._process_index)]
+
+    def finalize(self, directory: Any) -> None:
+        """On process 0, when all processes have written: merges their indices and writes digests.json."""
+        super().finalize(directory)
+        folder = pathlib.Path(directory)
+        drafts = list(folder.glob(PROCESS_DIGESTS.format("*")))
+        digests: dict[str, FileDigest] = {}
+        for draft in drafts:
+            digests |= {name: FileDigest(**one) for name, one in json.loads(draft.read_bytes()).items()}
+            draft.unlink()
+        write_digests(
+            folder, digests | digest_files(folder, [name for name in list_files(folder) if name not in digests])
+        )
+
+
+@ocp.args.register_with_handler(StateHandler, for_save=True)
+@dataclasses.dataclass
+class StateSave(ocp.args.PyTreeSave):
+    """What StateHandler saves."""
+
+
+@ocp.args.register_with_handler(StateHandler, for_restore=True)
+@dataclasses.dataclass
+class StateRestore(ocp.args.PyTreeRestore):
+    """What StateHandler restores."""
+
+
+class _Hashed:
+    """The future of a save on one process: its files are written, and their digests beside them."""
+
+    def __init__(self, futures: Sequence[Any], directory: pathlib.Path, process_index: int):
+        self._futures, self._directory, self._process_index = futures, directory, process_index
+
+    def result(self, timeout: float | None = None) -> None:
+        for future in self._futures:
+            future.result(timeout)
+        prefix = PROCESS_FILES.format(self._process_index)
+        names = [name for name in list_files(self._directory) if name.startswith(prefix)]
+        digests = {name: dataclasses.asdict(one) for name, one in digest_files(self._directory, names).items()}
+        draft = self._directory / PROCESS_DIGESTS.format(self._process_index)
+        draft.write_text(json.dumps(digests), encoding="utf-8")
+
+    def cancel(self) -> bool | None:
+        """Nothing can be cancelled."""
+        return None
