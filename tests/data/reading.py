@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshtune.data.readers.records import Records
-from meshtune.data.sources import Source, open_path, open_source
+from meshtune.data.sources import DataSource, open_path, open_source
 from meshtune.errors import UserError
 
 
@@ -21,5 +21,5 @@ def fails(path, name: str | None = None, **source) -> UserError:
             records[index]
 
     with pytest.raises(UserError) as caught:
-        read_all(open_source(Source(name or str(path), **source)))
+        read_all(open_source(DataSource(name or str(path), **source)))
     return caught.value

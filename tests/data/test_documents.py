@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshtune.config.data import DataSection
 from meshtune.data.conversation import Conversation, Text
-from meshtune.data.documents import documents
+from meshtune.data.documents import load_documents
 from meshtune.errors import UserError
 
 GOOD = {"instruction": "q", "output": "a"}
@@ -32,7 +32,7 @@ def texts(found) -> list[str]:
 
 def fails(seed: int = 0, **section) -> UserError:
     with pytest.raises(UserError) as caught:
-        documents(DataSection(**section), seed=seed)
+        load_documents(DataSection(**section), seed=seed)
     return caught.value
 
 
@@ -54,14 +54,14 @@ def test_malformed_json_is_named_with_its_line_and_record(tmp_path):
 def test_bad_records_are_skipped_counted_and_listed_when_asked(tmp_path):
     bad = [GOOD | {"output": ""}, '{"broken', "[1]", {"instruction": "q"}]
     path = write(tmp_path / "a.jsonl", [GOOD, *bad, GOOD])
-    found = documents(DataSection(train=[path], on_bad="skip"), seed=0)
+    found = load_documents(DataSection(train=[path], on_bad="skip"), seed=0)
     assert len(found.train) == 2
-    assert [skip.origin.record for skip in found.skipped] == [1, 2, 3, 4]
-    reasons = [skip.reason for skip in found.skipped]
+    assert [skipped.origin for skipped in found.skipped] == [f"{path}, record {index}" for index in (1, 2, 3, 4)]
+    reasons = [skipped.reason for skipped in found.skipped]
     assert reasons[0] == "field 'output': the text is empty"
     assert "malformed JSON" in reasons[1]
     assert "line 3" in reasons[1]
-    assert "no object, found a list" in reasons[2]
+    assert "not an object, found a list" in reasons[2]
     assert "missing" in reasons[3]
     assert found.train[1].origin.record == 5
 
@@ -97,7 +97,7 @@ def test_records_of_any_shape_are_documents_or_named_errors(tmp_path_factory):
     def check(records):
         path = write(folder / "a.jsonl", [json.dumps(record) for record in records])
         try:
-            found = documents(DataSection(train=[path], on_bad="error"), seed=0)
+            found = load_documents(DataSection(train=[path], on_bad="error"), seed=0)
         except UserError as error:
             assert path in error.where  # noqa: PT017
         else:
@@ -108,7 +108,7 @@ def test_records_of_any_shape_are_documents_or_named_errors(tmp_path_factory):
 
 
 def test_documents_are_read_by_index_slice_and_iteration(tmp_path):
-    found = documents(DataSection(train=[numbered(tmp_path / "a.jsonl", 10)]), seed=0)
+    found = load_documents(DataSection(train=[numbered(tmp_path / "a.jsonl", 10)]), seed=0)
     assert texts(found.train) == [str(number) for number in range(10)]
     assert found.train[-1].text == "9"
     assert texts(found.train[2:4]) == ["2", "3"]
@@ -119,7 +119,7 @@ def test_documents_are_read_by_index_slice_and_iteration(tmp_path):
 
 
 def test_documents_can_be_sent_to_another_process(tmp_path):
-    found = documents(DataSection(train=[numbered(tmp_path / "a.jsonl", 4)]), seed=0)
+    found = load_documents(DataSection(train=[numbered(tmp_path / "a.jsonl", 4)]), seed=0)
     assert texts(pickle.loads(pickle.dumps(found.train))) == texts(found.train)
 
 
@@ -128,7 +128,7 @@ def test_validation_is_held_out_by_share_or_number(tmp_path, validation, expecte
     path = numbered(tmp_path / "a.jsonl", 40)
 
     def split(seed):
-        found = documents(DataSection(train=[path], validation=validation), seed=seed)
+        found = load_documents(DataSection(train=[path], validation=validation), seed=seed)
         return texts(found.train), texts(found.validation)
 
     train, held_out = split(0)
@@ -144,7 +144,7 @@ def test_validation_is_taken_from_every_source_in_proportion(tmp_path):
         numbered(tmp_path / "b.jsonl", 20, "b"),
         numbered(tmp_path / "c.jsonl", 1, "c"),
     ]
-    found = documents(DataSection(train=sources, validation=10), seed=0)
+    found = load_documents(DataSection(train=sources, validation=10), seed=0)
     assert [sum(text[0] == letter for text in texts(found.validation)) for letter in "abc"] == [8, 2, 0]
     assert "c0" in texts(found.train)
 
@@ -155,7 +155,7 @@ def test_a_repeated_record_is_never_on_both_sides(tmp_path):
         {"path": numbered(tmp_path / "b.jsonl", 12, "b"), "weight": 1.0},
     ]
     for mixing in ("concat", "interleave_over", "interleave_under"):
-        found = documents(DataSection(train=sources, validation=0.25, mixing=mixing), seed=0)
+        found = load_documents(DataSection(train=sources, validation=0.25, mixing=mixing), seed=0)
         assert not set(texts(found.train)) & set(texts(found.validation))
         assert len(set(texts(found.validation))) == len(found.validation) == 18
 
@@ -170,7 +170,7 @@ def test_holding_out_everything_is_an_error(tmp_path):
 
 def test_validation_has_sources_of_its_own(tmp_path):
     train, other = numbered(tmp_path / "a.jsonl", 3, "a"), numbered(tmp_path / "b.jsonl", 9, "b")
-    found = documents(DataSection(train=[train], validation=[{"path": other, "cap": 2}]), seed=0)
+    found = load_documents(DataSection(train=[train], validation=[{"path": other, "cap": 2}]), seed=0)
     assert texts(found.validation) == ["b0", "b1"]
     assert len(found.train) == 3
     error = fails(train=[train], validation=[{"path": other, "weight": 2.0}])
@@ -179,7 +179,7 @@ def test_validation_has_sources_of_its_own(tmp_path):
 
 def test_a_cap_takes_the_first_usable_records_and_reads_no_further(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"text": "a"}, {"text": ""}, {"text": "b"}, {"text": "c"}, "{broken"])
-    found = documents(DataSection(train=[{"path": path, "cap": 2}], on_bad="skip"), seed=0)
+    found = load_documents(DataSection(train=[{"path": path, "cap": 2}], on_bad="skip"), seed=0)
     assert texts(found.train) == ["a", "b"]
     assert len(found.skipped) == 1
 
@@ -189,7 +189,7 @@ def test_sources_are_mixed_by_weight(tmp_path):
         {"path": numbered(tmp_path / "a.jsonl", 30, "a"), "weight": 1.0},
         {"path": numbered(tmp_path / "b.jsonl", 10, "b"), "weight": 3.0},
     ]
-    found = texts(documents(DataSection(train=sources), seed=0).train)
+    found = texts(load_documents(DataSection(train=sources), seed=0).train)
     assert [sum(text[0] == letter for text in found) for letter in "ab"] == [10, 30]
 
 
@@ -205,19 +205,19 @@ def test_sources_are_mixed_by_weight(tmp_path):
 )
 def test_real_files_are_recognised_and_read_whole(shared, file, count, form):
     path = str(shared / "assets/data" / file)
-    found = documents(DataSection(train=[path]), seed=0)
+    found = load_documents(DataSection(train=[path]), seed=0)
     assert len(found.train) == count
     assert found.formats == {path: form}
 
 
 def test_weights_and_reasoning_of_real_messages_arrive(shared):
     folder = shared / "assets/data/llamafactory"
-    weighted = documents(DataSection(train=[str(folder / "v1_sft_demo.jsonl")]), seed=0).train
+    weighted = load_documents(DataSection(train=[str(folder / "v1_sft_demo.jsonl")]), seed=0).train
     assert {(one.role, one.weight) for document in weighted for one in document.messages} == {
         ("user", 0.0),
         ("assistant", 1.0),
     }
-    tools = documents(DataSection(train=[str(folder / "reason_tool_use_demo_50.jsonl")]), seed=0).train
+    tools = load_documents(DataSection(train=[str(folder / "reason_tool_use_demo_50.jsonl")]), seed=0).train
     calls = sum(len(one.tool_calls) for document in tools for one in document.messages)
     raw = (folder / "reason_tool_use_demo_50.jsonl").read_text()
     assert calls == raw.count('"type": "tool_call"') > 0
@@ -226,5 +226,5 @@ def test_weights_and_reasoning_of_real_messages_arrive(shared):
 def test_preference_files_are_refused_and_can_be_read_as_text(shared):
     path = str(shared / "assets/data/hh-rlhf/harmless-base-test.jsonl.gz")
     assert "preference data (chosen and rejected)" in fails(train=[path]).what
-    found = documents(DataSection(train=[{"path": path, "format": "text", "columns": {"text": "chosen"}}]), seed=0)
+    found = load_documents(DataSection(train=[{"path": path, "format": "text", "columns": {"text": "chosen"}}]), seed=0)
     assert found.train[0].text.startswith("\n\nHuman:")

@@ -7,7 +7,7 @@ import typing
 import pytest
 
 from meshtune.config.data import SourceSection
-from meshtune.data.formats import FORMATS, KINDS, choose
+from meshtune.data.formats import DOCUMENT_FORMATS, FORMATS_BY_TYPE, select_format
 from meshtune.errors import UserError
 
 EXAMPLES = {
@@ -19,27 +19,27 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", DOCUMENT_FORMATS)
 def test_every_format_is_recognised_also_with_a_rendered_text_beside_it(name):
-    assert choose("auto", [EXAMPLES[name]], "here").name == name
-    assert choose("auto", [EXAMPLES[name] | {"text": "rendered", "id": 3}], "here").name == name
+    assert select_format("auto", [EXAMPLES[name]], "here").name == name
+    assert select_format("auto", [EXAMPLES[name] | {"text": "rendered", "id": 3}], "here").name == name
 
 
 def test_one_odd_record_among_the_first_does_not_hide_the_format():
-    assert choose("auto", [{"x": 1}, "junk", EXAMPLES["alpaca"]], "here").name == "alpaca"
+    assert select_format("auto", [{"x": 1}, "junk", EXAMPLES["alpaca"]], "here").name == "alpaca"
 
 
 def chosen(*args, **options) -> UserError:
     with pytest.raises(UserError) as caught:
-        choose(*args, **options)
+        select_format(*args, **options)
     return caught.value
 
 
 def test_unknown_records_show_their_fields_and_what_each_format_wants():
     error = chosen("auto", [{"question": "q", "answer": "a"}], "data.json")
     assert "question, answer" in error.what
-    for form in FORMATS.values():
-        assert f"{form.name}: {form.wants}" in error.what
+    for form in DOCUMENT_FORMATS.values():
+        assert f"{form.name}: {form.expects}" in error.what
     assert error.where == "data.json"
     assert "columns" in error.fix
 
@@ -61,20 +61,22 @@ def test_columns_and_tags_are_known_names():
     assert "did you mean 'role_tag'?" in chosen("auto", [], "x", {}, {"roletag": "q"}).fix
     assert "did you mean 'alpaca'?" in chosen("alpacca", [], "x").fix
     assert "format text has none" in chosen("text", [], "x", {}, {"role_tag": "who"}).fix
-    assert "no one format" in chosen("auto", [], "x", {"completion": "a", "text": "b"}).what
+    assert "no format has all" in chosen("auto", [], "x", {"completion": "a", "text": "b"}).what
     assert (
-        choose("auto", [{"question": "q", "answer": "a"}], "x", {"prompt": "question", "response": "answer"}).name
+        select_format(
+            "auto", [{"question": "q", "answer": "a"}], "x", {"prompt": "question", "response": "answer"}
+        ).name
         == "alpaca"
     )
 
 
 def test_a_new_format_is_picked_up_from_its_line_in_the_registry(monkeypatch):
-    poem = FORMATS["text"]
+    poem = DOCUMENT_FORMATS["text"]
     poem = type(poem)("poem", "verse", {"verse": "verse"}, lambda record, *_: 2 * ("verse" in record), poem.convert)
-    monkeypatch.setitem(FORMATS, "poem", poem)
-    assert choose("auto", [{"verse": "x"}], "here") is poem
+    monkeypatch.setitem(DOCUMENT_FORMATS, "poem", poem)
+    assert select_format("auto", [{"verse": "x"}], "here") is poem
 
 
 def test_a_recipe_may_name_every_format():
     named = typing.get_args(SourceSection.model_fields["format"].annotation)
-    assert set(named) == {"auto", *(name for kind in KINDS.values() for name in kind)}
+    assert set(named) == {"auto", *(name for kind in FORMATS_BY_TYPE.values() for name in kind)}

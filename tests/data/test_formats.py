@@ -7,14 +7,14 @@ import json
 import pytest
 
 from meshtune.data.conversation import Conversation, Message, Origin, Text
-from meshtune.data.formats import FORMATS
+from meshtune.data.formats import DOCUMENT_FORMATS
 from meshtune.errors import UserError
 
 ORIGIN = Origin("data.jsonl", 7)
 
 
 def convert(name: str, record, columns=None, tags=None):
-    form = FORMATS[name]
+    form = DOCUMENT_FORMATS[name]
     return form.convert(record, form.resolve(columns or {}), tags or {}, ORIGIN)
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from meshtune.config.data import DataSection
 from meshtune.data.conversation import Labelled, Origin, Pair
-from meshtune.data.documents import documents
-from meshtune.data.formats import KINDS
+from meshtune.data.documents import load_documents
+from meshtune.data.formats import FORMATS_BY_TYPE
 from meshtune.errors import UserError
 
 HERE = Origin("made.json", 0)
@@ -19,7 +19,7 @@ def read(tmp_path, records, learns, **source):
     file = tmp_path / "made.json"
     file.write_text(json.dumps(records))
     section = DataSection.model_validate({"train": [{"path": str(file), **source}]})
-    found = documents(section, seed=0, learns=learns)
+    found = load_documents(section, seed=0, dataset_type=learns)
     return found.train, found.formats
 
 
@@ -33,7 +33,7 @@ def test_the_demo_files_are_read_by_their_registry_and_alone(name, learns, kind,
     named = DataSection.model_validate({"registry": str(folder), "train": [{"name": name}]})
     alone = DataSection.model_validate({"train": [{"path": str(folder / f"{name}.json")}]})
     for section in (named, alone):
-        found = documents(section, seed=0, learns=learns).train
+        found = load_documents(section, seed=0, dataset_type=learns).train
         assert len(found) == len(records) == 300
         assert all(isinstance(found[n], kind) for n in (0, 150, 299))
     if learns == "pairs":
@@ -50,7 +50,7 @@ def test_transcripts_of_hh_rlhf(shared):
 
     file = shared / "assets/data/hh-rlhf/harmless-base-test.jsonl.gz"
     section = DataSection.model_validate({"train": [{"path": str(file)}], "on_bad": "skip"})
-    found = documents(section, seed=0, learns="pairs")
+    found = load_documents(section, seed=0, dataset_type="pairs")
     assert list(found.formats.values()) == ["hh"]
     assert len(found.train) > 2000
     with gzip.open(file, "rt") as lines:
@@ -109,7 +109,7 @@ def test_plain_texts_keep_their_prompt_and_margin(tmp_path):
         ({"messages": PROMPT, "chosen": GOOD, "rejected": "go"}, "expected a turn"),
         ({"messages": PROMPT, "chosen": GOOD, "rejected": PROMPT[0]}, "wrong role order"),
         ({"chosen": [*PROMPT, GOOD], "rejected": [{"role": "user", "content": "ho"}, BAD]}, "different conversations"),
-        ({"chosen": "\n\nHuman: hi", "rejected": "\n\nHuman: hi\n\nAssistant: go"}, "nothing answers it"),
+        ({"chosen": "\n\nHuman: hi", "rejected": "\n\nHuman: hi\n\nAssistant: go"}, "no answer to it"),
     ],
 )
 def test_a_wrong_pair_names_its_record_and_field(record, said, tmp_path):
@@ -141,5 +141,5 @@ def test_data_of_another_stage_say_which(tmp_path):
 
 
 def test_every_kind_has_its_formats():
-    assert set(KINDS["pairs"]) == {"alpaca", "sharegpt", "messages", "preference", "openai", "hh"}
-    assert set(KINDS["labelled"]) == {"alpaca", "sharegpt", "messages", "prompt_completion"}
+    assert set(FORMATS_BY_TYPE["pairs"]) == {"alpaca", "sharegpt", "messages", "preference", "openai", "hh"}
+    assert set(FORMATS_BY_TYPE["labelled"]) == {"alpaca", "sharegpt", "messages", "prompt_completion"}

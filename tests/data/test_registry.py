@@ -9,7 +9,7 @@ import pytest
 
 from meshtune.config.data import DataSection, SourceSection
 from meshtune.data.conversation import Conversation, Text
-from meshtune.data.documents import documents
+from meshtune.data.documents import load_documents
 from meshtune.data.registry import Registry
 from meshtune.errors import UserError
 
@@ -25,7 +25,7 @@ SIZES = {
 
 
 def load(registry, name: str, **section):
-    return documents(DataSection(train=[{"name": name, **section}], registry=str(registry)), seed=0)
+    return load_documents(DataSection(train=[{"name": name, **section}], registry=str(registry)), seed=0)
 
 
 def refuses(entries, name: str = "mine", **section) -> UserError:
@@ -126,7 +126,7 @@ def test_num_samples_draws_that_many_by_the_seed(tmp_path):
 
     def texts(name, seed):
         section = DataSection(train=[{"name": name}], registry=str(tmp_path))
-        return [document.text for document in documents(section, seed=seed).train]
+        return [document.text for document in load_documents(section, seed=seed).train]
 
     assert len(set(texts("few", 0))) == 10
     assert texts("few", 0) == texts("few", 0) != texts("few", 1)
@@ -158,10 +158,10 @@ def test_hub_entries_take_subset_split_and_folder_which_the_recipe_may_override(
         ({"file_name": "a", "columns": {"promt": "x"}}, "columns", "unknown column 'promt'", "did you mean 'prompt'?"),
         ({"file_name": "a", "tags": {"roletag": "x"}}, "tags", "unknown tag 'roletag'", "did you mean 'role_tag'?"),
         ({"file_name": "a", "formatting": "sharegp"}, "formatting", "unknown formatting", "did you mean 'sharegpt'?"),
-        ({"file_name": 3}, "key 'file_name'", "expected text, found 3", "mend"),
-        ({"file_name": "a", "ranking": "yes"}, "key 'ranking'", "expected true or false", "mend"),
-        ({"file_name": "a", "num_samples": 0}, "key 'num_samples'", "above 0", "mend"),
-        ({"file_name": "a", "columns": {"prompt": 3}}, "columns 'prompt'", "expected the name of a field", "mend"),
+        ({"file_name": 3}, "key 'file_name'", "expected text, found 3", "correct"),
+        ({"file_name": "a", "ranking": "yes"}, "key 'ranking'", "expected true or false", "correct"),
+        ({"file_name": "a", "num_samples": 0}, "key 'num_samples'", "above 0", "correct"),
+        ({"file_name": "a", "columns": {"prompt": 3}}, "columns 'prompt'", "expected the name of a field", "correct"),
         ({"file_name": "a", "columns": {"messages": "m"}}, "columns", "no meaning with formatting alpaca", "response"),
         ({"file_name": "a", "columns": {"images": "i"}}, "columns", "has images: only text", "leave it out"),
         ({"file_name": "a", "columns": {"videos": "v", "audios": "a"}}, "columns", "has videos and audios", "leave"),
@@ -171,7 +171,7 @@ def test_hub_entries_take_subset_split_and_folder_which_the_recipe_may_override(
         ({"om_hub_url": "a/b"}, "om_hub_url", "OpenMind", "download it"),
         ({"script_url": "a"}, "script_url", "run code", "download it"),
         ({"subset": "a"}, "entry 'mine'", "names no data", "add file_name"),
-        (["file"], "entry 'mine'", "no object", "file_name"),
+        (["file"], "entry 'mine'", "not an object", "file_name"),
     ],
 )
 def test_a_wrong_or_unsupported_entry_is_named(entry, where, what, fix):

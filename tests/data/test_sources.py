@@ -151,7 +151,7 @@ def test_gzipped_files_read_like_plain_ones(tmp_path, kind):
     packed.write_bytes(gzip.compress(plain.read_bytes()))
     assert read(packed) == read(plain)
     packed.write_bytes(packed.read_bytes()[:-5])
-    assert "broken or cut short" in fails(packed).what
+    assert "damaged or truncated" in fails(packed).what
 
 
 def test_csv_keeps_every_value_as_the_text_that_was_written(tmp_path):
@@ -169,8 +169,8 @@ def test_csv_keeps_every_value_as_the_text_that_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("text", "where", "what"),
     [
-        ("a,b\n1,2\n3\n", "record 1 (line 3)", "the row has 1 fields, the header 2: a, b"),
-        ("a,b\n1,2,3\n", "record 0 (line 2)", "the row has 3 fields"),
+        ("a,b\n1,2\n3\n", "record 1 (line 3)", "the record has 1 fields, but the header has 2: a, b"),
+        ("a,b\n1,2,3\n", "record 0 (line 2)", "the record has 3 fields"),
         ('a,b\n1,"2\n3,4\n', "line 2", "malformed CSV"),
         ("a,a\n1,2\n", "line 1", "'a' more than once"),
         ("a,b\n", "", "no records"),
@@ -238,7 +238,7 @@ def test_a_folder_of_one_kind_is_read_file_after_file(tmp_path):
     assert list(records.sweep()) == [records[index] for index in range(3)] == [{"n": 1}, {"n": 2}, {"n": 3}]
     assert str(records.origin(2)) == "parts/b.jsonl, record 1"
     (folder / "c.csv").write_text("n\n4\n")
-    assert "mixes kinds: .csv (1, e.g. c.csv), .jsonl (2, e.g. a.jsonl)" in fails(folder).what
+    assert "mixes types: .csv (1, e.g. c.csv), .jsonl (2, e.g. a.jsonl)" in fails(folder).what
     (folder / "c.csv").rename(folder / "c.bin")
     assert "c.bin" in fails(folder).what
 
@@ -246,7 +246,7 @@ def test_a_folder_of_one_kind_is_read_file_after_file(tmp_path):
 def test_a_folder_without_data_is_named(tmp_path):
     (tmp_path / "inner").mkdir()
     error = fails(tmp_path)
-    assert "holds no data files; it holds the folders inner" in error.what
+    assert "contains no data files; it contains the folders inner" in error.what
     assert error.where == str(tmp_path)
 
 
@@ -284,7 +284,7 @@ def test_broken_parquet_and_arrow_say_so(tmp_path, hf_home):
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"a": ["x"]}), path)
     path.write_bytes(path.read_bytes()[:-6])
-    assert "cut short" in fails(path).what
+    assert "truncated" in fails(path).what
     path.write_bytes(b"PAR1" + b"garbage" * 9 + b"PAR1")
     assert "cannot read the parquet file" in fails(path).what
     path.write_text("a,b\n1,2\n")

@@ -1,16 +1,22 @@
-"""What every data format becomes: a document to learn from, and where it came from."""
+"""The samples that every data format is converted to: conversations and texts, alone, in pairs or with a label.
+
+The cache key of tokenised data contains the `repr` of samples (store.fingerprint): renaming a class or a field here
+makes every cached store unusable, and every earlier run impossible to resume.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
+JsonObject = Mapping[str, object]
 
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where a record came from: `source` is a file or data set as the user named it, `record` counts from 0."""
+    """Where a record comes from: `source` is a file or data set as the user named it, `record` an index from 0."""
 
     source: str
     record: int
@@ -21,27 +27,32 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """One turn. `weight` scales its loss: None is the recipe's default for the role, 0 never learns it."""
+    """One message of a conversation.
+
+    `weight` scales its loss: None is the recipe's default for the role, 0 excludes it. `extra` holds further keys that
+    a chat template may read, such as name or reasoning_content.
+    """
 
     role: Role
     content: str
     weight: float | None = None
-    tool_calls: tuple[dict[str, Any], ...] = ()
-    extra: tuple[tuple[str, Any], ...] = ()  # further keys a chat template may read, e.g. name, reasoning_content
+    tool_calls: tuple[JsonObject, ...] = ()
+    extra: tuple[tuple[str, object], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """A chat to render with a template. `tools` are JSON schemas in OpenAI's form."""
+    """A chat, to be rendered with a chat template. `tools` are JSON schemas in OpenAI's form."""
 
     messages: tuple[Message, ...]
     origin: Origin
-    tools: tuple[dict[str, Any], ...] = ()
+    tools: tuple[JsonObject, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Text without turns. `prompt` is not learned unless the recipe says so; it is empty for plain text."""
+    """A text without messages. `prompt` is excluded from the loss unless the recipe includes prompts; plain text has
+    an empty one."""
 
     text: str
     origin: Origin
@@ -53,9 +64,9 @@ Document = Conversation | Text
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Two answers to the same prompt, of which `chosen` is the better; only the last turn of each is looked at.
+    """Two answers to the same prompt, of which `chosen` is the better. Only the last turn of each is compared.
 
-    `margin` says how much better, where the data do.
+    `margin` is how much better it is, where the data say so.
     """
 
     chosen: Document
@@ -66,7 +77,7 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Labelled:
-    """An answer, the last turn of `document`, and whether it is a good one."""
+    """An answer, which is the last turn of `document`, and whether it is a good one."""
 
     document: Document
     good: bool

@@ -1,4 +1,4 @@
-"""The documents of a recipe: every record of every source checked once, then read again when it is asked for."""
+"""The documents of a recipe: every record of every source is checked once, then read again on access."""
 
 from __future__ import annotations
 
@@ -6,53 +6,67 @@ import array
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
 from meshtune.config.data import DataSection, SourceSection
 from meshtune.data.conversation import Origin, Sample
-from meshtune.data.formats import choose
-from meshtune.data.formats.format import Fields, Format
-from meshtune.data.formats.record import shown
+from meshtune.data.formats import select_format
+from meshtune.data.formats.record import describe
+from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
 from meshtune.data.mixing import apportion, draw, mix
 from meshtune.data.readers.records import Records
 from meshtune.data.registry import Registry
-from meshtune.data.sources import Source, open_source
+from meshtune.data.sources import DataSource, open_source
 from meshtune.errors import UserError
 
-LOOKED_AT = 20  # readable records that a format is recognised from
-LOOKED_THROUGH = 1000  # records read, at most, to find them among bad ones
-SAMPLE_STREAM, SPLIT_STREAM = 0x736D70, 0x73706C  # keep the draws here apart from others made with the same seed
+if TYPE_CHECKING:
+    from meshtune.objectives import DatasetType
+
+DETECTION_RECORDS = 20  # readable records that a format is detected from
+DETECTION_LIMIT = 1000  # records read at most to find them among malformed ones
+SAMPLE_STREAM, SPLIT_STREAM = 0x736D70, 0x73706C  # make draws independent of others with the same seed
 
 
 @dataclasses.dataclass(frozen=True)
-class Skip:
-    """A record left out because of `on_bad: skip`, and why."""
+class SkippedRecord:
+    """A record that was left out, and why."""
 
-    origin: Origin
+    origin: str
     reason: str
 
 
 @dataclasses.dataclass(frozen=True)
-class Checked:
-    """A source whose records have all been read once; `usable` [n] int64 are the numbers of those to learn from."""
+class CheckedSource:
+    """A source whose records were all read once. `usable` int64 [n] are the indices of those to train on."""
 
-    source: Source
+    source: DataSource
     records: Records
-    format: Format
-    fields: Fields
+    format: RecordFormat
+    fields: FieldNames
     usable: np.ndarray
 
-    def document(self, record: int) -> Sample:
-        raw = self.records[record]
-        return self.format.convert(raw, self.fields, self.source.tags, self.records.origin(record))
+    def sample(self, index: int) -> Sample:
+        """Reads and converts the record at `index`."""
+        return _convert(self.records[index], self, self.records.origin(index))
+
+
+def _convert(record: object, checked: CheckedSource, origin: Origin) -> Sample:
+    if not isinstance(record, dict):
+        what = f"the record is not an object, found {describe(record)}"
+        raise UserError(what, where=str(origin), fix='write it as {"field": value}')
+    named: Record = record
+    return checked.format.convert(named, checked.fields, checked.source.tags, origin)
 
 
 class DocumentList(Sequence[Sample]):
-    """Documents read from their sources when asked for: nothing is held but two numbers each."""
+    """Samples that are read from their sources on access. Only two integers per sample are kept in memory.
 
-    def __init__(self, sources: Sequence[Checked], source: np.ndarray, record: np.ndarray):
+    `source` int32 [n] is the index of each sample's source in `sources`, `record` int64 [n] its record there.
+    """
+
+    def __init__(self, sources: Sequence[CheckedSource], source: np.ndarray, record: np.ndarray):
         self.sources, self.source, self.record = list(sources), source, record
 
     def __len__(self) -> int:
@@ -67,87 +81,84 @@ class DocumentList(Sequence[Sample]):
     def __getitem__(self, index: int | slice) -> Sample | DocumentList:
         if isinstance(index, slice):
             return DocumentList(self.sources, self.source[index], self.record[index])
-        return self.sources[self.source[index]].document(int(self.record[index]))
+        return self.sources[self.source[index]].sample(int(self.record[index]))
 
     def origin(self, index: int) -> Origin:
-        """Where a document comes from, without reading it."""
+        """The origin of a sample, without reading it."""
         return self.sources[self.source[index]].records.origin(int(self.record[index]))
 
 
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """What there is to learn from and to validate on; `formats` names the format each source was read as."""
+    """The training and validation data of a recipe. `formats` maps the path of each source to its format."""
 
     train: DocumentList
     validation: DocumentList | None
-    skipped: list[Skip]
+    skipped: list[SkippedRecord]
     formats: dict[str, str]
 
 
-def documents(data: DataSection, *, seed: int, learns: str = "documents") -> Documents:
-    """Reads and checks every record of the sources, then mixes and splits them; the same for the same files and seed.
+def load_documents(data: DataSection, *, seed: int, dataset_type: DatasetType = "documents") -> Documents:
+    """Reads and checks every record of the sources, then splits and mixes them; a pure function of files and seed.
 
-    Validation as a share or number is drawn by the seed from the records before they are mixed, from each source in
-    proportion, so that a repeated record is never on both sides. A number below 1 is a share, 1 and above a count; at
-    least one record is held out. Validation sources are concatenated.
+    Validation given as a share (below 1) or a count (1 and above) is drawn by the seed from the records before they are
+    mixed, from each source in proportion, so that a repeated record is never on both sides. At least one record is held
+    out. Validation sources are concatenated. `dataset_type` is what the records must be converted to.
 
-    `learns` says what the records are to be: documents, pairs or labelled (see formats.KINDS).
-
-    Raises UserError at the first bad record (with `on_bad: error`), for a source with no usable record, for a
+    Raises UserError at the first malformed record (with `on_bad: error`), for a source without a usable record, for a
     validation share that would leave a source nothing to train on, and as readers, formats and registry do.
     """
     registry = Registry.load(data.registry) if data.registry else None
-    skipped: list[Skip] = []
+    skipped: list[SkippedRecord] = []
 
-    def read(sections: Sequence[SourceSection]) -> list[Checked]:
-        return [
-            _check(_describe(section, registry, learns), data.on_bad, seed, skipped, learns) for section in sections
-        ]
+    def check_all(sections: Sequence[SourceSection]) -> list[CheckedSource]:
+        sources = (_data_source(section, registry, dataset_type) for section in sections)
+        return [_check(source, data.on_bad, seed, skipped, dataset_type) for source in sources]
 
-    train = read(data.train)
+    train = check_all(data.train)
     validation = None
     if isinstance(data.validation, list):
         for index, section in enumerate(data.validation):
             if section.weight is not None:
                 where = f"data.validation[{index}].weight"
                 raise UserError("validation sources have no weights", where=where, fix="use cap instead")
-        validation = _concatenated(read(data.validation))
+        validation = _concatenate(check_all(data.validation))
     elif data.validation is not None:
-        train, held_out = _split(train, data.validation, seed)
-        validation = _concatenated(held_out)
-    source, row = mix([len(one.usable) for one in train], [one.source.weight for one in train], data.mixing, seed)
-    record = np.empty(len(row), np.int64)
-    for index, one in enumerate(train):
-        record[source == index] = one.usable[row[source == index]]
-    every = [*train, *(validation.sources if validation else [])]
-    return Documents(
-        DocumentList(train, source, record), validation, skipped, {one.source.path: one.format.name for one in every}
-    )
+        train, held_out = _hold_out(train, data.validation, seed)
+        validation = _concatenate(held_out)
+    lengths, weights = [len(checked.usable) for checked in train], [checked.source.weight for checked in train]
+    source, position = mix(lengths, weights, data.mixing, seed)
+    record = np.empty(len(position), np.int64)
+    for index, checked in enumerate(train):
+        record[source == index] = checked.usable[position[source == index]]
+    formats = {
+        checked.source.path: checked.format.name for checked in [*train, *(validation.sources if validation else [])]
+    }
+    return Documents(DocumentList(train, source, record), validation, skipped, formats)
 
 
-def unchecked(data: DataSection, *, seed: int) -> DocumentList:
-    """The training documents of a recipe, without reading any but the first few: for data too large to be read twice.
+def open_documents(data: DataSection, *, seed: int) -> DocumentList:
+    """The training documents of a recipe, of which only the first few are read: for data too large to be read twice.
 
-    Sources are concatenated. Reading a bad record raises UserError when its turn comes.
+    Sources are concatenated. Reading a malformed record raises UserError on access.
     """
     registry = Registry.load(data.registry) if data.registry else None
-    found = []
+    opened = []
     for section in data.train:
-        source = _describe(section, registry, "documents")
+        source = _data_source(section, registry, "documents")
         records = open_source(source)
-        form = _format(source, records, data.on_bad, "documents")
-        numbers = np.arange(min(len(records), source.cap or len(records)), dtype=np.int64)
-        if source.sample is not None:
-            numbers = numbers[draw(len(numbers), source.sample, np.random.default_rng([seed, SAMPLE_STREAM]))]
-        found.append(Checked(source, records, form, form.resolve(source.columns), numbers))
-    return _concatenated(found)
+        form = _select_format(source, records, data.on_bad, "documents")
+        indices = np.arange(min(len(records), source.cap or len(records)), dtype=np.int64)
+        indices = _sample(indices, source.sample, seed)
+        opened.append(CheckedSource(source, records, form, form.resolve(source.columns), indices))
+    return _concatenate(opened)
 
 
-def _describe(section: SourceSection, registry: Registry | None, learns: str) -> Source:
+def _data_source(section: SourceSection, registry: Registry | None, dataset_type: DatasetType) -> DataSource:
     if section.name is not None:
         assert registry is not None, "DataSection refuses a name without a registry"
-        return registry.source(section, learns)
-    return Source(
+        return registry.source(section, dataset_type)
+    return DataSource(
         path=section.path or "",
         format=section.format,
         columns=section.columns,
@@ -160,60 +171,63 @@ def _describe(section: SourceSection, registry: Registry | None, learns: str) ->
     )
 
 
-def _check(source: Source, on_bad: str, seed: int, skipped: list[Skip], learns: str) -> Checked:
-    """One pass over all records of a source (up to its cap), each converted and let go again."""
+def _check(
+    source: DataSource, on_bad: str, seed: int, skipped: list[SkippedRecord], dataset_type: DatasetType
+) -> CheckedSource:
+    """Reads and converts all records of a source, up to its cap, keeping the indices of the usable ones."""
     records = open_source(source)
-    form = _format(source, records, on_bad, learns)
-    fields, convert, tags = form.resolve(source.columns), form.convert, source.tags
-    usable, bad = array.array("q"), 0
+    form = _select_format(source, records, on_bad, dataset_type)
+    checked = CheckedSource(source, records, form, form.resolve(source.columns), np.empty(0, np.int64))
+    usable, malformed = array.array("q"), 0
     for index, record in enumerate(records.sweep()):
         if len(usable) == source.cap:
             break
         try:
             if isinstance(record, UserError):
                 raise record
-            origin = records.origin(index)
-            if not isinstance(record, dict):
-                fix = 'write it as {"field": value}'
-                raise UserError(f"the record is no object, found {shown(record)}", where=str(origin), fix=fix)
-            convert(record, fields, tags, origin)
+            _convert(record, checked, records.origin(index))
         except UserError as error:
             if on_bad == "error":
-                raise _located(error, records, index, form) from None
-            bad += 1
-            skipped.append(Skip(records.origin(index), _reason(error, records.origin(index))))
+                raise _with_location(error, records, index, form) from None
+            malformed += 1
+            origin = records.origin(index)
+            skipped.append(SkippedRecord(str(origin), _one_line(error, origin)))
         else:
             usable.append(index)
     if not usable:
-        example = f", the first because: {skipped[-bad].reason}" if bad else ""
+        example = f", the first because: {skipped[-malformed].reason}" if malformed else ""
         raise UserError(
-            f"no record of this source can be used as format {form.name}: all {bad} were skipped{example}",
+            f"no record of this source can be used as format {form.name}: all {malformed} were skipped{example}",
             where=source.path,
-            fix="mend the records, or name another format",
+            fix="correct the records, or name another format",
         )
-    numbers = np.array(usable, np.int64)
-    if source.sample is not None:
-        numbers = numbers[draw(len(numbers), source.sample, np.random.default_rng([seed, SAMPLE_STREAM]))]
-    return Checked(source, records, form, fields, numbers)
+    return dataclasses.replace(checked, usable=_sample(np.array(usable, np.int64), source.sample, seed))
 
 
-def _format(source: Source, records: Records, on_bad: str, learns: str) -> Format:
+def _sample(indices: np.ndarray, count: int | None, seed: int) -> np.ndarray:
+    """`count` of the indices drawn by the seed; all of them if `count` is None."""
+    if count is None:
+        return indices
+    return indices[draw(len(indices), count, np.random.default_rng([seed, SAMPLE_STREAM]))]
+
+
+def _select_format(source: DataSource, records: Records, on_bad: str, dataset_type: DatasetType) -> RecordFormat:
     if source.format != "auto":
-        return choose(source.format, [], source.path, source.columns, source.tags, learns)
-    first: list[Any] = []
-    for index, record in enumerate(itertools.islice(records.sweep(), LOOKED_THROUGH)):
+        return select_format(source.format, [], source.path, source.columns, source.tags, dataset_type)
+    first: list[object] = []
+    for index, record in enumerate(itertools.islice(records.sweep(), DETECTION_LIMIT)):
         if isinstance(record, UserError):
             if on_bad == "error":
-                raise _located(record, records, index, None)
+                raise _with_location(record, records, index, None)
         elif isinstance(record, dict):
             first.append(record)
-        if len(first) == LOOKED_AT:
+        if len(first) == DETECTION_RECORDS:
             break
-    return choose("auto", first, source.path, source.columns, source.tags, learns)
+    return select_format("auto", first, source.path, source.columns, source.tags, dataset_type)
 
 
-def _located(error: UserError, records: Records, index: int, form: Format | None) -> UserError:
-    """The error with its line number, the format the record was read as, and the way around it."""
+def _with_location(error: UserError, records: Records, index: int, form: RecordFormat | None) -> UserError:
+    """The error with the record's line, the format it was read as, and the option that skips such records."""
     origin = str(records.origin(index))
     where = error.where or origin
     if where.startswith(origin):
@@ -222,43 +236,45 @@ def _located(error: UserError, records: Records, index: int, form: Format | None
             where += f" (format {form.name})"
     elif origin not in where:
         where = f"{where} (record {records.origin(index).record})"
-    around = "on_bad: skip leaves such records out"
-    return UserError(error.what, where=where, fix=f"{error.fix}; or {around}" if error.fix else around)
+    remedy = "on_bad: skip leaves such records out"
+    return UserError(error.what, where=where, fix=f"{error.fix}; or {remedy}" if error.fix else remedy)
 
 
-def _reason(error: UserError, origin: Origin) -> str:
-    """A skip's reason in one line: what is wrong and in which field, the origin being said already."""
-    place = (error.where or "").removeprefix(str(origin)).removeprefix(", ")
-    return f"{place}: {error.what}" if place else error.what
+def _one_line(error: UserError, origin: Origin) -> str:
+    """What is wrong and in which field, without the origin."""
+    field = (error.where or "").removeprefix(str(origin)).removeprefix(", ")
+    return f"{field}: {error.what}" if field else error.what
 
 
-def _concatenated(sources: list[Checked]) -> DocumentList:
-    kept = [one for one in sources if len(one.usable)]
-    source = np.repeat(np.arange(len(kept), dtype=np.int32), [len(one.usable) for one in kept])
-    return DocumentList(kept, source, np.concatenate([one.usable for one in kept]))
+def _concatenate(sources: list[CheckedSource]) -> DocumentList:
+    used = [checked for checked in sources if len(checked.usable)]
+    source = np.repeat(np.arange(len(used), dtype=np.int32), [len(checked.usable) for checked in used])
+    return DocumentList(used, source, np.concatenate([checked.usable for checked in used]))
 
 
-def _split(sources: list[Checked], held_out: float, seed: int) -> tuple[list[Checked], list[Checked]]:
-    """The sources without, and with only, the records held out; each record goes to one side with all its repeats."""
-    different = [np.unique(one.usable) for one in sources]
-    sizes = np.array([len(numbers) for numbers in different])
+def _hold_out(
+    sources: list[CheckedSource], validation: float, seed: int
+) -> tuple[list[CheckedSource], list[CheckedSource]]:
+    """The sources without the held-out records, and with only those. All repeats of a record are on the same side."""
+    distinct = [np.unique(checked.usable) for checked in sources]
+    sizes = np.array([len(indices) for indices in distinct])
     total = int(sizes.sum())
-    count = max(1, round(held_out * total)) if held_out < 1 else int(held_out)
+    count = max(1, round(validation * total)) if validation < 1 else int(validation)
     counts = np.minimum(apportion(count, sizes / total), sizes - 1)
-    for index in np.argsort(-sizes, kind="stable"):  # what a small source could not give, a large one does
+    for index in np.argsort(-sizes, kind="stable"):  # large sources make up for what small ones could not give
         counts[index] += min(count - int(counts.sum()), int(sizes[index] - 1 - counts[index]))
     if counts.sum() < count:
-        most = f"hold out at most {total - len(sources)}, " if total > len(sources) else ""
-        asked = f"a share of {held_out:g}" if held_out < 1 else f"{count}"
+        limit = f"hold out at most {total - len(sources)}, " if total > len(sources) else ""
+        requested = f"a share of {validation:g}" if validation < 1 else f"{count}"
         raise UserError(
-            f"holding out {asked} of {total} records ({count}) would leave a source without training data",
+            f"holding out {requested} of {total} records ({count}) would leave a source without training data",
             where="data.validation",
-            fix=f"{most}add records, or give validation files of their own",
+            fix=f"{limit}add records, or give separate validation files",
         )
     rng = np.random.default_rng([seed, SPLIT_STREAM])
-    kept, taken = [], []
-    for one, numbers, size in zip(sources, different, counts, strict=True):
-        out = np.sort(rng.permutation(numbers)[:size])
-        kept.append(dataclasses.replace(one, usable=one.usable[~np.isin(one.usable, out)]))
-        taken.append(dataclasses.replace(one, usable=out))
-    return kept, taken
+    train, held_out = [], []
+    for checked, indices, size in zip(sources, distinct, counts, strict=True):
+        drawn = np.sort(rng.permutation(indices)[:size])
+        train.append(dataclasses.replace(checked, usable=checked.usable[~np.isin(checked.usable, drawn)]))
+        held_out.append(dataclasses.replace(checked, usable=drawn))
+    return train, held_out

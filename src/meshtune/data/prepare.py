@@ -16,10 +16,10 @@ import numpy as np
 from meshtune.config.data import DataSection
 from meshtune.config.recipe import Recipe, TrainSection
 from meshtune.data.conversation import Conversation, Document, Labelled, Message, Pair, Sample
-from meshtune.data.documents import DocumentList, documents, unchecked
+from meshtune.data.documents import DocumentList, load_documents, open_documents
 from meshtune.data.loader import Loader
 from meshtune.data.masks import Learn
-from meshtune.data.report import DataReport, SkippedRecord, TemplateInfo, make_report, stream_report
+from meshtune.data.report import DataReport, TemplateInfo, make_report, stream_report
 from meshtune.data.store import Store, fingerprint, open_or_build
 from meshtune.data.stream import Stream
 from meshtune.data.tokenizer import check_vocabulary
@@ -71,8 +71,7 @@ def prepare_data(
     options = token_options(data, recipe.stage.kind)
     if data.streaming:
         return _streamed(recipe, tokenizer, options, cache, progress)
-    found = documents(data, seed=recipe.seed, learns=stage.dataset_type)
-    skipped = [SkippedRecord(str(skip.origin), skip.reason) for skip in found.skipped]
+    found = load_documents(data, seed=recipe.seed, dataset_type=stage.dataset_type)
     micro_batch = recipe.train.batch_size // recipe.train.accumulation
 
     nll = _nll(recipe)
@@ -98,7 +97,7 @@ def prepare_data(
             seed=recipe.seed,
             units=units,
         )
-        left_out = skipped if split == "train" else []
+        left_out = found.skipped if split == "train" else []
         return made, make_report(split, made, counts, left_out, max_length=data.max_length, template=template)
 
     train, report = loader(
@@ -155,7 +154,7 @@ def _streamed(
             fix = "or set data.streaming=false"
             raise UserError(f"data.streaming is not possible here: {why}", where=where, fix=fix)
     assert train.steps is not None
-    documents_ = unchecked(data, seed=recipe.seed)
+    documents_ = open_documents(data, seed=recipe.seed)
     endless = dataclasses.replace(options, max_length=sys.maxsize)
     files = [(one.source.path, one.source.revision, len(one.records)) for one in documents_.sources]
     marks = (_hash_of(tokenizer), repr(endless), repr(files), str(data.shuffle), str(recipe.seed), str(data.max_length))

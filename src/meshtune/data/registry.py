@@ -1,8 +1,8 @@
-"""LLaMA-Factory's dataset_info.json, read as it is (its data/README.md; llamafactory/data/parser.py).
+"""Reads LLaMA-Factory's registry of data sets, dataset_info.json (its data/README.md; llamafactory/data/parser.py).
 
-An entry with `columns` has only the columns it names; one without has its format's own. Unlike LLaMA-Factory, an entry
-without `columns` also gets its records' `system`, `history` and `tools` where they have them, and tags that an entry
-leaves out keep their defaults.
+An entry with `columns` has only the columns it names; one without has those of its format. Unlike LLaMA-Factory, an
+entry without `columns` also uses `system`, `history` and `tools` of its records, and tags that an entry omits keep
+their defaults.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from meshtune.config.data import SourceSection
-from meshtune.data.formats import KINDS, STAGES
+from meshtune.data.formats import EXAMPLE_STAGE, FORMATS_BY_TYPE
 from meshtune.data.formats.sharegpt import TAGS
 from meshtune.data.readers.jsonfile import parse
 from meshtune.data.readers.mapped import MappedFile
-from meshtune.data.sources import Source, missing
+from meshtune.data.sources import DataSource, missing_path_error
 from meshtune.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from meshtune.objectives import DatasetType
 
 FILE = "dataset_info.json"
 TYPES: dict[str, type | tuple[type, ...]] = {
@@ -38,6 +41,12 @@ TYPES: dict[str, type | tuple[type, ...]] = {
     "columns": dict,
     "tags": dict,
 }
+TYPE_NAMES: dict[object, str] = {
+    str: "text",
+    bool: "true or false",
+    int: "a whole number above 0",
+    dict: "an object",
+}
 COLUMNS = (
     *("prompt", "query", "response", "history", "system", "tools", "messages"),
     *("images", "videos", "audios", "chosen", "rejected", "kto_tag"),
@@ -55,7 +64,7 @@ UNREACHABLE = {
 
 @dataclasses.dataclass(frozen=True)
 class Registry:
-    """The entries of a dataset_info.json; `path` is the file, `name` what the user called it."""
+    """The entries of a dataset_info.json. `path` is the file, `name` what the user called it."""
 
     path: pathlib.Path
     name: str
@@ -63,12 +72,12 @@ class Registry:
 
     @classmethod
     def load(cls, name: str) -> Registry:
-        """Reads the file, or the one in the folder `name`. UserError where there is none or it is malformed."""
+        """Reads the file `name`, or the one in the folder `name`. Raises UserError where it is missing or malformed."""
         path = pathlib.Path(name).expanduser()
         if path.is_dir():
             path, name = path / FILE, f"{name.rstrip('/')}/{FILE}"
         if not path.is_file():
-            raise missing(path, name)
+            raise missing_path_error(path, name)
         file = MappedFile(path, name)
         entries = parse(file, file.start, len(file.view))
         if not isinstance(entries, dict):
@@ -76,12 +85,12 @@ class Registry:
             raise UserError("a registry is an object of named entries", where=name, fix=fix)
         return cls(path, name, entries)
 
-    def source(self, section: SourceSection, learns: str = "documents") -> Source:
-        """The source of the entry `section.name`; what the recipe says besides goes over the entry.
+    def source(self, section: SourceSection, dataset_type: DatasetType = "documents") -> DataSource:
+        """The source that the entry `section.name` describes; other keys of `section` take precedence over the entry.
 
-        Raises UserError for an unknown entry or key (with the nearest), a value of the wrong type, an entry of images,
-        video or audio, or of records that hold something else than what `learns` says (see formats.KINDS), and one to
-        be had only from elsewhere than a file or the Hugging Face hub.
+        Raises UserError for an unknown entry or key (suggesting the nearest), a value of the wrong type, an entry with
+        images, video or audio, an entry that does not hold `dataset_type`, and one that is neither a file nor on the
+        Hugging Face hub.
         """
         name = section.name or ""
         if name not in self.entries:
@@ -89,21 +98,21 @@ class Registry:
             raise UserError(
                 f"the registry has no entry '{name}'",
                 where=self.name,
-                fix=f"{nearest(name, self.entries)}it has: {listed}",
+                fix=f"{nearest(name, self.entries)}its entries: {listed}",
             )
         where, entry = f"{self.name}, entry '{name}'", self.entries[name]
-        _check_entry(entry, where, learns)
-        form, columns, tags = _reading(entry, where, learns)
+        _check_entry(entry, where, dataset_type)
+        form, columns, tags = _interpret(entry, where, dataset_type)
         if section.format != "auto":
             form = section.format
         if section.format != "auto" or section.columns:
-            columns = {key: value for key, value in columns.items() if KINDS[learns][form].knows(key)} | section.columns
-        chosen = section.model_fields_set
+            known = FORMATS_BY_TYPE[dataset_type][form]
+            columns = {key: value for key, value in columns.items() if known.has_column(key)} | section.columns
         common: dict[str, Any] = {
             "format": form,
             "columns": columns,
             "tags": {**tags, **section.tags} if form == "sharegpt" else section.tags,
-            "split": section.split if "split" in chosen else entry.get("split", "train"),
+            "split": section.split if "split" in section.model_fields_set else entry.get("split", "train"),
             "subset": section.subset or entry.get("subset"),
             "revision": section.revision,
             "folder": entry.get("folder"),
@@ -112,78 +121,83 @@ class Registry:
             "sample": entry.get("num_samples"),
         }
         if "hf_hub_url" in entry:
-            return Source(path=entry["hf_hub_url"], hub=True, **common)
+            return DataSource(path=entry["hf_hub_url"], hub=True, **common)
         if "file_name" in entry:
             file = self.path.parent / entry["file_name"]
             if not file.exists():
-                raise missing(file, f"{file} ({where})")
-            return Source(path=str(file), **common)
-        for key, place in UNREACHABLE.items():
+                raise missing_path_error(file, f"{file} ({where})")
+            return DataSource(path=str(file), **common)
+        for key, origin in UNREACHABLE.items():
             if key in entry:
                 fix = "download it, and give the file's path in the recipe or as file_name in the entry"
-                raise UserError(f"the entry is to be had only from {place}", where=f"{where}, key '{key}'", fix=fix)
+                raise UserError(f"the entry is available only from {origin}", where=f"{where}, key '{key}'", fix=fix)
         raise UserError("the entry names no data", where=where, fix="add file_name or hf_hub_url")
 
 
-def _known(given: Mapping[str, Any], known: Sequence[str], what: str, where: str) -> None:
-    for key in given:
+def _check_keys(keys: Iterable[str], known: Sequence[str], what: str, where: str) -> None:
+    for key in keys:
         if key not in known:
             fix = f"{nearest(key, known)}known: {', '.join(known)}"
             raise UserError(f"unknown {what} '{key}'", where=where, fix=fix)
 
 
-def _check_entry(entry: Any, where: str, learns: str) -> None:
+def _check_entry(entry: Any, where: str, dataset_type: DatasetType) -> None:
     if not isinstance(entry, dict):
-        raise UserError("the entry is no object", where=where, fix='write {"file_name": ...}')
-    _known(entry, list(TYPES), "key", where)
+        raise UserError("the entry is not an object", where=where, fix='write {"file_name": ...}')
+    _check_keys(entry, list(TYPES), "key", where)
     for key, value in entry.items():
         right = isinstance(value, TYPES[key]) and not (TYPES[key] is int and isinstance(value, bool))
         if not right or (key == "num_samples" and value < 1):
-            wanted = {str: "text", bool: "true or false", int: "a whole number above 0", dict: "an object"}[TYPES[key]]
+            expected = TYPE_NAMES[TYPES[key]]
             raise UserError(
-                f"expected {wanted}, found {json.dumps(value)[:60]}", where=f"{where}, key '{key}'", fix="mend it"
+                f"expected {expected}, found {json.dumps(value)[:60]}", where=f"{where}, key '{key}'", fix="correct it"
             )
     columns, tags = entry.get("columns", {}), entry.get("tags", {})
-    _known(columns, COLUMNS, "column", f"{where}, columns")
-    _known(tags, list(TAGS), "tag", f"{where}, tags")
-    for kind, names in (("columns", columns), ("tags", tags)):
+    _check_keys(columns, COLUMNS, "column", f"{where}, columns")
+    _check_keys(tags, list(TAGS), "tag", f"{where}, tags")
+    for section, names in (("columns", columns), ("tags", tags)):
         for key, value in names.items():
             if not isinstance(value, str):
                 what = f"expected the name of a field, found {json.dumps(value)[:60]}"
-                raise UserError(what, where=f"{where}, {kind} '{key}'", fix="mend it")
+                raise UserError(what, where=f"{where}, {section} '{key}'", fix="correct it")
     media = [key for key in MEDIA if key in columns]
     if media:
         raise UserError(
-            f"the entry has {' and '.join(media)}: only text can be learned",
+            f"the entry has {' and '.join(media)}: only text can be trained on",
             where=f"{where}, columns",
             fix="leave it out",
         )
-    _check_kind(entry, columns, where, learns)
+    _check_dataset_type(entry, columns, where, dataset_type)
 
 
-def _check_kind(entry: Mapping[str, Any], columns: Mapping[str, Any], where: str, learns: str) -> None:
+def _check_dataset_type(
+    entry: Mapping[str, Any], columns: Mapping[str, Any], where: str, dataset_type: DatasetType
+) -> None:
     preference = [key for key in PREFERENCE if key in columns]
-    said = "ranking: true" if entry.get("ranking") else f"column {preference[0]}" if preference else "documents alone"
-    holds = "labelled" if "kto_tag" in columns else "pairs" if entry.get("ranking") or preference else "documents"
-    if holds == learns:
+    ranking = bool(entry.get("ranking"))
+    evidence = "ranking: true" if ranking else f"column {preference[0]}" if preference else "no preference columns"
+    actual = "labelled" if "kto_tag" in columns else "pairs" if ranking or preference else "documents"
+    if actual == dataset_type:
         return
-    if learns == "documents":
+    if dataset_type == "documents":
         raise UserError(
-            f"the entry holds preference data ({said}), which supervised tuning does not learn from",
+            f"the entry holds preference data ({evidence}), which supervised tuning does not train on",
             where=where,
-            fix=f"set stage: {STAGES[holds]}; or leave it out; or give its file as a path, with the format and columns "
-            "of the answers to learn",
+            fix=f"set stage: {EXAMPLE_STAGE[actual]}; or leave it out; or give its file as a path, with the format and "
+            "columns of the answers to train on",
         )
-    needs = "column kto_tag" if learns == "labelled" else "ranking: true"
+    required = "column kto_tag" if dataset_type == "labelled" else "ranking: true"
     raise UserError(
-        f"the entry holds {holds} ({said}), and this stage learns from {learns} ({needs})",
+        f"the entry holds {actual} ({evidence}), but this stage trains on {dataset_type} ({required})",
         where=where,
-        fix=f"set stage: {STAGES[holds]}, or name another entry",
+        fix=f"set stage: {EXAMPLE_STAGE[actual]}, or name another entry",
     )
 
 
-def _reading(entry: Mapping[str, Any], where: str, learns: str) -> tuple[str, dict[str, str | None], dict[str, str]]:
-    """Format, columns and tags, in our words, of an entry."""
+def _interpret(
+    entry: Mapping[str, Any], where: str, dataset_type: DatasetType
+) -> tuple[str, dict[str, str | None], dict[str, str]]:
+    """The format, columns and tags of an entry, under our names."""
     formatting = entry.get("formatting", "alpaca")
     if formatting not in FORMATTINGS:
         fix = f"{nearest(formatting, FORMATTINGS)}known: {', '.join(FORMATTINGS)}"
@@ -191,27 +205,27 @@ def _reading(entry: Mapping[str, Any], where: str, learns: str) -> tuple[str, di
     named, tags = entry.get("columns"), dict(entry.get("tags", {}))
     form = FORMATTINGS[formatting]
     if form == "messages" and tags:
-        form = "sharegpt"  # the same turns under other names
+        form = "sharegpt"  # the same turns with other keys
     if named is None:
         return form, {}, tags
     if (
-        learns == "documents"
+        dataset_type == "documents"
         and form == "alpaca"
         and "prompt" in named
         and "response" not in named
         and "query" not in named
     ):
-        return "text", {"text": named["prompt"]}, {}  # what LLaMA-Factory pretrains on
-    reads = KINDS[learns][form]
+        return "text", {"text": named["prompt"]}, {}  # LLaMA-Factory's pretraining data
+    known = FORMATS_BY_TYPE[dataset_type][form]
     for key in named:
-        if not reads.knows(key):
+        if not known.has_column(key):
             raise UserError(
                 f"column '{key}' has no meaning with formatting {formatting}",
                 where=f"{where}, columns",
-                fix=f"known: {', '.join(one for one in COLUMNS if reads.knows(one))}",
+                fix=f"known: {', '.join(column for column in COLUMNS if known.has_column(column))}",
             )
-    columns: dict[str, str | None] = dict.fromkeys(reads.fields)
+    columns: dict[str, str | None] = dict.fromkeys(known.fields)
     if form != "alpaca":
-        columns |= {key: key for key in ("conversations", "messages") if key in reads.fields}
-    columns |= {key: key for key in ("chosen", "rejected") if key in reads.fields}
-    return form, columns | {reads.aliases.get(key, key): value for key, value in named.items()}, tags
+        columns |= {key: key for key in ("conversations", "messages") if key in known.fields}
+    columns |= {key: key for key in ("chosen", "rejected") if key in known.fields}
+    return form, columns | {known.aliases.get(key, key): value for key, value in named.items()}, tags

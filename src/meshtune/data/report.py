@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshtune.data.documents import SkippedRecord
 from meshtune.data.loader import Loader
 from meshtune.data.stream import Stream
 from meshtune.data.tokens import TokenCounts
@@ -16,14 +17,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _SHARE_CUT, _SHARE_COPIES, _SHARE_LEARNED, _SHARE_FULL = 0.05, 0.05, 0.02, 0.8  # beyond which a warning is due
-
-
-@dataclasses.dataclass(frozen=True)
-class SkippedRecord:
-    """A record that was left out, and why."""
-
-    origin: str
-    reason: str
 
 
 @dataclasses.dataclass(frozen=True)

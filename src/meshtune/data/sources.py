@@ -1,7 +1,7 @@
-"""From what the recipe names to records: a file, a folder of files of one kind, or a data set of the hub.
+"""Opens the data sources of a recipe: a file, a folder of files of one type, or a data set of the hub.
 
-Local .json, .jsonl, .csv, .tsv and .txt (also .gz) are read here, lazily, from an index of where each record begins;
-.parquet, .arrow and hub data sets go through `datasets`, memory-mapped from its cache (HF_HOME). Nothing is unpickled
+Local .json, .jsonl, .csv, .tsv and .txt files (also .gz) are read lazily from an index of where each record begins;
+.parquet, .arrow and hub data sets go through `datasets`, memory-mapped from its cache (HF_HOME). Nothing is unpickled,
 and no code of a data set is run.
 """
 
@@ -14,34 +14,35 @@ import pathlib
 import re
 from collections.abc import Callable, Mapping
 
-from meshtune.data.readers.columnar import open_arrow, open_hub, open_parquet, open_saved
-from meshtune.data.readers.csvfile import CsvRecords
-from meshtune.data.readers.jsonfile import JsonRecords
-from meshtune.data.readers.records import Joined, Records
-from meshtune.data.readers.textfile import TextRecords
+from meshtune.data.readers.columnar import open_arrow, open_parquet, open_saved
+from meshtune.data.readers.csvfile import open_csv
+from meshtune.data.readers.hub import open_hub
+from meshtune.data.readers.jsonfile import open_json
+from meshtune.data.readers.records import ConcatenatedRecords, Records
+from meshtune.data.readers.textfile import open_text
 from meshtune.errors import UserError
 
 READERS: dict[str, Callable[[pathlib.Path, str], Records]] = {
-    ".json": functools.partial(JsonRecords, lines=False),
-    ".jsonl": functools.partial(JsonRecords, lines=True),
-    ".csv": CsvRecords,
-    ".tsv": functools.partial(CsvRecords, delimiter="\t"),
-    ".txt": TextRecords,
+    ".json": functools.partial(open_json, lines=False),
+    ".jsonl": functools.partial(open_json, lines=True),
+    ".csv": open_csv,
+    ".tsv": functools.partial(open_csv, delimiter="\t"),
+    ".txt": open_text,
     ".parquet": open_parquet,
     ".arrow": open_arrow,
 }
-PACKABLE = (".json", ".jsonl", ".csv", ".tsv", ".txt")  # also with .gz after it
-SUPPORTED = f"{', '.join(READERS)}, and {', '.join(f'{kind}.gz' for kind in PACKABLE)}"
+COMPRESSIBLE = (".json", ".jsonl", ".csv", ".tsv", ".txt")  # also read with .gz appended
+SUPPORTED = f"{', '.join(READERS)}, and {', '.join(f'{suffix}.gz' for suffix in COMPRESSIBLE)}"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
-    """A source as it is read, whether a recipe or a registry described it.
+class DataSource:
+    """A source of records, as described by a recipe or by an entry of a registry.
 
-    `columns` maps a format's field to the record's; None says that the records have no such field. `sample` draws that
-    many records by the seed (a registry's num_samples), `cap` takes the first ones. `hub` says that the path is an
-    id of the Hugging Face hub.
+    `columns` maps the fields of the format to those of the records; None means that the records have no such field.
+    `sample` draws that many records by the seed (a registry's num_samples), `cap` takes the first ones. `hub` says that
+    `path` is an id of the Hugging Face hub.
     """
 
     path: str
@@ -58,8 +59,8 @@ class Source:
     hub: bool = False
 
 
-def open_source(source: Source) -> Records:
-    """The records of a source, lazily. UserError: see `open_path` and `readers.columnar.open_hub`."""
+def open_source(source: DataSource) -> Records:
+    """Opens a source lazily. Raises UserError as `open_path` and `readers.hub.open_hub` do."""
     path = pathlib.Path(source.path).expanduser()
     if source.hub or (not path.exists() and _may_be_hub_id(source.path)):
         return open_hub(
@@ -69,29 +70,29 @@ def open_source(source: Source) -> Records:
 
 
 def open_path(path: pathlib.Path, name: str, *, split: str = "train") -> Records:
-    """The records of a file or folder; `name` is what the user called it.
+    """Opens a file or folder; `name` is what the user called it.
 
-    Raises UserError for a path that does not exist (with near names), a kind of file that is not supported, an empty
-    folder or one that mixes kinds, and for what the reader of the kind finds.
+    Raises UserError for a path that does not exist (suggesting similar names), an unsupported type of file, an empty
+    folder or one that mixes types, and as the reader of the type does.
     """
     if path.is_dir():
         return _open_folder(path, name, split)
     if not path.exists():
-        raise missing(path, name)
+        raise missing_path_error(path, name)
     if not path.is_file():
         raise UserError("this is neither a file nor a folder", where=name, fix="give a file or a folder of files")
-    kind = kind_of(path)
-    if kind not in READERS:
-        found = f"'{kind}'" if kind else "no extension"
-        raise UserError(f"cannot read this kind of file ({found})", where=name, fix=f"supported: {SUPPORTED}")
-    return READERS[kind](path, name)
+    suffix = file_type(path)
+    if suffix not in READERS:
+        extension = f"'{suffix}'" if suffix else "no extension"
+        raise UserError(f"cannot read this type of file ({extension})", where=name, fix=f"supported: {SUPPORTED}")
+    return READERS[suffix](path, name)
 
 
-def kind_of(path: pathlib.Path) -> str:
-    """The extension in lower case that chooses the reader; the one before .gz for a kind that may be packed."""
+def file_type(path: pathlib.Path) -> str:
+    """The extension, in lower case, that selects the reader: the one before .gz for a type that may be compressed."""
     suffix = path.suffix.lower()
     inner = pathlib.Path(path.stem).suffix.lower()
-    return inner if suffix == ".gz" and inner in PACKABLE else suffix
+    return inner if suffix == ".gz" and inner in COMPRESSIBLE else suffix
 
 
 def _open_folder(path: pathlib.Path, name: str, split: str) -> Records:
@@ -100,68 +101,70 @@ def _open_folder(path: pathlib.Path, name: str, split: str) -> Records:
     files = [
         file
         for file in sorted(path.iterdir())
-        # Notes that lie beside data are no data: hidden files, README.md, LICENSE.
+        # Hidden files, README.md and LICENSE are not data.
         if file.is_file() and not file.name.startswith(".") and file.suffix.lower() not in ("", ".md")
     ]
-    kinds: dict[str, list[str]] = {}
-    for file in files:
-        kinds.setdefault(kind_of(file), []).append(file.name)
     if not files:
         folders = sorted(child.name for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))
-        inside = f"; it holds the folders {', '.join(folders[:5])}" if folders else ""
+        hint = f"; it contains the folders {', '.join(folders[:5])}" if folders else ""
         raise UserError(
-            f"the folder holds no data files{inside}", where=name, fix=f"give a file, or a folder of: {SUPPORTED}"
+            f"the folder contains no data files{hint}", where=name, fix=f"give a file, or a folder of: {SUPPORTED}"
         )
-    other = sorted(set(kinds) - set(READERS))
-    if other:
+    by_type: dict[str, list[str]] = {}
+    for file in files:
+        by_type.setdefault(file_type(file), []).append(file.name)
+    unsupported = sorted(set(by_type) - set(READERS))
+    if unsupported:
         raise UserError(
-            f"the folder holds a kind of file that cannot be read: {kinds[other[0]][0]}",
+            f"the folder contains a file that cannot be read: {by_type[unsupported[0]][0]}",
             where=name,
-            fix=f"name the file you mean, or move the others away; supported: {SUPPORTED}",
+            fix=f"name the file you mean, or move the others elsewhere; supported: {SUPPORTED}",
         )
-    if len(kinds) > 1:
-        listed = ", ".join(f"{kind} ({len(names)}, e.g. {names[0]})" for kind, names in sorted(kinds.items()))
+    if len(by_type) > 1:
+        listed = ", ".join(f"{suffix} ({len(names)}, e.g. {names[0]})" for suffix, names in sorted(by_type.items()))
         raise UserError(
-            f"a file or a folder of files of one kind is expected, and this folder mixes kinds: {listed}",
+            f"expected a file or a folder of files of one type, but this folder mixes types: {listed}",
             where=name,
             fix="name the files one by one in data.train",
         )
     parts = [open_path(file, f"{name.rstrip('/')}/{file.name}") for file in files]
-    return parts[0] if len(parts) == 1 else Joined(parts)
+    return parts[0] if len(parts) == 1 else ConcatenatedRecords(parts)
 
 
 def _may_be_hub_id(name: str) -> bool:
-    """`owner/name` or `name`, unless it points into a folder that is here, ends like a file, or resembles one here."""
+    """Whether a missing path may be a hub id: `owner/name` or `name`, unless it has the extension of a data file, lies
+    in a local folder, or resembles a local name."""
     path = pathlib.Path(name)
-    if not HUB_ID.fullmatch(name) or kind_of(path) in (*READERS, ".gz"):
+    if not HUB_ID.fullmatch(name) or file_type(path) in (*READERS, ".gz"):
         return False
     if len(path.parts) == 2:
         return not pathlib.Path(path.parts[0]).is_dir()
-    return not _near(path)
+    return not _similar_names(path)
 
 
-def _near(path: pathlib.Path) -> list[str]:
-    """Names in the nearest folder that exists which resemble the missing one."""
+def _similar_names(path: pathlib.Path) -> list[str]:
+    """Names in the missing path's folder that resemble it."""
     if not path.parent.is_dir():
         return []
     names = [child.name for child in path.parent.iterdir()]
-    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)
-    return near or [name for name in sorted(names) if pathlib.Path(name).stem == path.stem][:3]
+    similar = difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)
+    return similar or [name for name in sorted(names) if pathlib.Path(name).stem == path.stem][:3]
 
 
-def missing(path: pathlib.Path, name: str) -> UserError:
-    near = [str(pathlib.Path(name).parent / one) for one in _near(path)]
-    if near:
-        return UserError("no such file or folder", where=name, fix=f"did you mean {' or '.join(near)}?")
+def missing_path_error(path: pathlib.Path, name: str) -> UserError:
+    """The error for a path that does not exist, with similar names or the nearest folder that exists."""
+    similar = [str(pathlib.Path(name).parent / candidate) for candidate in _similar_names(path)]
+    if similar:
+        return UserError("no such file or folder", where=name, fix=f"did you mean {' or '.join(similar)}?")
     parent = path.parent
     while not parent.exists():
         parent = parent.parent
     if parent != path.parent:
         return UserError(
-            f"no such file or folder: already its folder {path.parent} does not exist",
+            f"no such file or folder: its folder {path.parent} does not exist either",
             where=name,
             fix=f"the nearest folder that exists is {parent.resolve()}",
         )
     return UserError(
-        "no such file or folder", where=name, fix=f"check the name; it is looked for in {parent.resolve()}"
+        "no such file or folder", where=name, fix=f"check the name; it was looked for in {parent.resolve()}"
     )

@@ -1,121 +1,145 @@
-"""The data formats, and which of them a source's records have. A new format is a module and a line here."""
+"""The data formats, and detection of the one that records have. Adding a format is a module and a line here."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from meshtune.data.formats import alpaca, labelled, messages, preference, prompt_completion, sharegpt, text
-from meshtune.data.formats.format import Fields, Format
+from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
 from meshtune.errors import UserError, nearest
 
-FORMATS: dict[str, Format] = {
+if TYPE_CHECKING:
+    from meshtune.objectives import DatasetType
+
+DOCUMENT_FORMATS: dict[str, RecordFormat] = {
     module.FORMAT.name: module.FORMAT for module in (alpaca, sharegpt, messages, prompt_completion, text)
 }
 
-# What a stage learns from -> the formats of it, by the same names where the records are otherwise alike.
-KINDS: dict[str, dict[str, Format]] = {
-    "documents": FORMATS,
-    "pairs": {one.name: one for one in preference.FORMATS},
-    "labelled": {one.name: one for one in labelled.FORMATS},
+FORMATS_BY_TYPE: dict[DatasetType, dict[str, RecordFormat]] = {
+    "documents": DOCUMENT_FORMATS,
+    "pairs": {candidate.name: candidate for candidate in preference.FORMATS},
+    "labelled": {candidate.name: candidate for candidate in labelled.FORMATS},
 }
-STAGES = {"documents": "sft", "pairs": "dpo", "labelled": "kto"}  # an example of a stage for each
+EXAMPLE_STAGE: dict[DatasetType, str] = {"documents": "sft", "pairs": "dpo", "labelled": "kto"}
 
 
-def choose(
+def select_format(
     name: str,
-    records: Sequence[Any],
+    records: Sequence[object],
     where: str,
-    columns: Fields | None = None,
+    columns: FieldNames | None = None,
     tags: Mapping[str, str] | None = None,
-    learns: str = "documents",
-) -> Format:
-    """The format called `name`, or for "auto" the one that the first `records` of the source `where` have.
+    dataset_type: DatasetType = "documents",
+) -> RecordFormat:
+    """The format called `name`, or for "auto" the one that the first `records` of the source `where` fit.
 
-    Raises UserError for an unknown name, column or tag, and for "auto" where no format fits, several do, or the records
-    hold preferences (chosen and rejected, or a label of good and bad answers).
+    Raises UserError for an unknown name, column or tag, and for "auto" where no format fits, where several do, or where
+    the records hold preferences (chosen and rejected, or a label) and `dataset_type` is documents.
     """
     columns, tags = columns or {}, tags or {}
-    candidates = _named(name, columns, tags, where, learns)
+    candidates = _candidates(name, columns, tags, where, dataset_type)
     if name != "auto":
         return candidates[0]
     objects = [record for record in records if isinstance(record, dict)]
     if not objects:
-        raise UserError(
-            "the first records are no objects, so no format fits", where=where, fix='write records as {"field": value}'
-        )
-    if learns == "documents":
+        fix = 'write records as {"field": value}'
+        raise UserError("the first records are not objects, so no format fits", where=where, fix=fix)
+    if dataset_type == "documents":
         _refuse_preferences(objects, where)
-    scores = {one: max(one.detect(record, one.resolve(columns), tags) for record in objects) for one in candidates}
+    scores = {
+        candidate: max(candidate.detect(record, candidate.resolve(columns), tags) for record in objects)
+        for candidate in candidates
+    }
     best = max(scores.values())
-    fitting = [one for one, score in scores.items() if score == best]
-    keys = ", ".join(dict.fromkeys(key for record in objects for key in record)) or "none"
+    fitting = [candidate for candidate, score in scores.items() if score == best]
+    names = ", ".join(dict.fromkeys(key for record in objects for key in record)) or "none"
     if best == 0:
-        wants = "\n".join(f"  {one.name}: {one.wants}" for one in candidates)
-        fits = next((kind for kind in KINDS if kind != learns and _any_fits(KINDS[kind], objects, columns, tags)), None)
-        wants += f"\n(they would suit stage {STAGES[fits]})" if fits else ""
+        expected = "\n".join(f"  {candidate.name}: {candidate.expects}" for candidate in candidates)
         raise UserError(
-            f"no format fits the records; their fields are: {keys}\n{wants}",
+            f"no format fits the records; their fields are: {names}\n{expected}"
+            + _stage_hint(objects, columns, tags, dataset_type),
             where=where,
-            fix="name the format and, where fields are called otherwise, columns: {the format's field: the record's}",
+            fix="name the format and, where fields have other names, columns: {the format's field: the record's}",
         )
     if len(fitting) > 1:
+        listed = ", ".join(candidate.name for candidate in fitting)
         raise UserError(
-            f"the records fit more than one format: {', '.join(one.name for one in fitting)}; their fields are: {keys}",
+            f"the records fit more than one format: {listed}; their fields are: {names}",
             where=where,
-            fix=f"say which is meant, e.g. format: {fitting[0].name}",
+            fix=f"name the one you mean, e.g. format: {fitting[0].name}",
         )
     return fitting[0]
 
 
+def _stage_hint(
+    records: Sequence[Record], columns: FieldNames, tags: Mapping[str, str], dataset_type: DatasetType
+) -> str:
+    """A line that names a stage whose formats fit the records, if there is one."""
+    for other, formats in FORMATS_BY_TYPE.items():
+        if other != dataset_type and _any_fits(formats.values(), records, columns, tags):
+            return f"\n(they would fit stage {EXAMPLE_STAGE[other]})"
+    return ""
+
+
 def _any_fits(
-    formats: Mapping[str, Format], records: Sequence[Mapping[str, Any]], columns: Fields, tags: Mapping[str, str]
+    formats: Iterable[RecordFormat], records: Sequence[Record], columns: FieldNames, tags: Mapping[str, str]
 ) -> bool:
-    fitting = [one for one in formats.values() if all(map(one.knows, columns))]
-    return any(one.detect(record, one.resolve(columns), tags) == 2 for one in fitting for record in records)
+    candidates = [candidate for candidate in formats if all(map(candidate.has_column, columns))]
+    return any(
+        candidate.detect(record, candidate.resolve(columns), tags) == 2
+        for candidate in candidates
+        for record in records
+    )
 
 
-def _named(name: str, columns: Fields, tags: Mapping[str, str], where: str, learns: str) -> list[Format]:
-    """The formats in question: the named one or all, without those that `columns` and `tags` rule out."""
-    among = KINDS[learns]
-    if name != "auto" and name not in among:
-        known = ", ".join(["auto", *among])
-        what = f"format '{name}' is not one of {learns}" if any(name in kind for kind in KINDS.values()) else ""
-        raise UserError(what or f"unknown format '{name}'", where=where, fix=f"{nearest(name, among)}known: {known}")
-    formats = list(among.values()) if name == "auto" else [among[name]]
-    whose = "any format" if name == "auto" else f"format {name}"
-    known_columns = list(dict.fromkeys(key for one in formats for key in (*one.fields, *one.aliases)))
-    known_tags = list(dict.fromkeys(key for one in formats for key in one.tags))
-    for kind, given, known in (("columns", columns, known_columns), ("tags", tags, known_tags)):
-        for key in given:
-            if key not in known:
-                listed = f"known: {', '.join(known)}" if known else f"{whose} has none"
-                raise UserError(
-                    f"'{key}' is not one of the {kind} of {whose}",
-                    where=f"{where}, {kind}",
-                    fix=f"{nearest(key, known)}{listed}",
-                )
-    fitting = [one for one in formats if all(map(one.knows, columns)) and all(tag in one.tags for tag in tags)]
+def _candidates(
+    name: str, columns: FieldNames, tags: Mapping[str, str], where: str, dataset_type: DatasetType
+) -> list[RecordFormat]:
+    """The named format, or all that `columns` and `tags` do not rule out."""
+    known = FORMATS_BY_TYPE[dataset_type]
+    if name != "auto" and name not in known:
+        elsewhere = any(name in formats for formats in FORMATS_BY_TYPE.values())
+        what = f"format '{name}' does not hold {dataset_type}" if elsewhere else f"unknown format '{name}'"
+        raise UserError(what, where=where, fix=f"{nearest(name, known)}known: {', '.join(['auto', *known])}")
+    formats = list(known.values()) if name == "auto" else [known[name]]
+    owner = "any format" if name == "auto" else f"format {name}"
+    known_columns = list(dict.fromkeys(key for form in formats for key in (*form.fields, *form.aliases)))
+    known_tags = list(dict.fromkeys(key for form in formats for key in form.tags))
+    _check_keys(columns, known_columns, "columns", owner, where)
+    _check_keys(tags, known_tags, "tags", owner, where)
+    fitting = [form for form in formats if all(map(form.has_column, columns)) and all(tag in form.tags for tag in tags)]
     if not fitting:
-        given = ", ".join([*columns, *tags])
-        raise UserError(f"no one format has all of these columns and tags: {given}", where=where, fix="name the format")
+        keys = ", ".join([*columns, *tags])
+        raise UserError(f"no format has all of these columns and tags: {keys}", where=where, fix="name the format")
     return fitting
 
 
-def _refuse_preferences(records: Sequence[Mapping[str, Any]], where: str) -> None:
+def _check_keys(keys: Iterable[str], known: Sequence[str], section: str, owner: str, where: str) -> None:
+    for key in keys:
+        if key not in known:
+            listed = f"known: {', '.join(known)}" if known else f"{owner} has none"
+            raise UserError(
+                f"'{key}' is not one of the {section} of {owner}",
+                where=f"{where}, {section}",
+                fix=f"{nearest(key, known)}{listed}",
+            )
+
+
+def _refuse_preferences(records: Sequence[Record], where: str) -> None:
     first = records[0]
     if "chosen" in first and "rejected" in first:
         raise UserError(
-            "these are preference data (chosen and rejected), which supervised tuning does not learn from",
+            "these are preference data (chosen and rejected), which supervised tuning does not train on",
             where=where,
-            fix="set stage: dpo (or rm, orpo, simpo, cpo); or, to learn the chosen answers, make records that hold "
+            fix="set stage: dpo (or rm, orpo, simpo, cpo); or, to train on the chosen answers, make records that hold "
             "them, or name a format whose columns are texts, e.g. format: text, columns: {text: chosen}",
         )
     if isinstance(first.get("label"), bool) and any(isinstance(value, list) for value in first.values()):
         raise UserError(
-            "these are preference data (a true/false label of each conversation): learning the answers labelled false "
-            "is hardly meant",
+            "these are preference data (a true/false label of each conversation), and supervised tuning would train on "
+            "the answers labelled false too",
             where=where,
-            fix="set stage: kto; or take out the records labelled false; or name the format, to learn every answer "
+            fix="set stage: kto; or remove the records labelled false; or name the format, to train on every answer "
             "whatever its label",
         )

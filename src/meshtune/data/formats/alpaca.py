@@ -1,24 +1,23 @@
-"""Alpaca: an instruction, perhaps an input, and the output, with LLaMA-Factory's reading of them.
+"""Alpaca: an instruction, an optional input, and the output, as LLaMA-Factory reads them.
 
-The user turn is the instruction and the input, joined by a line break, whichever of them is not empty (LLaMA-Factory's
+The user turn is the instruction and the input, whichever are not empty, joined by a line break (LLaMA-Factory's
 data/README.md). `history` is a list of [user, assistant] pairs that come first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from meshtune.data.conversation import Conversation, Message, Origin
-from meshtune.data.formats.format import Fields, Format
-from meshtune.data.formats.record import bad, list_field, shown, text, text_field, tool_list
+from meshtune.data.formats.record import check_text, describe, field_error, list_field, parse_tools, text_field
+from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
 
 
-def detect(record: Mapping[str, Any], fields: Fields, tags: Mapping[str, str]) -> int:
+def detect(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
     return 2 if fields["instruction"] in record and fields["output"] in record else 0
 
 
-def convert(record: Mapping[str, Any], fields: Fields, tags: Mapping[str, str], origin: Origin) -> Conversation:
+def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin) -> Conversation:
     messages = []
     if fields["system"] and (system := text_field(record, fields["system"], origin, required=False)):
         messages.append(Message("system", system))
@@ -30,30 +29,28 @@ def convert(record: Mapping[str, Any], fields: Fields, tags: Mapping[str, str], 
         text_field(record, fields["instruction"] or "instruction", origin)
     messages.append(Message("user", "\n".join(part for part in (instruction, extra) if part)))
     messages.append(Message("assistant", text_field(record, fields["output"] or "output", origin)))
-    tools = tool_list(record.get(fields["tools"]), origin, fields["tools"]) if fields["tools"] else ()
-    return Conversation(tuple(messages), origin, tools)
+    return Conversation(tuple(messages), origin, parse_tools(record, fields["tools"], origin))
 
 
-def _optional(record: Mapping[str, Any], field: str | None, origin: Origin) -> str:
+def _optional(record: Record, field: str | None, origin: Origin) -> str:
     return text_field(record, field, origin, required=False) if field else ""
 
 
-def _history(record: Mapping[str, Any], field: str, origin: Origin) -> list[Message]:
+def _history(record: Record, field: str, origin: Origin) -> list[Message]:
     messages = []
     for index, pair in enumerate(list_field(record, field, origin, "[user, assistant] pairs")):
-        place = f"{field}[{index}]"
+        item = f"{field}[{index}]"
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise bad(
-                f"expected a pair, found {shown(pair)}", origin, place, 'write ["what the user said", "the answer"]'
-            )
-        messages.append(Message("user", text(pair[0], origin, f"{place}[0]")))
-        messages.append(Message("assistant", text(pair[1], origin, f"{place}[1]")))
+            what = f"expected a pair, found {describe(pair)}"
+            raise field_error(what, origin, item, 'write ["the user\'s message", "the answer"]')
+        messages.append(Message("user", check_text(pair[0], origin, f"{item}[0]")))
+        messages.append(Message("assistant", check_text(pair[1], origin, f"{item}[1]")))
     return messages
 
 
-FORMAT = Format(
+FORMAT = RecordFormat(
     name="alpaca",
-    wants="instruction and output, text; also input, system, history ([[user, assistant], ...]), tools",
+    expects="instruction and output, text; also input, system, history ([[user, assistant], ...]), tools",
     fields={key: key for key in ("instruction", "input", "output", "history", "system", "tools")},
     aliases={"prompt": "instruction", "query": "input", "response": "output"},
     detect=detect,

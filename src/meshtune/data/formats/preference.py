@@ -1,8 +1,9 @@
-"""Pairs of a better and a worse answer: what every format of them has in common, and the formats.
+"""Pairs of a better and a worse answer, in the formats of LLaMA-Factory, TRL, OpenAI and Anthropic.
 
-Alpaca and sharegpt records are LLaMA-Factory's ranking data: chosen and rejected are texts, or turns that go on from
-the conversation. `preference` is TRL's: a prompt, or none where both answers are whole conversations that begin alike;
-`openai` is that of OpenAI's preference tuning, `hh` the transcripts of Anthropic's helpful and harmless data.
+Alpaca and sharegpt records are LLaMA-Factory's ranking data: chosen and rejected are texts, or turns that continue the
+conversation. `preference` is TRL's format: with a prompt, or without one where both answers are whole conversations
+that share all but the last turn. `openai` is the format of OpenAI's preference tuning, `hh` the transcripts of
+Anthropic's helpful and harmless data.
 """
 
 from __future__ import annotations
@@ -10,115 +11,126 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from meshtune.data.conversation import Conversation, Document, Message, Origin, Pair, Text
+from meshtune.data.conversation import Conversation, Document, Message, Origin, Pair, Role, Text
 from meshtune.data.formats import alpaca, messages, sharegpt
-from meshtune.data.formats.format import Fields, Format
 from meshtune.data.formats.messages import read_messages
-from meshtune.data.formats.record import bad, check_turns, list_field, shown, text, text_field, tool_list
+from meshtune.data.formats.record import (
+    check_text,
+    check_turns,
+    describe,
+    field_error,
+    list_field,
+    missing_field_error,
+    parse_tools,
+    text_field,
+)
+from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
 
-BOTH = ("chosen", "rejected")
+SIDES = ("chosen", "rejected")
 SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 
 
-def paired(chosen: Document, rejected: Document, record: Mapping[str, Any], fields: Fields, origin: Origin) -> Pair:
+def make_pair(chosen: Document, rejected: Document, record: Record, fields: FieldNames, origin: Origin) -> Pair:
     """The pair, with the record's margin. Raises UserError where both answers are the same."""
-    if _words(chosen) == _words(rejected):
+    if _content(chosen) == _content(rejected):
         field = fields.get("rejected") or "rejected"
-        raise bad("chosen and rejected are the same answer", origin, field, "take the record out")
+        raise field_error("chosen and rejected are the same answer", origin, field, "remove the record")
     name = fields.get("margin")
     margin = record.get(name) if name else None
     if name is None or margin is None:
         return Pair(chosen, rejected, origin)
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-        raise bad(f"expected a number, found {shown(margin)}", origin, name, "write a number")
+        raise field_error(f"expected a number, found {describe(margin)}", origin, name, "write a number")
     return Pair(chosen, rejected, origin, float(margin))
 
 
-def _words(document: Document) -> Any:
+def _content(document: Document) -> tuple[object, ...]:
     return document.messages if isinstance(document, Conversation) else (document.prompt, document.text)
 
 
-def has_both(record: Mapping[str, Any], fields: Fields) -> bool:
-    return all((fields[side] or side) in record for side in BOTH)
+def has_both_sides(record: Record, fields: FieldNames) -> bool:
+    return all((fields[side] or side) in record for side in SIDES)
 
 
-def ranked_alpaca() -> Format:
+def ranked_alpaca() -> RecordFormat:
     """Instruction and input, with chosen and rejected texts in place of the output."""
-    own = {key: key for key in alpaca.FORMAT.fields if key != "output"} | {key: key for key in (*BOTH, "margin")}
+    names = {key: key for key in alpaca.FORMAT.fields if key != "output"} | {key: key for key in (*SIDES, "margin")}
 
-    def detect(record: Mapping[str, Any], fields: Fields, tags: Mapping[str, str]) -> int:
-        return 2 if has_both(record, fields) and fields["instruction"] in record else 0
+    def detect(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
+        return 2 if has_both_sides(record, fields) and fields["instruction"] in record else 0
 
-    def convert(record: Mapping[str, Any], fields: Fields, tags: Mapping[str, str], origin: Origin) -> Pair:
+    def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin) -> Pair:
         chosen, rejected = (
-            alpaca.convert(record, {**fields, "output": fields[side] or side}, tags, origin) for side in BOTH
+            alpaca.convert(record, {**fields, "output": fields[side] or side}, tags, origin) for side in SIDES
         )
-        return paired(chosen, rejected, record, fields, origin)
+        return make_pair(chosen, rejected, record, fields, origin)
 
     aliases = {"prompt": "instruction", "query": "input"}
-    wants = "instruction, chosen and rejected, text; also input, system, history, tools, margin"
-    return Format("alpaca", wants, own, detect, convert, aliases)  # pyright: ignore[reportArgumentType]
+    expects = "instruction, chosen and rejected, text; also input, system, history, tools, margin"
+    return RecordFormat("alpaca", expects, names, detect, convert, aliases)
 
 
-def ranked_turns(base: Format, turns: str, wants: str) -> Format:
-    """A conversation that each of chosen and rejected, one turn (or for messages a list of them), goes on from."""
+def ranked_turns(base: RecordFormat, turns: str, expects: str) -> RecordFormat:
+    """A conversation under the field `turns` that chosen and rejected continue, each with a turn or a list of them."""
 
-    def detect(record: Mapping[str, Any], fields: Fields, tags: Mapping[str, str]) -> int:
-        return base.detect(record, fields, tags) if has_both(record, fields) else 0
+    def detect(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
+        return base.detect(record, fields, tags) if has_both_sides(record, fields) else 0
 
-    def side(record: Mapping[str, Any], fields: Fields, tags: Mapping[str, str], origin: Origin, name: str) -> Document:
-        field = fields[name] or name
+    def continued(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin, side: str) -> Document:
+        field = fields[side] or side
         answer = record.get(field)
+        if answer is None:
+            raise missing_field_error(record, field, origin)
         if not isinstance(answer, dict | list) or not answer:
-            if answer is None:
-                text_field(record, field, origin)  # says that it is missing or null
-            raise bad(f"expected a turn, found {shown(answer)}", origin, field, "write it as the other turns are")
-        said = list_field(record, fields[turns] or turns, origin, "turns")
-        whole = {**record, fields[turns] or turns: [*said, *(answer if isinstance(answer, list) else [answer])]}
-        return base.convert(whole, fields, tags, origin)  # pyright: ignore[reportReturnType]
+            what = f"expected a turn, found {describe(answer)}"
+            raise field_error(what, origin, field, "write it like the other turns")
+        prompt = list_field(record, fields[turns] or turns, origin, "turns")
+        conversation = [*prompt, *(answer if isinstance(answer, list) else [answer])]
+        document = base.convert({**record, fields[turns] or turns: conversation}, fields, tags, origin)
+        assert isinstance(document, Conversation | Text)
+        return document
 
-    def convert(record: Mapping[str, Any], fields: Fields, tags: Mapping[str, str], origin: Origin) -> Pair:
-        chosen, rejected = (side(record, fields, tags, origin, name) for name in BOTH)
-        return paired(chosen, rejected, record, fields, origin)
+    def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin) -> Pair:
+        chosen, rejected = (continued(record, fields, tags, origin, side) for side in SIDES)
+        return make_pair(chosen, rejected, record, fields, origin)
 
-    fields = {**base.fields, **{key: key for key in (*BOTH, "margin")}}
-    return Format(base.name, wants, fields, detect, convert, base.aliases, base.tags)
+    names = {**base.fields, **{key: key for key in (*SIDES, "margin")}}
+    return RecordFormat(base.name, expects, names, detect, convert, base.aliases, base.tags)
 
 
-def _detect_preference(record: Mapping[str, Any], fields: Fields, tags: Mapping[str, str]) -> int:
-    if not has_both(record, fields):
+def _detect_preference(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
+    if not has_both_sides(record, fields):
         return 0
-    whole = all(isinstance(record[fields[side] or side], list) for side in BOTH)
-    return 2 if (fields["prompt"] or "prompt") in record or whole else 0
+    conversations = all(isinstance(record[fields[side] or side], list) for side in SIDES)
+    return 2 if (fields["prompt"] or "prompt") in record or conversations else 0
 
 
-def _convert_preference(record: Mapping[str, Any], fields: Fields, tags: Mapping[str, str], origin: Origin) -> Pair:
-    prompt, sides = fields["prompt"] or "prompt", [fields[side] or side for side in BOTH]
+def _convert_preference(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin) -> Pair:
+    prompt, sides = fields["prompt"] or "prompt", [fields[side] or side for side in SIDES]
     if not any(isinstance(record.get(field), list) for field in (prompt, *sides)):
-        first = text_field(record, prompt, origin)
-        made = [Text(text_field(record, field, origin), origin, prompt=first) for field in sides]
-        return paired(made[0], made[1], record, fields, origin)
+        prompt_text = text_field(record, prompt, origin)
+        texts = [Text(text_field(record, field, origin), origin, prompt=prompt_text) for field in sides]
+        return make_pair(texts[0], texts[1], record, fields, origin)
     head = _messages(record, prompt, "user", origin) if record.get(prompt) is not None else []
     tails = [_messages(record, field, "assistant", origin) for field in sides]
-    tools = tool_list(record.get(fields["tools"]), origin, fields["tools"]) if fields["tools"] else ()
+    tools = parse_tools(record, fields["tools"], origin)
     for field, tail in zip(sides, tails, strict=True):
         check_turns([*head, *tail], origin, f"{prompt} + {field}" if head else field)
-    made = [Conversation((*head, *tail), origin, tools) for tail in tails]
+    conversations = [Conversation((*head, *tail), origin, tools) for tail in tails]
     if not head:
-        _begin_alike(made, origin, sides[1])
-    return paired(made[0], made[1], record, fields, origin)
+        _check_same_prompt(conversations, origin, sides[1])
+    return make_pair(conversations[0], conversations[1], record, fields, origin)
 
 
-def _begin_alike(sides: Sequence[Conversation], origin: Origin, field: str) -> None:
-    one, other = (side.messages for side in sides)
-    if one[:-1] != other[:-1]:
+def _check_same_prompt(sides: Sequence[Conversation], origin: Origin, field: str) -> None:
+    chosen, rejected = (side.messages for side in sides)
+    if chosen[:-1] != rejected[:-1]:
         what = "chosen and rejected are answers to different conversations"
-        raise bad(what, origin, field, "both must be the same but for the last turn; or take the record out")
+        raise field_error(what, origin, field, "they may differ in the last turn alone; or remove the record")
 
 
-def _messages(record: Mapping[str, Any], field: str, role: Any, origin: Origin) -> list[Message]:
+def _messages(record: Record, field: str, role: Role, origin: Origin) -> list[Message]:
     value = record.get(field)
     if isinstance(value, str):
         return [Message(role, text_field(record, field, origin))]
@@ -127,52 +139,54 @@ def _messages(record: Mapping[str, Any], field: str, role: Any, origin: Origin) 
     return read_messages(list_field(record, field, origin, "messages"), origin, field)
 
 
-def _detect_openai(record: Mapping[str, Any], fields: Fields, tags: Mapping[str, str]) -> int:
-    return 2 if has_both(record, fields) and isinstance(record.get(fields["input"] or "input"), dict) else 0
+def _detect_openai(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
+    return 2 if has_both_sides(record, fields) and isinstance(record.get(fields["input"] or "input"), dict) else 0
 
 
-def _convert_openai(record: Mapping[str, Any], fields: Fields, tags: Mapping[str, str], origin: Origin) -> Pair:
-    given = record.get(fields["input"] or "input")
-    if not isinstance(given, dict):
-        raise bad(f"expected an object, found {shown(given)}", origin, "input", 'write {"messages": [...]}')
-    flat = {"prompt": given.get("messages"), "tools": given.get("tools")}
-    flat |= {side: record.get(fields[side] or side) for side in BOTH}
-    names = {"prompt": "prompt", "tools": "tools", "margin": None, **{side: side for side in BOTH}}
+def _convert_openai(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin) -> Pair:
+    prompt = record.get(fields["input"] or "input")
+    if not isinstance(prompt, dict):
+        what = f"expected an object, found {describe(prompt)}"
+        raise field_error(what, origin, "input", 'write {"messages": [...]}')
+    flat = {"prompt": prompt.get("messages"), "tools": prompt.get("tools")}
+    flat |= {side: record.get(fields[side] or side) for side in SIDES}
+    names = {"prompt": "prompt", "tools": "tools", "margin": None, **{side: side for side in SIDES}}
     return _convert_preference(flat, names, tags, origin)
 
 
-def _detect_hh(record: Mapping[str, Any], fields: Fields, tags: Mapping[str, str]) -> int:
-    sides = [record.get(fields[side] or side) for side in BOTH]
+def _detect_hh(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
+    sides = [record.get(fields[side] or side) for side in SIDES]
     return 2 if all(isinstance(side, str) and SPEAKER.match(side) for side in sides) and "prompt" not in record else 0
 
 
-def _convert_hh(record: Mapping[str, Any], fields: Fields, tags: Mapping[str, str], origin: Origin) -> Pair:
-    sides = [_transcript(record, fields[side] or side, origin) for side in BOTH]
-    _begin_alike(sides, origin, fields["rejected"] or "rejected")
-    return paired(sides[0], sides[1], record, fields, origin)
+def _convert_hh(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin) -> Pair:
+    sides = [_transcript(record, fields[side] or side, origin) for side in SIDES]
+    _check_same_prompt(sides, origin, fields["rejected"] or "rejected")
+    return make_pair(sides[0], sides[1], record, fields, origin)
 
 
-def _transcript(record: Mapping[str, Any], field: str, origin: Origin) -> Conversation:
-    whole = text_field(record, field, origin)
-    before, *parts = SPEAKER.split(whole)
-    if before.strip() or not parts:
-        what = f"the transcript does not begin with a speaker: {whole[:40]!r}"
-        raise bad(what, origin, field, r"write \n\nHuman: ... \n\nAssistant: ...")
-    said: list[Message] = []
-    for speaker, words in zip(parts[::2], parts[1::2], strict=True):
-        role, words = ("user" if speaker == "Human" else "assistant"), words.strip()
-        if said and said[-1].role == role:  # somebody goes on: one turn
-            said[-1] = Message(role, f"{said[-1].content}\n\n{words}".strip())
+def _transcript(record: Record, field: str, origin: Origin) -> Conversation:
+    transcript = text_field(record, field, origin)
+    preamble, *parts = SPEAKER.split(transcript)
+    if preamble.strip() or not parts:
+        what = f"the transcript does not begin with a speaker: {transcript[:40]!r}"
+        raise field_error(what, origin, field, r"write \n\nHuman: ... \n\nAssistant: ...")
+    turns: list[Message] = []
+    for speaker, content in zip(parts[::2], parts[1::2], strict=True):
+        role: Role = "user" if speaker == "Human" else "assistant"
+        content = content.strip()
+        if turns and turns[-1].role == role:  # the same speaker continues: one turn
+            turns[-1] = Message(role, f"{turns[-1].content}\n\n{content}".strip())
         else:
-            said.append(Message(role, words))
-    for index, message in enumerate(said):
-        text(message.content, origin, f"{field}, turn {index}")
-    check_turns(said, origin, field)
-    return Conversation(tuple(said), origin)
+            turns.append(Message(role, content))
+    for index, message in enumerate(turns):
+        check_text(message.content, origin, f"{field}, turn {index}")
+    check_turns(turns, origin, field)
+    return Conversation(tuple(turns), origin)
 
 
-_SIDES = {side: side for side in BOTH}
-FORMATS: tuple[Format, ...] = (
+_SIDE_FIELDS = {side: side for side in SIDES}
+FORMATS: tuple[RecordFormat, ...] = (
     ranked_alpaca(),
     ranked_turns(
         sharegpt.FORMAT, "conversations", "conversations (turns of from and value), chosen and rejected, a turn each"
@@ -180,24 +194,24 @@ FORMATS: tuple[Format, ...] = (
     ranked_turns(
         messages.FORMAT, "messages", "messages (role and content), chosen and rejected, a message each or a list"
     ),
-    Format(
+    RecordFormat(
         "preference",
         "prompt, chosen and rejected, each text or a list of messages; without prompt whole conversations; margin",
-        {"prompt": "prompt", **_SIDES, "tools": "tools", "margin": "margin"},
+        {"prompt": "prompt", **_SIDE_FIELDS, "tools": "tools", "margin": "margin"},
         _detect_preference,
         _convert_preference,
     ),
-    Format(
+    RecordFormat(
         "openai",
         "input: {messages: [...]}, preferred_output and non_preferred_output, lists of messages",
         {"input": "input", "chosen": "preferred_output", "rejected": "non_preferred_output"},
         _detect_openai,
         _convert_openai,
     ),
-    Format(
+    RecordFormat(
         "hh",
         r"chosen and rejected, transcripts of \n\nHuman: and \n\nAssistant: turns",
-        {**_SIDES, "margin": "margin"},
+        {**_SIDE_FIELDS, "margin": "margin"},
         _detect_hh,
         _convert_hh,
     ),

@@ -1,1 +1,1 @@
-"""Readers of record files: each gives a lazy, random-access sequence of records with exact errors."""
+"""Readers of data files. Each gives a lazy sequence of records with random access, and errors that name the place."""

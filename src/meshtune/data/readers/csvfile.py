@@ -1,102 +1,104 @@
-"""CSV records (RFC 4180; first line is the header). Every value is the text that stands in the file.
+"""CSV records (RFC 4180, the first line being the header). Every value is the text in the file.
 
-Read here and not through `datasets`, whose reader guesses types: an answer "NA" would become null and "007" a number.
+CSV is not read through `datasets`, whose reader guesses types: an answer "NA" would become null and "007" a number.
 """
 
 from __future__ import annotations
 
 import array
 import csv
+import functools
 import itertools
 import pathlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from meshtune.data.conversation import Origin
 from meshtune.data.readers.mapped import MappedFile
-from meshtune.data.readers.records import one_by_one
+from meshtune.data.readers.records import FileRecords, line_origin
 from meshtune.errors import UserError
 
-LARGEST_FIELD = 2**31 - 1  # the csv module's own limit, 128 KiB, is smaller than many an answer
+MAX_FIELD = 2**31 - 1  # the csv module's default limit of 128 KiB is shorter than many an answer
 
 
-class CsvRecords:
-    """Rows as dicts of text. Raises UserError for a header that is missing or repeats a name, for a row with more or
-    fewer fields than the header, and for a quote that is never closed; each with its line."""
+def open_csv(path: pathlib.Path, name: str, *, delimiter: str = ",") -> FileRecords:
+    """The records of a CSV file, as dicts of text.
 
-    def __init__(self, path: pathlib.Path, name: str, *, delimiter: str = ","):
-        csv.field_size_limit(LARGEST_FIELD)
-        self.file, self.delimiter = MappedFile(path, name), delimiter
-        spans = np.array(array.array("q", itertools.chain.from_iterable(self._rows())), np.int64).reshape(-1, 2)
-        if not len(spans):
-            raise UserError("the file holds no records", where=name, fix="write records into it, or leave it out")
-        self.header = [field.strip() for field in self._read(int(spans[0, 0]), int(spans[0, 1]))]
-        twice = {field for field in self.header if self.header.count(field) > 1}
-        if twice or "" in self.header:
-            what = (
-                f"names {', '.join(sorted(map(repr, twice)))} more than once" if twice else "has a column with no name"
-            )
-            raise UserError(f"the header {what}", where=f"{name}, line 1", fix="give every column a name of its own")
-        if len(spans) == 1:
-            raise UserError("the file holds a header and no records", where=name, fix="write records into it")
-        self.spans = spans[1:]
+    Raises UserError for a header that is missing or repeats a name and for a quote that is never closed, and on reading
+    a record with more or fewer fields than the header; each names the line.
+    """
+    csv.field_size_limit(MAX_FIELD)
+    file = MappedFile(path, name)
+    flat = array.array("q", itertools.chain.from_iterable(_spans(file, delimiter)))
+    spans = np.array(flat, np.int64).reshape(-1, 2)
+    if not len(spans):
+        raise UserError("the file contains no records", where=name, fix="write records into it, or leave it out")
+    header = [field.strip() for field in _fields(file, int(spans[0, 0]), int(spans[0, 1]), delimiter)]
+    _check_header(header, name)
+    if len(spans) == 1:
+        raise UserError("the file contains a header and no records", where=name, fix="write records into it")
+    return FileRecords(file, spans[1:], functools.partial(_decode, header=header, delimiter=delimiter))
 
-    def _lines(self) -> Iterator[tuple[int, int]]:
-        at, size = self.file.start, len(self.file.view)
-        while at < size:
-            end = self.file.view.find(b"\n", at) + 1 or size
-            yield at, end
-            at = end
 
-    def _rows(self) -> Iterator[tuple[int, int]]:
-        """Begin and end of each row: a quoted field may hold line breaks, so the csv reader says how far a row goes."""
-        consumed = [self.file.start, self.file.start]
+def _check_header(header: Sequence[str], name: str) -> None:
+    repeated = {field for field in header if header.count(field) > 1}
+    if repeated:
+        what = f"the header names {', '.join(sorted(map(repr, repeated)))} more than once"
+    elif "" in header:
+        what = "the header has a column without a name"
+    else:
+        return
+    raise UserError(what, where=f"{name}, line 1", fix="give every column a name of its own")
 
-        def feed() -> Iterator[str]:
-            for begin, end in self._lines():
-                consumed[1] = end
-                yield self.file.text(begin, end)
 
-        reader = csv.reader(feed(), delimiter=self.delimiter, strict=True)
-        while True:
-            try:
-                row = next(reader, None)
-            except csv.Error as error:
-                raise UserError(
-                    f"malformed CSV: {error}, in the row near: {self.file.around(consumed[0])}",
-                    where=f"{self.file.name}, line {self.file.line(consumed[0])}",
-                    fix='close every quote; write a quote inside quotes as ""',
-                ) from None
-            if row is None:
-                return
-            if row:
-                yield consumed[0], consumed[1]
-            consumed[0] = consumed[1]
+def _lines(file: MappedFile) -> Iterator[tuple[int, int]]:
+    begin, size = file.start, len(file.view)
+    while begin < size:
+        end = file.view.find(b"\n", begin) + 1 or size
+        yield begin, end
+        begin = end
 
-    def _read(self, begin: int, end: int) -> list[str]:
-        return next(csv.reader([self.file.text(begin, end)], delimiter=self.delimiter))
 
-    def __len__(self) -> int:
-        return len(self.spans)
+def _spans(file: MappedFile, delimiter: str) -> Iterator[tuple[int, int]]:
+    """The first byte of each record and the one after its last. A quoted field may contain line breaks, so the csv
+    reader decides how many lines a record takes."""
+    begin = end = file.start
 
-    def __getitem__(self, index: int) -> dict[str, str]:
-        begin, end = (int(at) for at in self.spans[index])
-        row = self._read(begin, end)
-        if len(row) != len(self.header):
+    def lines() -> Iterator[str]:
+        nonlocal end
+        for line_begin, line_end in _lines(file):
+            end = line_end
+            yield file.text(line_begin, line_end)
+
+    reader = csv.reader(lines(), delimiter=delimiter, strict=True)
+    while True:
+        try:
+            fields = next(reader, None)
+        except csv.Error as error:
             raise UserError(
-                f"the row has {len(row)} fields, the header {len(self.header)}: {', '.join(self.header)}",
-                where=self.where(index),
-                fix="put fields that hold a comma or a line break in double quotes",
-            )
-        return dict(zip(self.header, row, strict=True))
+                f"malformed CSV: {error}, in the record near: {file.around(begin)}",
+                where=f"{file.name}, line {file.line(begin)}",
+                fix='close every quote; write a quote inside quotes as ""',
+            ) from None
+        if fields is None:
+            return
+        if fields:
+            yield begin, end
+        begin = end
 
-    def origin(self, index: int) -> Origin:
-        return Origin(self.file.name, index)
 
-    def where(self, index: int) -> str:
-        return f"{self.origin(index)} (line {self.file.line(int(self.spans[index, 0]))})"
+def _fields(file: MappedFile, begin: int, end: int, delimiter: str) -> list[str]:
+    return next(csv.reader([file.text(begin, end)], delimiter=delimiter))
 
-    def sweep(self) -> Iterator[Any | UserError]:
-        return one_by_one(self)
+
+def _decode(
+    file: MappedFile, index: int, begin: int, end: int, *, header: Sequence[str], delimiter: str
+) -> dict[str, str]:
+    fields = _fields(file, begin, end, delimiter)
+    if len(fields) != len(header):
+        raise UserError(
+            f"the record has {len(fields)} fields, but the header has {len(header)}: {', '.join(header)}",
+            where=line_origin(file, index, begin),
+            fix="put fields that contain a comma or a line break in double quotes",
+        )
+    return dict(zip(header, fields, strict=True))

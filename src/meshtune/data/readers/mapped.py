@@ -1,4 +1,4 @@
-"""A file as bytes in memory that the system pages in and out, so that a 100 GB file needs no memory of ours."""
+"""Memory-mapped files: the operating system pages them in and out, so 100 GB take no memory of the process."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import numpy as np
 
 from meshtune.errors import UserError
 
-CHUNK = 1 << 24  # bytes looked at in one go; bounds the memory of a scan
-AROUND = 30  # characters shown on either side of a mistake
+CHUNK = 1 << 24  # bytes scanned at a time, which bounds the memory of a scan
+CONTEXT = 30  # characters shown on either side of a mistake
 
 
 class MappedFile:
-    """The bytes of `path` as `view`, `name` being what the user called it.
+    """The bytes of `path` as `view`; `name` is what the user called the file.
 
-    A .gz file is unpacked once to a nameless temporary file (in TMPDIR), because records are read in any order.
-    `start` is the offset of the first byte after a UTF-8 byte order mark. Raises UserError for an unreadable, empty or
-    UTF-16 file and for a broken .gz.
+    A .gz file is decompressed once into a temporary file without a name (in TMPDIR), since records are read in any
+    order. `start` is the offset of the first byte after a UTF-8 byte order mark. Raises UserError for a file that is
+    unreadable, empty or UTF-16, and for a damaged .gz.
     """
 
     def __init__(self, path: pathlib.Path, name: str):
@@ -38,33 +38,33 @@ class MappedFile:
         return MappedFile, (self.path, self.name)
 
     def line(self, offset: int) -> int:
-        """The number, from 1, of the line that holds the byte at `offset`."""
+        """The line, counted from 1, that contains the byte at `offset`."""
         return 1 + sum(
-            int((np.frombuffer(self.view, np.uint8, min(CHUNK, offset - at), at) == 10).sum())
-            for at in range(0, offset, CHUNK)
+            int((np.frombuffer(self.view, np.uint8, min(CHUNK, offset - begin), begin) == 10).sum())
+            for begin in range(0, offset, CHUNK)
         )
 
     def position(self, offset: int) -> str:
-        """`line 3, column 14`: columns count characters from 1."""
-        before = self.view.rfind(b"\n", 0, offset) + 1 or self.start
-        column = len(self.view[before:offset].decode("utf-8", "replace")) + 1
+        """`line 3, column 14`, where columns count characters from 1."""
+        line_begin = self.view.rfind(b"\n", 0, offset) + 1 or self.start
+        column = len(self.view[line_begin:offset].decode("utf-8", "replace")) + 1
         return f"line {self.line(offset)}, column {column}"
 
     def around(self, offset: int) -> str:
-        """The text on both sides of `offset`, with the place marked by ▸."""
-        left = self.view[max(self.start, offset - 4 * AROUND) : offset].decode("utf-8", "replace")[-AROUND:]
-        right = self.view[offset : offset + 4 * AROUND].decode("utf-8", "replace")[:AROUND]
+        """The text on both sides of `offset`, which is marked by ▸."""
+        left = self.view[max(self.start, offset - 4 * CONTEXT) : offset].decode("utf-8", "replace")[-CONTEXT:]
+        right = self.view[offset : offset + 4 * CONTEXT].decode("utf-8", "replace")[:CONTEXT]
         return f"{left}▸{right}".replace("\r", "").replace("\n", "⏎")
 
     def text(self, begin: int, end: int) -> str:
-        """The bytes from `begin` to `end` as text; UserError with the position where they are not UTF-8."""
+        """Decodes the bytes from `begin` to `end`. Raises UserError with the position where they are not UTF-8."""
         try:
             return self.view[begin:end].decode("utf-8")
         except UnicodeDecodeError as error:
-            at = begin + error.start
+            offset = begin + error.start
             raise UserError(
-                f"the text is not valid UTF-8: byte 0x{self.view[at]:02x}",
-                where=f"{self.name}, {self.position(at)}",
+                f"the text is not valid UTF-8: byte 0x{self.view[offset]:02x}",
+                where=f"{self.name}, {self.position(offset)}",
                 fix="save the file as UTF-8",
             ) from None
 
@@ -72,35 +72,37 @@ class MappedFile:
 def _map(path: pathlib.Path, name: str) -> mmap.mmap:
     try:
         if path.suffix == ".gz":
-            with gzip.open(path) as packed, tempfile.TemporaryFile() as unpacked:
-                shutil.copyfileobj(packed, unpacked, CHUNK)
-                unpacked.flush()
-                return _view(unpacked.fileno(), unpacked.tell(), name)
+            with gzip.open(path) as compressed, tempfile.TemporaryFile() as plain:
+                shutil.copyfileobj(compressed, plain, CHUNK)
+                plain.flush()
+                return _view(plain.fileno(), plain.tell(), name)
         with path.open("rb") as file:
             return _view(file.fileno(), path.stat().st_size, name)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UserError(f"the gzip file is broken or cut short ({error})", where=name, fix="fetch it again") from None
+        raise UserError(
+            f"the gzip file is damaged or truncated ({error})", where=name, fix="download it again"
+        ) from None
     except OSError as error:
         raise UserError(f"cannot read the file: {error.strerror or error}", where=name) from None
 
 
 def _view(descriptor: int, size: int, name: str) -> mmap.mmap:
     if size == 0:
-        raise UserError("the file is empty", where=name, fix="write records into it, or take it out of the recipe")
+        raise UserError("the file is empty", where=name, fix="write records into it, or remove it from the recipe")
     return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
 
 
 def line_spans(file: MappedFile) -> np.ndarray:
-    """[n, 2] int64: begin and end (without the line end) of every line that is not blank."""
+    """[n, 2] int64: first byte and end, without the line break, of every line that is not blank."""
     size = len(file.view)
     breaks = [
-        at + np.flatnonzero(np.frombuffer(file.view, np.uint8, min(CHUNK, size - at), at) == 10)
-        for at in range(0, size, CHUNK)
+        begin + np.flatnonzero(np.frombuffer(file.view, np.uint8, min(CHUNK, size - begin), begin) == 10)
+        for begin in range(0, size, CHUNK)
     ]
     ends = np.append(np.concatenate(breaks), size)
     begins = np.concatenate([[file.start], ends[:-1] + 1])
     spans = np.stack([begins, ends], axis=1)[ends > begins]
-    # Only a short line is worth reading to see whether it is blank; a longer run of spaces is a record, and an error.
+    # Only short lines are checked for being blank; a longer run of spaces is a record, and an error.
     short = np.flatnonzero(spans[:, 1] - spans[:, 0] <= 64)
-    blank = [row for row in short if not file.view[spans[row, 0] : spans[row, 1]].strip()]
+    blank = [line for line in short if not file.view[spans[line, 0] : spans[line, 1]].strip()]
     return np.delete(spans, blank, axis=0)

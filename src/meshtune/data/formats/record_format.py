@@ -1,0 +1,39 @@
+"""The description of a data format: how to recognise its records, and how to convert one to a sample."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from meshtune.data.conversation import Origin, Sample
+
+Record = Mapping[str, object]
+FieldNames = Mapping[str, str | None]
+"""A format's fields -> the record's; None where the records have no such field."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RecordFormat:
+    """A format of records.
+
+    `expects` describes a record for people. `fields` maps the format's own field names to their default names in a
+    record, `aliases` further names that `columns` may use for them; `tags` are the tags it knows, with their defaults.
+    `detect(record, field_names, tags)` says how well a record fits: 0 not, 1 possibly, 2 certainly.
+    `convert(record, field_names, tags, origin)` returns the sample, or raises UserError naming record and field.
+    """
+
+    name: str
+    expects: str
+    fields: Mapping[str, str]
+    detect: Callable[[Record, FieldNames, Mapping[str, str]], int]
+    convert: Callable[[Record, FieldNames, Mapping[str, str], Origin], Sample]
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def has_column(self, column: str) -> bool:
+        """Whether `columns` may name this field."""
+        return column in self.fields or column in self.aliases
+
+    def resolve(self, columns: FieldNames) -> dict[str, str | None]:
+        """The name of every field in the records, `columns` taking precedence over the defaults."""
+        return dict(self.fields) | {self.aliases.get(key, key): name for key, name in columns.items()}

@@ -1,0 +1,118 @@
+"""Data sets of the Hugging Face hub, downloaded into the cache of `datasets` (HF_HOME) or read from it.
+
+The hub client retries a connection for half a minute before it gives up. One attempt to connect is made first, and if
+it fails, only the cache is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+
+from meshtune.data.readers.columnar import ColumnarRecords, quiet_datasets, root_cause
+from meshtune.errors import UserError
+
+CONNECT_SECONDS = 1.5  # for name resolution and a TCP connection; beyond it the hub counts as unreachable
+OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+
+
+def open_hub(
+    name: str, *, subset: str | None, split: str, revision: str | None, folder: str | None = None
+) -> ColumnarRecords:
+    """A split of a hub data set. HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and proxies are honoured.
+
+    Raises UserError without a network where the data set is not in the cache, and where it does not exist, may not be
+    read, or has no such subset or split.
+    """
+    import datasets
+    from datasets import config, exceptions
+
+    where = f"data set {name}" + (f", subset {subset}" if subset else "") + f", split {split}"
+    unreachable = not _offline_variables() and not is_reachable(config.HF_ENDPOINT)
+    with quiet_datasets(progress_bars=True), _offline() if unreachable else contextlib.nullcontext():
+        try:
+            table = datasets.load_dataset(
+                name, name=subset, split=split, revision=revision, data_dir=folder, streaming=False
+            )
+        except exceptions.DatasetNotFoundError as error:
+            raise UserError(
+                f"the Hugging Face hub has no data set '{name}' that you may read, and there is no such local file",
+                where=where,
+                fix="check the spelling; for a gated or private one set HF_TOKEN and accept its terms on its page",
+            ) from error
+        except exceptions.DataFilesNotFoundError as error:
+            raise UserError(f"the data set has no data files: {root_cause(error)}", where=where) from error
+        except ConnectionError as error:
+            raise _unreachable_error(name, where) from error
+        except (exceptions.DatasetsError, ValueError, RuntimeError, OSError) as error:
+            if _is_connection_error(error):
+                raise _unreachable_error(name, where) from error
+            raise UserError(
+                f"cannot load the data set: {root_cause(error)}", where=where, fix="check subset, split and revision"
+            ) from error
+    return ColumnarRecords(table, name)  # pyright: ignore[reportArgumentType]: with a split it is one Dataset
+
+
+def is_reachable(endpoint: str, seconds: float = CONNECT_SECONDS) -> bool:
+    """Whether a TCP connection to `endpoint`, or to the proxy in front of it, opens within `seconds`."""
+    url = urllib.parse.urlsplit(endpoint)
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(url.scheme) or proxies.get("all")
+    if proxy and not urllib.request.proxy_bypass(url.hostname or ""):
+        url = urllib.parse.urlsplit(proxy if "//" in proxy else f"//{proxy}")
+    port = url.port or (80 if url.scheme == "http" else 443)
+    connected: list[bool] = []
+
+    def connect() -> None:
+        with contextlib.suppress(OSError), socket.create_connection((url.hostname or "", port), timeout=seconds):
+            connected.append(True)
+
+    # In a thread, because name resolution has no timeout of its own.
+    thread = threading.Thread(target=connect, name="hub connection", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return bool(connected)
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """Makes `datasets` read its cache alone."""
+    from datasets import config
+
+    before, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE = before
+
+
+def _offline_variables() -> list[str]:
+    return [name for name in OFFLINE_VARIABLES if os.environ.get(name, "0") not in ("", "0")]
+
+
+def _unreachable_error(name: str, where: str) -> UserError:
+    variables = _offline_variables()
+    reason = f"{' and '.join(variables)} is set" if variables else "the Hugging Face hub cannot be reached"
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    remedy = f"unset {' '.join(variables)}" if variables else "connect to the network"
+    return UserError(
+        f"'{name}' is not a local file, the data set of that name is not in the cache ({home}), and {reason}",
+        where=where,
+        fix=f"{remedy}; or fill the cache on a machine with a network, with this HF_HOME: "
+        f"python -c \"import datasets; datasets.load_dataset('{name}')\"; or give the path of a local file",
+    )
+
+
+def _is_connection_error(error: BaseException | None) -> bool:
+    """Whether an error was caused by a lost connection: `datasets` wraps them in errors of its own."""
+    while error is not None:
+        name = type(error).__name__
+        if isinstance(error, ConnectionError) or "Offline" in name or "LocalEntryNotFound" in f"{name}: {error}":
+            return True
+        error = error.__cause__ or error.__context__
+    return False
