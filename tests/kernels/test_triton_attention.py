@@ -95,6 +95,19 @@ def test_values_and_gradients_are_torchs_in_float64(name):
         assert not x[unseen].any()  # exactly: padding must not reach the weights
 
 
+def test_blocks_past_the_end_of_a_row_write_nothing(monkeypatch):
+    """Rows of 40 tokens are rounded up to 64 for blocks of 32, so that blocks of 8 and 16 lie wholly past their end."""
+    tiles = Tiles(Tile(16, 32, 4, 1), Tile(8, 16, 4, 1), Tile(8, 8, 4, 1))
+    monkeypatch.setattr(triton_tiles, "tiles_of", lambda request: tiles)
+    q, k, v, g = normal(6, (2, 40, 2, 16), (2, 40, 1, 16), (2, 40, 1, 16), (2, 40, 2, 16))
+    segments, positions = packed([[40], [25, 15]], 40)
+    tokens = {"q_positions": positions, "kv_positions": positions, "q_segments": segments, "kv_segments": segments}
+    options = {"scale": 0.3, "window": None, "softcap": None}
+    ours = with_gradients(q, k, v, g, tokens, options)
+    for mine, theirs in zip(ours, torch_gradients(q, k, v, g, tokens, **options), strict=True):
+        np.testing.assert_allclose(mine, theirs, **CLOSE)
+
+
 def test_queries_against_a_longer_cache():
     T, S, start = 20, 57, 13
     q, k, v, g = normal(1, (2, T, 4, 16), (2, S, 2, 16), (2, S, 2, 16), (2, T, 4, 16))

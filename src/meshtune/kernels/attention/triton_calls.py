@@ -17,6 +17,7 @@ from meshtune.kernels.attention.reach import reach, reached_by
 from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
 from meshtune.kernels.attention.triton_kernels import Facts, attend, key_slopes, query_slopes
 from meshtune.kernels.attention.triton_tiles import Tile, Tiles
+from meshtune.kernels.attention.visibility import LOWEST
 
 
 def forward(request: AttentionRequest, inputs: AttentionInputs, dtype: Any, interpret: bool):
@@ -26,7 +27,7 @@ def forward(request: AttentionRequest, inputs: AttentionInputs, dtype: Any, inte
     """
     tiles, (B, T, H, h) = triton_tiles.tiles_of(request), inputs.q.shape
     call = _Call(request, tiles, tiles.forward, inputs, interpret)
-    return call(
+    out, log_sum_exp = call(
         attend,
         grid=(call.q_blocks, H, B),
         inputs=[
@@ -40,6 +41,9 @@ def forward(request: AttentionRequest, inputs: AttentionInputs, dtype: Any, inte
             (jax.ShapeDtypeStruct((B, H, call.q_padded), jnp.float32), call.own_numbers),
         ],
     )
+    if call.q_blocks * tiles.forward.q < call.q_padded:  # the rest was written by no program
+        log_sum_exp = jnp.where(jnp.arange(call.q_padded) < T, log_sum_exp, LOWEST)
+    return out, log_sum_exp
 
 
 def backward(request: AttentionRequest, inputs: AttentionInputs, lse, delta, d_out, dtypes: Any, interpret: bool):
@@ -93,7 +97,8 @@ class _Call:
         self.request, self.tile, self.inputs, self.interpret = request, tile, inputs, interpret
         self.q_padded = -(-request.q_length // tiles.longest) * tiles.longest
         self.kv_padded = -(-request.kv_length // tiles.longest) * tiles.longest
-        self.q_blocks, self.kv_blocks = self.q_padded // tile.q, self.kv_padded // tile.kv
+        # Blocks that begin past the end of a row get no program: on a GPU they would write into the next row.
+        self.q_blocks, self.kv_blocks = -(-request.q_length // tile.q), -(-request.kv_length // tile.kv)
         self.group = request.heads // request.kv_heads
         width = triton_tiles.width_of(request.head_dim)
         last, group = self.q_blocks - 1, self.group
