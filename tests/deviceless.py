@@ -21,16 +21,16 @@ from typing import Any
 
 import pytest
 
-from meshtune.plan.compilers.find import Found, Missing, look
+from meshtune.plan.compilers.find import Compiler, MissingCompiler, find_compiler
 from meshtune.plan.compilers.process import run
 from meshtune.plan.hardware import Target, find_target
 
 
 @functools.cache
-def compiler_for(platform: str) -> Found:
+def compiler_for(platform: str) -> Compiler:
     """The compiler of a platform; the test that asks is skipped where there is none."""
-    answer = look(platform)
-    if isinstance(answer, Missing):
+    answer = find_compiler(platform)
+    if isinstance(answer, MissingCompiler):
         pytest.skip(f"{answer.reason}; {answer.fix}")
     return answer
 

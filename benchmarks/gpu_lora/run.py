@@ -101,7 +101,7 @@ def meshtune(method: str, work: pathlib.Path, given: argparse.Namespace, number:
         "said": [line for line in done.stdout.splitlines() if "compiled" in line or "predicted" in line],
     }
     about = json.loads((output / "run.json").read_text())
-    return found | ({"truth": about["truth"]} if "truth" in about else {})
+    return found | ({"prediction": about["prediction"]} if "prediction" in about else {})
 
 
 def peft(method: str, work: pathlib.Path, given: argparse.Namespace, _number: int) -> dict[str, Any]:

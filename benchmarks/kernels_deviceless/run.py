@@ -23,7 +23,7 @@ from typing import Any
 import jax
 
 from meshtune.errors import UserError
-from meshtune.plan.compilers.find import found_or_error
+from meshtune.plan.compilers.find import require_compiler
 from meshtune.plan.compilers.process import run
 from meshtune.plan.hardware import find_target, known_devices
 
@@ -56,7 +56,7 @@ def main() -> None:
             if target.device.platform != "tpu":
                 os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump}"
             try:
-                compiler = found_or_error(target.device.platform)
+                compiler = require_compiler(target.device.platform)
                 arguments = {"cases": CASES, "dump": dump}
                 answer = run(target, "compile_attention:compiled", arguments, paths=[HERE], compiler=compiler)
                 filed[name] = {"arch": target.device.arch, "compiler": str(compiler), "cases": answer}

@@ -111,15 +111,15 @@ def measured(arm: str, model: str, data: str) -> dict[str, Any]:
         if ran.returncode:
             sys.exit(f"{arm}: {ran.stdout[-3000:]}{ran.stderr[-3000:]}")
         rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-        truth = json.loads((output / "run.json").read_text())["truth"]
+        prediction = json.loads((output / "run.json").read_text())["prediction"]
         evaluated = [row["loss"] for row in rows if row["kind"] == "eval"]
         seconds = [row["seconds"] for row in rows if row["kind"] == "train"]
         saved = max((output / "checkpoints").iterdir(), key=lambda path: path.stat().st_mtime)
         return {
             "loss_before": evaluated[0],
             "loss": evaluated[-1],
-            "predicted_bytes": truth["predicted"]["device_bytes"],
-            "measured_bytes": truth["measured"]["device_bytes"],
+            "predicted_bytes": prediction["predicted"]["device_bytes"],
+            "measured_bytes": prediction["measured"]["device_bytes"],
             "step_seconds": statistics.median(seconds[WARM:]),
             "checkpoint_bytes": sum(path.stat().st_size for path in saved.rglob("*") if path.is_file()),
             "losses": [row["loss"] for row in rows if row["kind"] == "train"],

@@ -1,4 +1,4 @@
-"""Collective operations read from HLO text: in every form XLA prints, and of a program compiled here."""
+"""Collectives read from HLO text, in every form that XLA prints, and from a program compiled on this machine."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ ENTRY %main (x: f32[8,4]) -> f32[8,4] {{
   ROOT %out = f32[8,4]{{1,0}} get-tuple-element(%loop.1), index=1
 }}
 """
-OUTER = ', backend_config={"known_trip_count":{"n":"32"}}'
+OUTER_TRIPS = ', backend_config={"known_trip_count":{"n":"32"}}'
 TRIPS = ', backend_config={"known_trip_count":{"n":"3"},"known_init_step":{"init":"0","step":"1"}}'
 
 
-def found(main: str = "", inner: str = "", trips: str = TRIPS) -> list[Collective]:
-    return collectives_of(MODULE.format(main=main, inner=inner, inner_trips=trips, outer_trips=OUTER), 8)
+def collectives(main: str = "", inner: str = "", trips: str = TRIPS) -> list[Collective]:
+    return collectives_of(MODULE.format(main=main, inner=inner, inner_trips=trips, outer_trips=OUTER_TRIPS), 8)
 
 
-def test_lines_that_begin_with_a_brace_inside_an_operation_end_nothing():
+def test_a_line_that_begins_with_a_brace_inside_an_operation_does_not_end_the_computation():
     kernel = (
         '%k = f32[8,4] custom-call(%x), frontend_attributes={kernel_metadata={\n"a":"{}"\n}}, metadata={op_name="b"}'
     )
     gather = "%g = bf16[64]{0} all-gather(%x), replica_groups={{0,2},{1,3}}, dimensions={0}"
-    assert found(inner=f"{kernel}\n  {gather}") == [Collective("all-gather", 128, (0, 2), 96)]
+    assert collectives(inner=f"{kernel}\n  {gather}") == [Collective("all-gather", 128, (0, 2), 96)]
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,8 @@ def test_lines_that_begin_with_a_brace_inside_an_operation_end_nothing():
         ),
     ],
 )
-def test_every_way_a_group_is_written_is_read(line, expected):
-    assert found(main=line) == [expected]
+def test_every_notation_of_a_group_is_read(line, expected):
+    assert collectives(main=line) == [expected]
 
 
 def test_start_and_done_are_one_operation_with_the_bytes_of_its_result():
@@ -117,35 +117,37 @@ def test_start_and_done_are_one_operation_with_the_bytes_of_its_result():
         "replica_groups=[1,8]<=[8]\n"
         "  %d = (bf16[64]{0}, f32[16]{0}) all-gather-done(%s)"
     )
-    assert found(main=lines) == [Collective("all-gather", 128 + 64, tuple(range(8)), 1)]
+    assert collectives(main=lines) == [Collective("all-gather", 128 + 64, tuple(range(8)), 1)]
 
 
-def test_what_is_done_elsewhere_is_counted_where_it_starts():
+def test_a_start_whose_done_is_in_another_computation_is_counted_once():
     line = "%s = (f32[8]{0}, f32[64]{0}) all-gather-start(%x), replica_groups=[1,8]<=[8], dimensions={0}"
-    assert found(main=line) == [Collective("all-gather", 256, tuple(range(8)), 1)]
+    assert collectives(main=line) == [Collective("all-gather", 256, tuple(range(8)), 1)]
 
 
 def test_loops_within_loops_multiply():
     line = "%g = f32[64]{0} all-reduce(%x), replica_groups=[1,8]<=[8], to_apply=%add"
-    assert found(inner=line) == [Collective("all-reduce", 256, tuple(range(8)), 96)]
+    assert collectives(inner=line) == [Collective("all-reduce", 256, tuple(range(8)), 96)]
 
 
 def test_a_loop_of_unknown_length_is_counted_once_and_marked():
     line = "%g = f32[64]{0} all-reduce(%x), replica_groups=[1,8]<=[8], to_apply=%add"
-    assert found(inner=line, trips="") == [Collective("all-reduce", 256, tuple(range(8)), 32, open=True)]
+    assert collectives(inner=line, trips="") == [
+        Collective("all-reduce", 256, tuple(range(8)), 32, unknown_trip_count=True)
+    ]
 
 
 def test_bytes_that_one_device_moves_over_rings():
     # Thakur et al., 2005: (n-1)/n of the array to gather or scatter it, twice that to sum it everywhere.
-    assert Collective("all-gather", 800, tuple(range(8)), 1).moved == 700
-    assert Collective("reduce-scatter", 800, tuple(range(8)), 1).moved == 700
-    assert Collective("all-reduce", 800, tuple(range(8)), 1).moved == 1400
-    assert Collective("collective-permute", 800, (0, 1), 1).moved == 800
+    assert Collective("all-gather", 800, tuple(range(8)), 1).bytes_sent == 700
+    assert Collective("reduce-scatter", 800, tuple(range(8)), 1).bytes_sent == 700
+    assert Collective("all-reduce", 800, tuple(range(8)), 1).bytes_sent == 1400
+    assert Collective("collective-permute", 800, (0, 1), 1).bytes_sent == 800
 
 
 def test_hosts_of_a_group():
-    assert Collective("all-reduce", 8, (0, 8), 1).hosts(each=8) == 2
-    assert Collective("all-reduce", 8, (0, 7), 1).hosts(each=8) == 1
+    assert Collective("all-reduce", 8, (0, 8), 1).hosts(per_host=8) == 2
+    assert Collective("all-reduce", 8, (0, 7), 1).hosts(per_host=8) == 1
 
 
 def test_shapes_in_bytes():
@@ -167,7 +169,7 @@ COMPILED = """
     w = jax.ShapeDtypeStruct((5, 64, 64), "float32", sharding=NamedSharding(mesh, P(None, None, "b")))
     x = jax.ShapeDtypeStruct((16, 64), "float32", sharding=NamedSharding(mesh, P(("a", "b"))))
     text = jax.jit(loss).lower(w, x).compile().as_text()
-    print(json.dumps([[c.kind, c.bytes, c.members, c.count, c.open] for c in collectives_of(text, 8)]))
+    print(json.dumps([[c.kind, c.bytes, c.members, c.count, c.unknown_trip_count] for c in collectives_of(text, 8)]))
 """
 
 
@@ -176,8 +178,8 @@ def test_a_compiled_program_gathers_each_layer_once():
     code = textwrap.dedent(COMPILED)
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
     assert ran.returncode == 0, ran.stderr
-    seen = json.loads(ran.stdout)
-    gathers = [one for one in seen if one[0] == "all-gather"]
-    assert gathers == [["all-gather", 64 * 64 * 4, [0, 1, 2, 3], 5, False]], seen
-    (total,) = (one for one in seen if one[0] == "all-reduce")
+    compiled = json.loads(ran.stdout)
+    gathers = [collective for collective in compiled if collective[0] == "all-gather"]
+    assert gathers == [["all-gather", 64 * 64 * 4, [0, 1, 2, 3], 5, False]], compiled
+    (total,) = (collective for collective in compiled if collective[0] == "all-reduce")
     assert total[1:] == [4, list(range(8)), 1, False]

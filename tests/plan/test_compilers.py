@@ -1,4 +1,4 @@
-"""Compilers: found or not, described devices in words, and the process that compiles."""
+"""Finding compilers, describing devices to them, and the process in which they run."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ import pytest
 
 from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
-from meshtune.plan.compilers import Missing, compiled, look, results
-from meshtune.plan.compilers.find import Found, found_or_error
+from meshtune.plan.compilers import MissingCompiler, compile_recipe, find_compiler
+from meshtune.plan.compilers.compile import _read
+from meshtune.plan.compilers.find import Compiler, require_compiler
 from meshtune.plan.compilers.gpu_description import target_config
 from meshtune.plan.compilers.process import child_env, run
 from meshtune.plan.compilers.topology import refused_bytes, slice_shape, tpu_slice
 from meshtune.plan.hardware import Device, find_target, known_devices
 
 JAXLIB = importlib.metadata.version("jaxlib")
-HERE = pathlib.Path(__file__).parent
+FOLDER = pathlib.Path(__file__).parent
 
 
 def packages(folder: pathlib.Path, *names: str, version: str = JAXLIB) -> None:
-    """What pip --target leaves of some packages, as far as it is looked at."""
+    """The metadata that `pip --target` writes for packages."""
     for name in names:
         info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir(parents=True)
@@ -43,46 +44,48 @@ def ptxas(folder: pathlib.Path) -> None:
     (folder / "nvidia/cuda_nvcc/bin/ptxas").touch()
 
 
-def answer_for(platform: str, folder: pathlib.Path) -> Found | Missing:
-    return look(platform, {"MESHTUNE_COMPILERS": str(folder), "HOME": str(folder), "XDG_CACHE_HOME": str(folder)})
+def find(platform: str, folder: pathlib.Path) -> Compiler | MissingCompiler:
+    return find_compiler(
+        platform, {"MESHTUNE_COMPILERS": str(folder), "HOME": str(folder), "XDG_CACHE_HOME": str(folder)}
+    )
 
 
-def test_without_a_compiler_the_way_to_get_it_is_said(tmp_path):
+def test_a_missing_compiler_comes_with_the_way_to_install_it(tmp_path):
     for platform in ("cuda", "rocm", "tpu"):
-        answer = answer_for(platform, tmp_path)
-        assert isinstance(answer, Missing)
+        answer = find(platform, tmp_path)
+        assert isinstance(answer, MissingCompiler)
         assert "is not installed" in answer.reason
         assert f"meshtune doctor --install {platform}" in answer.fix
         assert f"meshtune[plan-{platform}]" in answer.fix
 
 
-def test_the_extras_that_are_named_exist():
+def test_the_extras_in_the_advice_exist():
     extras = importlib.metadata.metadata("meshtune").get_all("Provides-Extra") or []
-    pyproject = (HERE.parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    pyproject = (FOLDER.parents[1] / "pyproject.toml").read_text(encoding="utf-8")
     for platform in ("cuda", "rocm", "tpu"):
         assert f"plan-{platform}" in extras or f"\nplan-{platform} = " in pyproject
 
 
-def test_a_plugin_of_another_version_of_jax_is_no_compiler(tmp_path):
+def test_a_plugin_of_another_version_of_jax_is_refused(tmp_path):
     ptxas(cuda(tmp_path / "cuda", "0.5.0"))
-    answer = answer_for("cuda", tmp_path)
-    assert isinstance(answer, Missing)
+    answer = find("cuda", tmp_path)
+    assert isinstance(answer, MissingCompiler)
     assert f"jax-cuda12-pjrt 0.5.0 cannot work with jaxlib {JAXLIB}" in answer.reason
 
 
-def test_a_compiler_without_its_assembler_is_said(tmp_path):
+def test_a_compiler_without_its_assembler_is_missing(tmp_path):
     cuda(tmp_path / "cuda")
-    answer = answer_for("cuda", tmp_path)
+    answer = find("cuda", tmp_path)
     if (pathlib.Path("/usr/local/cuda/bin/ptxas")).is_file():
         pytest.skip("CUDA is installed here")
-    assert isinstance(answer, Missing)
+    assert isinstance(answer, MissingCompiler)
     assert "ptxas" in answer.reason
 
 
-def test_a_compiler_in_its_own_folder_is_found_with_what_it_runs_with(tmp_path):
+def test_a_compiler_in_a_separate_folder_is_found_with_its_environment(tmp_path):
     ptxas(cuda(tmp_path / "cuda"))
-    answer = answer_for("cuda", tmp_path)
-    assert isinstance(answer, Found)
+    answer = find("cuda", tmp_path)
+    assert isinstance(answer, Compiler)
     assert answer.folder == tmp_path / "cuda"
     assert answer.packages["jax-cuda12-plugin"] == JAXLIB
     assert answer.env["CUDA_ROOT"] == str(tmp_path / "cuda/nvidia/cuda_nvcc")
@@ -91,13 +94,13 @@ def test_a_compiler_in_its_own_folder_is_found_with_what_it_runs_with(tmp_path):
 def test_a_missing_compiler_is_one_message(monkeypatch, tmp_path):
     monkeypatch.setenv("MESHTUNE_COMPILERS", str(tmp_path))
     with pytest.raises(UserError, match="XLA's compiler for TPUs") as caught:
-        found_or_error("tpu")
+        require_compiler("tpu")
     assert "plan-tpu" in (caught.value.fix or "")
 
 
-def test_the_process_that_compiles_starts_no_backend_but_its_cpu(tmp_path):
+def test_a_compiler_process_starts_no_backend_but_the_cpu(tmp_path):
     target = find_target("8xH100", {})
-    compiler = Found("cuda", {}, tmp_path / "cuda", {"CUDA_ROOT": "/x"})
+    compiler = Compiler("cuda", {}, tmp_path / "cuda", {"CUDA_ROOT": "/x"})
     outside = {
         "PATH": "/bin",
         "JAX_PLATFORMS": "cuda",
@@ -111,21 +114,21 @@ def test_the_process_that_compiles_starts_no_backend_but_its_cpu(tmp_path):
     assert env["CUDA_ROOT"] == "/x"
     assert env["PYTHONPATH"].split(os.pathsep)[:2] == [str(tmp_path / "cuda"), "/tests"]
     assert env["PYTHONPATH"].endswith("/mine")
-    cpus = child_env(Found("cpu", {}, None, {}), find_target("4xCPU", {}), env=outside)
+    cpus = child_env(Compiler("cpu", {}, None, {}), find_target("4xCPU", {}), env=outside)
     assert "--xla_force_host_platform_device_count=4" in cpus["XLA_FLAGS"]
 
 
 @pytest.mark.parametrize("name", [n for n, d in known_devices({}).items() if d.platform in ("cuda", "rocm")])
-def test_every_gpu_of_the_list_can_be_described_to_xla(name):
+def test_every_described_gpu_has_a_target_config(name):
     device = known_devices({})[name]
     text = target_config(device)
     assert text.count("{") == text.count("}")
-    said = dict(re.findall(r"^  (\w+): (.*)$", text, re.MULTILINE))
-    assert int(said["device_memory_size"]) == device.memory
-    assert int(said["threads_per_warp"]) == (32 if device.platform == "cuda" else 64)
-    assert said["name"] == f'"{device.kind}"'
-    # Of a block by default, of one that asks for more, of a core: never the other way round.
-    sizes = [int(said[f"shared_memory_per_{part}"]) for part in ("block", "block_optin", "core")]
+    fields = dict(re.findall(r"^  (\w+): (.*)$", text, re.MULTILINE))
+    assert int(fields["device_memory_size"]) == device.memory
+    assert int(fields["threads_per_warp"]) == (32 if device.platform == "cuda" else 64)
+    assert fields["name"] == f'"{device.kind}"'
+    # Per block by default, per block with opt-in, per core: each is at most the next.
+    sizes = [int(fields[f"shared_memory_per_{part}"]) for part in ("block", "block_optin", "core")]
     assert sizes == sorted(sizes)
 
 
@@ -157,7 +160,7 @@ def test_slices_have_googles_shapes(kind, chips, shape):
     assert slice_shape(chips, known_devices({})[kind].host_chips or ()) == shape
 
 
-def test_a_slice_that_google_does_not_make_is_refused_with_those_near():
+def test_an_impossible_slice_is_refused_with_the_nearest_possible_ones():
     with pytest.raises(UserError, match="5 devices form no slice of TPUv5p") as caught:
         tpu_slice(find_target("5xTPUv5p", {}))
     assert "4xTPUv5p" in (caught.value.fix or "")
@@ -175,9 +178,9 @@ def test_several_slices_and_chips_of_two_devices():
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("message", "size"),
     [
-        # As libtpu 0.0.42 and 0.0.51 say it, and as older ones did.
+        # The messages of libtpu 0.0.42 and 0.0.51, and of older versions.
         (
             "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (118.87G) "
             "exceeds available HBM (95.74G).",
@@ -187,65 +190,65 @@ def test_several_slices_and_chips_of_two_devices():
         ("RESOURCE_EXHAUSTED: no figure at all", None),
     ],
 )
-def test_what_a_refused_program_needs_is_read_from_the_refusal(words, found):
-    assert refused_bytes(words) == (None if found is None else int(found))
+def test_the_size_of_a_refused_program_is_read_from_the_message(message, size):
+    assert refused_bytes(message) == (None if size is None else int(size))
 
 
-# In the process that compiles.
+# Functions that run in the compiler process.
 
 
-def told(target, devices, what):
-    return {"what": what, "devices": len(devices), "platform": devices[0].platform, "target": str(target)}
+def describe(target, devices, values):
+    return {"values": values, "devices": len(devices), "platform": devices[0].platform, "target": str(target)}
 
 
 def refuses(target, devices):
-    raise UserError("it cannot be", where="here", fix="do otherwise")
+    raise UserError("not possible", where="somewhere", fix="do otherwise")
 
 
 def crashes(target, devices):
     import sys
 
-    print("the last words", file=sys.stderr, flush=True)
+    print("the last line", file=sys.stderr, flush=True)
     os.abort()
 
 
 def sleeps(target, devices):
-    from meshtune.plan.compilers.stage import now
+    from meshtune.plan.compilers.progress import report_stage
 
-    now("sleeping")
+    report_stage("sleeping")
     time.sleep(60)
 
 
 def test_a_function_is_called_with_the_described_devices():
-    answer = run(find_target("3xCPU", {}), "test_compilers:told", {"what": [1, "two"]}, paths=[HERE])
-    assert answer == {"what": [1, "two"], "devices": 3, "platform": "cpu", "target": "3xCPU"}
+    answer = run(find_target("3xCPU", {}), "test_compilers:describe", {"values": [1, "two"]}, paths=[FOLDER])
+    assert answer == {"values": [1, "two"], "devices": 3, "platform": "cpu", "target": "3xCPU"}
 
 
-def test_a_mistake_found_there_is_the_same_message_here():
-    with pytest.raises(UserError, match="it cannot be") as caught:
-        run(find_target("CPU", {}), "test_compilers:refuses", paths=[HERE])
-    assert (caught.value.where, caught.value.fix) == ("here", "do otherwise")
+def test_a_user_error_in_the_compiler_process_is_raised_in_the_caller():
+    with pytest.raises(UserError, match="not possible") as caught:
+        run(find_target("CPU", {}), "test_compilers:refuses", paths=[FOLDER])
+    assert (caught.value.where, caught.value.fix) == ("somewhere", "do otherwise")
 
 
-def test_a_compiler_that_crashes_is_told_with_its_last_lines():
+def test_a_compiler_that_crashes_is_reported_with_its_last_lines():
     with pytest.raises(UserError, match="SIGABRT") as caught:
-        run(find_target("CPU", {}), "test_compilers:crashes", paths=[HERE])
-    assert "the last words" in caught.value.what
+        run(find_target("CPU", {}), "test_compilers:crashes", paths=[FOLDER])
+    assert "the last line" in caught.value.what
 
 
-def test_a_compiler_that_takes_too_long_is_ended_and_says_what_it_did_meanwhile():
-    seen: list[str] = []
-    began = time.monotonic()
+def test_a_compiler_that_takes_too_long_is_killed_after_reporting_progress():
+    stages: list[str] = []
+    start = time.monotonic()
     with pytest.raises(UserError, match="was not done after 6 s"):
         run(
             find_target("CPU", {}),
             "test_compilers:sleeps",
-            paths=[HERE],
+            paths=[FOLDER],
             limit=6,
-            progress=lambda stage, seconds: seen.append(stage),
+            progress=lambda stage, seconds: stages.append(stage),
         )
-    assert time.monotonic() - began < 20
-    assert seen[0] == "starting"
+    assert time.monotonic() - start < 20
+    assert stages[0] == "starting"
 
 
 TINY = {
@@ -257,44 +260,44 @@ TINY = {
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch) -> Recipe:
-    """A recipe of a model that is nothing but its config."""
+    """A recipe for a model of which only the config exists."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     fields = {"model": str(tmp_path), "data": {"train": "none.jsonl", "max_length": 64}, "output": str(tmp_path / "o")}
     return Recipe.model_validate({**fields, "train": {"batch_size": 8, "micro_batch": 4}, "mesh": {"fsdp": 4}})
 
 
-def test_a_recipe_is_compiled_from_its_config_alone_and_the_answer_kept(tiny, monkeypatch):
+def test_a_recipe_is_compiled_from_its_config_alone_and_the_result_is_cached(tiny, monkeypatch):
     stages: list[str] = []
     target = find_target("4xCPU", {})
-    first = compiled(tiny, target, progress=lambda stage, seconds: stages.append(stage))
+    first = compile_recipe(tiny, target, progress=lambda stage, seconds: stages.append(stage))
     assert (first.rows, first.length, first.accumulation) == (4, 64, 2)
     assert first.mesh == {"dp": 1, "fsdp": 4, "cp": 1, "ep": 1, "tp": 1}
     assert first.out_of_memory is None
     # Weights are float32 on a CPU: embedding, head, and in three layers q, o, k, v, gate, up, down. All divide by 4;
-    # norms (7 of 32) are whole on each device.
+    # norms (7 of 32) are replicated.
     weights = 2 * 96 * 32 + 3 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48)
     assert first.breakdown["frozen"] == {"device": 4 * (weights // 4 + 7 * 32), "host": 0}
     # All arguments but the seed are in the breakdown, and the CPU's compiler pads nothing.
-    assert first.argument_bytes == sum(one["device"] for one in first.breakdown.values()) + 4
+    assert first.argument_bytes == sum(sizes["device"] for sizes in first.breakdown.values()) + 4
     assert first.device_bytes > first.argument_bytes
-    assert any(one["kind"] == "all-gather" for one in first.collectives or [])
+    assert any(collective["kind"] == "all-gather" for collective in first.collectives or [])
     assert {"precision", "mesh", "remat", "attention"} <= {choice["name"] for choice in first.choices}
 
     def never(*args, **kwargs):
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(results, "run", never)
-    again = compiled(tiny.model_copy(update={"seed": 5, "output": "elsewhere"}), target)
-    assert again.cached
-    assert again == type(again)(**(first.to_json() | {"cached": True}))
+    monkeypatch.setattr("meshtune.plan.compilers.compile.run", never)
+    second = compile_recipe(tiny.model_copy(update={"seed": 5, "output": "elsewhere"}), target)
+    assert second.cached
+    assert second == type(second)(**(first.to_json() | {"cached": True}))
     with pytest.raises(AssertionError, match="compiled again"):
-        compiled(tiny.model_copy(update={"seed": 5}), find_target("4xCPU", {}), length=32)
+        compile_recipe(tiny.model_copy(update={"seed": 5}), find_target("4xCPU", {}), length=32)
 
 
-def test_an_answer_that_was_cut_short_is_not_used(tiny, tmp_path):
-    path = tmp_path / "kept.json"
+def test_a_truncated_cache_entry_is_not_used(tiny, tmp_path):
+    path = tmp_path / "entry.json"
     path.write_text('{"target": "4xC')
-    assert results._read(path) is None
+    assert _read(path) is None
     path.write_text('{"target": "4xCPU", "of_another_version": 1}')
-    assert results._read(path) is None
+    assert _read(path) is None

@@ -1,4 +1,4 @@
-"""Real compilers for accelerators that are not here, each in its own process."""
+"""Real compilers for accelerators that are not present, each in its own process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from deviceless import compiled_for, compiler_for
 from meshtune.config.recipe import Recipe
-from meshtune.plan.compilers import compiled
+from meshtune.plan.compilers import compile_recipe
 from meshtune.plan.compilers.process import run
 from meshtune.plan.hardware import find_target, known_devices
 
@@ -19,9 +19,9 @@ GIB = 2**30
 MATMUL = """
 m = mesh(x=len(devices))
 rows = jax.sharding.NamedSharding(m, jax.sharding.PartitionSpec("x"))
-whole = jax.sharding.NamedSharding(m, jax.sharding.PartitionSpec())
+replicated = jax.sharding.NamedSharding(m, jax.sharding.PartitionSpec())
 f = jax.jit(lambda a, b: jnp.sum(jnp.tanh(a @ b)))
-args = (array((1024, 512), "bfloat16", rows), array((512, 256), "bfloat16", whole))
+args = (array((1024, 512), "bfloat16", rows), array((512, 256), "bfloat16", replicated))
 result = [len({device.process_index for device in devices}), devices[0].device_kind]
 """
 
@@ -30,19 +30,19 @@ result = [len({device.process_index for device in devices}), devices[0].device_k
     ("target", "hosts"), [("8xH100", 1), ("2x4xH100", 2), ("8xMI300X", 1), ("2x4xMI300X", 2), ("8xTPUv5p", 2)]
 )
 def test_a_sharded_product_compiles(target, hosts):
-    found = compiled_for(target, MATMUL, text=True)
-    # Both arguments are bf16: an eighth of the rows, and the whole of the other.
-    assert found["argument_bytes"] == 2 * (1024 * 512 // 8 + 512 * 256)
-    assert "all-reduce" in found["text"]
-    assert found["result"] == [hosts, find_target(target).device.kind]
+    facts = compiled_for(target, MATMUL, text=True)
+    # Both arguments are bf16: an eighth of the rows of the first, and the second replicated.
+    assert facts["argument_bytes"] == 2 * (1024 * 512 // 8 + 512 * 256)
+    assert "all-reduce" in facts["text"]
+    assert facts["result"] == [hosts, find_target(target).device.kind]
 
 
 @pytest.mark.parametrize("name", [name for name, device in known_devices({}).items() if device.platform != "cpu"])
-def test_every_device_of_the_list_has_a_compiler_that_takes_it(name):
+def test_every_described_device_is_accepted_by_its_compiler(name):
     target = find_target(f"2x{name}")
     compiler = compiler_for(target.device.platform)
-    found = run(target, "meshtune.plan.compilers.trial:compile_trial", compiler=compiler, limit=120)
-    assert found["temp_bytes"] >= 0
+    facts = run(target, "meshtune.plan.compilers.trial:compile_trial", compiler=compiler, limit=120)
+    assert facts["temp_bytes"] >= 0
 
 
 PINNED = """
@@ -54,23 +54,23 @@ args = (array((1024, 512), "bfloat16", on_host(None)), array((512, 256), "bfloat
 
 @pytest.mark.parametrize("target", ["H100", "MI300X", "TPUv5e"])
 def test_an_argument_in_the_hosts_memory_is_counted_there(target):
-    found = compiled_for(target, PINNED)
-    assert found["host_argument_bytes"] == 2 * 1024 * 512
-    assert found["argument_bytes"] == 2 * 512 * 256
+    facts = compiled_for(target, PINNED)
+    assert facts["host_argument_bytes"] == 2 * 1024 * 512
+    assert facts["argument_bytes"] == 2 * 512 * 256
 
 
-def test_compilers_of_the_environment_do_not_meet_in_one_process(tmp_path, monkeypatch):
+def test_each_compiler_process_loads_one_compiler_of_the_environment(tmp_path, monkeypatch):
     """All three plugins importable, as with the extras plan-cuda, plan-rocm and plan-tpu in one environment."""
-    found = {platform: compiler_for(platform) for platform in ("cuda", "rocm", "tpu")}
-    folders = [str(one.folder) for one in found.values() if one.folder is not None]
+    compilers = [compiler_for(platform) for platform in ("cuda", "rocm", "tpu")]
+    folders = [str(compiler.folder) for compiler in compilers if compiler.folder is not None]
     if not folders:
         pytest.skip("they are in the environment already: the other tests show it")
     monkeypatch.setenv("MESHTUNE_COMPILERS", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
     for folder in folders:
         monkeypatch.syspath_prepend(folder)
-    for words in ("2xA100-80", "2xMI300X", "4xTPUv5e"):
-        assert run(find_target(words), "meshtune.plan.compilers.trial:compile_trial")["temp_bytes"] >= 0
+    for name in ("2xA100-80", "2xMI300X", "4xTPUv5e"):
+        assert run(find_target(name), "meshtune.plan.compilers.trial:compile_trial")["temp_bytes"] >= 0
 
 
 LLAMA_405B = {
@@ -107,26 +107,26 @@ def recipe_405b(tmp_path):
 def test_llama_405b_on_eight_gpus_with_few_tokens_fits_as_it_should(recipe_405b):
     """16 x 64 tokens over tp=8 within 105 GiB, and the compilers for NVIDIA and AMD agree on what it takes."""
     recipe = recipe_405b(16, 64, {"tp": 8})
-    found = {}
-    for words in ("8xMI300X", "8xH100"):
-        target = find_target(words)
+    results = {}
+    for name in ("8xMI300X", "8xH100"):
+        target = find_target(name)
         compiler_for(target.device.platform)
-        found[words] = one = compiled(recipe, target, cache=False)
-        assert one.out_of_memory is None
-        assert one.device_bytes <= 105 * GIB, words
+        results[name] = compiled = compile_recipe(recipe, target, cache=False)
+        assert compiled.out_of_memory is None
+        assert compiled.device_bytes <= 105 * GIB, name
         # An eighth of 405.85e9 bf16 weights, and no gradient for them: a second copy would be as much again.
-        assert abs(one.breakdown["frozen"]["device"] - 2 * 405.85e9 / 8) < 0.01 * 2 * 405.85e9 / 8
-        assert one.temp_bytes < 10 * GIB
-        assert one.compile_seconds + one.lower_seconds < 300
-    amd, nvidia = found["8xMI300X"], found["8xH100"]
+        assert abs(compiled.breakdown["frozen"]["device"] - 2 * 405.85e9 / 8) < 0.01 * 2 * 405.85e9 / 8
+        assert compiled.temp_bytes < 10 * GIB
+        assert compiled.compile_seconds + compiled.lower_seconds < 300
+    amd, nvidia = results["8xMI300X"], results["8xH100"]
     assert amd.argument_bytes == nvidia.argument_bytes
     assert amd.temp_bytes == pytest.approx(nvidia.temp_bytes, rel=0.03)
 
 
-def test_a_program_that_no_tpu_holds_is_an_answer_and_no_crash(recipe_405b):
+def test_a_program_that_no_tpu_holds_is_a_result_and_no_crash(recipe_405b):
     """Weights and adapters alone are 94.9 GiB of the 95.7 GiB that a v5p gives."""
     compiler_for("tpu")
-    one = compiled(recipe_405b(16, 64, {"tp": 8}), find_target("8xTPUv5p"), cache=False)
-    assert "RESOURCE_EXHAUSTED" in (one.out_of_memory or "")
-    arguments = sum(sizes["device"] for sizes in one.breakdown.values())
-    assert arguments < one.device_bytes < 1.2 * arguments
+    compiled = compile_recipe(recipe_405b(16, 64, {"tp": 8}), find_target("8xTPUv5p"), cache=False)
+    assert "RESOURCE_EXHAUSTED" in (compiled.out_of_memory or "")
+    arguments = sum(sizes["device"] for sizes in compiled.breakdown.values())
+    assert arguments < compiled.device_bytes < 1.2 * arguments

@@ -1,4 +1,4 @@
-"""The page that says what goes with what is what the product says."""
+"""docs/composition.md is what the product generates."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from meshtune.plan.composition import METHODS, page, refusal
 
 
 def test_the_page_is_current():
-    found = (pathlib.Path(__file__).resolve().parents[2] / "docs/composition.md").read_text(encoding="utf-8")
-    assert found == page(), "python -m meshtune.plan.composition > docs/composition.md"
+    filed = (pathlib.Path(__file__).resolve().parents[2] / "docs/composition.md").read_text(encoding="utf-8")
+    assert filed == page(), "python -m meshtune.plan.composition > docs/composition.md"
 
 
-def test_what_cannot_be_is_refused_with_its_reason_and_what_can_is_not():
+def test_an_impossible_combination_is_refused_with_its_reason():
     galore = {"optimizer": {"name": "galore", "rank": 4}}
     assert "low rank already" in (refusal(METHODS["lora"], galore) or "")
     assert refusal(METHODS["full"], galore) is None

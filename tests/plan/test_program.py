@@ -1,4 +1,4 @@
-"""What plan compiles is what train runs: the same program, to the letter of its StableHLO."""
+"""The step that `plan` compiles is the step that `train` runs: their StableHLO is identical."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
 from meshtune.plan.program import step_of
 
-HERE = pathlib.Path(__file__).parent
+FOLDER = pathlib.Path(__file__).parent
 
 CASES = {
     "lora": ["data.max_length=64", "train.batch_size=8", "train.micro_batch=4"],
@@ -27,7 +27,7 @@ CASES = {
 
 
 class _Reached(Exception):
-    """Training has come to its compiled step."""
+    """Raised where training would compile its step."""
 
 
 def trained_text(recipe: Recipe) -> tuple[str, int]:
@@ -35,25 +35,25 @@ def trained_text(recipe: Recipe) -> tuple[str, int]:
     from meshtune.train import task
     from meshtune.train.run import train
 
-    seen: list[tuple[str, int]] = []
+    lowered: list[tuple[str, int]] = []
 
     def stop(parts, step, state, batch):
         text = step.lower(state, parts.made.frozen, batch, np.int32(0)).as_text()
-        seen.append((text, parts.data.train.row_length))
+        lowered.append((text, parts.data.train.row_length))
         raise _Reached
 
-    before = task._compiled
+    original = task._compiled
     task._compiled = stop
     try:
         train(recipe)
     except _Reached:
-        return seen[0]
+        return lowered[0]
     finally:
-        task._compiled = before
+        task._compiled = original
     raise AssertionError("train did not compile")
 
 
-def both(name: str, folder: str) -> None:
+def assert_same_program(name: str, folder: str) -> None:
     from meshtune.quickstart import recipe as quickstart
 
     always = ("eval.every=null", "train.steps=7", "train.epochs=null")
@@ -62,25 +62,25 @@ def both(name: str, folder: str) -> None:
     planned = step_of(recipe, length=length)
     assert planned.lower().as_text() == real
     assert planned.length == length
-    assert sum(one["device"] for one in planned.breakdown().values()) > 0
+    assert sum(sizes["device"] for sizes in planned.breakdown().values()) > 0
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "mesh"])
 def test_the_planned_step_is_the_trained_step(name, tmp_path):
-    both(name, str(tmp_path))
+    assert_same_program(name, str(tmp_path))
 
 
 @pytest.mark.slow
 def test_the_planned_step_is_the_trained_step_on_a_mesh(tmp_path):
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": str(HERE)}
-    code = "import sys, test_program; test_program.both('mesh', sys.argv[1])"
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": str(FOLDER)}
+    code = "import sys, test_program; test_program.assert_same_program('mesh', sys.argv[1])"
     ran = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, env=env)
     assert ran.returncode == 0, ran.stderr[-3000:]
 
 
 @pytest.fixture
 def llama(tmp_path) -> dict:
-    """A recipe's fields for a model that is a config alone."""
+    """The fields of a recipe for a model of which only the config exists."""
     config = {
         "model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
@@ -98,12 +98,12 @@ def test_neither_weights_nor_data_are_read(llama):
         for name in ("tokens", "targets", "positions", "segment_ids", "weights")
     }
     parts = program.breakdown()
-    # Adam keeps two arrays of each trained one, and a count or two.
+    # Adam's state is two arrays per trained array, and a count or two.
     assert 0 < parts["optimizer"]["device"] - 2 * parts["trained"]["device"] <= 16
     adapter = state.trainable["layers"]["0.0"]["attn"]["q"]["adapter"]
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(adapter)} == {"float32"}
 
 
-def test_a_mesh_for_other_devices_is_refused_as_train_does(llama):
+def test_a_mesh_for_another_number_of_devices_is_refused(llama):
     with pytest.raises(UserError, match="the mesh fsdp=3 is for 3 devices"):
         step_of(Recipe.model_validate(llama | {"mesh": {"fsdp": 3}, "train": {"batch_size": 3}}))

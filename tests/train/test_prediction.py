@@ -1,4 +1,4 @@
-"""What is predicted of a step on this CPU against what it takes, and what a run files of both."""
+"""The predicted memory of a step against what a process takes on this CPU, and how a run reports both."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ import textwrap
 import pytest
 
 from meshtune.train.report.events import Saved, Stepped
-from meshtune.train.report.prediction import Measured, Prediction, Watch, in_words
+from meshtune.train.report.prediction import Measured, Prediction, StepProbe, predicted_vs_measured
 
 STEP = """
     import dataclasses, gc, json, sys
     import jax, numpy as np
     from meshtune.config.load import load_recipe
     from meshtune.plan.program import step_of
-    from meshtune.plan.search import option
-    from meshtune.plan.case import base_of
+    from meshtune.plan.search import score
+    from meshtune.plan.candidate import workload_of
     from meshtune.plan.hardware import find_target
-    from meshtune.train.report.prediction import high_water_bytes, predict, resets_high_water, resident_bytes
+    from meshtune.train.report.prediction import high_water_bytes, predict, reset_high_water_mark, resident_bytes
     recipe = load_recipe(sys.argv[1], sys.argv[2:])
     program = step_of(recipe)
     compiled = program.lower().compile()
     target = find_target("CPU", {})
     prediction = predict(compiled, recipe, target, program.layout, program.length)
-    made = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype) + leaf.dtype.type(1), program.arguments)
-    state, frozen, batch, seed = jax.tree.map(jax.numpy.array, made)
+    arguments = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype) + leaf.dtype.type(1), program.arguments)
+    state, frozen, batch, seed = jax.tree.map(jax.numpy.array, arguments)
     jax.block_until_ready((state, frozen))
-    del made
+    del arguments
     gc.collect()
-    assert resets_high_water()
+    assert reset_high_water_mark()
     before = resident_bytes()
     state, metrics = compiled(state, frozen, batch, seed)
     jax.block_until_ready((state, metrics))
     measured = prediction.argument_bytes + high_water_bytes() - before
-    estimated = option(recipe, target, base_of(recipe, "cpu")).estimate.device_bytes
+    estimated = score(recipe, target, workload_of(recipe, "cpu")).estimate.device_bytes
     print(json.dumps([prediction.device_bytes, measured, estimated]))
 """
 CONFIG = {
@@ -47,7 +47,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-def in_a_process(folder, *overrides):
+def run_one_update(folder, *overrides):
     """(predicted, measured, estimated) bytes of one update in a process of its own."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -69,10 +69,10 @@ def in_a_process(folder, *overrides):
     "overrides",
     [["compute.remat=selective"], pytest.param(["method=full", "compute.remat=full"], marks=pytest.mark.slow)],
 )
-def test_the_predicted_peak_is_what_the_process_takes(tmp_path, overrides):
-    predicted, measured, _ = in_a_process(tmp_path / "model", *overrides)
-    assert predicted > 100 * 2**20, "too small to be told from the process itself"
-    # 8%: buffers that XLA's runtime takes beside the program's (threads' scratch of its matrix products), and pages.
+def test_the_predicted_peak_is_the_memory_the_process_takes(tmp_path, overrides):
+    predicted, measured, _ = run_one_update(tmp_path / "model", *overrides)
+    assert predicted > 100 * 2**20, "too small to be distinguished from the process itself"
+    # 8%: buffers of XLA's runtime beside the program's (scratch of threads in matrix products), and page granularity.
     assert measured == pytest.approx(predicted, rel=0.08)
 
 
@@ -80,20 +80,20 @@ def stepped(step, seconds):
     return Stepped(step, 0.0, 1.0, 1.0, 1e-3, {}, 10, 10, seconds, 0)
 
 
-def test_the_median_update_counts_and_the_first_ones_do_not():
-    watch = Watch(Prediction(2**30, 2**29, 1.0, 0.4, "1xH100"))
-    for number, seconds in enumerate([9.0, 5.0, 4.0, 1.0, 1.2, 1.1, 1.0], 1):
-        watch.receive(stepped(number, seconds))
-    watch.receive(Saved(7, None))  # pyright: ignore[reportArgumentType]
-    watch.receive(stepped(8, 30.0))
-    measured = watch.measured()
+def test_the_median_update_is_measured_without_the_first_ones():
+    probe = StepProbe(Prediction(2**30, 2**29, 1.0, 0.4, "1xH100"))
+    for step, seconds in enumerate([9.0, 5.0, 4.0, 1.0, 1.2, 1.1, 1.0], 1):
+        probe.receive(stepped(step, seconds))
+    probe.receive(Saved(7, None))  # pyright: ignore[reportArgumentType]
+    probe.receive(stepped(8, 30.0))
+    measured = probe.measured()
     assert measured.updates == 4
     assert measured.step_seconds == pytest.approx(1.05)
 
 
-def test_both_sides_are_said_where_both_are_known():
+def test_prediction_and_measurement_are_compared_only_where_both_are_known():
     prediction = Prediction(10 * 2**30, 2**30, 0.5, 0.4, "1xH100")
-    memory, time = in_words(prediction, Measured(11 * 2**30, 0.75, 40))
-    assert memory == "10.0 GiB of memory a device, 11.0 GiB measured (+10%)"
-    assert time == "0.5 s an update, 0.75 s measured (1.50 times as long; the median of 40)"
-    assert in_words(prediction, Measured(None, None, 0)) == []
+    memory, time = predicted_vs_measured(prediction, Measured(11 * 2**30, 0.75, 40))
+    assert memory == "10.0 GiB of memory per device, 11.0 GiB measured (+10%)"
+    assert time == "0.5 s per update, 0.75 s measured (1.50 times as long; the median of 40)"
+    assert predicted_vs_measured(prediction, Measured(None, None, 0)) == []

@@ -34,7 +34,7 @@ def doctor(
 
     from rich.console import Console
 
-    from meshtune.plan.compilers.find import Found, look
+    from meshtune.plan.compilers.find import Compiler, find_compiler
     from meshtune.plan.compilers.install import EXTRAS, requirements
     from meshtune.plan.compilers.install import install as bring
 
@@ -45,14 +45,14 @@ def doctor(
     for platform in dict.fromkeys(wanted):
         console.print(f"installing {', '.join(requirements(platform))}")
         console.print(f"[bold]installed[/] in {bring(platform)}")
-    answers = {platform: look(platform) for platform in MAKERS}
-    tried = {name: _tried(name, console) for name, one in answers.items() if check and isinstance(one, Found)}
+    answers = {platform: find_compiler(platform) for platform in MAKERS}
+    tried = {name: _tried(name, console) for name, one in answers.items() if check and isinstance(one, Compiler)}
     if as_json:
         print(json.dumps({name: _plain(one) | _outcome(tried.get(name)) for name, one in answers.items()}, indent=2))
     else:
         console.print(_table(answers, tried))
         for platform, one in answers.items():
-            if isinstance(one, Found):
+            if isinstance(one, Compiler):
                 for note in one.notes:
                     _say(console, platform, note)
             else:
@@ -90,15 +90,15 @@ def _tried(platform: str, console: Console) -> tuple[str | None, float]:
 def _table(answers: Mapping[str, object], tried: dict[str, tuple[str | None, float]]) -> Table:
     from rich.table import Table
 
-    from meshtune.plan.compilers.find import Found
+    from meshtune.plan.compilers.find import Compiler
 
     table = Table(title="compilers", title_justify="left")
     for heading in ("for", "state", "packages", "where", *(["tried"] if tried else [])):
         table.add_column(heading)
     for platform, one in answers.items():
-        state = "[green]there[/]" if isinstance(one, Found) else "[yellow]missing[/]"
-        packages = next(iter(str(one).split(", "))) if isinstance(one, Found) else ""
-        where = str(one.folder or "the environment") if isinstance(one, Found) else ""
+        state = "[green]there[/]" if isinstance(one, Compiler) else "[yellow]missing[/]"
+        packages = next(iter(str(one).split(", "))) if isinstance(one, Compiler) else ""
+        where = str(one.folder or "the environment") if isinstance(one, Compiler) else ""
         row = [f"{platform}: {MAKERS[platform]}", state, packages, where]
         if tried:
             words, seconds = tried.get(platform, ("", 0.0))
@@ -108,12 +108,12 @@ def _table(answers: Mapping[str, object], tried: dict[str, tuple[str | None, flo
 
 
 def _plain(one: object) -> dict[str, object]:
-    from meshtune.plan.compilers.find import Found, Missing
+    from meshtune.plan.compilers.find import Compiler, MissingCompiler
 
-    if isinstance(one, Found):
+    if isinstance(one, Compiler):
         folder = None if one.folder is None else str(one.folder)
         return {"found": True, "packages": one.packages, "folder": folder, "notes": list(one.notes)}
-    assert isinstance(one, Missing)
+    assert isinstance(one, MissingCompiler)
     return {"found": False, "reason": one.reason, "fix": one.fix}
 
 

@@ -1,4 +1,4 @@
-"""`meshtune plan`: does a run fit a machine that is not here, what to change, how long it takes and what it costs."""
+"""`meshtune plan`: whether a run fits a described machine, what to change, how long it takes and what it costs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.status import Status
 
     from meshtune.plan.hardware import Target
-    from meshtune.plan.report import Report
+    from meshtune.plan.report import PlanReport
 
 
 def plan(
@@ -26,75 +26,76 @@ def plan(
     ],
     target: Annotated[
         list[str],
-        typer.Option("--target", help="A machine, as 8xMI300X or 2x8xA100-80. May be given more than once."),
+        typer.Option("--target", help="A machine, such as 8xMI300X or 2x8xA100-80. May be given more than once."),
     ],
     search: Annotated[
         bool,
-        typer.Option("--search", help="Find mesh, micro-batch and memory savings, as far as the recipe is silent."),
+        typer.Option("--search", help="Search mesh, micro-batch and memory savings that the recipe does not set."),
     ] = False,
-    price: Annotated[float | None, typer.Option("--price", help="For an hour of one device.", min=0)] = None,
+    price: Annotated[float | None, typer.Option("--price", help="Price of one device for an hour.", min=0)] = None,
     reserve: Annotated[
-        float, typer.Option("--reserve", help="Share of a device's memory that is left free.", min=0, max=0.9)
+        float, typer.Option("--reserve", help="Share of a device's memory to leave free.", min=0, max=0.9)
     ] = 0.06,
     tokens: Annotated[
-        float | None, typer.Option("--tokens", help="Tokens to train on in all, if the recipe has no train.steps.")
+        float | None, typer.Option("--tokens", help="Total tokens to train on, if the recipe has no train.steps.")
     ] = None,
     estimate: Annotated[
-        bool, typer.Option("--estimate", help="Ask no compiler: figures from a model, within about a tenth.")
+        bool,
+        typer.Option("--estimate", help="Use an analytic model, accurate to about a tenth, instead of a compiler."),
     ] = False,
     picture: Annotated[
         pathlib.Path | None, typer.Option("--picture", help="Also draw memory and roofline, as a PNG.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Compile the step train would run for machines that are not here; say what it needs and how fast it is."""
+    """Compile the step of `train` for machines that are not present; show what memory and time it needs."""
     from meshtune.cli.train import split
     from meshtune.config.load import load_recipe
     from meshtune.plan.hardware import find_target
 
-    targets = [find_target(words) for words in target]
+    targets = [find_target(name) for name in target]
     recipe = load_recipe(*split(arguments))
 
     from rich.console import Console
 
-    from meshtune.plan.ask import compiler_for
-    from meshtune.plan.report import plain, report_for
-    from meshtune.plan.words import show
+    from meshtune.plan.backend import compiler_for
+    from meshtune.plan.render import print_report
+    from meshtune.plan.report import report_for, to_json
 
-    reports: list[Report] = []
+    reports: list[PlanReport] = []
     steps = tokens / (recipe.train.batch_size * recipe.data.max_length) if tokens else None
-    waiting = Console(stderr=True, highlight=False)
-    for one in targets:
-        with waiting.status(f"planning for {one}") as status:
+    console = Console(stderr=True, highlight=False)
+    for machine in targets:
+        with console.status(f"planning for {machine}") as status:
 
-            def progress(stage: str, seconds: float, one: Target = one, status: Status = status) -> None:
-                status.update(f"{stage} the step for {one}, {seconds:.0f} s")
+            def progress(stage: str, seconds: float, machine: Target = machine, status: Status = status) -> None:
+                status.update(f"{stage} the step for {machine}, {seconds:.0f} s")
 
-            compiles, reason = (None, "asked for") if estimate else compiler_for(one, progress)
-            made = report_for(
-                recipe, one, compiles, search=search, price=price, reserve=reserve, steps=steps, reason=reason
+            compile_step, reason = (None, "--estimate is given") if estimate else compiler_for(machine, progress)
+            report = report_for(
+                recipe, machine, compile_step, search=search, price=price, reserve=reserve, steps=steps, reason=reason
             )
-        reports.append(made)
+        reports.append(report)
         if not as_json:
-            show(made, arguments)
+            print_report(report, arguments)
     if as_json:
-        values = [plain(report) for report in reports]
+        values = [to_json(report) for report in reports]
         print(json.dumps(values[0] if len(values) == 1 else values, indent=2))
     if picture is not None:
         from meshtune.plan.picture import draw
 
         draw(picture, reports)
-    _fail_where_nothing_fits(reports)
+    _raise_if_nothing_fits(reports)
 
 
-def _fail_where_nothing_fits(reports: list[Report]) -> None:
+def _raise_if_nothing_fits(reports: list[PlanReport]) -> None:
     if any(report.best.fits for report in reports):
         return
     machines = {str(report.smallest): None for report in reports if report.smallest}
     raise UserError(
-        f"this recipe does not fit {' or '.join(str(report.target) for report in reports)}, whatever is turned",
+        f"this recipe does not fit {' or '.join(str(report.target) for report in reports)}, even with all remedies",
         where="--target",
-        fix=f"the smallest machine that would: {', '.join(machines)}"
+        fix=f"the smallest machine that would hold it: {', '.join(machines)}"
         if machines
-        else "no machine that is described here would hold it; use shorter rows or a smaller model",
+        else "no described machine would hold it; use shorter rows or a smaller model",
     )

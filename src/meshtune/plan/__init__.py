@@ -1,1 +1,1 @@
-"""Knowing before running: what machines hold, and what a run needs of them."""
+"""Planning: predicts the memory, time and cost of a run, on hardware that need not be present."""

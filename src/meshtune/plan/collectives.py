@@ -1,11 +1,11 @@
-"""What the devices of a compiled program exchange, from its HLO text: what, how much, among whom, how often."""
+"""Reads the collective operations of a compiled program from its HLO text: kind, bytes, device group and count."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -23,10 +23,10 @@ BITS = {
     "f32": 32, "s64": 64, "u64": 64, "f64": 64, "c64": 64, "c128": 128, "s2": 2, "u2": 2,
 }  # fmt: skip
 
-# Attributes of a kernel may go over several lines, some of which begin with braces, too.
+# The attributes of a custom call may span several lines, some of which begin with a brace too.
 _END = re.compile(r"^\}(, execution_thread=.*)?$")
 _HEAD = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{$")
-_LINE = re.compile(r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<rest>.*)$")
+_LINE = re.compile(r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<call>.*)$")
 _CALL = re.compile(r"^(?P<shape>\(.*?\)|\S+) (?P<op>[a-z][\w\-]*)\((?P<operands>.*)$")
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,<=]*)\]")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
@@ -38,25 +38,26 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One operation of a program. `bytes` is the whole array that is gathered, summed or moved, for one device's group.
+    """One collective operation of a program, with the number of times a step runs it.
 
-    `members` are the devices' places in the program's device order, of the group that lies widest apart; `count` is how
-    often a step runs it, for one turn of any loop whose length only the running program knows (`open` then is true).
+    `bytes` is the size of the whole array that a group gathers, reduces or moves. `members` are indices into the
+    program's device order, for the group whose members lie furthest apart. `count` is per step; where the operation is
+    inside a loop whose trip count is known only at run time, `unknown_trip_count` is true and `count` is for one trip.
     """
 
     kind: str
     bytes: int
     members: tuple[int, ...]
     count: int
-    open: bool = False
+    unknown_trip_count: bool = False
 
     @property
     def group_size(self) -> int:
         return len(self.members)
 
     @property
-    def moved(self) -> float:
-        """Bytes that one device sends (and receives) when the operation runs once, over rings."""
+    def bytes_sent(self) -> float:
+        """Bytes that one device sends (and receives) in one run of the operation with ring algorithms."""
         n = max(1, self.group_size)
         match self.kind:
             case "all-reduce":
@@ -66,28 +67,28 @@ class Collective:
             case _:
                 return self.bytes * (n - 1) / n
 
-    def hosts(self, each: int) -> int:
-        """On how many hosts of `each` devices its group lies."""
-        return len({member // each for member in self.members})
+    def hosts(self, per_host: int) -> int:
+        """The number of hosts, of `per_host` devices each, that the group spans."""
+        return len({member // per_host for member in self.members})
 
 
 def collectives_of(hlo_text: str, devices: int | None = None) -> list[Collective]:
-    """Every collective operation of a compiled module's text, those alike taken together.
+    """Every collective operation of a compiled module's text, with identical operations merged.
 
-    Operations in loops count as often as the loop turns, where the compiler knows it (`known_trip_count`); pairs of
-    start and done are one operation. `devices` is needed only where a group is written as "all".
+    Operations in loops are counted once per trip where the compiler knows the number of trips (`known_trip_count`); a
+    pair of start and done is one operation. `devices` is the size of a group that is written as empty ("all").
     """
     computations, entry = _computations(hlo_text)
-    found: dict[tuple[str, int, tuple[int, ...], bool], int] = {}
+    counts: dict[tuple[str, int, tuple[int, ...], bool], int] = {}
     for name, times, unknown in _visits(computations, entry):
-        for kind, size, members in _here(computations[name], devices):
+        for kind, size, members in _operations(computations[name], devices):
             key = (kind, size, members, unknown)
-            found[key] = found.get(key, 0) + times
-    return [Collective(kind, size, members, count, unknown) for (kind, size, members, unknown), count in found.items()]
+            counts[key] = counts.get(key, 0) + times
+    return [Collective(kind, size, members, count, unknown) for (kind, size, members, unknown), count in counts.items()]
 
 
 def shape_bytes(shape: str) -> int:
-    """Bytes of an HLO shape such as `bf16[8,128]{1,0}` or a tuple of them."""
+    """Bytes of an HLO shape such as `bf16[8,128]{1,0}`, or of a tuple of shapes."""
     return sum(_array_bytes(kind, dims) for kind, dims in _ARRAY.findall(shape))
 
 
@@ -98,7 +99,7 @@ def _array_bytes(kind: str, dims: str) -> int:
 
 
 def _computations(text: str) -> tuple[dict[str, list[tuple[str, str]]], str]:
-    """(each computation's lines as (name, rest), the name of the entry)."""
+    """The lines of each computation as (result name, right-hand side), and the name of the entry computation."""
     computations: dict[str, list[tuple[str, str]]] = {}
     entry, current = "", None
     for line in text.splitlines():
@@ -107,35 +108,35 @@ def _computations(text: str) -> tuple[dict[str, list[tuple[str, str]]], str]:
             if head := _HEAD.match(line):
                 current = computations.setdefault(head["name"], [])
                 entry = head["name"] if head["entry"] else entry
-        elif one := _LINE.match(line):
-            current.append((one["name"], one["rest"]))
+        elif line_match := _LINE.match(line):
+            current.append((line_match["name"], line_match["call"]))
     return computations, entry
 
 
 def _visits(computations: dict[str, list[tuple[str, str]]], entry: str) -> Iterator[tuple[str, int, bool]]:
-    """(computation, how often it runs a step, whether within a loop of unknown length)."""
+    """Each computation that a step runs: (name, runs per step, whether inside a loop of unknown trip count)."""
     pending = [(entry, 1, False)] if entry in computations else []
     while pending:
         name, times, unknown = pending.pop()
         yield name, times, unknown
-        for _, rest in computations[name]:
-            called = _CALLED.findall(rest)
-            for branches in _BRANCHES.findall(rest):
-                called += [branch.strip().lstrip("%") for branch in branches.split(",")]
-            if not called:
+        for _, call in computations[name]:
+            callees = _CALLED.findall(call)
+            for branches in _BRANCHES.findall(call):
+                callees += [branch.strip().lstrip("%") for branch in branches.split(",")]
+            if not callees:
                 continue
-            turns, lost = 1, unknown
-            if " while(" in rest:
-                trips = _TRIPS.search(rest)
-                turns, lost = (int(trips[1]), unknown) if trips else (1, True)
-            pending += [(one, times * turns, lost) for one in called if one in computations]
+            trip_count, callee_unknown = 1, unknown
+            if " while(" in call:
+                trips = _TRIPS.search(call)
+                trip_count, callee_unknown = (int(trips[1]), unknown) if trips else (1, True)
+            pending += [(callee, times * trip_count, callee_unknown) for callee in callees if callee in computations]
 
 
-def _here(lines: list[tuple[str, str]], devices: int | None) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-    """(kind, bytes, members) of the operations that stand in one computation itself."""
+def _operations(lines: list[tuple[str, str]], devices: int | None) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+    """(kind, bytes, members) of the collectives in one computation, without those of the computations it calls."""
     started: dict[str, tuple[str, str, str]] = {}
-    for name, rest in lines:
-        call = _CALL.match(rest)
+    for name, definition in lines:
+        call = _CALL.match(definition)
         if call is None:
             continue
         op, shape = call["op"], call["shape"]
@@ -143,41 +144,41 @@ def _here(lines: list[tuple[str, str]], devices: int | None) -> Iterator[tuple[s
         if kind not in KINDS:
             continue
         if op.endswith("-start"):
-            started[name] = kind, shape, rest
+            started[name] = kind, shape, definition
         elif op.endswith("-done"):
-            begun = re.match(r"(?:.*?\s)?%?([\w.\-]+)\)?", call["operands"])
-            key = next((word for word in re.findall(r"%?([\w.\-]+)", call["operands"]) if word in started), None)
-            if begun and key is not None:
-                kind, _, attributes = started.pop(key)
-                yield _of(kind, shape, attributes, devices)
+            operands = re.findall(r"%?([\w.\-]+)", call["operands"])
+            start = next((operand for operand in operands if operand in started), None)
+            if start is not None:
+                kind, _, attributes = started.pop(start)
+                yield _sized(kind, shape, attributes, devices)
         else:
-            yield _of(kind, shape, rest, devices)
-    for kind, shape, attributes in started.values():  # finished in another computation
-        parts = _parts(shape)
-        yield _of(kind, parts[1] if len(parts) > 1 else shape, attributes, devices)
+            yield _sized(kind, shape, definition, devices)
+    for kind, shape, attributes in started.values():  # the matching done is in another computation
+        elements = _tuple_elements(shape)
+        yield _sized(kind, elements[1] if len(elements) > 1 else shape, attributes, devices)
 
 
-def _of(kind: str, shape: str, attributes: str, devices: int | None) -> tuple[str, int, tuple[int, ...]]:
+def _sized(kind: str, shape: str, attributes: str, devices: int | None) -> tuple[str, int, tuple[int, ...]]:
     members = _members(attributes, devices)
     size = shape_bytes(shape)
     return kind, size * len(members) if kind == "reduce-scatter" else size, members
 
 
-def _parts(shape: str) -> list[str]:
-    """The elements of a tuple's shape; a lone shape as the only one."""
+def _tuple_elements(shape: str) -> list[str]:
+    """The elements of a tuple shape; an array shape is its own only element."""
     if not shape.startswith("("):
         return [shape]
-    parts, depth, start = [], 0, 1
-    for at, letter in enumerate(shape):
+    elements, depth, start = [], 0, 1
+    for position, letter in enumerate(shape):
         depth += (letter in "([{") - (letter in ")]}")
         if (letter == "," and depth == 1) or depth == 0:
-            parts.append(shape[start:at].strip())
-            start = at + 1
-    return parts
+            elements.append(shape[start:position].strip())
+            start = position + 1
+    return elements
 
 
 def _members(attributes: str, devices: int | None) -> tuple[int, ...]:
-    """The group of a collective that lies widest apart: places in the device order."""
+    """The members of the group that spans the widest range of device indices."""
     if pairs := re.search(r"source_target_pairs=\{(\{.*?\})\}", attributes):
         edges = [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs[1])]
         return _widest(_rings(edges))
@@ -198,42 +199,45 @@ def _iota(dims: str, order: str | None) -> np.ndarray:
 
 
 def _of_mesh(axes: str, ids: str | None, named: str) -> np.ndarray:
-    """Groups of a named mesh, as `['a'=2,'b'=4] {'b'}`; a part of an axis is written `'b':(2)2`."""
+    """Groups [group, member] of a named mesh such as `['a'=2,'b'=4] {'b'}`; `'b':(2)2` is a sub-axis.
+
+    In `'b':(before)size`, `before` is the product of the sub-axes of `'b'` that precede this one.
+    """
     sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", axes)}
     numbers = np.arange(math.prod(sizes.values()))
     if ids:
         tiled = re.match(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?", ids)
         numbers = _iota(tiled[2] or tiled[1], tiled[3]) if tiled else np.array([int(n) for n in ids.split(",")])
-    # Every axis as three: what lies outside the named part, the part, what lies inside it.
+    # Every axis is viewed as three: the part outside the named sub-axis, the sub-axis, the part inside it.
     shape, chosen = [], []
-    parts = {name: (int(before), int(size)) for name, before, size in re.findall(r"'([^']*)':\((\d+)\)(\d+)", named)}
-    whole = set(re.findall(r"'([^']*)'", named)) - set(parts)
+    sub_axes = {name: (int(before), int(size)) for name, before, size in re.findall(r"'([^']*)':\((\d+)\)(\d+)", named)}
+    full_axes = set(re.findall(r"'([^']*)'", named)) - set(sub_axes)
     for name, size in sizes.items():
-        before, here = parts.get(name, (1, size if name in whole else 1))
-        if name in parts or name in whole:
+        before, extent = sub_axes.get(name, (1, size if name in full_axes else 1))
+        if name in sub_axes or name in full_axes:
             chosen.append(len(shape) + 1)
-        shape += [before, here, size // (before * here)]
-    rest = [axis for axis in range(len(shape)) if axis not in chosen]
-    group = math.prod(shape[axis] for axis in chosen)
-    return numbers.reshape(shape).transpose([*rest, *chosen]).reshape(-1, group)
+        shape += [before, extent, size // (before * extent)]
+    batch = [axis for axis in range(len(shape)) if axis not in chosen]
+    group_size = math.prod(shape[axis] for axis in chosen)
+    return numbers.reshape(shape).transpose([*batch, *chosen]).reshape(-1, group_size)
 
 
 def _rings(edges: list[tuple[int, int]]) -> list[list[int]]:
-    """The chains that source-target pairs form."""
-    after = dict(edges)
-    heads = [source for source in after if source not in after.values()]
-    rings, seen = [], set[int]()
-    for first in [*heads, *after]:
-        ring, at = [], first
-        while at is not None and at not in seen:
-            seen.add(at)
-            ring.append(at)
-            at = after.get(at)
+    """The chains and cycles that source-target pairs form."""
+    successor = dict(edges)
+    heads = [source for source in successor if source not in successor.values()]
+    rings, visited = [], set[int]()
+    for head in [*heads, *successor]:
+        ring, device = [], head
+        while device is not None and device not in visited:
+            visited.add(device)
+            ring.append(device)
+            device = successor.get(device)
         if len(ring) > 1:
             rings.append(ring)
     return rings or [[edges[0][0]]] if edges else [[0]]
 
 
-def _widest(groups: object) -> tuple[int, ...]:
-    rows = [tuple(int(n) for n in group) for group in groups]  # pyright: ignore[reportGeneralTypeIssues]
-    return max(rows, key=lambda group: max(group) - min(group))
+def _widest(groups: Iterable[Iterable[int]] | np.ndarray) -> tuple[int, ...]:
+    """The group that spans the widest range of device indices."""
+    return max((tuple(int(device) for device in group) for group in groups), key=lambda group: max(group) - min(group))

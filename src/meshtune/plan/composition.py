@@ -1,7 +1,7 @@
-"""What goes with what, asked of the product itself: every pair of stages, methods, optimizers, formats and offloads is
-built in the abstract for a small model, so that no page about it can go stale.
+"""Generates the compatibility tables of docs/composition.md by building every combination for a small model.
 
-python -m meshtune.plan.composition prints docs/composition.md.
+Every pair of stage, method, optimizer, weight format and offload is built abstractly, so the page cannot go stale.
+`python -m meshtune.plan.composition` prints it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ YES, NO = "●", "–"
 Overrides = Mapping[str, Any]
 PARTS = get_args(get_args(ComputeSection.model_fields["offload"].annotation)[0])
 
-# Sizes that suit a small model, so that nothing is refused for its sake.
+# Sizes that suit a small model, so that no combination is refused only because of its dimensions.
 WIDTH = 128
 SIZES: dict[str, dict[str, Any]] = {
     "oft": {"oft_block_size": 4},
@@ -46,11 +46,11 @@ METHODS: dict[str, Overrides] = {
     "llama_pro": {"method": {"kind": "llama_pro", "blocks": 1}},
     "full": {"method": {"kind": "full"}},
 }
-METHODS["loftq"] = {**METHODS["loftq"], "quantize": "nf4"}  # it is of quantised bases
+METHODS["loftq"] = {**METHODS["loftq"], "quantize": "nf4"}  # LoftQ is defined for a quantised base
 BASES: dict[str, Overrides] = {"as it is": {"quantize": None}, **{name: {"quantize": name} for name in FORMATS}}
 STAGE_OF: dict[str, Overrides] = {name: {"stage": {"kind": name}} for name in STAGES}
 OPTIMIZER_OF: dict[str, Overrides] = {name: {"optimizer": {"name": name, **SIZES.get(name, {})}} for name in OPTIMIZERS}
-WAYS: dict[str, Overrides] = {
+UPDATE_VARIANTS: dict[str, Overrides] = {
     "clipping": {"optimizer": {"max_grad_norm": 1.0}},
     "accumulation": {"train": {"batch_size": 4, "micro_batch": 2}, "optimizer": {"max_grad_norm": None}},
     "update in the backward pass": {"optimizer": {"in_backward": True, "max_grad_norm": None}},
@@ -64,7 +64,7 @@ WAYS: dict[str, Overrides] = {
 
 @functools.cache
 def model() -> str:
-    """A folder with the config of a small model, the quickstart's with widths that blocks of 64 divide."""
+    """A folder with the config of a small model: the quickstart's, with widths that are multiples of 64."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="meshtune-composition-"))
     atexit.register(shutil.rmtree, folder)
     config = json.loads((quickstart.MODEL / "config.json").read_text())
@@ -74,18 +74,18 @@ def model() -> str:
 
 
 def recipe_of(*parts: Overrides) -> Recipe:
-    """A small model with the sections of `parts`, later ones over earlier ones."""
+    """A recipe for the small model with the sections of `parts`; later parts override earlier ones."""
     fields: dict[str, Any] = {"model": model(), "data": {"train": str(quickstart.LESSON)}, "output": "run"}
     fields |= {"train": {"steps": 10, "batch_size": 4}}
     for part in parts:
         for section, value in part.items():
-            held = fields.get(section)
-            fields[section] = {**held, **value} if isinstance(held, dict) and isinstance(value, dict) else value
+            current = fields.get(section)
+            fields[section] = {**current, **value} if isinstance(current, dict) and isinstance(value, dict) else value
     return load_recipe(fields)
 
 
 def refusal(*parts: Overrides) -> str | None:
-    """Why a combination is refused; None where it is not."""
+    """Why a combination is refused, None if it is not."""
     try:
         step_of(recipe_of(*parts))
     except UserError as error:
@@ -94,7 +94,7 @@ def refusal(*parts: Overrides) -> str | None:
 
 
 def table(rows: Mapping[str, Overrides], columns: Mapping[str, Overrides], notes: list[str], *under: Overrides) -> str:
-    """A Markdown table of rows x columns; reasons are added to `notes`, and numbered by their place there."""
+    """A Markdown table of rows x columns. Reasons for refusals are appended to `notes` and cited by number."""
     lines = [f"| | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
     for name, row in rows.items():
         cells = []
@@ -122,9 +122,9 @@ def page() -> str:
         "## Optimizer and method",
         table(OPTIMIZER_OF, METHODS, notes),
         "## Optimizer and how an update is made, full tuning",
-        table(OPTIMIZER_OF, WAYS, notes, METHODS["full"]),
+        table(OPTIMIZER_OF, UPDATE_VARIANTS, notes, METHODS["full"]),
         "## Optimizer and how an update is made, LoRA",
-        table(OPTIMIZER_OF, WAYS, notes, METHODS["lora"]),
+        table(OPTIMIZER_OF, UPDATE_VARIANTS, notes, METHODS["lora"]),
         "## Reasons",
         "\n".join(f"{number}. {reason}" for number, reason in enumerate(notes, 1)),
     ]

@@ -1,4 +1,4 @@
-"""Machines that are only described: kinds of devices by name, and targets such as 8xMI300X or 2x8xA100-80."""
+"""Hardware descriptions: device types by name, and targets such as 8xMI300X or 2x8xA100-80."""
 
 from __future__ import annotations
 
@@ -7,28 +7,33 @@ import os
 import pathlib
 import re
 import tomllib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeGuard
 
 from meshtune.errors import UserError, nearest
 
 FACTS = pathlib.Path(__file__).with_name("hardware.toml")
-OWN = "MESHTUNE_HARDWARE"  # environment variable: a TOML file of the user's own devices
-TARGET = re.compile(r"^(?:(?P<hosts>\d+)x)?(?:(?P<each>\d+)x)?(?P<kind>[A-Za-z][\w.-]*)$")
+HARDWARE_VARIABLE = "MESHTUNE_HARDWARE"  # environment variable: a TOML file of the user's own devices
+REQUIRED = ("platform", "memory_gib")
+TARGET = re.compile(r"^(?:(?P<hosts>\d+)x)?(?:(?P<per_host>\d+)x)?(?P<name>[A-Za-z][\w.-]*)$")
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A kind of device, as hardware.toml describes it; what is None or empty there is not known.
+    """A device type, as described in hardware.toml. Fields that are None or empty there are unknown.
 
-    `platform` is JAX's: cuda, rocm, tpu or cpu; `memory` is in bytes. `arch` is what the platform calls the chip
-    (sm_90a, gfx942:sramecc+:xnack-, v5p), `compiled_as` that of a near relative where XLA refuses the chip itself;
-    `kind` is what JAX calls the device. For the compilers of GPUs: `cores`
-    (multiprocessors or compute units), `shared_memory` in bytes (of a block by default, of a block that asks for more,
-    of a core), `l2` in bytes, `clock_ghz`, `threads_per_core` and `registers` of a core, `fpus` of a core. For TPUs:
-    `host_chips` of a host along each dimension of the torus, and `chip_devices`. `bandwidth` is of memory, in B/s;
-    `flops_*` are of dense products, in 1/s; `link`, `network` and `host_link` are what one device sends to those of its
-    host, to other hosts and to its host's memory, in B/s. `shared_network`: all devices of a host have one such port.
+    Identity: `platform` is JAX's (cuda, rocm, tpu or cpu), `kind` is JAX's `device_kind`, and `memory` is in bytes.
+    `arch` is the platform's name of the chip (sm_90a, gfx942:sramecc+:xnack-, v5p); `compiled_as` is the arch of a
+    close relative to compile for where XLA refuses the chip itself.
+
+    For GPU compilers: `cores` (multiprocessors or compute units), `shared_memory` in bytes (per block by default, per
+    block with opt-in, per core), `l2` in bytes, `clock_ghz`, and per core `threads_per_core`, `registers` and `fpus`.
+    For TPUs: `host_chips`, the chips of a host along each dimension of the torus, and `chip_devices`, JAX devices per
+    chip.
+
+    Speeds, per device and in one direction: `bandwidth` of device memory in B/s; `flops_bf16` and `flops_f32` of dense
+    matrix products in 1/s; `link` to devices of the same host, `network` to other hosts and `host_link` to host
+    memory, in B/s. With `shared_network` all devices of a host share one network port.
     """
 
     name: str
@@ -56,69 +61,70 @@ class Device:
 
     @property
     def backend(self) -> str:
-        """What jax.default_backend() says there."""
+        """The value of `jax.default_backend()` on this device."""
         return "gpu" if self.platform in ("cuda", "rocm") else self.platform
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """`hosts` machines of `each` devices."""
+    """A machine to plan for: `hosts` hosts with `per_host` devices of one type each."""
 
     hosts: int
-    each: int
+    per_host: int
     device: Device
 
     @property
     def devices(self) -> int:
-        return self.hosts * self.each
+        return self.hosts * self.per_host
 
     def __str__(self) -> str:
-        return f"{self.hosts}x{self.each}x{self.device.name}" if self.hosts > 1 else f"{self.each}x{self.device.name}"
+        one_host = f"{self.per_host}x{self.device.name}"
+        return f"{self.hosts}x{one_host}" if self.hosts > 1 else one_host
 
 
-def device_of(facts: Mapping[str, Any]) -> Device:
-    """The device that `dataclasses.asdict` made `facts` of, after a way through JSON."""
-    made: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()}
-    return Device(**made)
+def device_from_json(fields: Mapping[str, Any]) -> Device:
+    """The inverse of `dataclasses.asdict(device)` after a round trip through JSON, where tuples become lists."""
+    return Device(**_with_tuples(fields))
 
 
 def known_devices(env: Mapping[str, str] = os.environ) -> dict[str, Device]:
-    """Every kind of device by name: Meshtune's own, then those of the file that MESHTUNE_HARDWARE names.
+    """All described device types by name: the built-in ones, then those of the file named by MESHTUNE_HARDWARE.
 
-    Raises UserError for a file of the user's that is not there or says something else than devices.
+    Raises: UserError if the user's file is missing or is not a valid description of devices.
     """
-    found = _read(FACTS)
-    if own := env.get(OWN):
-        path = pathlib.Path(own).expanduser()
+    devices = _read(FACTS)
+    if user_file := env.get(HARDWARE_VARIABLE):
+        path = pathlib.Path(user_file).expanduser()
         if not path.is_file():
-            raise UserError(f"there is no file {path}", where=OWN, fix="name a TOML file, or unset it")
-        found |= _read(path)
-    return found
+            raise UserError(f"there is no file {path}", where=HARDWARE_VARIABLE, fix="name a TOML file, or unset it")
+        devices |= _read(path)
+    return devices
 
 
-def find_target(words: str, env: Mapping[str, str] = os.environ) -> Target:
-    """'MI300X', '8xMI300X' or '2x8xA100-80' (hosts x devices of each x kind) as a Target.
+def find_target(text: str, env: Mapping[str, str] = os.environ) -> Target:
+    """Parses 'MI300X', '8xMI300X' or '2x8xA100-80' (hosts x devices per host x device type).
 
-    Raises UserError for another form, and for a kind that nothing describes, naming those that are near.
+    Raises: UserError for another form, and for an unknown device type, with the nearest known names.
     """
-    match = TARGET.match(words.strip())
+    match = TARGET.match(text.strip())
     if match is None:
         raise UserError(
-            f"'{words}' is not a target", where="--target", fix="write it as 8xMI300X, or 2x8xA100-80 for two hosts"
+            f"'{text}' is not a target", where="--target", fix="write it as 8xMI300X, or 2x8xA100-80 for two hosts"
         )
     devices = known_devices(env)
     by_name = {name.lower(): device for name, device in devices.items()}
-    kind = match["kind"]
-    if kind.lower() not in by_name:
+    name = match["name"]
+    if name.lower() not in by_name:
         raise UserError(
-            f"no device is called '{kind}'",
+            f"no device is called '{name}'",
             where="--target",
-            fix=f"{nearest(kind, devices)}known are {', '.join(devices)}; {OWN} may name a TOML file with others",
+            fix=f"{nearest(name, devices)}known devices are {', '.join(devices)}; "
+            f"{HARDWARE_VARIABLE} may name a TOML file with others",
         )
-    hosts, each = (match["hosts"], match["each"]) if match["each"] else (None, match["hosts"])
-    target = Target(int(hosts or 1), int(each or 1), by_name[kind.lower()])
+    hosts, per_host = (match["hosts"], match["per_host"]) if match["per_host"] else (None, match["hosts"])
+    target = Target(int(hosts or 1), int(per_host or 1), by_name[name.lower()])
     if not target.devices:
-        raise UserError(f"'{words}' has no devices", where="--target", fix="give 1 or more of them")
+        raise UserError(f"'{text}' has no devices", where="--target", fix="give at least one host and one device")
     return target
 
 
@@ -126,7 +132,9 @@ def _read(path: pathlib.Path) -> dict[str, Device]:
     try:
         tables: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"not TOML: {error}", where=str(path), fix="see plan/hardware.toml for the form") from error
+        raise UserError(
+            f"not valid TOML: {error}", where=str(path), fix="see plan/hardware.toml for the format"
+        ) from error
     return {name: _device(name, facts, path) for name, facts in tables.items()}
 
 
@@ -134,41 +142,47 @@ def _device(name: str, facts: Any, path: pathlib.Path) -> Device:
     where = f"{path}, [{name}]"
     if not isinstance(facts, dict) or facts.get("platform") not in ("cuda", "rocm", "tpu", "cpu"):
         raise UserError("a device needs a platform", where=where, fix='platform = "cuda", "rocm", "tpu" or "cpu"')
-    gib: Any = facts.get("memory_gib")
-    if not _is_number(gib) or gib <= 0:
-        raise UserError("a device needs memory_gib, a number above 0", where=where, fix="memory_gib = 80.0")
-    more: dict[str, Any] = {key: value for key, value in facts.items() if key not in ("platform", "memory_gib")}
-    for key, value in more.items():
-        if key not in _FACTS:
+    gib = facts.get("memory_gib")
+    if not _is_positive(gib):
+        raise UserError("a device needs memory_gib, a positive number", where=where, fix="memory_gib = 80.0")
+    optional: dict[str, object] = {key: value for key, value in facts.items() if key not in REQUIRED}
+    for key, value in optional.items():
+        if key not in _OPTIONAL:
             raise UserError(
-                f"'{key}' is no fact about a device",
+                f"'{key}' is not a property of a device",
                 where=where,
-                fix=f"{nearest(key, _FACTS)}known are platform, memory_gib, {', '.join(_FACTS)}",
+                fix=f"{nearest(key, _OPTIONAL)}known are platform, memory_gib, {', '.join(_OPTIONAL)}",
             )
-        form, fits = _FACTS[key]
-        if not fits(value):
-            raise UserError(f"{key} = {value!r} is not {form}", where=where, fix="see plan/hardware.toml for the form")
-    more = {key: tuple(value) if isinstance(value, list) else value for key, value in more.items()}
-    return Device(name, facts["platform"], int(gib * 2**30), **more)
+        expected, is_valid = _OPTIONAL[key]
+        if not is_valid(value):
+            raise UserError(
+                f"{key} = {value!r} is not {expected}", where=where, fix="see plan/hardware.toml for the format"
+            )
+    return Device(name, facts["platform"], int(gib * 2**30), **_with_tuples(optional))
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`fields` with lists, which TOML and JSON give, as the tuples that a Device holds."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
-# A form in words and a test of it, for each type of a field.
-_FORMS = {
-    "str": ("a text", lambda value: isinstance(value, str)),
+def _is_positive(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+# The validation of each field type: (how an error message describes it, predicate).
+_VALIDATORS: dict[str, tuple[str, Callable[[object], bool]]] = {
+    "str": ("a string", lambda value: isinstance(value, str)),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
-    "int": ("a whole number from 1", lambda value: type(value) is int and value > 0),
-    "float": ("a number above 0", lambda value: _is_number(value) and value > 0),
+    "int": ("a positive integer", lambda value: type(value) is int and _is_positive(value)),
+    "float": ("a positive number", _is_positive),
     "tuple[int, ...]": (
-        "a list of whole numbers",
-        lambda value: isinstance(value, list) and all(type(one) is int and one > 0 for one in value),
+        "a list of positive integers",
+        lambda value: isinstance(value, list) and all(type(item) is int and item > 0 for item in value),
     ),
 }
-_FACTS = {
-    field.name: _FORMS[str(field.type).removesuffix(" | None")]
+_OPTIONAL = {
+    field.name: _VALIDATORS[str(field.type).removesuffix(" | None")]
     for field in dataclasses.fields(Device)
     if field.name not in ("name", "platform", "memory")
 }

@@ -1,17 +1,20 @@
-"""A plan as a picture: a memory bar for each target's devices, and each one's roofline."""
+"""Draws plans as a PNG: the memory of a device by role for each target, and each target's roofline."""
 
 from __future__ import annotations
 
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from meshtune.plan.estimate import ROLES
-from meshtune.plan.report import Report
-from meshtune.plan.roofline import REACHED, Roofline
+from meshtune.plan.report import PlanReport
+from meshtune.plan.roofline import EFFICIENCY, Roofline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLORS = {
     "weights": "#2f6fde",
@@ -22,14 +25,13 @@ COLORS = {
     "output": "#8896a5",
 }
 LIMIT, BOUND = "#d9480f", "#8896a5"
+INK, GRID = "#1f2933", "#e4e7eb"
 GIB = 2**30
 
-INK, GRID = "#1f2933", "#e4e7eb"
 
-
-def draw(path: pathlib.Path, reports: Sequence[Report]) -> None:
-    """Writes the PNG as one atomic replacement."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # late: importing it takes a second
+def draw(path: pathlib.Path, reports: Sequence[PlanReport]) -> None:
+    """Writes the PNG atomically."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here because it takes a second
     from matplotlib.figure import Figure
 
     height = max(4.2, 1.6 + 0.75 * len(reports))
@@ -43,61 +45,63 @@ def draw(path: pathlib.Path, reports: Sequence[Report]) -> None:
     os.replace(draft, path)
 
 
-def _memory(axes: Any, reports: Sequence[Report]) -> None:
-    places = np.arange(len(reports))[::-1]
+def _memory(axes: Axes, reports: Sequence[PlanReport]) -> None:
+    positions = np.arange(len(reports))[::-1]
     start = np.zeros(len(reports))
     for role in ROLES:
         sizes = np.array([report.best.breakdown[role] / GIB for report in reports])
         if sizes.any():
             label = "activations and temporaries" if role == "activations" else role
-            axes.barh(places, sizes, left=start, color=COLORS[role], height=0.5, label=label)
+            axes.barh(positions, sizes, left=start, color=COLORS[role], height=0.5, label=label)
         start += sizes
-    for place, report, used in zip(places, reports, start, strict=True):
-        capacity, most = report.target.device.memory / GIB, report.best.limit / GIB
-        axes.plot([capacity] * 2, [place - 0.36, place + 0.36], color=INK, linewidth=1.6)
-        axes.plot([most] * 2, [place - 0.36, place + 0.36], color=LIMIT, linewidth=1.6, linestyle=(0, (3, 2)))
+    for position, report, used in zip(positions, reports, start, strict=True):
+        capacity, limit = report.target.device.memory / GIB, report.best.memory_limit / GIB
+        extent = [position - 0.36, position + 0.36]
+        axes.plot([capacity] * 2, extent, color=INK, linewidth=1.6)
+        axes.plot([limit] * 2, extent, color=LIMIT, linewidth=1.6, linestyle=(0, (3, 2)))
         verdict = "fits" if report.best.fits else "does not fit"
-        said = f"{used:.1f} GiB, {verdict}" + ("" if report.best.compiled else " (estimated)")
-        axes.text(0, place + 0.32, said, color=INK, fontsize=9, va="bottom")
-    axes.set_yticks(places, [f"{report.target}\n{report.best.option.mesh}" for report in reports])
+        label = f"{used:.1f} GiB, {verdict}" + ("" if report.best.compiled else " (estimated)")
+        axes.text(0, position + 0.32, label, color=INK, fontsize=9, va="bottom")
+    axes.set_yticks(positions, [f"{report.target}\n{report.best.scored.mesh}" for report in reports])
     axes.set_ylim(-0.6, len(reports) - 0.3)
     axes.set_xlim(0, 1.05 * max([*start, *(report.target.device.memory / GIB for report in reports)]))
-    axes.set_title("memory of a device (GiB)", loc="left", color=INK, fontsize=11, pad=12)
-    axes.plot([], [], color=LIMIT, linewidth=1.6, linestyle=(0, (3, 2)), label="less the reserve")
+    axes.set_title("memory per device (GiB)", loc="left", color=INK, fontsize=11, pad=12)
+    axes.plot([], [], color=LIMIT, linewidth=1.6, linestyle=(0, (3, 2)), label="limit (less the reserve)")
     axes.plot([], [], color=INK, linewidth=1.6, label="capacity")
     axes.legend(frameon=False, labelcolor=INK, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=4)
-    _plain(axes)
+    _hide_frame(axes)
     axes.grid(axis="x", color=GRID, linewidth=0.8)
 
 
-def _rooflines(axes: Any, reports: Sequence[Report]) -> None:
-    """Rate against intensity: each device's roof, and under it where the update lies at most and where likely."""
-    shades = [*COLORS.values()]
-    found = [report.best.roofline for report in reports]
-    places = [place for one in found for place in (one.intensity, one.peak * one.memory / one.memory_bytes)]
-    low, high = min(places) / 8, max(places) * 8  # each update, and where each roof bends
-    x = np.geomspace(low, high, 200)
-    for report, times, shade in zip(reports, found, [shades[n % len(shades)] for n in range(len(found))], strict=True):
+def _rooflines(axes: Axes, reports: Sequence[PlanReport]) -> None:
+    """Rate over arithmetic intensity: each device's roofline, with the update at its bound and at its expected time."""
+    palette = list(COLORS.values())
+    rooflines = [report.best.roofline for report in reports]
+    intensities = [times.intensity for times in rooflines]
+    ridges = [times.peak * times.memory / times.memory_bytes for times in rooflines]
+    x = np.geomspace(min([*intensities, *ridges]) / 8, max([*intensities, *ridges]) * 8, 200)
+    for index, (report, times) in enumerate(zip(reports, rooflines, strict=True)):
+        color = palette[index % len(palette)]
         bandwidth = times.memory_bytes / times.memory
-        axes.plot(x, np.minimum(times.peak, bandwidth * x) / 1e12, color=shade, linewidth=2, label=str(report.target))
-        reached = np.minimum(times.peak * REACHED["compute"], bandwidth * REACHED["memory"] * x)
-        axes.plot(x, reached / 1e12, color=shade, linewidth=1, linestyle=(0, (4, 3)))
-        axes.plot(times.intensity, _rate(times, times.bound), marker="^", color=shade, markersize=8)
-        axes.plot(times.intensity, _rate(times, times.seconds), marker="o", color=shade, markersize=8)
-        words = f"{100 * times.mfu:.0f}% MFU\nbound by {times.bound_by}"
-        at = (times.intensity, _rate(times, times.seconds))
-        axes.annotate(words, at, xytext=(8, -4), textcoords="offset points", fontsize=8, color=INK, va="top")
+        axes.plot(x, np.minimum(times.peak, bandwidth * x) / 1e12, color=color, linewidth=2, label=str(report.target))
+        achievable = np.minimum(times.peak * EFFICIENCY["compute"], bandwidth * EFFICIENCY["memory"] * x)
+        axes.plot(x, achievable / 1e12, color=color, linewidth=1, linestyle=(0, (4, 3)))
+        axes.plot(times.intensity, _rate(times, times.bound), marker="^", color=color, markersize=8)
+        axes.plot(times.intensity, _rate(times, times.seconds), marker="o", color=color, markersize=8)
+        label = f"{100 * times.mfu:.0f}% MFU\nbound by {times.bound_by}"
+        point = (times.intensity, _rate(times, times.seconds))
+        axes.annotate(label, point, xytext=(8, -4), textcoords="offset points", fontsize=8, color=INK, va="top")
     axes.plot([], [], marker="^", linestyle="", color=BOUND, label="at most (messages included)")
-    axes.plot([], [], marker="o", linestyle="", color=BOUND, label="likely")
-    axes.plot([], [], color=BOUND, linewidth=1, linestyle=(0, (4, 3)), label="what is reached of the data sheet")
+    axes.plot([], [], marker="o", linestyle="", color=BOUND, label="expected")
+    axes.plot([], [], color=BOUND, linewidth=1, linestyle=(0, (4, 3)), label="achievable")
     axes.set_xscale("log")
     axes.set_yscale("log")
-    rates = [_rate(one, seconds) for one in found for seconds in (one.seconds, one.bound)]
-    axes.set_ylim(min(rates) / 4, 2 * max(one.peak for one in found) / 1e12)  # room for the words under a mark
-    axes.set_xlabel("operations a byte of device memory", color=INK)
-    axes.set_title("roofline (TFLOP/s of a device)", loc="left", color=INK, fontsize=11, pad=12)
+    rates = [_rate(times, seconds) for times in rooflines for seconds in (times.seconds, times.bound)]
+    axes.set_ylim(min(rates) / 4, 2 * max(times.peak for times in rooflines) / 1e12)  # room for the labels below marks
+    axes.set_xlabel("operations per byte of device memory", color=INK)
+    axes.set_title("roofline (TFLOP/s per device)", loc="left", color=INK, fontsize=11, pad=12)
     axes.legend(frameon=False, labelcolor=INK, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
-    _plain(axes)
+    _hide_frame(axes)
     axes.grid(color=GRID, linewidth=0.8)
 
 
@@ -105,7 +109,7 @@ def _rate(times: Roofline, seconds: float) -> float:
     return times.flops / seconds / 1e12
 
 
-def _plain(axes: Any) -> None:
+def _hide_frame(axes: Axes) -> None:
     axes.set_axisbelow(True)
     for side in ("top", "right", "left", "bottom"):
         axes.spines[side].set_visible(side == "bottom")

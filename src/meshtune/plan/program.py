@@ -1,4 +1,4 @@
-"""The step `train` would run, and all it is called with in the abstract: no weights, no data, no devices here."""
+"""Builds the jitted step that `train` runs, with abstract arguments: no weights, data or accelerators are needed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import is_on_host
 from meshtune.model.compute import Compute
 from meshtune.model.sharding import check_batch
-from meshtune.plan.auto import merged, settled_autos, target_here
+from meshtune.plan.autotune import autotune, merge_choices
 from meshtune.plan.hardware import Target
+from meshtune.plan.local_target import local_target
 from meshtune.setup.assemble import batch_like, frozen_like, optimizer_for, state_like, step_for
 from meshtune.setup.choices import Choice, compute_of
 from meshtune.setup.machine import Machine, this_machine
@@ -26,14 +27,15 @@ from meshtune.setup.resolved import Settled, settle
 from meshtune.setup.stage import row_length
 from meshtune.train.step.build import TrainState
 
-STEPS = 1000  # of a recipe that counts in epochs: a constant of the learning rate's schedule, nothing else
+DEFAULT_STEPS = 1000  # for a recipe in epochs; only a constant of the learning-rate schedule depends on it
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """`step` is train's own jitted function; `arguments` what it is called with: state, frozen weights, batch, seed.
+    """A step and its abstract arguments.
 
-    `rows` and `length` are of one micro-batch over all devices, `accumulation` the micro-batches of a step.
+    `step` is the function that `train` jits; `arguments` are its state, frozen weights, batch and seed. `rows` and
+    `length` are those of one micro-batch over all devices, `accumulation` the number of micro-batches of a step.
     """
 
     step: Any
@@ -52,40 +54,41 @@ class Program:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Devices along each axis."""
+        """The number of devices along each mesh axis."""
         return MeshConfig().sizes if self.layout is None else dict(self.layout.mesh.shape)
 
     def lower(self) -> Any:
-        """The traced step, ready for `.compile()`."""
+        """Traces and lowers the step; the result has `.compile()`."""
         return self.step.lower(*self.arguments)
 
     def breakdown(self) -> dict[str, dict[str, int]]:
-        """Bytes of the arguments on one device and in the host's memory for it, by what they are for."""
+        """Bytes of the arguments by role, on one device and in host memory for that device."""
         state, frozen, batch, _ = self.arguments
         parts = {"frozen": frozen, "trained": state.trainable, "optimizer": state.opt_state, "batch": batch}
-        return {role: _bytes_by_place(tree) for role, tree in parts.items()}
+        return {role: _bytes_by_memory(tree) for role, tree in parts.items()}
 
 
 def step_of(
     recipe: Recipe, target: Target | None = None, devices: Sequence[Any] | None = None, length: int | None = None
 ) -> Program:
-    """The step of a recipe for the `devices` that describe `target`, or for those of this process without one.
+    """Builds the step of a recipe for the described `devices` of `target`, or for this process's without a target.
 
-    `length` is that of a row; data.max_length by default, which is exact for packed rows and the most for padded ones.
-    Raises: UserError for whatever is wrong with the model, the method, the mesh or a forced choice.
+    `length` is that of a row, by default data.max_length: exact for packed rows, an upper bound for padded ones.
+    Raises: UserError for an invalid model, method or mesh, or for a forced choice that is impossible.
     """
-    machine = (
-        this_machine() if target is None else Machine(target.device.platform, tuple(devices or ()), target.device.arch)
-    )
+    if target is None:
+        machine = this_machine()
+    else:
+        machine = Machine(target.device.platform, tuple(devices or ()), target.device.arch)
     assert machine.devices, f"no devices that describe {target}"
-    recipe, found = settled_autos(recipe, target or target_here(machine))
+    recipe, autotuned = autotune(recipe, target or local_target(machine))
     settled = settle(recipe, machine, weights=False)
     accumulation = recipe.train.accumulation
     rows, length = recipe.train.batch_size // accumulation, length or row_length(recipe)
     if settled.layout is not None:
         check_batch(MeshConfig(**settled.layout.mesh.shape), rows, length)
     compute, choices = compute_of(recipe, settled.spec, settled.precision, rows, length, settled.layout, machine)
-    steps = recipe.train.steps or STEPS
+    steps = recipe.train.steps or DEFAULT_STEPS
     optimizer, _ = optimizer_for(recipe, settled, steps)
     arguments = (
         state_like(settled, optimizer),
@@ -94,10 +97,10 @@ def step_of(
         jax.ShapeDtypeStruct((), np.dtype("int32")),
     )
     if target is not None and settled.layout is None:
-        # A step for one device is told by where its arguments lie which device that is.
+        # Without a mesh, the shardings of its arguments alone tell the compiler which device the step is for.
         arguments = jax.tree.map(lambda leaf: _on(leaf, machine.devices[0]), arguments)
     step = step_for(recipe, settled, compute, optimizer)
-    choices = merged(found, [*settled.choices, *choices])
+    choices = merge_choices(autotuned, [*settled.choices, *choices])
     return Program(step, arguments, settled, compute, choices, rows, length, accumulation, steps)
 
 
@@ -107,10 +110,11 @@ def _on(leaf: jax.ShapeDtypeStruct, device: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=SingleDeviceSharding(device))
 
 
-def _bytes_by_place(tree: Any) -> dict[str, int]:
-    found = {"device": 0, "host": 0}
+def _bytes_by_memory(tree: Any) -> dict[str, int]:
+    """Bytes of a tree of abstract arrays on one device, by memory: device or host."""
+    sizes = {"device": 0, "host": 0}
     for leaf in jax.tree.leaves(tree):
         local = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
         kind = getattr(leaf.sharding, "memory_kind", None) or "device"
-        found["host" if "host" in kind else "device"] += math.prod(local) * leaf.dtype.itemsize
-    return found
+        sizes["host" if "host" in kind else "device"] += math.prod(local) * leaf.dtype.itemsize
+    return sizes

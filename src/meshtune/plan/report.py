@@ -1,4 +1,4 @@
-"""The answer of `meshtune plan` for one target: does it fit, what would make it, how long and how much."""
+"""Plans a recipe for one target: whether it fits, what would make it fit, how long it takes and what it costs."""
 
 from __future__ import annotations
 
@@ -6,35 +6,37 @@ import dataclasses
 from typing import Any
 
 from meshtune.config.recipe import Recipe
-from meshtune.plan import knobs
-from meshtune.plan.case import base_of
+from meshtune.plan.backend import CompileStep
+from meshtune.plan.candidate import workload_of
 from meshtune.plan.collectives import Collective
 from meshtune.plan.compilers.compiled import Compiled
-from meshtune.plan.estimate import ROLES, exchanges
+from meshtune.plan.estimate import ROLES, estimated_collectives
 from meshtune.plan.hardware import Target
+from meshtune.plan.remedies import Remedy, smallest_machine, try_remedies
 from meshtune.plan.roofline import Roofline, roofline
-from meshtune.plan.search import RESERVE, Option, limit, open_keys, option, options
+from meshtune.plan.search import RESERVE, ScoredCandidate, memory_limit, open_keys, rank_candidates, score
 from meshtune.plan.work import work_of
 
-LEADERS = 3  # of a search that are compiled
+COMPILED_CANDIDATES = 3  # of a search: the best so many are compiled
+SHOWN_CANDIDATES = 12
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
-    """One configuration on one target. Bytes are of one device; `compiled` is None where they are estimated."""
+class StepPlan:
+    """The memory and time of a step on one target. Bytes are per device; `compiled` is None if they are estimated."""
 
-    option: Option
+    scored: ScoredCandidate
     compiled: Compiled | None
     breakdown: dict[str, int]
     host: dict[str, int]
     device_bytes: int
     roofline: Roofline
     collectives: list[Collective]
-    limit: int
+    memory_limit: int
 
     @property
     def fits(self) -> bool:
-        return self.device_bytes <= self.limit and (self.compiled is None or self.compiled.out_of_memory is None)
+        return self.device_bytes <= self.memory_limit and (self.compiled is None or self.compiled.out_of_memory is None)
 
     @property
     def host_bytes(self) -> int:
@@ -42,20 +44,21 @@ class Answer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """`answer` is for the recipe as it is, or for the best that was found; `table` is a search's, best first.
+class PlanReport:
+    """The plan of a recipe. `as_given` is for the recipe as it is, or for the best candidate of a search.
 
-    `knobs` were tried because `answer` does not fit; `mended` is what became of them if that fits. `smallest` is the
-    smallest machine for a recipe that no knob makes fit. `steps` are the updates of the whole recipe, None if they
-    depend on data; `price` is for an hour of one device.
+    `table` lists a search's candidates, best first. If `as_given` does not fit, `remedies` were tried, and `remedied`
+    is the plan with them if that fits; otherwise `smallest` is the smallest machine that would hold the recipe. `steps`
+    are the updates of the whole recipe, None if unknown; `price` is per hour of one device. `reason` says why no
+    compiler was used.
     """
 
     target: Target
-    answer: Answer
-    table: list[Answer]
+    as_given: StepPlan
+    table: list[StepPlan]
     candidates: int
-    knobs: list[knobs.Tried]
-    mended: Answer | None
+    remedies: list[Remedy]
+    remedied: StepPlan | None
     smallest: Target | None
     steps: float | None
     price: float | None
@@ -63,66 +66,66 @@ class Report:
     reason: str
 
     @property
-    def best(self) -> Answer:
-        """What to run."""
-        return self.mended or self.answer
+    def best(self) -> StepPlan:
+        """The configuration to run."""
+        return self.remedied or self.as_given
 
     @property
     def run_seconds(self) -> float | None:
-        """Of all updates; compiling, loading and saving come on top."""
+        """Seconds of all updates, without compiling, loading and saving."""
         return None if self.steps is None else self.steps * self.best.roofline.seconds
 
     @property
     def cost(self) -> float | None:
+        """The price of all updates on all devices."""
         if self.price is None or self.run_seconds is None:
             return None
         return self.price * self.target.devices * self.run_seconds / 3600
 
 
-Compiles = Any  # (recipe, target) -> Compiled, or None where there is no compiler
-
-
 def report_for(
     recipe: Recipe,
     target: Target,
-    compiles: Compiles = None,
+    compile_step: CompileStep | None = None,
     *,
     search: bool = False,
     price: float | None = None,
     reserve: float = RESERVE,
     steps: float | None = None,
     reason: str = "",
-) -> Report:
-    """Plans a recipe for a target. `compiles` gives the compiler's figures; without it they are estimated.
+) -> PlanReport:
+    """Plans a recipe for a target with the figures of `compile_step`; without it they are estimated.
 
-    `reason` says why there is no compiler. Raises: UserError for whatever is wrong with recipe, model or mesh.
+    Raises: UserError for an invalid recipe, model or mesh.
     """
     keys = open_keys(recipe, search=search)
-    ranked = options(recipe, target, keys) if keys else [option(recipe, target, base_of(recipe, target.device.backend))]
-    most = LEADERS if search else 1
-    table: list[Answer] = []
-    for one in ranked[: 2 * most]:
-        answer = answered(one, compiles, reserve)
-        table.append(answer)
-        if sum(entry.fits for entry in table) >= most:
+    if keys:
+        ranked = rank_candidates(recipe, target, keys)
+    else:
+        ranked = [score(recipe, target, workload_of(recipe, target.device.backend))]
+    wanted_fits = COMPILED_CANDIDATES if search else 1
+    table: list[StepPlan] = []
+    for scored in ranked[: 2 * wanted_fits]:
+        table.append(plan_step(scored, compile_step, reserve))
+        if sum(plan.fits for plan in table) >= wanted_fits:
             break
     if search:
-        table = sorted(table, key=lambda one: (not one.fits, one.roofline.seconds if one.fits else one.device_bytes))
-    best = next((one for one in table if one.fits), table[0])
-    turned: list[knobs.Tried] = []
-    mended, smallest = None, None
+        table.sort(key=lambda plan: (not plan.fits, plan.roofline.seconds if plan.fits else plan.device_bytes))
+    best = next((plan for plan in table if plan.fits), table[0])
+    remedies: list[Remedy] = []
+    remedied, smallest = None, None
     if not best.fits:
-        turned, mended = _mended(best, recipe, compiles, reserve)
-        if mended is None:
-            smallest = knobs.smallest(recipe, target)
-    rest = [answered(one, None, reserve) for one in ranked[len(table) : 12]] if search else []
-    return Report(
+        remedies, remedied = _apply_remedies(best, recipe, compile_step, reserve)
+        if remedied is None:
+            smallest = smallest_machine(recipe, target)
+    estimated = [plan_step(scored, None, reserve) for scored in ranked[len(table) : SHOWN_CANDIDATES]] if search else []
+    return PlanReport(
         target,
         best,
-        [*table, *rest] if search else [],
+        [*table, *estimated] if search else [],
         len(ranked),
-        turned,
-        mended,
+        remedies,
+        remedied,
         smallest,
         steps if steps is not None else recipe.train.steps,
         price,
@@ -131,74 +134,100 @@ def report_for(
     )
 
 
-def answered(one: Option, compiles: Compiles, reserve: float = RESERVE) -> Answer:
-    """An option with the compiler's figures, or with the estimate where there is none."""
-    case, most = one.case, limit(one.case.target, reserve)
-    if compiles is None:
-        found = one.estimate
-        return Answer(one, None, found.breakdown, found.host, found.device_bytes, one.roofline, exchanges(case), most)
-    compiled: Compiled = compiles(one.recipe, case.target)
-    unread = compiled.collectives is None
-    messages = exchanges(case) if unread else [_collective(record) for record in compiled.collectives or []]
-    turns = -(-case.length // max(1, case.loss_chunk))
-    times = roofline(work_of(case), messages, case.target, dtype=case.base.precision.compute, turns=turns)
-    breakdown, host = split(one, compiled)
-    return Answer(one, compiled, breakdown, host, compiled.device_bytes, times, messages, most)
+def plan_step(scored: ScoredCandidate, compile_step: CompileStep | None, reserve: float = RESERVE) -> StepPlan:
+    """The plan of one candidate with the compiler's figures, or with the estimate where there is no compiler."""
+    candidate = scored.candidate
+    target, limit = candidate.target, memory_limit(candidate.target, reserve)
+    if compile_step is None:
+        estimated, collectives = scored.estimate, estimated_collectives(candidate)
+        return StepPlan(
+            scored,
+            None,
+            estimated.breakdown,
+            estimated.host,
+            estimated.device_bytes,
+            scored.roofline,
+            collectives,
+            limit,
+        )
+    compiled = compile_step(scored.recipe, target)
+    if compiled.collectives is None:
+        collectives = estimated_collectives(candidate)
+    else:
+        collectives = [_collective(record) for record in compiled.collectives]
+    dtype = candidate.workload.precision.compute
+    times = roofline(work_of(candidate), collectives, target, dtype=dtype, trip_count=candidate.loss_chunks)
+    breakdown, host = split_by_role(scored, compiled)
+    return StepPlan(scored, compiled, breakdown, host, compiled.device_bytes, times, collectives, limit)
 
 
-def split(one: Option, compiled: Compiled) -> tuple[dict[str, int], dict[str, int]]:
-    """The compiler's bytes by role. Arguments are what their shapes say; gradients are what theirs would take, and
-    activations the rest of what the program makes on its way."""
-    estimated = one.estimate.breakdown
-    roles = compiled.breakdown
-    device = {role: sizes.get("device", 0) for role, sizes in roles.items()}
+def split_by_role(scored: ScoredCandidate, compiled: Compiled) -> tuple[dict[str, int], dict[str, int]]:
+    """The compiler's bytes by role, of the device and of the host.
+
+    Arguments are split by their shapes. Of the temporaries, gradients are what their shapes would take and activations
+    are the remainder.
+    """
+    estimated = scored.estimate.breakdown
+    device = {role: sizes.get("device", 0) for role, sizes in compiled.breakdown.items()}
     trained, adapters = device.get("trained", 0), estimated["adapters"]
-    full = max(0, trained - adapters)
+    trained_in_full = max(0, trained - adapters)
     temporary = compiled.temp_bytes
     if compiled.out_of_memory is not None:
         temporary = max(0, compiled.device_bytes - sum(device.values()))
     gradients = min(estimated["gradients"], temporary)
-    found = {
-        "weights": device.get("frozen", 0) + full,
-        "adapters": trained - full,
+    breakdown = {
+        "weights": device.get("frozen", 0) + trained_in_full,
+        "adapters": trained - trained_in_full,
         "gradients": gradients,
         "optimizer": device.get("optimizer", 0),
         "activations": temporary - gradients,
         "output": max(0, compiled.output_bytes - compiled.alias_bytes),
     }
-    rest = compiled.device_bytes - sum(found.values())  # the batch, and padding of the compiler's own
-    found["activations"] += max(0, rest)
-    host = {role: sizes.get("host", 0) for role, sizes in roles.items() if sizes.get("host", 0)}
+    unassigned = compiled.device_bytes - sum(breakdown.values())  # the batch, and the compiler's padding
+    breakdown["activations"] += max(0, unassigned)
+    host = {role: sizes["host"] for role, sizes in compiled.breakdown.items() if sizes.get("host", 0)}
     if compiled.host_temp_bytes:
         host["residual"] = compiled.host_temp_bytes
-    return {role: found[role] for role in ROLES}, host
+    return {role: breakdown[role] for role in ROLES}, host
 
 
 def _collective(record: dict[str, Any]) -> Collective:
     return Collective(**{**record, "members": tuple(record["members"])})
 
 
-def plain(report: Report) -> dict[str, Any]:
-    """The JSON form of a report."""
+def _apply_remedies(
+    best: StepPlan, recipe: Recipe, compile_step: CompileStep | None, reserve: float
+) -> tuple[list[Remedy], StepPlan | None]:
+    """The remedies tried, and the plan with all of them if the compiler (or the estimate) says that it fits."""
+    remedies = try_remedies(best.scored, recipe)
+    last = next((remedy.scored for remedy in reversed(remedies) if remedy.scored is not None), None)
+    if last is None or not last.fits:
+        return remedies, None
+    plan = plan_step(last, compile_step, reserve)
+    return remedies, plan if plan.fits else None
+
+
+def to_json(report: PlanReport) -> dict[str, Any]:
+    """The JSON form of a report, as `meshtune plan --json` prints it; docs/plan.md describes the keys."""
     best, times = report.best, report.best.roofline
-    compiled = best.compiled
+    compiled, candidate = best.compiled, best.scored.candidate
     return {
         "target": str(report.target),
         "fits": best.fits,
-        "fits_as_it_is": report.answer.fits,
+        "fits_as_it_is": report.as_given.fits,
         "estimated": compiled is None,
         "compiler": compiled.compiler if compiled else None,
         "device_bytes": best.device_bytes,
         "device_capacity": report.target.device.memory,
-        "reserve_bytes": report.target.device.memory - best.limit,
+        "reserve_bytes": report.target.device.memory - best.memory_limit,
         "host_bytes": best.host_bytes,
         "breakdown": best.breakdown,
         "host_breakdown": best.host,
         "compile_seconds": compiled.lower_seconds + compiled.compile_seconds if compiled else None,
-        "mesh": best.option.mesh.sizes,
-        "rows": best.option.case.rows,
-        "row_length": best.option.case.length,
-        "accumulation": best.option.case.accumulation,
+        "mesh": best.scored.mesh.sizes,
+        "rows": candidate.rows,
+        "row_length": candidate.length,
+        "accumulation": candidate.accumulation,
         "step_seconds": times.seconds,
         "step_seconds_bound": times.bound,
         "tokens_per_second": times.tokens_per_second,
@@ -211,50 +240,39 @@ def plain(report: Report) -> dict[str, Any]:
             "link_seconds": times.link,
             "network_seconds": times.network,
             "host_seconds": times.host,
-            "waited_seconds": times.waited,
+            "exposed_seconds": times.exposed,
             "model_flops": times.flops,
             "memory_bytes": times.memory_bytes,
         },
         "steps": report.steps,
         "run_seconds": report.run_seconds,
         "cost": report.cost,
-        "recipe_overrides": best.option.said,
-        "knobs": [
-            {
-                "knob": one.name,
-                "cost": one.cost,
-                "fits": one.fits,
-                "device_bytes": one.option.estimate.device_bytes if one.option else None,
-                "refused": one.refusal or None,
-                "overrides": one.overrides,
-            }
-            for one in report.knobs
-        ],
+        "recipe_overrides": best.scored.shown_overrides,
+        "remedies": [_remedy_to_json(remedy) for remedy in report.remedies],
         "smallest_machine": str(report.smallest) if report.smallest else None,
-        "candidates": [_row(one) for one in report.table],
+        "candidates": [_candidate_to_json(plan) for plan in report.table],
     }
 
 
-def _row(one: Answer) -> dict[str, Any]:
+def _remedy_to_json(remedy: Remedy) -> dict[str, Any]:
     return {
-        "recipe_overrides": one.option.said,
-        "fits": one.fits,
-        "estimated": one.compiled is None,
-        "device_bytes": one.device_bytes,
-        "step_seconds": one.roofline.seconds,
-        "tokens_per_second": one.roofline.tokens_per_second,
-        "mfu": one.roofline.mfu,
-        "bound_by": one.roofline.bound_by,
+        "remedy": remedy.name,
+        "cost": remedy.cost,
+        "fits": remedy.fits,
+        "device_bytes": remedy.scored.estimate.device_bytes if remedy.scored else None,
+        "refused": remedy.refusal or None,
+        "overrides": remedy.overrides,
     }
 
 
-def _mended(
-    best: Answer, recipe: Recipe, compiles: Compiles, reserve: float
-) -> tuple[list[knobs.Tried], Answer | None]:
-    """The knobs, and the configuration they end in if the compiler (or the estimate) lets it fit."""
-    turned = knobs.tried(best.option, recipe)
-    last = next((one.option for one in reversed(turned) if one.option is not None), None)
-    if last is None or not last.fits:
-        return turned, None
-    answer = answered(last, compiles, reserve)
-    return turned, answer if answer.fits else None
+def _candidate_to_json(plan: StepPlan) -> dict[str, Any]:
+    return {
+        "recipe_overrides": plan.scored.shown_overrides,
+        "fits": plan.fits,
+        "estimated": plan.compiled is None,
+        "device_bytes": plan.device_bytes,
+        "step_seconds": plan.roofline.seconds,
+        "tokens_per_second": plan.roofline.tokens_per_second,
+        "mfu": plan.roofline.mfu,
+        "bound_by": plan.roofline.bound_by,
+    }

@@ -1,7 +1,8 @@
-"""The configuration of a run that is left open, found: every mesh, micro-batch and way to save memory, ranked by time.
+"""Searches meshes, micro-batches and memory savings for the keys that a recipe leaves open, ranked by expected time.
 
-A candidate is a recipe with its open keys filled in. The cheap models (estimate, roofline) rank thousands of them in
-seconds; `confirmed` compiles the leaders. `mesh: auto`, `train.micro_batch: auto` and `compute.remat: auto` mean this.
+A candidate is a recipe with its open keys filled in. The analytic models (estimate, roofline) rank thousands of
+candidates in seconds; `plan.report` compiles the best few. `mesh: auto`, `train.micro_batch: auto` and
+`compute.remat: auto` run this search.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshtune.config.quantize import QuantizeSection
@@ -17,8 +18,8 @@ from meshtune.config.recipe import LoraMethod, MeshSection, Recipe
 from meshtune.errors import UserError
 from meshtune.mesh.axes import MeshConfig, resolve_mesh
 from meshtune.model.sharding import check_batch
-from meshtune.plan.case import Base, Case, base_of, layout_on
-from meshtune.plan.estimate import Estimate, estimate, exchanges
+from meshtune.plan.candidate import Candidate, Workload, layout_on, workload_of
+from meshtune.plan.estimate import Estimate, estimate, estimated_collectives
 from meshtune.plan.hardware import Target
 from meshtune.plan.roofline import Roofline, roofline
 from meshtune.plan.work import work_of
@@ -26,93 +27,97 @@ from meshtune.setup.choices import compute_of
 from meshtune.setup.machine import Machine
 from meshtune.setup.stage import row_length
 
-RESERVE = 0.06  # share of a device's memory that is left to the driver, libraries' workspaces and fragments
+RESERVE = 0.06  # share of a device's memory left to the driver, library workspaces and fragmentation
 MESH, MICRO, REMAT, OFFLOAD, QUANTIZE = "mesh", "train.micro_batch", "compute.remat", "compute.offload", "quantize"
-SAME = 1.03  # times that differ by less are the same: the simpler configuration comes first
-REMATS = ("selective", "full")  # none keeps what is cheaper made again than stored and loaded
+EQUAL_TIME_FACTOR = 1.03  # expected times within this factor count as equal: the simpler configuration comes first
+REMATS = ("selective", "full")  # "none" saves what is cheaper to recompute than to store and load
 OFFLOADS = ((), ("residual",), ("optimizer",), ("residual", "optimizer"), ("residual", "optimizer", "weights"))
 FORMATS = (None, "nf4")
 
+OverrideValue = str | int | list[str] | dict[str, int]
+Overrides = Mapping[str, OverrideValue]  # new values by recipe key, with at most one dot
+
 
 @dataclasses.dataclass(frozen=True)
-class Option:
-    """One candidate: a recipe with nothing open, what it changes, and what the cheap models say of it."""
+class ScoredCandidate:
+    """A candidate with what the analytic models predict. `overrides` are the keys in which its recipe was changed."""
 
     recipe: Recipe
-    overrides: dict[str, Any]
-    case: Case
+    overrides: Overrides
+    candidate: Candidate
     estimate: Estimate
     roofline: Roofline
 
     @property
-    def limit(self) -> int:
+    def memory_limit(self) -> int:
         """Bytes of a device that a run may use."""
-        return limit(self.case.target)
+        return memory_limit(self.candidate.target)
 
     @property
     def fits(self) -> bool:
-        return self.estimate.device_bytes <= self.limit
+        return self.estimate.device_bytes <= self.memory_limit
 
     @property
     def mesh(self) -> MeshConfig:
-        return self.case.mesh
+        return self.candidate.mesh
 
     @property
-    def said(self) -> dict[str, Any]:
-        """`overrides` without what need not be said: the mesh of one device."""
+    def shown_overrides(self) -> dict[str, OverrideValue]:
+        """`overrides` without the mesh of a single device, which is the default."""
         return {key: value for key, value in self.overrides.items() if key != MESH or self.mesh.devices > 1}
 
 
-def limit(target: Target, reserve: float = RESERVE) -> int:
+def memory_limit(target: Target, reserve: float = RESERVE) -> int:
     """Bytes of a device's memory without the reserve."""
     return int(target.device.memory * (1 - reserve))
 
 
 def open_keys(recipe: Recipe, *, search: bool = False) -> frozenset[str]:
-    """Keys that are to be found: those that say auto; in a search also those the recipe does not set."""
-    walks = recipe.optimizer.layerwise  # remat is settled then, and what waits where
-    found = {
+    """Keys to search over: those set to `auto`, and with `search` also those that the recipe does not set."""
+    layerwise = recipe.optimizer.layerwise  # fixes remat and what is offloaded
+    is_open = {
         MESH: recipe.mesh == "auto",
         MICRO: not recipe.optimizer.in_backward
         and (recipe.train.micro_batch == "auto" or (search and "micro_batch" not in recipe.train.model_fields_set)),
-        REMAT: recipe.compute.remat == "auto" and not walks,
-        OFFLOAD: search and not walks and "offload" not in recipe.compute.model_fields_set,
+        REMAT: recipe.compute.remat == "auto" and not layerwise,
+        OFFLOAD: search and not layerwise and "offload" not in recipe.compute.model_fields_set,
         QUANTIZE: search and "quantize" not in recipe.model_fields_set and isinstance(recipe.method, LoraMethod),
     }
-    return frozenset(key for key, is_open in found.items() if is_open)
+    return frozenset(key for key, value in is_open.items() if value)
 
 
-def options(recipe: Recipe, target: Target, keys: frozenset[str], *, length: int | None = None) -> list[Option]:
-    """Every candidate that the model and the batch allow, best first: those that fit by time, then the rest by bytes.
+def rank_candidates(
+    recipe: Recipe, target: Target, keys: frozenset[str], *, length: int | None = None
+) -> list[ScoredCandidate]:
+    """All candidates that model and batch allow, best first: those that fit by time, then the others by memory.
 
-    Quantised bases are tried only if the plain one fits in no way: they change what is computed. Rows are
-    `length` tokens, data.max_length unless given.
-    Raises: UserError, that of the first candidate, if none is possible.
+    A quantised base changes results, so it is tried only if no candidate fits without. Rows have `length` tokens, by
+    default data.max_length. Raises: UserError, that of the first candidate, if none is possible.
     """
-    found: list[Option] = []
-    refused: list[UserError] = []
+    candidates: list[ScoredCandidate] = []
+    errors: list[UserError] = []
     for quantised in FORMATS if QUANTIZE in keys else (None,):
-        here = applied(recipe, {QUANTIZE: quantised}) if quantised else recipe
-        base = base_of(here, target.device.backend)
-        for overrides, candidate in _candidates(here, target, keys):
+        variant = apply_overrides(recipe, {QUANTIZE: quantised}) if quantised else recipe
+        workload = workload_of(variant, target.device.backend)
+        for overrides, candidate in _combinations(variant, target, keys):
             if quantised:
                 overrides = {**overrides, QUANTIZE: quantised}
             try:
-                found.append(option(candidate, target, base, overrides, length=length))
+                candidates.append(score(candidate, target, workload, overrides, length=length))
             except UserError as error:
-                refused.append(error)
-        if any(one.fits for one in found):
+                errors.append(error)
+        if any(candidate.fits for candidate in candidates):
             break
-    if not found:
-        raise _none(recipe, target, keys, refused)
-    return sorted(found, key=_rank)
+    if not candidates:
+        raise _nothing_possible(recipe, target, keys, errors)
+    return sorted(candidates, key=_rank)
 
 
-def _none(recipe: Recipe, target: Target, keys: frozenset[str], refused: list[UserError]) -> UserError:
+def _nothing_possible(recipe: Recipe, target: Target, keys: frozenset[str], errors: list[UserError]) -> UserError:
     if MESH not in keys:
-        return refused[0]
+        return errors[0]
     rows = recipe.train.batch_size // recipe.train.accumulation
-    reasons = dict.fromkeys(error.what for error in refused)
+    reasons = dict.fromkeys(error.what for error in errors)
     return UserError(
         f"no mesh of {target.devices} devices fits {rows} rows a micro-batch and this model: {'; '.join(reasons)}",
         where="mesh",
@@ -120,39 +125,39 @@ def _none(recipe: Recipe, target: Target, keys: frozenset[str], refused: list[Us
     )
 
 
-def _rank(one: Option) -> tuple[Any, ...]:
-    """Those that fit by time; of equal times the one that moves less to the host and splits less."""
-    sizes = one.mesh.sizes
-    plain = (len(one.case.offload), sizes["cp"], sizes["tp"], one.case.accumulation)
-    if one.fits:
-        return 0, round(math.log(one.roofline.seconds) / math.log(SAME)), *plain
-    return 1, one.estimate.device_bytes, *plain
+def _rank(scored: ScoredCandidate) -> tuple[float, ...]:
+    """Sort key: those that fit by time; with equal times, less offloading and fewer splits come first."""
+    sizes = scored.mesh.sizes
+    simplicity = (len(scored.candidate.offload), sizes["cp"], sizes["tp"], scored.candidate.accumulation)
+    if scored.fits:
+        return 0, round(math.log(scored.roofline.seconds) / math.log(EQUAL_TIME_FACTOR)), *simplicity
+    return 1, scored.estimate.device_bytes, *simplicity
 
 
-def option(
-    recipe: Recipe, target: Target, base: Base, overrides: dict[str, Any] | None = None, *, length: int | None = None
-) -> Option:
-    """What the cheap models say of a recipe with nothing open.
+def score(
+    recipe: Recipe, target: Target, workload: Workload, overrides: Overrides | None = None, *, length: int | None = None
+) -> ScoredCandidate:
+    """Estimates memory and time of a recipe without open keys.
 
     Raises: UserError for a mesh or batch that the model does not allow.
     """
-    case = case_of(recipe, target, base, length=length)
-    work = work_of(case)
-    times = roofline(work, exchanges(case), target, dtype=base.precision.compute)
-    return Option(recipe, overrides or {}, case, estimate(case), times)
+    candidate = candidate_of(recipe, target, workload, length=length)
+    collectives = estimated_collectives(candidate)
+    times = roofline(work_of(candidate), collectives, target, dtype=workload.precision.compute)
+    return ScoredCandidate(recipe, overrides or {}, candidate, estimate(candidate), times)
 
 
-def case_of(recipe: Recipe, target: Target, base: Base, *, length: int | None = None) -> Case:
-    """The case of a recipe with nothing open. Raises: UserError as `option` does."""
+def candidate_of(recipe: Recipe, target: Target, workload: Workload, *, length: int | None = None) -> Candidate:
+    """The candidate of a recipe without open keys. Raises: UserError as `score` does."""
     assert isinstance(recipe.mesh, MeshSection)
     assert recipe.train.micro_batch != "auto"
     mesh = resolve_mesh(MeshConfig(**recipe.mesh.model_dump()), target.devices)
     rows, length = recipe.train.batch_size // recipe.train.accumulation, length or row_length(recipe)
     check_batch(mesh, rows, length)
-    layout = layout_on(mesh, base.spec)
-    compute, _ = compute_of(recipe, base.spec, base.precision, rows, length, layout, _machine(target))
-    return Case(
-        base=base,
+    layout = layout_on(mesh, workload.spec)
+    compute, _ = compute_of(recipe, workload.spec, workload.precision, rows, length, layout, _machine(target))
+    return Candidate(
+        workload=workload,
         target=target,
         mesh=mesh,
         layout=layout,
@@ -168,43 +173,46 @@ def case_of(recipe: Recipe, target: Target, base: Base, *, length: int | None = 
 
 
 def _machine(target: Target) -> Machine:
-    """What attention must know of the target to choose; its devices are not needed for that."""
+    """The target as the choice of an attention backend sees it; that choice needs no device objects."""
     return Machine(target.device.platform, (), target.device.arch)
 
 
-def _candidates(recipe: Recipe, target: Target, keys: frozenset[str]) -> Iterator[tuple[dict[str, Any], Recipe]]:
-    """(what is changed, the recipe so changed) for every choice of the open keys."""
+def _combinations(
+    recipe: Recipe, target: Target, keys: frozenset[str]
+) -> Iterator[tuple[dict[str, OverrideValue], Recipe]]:
+    """(overrides, recipe with them applied) for every combination of values of the open keys."""
     meshes = list(_meshes(target)) if MESH in keys else [None]
-    micros = _divisors(recipe.train.batch_size) if MICRO in keys else [None]
+    micro_batches = _divisors(recipe.train.batch_size) if MICRO in keys else [None]
     remats = REMATS if REMAT in keys else [None]
     offloads = OFFLOADS if OFFLOAD in keys else [None]
-    for mesh, micro, remat, offload in itertools.product(meshes, micros, remats, offloads):
-        overrides: dict[str, Any] = {}
+    for mesh, micro_batch, remat, offload in itertools.product(meshes, micro_batches, remats, offloads):
+        overrides: dict[str, OverrideValue] = {}
         if mesh is not None:
             overrides[MESH] = {axis: size for axis, size in mesh.sizes.items() if size > 1} or {"fsdp": 1}
-        if micro is not None:
-            overrides[MICRO] = micro
+        if micro_batch is not None:
+            overrides[MICRO] = micro_batch
         if remat is not None:
             overrides[REMAT] = remat
         if offload:
             overrides[OFFLOAD] = list(offload)
-        yield overrides, applied(recipe, overrides)
+        yield overrides, apply_overrides(recipe, overrides)
 
 
-def applied(recipe: Recipe, overrides: dict[str, Any]) -> Recipe:
-    """The recipe with some of its keys (dotted, at most one dot) changed; what was open and stays unsaid is default."""
+def apply_overrides(recipe: Recipe, overrides: Overrides) -> Recipe:
+    """The recipe with some of its keys (dotted, at most one dot) changed. Fields are not validated again."""
     changed: dict[str, Any] = {}
     for key, value in overrides.items():
         section, _, name = key.partition(".")
         if key == MESH:
+            assert isinstance(value, dict)
             changed[MESH] = MeshSection(**value)
         elif key == QUANTIZE:
-            changed[QUANTIZE] = QuantizeSection(format=value)
+            changed[QUANTIZE] = QuantizeSection.model_validate({"format": value})
         elif not name:
             changed[section] = value
         else:
-            part = changed.get(section, getattr(recipe, section))
-            changed[section] = part.model_copy(update={name: value})
+            current = changed.get(section, getattr(recipe, section))
+            changed[section] = current.model_copy(update={name: value})
     return recipe.model_copy(update=changed)
 
 
@@ -213,7 +221,7 @@ def _meshes(target: Target) -> Iterator[MeshConfig]:
     devices = target.devices
     for dp in _divisors(devices):
         for tp in _divisors(devices // dp):
-            if tp <= target.each:
+            if tp <= target.per_host:
                 for cp in _divisors(devices // (dp * tp)):
                     yield MeshConfig(dp=dp, fsdp=devices // (dp * tp * cp), tp=tp, cp=cp)
 

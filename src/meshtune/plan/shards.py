@@ -1,4 +1,4 @@
-"""How every array of a run lies on a mesh, from the model's config alone: no weights, no devices."""
+"""The sharding of every persistent array of a run, from the model's config alone."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from meshtune.mesh.layout import Layout
 from meshtune.model.sharding import check_batch, layout_for
 from meshtune.model.spec import ModelSpec
 from meshtune.optim.build import make_optimizer
-from meshtune.plan.auto import merged, settled_autos, target_here
+from meshtune.plan.autotune import autotune, merge_choices
 from meshtune.plan.hardware import Target
+from meshtune.plan.local_target import local_target
 from meshtune.setup.choices import Choice, mesh_choices, mesh_of, optimizer_of, precision_of
 from meshtune.setup.machine import this_machine
 from meshtune.setup.start import start_of
@@ -30,7 +31,7 @@ from meshtune.weights.load import load_config, stored_dtype
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """One array: what it is for, its path, shape, dtype and logical axes, and how it is split."""
+    """One array: its role, path, global shape, dtype and logical axes, its PartitionSpec and its local shape."""
 
     role: str
     path: str
@@ -48,7 +49,7 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Sharding:
-    """All arrays that a run keeps while it updates, on one mesh. `capacity` is a device's memory in bytes, or None."""
+    """All persistent arrays of a run on one mesh. `capacity` is a device's memory in bytes, None if unknown."""
 
     mesh: MeshConfig
     target: str
@@ -58,27 +59,27 @@ class Sharding:
     model: ModelSpec
 
     def nbytes(self, *roles: str) -> int:
-        """Bytes on one device of the arrays with these roles; of all without any."""
+        """Bytes on one device of the arrays with these roles, by default of all arrays."""
         return sum(shard.nbytes for shard in self.shards if not roles or shard.role in roles)
 
 
 def shardings_of(recipe: Recipe, target: Target | None) -> Sharding:
-    """How a recipe's arrays lie on `target`, or on the devices of this machine.
+    """The shardings of a recipe's arrays on `target`, by default on the devices of this machine.
 
-    Raises UserError for whatever is wrong with the model, the method or the mesh.
+    Raises: UserError for an invalid model, method or mesh.
     """
-    recipe, found = settled_autos(recipe, target or target_here(this_machine()))
+    recipe, autotuned = autotune(recipe, target or local_target(this_machine()))
     source = locate(recipe.model.path, recipe.model.revision, allow=CONFIG)
     backend = target.device.backend if target else jax.default_backend()
     devices = target.devices if target else jax.device_count()
-    precision, chosen = precision_of(recipe, stored_dtype(source, load_config(source)), backend)
+    precision, precision_choice = precision_of(recipe, stored_dtype(source, load_config(source)), backend)
     start = start_of(recipe, source, precision.frozen)
     arrays = abstract(start.method, start.spec, precision.trainable)
-    mesh, why = mesh_of(recipe, devices)
+    mesh, reason = mesh_of(recipe, devices)
     resolve_mesh(mesh, devices)
     check_batch(mesh, recipe.train.batch_size // recipe.train.accumulation, 0)
     layout, notes = layout_for(abstract_mesh(mesh), arrays.spec)
-    choices = mesh_choices(mesh, why, notes)
+    choices = mesh_choices(mesh, reason, notes)
     optimizer, _ = make_optimizer(
         optimizer_of(recipe, precision), recipe.train.steps or 1, arrays.trainable, arrays.spec
     )
@@ -90,9 +91,8 @@ def shardings_of(recipe: Recipe, target: Target | None) -> Sharding:
         *_of_state(state.opt_state, layout),
     ]
     name = str(target) if target else f"{devices} x {jax.devices()[0].device_kind}"
-    return Sharding(
-        mesh, name, target.device.memory if target else None, shards, merged(found, [chosen, *choices]), arrays.spec
-    )
+    choices = merge_choices(autotuned, [precision_choice, *choices])
+    return Sharding(mesh, name, target.device.memory if target else None, shards, choices, arrays.spec)
 
 
 def _of_specs(role: str, tree: Any, layout: Layout) -> Iterable[Shard]:

@@ -1,9 +1,9 @@
-"""What an update asks of a device: floating-point operations, bytes through its memory, bytes to and from the host.
+"""Counts the work of an update on one device: floating-point operations, device-memory traffic, host traffic.
 
-The count of operations is the convention of published figures: a product of a token with a weight is 2 operations
-forward, 2 for the gradient of its input wherever something below it is trained, and 2 for the gradient of the weight if
-that is trained (4N and 6N a token in all for LoRA and full tuning), and attention at half its square. What is computed
-again in the backward pass is counted apart.
+Operations follow the convention of published figures: multiplying a token by a weight costs 2 operations per weight
+forward, 2 for the gradient of the input wherever something below it is trained, and 2 for the gradient of the weight if
+it is trained (in all 4N per token for LoRA and 6N for full tuning); attention is counted at half its square. What the
+backward pass recomputes is counted separately.
 """
 
 from __future__ import annotations
@@ -13,149 +13,160 @@ import math
 
 from meshtune.adapters.config import LoraConfig
 from meshtune.model.spec import ModelSpec
-from meshtune.plan.case import Case
+from meshtune.plan.candidate import Candidate
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Of one device and one update. `flops` is the model's own, `again` what is computed a second time.
+    """The work of one update on one device. `flops` are the model's own; `recompute_flops` come on top.
 
-    Bytes that pass through device memory: `product_bytes` are the factors and results of matrix products (weights as
-    often as they are read), `other_bytes` everything between the products, `update_bytes` gradients and the optimizer.
-    `host_bytes` go to or come from the host; of these `host_waited` go while nothing is computed. `tokens` are those of
-    all devices.
+    Bytes through device memory: `product_bytes` are operands and results of matrix products (weights as often as they
+    are read), `elementwise_bytes` everything between the products, `update_bytes` gradients and optimizer. `host_bytes`
+    are transferred to and from host memory; of these `host_exposed_bytes` do not overlap with computation. `tokens` are
+    those of all devices.
     """
 
     flops: float
-    again: float
+    recompute_flops: float
     product_bytes: float
-    other_bytes: float
+    elementwise_bytes: float
     update_bytes: float
     host_bytes: float
     tokens: float
-    host_waited: float = 0.0
+    host_exposed_bytes: float = 0.0
 
     @property
     def memory_bytes(self) -> float:
-        return self.product_bytes + self.other_bytes + self.update_bytes
+        return self.product_bytes + self.elementwise_bytes + self.update_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Weights:
-    """Numbers in the matrices of all layers, of the output head, and of those that are trained (adapters apart)."""
+class MatrixSizes:
+    """Elements of the matrices of all layers, of the output head, of those trained in full, and of adapters.
+
+    `backward_fraction` is the share of the layers' elements through which a gradient passes.
+    """
 
     layers: int
     head: int
     trained: int
     adapters: int
-    below: float  # share of the layers' numbers through which a gradient passes
+    backward_fraction: float
 
 
-def weights_of(case: Case) -> Weights:
-    """The model's matrices by what becomes of them."""
-    spec = case.base.spec
-    matrices = {path: leaf for path, leaf in case.base.parameters.items() if is_matrix(path)}
+def matrix_sizes(candidate: Candidate) -> MatrixSizes:
+    """Counts the elements of the model's matrices by what is done with them."""
+    workload = candidate.workload
+    spec = workload.spec
+    matrices = {path: leaf for path, leaf in workload.parameters.items() if is_matrix(path)}
     in_layers = {path: leaf.size for path, leaf in matrices.items() if path.startswith("layers/")}
     head = matrices[spec.output].size
-    names = {one.path for one in case.base.kept if one.role == "full"}
-    full = sum(size for path, size in in_layers.items() if path in names)
-    full += head if spec.output in names else 0
-    adapters = sum(math.prod(one.shape) for one in case.base.kept if one.role == "adapter")
-    return Weights(sum(in_layers.values()), head, full, adapters, _below(case, in_layers, names))
+    trained_paths = {array.path for array in workload.persistent if array.role == "full"}
+    trained = sum(size for path, size in in_layers.items() if path in trained_paths)
+    trained += head if spec.output in trained_paths else 0
+    adapters = sum(math.prod(array.shape) for array in workload.persistent if array.role == "adapter")
+    fraction = _backward_fraction(candidate, in_layers, trained_paths)
+    return MatrixSizes(sum(in_layers.values()), head, trained, adapters, fraction)
 
 
-def work_of(case: Case) -> Work:
-    """The work of one update, everything split evenly over the devices."""
-    spec, weights = case.base.spec, weights_of(case)
-    tokens = case.rows * case.length * case.accumulation
-    own = tokens / case.mesh.devices
-    scores = attention_flops(spec, case.length)
-    forward = 2 * (weights.layers + weights.head) + scores
-    inputs = 2 * (weights.layers * weights.below + weights.head) + 2 * scores * weights.below
-    flops = own * (forward + inputs + 2 * weights.trained + 6 * weights.adapters)
-    again = own * scores / 2  # the weights of attention, made again in its backward pass
-    if case.remat == "full":
-        again += own * (2 * weights.layers + scores) * weights.below
-    products, others = _activation_bytes(case)
-    layers, head = (n * case.narrow / case.mesh.tp for n in (weights.layers, weights.head))
-    readings = 1 + weights.below * (2 if case.remat == "full" else 1)
-    gathered = 2 if case.mesh.fsdp * case.mesh.cp > 1 else 0  # written once and read at its own shard's place
-    per_micro = layers * (readings + gathered) + 3 * head + products
-    update = 2 * case.held("full", "adapter", "optimizer") + case.summed * (2 + 2 * case.accumulation)
+def work_of(candidate: Candidate) -> Work:
+    """The work of one update, split evenly over the devices."""
+    spec, sizes = candidate.workload.spec, matrix_sizes(candidate)
+    tokens = candidate.rows * candidate.length * candidate.accumulation
+    device_tokens = tokens / candidate.mesh.devices
+    scores = attention_flops(spec, candidate.length)
+    forward = 2 * (sizes.layers + sizes.head) + scores
+    input_gradients = 2 * (sizes.layers * sizes.backward_fraction + sizes.head) + 2 * scores * sizes.backward_fraction
+    flops = device_tokens * (forward + input_gradients + 2 * sizes.trained + 6 * sizes.adapters)
+    recompute = device_tokens * scores / 2  # attention's scores are recomputed in its backward pass
+    if candidate.remat == "full":
+        recompute += device_tokens * (2 * sizes.layers + scores) * sizes.backward_fraction
+    products, elementwise = _activation_traffic(candidate)
+    layers, head = (n * candidate.activation_itemsize / candidate.mesh.tp for n in (sizes.layers, sizes.head))
+    weight_reads = 1 + sizes.backward_fraction * (2 if candidate.remat == "full" else 1)
+    gather_traffic = 2 if candidate.mesh.fsdp * candidate.mesh.cp > 1 else 0  # gathered weights are written and read
+    per_micro_batch = layers * (weight_reads + gather_traffic) + 3 * head + products
+    update = 2 * candidate.local_bytes("full", "adapter", "optimizer")
+    update += candidate.update_gradient_bytes * (2 + 2 * candidate.accumulation)
     return Work(
         flops,
-        again,
-        per_micro * case.accumulation,
-        others * case.accumulation,
+        recompute,
+        per_micro_batch * candidate.accumulation,
+        elementwise * candidate.accumulation,
         update,
-        _host_bytes(case, layers * readings),
+        _host_bytes(candidate, layers * weight_reads),
         tokens,
-        _host_waited(case),
+        _host_exposed_bytes(candidate),
     )
 
 
 def attention_flops(spec: ModelSpec, length: int) -> float:
-    """Of attention's two products for one token of all layers, forward, at half the square (or within the window)."""
+    """Forward operations per token of attention's two products in all layers, at half the square or in the window."""
     total = 0.0
     for _, repeats, layer, _ in spec.positions():
-        seen = length / 2 if layer.window is None else min(length / 2, layer.window)
-        total += repeats * 4 * seen * spec.heads * spec.head_dim
+        keys = length / 2 if layer.window is None else min(length / 2, layer.window)
+        total += repeats * 4 * keys * spec.heads * spec.head_dim
     return total
 
 
-def _activation_bytes(case: Case) -> tuple[float, float]:
-    """(factors and results of products, what lies between them) of one micro-batch: forward, again and backward."""
-    spec, tp = case.base.spec, case.mesh.tp
+def _activation_traffic(candidate: Candidate) -> tuple[float, float]:
+    """Bytes of one micro-batch through device memory in all passes: (of matrix products, of what lies between them)."""
+    spec, tp = candidate.workload.spec, candidate.mesh.tp
     heads = (spec.heads + 2 * spec.kv_heads) * spec.head_dim / tp
     ffn, mixed = spec.ffn / tp, spec.heads * spec.head_dim / tp
-    # Numbers a token and layer. q, k, v; attention; o; gate and up; down.
+    # Elements per token and layer: q, k, v; attention; o; gate and up; down.
     products = (
         (spec.embed + heads) + (heads + mixed) + (mixed + spec.embed) + (spec.embed + 2 * ffn) + (ffn + spec.embed)
     )
     # Two norms, rotation, the activation between gate and up, two residual sums.
-    others = 2 * 2 * spec.embed + 2 * heads + 3 * ffn + 2 * 3 * spec.embed
-    passes = 3 + {"none": 0.0, "selective": 0.5, "full": 1.0}[case.remat]
-    share = case.narrow * case.tokens * spec.layers * passes
-    logits = 4 * case.tokens * spec.vocab / tp * 4  # float32: made, read for the loss, turned into their gradient, used
-    return share * products, share * others + logits
+    elementwise = 2 * 2 * spec.embed + 2 * heads + 3 * ffn + 2 * 3 * spec.embed
+    passes = 3 + {"none": 0.0, "selective": 0.5, "full": 1.0}[candidate.remat]
+    scale = candidate.activation_itemsize * candidate.tokens * spec.layers * passes
+    # Float32 logits are written, read for the loss, turned into their gradient, and read by the backward products.
+    logits = 4 * candidate.tokens * spec.vocab / tp * 4
+    return scale * products, scale * elementwise + logits
 
 
-def _host_bytes(case: Case, weight_bytes: float) -> float:
-    """What is fetched and sent in one update, by what `compute.offload` names."""
-    found = 0.0
-    if "residual" in case.offload:
-        found += 2 * case.accumulation * residual_bytes(case)
-    if "optimizer" in case.offload:
-        found += 2 * case.held("optimizer")
-    if case.streamed:  # forward, backward, and back with its update
-        found += 3 * case.held("full") + 2 * case.held("stacked")
-    elif "weights" in case.offload:
-        found += case.accumulation * weight_bytes / (case.mesh.fsdp * case.mesh.cp)
-    return found
+def _host_bytes(candidate: Candidate, weight_bytes: float) -> float:
+    """Bytes transferred to and from host memory in one update, by what `compute.offload` names."""
+    total = 0.0
+    if "residual" in candidate.offload:
+        total += 2 * candidate.accumulation * residual_bytes(candidate)
+    if "optimizer" in candidate.offload:
+        total += 2 * candidate.local_bytes("optimizer")
+    if candidate.streams_trained_weights:  # fetched forward and backward, and written back after the update
+        total += 3 * candidate.local_bytes("full") + 2 * candidate.local_bytes("stacked")
+    elif "weights" in candidate.offload:
+        total += candidate.accumulation * weight_bytes / (candidate.mesh.fsdp * candidate.mesh.cp)
+    return total
 
 
-def _host_waited(case: Case) -> float:
-    """In the backward pass of a streamed model one direction of its messages goes beside the products, not both."""
-    if not case.streamed:
+def _host_exposed_bytes(candidate: Candidate) -> float:
+    """In the backward pass of a streamed model only one direction of the transfers overlaps with the products."""
+    if not candidate.streams_trained_weights:
         return 0.0
-    return case.held("full") + (case.held("optimizer") if "optimizer" in case.offload else 0.0)
+    return candidate.local_bytes("full") + (
+        candidate.local_bytes("optimizer") if "optimizer" in candidate.offload else 0.0
+    )
 
 
-def residual_bytes(case: Case) -> float:
-    """The stream that enters every layer, of one micro-batch on one device."""
-    groups = sum(stack.repeats for stack in case.base.spec.stacks)
-    return case.tokens * case.base.spec.embed * case.narrow * groups
+def residual_bytes(candidate: Candidate) -> float:
+    """The residual stream saved at every layer's input, of one micro-batch on one device."""
+    spec = candidate.workload.spec
+    groups = sum(stack.repeats for stack in spec.stacks)
+    return candidate.tokens * spec.embed * candidate.activation_itemsize * groups
 
 
-def _below(case: Case, sizes: dict[str, int], trained: set[str]) -> float:
-    """The share of the layers that lie at or above the lowest one with anything trained."""
-    if "embed/weight" in trained or isinstance(case.base.method, LoraConfig):
+def _backward_fraction(candidate: Candidate, sizes: dict[str, int], trained: set[str]) -> float:
+    """The share of the layers' elements at or above the lowest layer with anything trained."""
+    workload = candidate.workload
+    if "embed/weight" in trained or isinstance(workload.method, LoraConfig):
         return 1.0
-    first, passed = False, 0
-    for key, _, _, _ in case.base.spec.positions():
-        mine = [path for path in sizes if path.startswith(f"layers/{key}/")]
-        first = first or any(path.startswith(f"layers/{key}/") for path in trained)
-        passed += sum(sizes[path] for path in mine) if first else 0
+    reached, passed = False, 0
+    for key, _, _, _ in workload.spec.positions():
+        prefix = f"layers/{key}/"
+        reached = reached or any(path.startswith(prefix) for path in trained)
+        passed += sum(size for path, size in sizes.items() if path.startswith(prefix)) if reached else 0
     return passed / max(1, sum(sizes.values()))
 
 

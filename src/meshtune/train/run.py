@@ -23,7 +23,8 @@ from meshtune.mesh.axes import MeshConfig
 from meshtune.mesh.processes import Job
 from meshtune.mesh.rendezvous import ProcessInfo
 from meshtune.model.sharding import check_batch
-from meshtune.plan.auto import merged, settled_autos, target_here
+from meshtune.plan.autotune import autotune, merge_choices
+from meshtune.plan.local_target import local_target
 from meshtune.runs.output import CHECKPOINTS, check_output, claimed, write_recipe, write_run
 from meshtune.setup.attention_check import checked_attention
 from meshtune.setup.choices import Choice, compute_of, optimizer_of
@@ -93,8 +94,8 @@ class _Run:
             check_output(self.output, resume=recipe.resume, overwrite=recipe.overwrite)
             trackers.check_installed(list(recipe.log.trackers))
         machine = this_machine()
-        self.target = target_here(machine, len(hosts(seen)))
-        self.recipe, found = settled_autos(recipe, self.target, job)
+        self.target = local_target(machine, len(hosts(seen)))
+        self.recipe, autotuned = autotune(recipe, self.target, job)
         recipe, self.fields = self.recipe, self.recipe.model_dump(mode="json")
         self.settled = settled = settle(recipe, machine, seen, launcher=job.info.launcher)
         self.tokenizer = tokenizer_of(recipe, settled.source)
@@ -113,7 +114,7 @@ class _Run:
         require_agreement(job, "what they read", same, fix="give every host the same files")
         keep = recipe.checkpoint.keep
         with self._claimed(), Checkpoints(self.output / CHECKPOINTS, keep=keep, job=job) as checkpoints:
-            return self._train(checkpoints, merged(found, [*settled.choices, *choices]), adapter)
+            return self._train(checkpoints, merge_choices(autotuned, [*settled.choices, *choices]), adapter)
 
     @contextlib.contextmanager
     def _claimed(self) -> Iterator[None]:
@@ -154,16 +155,15 @@ class _Run:
             self.console.print(line)
         task = make_task(self._parts(begun), record, state)
         length = self.data.train.row_length
-        watch = (
-            prediction.watch(task.step, self.recipe, self.target, self.settled.layout, length)
-            if self.job.is_main_process
-            else []
-        )
+        probes = []
+        if self.job.is_main_process:
+            layout = self.settled.layout
+            probes = prediction.step_probes(task.step, self.recipe, self.target, layout, length)
         with interruptible() as interrupt:
-            with opened([*self._sinks(record.step), *watch]) as events:
+            with opened([*self._sinks(record.step), *probes]) as events:
                 ended = run_loop(task, state, checkpoints, events, interrupt)
             checkpoints.wait()
-        for line in prediction.told(watch, self._write_run):
+        for line in prediction.summary_lines(probes, self._write_run):
             self.console.print(line)
         if ended.interrupted is not None and ended.step < self.total:
             return self._interrupted(ended)

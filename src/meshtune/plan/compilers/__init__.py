@@ -1,9 +1,9 @@
-"""XLA's compilers for accelerators that are not here, each in a process of its own."""
+"""XLA's compilers for accelerators that are not present, each run in a process of its own."""
 
 from __future__ import annotations
 
+from meshtune.plan.compilers.compile import compile_recipe
 from meshtune.plan.compilers.compiled import ROLES, Compiled
-from meshtune.plan.compilers.find import Found, Missing, found_or_error, look
-from meshtune.plan.compilers.results import compiled
+from meshtune.plan.compilers.find import Compiler, MissingCompiler, find_compiler, require_compiler
 
-__all__ = ["ROLES", "Compiled", "Found", "Missing", "compiled", "found_or_error", "look"]
+__all__ = ["ROLES", "Compiled", "Compiler", "MissingCompiler", "compile_recipe", "find_compiler", "require_compiler"]

@@ -1,6 +1,6 @@
-"""The process that compiles: one compiler, no accelerator, one function called with a target's described devices.
+"""The compiler process: loads one platform's compiler and calls one function with a target's described devices.
 
-python -m meshtune.plan.compilers.child JOB.json, as `process.run` starts it.
+`process.run` starts it as `python -m meshtune.plan.compilers.child JOB.json`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 from meshtune.errors import UserError
 from meshtune.plan.compilers.topology import described_devices
-from meshtune.plan.hardware import Target, device_of
+from meshtune.plan.hardware import Target, device_from_json
 
-# A plugin of another platform in the same environment is never loaded: XLA's compilers share names that clash in one
-# process, and JAX would start whatever it finds.
+# Plugins of other platforms in the same environment must not be loaded: JAX initialises every plugin that it finds, and
+# the symbols of two of XLA's compilers clash in one process.
 PLUGINS = {
     "cuda": ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"),
     "rocm": ("jax_plugins.xla_rocm7", "jax_plugins.xla_rocm8"),
@@ -26,8 +26,8 @@ PLUGINS = {
 
 def main(path: str) -> None:
     job = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-    target = Target(job["hosts"], job["each"], device_of(job["device"]))
-    prepare(target.device.platform)
+    target = Target(job["hosts"], job["per_host"], device_from_json(job["device"]))
+    isolate(target.device.platform)
     answer: dict[str, Any]
     try:
         devices = described_devices(target)
@@ -38,16 +38,17 @@ def main(path: str) -> None:
     pathlib.Path(job["answer"]).write_text(json.dumps(answer), encoding="utf-8")
 
 
-def prepare(platform: str) -> None:
-    """Leaves only this platform's plugin to be found, and lets ROCm's register where there is no GPU."""
-    for other in (name for owner, names in PLUGINS.items() if owner != platform for name in names):
-        sys.modules[other] = empty = types.ModuleType(other)
-        empty.__dict__["initialize"] = lambda: None
+def isolate(platform: str) -> None:
+    """Hides the plugins of all other platforms, and lets ROCm's register on a machine without a GPU."""
+    hidden = [name for owner, names in PLUGINS.items() if owner != platform for name in names]
+    for name in hidden:
+        sys.modules[name] = stub = types.ModuleType(name)
+        stub.__dict__["initialize"] = lambda: None
     if platform != "tpu":
-        sys.modules["libtpu"] = None  # pyright: ignore[reportArgumentType]  # so importing it fails, as if not installed
+        sys.modules["libtpu"] = None  # pyright: ignore[reportArgumentType]  # importing it now raises ImportError
     if platform == "rocm":
-        # JAX's ROCm plugin registers only where the kernel shows an AMD GPU, and there is no public way to say that
-        # its compiler alone is wanted. Nothing runs on a device here, so the count is never used for more than this.
+        # JAX's ROCm plugin registers only if the kernel shows an AMD GPU, and has no public way to load its compiler
+        # alone. Nothing is executed on a device in this process, so the faked count has no other effect.
         hardware = importlib.import_module("jax._src.hardware_utils")
         vars(hardware)["num_available_amd_gpus"] = lambda stop_at=None: 1
 

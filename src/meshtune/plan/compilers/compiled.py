@@ -1,24 +1,25 @@
-"""What a compiler says of a program, in a form that can be written down."""
+"""The result of compiling a step: memory, cost and collectives, in a form that can be stored as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-# What a byte of an argument is for.
+# The roles of a step's arguments.
 ROLES = ("frozen", "trained", "optimizer", "batch")
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A program compiled for a target. All bytes are those of one device; host_* is memory of the host for it.
+    """A step compiled for a target. All bytes are per device; host_* are bytes of host memory for that device.
 
-    `breakdown` splits argument_bytes + host_argument_bytes by ROLES: {"frozen": {"device": n, "host": n}, ...}, as the
-    shapes say it (the compiler may pad). `out_of_memory` is None, or the compiler's own words where it refuses a
-    program that does not fit; all bytes but the breakdown are then 0, except `needed_bytes` if the words name a figure.
-    `collectives` are plan.collectives' records as dicts, None where the compiled program cannot be read. `flops`,
-    `bytes_accessed` and `optimal_seconds` are of one device and None where the compiler does not say. `notes` say what
-    was made up on the way; `cached`: these are the findings of an earlier call.
+    `breakdown` splits argument_bytes + host_argument_bytes by ROLES: {"frozen": {"device": n, "host": n}, ...}; it is
+    computed from shapes (the compiler may add padding). `out_of_memory` is the compiler's message if it refuses the
+    program because it does not fit, else None; if it is set, all byte counts but the breakdown are 0, and
+    `needed_bytes` is the size in that message, if it states one. `collectives` are plan.collectives.Collective as
+    dicts, None if the compiled program cannot be read. `flops`, `bytes_accessed` and `optimal_seconds` are per device,
+    None if the compiler does not report them. `notes` list the approximations made for the target. `cached` is true
+    for the result of an earlier call.
     """
 
     target: str
@@ -51,16 +52,16 @@ class Compiled:
 
     @property
     def device_bytes(self) -> int:
-        """What the program holds on one device at most; where it was refused, what the compiler says it needs."""
+        """Peak bytes on one device; if the program was refused, the bytes that the compiler says it needs."""
         if self.out_of_memory is not None:
             return self.needed_bytes or 0
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
 
     @property
     def host_bytes(self) -> int:
-        """What it holds in the host's memory for one device."""
+        """Peak bytes in host memory for one device."""
         return self.host_argument_bytes + self.host_output_bytes - self.host_alias_bytes + self.host_temp_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, which `Compiled(**values)` takes back."""
+        """Plain values; `Compiled(**values)` is the inverse."""
         return dataclasses.asdict(self)

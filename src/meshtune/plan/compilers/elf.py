@@ -1,4 +1,4 @@
-"""ELF shared objects of x86-64 Linux: what one asks of others, and stand-ins that answer with an error code.
+"""Reads the symbol tables of x86-64 Linux shared objects, and writes stubs whose functions return an error code.
 
 Layouts as in the System V ABI (generic, chapters 4 and 5) and the GNU symbol versioning of the Linux Standard Base.
 """
@@ -19,10 +19,10 @@ DYNAMIC_SECTION, DYNSYM_SECTION, VERSYM_SECTION, VERNEED_SECTION = 6, 11, 0x6FFF
 
 @dataclasses.dataclass(frozen=True)
 class SharedObject:
-    """What a shared object says of itself to the loader.
+    """The dynamic-linking information of a shared object.
 
-    `needed` are the names of libraries, `paths` where it looks for them ($ORIGIN resolved). `defined` are the names it
-    gives; `undefined` those it must be given, each with the (library, version) that its version names, or None.
+    `needed` are the libraries it depends on and `paths` its own search paths for them ($ORIGIN resolved). `defined` are
+    the symbols it exports; `undefined` those it imports, each with the (library, version) it is bound to, or None.
     """
 
     needed: list[str]
@@ -32,17 +32,17 @@ class SharedObject:
 
 
 def read(path: pathlib.Path) -> SharedObject:
-    """Raises: ValueError if the file is no 64-bit little-endian ELF object."""
+    """Reads a shared object. Raises: ValueError if the file is not a 64-bit little-endian ELF object."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         if data[:6] != b"\x7fELF\x02\x01":
-            raise ValueError(f"{path} is no 64-bit ELF object")
-        start, each, count = *struct.unpack_from("<Q", data, 0x28), *struct.unpack_from("<HH", data, 0x3A)
-        sections = [struct.unpack_from("<IIQQQQIIQQ", data, start + n * each) for n in range(count)]
+            raise ValueError(f"{path} is not a 64-bit ELF object")
+        start, entry_size, count = *struct.unpack_from("<Q", data, 0x28), *struct.unpack_from("<HH", data, 0x3A)
+        sections = [struct.unpack_from("<IIQQQQIIQQ", data, start + n * entry_size) for n in range(count)]
         by_kind = {kind: section for section in sections if (kind := section[1]) in _READ}
 
         def text(strings: tuple[int, ...], offset: int) -> str:
-            at = strings[4] + offset
-            return data[at : data.find(b"\0", at)].decode()
+            begin = strings[4] + offset
+            return data[begin : data.find(b"\0", begin)].decode()
 
         def strings_of(section: tuple[int, ...]) -> tuple[int, ...]:
             return sections[section[6]]
@@ -54,17 +54,17 @@ def read(path: pathlib.Path) -> SharedObject:
                 if tag == NEEDED:
                     needed.append(text(strings_of(dynamic), value))
                 elif tag in (RPATH, RUNPATH):
-                    words = text(strings_of(dynamic), value).replace("$ORIGIN", str(path.parent.resolve()))
-                    paths += [pathlib.Path(word) for word in words.split(":") if word]
+                    entries = text(strings_of(dynamic), value).replace("$ORIGIN", str(path.parent.resolve()))
+                    paths += [pathlib.Path(entry) for entry in entries.split(":") if entry]
         versions: dict[int, tuple[str, str]] = {}
-        if wanted := by_kind.get(VERNEED_SECTION):
-            at = wanted[4]
-            for _ in range(wanted[7]):
+        if version_needs := by_kind.get(VERNEED_SECTION):
+            strings, at = strings_of(version_needs), version_needs[4]
+            for _ in range(version_needs[7]):
                 _, entries, file_name, first, following = struct.unpack_from("<HHIII", data, at)
                 entry = at + first
                 for _ in range(entries):
                     _, _, number, name, after = struct.unpack_from("<IHHII", data, entry)
-                    versions[number & 0x7FFF] = (text(strings_of(wanted), file_name), text(strings_of(wanted), name))
+                    versions[number & 0x7FFF] = (text(strings, file_name), text(strings, name))
                     entry += after
                 at += following
         defined, undefined = set[str](), dict[str, tuple[str, str] | None]()
@@ -74,7 +74,7 @@ def read(path: pathlib.Path) -> SharedObject:
                 name, info, _, section, _, _ = struct.unpack_from("<IBBHQQ", data, symbols[4] + n * 24)
                 if section:
                     defined.add(text(strings_of(symbols), name))
-                elif info >> 4 != 2:  # what is weak may stay undefined
+                elif info >> 4 != 2:  # weak symbols may stay undefined
                     number = struct.unpack_from("<H", data, versym[4] + n * 2)[0] & 0x7FFF if versym else 0
                     undefined[text(strings_of(symbols), name)] = versions.get(number)
     return SharedObject(needed, paths, defined, undefined)
@@ -84,18 +84,19 @@ _READ = {DYNAMIC_SECTION, DYNSYM_SECTION, VERSYM_SECTION, VERNEED_SECTION}
 
 
 def stand_in(soname: str, functions: Mapping[str, str | None], versions: Iterable[str], code: int) -> bytes:
-    """A shared object called `soname` whose every function returns `code` and does nothing else.
+    """The bytes of a shared object named `soname` whose functions do nothing but return `code`.
 
-    `functions` gives each name its version or None; `versions` are further version names to define.
+    `functions` maps each symbol to its version or None; `versions` are additional version names to define.
     """
     names = list(functions)
     defined = list(dict.fromkeys([soname, *versions, *(v for v in functions.values() if v is not None)]))
     strings, at = bytearray(b"\0"), dict[str, int]()
-    for word in dict.fromkeys([soname, *names, *defined]):
-        at[word] = len(strings)
-        strings += word.encode() + b"\0"
+    for string in dict.fromkeys([soname, *names, *defined]):
+        at[string] = len(strings)
+        strings += string.encode() + b"\0"
 
-    # One image: [header, program headers, hash, symbols, versions, strings, code] read and run, [dynamic] written.
+    # Segment 1, read and execute: header, program headers, hash, symbols, versions, strings, code.
+    # Segment 2, read and write: dynamic.
     program = b"\xb8" + struct.pack("<i", code) + b"\xc3"  # mov eax, code; ret
     sizes = {
         "head": 64 + 4 * 56,
@@ -106,25 +107,25 @@ def stand_in(soname: str, functions: Mapping[str, str | None], versions: Iterabl
         "strings": len(strings),
         "code": len(program),
     }
-    place, end = dict[str, int](), 0
+    offsets, end = dict[str, int](), 0
     for part, size in sizes.items():
-        place[part] = end = -(-end // 16) * 16
+        offsets[part] = end = -(-end // 16) * 16
         end += size
     tags = [
         (SONAME, at[soname]),
-        (HASH, place["hash"]),
-        (STRTAB, place["strings"]),
+        (HASH, offsets["hash"]),
+        (STRTAB, offsets["strings"]),
         (STRSZ, len(strings)),
-        (SYMTAB, place["symbols"]),
+        (SYMTAB, offsets["symbols"]),
         (SYMENT, 24),
-        (VERSYM, place["versym"]),
-        (VERDEF, place["verdef"]),
+        (VERSYM, offsets["versym"]),
+        (VERDEF, offsets["verdef"]),
         (VERDEFNUM, len(defined)),
         (0, 0),
     ]
     dynamic = b"".join(struct.pack("<qQ", *tag) for tag in tags)
-    there = -(-end // PAGE) * PAGE
-    image = bytearray(there + len(dynamic))
+    dynamic_offset = -(-end // PAGE) * PAGE
+    image = bytearray(dynamic_offset + len(dynamic))
 
     def put(offset: int, form: str, *values: int) -> None:
         struct.pack_into(form, image, offset, *values)
@@ -134,34 +135,34 @@ def stand_in(soname: str, functions: Mapping[str, str | None], versions: Iterabl
     for n, (kind, flags, offset, size, align) in enumerate(
         [
             (1, 5, 0, end, PAGE),
-            (1, 6, there, len(dynamic), PAGE),
-            (2, 6, there, len(dynamic), 8),
+            (1, 6, dynamic_offset, len(dynamic), PAGE),
+            (2, 6, dynamic_offset, len(dynamic), 8),
             (0x6474E551, 6, 0, 0, 16),
         ]
     ):
         put(64 + n * 56, "<IIQQQQQQ", kind, flags, offset, offset, offset, size, size, align)
-    # A hash table of one bucket: the loader walks all names, which is quick enough for some hundreds.
-    put(place["hash"], "<III", 1, len(names) + 1, 1 if names else 0)
+    # A hash table of one bucket: the loader searches all symbols linearly, which is fast enough for some hundreds.
+    put(offsets["hash"], "<III", 1, len(names) + 1, 1 if names else 0)
     for n in range(len(names)):
         following = n + 2 if n + 1 < len(names) else 0
-        put(place["hash"] + 4 * (3 + 1 + n), "<I", following)
-    put(place["hash"] + 12, "<I", 0)
+        put(offsets["hash"] + 4 * (3 + 1 + n), "<I", following)
+    put(offsets["hash"] + 12, "<I", 0)
     for n, name in enumerate(names, start=1):
-        put(place["symbols"] + 24 * n, "<IBBHQQ", at[name], 0x12, 0, 1, place["code"], len(program))
+        put(offsets["symbols"] + 24 * n, "<IBBHQQ", at[name], 0x12, 0, 1, offsets["code"], len(program))
         version = functions[name]
-        put(place["versym"] + 2 * n, "<H", 1 if version is None else defined.index(version) + 1)
+        put(offsets["versym"] + 2 * n, "<H", 1 if version is None else defined.index(version) + 1)
     for n, name in enumerate(defined):
-        here, last = place["verdef"] + 28 * n, n + 1 == len(defined)
-        put(here, "<HHHHIII", 1, 1 if n == 0 else 0, n + 1, 1, _elf_hash(name), 20, 0 if last else 28)
-        put(here + 20, "<II", at[name], 0)
-    image[place["strings"] : place["strings"] + len(strings)] = strings
-    image[place["code"] : place["code"] + len(program)] = program
-    image[there:] = dynamic
+        record, last = offsets["verdef"] + 28 * n, n + 1 == len(defined)
+        put(record, "<HHHHIII", 1, 1 if n == 0 else 0, n + 1, 1, _elf_hash(name), 20, 0 if last else 28)
+        put(record + 20, "<II", at[name], 0)
+    image[offsets["strings"] : offsets["strings"] + len(strings)] = strings
+    image[offsets["code"] : offsets["code"] + len(program)] = program
+    image[dynamic_offset:] = dynamic
     return bytes(image)
 
 
 def _elf_hash(name: str) -> int:
-    """The System V hash, which version records carry."""
+    """The System V hash of a name, stored in version records."""
     value = 0
     for byte in name.encode():
         value = (value << 4) + byte

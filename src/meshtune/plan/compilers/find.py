@@ -1,6 +1,6 @@
-"""Which compilers this installation has: in a folder of their own, or in the environment Meshtune runs in.
+"""Finds the installed compilers: in a separate folder, or in Meshtune's own environment.
 
-A folder of their own is better: JAX loads every plugin it finds, in runs that have nothing to do with planning too.
+A separate folder is better: JAX loads every plugin in its environment, also in runs that have nothing to do with plans.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from meshtune.errors import UserError
 from meshtune.plan.compilers.linker import find_linker
 from meshtune.plan.compilers.stand_ins import build_stand_ins, library_folders
 
-OWN = "MESHTUNE_COMPILERS"  # environment variable: the folder that holds cuda/, rocm/ and tpu/
+COMPILERS_VARIABLE = "MESHTUNE_COMPILERS"  # environment variable: the folder that holds cuda/, rocm/ and tpu/
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """A compiler: packages with their versions, and the variables it runs with.
+class Compiler:
+    """An installed compiler: its packages with their versions, and the environment variables to run it with.
 
-    `folder` holds the packages (None: they are in the environment). `notes` say what was made up or left out.
+    `folder` holds the packages; it is None if they are in Meshtune's own environment. `notes` list substitutes for
+    missing libraries.
     """
 
     platform: str
@@ -39,8 +40,8 @@ class Found:
 
 
 @dataclasses.dataclass(frozen=True)
-class Missing:
-    """No compiler: why, and how to get it."""
+class MissingCompiler:
+    """Why there is no usable compiler for a platform, and how to get one."""
 
     platform: str
     reason: str
@@ -48,99 +49,102 @@ class Missing:
 
 
 def compilers_folder(env: Mapping[str, str] = os.environ) -> pathlib.Path:
-    """Where `meshtune doctor --install` puts compilers, each platform's in a folder of its own."""
-    return pathlib.Path(env[OWN]).expanduser() if env.get(OWN) else cache_folder(env) / "compilers"
+    """The folder into which `meshtune doctor --install` installs compilers, with a subfolder for each platform."""
+    return (
+        pathlib.Path(env[COMPILERS_VARIABLE]).expanduser()
+        if env.get(COMPILERS_VARIABLE)
+        else cache_folder(env) / "compilers"
+    )
 
 
-def look(platform: str, env: Mapping[str, str] = os.environ) -> Found | Missing:
+def find_compiler(platform: str, env: Mapping[str, str] = os.environ) -> Compiler | MissingCompiler:
     """The compiler for a platform: the one in `compilers_folder`, else that of the environment."""
     if platform == "cpu":
-        return Found("cpu", _versions(None, ("jaxlib",)), None, {})
-    own = compilers_folder(env) / platform
-    folders = [own] if own.is_dir() else []
-    answers = [_LOOK[platform](folder, env) for folder in (*folders, None)]
-    return next((answer for answer in answers if isinstance(answer, Found)), answers[0])
+        return Compiler("cpu", _versions(None, ("jaxlib",)), None, {})
+    separate = compilers_folder(env) / platform
+    folders = [separate] if separate.is_dir() else []
+    results = [_FIND[platform](folder, env) for folder in (*folders, None)]
+    return next((result for result in results if isinstance(result, Compiler)), results[0])
 
 
-def found_or_error(platform: str) -> Found:
-    """Raises: UserError, with the way to get it, if the compiler is missing."""
-    answer = look(platform)
-    if isinstance(answer, Missing):
-        raise UserError(answer.reason, where=f"the compiler for {platform}", fix=answer.fix)
-    return answer
+def require_compiler(platform: str) -> Compiler:
+    """The compiler for a platform. Raises: UserError, with the way to install it, if it is missing."""
+    result = find_compiler(platform)
+    if isinstance(result, MissingCompiler):
+        raise UserError(result.reason, where=f"the compiler for {platform}", fix=result.fix)
+    return result
 
 
-def how_to_get(platform: str) -> str:
+def how_to_install(platform: str) -> str:
     return f"run `meshtune doctor --install {platform}`, or pip install 'meshtune[plan-{platform}]'"
 
 
-def _cuda(folder: pathlib.Path | None, env: Mapping[str, str]) -> Found | Missing:
+def _cuda(folder: pathlib.Path | None, env: Mapping[str, str]) -> Compiler | MissingCompiler:
     for generation in ("13", "12"):
         plugin = _package(folder, f"jax_plugins/xla_cuda{generation}")
         packages = _versions(folder, (f"jax-cuda{generation}-plugin", f"jax-cuda{generation}-pjrt"))
         if plugin is None or len(packages) < 2:
             continue
-        if wrong := _not_jaxs(packages):
-            return Missing("cuda", wrong, how_to_get("cuda"))
+        if mismatch := _version_mismatch(packages):
+            return MissingCompiler("cuda", mismatch, how_to_install("cuda"))
         tool = f"nvidia-cuda-nvcc{'-cu12' if generation == '12' else ''}"
-        inside = "nvidia/cuda_nvcc" if generation == "12" else "nvidia/cu13"
-        home = _package(folder, inside)
+        home = _package(folder, "nvidia/cuda_nvcc" if generation == "12" else "nvidia/cu13")
         if home is None or not (home / "bin/ptxas").is_file():
             home = next((path for path in _cuda_homes(env) if (path / "bin/ptxas").is_file()), None)
         else:
             packages |= _versions(folder, (tool,))
         if home is None:
-            return Missing(
+            return MissingCompiler(
                 "cuda",
-                f"XLA's compiler for NVIDIA is there, but ptxas and libdevice are not ({tool})",
-                how_to_get("cuda"),
+                f"XLA's compiler for NVIDIA GPUs is installed, but ptxas and libdevice are not ({tool})",
+                how_to_install("cuda"),
             )
-        more = {
-            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # cuBLAS, cuDNN and the like are not needed to compile
-            "CUDA_VISIBLE_DEVICES": "-1",  # a GPU that is here takes no part
-            "CUDA_ROOT": str(home),  # where JAX and XLA look for ptxas and libdevice first
+        variables = {
+            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # compiling does not need cuBLAS, cuDNN and the like
+            "CUDA_VISIBLE_DEVICES": "-1",  # hides GPUs of this machine
+            "CUDA_ROOT": str(home),  # where JAX and XLA first look for ptxas and libdevice
         }
-        return Found("cuda", packages, folder, more)
-    return Missing("cuda", "XLA's compiler for NVIDIA GPUs is not installed", how_to_get("cuda"))
+        return Compiler("cuda", packages, folder, variables)
+    return MissingCompiler("cuda", "XLA's compiler for NVIDIA GPUs is not installed", how_to_install("cuda"))
 
 
-def _rocm(folder: pathlib.Path | None, env: Mapping[str, str]) -> Found | Missing:
+def _rocm(folder: pathlib.Path | None, env: Mapping[str, str]) -> Compiler | MissingCompiler:
     plugin, kernels = _package(folder, "jax_plugins/xla_rocm7"), _package(folder, "jax_rocm7_plugin")
     packages = _versions(folder, ("jax-rocm7-plugin", "jax-rocm7-pjrt"))
     if plugin is None or kernels is None:
-        return Missing("rocm", "XLA's compiler for AMD GPUs is not installed", how_to_get("rocm"))
-    if wrong := _not_jaxs(packages):
-        return Missing("rocm", wrong, how_to_get("rocm"))
+        return MissingCompiler("rocm", "XLA's compiler for AMD GPUs is not installed", how_to_install("rocm"))
+    if mismatch := _version_mismatch(packages):
+        return MissingCompiler("rocm", mismatch, how_to_install("rocm"))
     if sys.platform != "linux" or os.uname().machine != "x86_64":
-        return Missing("rocm", "XLA's compiler for AMD GPUs runs on 64-bit x86 Linux alone", "plan for it there")
+        return MissingCompiler("rocm", "XLA's compiler for AMD GPUs runs only on x86-64 Linux", "plan for it there")
     objects = [*sorted(plugin.glob("*.so")), *sorted(kernels.glob("*.so"))]
     stand_ins = build_stand_ins(objects, cache_folder(env), library_folders(env))
-    more = {"ROCR_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
+    variables = {"ROCR_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
     notes = ()
     if stand_ins is not None:
-        more["LD_LIBRARY_PATH"] = (
+        variables["LD_LIBRARY_PATH"] = (
             f"{stand_ins}:{env['LD_LIBRARY_PATH']}" if env.get("LD_LIBRARY_PATH") else str(stand_ins)
         )
-        notes = (f"without ROCm: stand-ins for its libraries in {stand_ins}",)
-    if linker := find_linker(env):  # the wheels link GPU code themselves; where they were built without, with this
-        more["PATH"] = f"{linker.parent}:{env.get('PATH', os.defpath)}"
-    return Found("rocm", packages, folder, more, notes)
+        notes = (f"ROCm is not installed: stubs for its libraries are in {stand_ins}",)
+    if linker := find_linker(env):  # for wheels that were built without a linker of their own
+        variables["PATH"] = f"{linker.parent}:{env.get('PATH', os.defpath)}"
+    return Compiler("rocm", packages, folder, variables, notes)
 
 
-def _tpu(folder: pathlib.Path | None, env: Mapping[str, str]) -> Found | Missing:
+def _tpu(folder: pathlib.Path | None, env: Mapping[str, str]) -> Compiler | MissingCompiler:
     if _package(folder, "libtpu") is None:
-        return Missing("tpu", "XLA's compiler for TPUs (libtpu) is not installed", how_to_get("tpu"))
-    more = {
+        return MissingCompiler("tpu", "XLA's compiler for TPUs (libtpu) is not installed", how_to_install("tpu"))
+    variables = {
         "TPU_SKIP_MDS_QUERY": "1",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several may compile at once; none touches a TPU
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile at once; none touches a TPU
         "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_ACCELERATOR_TYPE": "",  # what is empty is unset: a TPU that is here takes no part
+        "TPU_ACCELERATOR_TYPE": "",  # empty variables are unset, which hides a TPU of this machine
         "TPU_LIBRARY_PATH": "",
     }
-    return Found("tpu", _versions(folder, ("libtpu",)), folder, more)
+    return Compiler("tpu", _versions(folder, ("libtpu",)), folder, variables)
 
 
-_LOOK: dict[str, Callable[[pathlib.Path | None, Mapping[str, str]], Found | Missing]] = {
+_FIND: dict[str, Callable[[pathlib.Path | None, Mapping[str, str]], Compiler | MissingCompiler]] = {
     "cuda": _cuda,
     "rocm": _rocm,
     "tpu": _tpu,
@@ -148,7 +152,7 @@ _LOOK: dict[str, Callable[[pathlib.Path | None, Mapping[str, str]], Found | Miss
 
 
 def _package(folder: pathlib.Path | None, name: str) -> pathlib.Path | None:
-    """The directory of a package inside `folder`, or of one that can be imported here; nothing is imported."""
+    """The directory of a package inside `folder`, or on `sys.path` without one; nothing is imported."""
     if folder is not None:
         return path if (path := folder / name).is_dir() else None
     for entry in sys.path:
@@ -158,21 +162,22 @@ def _package(folder: pathlib.Path | None, name: str) -> pathlib.Path | None:
 
 
 def _versions(folder: pathlib.Path | None, names: tuple[str, ...]) -> dict[str, str]:
-    """Versions of the packages that are installed there."""
-    where = sys.path if folder is None else [str(folder)]
-    found = {}
+    """Versions of those of the packages that are installed in `folder`, or on `sys.path` without one."""
+    paths = sys.path if folder is None else [str(folder)]
+    versions = {}
     for name in names:
-        one = next(iter(importlib.metadata.distributions(name=name, path=where)), None)
-        if one is not None:
-            found[name] = one.version
-    return found
+        distribution = next(iter(importlib.metadata.distributions(name=name, path=paths)), None)
+        if distribution is not None:
+            versions[name] = distribution.version
+    return versions
 
 
-def _not_jaxs(packages: Mapping[str, str]) -> str | None:
-    """What is wrong if plugins are not of JAX's own version: they share an interface that has no other promise."""
-    here = importlib.metadata.version("jaxlib")
-    wrong = [f"{name} {version}" for name, version in packages.items() if version.split(".")[:3] != here.split(".")[:3]]
-    return f"{' and '.join(wrong)} cannot work with jaxlib {here}" if wrong else None
+def _version_mismatch(packages: Mapping[str, str]) -> str | None:
+    """A message if plugins are not of jaxlib's version, as the interface between them is not stable; else None."""
+    jaxlib = importlib.metadata.version("jaxlib")
+    release = jaxlib.split(".")[:3]
+    mismatched = [f"{name} {version}" for name, version in packages.items() if version.split(".")[:3] != release]
+    return f"{' and '.join(mismatched)} cannot work with jaxlib {jaxlib}" if mismatched else None
 
 
 def _cuda_homes(env: Mapping[str, str]) -> list[pathlib.Path]:

@@ -1,4 +1,4 @@
-"""A GPU that is not here, in the words XLA reads: the text of its GpuTargetConfigProto.
+"""The description of a GPU that XLA compiles for: a GpuTargetConfigProto in text format.
 
 Fields as in openxla/xla, stream_executor/device_description.proto.
 """
@@ -12,13 +12,13 @@ from meshtune.plan.hardware import Device
 
 VENDORS = {"cuda": "NVIDIA Corporation", "rocm": "Advanced Micro Devices, Inc."}
 WARPS = {"cuda": 32, "rocm": 64}
-# What the libraries that are not here would say of themselves; they decide which of their kernels XLA counts on.
+# Versions of libraries that are not installed: XLA decides by them which library kernels it may call.
 DNN = {"cuda": "9.10.2", "rocm": "1.3.0"}
 TOOLKIT = {"cuda": "12.9.0", "rocm": "7.0.0"}
 
 
 def target_config(device: Device) -> str:
-    """The description of a CUDA or ROCm device. Raises: UserError if its facts do not suffice."""
+    """The text proto of a CUDA or ROCm device. Raises: UserError if its description is incomplete."""
     facts = {"arch": device.arch, "cores": device.cores, "shared_memory": device.shared_memory, "l2": device.l2}
     facts |= {"clock_ghz": device.clock_ghz, "bandwidth": device.bandwidth}
     missing = [name for name, value in facts.items() if not value]
@@ -79,14 +79,16 @@ def _capability(device: Device) -> list[str]:
     arch = device.compiled_as or device.arch
     if device.platform == "rocm":
         return [f"  rocm_compute_capability {{ gcn_arch_name: {_literal(arch)} }}"]
-    found = re.fullmatch(r"sm_(\d+)(\d)([af]?)", arch)
-    if found is None:
+    parsed = re.fullmatch(r"sm_(\d+)(\d)([af]?)", arch)
+    if parsed is None:
         raise UserError(
-            f"arch = '{arch}' names no NVIDIA chip", where=f"[{device.name}]", fix="write it as sm_90a or sm_80"
+            f"arch = '{arch}' is not the name of an NVIDIA chip",
+            where=f"[{device.name}]",
+            fix="write it as sm_90a or sm_80",
         )
-    extension = {"a": "ACCELERATED_FEATURES", "f": "FAMILY_COMPATIBLE_FEATURES", "": "NONE"}[found[3]]
+    extension = {"a": "ACCELERATED_FEATURES", "f": "FAMILY_COMPATIBLE_FEATURES", "": "NONE"}[parsed[3]]
     return [
-        f"  cuda_compute_capability {{ major: {found[1]} minor: {found[2]} feature_extension: {extension} }}",
+        f"  cuda_compute_capability {{ major: {parsed[1]} minor: {parsed[2]} feature_extension: {extension} }}",
     ]
 
 

@@ -1,4 +1,4 @@
-"""Compilers brought from the package index into a folder of their own, where no run of the environment loads them."""
+"""Installs compilers from the package index into a separate folder, where other runs do not load them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from packaging.requirements import Requirement
 from meshtune.errors import UserError, nearest
 from meshtune.plan.compilers.find import compilers_folder
 
-# The extras of jax that name each platform's wheels, the first one jax has; jax knows which versions go with it.
+# The extras of jax that list each platform's wheels with matching versions, in order of preference.
 EXTRAS = {"cuda": ("cuda12-local", "cuda13-local"), "rocm": ("rocm7-local",), "tpu": ("tpu",)}
-# XLA assembles for NVIDIA with ptxas and links libdevice; both are in this wheel, which jax's extra leaves out.
+# The wheel with ptxas and libdevice, which XLA needs to compile for NVIDIA, and which jax's extra does not list.
 ASSEMBLER = {"12": "nvidia-cuda-nvcc-cu12>=12.6.85", "13": "nvidia-cuda-nvcc>=13"}
 
 
 def requirements(platform: str) -> list[str]:
-    """What is installed for a platform, without dependencies: all that compiling needs, about half a gigabyte.
+    """The packages that compiling for a platform needs, to be installed without their dependencies; about 0.5 GB.
 
-    Raises: UserError for a platform that has no compiler, or for one that this version of jax has no wheels of.
+    Raises: UserError for an unknown platform, or for one without wheels for this version of jax.
     """
     if platform not in EXTRAS:
         raise UserError(
@@ -33,45 +33,52 @@ def requirements(platform: str) -> list[str]:
             where="--install",
             fix=f"{nearest(platform, EXTRAS)}choose of {', '.join(EXTRAS)}",
         )
-    stated = [Requirement(line) for line in importlib.metadata.requires("jax") or []]
+    requirements_of_jax = [Requirement(line) for line in importlib.metadata.requires("jax") or []]
     for extra in EXTRAS[platform]:
-        mine = [one for one in stated if one.marker is not None and one.marker.evaluate({"extra": extra})]
-        wanted = [one for one in mine if one.name.startswith(("jax-cuda", "jax-rocm", "libtpu"))]
-        if wanted:
-            return _with_what_they_need(wanted)
+        compilers = [
+            requirement
+            for requirement in requirements_of_jax
+            if requirement.marker is not None
+            and requirement.marker.evaluate({"extra": extra})
+            and requirement.name.startswith(("jax-cuda", "jax-rocm", "libtpu"))
+        ]
+        if compilers:
+            return _with_companions(compilers)
     raise UserError(
-        f"jax {importlib.metadata.version('jax')} names no compiler for {platform}",
+        f"jax {importlib.metadata.version('jax')} lists no compiler for {platform}",
         where="--install",
         fix=f"install it by hand into {compilers_folder() / platform}",
     )
 
 
-def _with_what_they_need(wanted: Iterable[Requirement]) -> list[str]:
-    found = []
-    for one in wanted:
-        found.append(f"{one.name}{one.specifier}")
-        if one.name.endswith("-plugin"):
-            found.append(f"{one.name.removesuffix('plugin')}pjrt{one.specifier}")
-        if one.name.startswith("jax-cuda"):
-            found.append(ASSEMBLER[one.name.removeprefix("jax-cuda")[:2]])
-    return found
+def _with_companions(compilers: Iterable[Requirement]) -> list[str]:
+    """The requirements with the PJRT library of each plugin, and the assembler for CUDA."""
+    lines = []
+    for requirement in compilers:
+        name, specifier = requirement.name, requirement.specifier
+        lines.append(f"{name}{specifier}")
+        if name.endswith("-plugin"):
+            lines.append(f"{name.removesuffix('plugin')}pjrt{specifier}")
+        if name.startswith("jax-cuda"):
+            lines.append(ASSEMBLER[name.removeprefix("jax-cuda")[:2]])
+    return lines
 
 
 def install(platform: str) -> pathlib.Path:
-    """Puts a platform's compiler into `compilers_folder`, in place of one that is there; pip's own output is shown.
+    """Installs a platform's compiler into `compilers_folder`, replacing an installed one; pip's own output is shown.
 
-    Raises: UserError, as `requirements` does, and if it cannot be installed.
+    Raises: UserError, as `requirements` does, and if the installation fails.
     """
-    wanted = requirements(platform)
+    packages = requirements(platform)
     folder = compilers_folder() / platform
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Beside its place and renamed when whole: half a compiler is worse than none.
+    # Installed next to the final folder and renamed when complete, so that a failure leaves no partial compiler.
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{platform}-") as scratch:
         fresh = pathlib.Path(scratch) / "packages"
-        ran = subprocess.run([*_installer(), "--no-deps", "--target", str(fresh), *wanted])
+        ran = subprocess.run([*_installer(), "--no-deps", "--target", str(fresh), *packages])
         if ran.returncode != 0 or not fresh.is_dir():
             raise UserError(
-                f"the compiler for {platform} could not be installed: {' '.join(wanted)}",
+                f"the compiler for {platform} could not be installed: {' '.join(packages)}",
                 where=str(folder),
                 fix="see the lines above; there may be no wheels for this Python, machine or version of jax",
             )
@@ -89,5 +96,7 @@ def _installer() -> list[str]:
     if uv := shutil.which("uv"):
         return [uv, "pip", "install", "--quiet", "--python", sys.executable, "--only-binary=:all:"]
     raise UserError(
-        "neither pip nor uv is there to install with", where=sys.executable, fix="python -m ensurepip, or install uv"
+        "neither pip nor uv is available to install with",
+        where=sys.executable,
+        fix="python -m ensurepip, or install uv",
     )

@@ -1,4 +1,4 @@
-"""LLVM's linker, with which XLA makes code objects for AMD GPUs."""
+"""Finds LLVM's linker, with which XLA links code objects for AMD GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import shutil
 from collections.abc import Mapping
 
-PLACES = (
+DIRECTORIES = (
     "/opt/rocm/llvm/bin",
     "/opt/rocm-*/llvm/bin",
     "/usr/lib/llvm-*/bin",
@@ -19,10 +19,10 @@ PLACES = (
 
 
 def find_linker(env: Mapping[str, str] = os.environ) -> pathlib.Path | None:
-    """ld.lld: that of the PATH, else ROCm's, else the newest of the system's LLVMs."""
-    if here := shutil.which("ld.lld", path=env.get("PATH")):
-        return pathlib.Path(here)
-    for pattern in PLACES:
+    """The path of ld.lld: from PATH, else ROCm's, else that of the newest LLVM of the system; None if there is none."""
+    if on_path := shutil.which("ld.lld", path=env.get("PATH")):
+        return pathlib.Path(on_path)
+    for pattern in DIRECTORIES:
         folders = sorted(glob.glob(pattern), key=lambda folder: [int(n) for n in re.findall(r"\d+", folder)])
         for folder in reversed(folders):
             if (path := pathlib.Path(folder) / "ld.lld").exists():

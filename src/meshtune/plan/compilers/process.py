@@ -1,4 +1,4 @@
-"""A function called in a process that has one platform's compiler, with the described devices of a target."""
+"""Runs a function in a separate process that has loaded one platform's compiler, with a target's described devices."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 from meshtune.errors import UserError
-from meshtune.plan.compilers.find import Found, found_or_error
-from meshtune.plan.compilers.stage import FILE, read
+from meshtune.plan.compilers.find import Compiler, require_compiler
+from meshtune.plan.compilers.progress import STAGE_VARIABLE, read_stage
 from meshtune.plan.hardware import Target
 
-Progress = Callable[[str, float], None]  # what is being done, and for how many seconds the process has run
+Progress = Callable[[str, float], None]  # (current stage, seconds since the process started)
 
 LIMIT = 900.0  # seconds; a 405B step takes half a minute on two cores
 
@@ -31,87 +31,89 @@ def run(
     arguments: Mapping[str, Any] | None = None,
     *,
     paths: Sequence[str | pathlib.Path] = (),
-    compiler: Found | None = None,
+    compiler: Compiler | None = None,
     limit: float = LIMIT,
     progress: Progress | None = None,
 ) -> Any:
-    """What `function` ("module:name") answers to (target, devices, **arguments), called where the compiler is.
+    """Calls `function` ("module:name") with (target, devices, **arguments) in a compiler process; returns its result.
 
-    Arguments and answer are what JSON can hold; `paths` are further folders to import from. No accelerator is used.
-    Raises: UserError for a missing compiler, for one the function raises, and for a compiler that fails, with the last
-    lines it wrote.
+    Arguments and result must be JSON values; `paths` are additional folders to import from, `limit` is in seconds. No
+    accelerator is used. Raises: UserError for a missing compiler, any UserError of the function, and for a compiler
+    that fails, with the last lines of its output.
     """
-    compiler = compiler or found_or_error(target.device.platform)
+    compiler = compiler or require_compiler(target.device.platform)
     with tempfile.TemporaryDirectory(prefix="meshtune-compile-") as scratch:
         folder = pathlib.Path(scratch)
         job = {
             "device": dataclasses.asdict(target.device),
             "hosts": target.hosts,
-            "each": target.each,
+            "per_host": target.per_host,
             "function": function,
             "arguments": dict(arguments or {}),
             "answer": str(folder / "answer.json"),
         }
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
         command = [sys.executable, "-m", "meshtune.plan.compilers.child", str(folder / "job.json")]
-        env = child_env(compiler, target, paths) | {FILE: str(folder / "stage")}
-        with (folder / "words").open("wb") as words:
-            code = _wait(command, env, words, limit, _shown(folder / "stage", progress))
+        env = child_env(compiler, target, paths) | {STAGE_VARIABLE: str(folder / "stage")}
+        with (folder / "output").open("wb") as output:
+            code = _wait(command, env, output, limit, _stage_reporter(folder / "stage", progress))
         answer = folder / "answer.json"
         if code != 0 or not answer.is_file():
-            said = (folder / "words").read_text(encoding="utf-8", errors="replace")
-            raise _failed(target, compiler, code, said, limit)
-        found = json.loads(answer.read_text(encoding="utf-8"))
-    if "error" in found:
-        raise UserError(found["error"]["what"], where=found["error"]["where"], fix=found["error"]["fix"])
-    return found["result"]
+            text = (folder / "output").read_text(encoding="utf-8", errors="replace")
+            raise _failure(target, compiler, code, text, limit)
+        result = json.loads(answer.read_text(encoding="utf-8"))
+    if "error" in result:
+        raise UserError(result["error"]["what"], where=result["error"]["where"], fix=result["error"]["fix"])
+    return result["result"]
 
 
 def child_env(
-    compiler: Found, target: Target, paths: Sequence[str | pathlib.Path] = (), env: Mapping[str, str] = os.environ
+    compiler: Compiler, target: Target, paths: Sequence[str | pathlib.Path] = (), env: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """The environment of the process that compiles."""
+    """The environment variables of a compiler process."""
     unset = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "PJRT_NAMES_AND_LIBRARY_PATHS", "LD_PRELOAD")
-    made = {name: value for name, value in env.items() if name not in unset}
-    # What runs in that process runs on its CPU; the compilers are asked for by name. So no backend is started that
-    # would look for devices.
-    made["JAX_PLATFORMS"] = "cpu"
-    made["TPU_SKIP_MDS_QUERY"] = "1"
-    made["TF_CPP_MIN_LOG_LEVEL"] = env.get("TF_CPP_MIN_LOG_LEVEL", "2")
-    # A cache of programs made for other devices is of no use here, and a described device has nothing to run them on.
-    made["JAX_ENABLE_COMPILATION_CACHE"] = "false"
-    made |= compiler.env
-    made = {name: value for name, value in made.items() if value}
-    flags = [word for word in made.get("XLA_FLAGS", "").split() if "xla_force_host_platform_device_count" not in word]
+    variables = {name: value for name, value in env.items() if name not in unset}
+    # Compilers are requested by name, and everything that executes does so on the CPU, so that JAX starts no backend
+    # that would look for devices.
+    variables["JAX_PLATFORMS"] = "cpu"
+    variables["TPU_SKIP_MDS_QUERY"] = "1"
+    variables["TF_CPP_MIN_LOG_LEVEL"] = env.get("TF_CPP_MIN_LOG_LEVEL", "2")
+    # Programs compiled for described devices cannot be executed, so caching them is of no use.
+    variables["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+    variables |= compiler.env
+    variables = {name: value for name, value in variables.items() if value}
+    flags = [
+        flag for flag in variables.get("XLA_FLAGS", "").split() if "xla_force_host_platform_device_count" not in flag
+    ]
     if compiler.platform == "cpu":
         flags.append(f"--xla_force_host_platform_device_count={target.devices}")
-    made["XLA_FLAGS"] = " ".join(flags)
-    first = [] if compiler.folder is None else [str(compiler.folder)]
-    here = str(pathlib.Path(__file__).parents[3])  # so that the same Meshtune is found, installed or not
-    more = [word for word in env.get("PYTHONPATH", "").split(os.pathsep) if word]
-    made["PYTHONPATH"] = os.pathsep.join([*first, *map(str, paths), here, *more])
-    return made
+    variables["XLA_FLAGS"] = " ".join(flags)
+    compiler_path = [] if compiler.folder is None else [str(compiler.folder)]
+    meshtune_path = str(pathlib.Path(__file__).parents[3])  # the same Meshtune is imported, installed or not
+    inherited = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
+    variables["PYTHONPATH"] = os.pathsep.join([*compiler_path, *map(str, paths), meshtune_path, *inherited])
+    return variables
 
 
-def _shown(stage: pathlib.Path, progress: Progress | None) -> Callable[[float], None]:
-    def show(seconds: float) -> None:
+def _stage_reporter(stage: pathlib.Path, progress: Progress | None) -> Callable[[float], None]:
+    def report(seconds: float) -> None:
         if progress is not None:
-            progress(read(stage), seconds)
+            progress(read_stage(stage), seconds)
 
-    return show
+    return report
 
 
 def _wait(
-    command: list[str], env: dict[str, str], words: Any, limit: float, show: Callable[[float], None]
+    command: list[str], env: dict[str, str], output: BinaryIO, limit: float, report: Callable[[float], None]
 ) -> int | None:
-    """The exit code, or None if the time was up. The process and whatever it started are gone afterwards."""
+    """Runs a command; returns its exit code, or None after `limit` seconds. Its process group is killed at the end."""
     process = subprocess.Popen(
-        command, env=env, stdout=words, stderr=words, stdin=subprocess.DEVNULL, start_new_session=True
+        command, env=env, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
     )
-    began = time.monotonic()
+    start = time.monotonic()
     try:
-        while (seconds := time.monotonic() - began) < limit:
-            show(seconds)
+        while (seconds := time.monotonic() - start) < limit:
+            report(seconds)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(timeout=min(0.5, limit - seconds))
         return None
@@ -121,14 +123,14 @@ def _wait(
             process.wait()
 
 
-def _failed(target: Target, compiler: Found, code: int | None, said: str, limit: float) -> UserError:
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    last = "\n".join(lines[-12:]) or "(it wrote nothing)"
+def _failure(target: Target, compiler: Compiler, code: int | None, output: str, limit: float) -> UserError:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    last_lines = "\n".join(lines[-12:]) or "(no output)"
     if code is None:
-        what = f"the compiler for {target} was not done after {limit:.0f} s"
-        fix = "give it a longer limit, or compute.scan_layers: true, with which time does not grow with depth"
+        message = f"the compiler for {target} was not done after {limit:.0f} s"
+        fix = "give it a longer limit, or compute.scan_layers: true, with which compile time is independent of depth"
     else:
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        what = f"the compiler for {target} failed ({how}); its last lines:\n{last}"
+        cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        message = f"the compiler for {target} failed ({cause}); its last lines:\n{last_lines}"
         fix = "if it was killed, it needs more memory than there is; otherwise report it with these lines"
-    return UserError(what, where=str(compiler), fix=fix)
+    return UserError(message, where=str(compiler), fix=fix)

@@ -1,8 +1,9 @@
-"""Stand-ins for libraries that ROCm's compiler links against but never calls while it compiles.
+"""Builds stub libraries for those that ROCm's compiler links against but does not call while it compiles.
 
-The wheels of JAX's ROCm plugin hold all of XLA's compiler for AMD GPUs, and need HIP, rocBLAS, MIOpen and others, which
-only an installation of ROCm has, to be loaded at all. A stand-in gives the names that the wheels ask for; each function
-answers hipErrorNoDevice and does nothing, so nothing can be run by mistake. What is installed is never replaced.
+The wheels of JAX's ROCm plugin contain XLA's whole compiler for AMD GPUs, but can be loaded only where HIP, rocBLAS,
+MIOpen and others are, which come with an installation of ROCm. A stub ("stand-in") defines the symbols that the wheels
+import; each function does nothing and returns hipErrorNoDevice, so nothing can run by mistake. Installed libraries are
+never replaced.
 """
 
 from __future__ import annotations
@@ -30,37 +31,40 @@ ROCM = ("/opt/rocm/lib", "/opt/rocm-*/lib")
 
 
 def missing_libraries(objects: Mapping[pathlib.Path, SharedObject], folders: Sequence[pathlib.Path]) -> list[str]:
-    """The libraries that objects need and that are in none of `folders` nor where the objects themselves look."""
-    return sorted({name for one in objects.values() for name in one.needed if _where(name, one, folders) is None})
+    """The libraries that objects need and that are neither in `folders` nor in the objects' own search paths."""
+    return sorted(
+        {name for image in objects.values() for name in image.needed if _resolve(name, image, folders) is None}
+    )
 
 
 def library_folders(env: Mapping[str, str] = os.environ) -> list[pathlib.Path]:
-    """Where the loader finds libraries, and where ROCm is installed."""
-    own = [pathlib.Path(word) for word in env.get("LD_LIBRARY_PATH", "").split(":") if word]
+    """The folders in which the loader searches for libraries, and those of ROCm."""
+    from_env = [pathlib.Path(path) for path in env.get("LD_LIBRARY_PATH", "").split(":") if path]
     listed = [line.strip() for name in sorted(glob.glob("/etc/ld.so.conf.d/*.conf")) for line in _lines(name)]
-    rocm = [pathlib.Path(found) for pattern in ROCM for found in sorted(glob.glob(pattern))]
-    return [*own, *(pathlib.Path(line) for line in listed if line.startswith("/")), *map(pathlib.Path, SYSTEM), *rocm]
+    configured = [pathlib.Path(line) for line in listed if line.startswith("/")]
+    rocm = [pathlib.Path(path) for pattern in ROCM for path in sorted(glob.glob(pattern))]
+    return [*from_env, *configured, *map(pathlib.Path, SYSTEM), *rocm]
 
 
 def build_stand_ins(
     paths: Iterable[pathlib.Path], cache: pathlib.Path, folders: Sequence[pathlib.Path]
 ) -> pathlib.Path | None:
-    """A folder inside `cache` with a stand-in for every missing library, made once; None if none is missing."""
+    """A folder inside `cache` with a stub for every missing library, built once; None if none is missing."""
     objects = {path: read(path) for path in paths}
     missing = missing_libraries(objects, folders)
     if not missing:
         return None
-    functions, versions = _wanted(objects, set(missing), folders)
-    made = {name: stand_in(name, functions[name], sorted(versions[name]), NO_DEVICE) for name in missing}
-    digest = hashlib.sha256(b"".join(made[name] for name in missing)).hexdigest()[:16]
+    functions, versions = _imported_symbols(objects, set(missing), folders)
+    images = {name: stand_in(name, functions[name], sorted(versions[name]), NO_DEVICE) for name in missing}
+    digest = hashlib.sha256(b"".join(images[name] for name in missing)).hexdigest()[:16]
     folder = cache / f"rocm-stand-ins-{digest}"
     if not folder.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
-        # Made beside and renamed: another process may make them at the same time.
+        # Built in a scratch folder and renamed: another process may build them at the same time.
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
             ready = pathlib.Path(scratch) / "ready"
             ready.mkdir()
-            for name, image in made.items():
+            for name, image in images.items():
                 (ready / name).write_bytes(image)
             try:
                 ready.rename(folder)
@@ -70,33 +74,34 @@ def build_stand_ins(
     return folder
 
 
-def _wanted(
+def _imported_symbols(
     objects: Mapping[pathlib.Path, SharedObject], missing: set[str], folders: Sequence[pathlib.Path]
 ) -> tuple[dict[str, dict[str, str | None]], dict[str, set[str]]]:
-    """(functions with their versions, version names), of each missing library.
+    """(functions with their versions, version names) that are imported from each missing library.
 
-    A name without a version does not say whose it is; each stand-in gives all of those, for an object is only given
-    what the libraries it needs itself have.
+    An unversioned symbol does not name its library, so every stub defines all unversioned symbols that no installed
+    library of the importing object defines.
     """
     functions: dict[str, dict[str, str | None]] = {name: {} for name in missing}
     versions: dict[str, set[str]] = {name: set() for name in missing}
-    anyone = set[str]()
-    for one in objects.values():
-        given = {found for name in one.needed if (found := _where(name, one, folders))}
-        there = set[str]().union(*(read(path).defined for path in given))
-        for name, version in one.undefined.items():
+    unversioned = set[str]()
+    for image in objects.values():
+        installed = {path for name in image.needed if (path := _resolve(name, image, folders))}
+        defined = set[str]().union(*(read(path).defined for path in installed))
+        for symbol, version in image.undefined.items():
             if version is not None and version[0] in missing:
-                functions[version[0]][name] = version[1]
+                functions[version[0]][symbol] = version[1]
                 versions[version[0]].add(version[1])
-            elif version is None and name not in there and not name.startswith(("Py", "_Py")):  # Python gives its own
-                anyone.add(name)
-    for mine in functions.values():
-        mine |= dict.fromkeys(sorted(anyone - set(mine)))
-    return {name: dict(sorted(mine.items())) for name, mine in functions.items()}, versions
+            elif version is None and symbol not in defined and not symbol.startswith(("Py", "_Py")):  # Python's own
+                unversioned.add(symbol)
+    for symbols in functions.values():
+        symbols |= dict.fromkeys(sorted(unversioned - set(symbols)))
+    return {name: dict(sorted(symbols.items())) for name, symbols in functions.items()}, versions
 
 
-def _where(name: str, one: SharedObject, folders: Sequence[pathlib.Path]) -> pathlib.Path | None:
-    return next((path for folder in [*one.paths, *folders] if (path := folder / name).is_file()), None)
+def _resolve(name: str, image: SharedObject, folders: Sequence[pathlib.Path]) -> pathlib.Path | None:
+    """The path of a library that an object needs, None if it is not installed."""
+    return next((path for folder in [*image.paths, *folders] if (path := folder / name).is_file()), None)
 
 
 def _lines(path: str) -> list[str]:

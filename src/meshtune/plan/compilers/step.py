@@ -1,4 +1,4 @@
-"""A recipe's step through a compiler: what runs in the compiler's process."""
+"""Compiles a recipe's step; this runs in the compiler process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from meshtune.config.recipe import Recipe
 from meshtune.plan.collectives import collectives_of
-from meshtune.plan.compilers.stage import now
+from meshtune.plan.compilers.progress import report_stage
 from meshtune.plan.compilers.topology import refused_bytes
 from meshtune.plan.hardware import Target
 from meshtune.plan.program import step_of
@@ -17,51 +17,51 @@ MEMORY = ("argument", "output", "alias", "temp", "host_argument", "host_output",
 
 
 def compile_step(target: Target, devices: list[Any], recipe: dict[str, Any], length: int | None) -> dict[str, Any]:
-    """The fields of `compiled.Compiled` that only the compiler's process knows."""
+    """Compiles the step and returns the fields of `compiled.Compiled` but target, compiler and notes."""
     import jax
 
-    began = time.perf_counter()
-    now("tracing")
+    start = time.perf_counter()
+    report_stage("tracing")
     program = step_of(Recipe.model_validate(recipe), target, devices, length)
     lowered = program.lower()
     traced = time.perf_counter()
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "mesh": program.mesh,
         "rows": program.rows,
         "length": program.length,
         "accumulation": program.accumulation,
         "breakdown": program.breakdown(),
         "choices": [dataclasses.asdict(choice) for choice in program.choices],
-        "lower_seconds": traced - began,
+        "lower_seconds": traced - start,
     }
-    now("compiling")
+    report_stage("compiling")
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        # A TPU's compiler places every buffer and refuses a program that does not fit: that is an answer.
+        # A TPU's compiler allocates every buffer and refuses a program that does not fit: that is a result.
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        words = str(error)
-        refusal = {"out_of_memory": words[:4000], "needed_bytes": refused_bytes(words)}
-        return found | refusal | {"compile_seconds": time.perf_counter() - traced}
-    found["compile_seconds"] = time.perf_counter() - traced
+        message = str(error)
+        refusal = {"out_of_memory": message[:4000], "needed_bytes": refused_bytes(message)}
+        return fields | refusal | {"compile_seconds": time.perf_counter() - traced}
+    fields["compile_seconds"] = time.perf_counter() - traced
     memory = compiled.memory_analysis()
-    found |= {f"{name}_bytes": int(getattr(memory, f"{name}_size_in_bytes")) for name in MEMORY}
-    found["generated_code_bytes"] = int(memory.generated_code_size_in_bytes)
+    fields |= {f"{name}_bytes": int(getattr(memory, f"{name}_size_in_bytes")) for name in MEMORY}
+    fields["generated_code_bytes"] = int(memory.generated_code_size_in_bytes)
     cost = compiled.cost_analysis() or {}
     cost = cost[0] if isinstance(cost, list) else cost
-    found["flops"], found["bytes_accessed"] = cost.get("flops"), cost.get("bytes accessed")
-    found["optimal_seconds"] = cost.get("optimal_seconds")
-    found["collectives"] = _collectives(compiled)
-    return found
+    fields["flops"], fields["bytes_accessed"] = cost.get("flops"), cost.get("bytes accessed")
+    fields["optimal_seconds"] = cost.get("optimal_seconds")
+    fields["collectives"] = _collectives(compiled)
+    return fields
 
 
 def _collectives(compiled: Any) -> list[dict[str, Any]] | None:
-    """None where the plugin's program is written in words that this JAX's reader is too old for."""
+    """The collectives of the compiled program, None if this JAX is too old to parse the plugin's output."""
     import jax
 
     try:
         text = compiled.as_text()
     except jax.errors.JaxRuntimeError:
         return None
-    return [dataclasses.asdict(one) for one in collectives_of(text)]
+    return [dataclasses.asdict(collective) for collective in collectives_of(text)]

@@ -1,4 +1,4 @@
-"""A small sharded program, to see whether a compiler works at all."""
+"""A small sharded program, to check that a compiler works."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from meshtune.plan.hardware import Target
 
 
 def compile_trial(target: Target, devices: list[Any]) -> dict[str, Any]:
-    """Compiles a matrix product over all devices and a sum of its parts; {"temp_bytes": n}."""
+    """Compiles a matrix product and a sum, sharded over all devices; returns {"temp_bytes": n}."""
     import jax
     import jax.numpy as jnp
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    where = NamedSharding(Mesh(np.array(devices), ("all",)), PartitionSpec("all"))
-    rows = jax.ShapeDtypeStruct((64 * len(devices), 256), jnp.bfloat16, sharding=where)
+    sharding = NamedSharding(Mesh(np.array(devices), ("all",)), PartitionSpec("all"))
+    rows = jax.ShapeDtypeStruct((64 * len(devices), 256), jnp.bfloat16, sharding=sharding)
     step = jax.jit(lambda x: jnp.sum(jnp.tanh(x @ x.T), dtype=jnp.float32))
     memory: Any = step.lower(rows).compile().memory_analysis()
     return {"temp_bytes": int(memory.temp_size_in_bytes)}

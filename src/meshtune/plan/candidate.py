@@ -1,0 +1,187 @@
+"""The inputs of the analytic cost models: the arrays of a run, and one way to shard and execute it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+
+from meshtune.adapters.config import Method
+from meshtune.adapters.method import Prepared, abstract
+from meshtune.arrays.paths import named_leaves
+from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import flatten
+from meshtune.config.recipe import Recipe
+from meshtune.mesh.axes import MeshConfig, abstract_mesh
+from meshtune.mesh.layout import Layout
+from meshtune.model.sharding import layout_for
+from meshtune.model.spec import ModelSpec, abstract_params
+from meshtune.optim.build import make_optimizer
+from meshtune.plan.hardware import Target
+from meshtune.setup.choices import Precision, optimizer_of, precision_of
+from meshtune.setup.quantization import quantize_of
+from meshtune.setup.start import start_of
+from meshtune.weights.hub import CONFIG, locate
+from meshtune.weights.load import load_config, stored_dtype
+
+# Frozen weights, weights trained in full, adapters, gradients of both, and the optimizer's state.
+ROLES = ("frozen", "full", "adapter", "gradient", "optimizer")
+
+
+@dataclasses.dataclass(frozen=True)
+class PersistentArray:
+    """An array that lives across steps: its role (one of ROLES), shape, bytes per element and logical axes.
+
+    `units` is the shape in units that a mesh may split (see model.spec.ArraySpec).
+    """
+
+    role: str
+    path: str
+    shape: tuple[int, ...]
+    itemsize: float
+    axes: tuple[str, ...]
+    units: tuple[int, ...]
+
+    def local_bytes(self, layout: Layout) -> float:
+        """Bytes on one device."""
+        shards = math.prod(
+            layout.size(*((part,) if isinstance(part, str) else part))
+            for part in layout.spec(self.axes, self.units)
+            if part is not None
+        )
+        return math.prod(self.shape) * self.itemsize / shards
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """The mesh-independent part of a plan: the model as the method splits it, dtypes, and all persistent arrays.
+
+    `parameters` are the model's by path, before quantisation; `local_sizes` caches bytes per device by mesh.
+    """
+
+    recipe: Recipe
+    method: Method
+    precision: Precision
+    arrays: Prepared
+    persistent: tuple[PersistentArray, ...]
+    parameters: dict[str, ArraySpec]
+    local_sizes: dict[tuple[MeshConfig, frozenset[str]], dict[str, float]] = dataclasses.field(
+        default_factory=dict, repr=False
+    )
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.arrays.spec
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One way to run a workload: `accumulation` micro-batches of `rows` rows (over all devices) of `length` tokens.
+
+    `remat`, `loss_chunk` (tokens of a row), `mlp_chunk`, `attention_chunk` and `offload` are as in model.compute.
+    """
+
+    workload: Workload
+    target: Target
+    mesh: MeshConfig
+    layout: Layout
+    rows: int
+    length: int
+    accumulation: int
+    remat: str
+    loss_chunk: int
+    mlp_chunk: int | None = None
+    attention_chunk: int | None = None
+    offload: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of one micro-batch on one device."""
+        return self.rows * self.length / (self.mesh.dp * self.mesh.fsdp * self.mesh.cp)
+
+    @property
+    def activation_itemsize(self) -> int:
+        """Bytes per element of an activation."""
+        return jnp.dtype(self.workload.precision.compute).itemsize
+
+    @property
+    def loss_chunks(self) -> int:
+        """Chunks into which the logits of a row are split, rounded up."""
+        return -(-self.length // max(1, self.loss_chunk))
+
+    @property
+    def streams_trained_weights(self) -> bool:
+        """Whether trained weights live in host memory and are fetched layer by layer."""
+        return "weights" in self.offload and self.workload.recipe.optimizer.in_backward
+
+    @property
+    def update_gradient_bytes(self) -> float:
+        """Bytes on one device of all float32 gradients that an update computes, whether or not they exist at once."""
+        if not self.workload.recipe.optimizer.in_backward:
+            return self.local_bytes("gradient")
+        itemsize = jnp.dtype(self.workload.precision.trainable).itemsize
+        return self.local_bytes("full", "adapter") * 4 / itemsize
+
+    def local_bytes(self, *roles: str) -> float:
+        """Bytes on one device of the persistent arrays with these roles; "stacked" are the layers' frozen weights."""
+        key = (self.mesh, self.layout.whole)
+        sizes = self.workload.local_sizes.get(key)
+        if sizes is None:
+            names: list[str] = [*ROLES, "stacked"]
+            sizes = dict.fromkeys(names, 0.0)
+            for array in self.workload.persistent:
+                size = array.local_bytes(self.layout)
+                sizes[array.role] += size
+                if array.role == "frozen" and array.path.startswith("layers/"):
+                    sizes["stacked"] += size
+            self.workload.local_sizes[key] = sizes
+        return sum(sizes[role] for role in roles)
+
+
+def workload_of(recipe: Recipe, backend: str) -> Workload:
+    """The workload of a recipe on a JAX backend, from the model's config alone.
+
+    Raises: UserError for an invalid model or method.
+    """
+    source = locate(recipe.model.path, recipe.model.revision, allow=CONFIG)
+    precision, _ = precision_of(recipe, stored_dtype(source, load_config(source)), backend)
+    start = start_of(recipe, source, precision.frozen)
+    method = start.method
+    arrays = abstract(method, start.spec, precision.trainable, quantize_of(recipe))
+    parameters = flatten(abstract_params(arrays.spec))
+    persistent = (*_weights(arrays, parameters), *_training_state(recipe, precision, arrays))
+    return Workload(recipe, method, precision, arrays, persistent, parameters)
+
+
+def layout_on(mesh: MeshConfig, spec: ModelSpec) -> Layout:
+    """The layout of a model on a mesh. Raises: UserError for a mesh that the model does not allow."""
+    return layout_for(abstract_mesh(mesh), spec)[0]
+
+
+def _weights(arrays: Prepared, parameters: dict[str, ArraySpec]) -> list[PersistentArray]:
+    frozen = [_persistent("frozen", path, leaf) for path, leaf in named_leaves(arrays.frozen)]
+    trained = [
+        _persistent("full" if path in parameters else "adapter", path, leaf)
+        for path, leaf in named_leaves(arrays.trainable)
+    ]
+    return [*frozen, *trained]
+
+
+def _training_state(recipe: Recipe, precision: Precision, arrays: Prepared) -> list[PersistentArray]:
+    """The gradients that exist at once, and the optimizer's state."""
+    optimizer, _ = make_optimizer(
+        optimizer_of(recipe, precision), recipe.train.steps or 1, arrays.trainable, arrays.spec
+    )
+    gradients = [_persistent("gradient", path, leaf) for path, leaf in optimizer.gradients(arrays.trainable).items()]
+    state = [_persistent("optimizer", path, leaf) for path, leaf in named_leaves(optimizer.specs(arrays.trainable))]
+    return [*gradients, *state]
+
+
+def _persistent(role: str, path: str, array: ArraySpec) -> PersistentArray:
+    return PersistentArray(role, path, array.shape, bytes_per_element(array.dtype), array.axes, array.units)
+
+
+def bytes_per_element(dtype: str) -> float:
+    """Bytes of one element of a dtype; 0.5 for 4-bit types."""
+    return 0.5 if dtype in ("int4", "uint4", "float4_e2m1fn") else float(jnp.dtype(dtype).itemsize)
