@@ -22,7 +22,7 @@ from meshtune.data.conversation import Origin
 from meshtune.data.tokens import Example
 from meshtune.errors import UserError
 
-VERSION = 3  # of the files' layout and of everything that turns documents into tokens: raise it when either changes
+VERSION = 4  # of the files' layout and of everything that turns documents into tokens: raise it when either changes
 _ARRAYS = {
     "ids": np.int32,  # [tokens]
     "weights": np.float32,  # [tokens]
