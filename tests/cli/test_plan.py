@@ -70,6 +70,20 @@ def test_words_say_whether_how_long_and_how_much(recipe):
         assert words in ran.stdout, words
 
 
+def test_a_cost_is_estimated_from_the_data_without_steps(tmp_path):
+    from meshtune import quickstart
+
+    file = tmp_path / "recipe.yaml"
+    data = f"{{train: {quickstart.LESSON}, max_length: 64}}"
+    file.write_text(f"model: {quickstart.MODEL}\ndata: {data}\noutput: {tmp_path}/out\ntrain: {{epochs: 2}}\n")
+    ran = plan(file, "--target", "H100", "--estimate", "--price", "3", "--json")
+    assert ran.returncode == 0, ran.stderr
+    report = json.loads(ran.stdout)
+    assert report["steps_source"] == "2 epochs of the data"
+    assert report["cost"] == pytest.approx(3 * report["steps"] * report["step_seconds"] / 3600)
+    assert report["cost"] > 0
+
+
 def test_a_recipe_that_does_not_fit_shows_remedies_and_the_command_with_them(recipe):
     ran = plan(recipe, "--target", "8xH100", "--estimate")
     assert ran.returncode == 0, ran.stderr

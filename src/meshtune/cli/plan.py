@@ -37,7 +37,8 @@ def plan(
         float, typer.Option("--reserve", help="Share of a device's memory to leave free.", min=0, max=0.9)
     ] = 0.06,
     tokens: Annotated[
-        float | None, typer.Option("--tokens", help="Total tokens to train on, if the recipe has no train.steps.")
+        float | None,
+        typer.Option("--tokens", help="Total tokens to train on, in place of train.steps or of a count of the data."),
     ] = None,
     estimate: Annotated[
         bool,
@@ -61,10 +62,15 @@ def plan(
     from meshtune.plan.backend import compiler_for
     from meshtune.plan.render import print_report
     from meshtune.plan.report import report_for, to_json
+    from meshtune.plan.updates import Updates, updates_of
 
     reports: list[PlanReport] = []
-    steps = tokens / (recipe.train.batch_size * recipe.data.max_length) if tokens else None
     console = Console(stderr=True, highlight=False)
+    if tokens:
+        updates = Updates(tokens / (recipe.train.batch_size * recipe.data.max_length), "--tokens")
+    else:
+        with console.status("counting updates"):
+            updates = updates_of(recipe)
     for machine in targets:
         with console.status(f"planning for {machine}") as status:
 
@@ -73,7 +79,14 @@ def plan(
 
             compile_step, reason = (None, "--estimate is given") if estimate else compiler_for(machine, progress)
             report = report_for(
-                recipe, machine, compile_step, search=search, price=price, reserve=reserve, steps=steps, reason=reason
+                recipe,
+                machine,
+                compile_step,
+                search=search,
+                price=price,
+                reserve=reserve,
+                updates=updates,
+                reason=reason,
             )
         reports.append(report)
         if not as_json:

@@ -59,11 +59,14 @@ METHODS = (LoraMethod, FullMethod, FreezeMethod, LlamaProMethod)
 Method = Annotated[LoraMethod | FullMethod | FreezeMethod | LlamaProMethod, Field(discriminator="kind")]
 
 
+DEFAULT_EPOCHS = 3.0
+
+
 class TrainSection(Section):
     """Length, and rows an update. A row is one packed or padded sequence of data.max_length tokens."""
 
     epochs: float | None = Field(
-        default=None, gt=0, description="Passes over the data; default 3 if steps is not given."
+        default=None, gt=0, description=f"Passes over the data; default {DEFAULT_EPOCHS:g} if steps is not given."
     )
     steps: PositiveInt | None = Field(default=None, description="Optimizer updates; instead of epochs.")
     batch_size: PositiveInt = Field(default=16, description="Rows an update, over all devices and micro-batches.")
@@ -83,7 +86,7 @@ class TrainSection(Section):
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches an update; one as long as micro_batch is auto (plan.auto settles that first)."""
+        """Micro-batches an update; one as long as micro_batch is auto (plan.autotune resolves that first)."""
         return self.batch_size // (self.micro_batch if isinstance(self.micro_batch, int) else self.batch_size)
 
 

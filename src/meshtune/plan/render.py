@@ -158,12 +158,12 @@ def _times(report: PlanReport) -> Table:
     per_device = times.tokens_per_second / report.target.devices
     table.add_row("tokens per second", f"{times.tokens_per_second:,.0f} ({per_device:,.0f} per device)")
     table.add_row("MFU", f"{100 * times.mfu:.0f}% expected, {100 * times.mfu_bound:.0f}% at most")
+    updates = report.updates
     if report.run_seconds is not None:
-        table.add_row("the whole recipe", f"{format_duration(report.run_seconds)} for {report.steps:,.0f} updates")
+        duration = format_duration(report.run_seconds)
+        table.add_row("the whole recipe", f"{duration} for {updates.count:,.0f} updates ({updates.source})")
     else:
-        table.add_row(
-            "the whole recipe", "[dim]the number of updates depends on the data: give train.steps or --tokens[/]"
-        )
+        table.add_row("the whole recipe", f"[dim]{updates.source}: give train.steps or --tokens[/]")
     if report.cost is not None:
         table.add_row("cost", f"{report.cost:,.2f} at {report.price:g} per hour of each device")
     if best.compiled is not None:

@@ -15,6 +15,7 @@ from meshtune.plan.hardware import Target
 from meshtune.plan.remedies import Remedy, smallest_machine, try_remedies
 from meshtune.plan.roofline import Roofline, roofline
 from meshtune.plan.search import RESERVE, ScoredCandidate, memory_limit, open_keys, rank_candidates, score
+from meshtune.plan.updates import Updates
 from meshtune.plan.work import work_of
 
 COMPILED_CANDIDATES = 3  # of a search: the best so many are compiled
@@ -48,9 +49,8 @@ class PlanReport:
     """The plan of a recipe. `as_given` is for the recipe as it is, or for the best candidate of a search.
 
     `table` lists a search's candidates, best first. If `as_given` does not fit, `remedies` were tried, and `remedied`
-    is the plan with them if that fits; otherwise `smallest` is the smallest machine that would hold the recipe. `steps`
-    are the updates of the whole recipe, None if unknown; `price` is per hour of one device. `reason` says why no
-    compiler was used.
+    is the plan with them if that fits; otherwise `smallest` is the smallest machine that would hold the recipe.
+    `updates` are those of the whole recipe; `price` is per hour of one device. `reason` says why no compiler was used.
     """
 
     target: Target
@@ -60,7 +60,7 @@ class PlanReport:
     remedies: list[Remedy]
     remedied: StepPlan | None
     smallest: Target | None
-    steps: float | None
+    updates: Updates
     price: float | None
     reserve: float
     reason: str
@@ -73,7 +73,7 @@ class PlanReport:
     @property
     def run_seconds(self) -> float | None:
         """Seconds of all updates, without compiling, loading and saving."""
-        return None if self.steps is None else self.steps * self.best.roofline.seconds
+        return None if self.updates.count is None else self.updates.count * self.best.roofline.seconds
 
     @property
     def cost(self) -> float | None:
@@ -91,11 +91,12 @@ def report_for(
     search: bool = False,
     price: float | None = None,
     reserve: float = RESERVE,
-    steps: float | None = None,
+    updates: Updates | None = None,
     reason: str = "",
 ) -> PlanReport:
     """Plans a recipe for a target with the figures of `compile_step`; without it they are estimated.
 
+    `updates` are those of the whole recipe, by default train.steps.
     Raises: UserError for an invalid recipe, model or mesh.
     """
     keys = open_keys(recipe, search=search)
@@ -127,7 +128,7 @@ def report_for(
         remedies,
         remedied,
         smallest,
-        steps if steps is not None else recipe.train.steps,
+        updates or Updates(recipe.train.steps, "train.steps"),
         price,
         reserve,
         reason,
@@ -244,7 +245,8 @@ def to_json(report: PlanReport) -> dict[str, Any]:
             "model_flops": times.flops,
             "memory_bytes": times.memory_bytes,
         },
-        "steps": report.steps,
+        "steps": report.updates.count,
+        "steps_source": report.updates.source,
         "run_seconds": report.run_seconds,
         "cost": report.cost,
         "recipe_overrides": best.scored.shown_overrides,

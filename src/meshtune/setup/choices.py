@@ -66,7 +66,7 @@ def precision_of(recipe: Recipe, stored: str, backend: str | None = None) -> tup
 
 
 def mesh_of(recipe: Recipe, devices: int) -> tuple[MeshConfig, str]:
-    """The mesh, of `devices` devices or of as many as it was asked for, and why; auto is settled (plan.auto)."""
+    """The mesh, of `devices` devices or of as many as it was asked for, and why; auto is settled (plan.autotune)."""
     assert recipe.mesh != "auto", "settle what is left open first"
     config = MeshConfig(**recipe.mesh.model_dump())
     return (resolve_mesh(config, devices) if -1 in config.sizes.values() else config), "asked for"

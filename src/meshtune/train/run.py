@@ -15,7 +15,7 @@ from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import Prepared, count
 from meshtune.adapters.peft_format import BaseRecord, recorded
 from meshtune.arrays.tree import merge
-from meshtune.config.recipe import Recipe
+from meshtune.config.recipe import DEFAULT_EPOCHS, Recipe
 from meshtune.data.prepare import PreparedData, prepare_data
 from meshtune.errors import UserError
 from meshtune.mesh.agreement import code_version, main_process_first, require_agreement
@@ -49,8 +49,6 @@ from meshtune.train.result.result import Result
 from meshtune.train.step.build import TrainState
 from meshtune.train.task import Parts, make_task
 from meshtune.weights.fingerprint import base_hash
-
-DEFAULT_EPOCHS = 3.0
 
 
 def train(recipe: Recipe, *, console: Console | None = None, job: Job | None = None) -> Result:
