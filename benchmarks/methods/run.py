@@ -1,10 +1,10 @@
-"""Every method and optimizer on SmolLM2-135M and the same real data, with the same budget of tokens.
+"""Compares every method and optimizer on SmolLM2-135M with the same data and the same budget of tokens.
 
-    python benchmarks/methods/run.py MODEL ALPACA.json [arm ...]
+    python benchmarks/methods/run.py MODEL ALPACA.json [arm ...]    run the arms without a result, or those named
+    python benchmarks/methods/run.py                                only rewrite the table and the plot
 
-Rows, their order and the held-out records are the same for all arms. Each runs in a process of its own; result.json,
-beside this file, grows by an arm at a time, and an arm that is in it is not run again unless named. The table of
-docs/choosing.md and docs/images/methods.png are made of it.
+Rows, their order and the held-out records are the same for all arms. Each arm runs in a process of its own and is added
+to result.json beside this file. The table of docs/choosing.md and docs/images/methods.png are generated from it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ import sys
 import tempfile
 from typing import Any
 
-HERE = pathlib.Path(__file__).resolve().parent
-RESULT = HERE / "result.json"
-DOCS = HERE.parents[1] / "docs"
+FOLDER = pathlib.Path(__file__).resolve().parent
+RESULT = FOLDER / "result.json"
+DOCS = FOLDER.parents[1] / "docs"
 BEGIN, END = "<!-- benchmarks/methods/run.py writes from here -->\n", "<!-- to here -->\n"
 STEPS, ROWS, LENGTH = 20, 2, 128
-WARM = 5  # updates that are not timed
+WARM_UP = 5  # updates that are not timed
 MIB = 1 << 20
+COLORS = {"adapters": "#2f6fde", "some layers": "#12a594", "all weights": "#f2a93b"}
+INK, GRID = "#1f2933", "#e4e7eb"
 
-# Rates are those of the product's defaults for longer runs times a factor for so short a one; none was searched for,
-# but for OFT's: at LORA its first run ended above the loss before tuning.
+# Rates are the product's defaults for longer runs, times a factor for so short a run. None was searched for, except
+# OFT's: with LORA its first run ended above the loss before tuning.
 LORA, FULL = 5e-4, 5e-5
 
 
@@ -44,7 +46,7 @@ def full(name: str = "adamw", rate: float = FULL, **optimizer: Any) -> dict[str,
     return {"method": "full", "optimizer": {"name": name, "learning_rate": rate, **optimizer}}
 
 
-FUSED = {"in_backward": True, "max_grad_norm": None}
+IN_BACKWARD = {"in_backward": True, "max_grad_norm": None}
 ARMS: dict[str, dict[str, Any]] = {
     "lora": lora(),
     "lora+": lora(LORA / 4, {"lora_plus_ratio": 16.0}),
@@ -83,9 +85,9 @@ ARMS: dict[str, dict[str, Any]] = {
     "full, sophia": full("sophia"),
     "full, schedule_free": full("schedule_free", 2 * FULL, schedule="constant"),
     "full, prodigy": full("prodigy", 1.0),
-    "full, adamw, fused": full(**FUSED),
-    "full, adamw8bit, fused": full("adamw8bit", **FUSED),
-    "full, adamw, fused, on the host": {**full(**FUSED), "compute": {"offload": ["optimizer", "weights"]}},
+    "full, adamw, in backward": full(**IN_BACKWARD),
+    "full, adamw8bit, in backward": full("adamw8bit", **IN_BACKWARD),
+    "full, adamw, in backward, on the host": {**full(**IN_BACKWARD), "compute": {"offload": ["optimizer", "weights"]}},
 }
 
 
@@ -101,8 +103,8 @@ def recipe(arm: str, model: str, data: str, output: str) -> dict[str, Any]:
     }
 
 
-def measured(arm: str, model: str, data: str) -> dict[str, Any]:
-    """One run in a process of its own, and what it left."""
+def measure(arm: str, model: str, data: str) -> dict[str, Any]:
+    """Runs one arm in a process of its own and collects its results."""
     with tempfile.TemporaryDirectory() as folder:
         output = pathlib.Path(folder) / "run"
         file = pathlib.Path(folder) / "recipe.json"
@@ -112,81 +114,104 @@ def measured(arm: str, model: str, data: str) -> dict[str, Any]:
             sys.exit(f"{arm}: {ran.stdout[-3000:]}{ran.stderr[-3000:]}")
         rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
         prediction = json.loads((output / "run.json").read_text())["prediction"]
-        evaluated = [row["loss"] for row in rows if row["kind"] == "eval"]
+        evaluations = [row["loss"] for row in rows if row["kind"] == "eval"]
         seconds = [row["seconds"] for row in rows if row["kind"] == "train"]
-        saved = max((output / "checkpoints").iterdir(), key=lambda path: path.stat().st_mtime)
+        checkpoint = max((output / "checkpoints").iterdir(), key=lambda path: path.stat().st_mtime)
         return {
-            "loss_before": evaluated[0],
-            "loss": evaluated[-1],
+            "loss_before": evaluations[0],
+            "loss": evaluations[-1],
             "predicted_bytes": prediction["predicted"]["device_bytes"],
             "measured_bytes": prediction["measured"]["device_bytes"],
-            "step_seconds": statistics.median(seconds[WARM:]),
-            "checkpoint_bytes": sum(path.stat().st_size for path in saved.rglob("*") if path.is_file()),
+            "step_seconds": statistics.median(seconds[WARM_UP:]),
+            "checkpoint_bytes": sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()),
             "losses": [row["loss"] for row in rows if row["kind"] == "train"],
         }
 
 
 def table(runs: dict[str, dict[str, Any]]) -> str:
-    """The arms in Markdown, in MiB and seconds."""
+    """The results as a Markdown table, in MiB and seconds."""
     lines = [
         "| arm | held-out loss | predicted memory | measured | step | checkpoint |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for arm in ARMS:
-        if arm in runs:
-            run = runs[arm]
-            predicted, found, kept = (
-                "-" if run[key] is None else f"{run[key] / MIB:,.0f} MiB"
-                for key in ("predicted_bytes", "measured_bytes", "checkpoint_bytes")
-            )
-            loss, seconds = run["loss"], run["step_seconds"]
-            lines.append(f"| {arm} | {loss:.3f} | {predicted} | {found} | {seconds:.2f} s | {kept} |")
+    for arm, run in runs.items():
+        predicted, measured, checkpoint = (
+            "-" if run[key] is None else f"{run[key] / MIB:,.0f} MiB"
+            for key in ("predicted_bytes", "measured_bytes", "checkpoint_bytes")
+        )
+        loss, seconds = run["loss"], run["step_seconds"]
+        lines.append(f"| {arm} | {loss:.3f} | {predicted} | {measured} | {seconds:.2f} s | {checkpoint} |")
     return "\n".join(lines) + "\n"
 
 
+def group_of(arm: str) -> str:
+    """The group of an arm: what it trains."""
+    if arm.startswith("full"):
+        return "all weights"
+    return "some layers" if arm.startswith(("freeze", "llama_pro")) else "adapters"
+
+
 def draw(runs: dict[str, dict[str, Any]]) -> None:
-    """Held-out loss against measured memory, an arm a numbered point; what lies far above the start is at the edge."""
-    import matplotlib
+    """A row per arm, grouped by what it trains and ordered by loss: held-out loss (left) and peak memory (right).
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot
+    The losses on a quantised nf4 base are far above the others; they are drawn at the edge, with their value.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    figure, axes = pyplot.subplots(figsize=(11, 6.4))
+    order = sorted(runs, key=lambda arm: (list(COLORS).index(group_of(arm)), runs[arm]["loss"]))
     before = next(iter(runs.values()))["loss_before"]
-    top = before + 0.006
-    order = sorted(runs, key=lambda arm: runs[arm]["measured_bytes"])
-    names = []
-    for number, arm in enumerate(order, 1):
-        run = runs[arm]
-        adapter = not arm.startswith(("full", "freeze", "llama_pro"))
-        where = (run["measured_bytes"] / 2**30, min(run["loss"], top))
-        axes.scatter(*where, s=190, color="tab:blue" if adapter else "tab:orange", alpha=0.55, clip_on=False, zorder=2)
-        axes.annotate(str(number), where, ha="center", va="center", fontsize=7, zorder=3)
-        names.append(f"{number:2}  {arm}" + (f" ({run['loss']:.3f}, off the plot)" if run["loss"] > top else ""))
-    axes.axhline(before, color="grey", linewidth=0.8, linestyle="--", zorder=1)
-    axes.text(5, before, "before tuning", fontsize=8, color="grey", ha="right", va="bottom")
-    axes.set(
-        xscale="log", xlabel="measured peak memory, GiB", ylabel="held-out loss", ylim=(None, top),
-        title=f"{STEPS} updates of {ROWS * LENGTH} tokens: adapters blue, weights orange",
-    )  # fmt: skip
-    ticks = (0.5, 1, 2, 3, 5)
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
-    axes.text(1.02, 1, "\n".join(names), transform=axes.transAxes, fontsize=8, va="top", family="monospace")
-    figure.tight_layout()
-    figure.savefig(DOCS / "images/methods.png", dpi=130)
+    low = min(run["loss"] for run in runs.values()) - 0.011
+    high = before + 0.012
+    figure = Figure(figsize=(11, 9), dpi=130, layout="constrained", facecolor="white")
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(5, 4))
+    for row, arm in enumerate(order):
+        run, color = runs[arm], COLORS[group_of(arm)]
+        loss, gib = run["loss"], run["measured_bytes"] / 2**30
+        beyond = loss > high
+        left.plot([before, min(loss, high)], [row, row], color=color, linewidth=1.4, alpha=0.5, zorder=1)
+        left.plot(min(loss, high), row, marker=">" if beyond else "o", color=color, markersize=7, zorder=2)
+        # To the left of the line between the loss before tuning and the loss after it.
+        left.annotate(f"{loss:.3f}", (min(loss, before), row), xytext=(-8, 0), textcoords="offset points", ha="right",
+                      va="center", fontsize=8.5, color=INK)  # fmt: skip
+        right.barh(row, gib, color=color, height=0.6)
+        right.annotate(f"{gib:.2f}", (gib, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5,
+                       color=INK)  # fmt: skip
+    left.axvline(before, color=INK, linewidth=1, linestyle=(0, (4, 3)))
+    left.annotate("before tuning", (before, -0.9), xytext=(-5, 0), textcoords="offset points", fontsize=8.5, ha="right",
+                  va="center", color=INK)  # fmt: skip
+    left.set_xlim(low, high + 0.002)
+    left.set_ylim(len(order) - 0.4, -1.5)
+    left.set_yticks(range(len(order)), order, fontsize=9.5)
+    left.set_title("held-out loss (lower is better)", loc="left", fontsize=11, color=INK)
+    right.set_xlim(0, 1.12 * max(run["measured_bytes"] for run in runs.values()) / 2**30)
+    right.set_title("peak memory (GiB)", loc="left", fontsize=11, color=INK)
+    for axes in (left, right):
+        axes.grid(axis="x", color=GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.tick_params(colors=INK, length=0)
+        for spine in axes.spines.values():
+            spine.set_visible(False)
+    for group, color in COLORS.items():
+        right.barh(0, 0, color=color, label=group)
+    right.legend(title="what is trained", frameon=False, loc="upper right", fontsize=9.5, title_fontsize=9.5)
+    figure.suptitle(
+        f"SmolLM2-135M, {STEPS} updates of {ROWS * LENGTH} tokens", x=0.01, ha="left", fontsize=13, color=INK
+    )
+    FigureCanvasAgg(figure).print_png(DOCS / "images/methods.png")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("data")
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("data", nargs="?")
     parser.add_argument("arms", nargs="*")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     filed: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     runs: dict[str, Any] = filed.get("runs", {})
-    for arm in arguments.arms or [arm for arm in ARMS if arm not in runs]:
-        runs[arm] = measured(arm, arguments.model, arguments.data)
+    missing = [arm for arm in ARMS if arm not in runs]
+    for arm in (options.arms or missing) if options.data else []:
+        runs[arm] = measure(arm, options.model, options.data)
         print(f"{arm}: {runs[arm]['loss_before']:.3f} -> {runs[arm]['loss']:.3f}", flush=True)
         about = {
             "date": datetime.date.today().isoformat(),
@@ -197,10 +222,11 @@ def main() -> None:
             "arms": ARMS,
         }
         RESULT.write_text(json.dumps(about | {"runs": runs, "notes": filed.get("notes", {})}, indent=1) + "\n")
+    runs = {arm: runs[arm] for arm in ARMS if arm in runs}
     page = DOCS / "choosing.md"
-    before, rest = page.read_text().split(BEGIN)
-    page.write_text(before + BEGIN + table(runs) + END + rest.split(END)[1])
-    draw({arm: runs[arm] for arm in ARMS if arm in runs})
+    before, after = page.read_text().split(BEGIN)
+    page.write_text(before + BEGIN + table(runs) + END + after.split(END)[1])
+    draw(runs)
 
 
 if __name__ == "__main__":
