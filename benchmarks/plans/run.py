@@ -1,7 +1,7 @@
-"""File the plans of the headline recipes: what the compilers say of each, and how long that took to find out.
+"""Files the compilers' plans of the headline recipes, and how long planning took.
 
-python benchmarks/plans/run.py [NAME ...]     plans examples/headline/NAME.yaml (all without names) for the target that
-                                              its first line gives, and writes NAME.json, NAME.png and RESULTS.md
+python benchmarks/plans/run.py [NAME ...]     plans examples/headline/NAME.yaml (without names, all) for the target in
+                                              its first line, and writes NAME.json, NAME.png and RESULTS.md
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import sys
 import time
 from typing import Any
 
-HERE = pathlib.Path(__file__).parent
-ROOT = HERE.parents[1]
+FOLDER = pathlib.Path(__file__).parent
+ROOT = FOLDER.parents[1]
 RECIPES = ROOT / "examples/headline"
 GIB = 2**30
-# GiB on a device that each is to stay below.
+# Upper limits in GiB per device.
 GOALS = {
     "405b-lora-8xMI300X-short": 105.0, "405b-lora-8xMI300X": 150.0, "405b-qlora-8xH100": 64.0, "8b-qlora": 6.5,
     "8b-lora-64k": 21.0,
@@ -29,7 +29,7 @@ GOALS = {
 
 
 def main(names: list[str]) -> None:
-    """Plans each recipe and writes the table anew from all that is filed."""
+    """Plans the recipes and rewrites the table from all filed plans."""
     for recipe in sorted(RECIPES.glob("*.yaml")):
         if not names or recipe.stem in names:
             file(recipe)
@@ -37,46 +37,46 @@ def main(names: list[str]) -> None:
 
 
 def file(recipe: pathlib.Path) -> None:
-    """One recipe's plan, as JSON with the command and the seconds it took, and its picture."""
+    """Files one recipe's plan: JSON with the command and its duration, and a picture."""
     first = recipe.read_text(encoding="utf-8").splitlines()[0]
-    given = re.search(r"meshtune plan \S+ (.*)", first)
-    assert given, f"{recipe}: the first line gives no command"
-    shown = ["meshtune", "plan", str(recipe.relative_to(ROOT)), *given[1].split()]
-    command = [sys.executable, "-m", *shown, "--json", "--picture", str(HERE / f"{recipe.stem}.png")]
-    began = time.monotonic()
+    arguments = re.search(r"meshtune plan \S+ (.*)", first)
+    assert arguments, f"{recipe}: the first line has no command"
+    shown = ["meshtune", "plan", str(recipe.relative_to(ROOT)), *arguments[1].split()]
+    command = [sys.executable, "-m", *shown, "--json", "--picture", str(FOLDER / f"{recipe.stem}.png")]
+    start = time.monotonic()
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    took = time.monotonic() - began
+    seconds = time.monotonic() - start
     if not ran.stdout.strip():
         print(f"{recipe.stem}: {ran.stderr.strip()}", file=sys.stderr)
         return
     about = {
         "command": " ".join(shown),
-        "seconds": round(took, 1),
+        "seconds": round(seconds, 1),
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "plan": json.loads(ran.stdout),
     }
-    (HERE / f"{recipe.stem}.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-    print(f"{recipe.stem}: {about['plan']['device_bytes'] / GIB:.1f} GiB, {took:.0f} s", flush=True)
+    (FOLDER / f"{recipe.stem}.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    print(f"{recipe.stem}: {about['plan']['device_bytes'] / GIB:.1f} GiB, {seconds:.0f} s", flush=True)
 
 
 def write_table() -> None:
-    """RESULTS.md from every filed plan."""
+    """Writes RESULTS.md from all filed plans."""
     lines = [
         "# Plans of the headline recipes",
         "",
-        "What XLA's compilers say of the step of `meshtune train` for machines that were not there: memory is theirs,",
-        "times are a roofline's (see docs/plan.md) and unproved. `python benchmarks/plans/run.py` makes this again.",
-        "Seconds to the answer are of two cores, nothing in the cache of plans; llama2-70b-full beside other work.",
+        "The step of `meshtune train`, compiled by XLA for machines that were not present: memory is the compilers'",
+        "figure, times are a roofline's (docs/plan.md) and not measured. `python benchmarks/plans/run.py` repeats it.",
+        "Planning time is on two cores with an empty cache of plans; llama2-70b-full was planned beside other work.",
         "",
-        "| recipe | target | tokens an update | memory of a device | goal | host memory a device | update | tokens/s "
-        "| MFU | answered in |",
+        "| recipe | target | tokens per update | memory per device | goal | host memory per device | update | tokens/s "
+        "| MFU | planned in |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for path in sorted(HERE.glob("*.json")):
+    for path in sorted(FOLDER.glob("*.json")):
         about = json.loads(path.read_text(encoding="utf-8"))
         lines.append(_row(path.stem, about, about["plan"]))
-    (HERE / "RESULTS.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (FOLDER / "RESULTS.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _row(name: str, about: dict[str, Any], plan: dict[str, Any]) -> str:
