@@ -51,6 +51,13 @@ class ArraySpec:
         return self.axes[:1] == (LAYERS,)
 
     @property
+    def layer(self) -> ArraySpec:
+        """One layer's part of a stacked array; an array that is not stacked as it is."""
+        if not self.is_stacked:
+            return self
+        return dataclasses.replace(self, shape=self.shape[1:], axes=self.axes[1:])
+
+    @property
     def size(self) -> int:
         """Number of elements."""
         total = 1

@@ -1,7 +1,7 @@
-"""Adafactor (https://arxiv.org/abs/1804.04235) with the learning rate as given: no relative step, no parameter scale.
+"""Adafactor (https://arxiv.org/abs/1804.04235) with an absolute learning rate: no relative step, no parameter scale.
 
-It is optax's own, applied to every layer by itself: statistics of a stack are never factored across layers, and an
-update is clipped by its own RMS.
+It is optax's implementation, applied to every layer and every expert separately: statistics of a stack are never
+factored across layers, and an update is clipped by its own RMS.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 import optax
 
 from meshtune.optim.config import OptimizerConfig
-from meshtune.optim.rule import Rule, adopted
+from meshtune.optim.param_optimizer import ParamOptimizer, from_optax
 
 DECAY_RATE = 0.8  # second moments decay by 1 - t^-0.8, the paper's schedule
-CLIP_RMS = 1.0  # an update's root mean square is at most this before the learning rate
-FACTOR_FROM = 128  # parameters with two dimensions of at least this many are factored; LoRA's thin ones are kept whole
+CLIP_RMS = 1.0  # the maximum root mean square of an update before the learning rate
+FACTOR_FROM = 128  # matrices with both dimensions at least this large are factored; LoRA's thin ones are not
 
 
-def adafactor(config: OptimizerConfig) -> Rule:
+def adafactor(config: OptimizerConfig) -> ParamOptimizer:
     """Gradients divided by (factored) second moments, then clipped by RMS."""
-    one = optax.chain(
+    transformation = optax.chain(
         optax.scale_by_factored_rms(decay_rate=DECAY_RATE, min_dim_size_to_factor=FACTOR_FROM, epsilon=1e-30),
         optax.clip_by_block_rms(CLIP_RMS),
     )
-    return adopted(lambda at: one, config.state_dtype)
+    return from_optax(lambda context: transformation, config.state_dtype)

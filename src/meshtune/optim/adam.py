@@ -7,37 +7,37 @@ from jaxtyping import Array
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.optim.config import OptimizerConfig
-from meshtune.optim.rule import At, Rule, State, descent, kept
+from meshtune.optim.param_optimizer import ParamOptimizer, State, UpdateContext, apply_decay, state_like
 
 
-def adamw(config: OptimizerConfig) -> Rule:
+def adamw(config: OptimizerConfig) -> ParamOptimizer:
     """State: the moments m and v, in the parameter's shape."""
 
     def specs(parameter: ArraySpec) -> State:
-        moment = kept(parameter, config.state_dtype)
+        moment = state_like(parameter, config.state_dtype)
         return {"m": moment, "v": moment}
 
-    def update(gradient: Array, state: State, parameter: Array, at: At) -> tuple[Array, State]:
+    def update(gradient: Array, state: State, parameter: Array, context: UpdateContext) -> tuple[Array, State]:
         m, v = moments(config, gradient, state)
-        return descent(at, direction(config, m, v, at), parameter), {"m": m, "v": v}
+        return apply_decay(context, direction(config, m, v, context), parameter), {"m": m, "v": v}
 
-    return Rule(specs, update, by_rows=True)
+    return ParamOptimizer(specs, update, by_rows=True)
 
 
 def moments(config: OptimizerConfig, gradient: Array, state: State, square: Array | None = None) -> tuple[Array, Array]:
-    """The next first and second moments; `square` stands for the gradient's square where it is not its own."""
+    """The next first and second moments; `square`, if given, replaces the square of the gradient in the second."""
     b1, b2 = config.beta1, config.adam_beta2
     m = b1 * state["m"] + (1 - b1) * gradient
     return m, b2 * state["v"] + (1 - b2) * (gradient * gradient if square is None else square)
 
 
-def direction(config: OptimizerConfig, m: Array, v: Array, at: At) -> Array:
-    """m over the root of v, each corrected for having begun at zero."""
-    first, second = corrections(config, at)
+def direction(config: OptimizerConfig, m: Array, v: Array, context: UpdateContext) -> Array:
+    """m over the root of v, both bias-corrected."""
+    first, second = bias_corrections(config, context)
     return (m / first) / (jnp.sqrt(v / second) + config.eps)
 
 
-def corrections(config: OptimizerConfig, at: At) -> tuple[Array, Array]:
-    """What the moments are to be divided by: 1 - beta^t of the t-th update."""
-    t = (at.count + 1).astype(jnp.float32)
+def bias_corrections(config: OptimizerConfig, context: UpdateContext) -> tuple[Array, Array]:
+    """The divisors of the two moments at the t-th update: 1 - beta1^t and 1 - beta2^t."""
+    t = (context.count + 1).astype(jnp.float32)
     return 1 - config.beta1**t, 1 - config.adam_beta2**t

@@ -1,8 +1,9 @@
-"""AdamW whose moments are kept in 8 bits, block by block (https://arxiv.org/abs/2110.02861).
+"""AdamW whose moments are stored in 8 bits, block by block (https://arxiv.org/abs/2110.02861).
 
-Each block of numbers is kept relative to its largest as one of 256 values that lie denser near zero; the first moment's
-have signs, the second's have none. As in bitsandbytes, small matrices and all vectors keep float32 moments; so does the
-embedding, as in the paper and in transformers' Trainer.
+Each block of numbers is stored relative to its largest magnitude as one of 256 values that are denser near zero; those
+of the first moment are signed, those of the second are not. As in bitsandbytes, small matrices and all vectors have
+float32 moments; so has the embedding, as in the paper and in transformers' Trainer, and so have routers and short
+convolutions.
 """
 
 from __future__ import annotations
@@ -15,21 +16,29 @@ from jaxtyping import Array, Float, UInt8
 from meshtune.arrays.spec import ArraySpec
 from meshtune.optim.adam import adamw, direction, moments
 from meshtune.optim.config import OptimizerConfig
-from meshtune.optim.rule import At, Rule, Rules, State, descent
+from meshtune.optim.param_optimizer import ChooseByRole, ParamOptimizer, State, UpdateContext, apply_decay
+from meshtune.optim.roles import refuse_role
 from meshtune.quantize.scales import dynamic_map, nearest_codes
 
-BLOCK = 256  # numbers a block at most; a block never crosses a row
-SHORTEST = 32  # a row that divides into blocks shorter than this only is kept in float32
-SMALLEST = 4096  # numbers of a matrix that is worth it
+BLOCK = 256  # the maximum numbers in a block; a block never crosses a row
+SHORTEST = 32  # a matrix whose rows divide only into shorter blocks than this has float32 moments
+SMALLEST = 4096  # numbers of the smallest matrix with 8-bit moments
 
 
-def adamw8bit(config: OptimizerConfig) -> Rules:
+def adamw8bit(config: OptimizerConfig) -> ChooseByRole:
     """State: m and v as uint8 codes in the parameter's shape, and the largest of each block, [out, in / block]."""
-    full, short = adamw(config), Rule(_specs, functools.partial(_update, config), sequential=True, by_rows=True)
+    float32 = adamw(config)
+    quantised = ParamOptimizer(_specs, functools.partial(_update, config), sequential=True, by_rows=True)
 
-    def choose(path: str, parameter: ArraySpec) -> Rule:
-        large = len(parameter.shape) == 2 and parameter.size >= SMALLEST and not path.startswith("embed/")
-        return short if large and block(parameter.shape[1]) >= SHORTEST else full
+    def choose(path: str, parameter: ArraySpec) -> ParamOptimizer:
+        match parameter.role:
+            case "matrix" | "experts" | "head":
+                large = parameter.size >= SMALLEST and block(parameter.shape[1]) >= SHORTEST
+                return quantised if large else float32
+            case "router" | "vector" | "table" | "conv":
+                return float32
+            case _:
+                raise refuse_role("adamw8bit", path, parameter)
 
     return choose
 
@@ -40,7 +49,7 @@ def block(width: int) -> int:
 
 
 def encoded(numbers: Float[Array, "o i"], *, signed: bool) -> tuple[UInt8[Array, "o i"], Float[Array, "o n"]]:
-    """(codes, the largest of each block)."""
+    """(codes, the largest magnitude of each block)."""
     rows, width = numbers.shape
     blocks = numbers.reshape(rows, -1, block(width))
     largest = jnp.abs(blocks).max(axis=-1)
@@ -49,7 +58,7 @@ def encoded(numbers: Float[Array, "o i"], *, signed: bool) -> tuple[UInt8[Array,
 
 
 def decoded(codes: UInt8[Array, "o i"], largest: Float[Array, "o n"], *, signed: bool) -> Float[Array, "o i"]:
-    """The numbers, but for what `encoded` rounded."""
+    """The numbers that `encoded` stored, up to its rounding."""
     shares = jnp.asarray(dynamic_map(signed))[codes.astype(jnp.int32)]
     return (shares.reshape(*largest.shape, -1) * largest[..., None]).reshape(codes.shape)
 
@@ -61,10 +70,12 @@ def _specs(parameter: ArraySpec) -> State:
     return {"m": codes, "m_largest": largest, "v": codes, "v_largest": largest}
 
 
-def _update(config: OptimizerConfig, gradient: Array, state: State, parameter: Array, at: At) -> tuple[Array, State]:
-    wide = {name: decoded(state[name], state[f"{name}_largest"], signed=name == "m") for name in ("m", "v")}
-    m, v = moments(config, gradient, wide)
-    change = descent(at, direction(config, m, v, at), parameter)
+def _update(
+    config: OptimizerConfig, gradient: Array, state: State, parameter: Array, context: UpdateContext
+) -> tuple[Array, State]:
+    stored = {name: decoded(state[name], state[f"{name}_largest"], signed=name == "m") for name in ("m", "v")}
+    m, v = moments(config, gradient, stored)
+    change = apply_decay(context, direction(config, m, v, context), parameter)
     new = {}
     for name, moment in (("m", m), ("v", v)):
         new[name], new[f"{name}_largest"] = encoded(moment, signed=name == "m")

@@ -1,21 +1,22 @@
-"""Optimizers by name, put together with a schedule and decay rules by parameter name.
+"""Optimizers by name, combined with a schedule and with weight decay by parameter name.
 
-An optimizer is a module and a line in OPTIMIZERS. Gradient clipping is not among what they do: the train step computes
-the global norm once, reports it and clips by it.
+An optimizer is a module and a line in OPTIMIZERS. Gradient clipping is not theirs: the train step computes the global
+norm once, reports it and clips by it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import jax
 import optax
 
 from meshtune.arrays.paths import named_leaves, path_name
+from meshtune.arrays.roles import PARAMETER_ROLES
 from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import Tree
 from meshtune.errors import UserError, nearest
 from meshtune.model.spec import ModelSpec
 from meshtune.optim.adafactor import adafactor
@@ -28,63 +29,64 @@ from meshtune.optim.config import OptimizerConfig
 from meshtune.optim.galore import galore
 from meshtune.optim.lora_plus import rate_factors
 from meshtune.optim.muon import muon
-from meshtune.optim.optimizer import Optimizer, as_spec, by_parameter, single, whole
+from meshtune.optim.optimizer import Optimizer, by_parameter, from_optax_global
+from meshtune.optim.param_optimizer import ChooseByRole, ParamOptimizer, State, from_optax, per_expert
 from meshtune.optim.prodigy import prodigy
-from meshtune.optim.projection import is_narrowed
-from meshtune.optim.rule import Rule, Rules, adopted
-from meshtune.optim.schedule_free import averages, schedule_free
+from meshtune.optim.projection import is_projected
+from meshtune.optim.roles import refuse_role
+from meshtune.optim.schedule_free import averaged_params, schedule_free
 from meshtune.optim.schedules import SCHEDULES, Schedule, make_schedule
 from meshtune.optim.sophia import sophia
 
-__all__ = ["OPTIMIZERS", "Kind", "Optimizer", "OptimizerConfig", "decay_mask", "make_optimizer"]
-
-Tree = Any
+__all__ = ["OPTIMIZERS", "Optimizer", "OptimizerConfig", "OptimizerType", "decay_mask", "make_optimizer"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
-    """A kind of optimizer, by what it needs to see: `rules` of single parameters, or `all` gradients at once.
+class OptimizerType:
+    """An entry of OPTIMIZERS; one of its first three fields is given, by what an update needs to see.
 
-    `rules(config, spec)` is one rule, or a choice by path; `all(config, schedule, decayed)` a transformation of optax
-    whose updates are the changes themselves; `blocks` an optimizer of layers that take turns.
-    `shown(config)` gives the function (trainable, state) -> parameters to evaluate, where these are not those trained.
-    `narrows` says that it keeps gradients at a rank below the matrices', `curved` that it asks for the curvature.
+    `by_parameter(config)` updates parameters independently, all alike (which must be right for every role) or chosen by
+    role; `by_gradients(config, schedule, decayed)` is an optax transformation of all gradients whose updates are the
+    changes themselves; `by_block` trains layers in turns.
+    `eval_params(config)` gives the function (trainable, state) -> parameters to evaluate, where these are not the
+    trainable ones. `projects` says that gradients are projected to a low rank, `needs_hessian` that an update is given
+    the curvature.
     """
 
-    rules: Callable[[OptimizerConfig, ModelSpec | None], Rule | Rules] | None = None
-    all: Callable[[OptimizerConfig, Schedule, Tree], optax.GradientTransformation] | None = None
-    blocks: Callable[..., Optimizer] | None = None
-    shown: Callable[[OptimizerConfig], Callable[[Tree, Any], Tree]] | None = None
-    narrows: bool = False
-    curved: bool = False
+    by_parameter: Callable[[OptimizerConfig], ParamOptimizer | ChooseByRole] | None = None
+    by_gradients: Callable[[OptimizerConfig, Schedule, Tree], optax.GradientTransformation] | None = None
+    by_block: Callable[[OptimizerConfig, Schedule, Tree, ModelSpec, dict[str, float]], Optimizer] | None = None
+    eval_params: Callable[[OptimizerConfig], Callable[[Tree, State], Tree]] | None = None
+    projects: bool = False
+    needs_hessian: bool = False
 
 
-def _sgd(config: OptimizerConfig, spec: ModelSpec | None) -> Rule:
+def _sgd(config: OptimizerConfig) -> ParamOptimizer:
     """Heavy-ball momentum without dampening, as in torch."""
-    one = optax.trace(decay=config.momentum) if config.momentum else optax.identity()
-    return dataclasses.replace(adopted(lambda at: one, config.state_dtype), by_rows=True)
+    transformation = optax.trace(decay=config.momentum) if config.momentum else optax.identity()
+    return dataclasses.replace(from_optax(lambda context: transformation, config.state_dtype), by_rows=True)
 
 
-def _lion(config: OptimizerConfig, spec: ModelSpec | None) -> Rule:
+def _lion(config: OptimizerConfig) -> ParamOptimizer:
     """https://arxiv.org/abs/2302.06675."""
-    one = optax.scale_by_lion(b1=config.beta1, b2=0.99 if config.beta2 is None else config.beta2)
-    return adopted(lambda at: one, config.state_dtype)
+    transformation = optax.scale_by_lion(b1=config.beta1, b2=0.99 if config.beta2 is None else config.beta2)
+    return from_optax(lambda context: transformation, config.state_dtype)
 
 
-OPTIMIZERS: dict[str, Kind] = {
-    "adamw": Kind(lambda config, spec: adamw(config)),
-    "adamw8bit": Kind(lambda config, spec: adamw8bit(config)),
-    "adam_mini": Kind(adam_mini),
-    "muon": Kind(lambda config, spec: muon(config)),
-    "galore": Kind(lambda config, spec: galore(config), narrows=True),
-    "apollo": Kind(lambda config, spec: apollo(config), narrows=True),
-    "badam": Kind(blocks=badam),
-    "adafactor": Kind(lambda config, spec: adafactor(config)),
-    "lion": Kind(_lion),
-    "sgd": Kind(_sgd),
-    "schedule_free": Kind(lambda config, spec: schedule_free(config), shown=averages),
-    "prodigy": Kind(all=prodigy),
-    "sophia": Kind(all=sophia, curved=True),
+OPTIMIZERS: dict[str, OptimizerType] = {
+    "adamw": OptimizerType(adamw),
+    "adamw8bit": OptimizerType(adamw8bit),
+    "adam_mini": OptimizerType(adam_mini),
+    "muon": OptimizerType(muon),
+    "galore": OptimizerType(galore, projects=True),
+    "apollo": OptimizerType(apollo, projects=True),
+    "badam": OptimizerType(by_block=badam),
+    "adafactor": OptimizerType(adafactor),
+    "lion": OptimizerType(_lion),
+    "sgd": OptimizerType(_sgd),
+    "schedule_free": OptimizerType(schedule_free, eval_params=averaged_params),
+    "prodigy": OptimizerType(by_gradients=prodigy),
+    "sophia": OptimizerType(by_gradients=sophia, needs_hessian=True),
 }
 
 
@@ -93,48 +95,40 @@ def make_optimizer(
 ) -> tuple[Optimizer, Schedule]:
     """(the optimizer, its schedule) for a run of `total_steps` updates of the tree `trainable`.
 
-    `trainable` is read for its paths, shapes and dtypes alone and may be abstract; `spec` is the model's, for methods
-    that follow its heads and layers.
+    `trainable` holds ArraySpecs; `spec` is the model's, needed by optimizers that train its layers in turns.
 
-    Raises: UserError for an optimizer or schedule that does not exist, and for what an optimizer cannot do.
+    Raises UserError for an optimizer or schedule that does not exist, for options that an optimizer cannot honour, and
+    for a parameter whose role it has no rule for.
     """
-    for kind, name, known in (("optimizer", config.name, OPTIMIZERS), ("schedule", config.schedule, SCHEDULES)):
+    for what, name, known in (("optimizer", config.name, OPTIMIZERS), ("schedule", config.schedule, SCHEDULES)):
         if name not in known:
             raise UserError(
-                f"there is no {kind} '{name}'", fix=f"{nearest(name, known)}choose one of {', '.join(known)}"
+                f"there is no {what} '{name}'", fix=f"{nearest(name, known)}choose one of {', '.join(known)}"
             )
     chosen = OPTIMIZERS[config.name]
     schedule = make_schedule(config, total_steps)
     decayed = decay_mask(config.no_decay, trainable)
     decay = {path: config.weight_decay if yes else 0.0 for path, yes in named_leaves(decayed)}
-    if config.in_backward and chosen.rules is None:
-        raise UserError(
-            f"in_backward updates each layer as soon as its gradient is computed, and {config.name} "
-            + ("needs all gradients at once" if chosen.all else "has the gradient of one layer alone already"),
-            where="optimizer.in_backward",
-            fix="leave in_backward out, or use adamw8bit, adafactor or sgd with it",
-        )
-    if config.lora_plus_ratio is not None and chosen.rules is None:
-        raise UserError(
-            f"lora_plus_ratio gives parameters their own rates, and {config.name} "
-            + ("has one rate for all" if chosen.all else "trains whole layers in turns, not adapters"),
-            where="optimizer.lora_plus_ratio",
-            fix="use adamw with it, or leave it out",
-        )
-    if chosen.blocks is not None:
-        assert spec is not None, "whose turn it is depends on the model's layers"
-        return chosen.blocks(config, schedule, trainable, spec, decay), schedule
-    if chosen.all is not None:
-        made = whole(chosen.all(config, schedule, decayed), schedule, config.state_dtype)
-        return dataclasses.replace(made, curved=chosen.curved), schedule
-    assert chosen.rules is not None
-    parameters = {path: single(path, as_spec(leaf)) for path, leaf in named_leaves(trainable)}
-    if chosen.narrows:
-        _check_narrowed(config, parameters)
-    rules = _each(chosen.rules(config, spec), parameters)
+    parameters = dict(named_leaves(trainable))
+    for path, array in parameters.items():
+        if array.role not in PARAMETER_ROLES:
+            raise refuse_role(config.name, path, array)
+    _check_options(config, chosen)
+    if chosen.by_block is not None:
+        assert spec is not None, "the layers to train in turns are the model's"
+        return chosen.by_block(config, schedule, trainable, spec, decay), schedule
+    if chosen.by_gradients is not None:
+        optimizer = from_optax_global(chosen.by_gradients(config, schedule, decayed), schedule, config.state_dtype)
+        return dataclasses.replace(optimizer, needs_hessian=chosen.needs_hessian), schedule
+    assert chosen.by_parameter is not None
+    if chosen.projects:
+        _check_rank(config, parameters)
+    optimizers = _choose(chosen.by_parameter(config), parameters)
     factors = None if config.lora_plus_ratio is None else rate_factors(config, parameters)
-    made = dataclasses.replace(by_parameter(rules, schedule, decay, factors), fused=config.in_backward)
-    return (made if chosen.shown is None else dataclasses.replace(made, shown=chosen.shown(config))), schedule
+    optimizer = by_parameter(optimizers, parameters, schedule, decay, factors)
+    if chosen.eval_params is not None:
+        optimizer = dataclasses.replace(optimizer, eval_params=chosen.eval_params(config))
+    return dataclasses.replace(optimizer, in_backward=config.in_backward), schedule
 
 
 def decay_mask(no_decay: tuple[str, ...], trainable: Tree) -> Tree:
@@ -144,22 +138,47 @@ def decay_mask(no_decay: tuple[str, ...], trainable: Tree) -> Tree:
     )
 
 
-def _each(rules: Rule | Rules, parameters: dict[str, ArraySpec]) -> dict[str, Rule]:
-    return {path: rules if isinstance(rules, Rule) else rules(path, array) for path, array in parameters.items()}
+def _choose(optimizer: ParamOptimizer | ChooseByRole, parameters: Mapping[str, ArraySpec]) -> dict[str, ParamOptimizer]:
+    """The optimizer of each parameter by path; each expert is a matrix of its own."""
+    chosen = {}
+    for path, array in parameters.items():
+        layer = array.layer
+        if layer.role == "experts":
+            layer = dataclasses.replace(layer, shape=layer.shape[1:], axes=layer.axes[1:])
+        chosen[path] = optimizer if isinstance(optimizer, ParamOptimizer) else optimizer(path, layer)
+        if layer.role == "experts":
+            chosen[path] = per_expert(chosen[path])
+    return chosen
 
 
-def _check_narrowed(config: OptimizerConfig, parameters: dict[str, ArraySpec]) -> None:
+def _check_options(config: OptimizerConfig, chosen: OptimizerType) -> None:
+    if config.in_backward and chosen.by_parameter is None:
+        raise UserError(
+            f"in_backward updates each layer as soon as its gradient is computed, and {config.name} "
+            + ("needs all gradients at once" if chosen.by_gradients else "has the gradient of one layer alone already"),
+            where="optimizer.in_backward",
+            fix="leave in_backward out, or use adamw8bit, adafactor or sgd with it",
+        )
+    if config.lora_plus_ratio is not None and chosen.by_parameter is None:
+        raise UserError(
+            f"lora_plus_ratio gives parameters their own rates, and {config.name} "
+            + ("has one rate for all" if chosen.by_gradients else "trains whole layers in turns, not adapters"),
+            where="optimizer.lora_plus_ratio",
+            fix="use adamw with it, or leave it out",
+        )
+
+
+def _check_rank(config: OptimizerConfig, parameters: Mapping[str, ArraySpec]) -> None:
     if any("/adapter/" in path for path in parameters):
         raise UserError(
-            f"{config.name} makes the gradients of whole matrices narrow, and adapters are narrow already",
+            f"{config.name} projects the gradients of whole matrices to a low rank, which those of adapters have "
+            "already",
             where="optimizer.name, method",
             fix=f"use method: full or freeze with {config.name}, or optimizer.name=adamw with the adapters",
         )
-    matrices = {
-        path: array for path, array in parameters.items() if len(array.shape) == 2 and path.startswith("layers/")
-    }
-    if matrices and not any(is_narrowed(path, array, config.rank) for path, array in matrices.items()):
-        largest = max(min(array.shape) for array in matrices.values())
+    matrices = [array.layer for array in parameters.values() if array.role in ("matrix", "experts")]
+    if matrices and not any(is_projected(array, config.rank) for array in matrices):
+        largest = max(min(array.shape[-2:]) for array in matrices)
         raise UserError(
             f"rank {config.rank} is not below the dimensions of any matrix that is trained (the widest has {largest})",
             where="optimizer.rank",

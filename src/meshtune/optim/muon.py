@@ -1,6 +1,7 @@
 """Muon: momentum made orthogonal by a Newton-Schulz iteration (https://kellerjordan.github.io/posts/muon/).
 
-Matrices inside the layers have it; embedding, output head and vectors have AdamW, as the author says.
+Matrices of the layers, and each expert's, are updated by it; embedding, output head, routers, short convolutions and
+vectors by AdamW, as the author advises.
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ from jaxtyping import Array, Float
 from meshtune.arrays.spec import ArraySpec
 from meshtune.optim.adam import adamw
 from meshtune.optim.config import OptimizerConfig
-from meshtune.optim.rule import At, Rule, Rules, State, descent, kept
+from meshtune.optim.param_optimizer import (
+    ChooseByRole,
+    ParamOptimizer,
+    State,
+    UpdateContext,
+    apply_decay,
+    state_like,
+)
+from meshtune.optim.roles import refuse_role
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
@@ -23,14 +32,22 @@ MOMENTUM = 0.95
 RMS = 0.2  # of AdamW's updates, empirically (https://arxiv.org/abs/2502.16982)
 
 
-def muon(config: OptimizerConfig) -> Rules:
-    """State of a matrix: its momentum. With `match_rms` its updates are as large as AdamW's, so that both go by one
-    learning rate; without, they are scaled by sqrt(max(1, out / in)), the author's own way."""
-    vectors = adamw(config)
-    matrices = Rule(functools.partial(_specs, config), functools.partial(_update, config), sequential=True)
+def muon(config: OptimizerConfig) -> ChooseByRole:
+    """State of a matrix: its momentum. With `match_rms` its updates are as large as AdamW's, so that both use one
+    learning rate; without, they are scaled by sqrt(max(1, out / in)), as the author scales them."""
+    orthogonalised = ParamOptimizer(
+        functools.partial(_specs, config), functools.partial(_update, config), sequential=True
+    )
+    elementwise = adamw(config)
 
-    def choose(path: str, parameter: ArraySpec) -> Rule:
-        return matrices if path.startswith("layers/") and len(parameter.shape) == 2 else vectors
+    def choose(path: str, parameter: ArraySpec) -> ParamOptimizer:
+        match parameter.role:
+            case "matrix" | "experts":
+                return orthogonalised
+            case "router" | "vector" | "table" | "head" | "conv":
+                return elementwise
+            case _:
+                raise refuse_role("muon", path, parameter)
 
     return choose
 
@@ -48,13 +65,15 @@ def orthogonal(matrix: Float[Array, "o i"]) -> Float[Array, "o i"]:
 
 
 def _specs(config: OptimizerConfig, parameter: ArraySpec) -> State:
-    return {"momentum": kept(parameter, config.state_dtype)}
+    return {"momentum": state_like(parameter, config.state_dtype)}
 
 
-def _update(config: OptimizerConfig, gradient: Array, state: State, parameter: Array, at: At) -> tuple[Array, State]:
+def _update(
+    config: OptimizerConfig, gradient: Array, state: State, parameter: Array, context: UpdateContext
+) -> tuple[Array, State]:
     beta = MOMENTUM if config.momentum is None else config.momentum
     momentum = beta * state["momentum"] + (1 - beta) * gradient
-    ahead = beta * momentum + (1 - beta) * gradient  # Nesterov's
+    nesterov = beta * momentum + (1 - beta) * gradient
     out, into = parameter.shape
     scale = RMS * math.sqrt(max(out, into)) if config.match_rms else math.sqrt(max(1, out / into))
-    return descent(at, scale * orthogonal(ahead), parameter), {"momentum": momentum}
+    return apply_decay(context, scale * orthogonal(nesterov), parameter), {"momentum": momentum}

@@ -1,47 +1,45 @@
-"""Schedule-free AdamW (https://arxiv.org/abs/2405.15682), optax's own, for every parameter by itself.
+"""Schedule-free AdamW (https://arxiv.org/abs/2405.15682), optax's implementation, applied to every parameter.
 
-What is trained is y, where gradients are taken; what is evaluated and exported is x, the average of z, both of which
-come from y and z.
+Trained are y, where gradients are taken; evaluated and exported is x, the average of z, which follows from y and z.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from optax.contrib import schedule_free as wrapped
+from optax.contrib import schedule_free as optax_schedule_free
 
 from meshtune.arrays.paths import named_leaves
+from meshtune.arrays.tree import Tree
 from meshtune.optim.config import OptimizerConfig
-from meshtune.optim.optimizer import KEPT
-from meshtune.optim.rule import At, Rule, adopted
+from meshtune.optim.param_optimizer import PARAM_STATE, ParamOptimizer, State, UpdateContext, from_optax
 
 
-def schedule_free(config: OptimizerConfig) -> Rule:
+def schedule_free(config: OptimizerConfig) -> ParamOptimizer:
     """State: z and the second moment in the parameter's shape, and the weight of the average so far."""
 
-    def make(at: At) -> optax.GradientTransformation:
+    def make(context: UpdateContext) -> optax.GradientTransformation:
         adam = optax.chain(
             optax.scale_by_rms(config.adam_beta2, config.eps, eps_in_sqrt=False, bias_correction=True),
-            optax.add_decayed_weights(at.decay),
-            optax.scale_by_learning_rate(at.rate),
+            optax.add_decayed_weights(context.decay),
+            optax.scale_by_learning_rate(context.rate),
         )
-        return wrapped(adam, at.rate, b1=config.beta1)
+        return optax_schedule_free(adam, context.rate, b1=config.beta1)
 
-    return adopted(make, config.state_dtype, final=True)
+    return from_optax(make, config.state_dtype, final=True)
 
 
-def averages(config: OptimizerConfig) -> Callable[[Any, Any], Any]:
-    """(trainable, state) -> x, the parameters to evaluate and to export, in the dtypes of those trained."""
+def averaged_params(config: OptimizerConfig) -> Callable[[Tree, State], Tree]:
+    """(trainable, state) -> x, the parameters to evaluate and to export, in the dtypes of the trainable ones."""
 
-    def shown(trainable: Any, state: Any) -> Any:
-        found = []
+    def eval_params(trainable: Tree, state: State) -> Tree:
+        averages = []
         for path, y in named_leaves(trainable):
-            z = state[KEPT][path].z.astype(jnp.float32)
-            found.append(((y.astype(jnp.float32) - (1 - config.beta1) * z) / config.beta1).astype(y.dtype))
-        return jax.tree.unflatten(jax.tree.structure(trainable), found)
+            z = state[PARAM_STATE][path].z.astype(jnp.float32)
+            averages.append(((y.astype(jnp.float32) - (1 - config.beta1) * z) / config.beta1).astype(y.dtype))
+        return jax.tree.unflatten(jax.tree.structure(trainable), averages)
 
-    return jax.jit(shown)
+    return jax.jit(eval_params)

@@ -42,7 +42,7 @@ def state_like(settled: Settled, optimizer: Optimizer) -> TrainState:
 
     Raises: UserError for an optimizer whose state cannot wait in the host's memory, if it is asked to.
     """
-    if "optimizer" in settled.offload and optimizer.one is None:
+    if "optimizer" in settled.offload and optimizer.update_param is None:
         raise UserError(
             "this optimizer looks at all gradients at once, so its state cannot be brought layer by layer",
             where="optimizer.name, compute.offload",

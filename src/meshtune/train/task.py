@@ -64,7 +64,7 @@ def make_task(parts: Parts, record: Record, state: TrainState) -> Task:
         frozen=parts.made.frozen,
         batches=loader.iterate,
         place=place,
-        shown=lambda state: parts.optimizer.shown(state.trainable, state.opt_state),
+        shown=lambda state: parts.optimizer.eval_params(state.trainable, state.opt_state),
         learning_rate=lambda number: float(rates[number]),
         epoch_at=lambda number: _epoch_at(parts, number),
         cadence=Cadence(

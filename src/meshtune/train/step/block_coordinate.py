@@ -16,8 +16,8 @@ from meshtune.mesh.layout import Layout
 from meshtune.model.compute import Compute
 from meshtune.model.reverse import Hidden, Layer, backward, forward, row_of
 from meshtune.model.spec import ModelSpec, Stack
-from meshtune.optim.badam import Active, Blocks
-from meshtune.optim.optimizer import COUNT
+from meshtune.optim.blocks import ActiveBlock, BlockSchedule
+from meshtune.optim.param_optimizer import COUNT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class FocusedLayers:
     learned: Tree
     trained: Tree
     frozen: Tree
-    active: Active
+    active: ActiveBlock
 
     def through(
         self, layer: Callable[[int], Layer], spec: ModelSpec, compute: Compute, x: Hidden, shared: Any
@@ -91,13 +91,12 @@ class FocusedLayers:
         return through
 
 
-def focused(blocks: Blocks, trainable: Tree, frozen: Tree, state: Any) -> tuple[Tree, Callable[[Tree], Tree]]:
+def focused(blocks: BlockSchedule, trainable: Tree, frozen: Tree, state: Any) -> tuple[Tree, Callable[[Tree], Tree]]:
     """(what is differentiated in this update, the parameters as an objective takes them with it).
 
     `state` is the optimizer's, which knows whose turn it is.
     """
-    arrays = blocks.abstract(trainable)
-    learned = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), arrays)
+    learned = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), blocks.layer)
     active = blocks.active(state[COUNT])
     outside = {name: node for name, node in trainable.items() if name != "layers"}
     around = merge(outside, {name: node for name, node in frozen.items() if name != "layers"})

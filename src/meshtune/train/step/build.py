@@ -25,13 +25,12 @@ from meshtune.model.compute import Compute, compiler_options, streaming_options
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.curvature import curvature
 from meshtune.objectives.score import Batch, Objective, Score, metric_means
-from meshtune.optim.optimizer import Optimizer, state_specs
+from meshtune.optim.optimizer import Optimizer
 from meshtune.train.step.block_coordinate import focused
 from meshtune.train.step.host_state import any_on_host, updated_by_rows
 from meshtune.train.step.layerwise import fused_step
 
 Metrics = dict[str, Array]
-AnyOptimizer = Optimizer | optax.GradientTransformation
 
 
 @jax.tree_util.register_dataclass
@@ -45,27 +44,27 @@ class TrainState:
 
 
 def abstract_state(
-    abstract: Tree, optimizer: AnyOptimizer, layout: Layout | None = None, offload: Collection[str] = ()
+    abstract: Tree, optimizer: Optimizer, layout: Layout | None = None, offload: Collection[str] = ()
 ) -> TrainState:
     """The state of trainable ArraySpecs, as ShapeDtypeStructs; with a layout, each with its sharding.
 
     With "optimizer" in `offload` what the optimizer keeps lies in the host's memory; with "weights", and an optimizer
     that updates layer by layer, what is trained does.
     """
-    state = TrainState(ArraySpec((), "int32", ()), abstract, state_specs(optimizer, abstract))  # pyright: ignore[reportArgumentType]
+    state = TrainState(ArraySpec((), "int32", ()), abstract, optimizer.specs(abstract))  # pyright: ignore[reportArgumentType]
 
     def one(array: ArraySpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=None if layout is None else layout.of(array))
 
     like = jax.tree.map(one, state)
-    if "weights" in offload and isinstance(optimizer, Optimizer) and optimizer.fused:
+    if "weights" in offload and optimizer.in_backward:
         like = dataclasses.replace(like, trainable=waiting(like.trainable))
     if "optimizer" in offload:
         like = dataclasses.replace(like, opt_state=waiting(like.opt_state))
     return like
 
 
-def init_state(trainable: Tree, optimizer: AnyOptimizer, like: TrainState | None = None) -> TrainState:
+def init_state(trainable: Tree, optimizer: Optimizer, like: TrainState | None = None) -> TrainState:
     """The state before the first update; what the optimizer keeps lies as in `like`, an `abstract_state`."""
     make = optimizer.init
     if like is not None and any(is_on_host(leaf.sharding) for leaf in jax.tree.leaves(like.opt_state)):
@@ -92,7 +91,7 @@ def make_train_step(
     objective: Objective,
     spec: ModelSpec,
     compute: Compute,
-    optimizer: AnyOptimizer,
+    optimizer: Optimizer,
     *,
     max_grad_norm: float | None = None,
     dropout: bool = False,
@@ -109,14 +108,14 @@ def make_train_step(
     layout = compute.layout
     assert layout is None or abstract is not None, "a layout needs the logical axes of what is trained"
     assert compute.remat != "none" or "residual" not in compute.offload, "remat none keeps more than the residual"
-    blocks = optimizer.blocks if isinstance(optimizer, Optimizer) else None
+    blocks = optimizer.blocks
     like = None if layout is None or abstract is None else abstract_state(abstract, optimizer, layout, compute.offload)
 
     slopes = None if like is None else like.trainable  # where gradients lie
     if blocks is not None and layout is not None:
         slopes = jax.tree.map(
             lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=layout.of(array)),
-            blocks.abstract(abstract),
+            blocks.layer,
         )
 
     def placed(gradient: Tree) -> Tree:
@@ -161,12 +160,11 @@ def make_train_step(
             trainable, opt_state = blocks.updated(gradient, state.opt_state, state.trainable, finite)
             state = TrainState(jnp.where(finite, state.step + 1, state.step), trainable, opt_state)
         elif any_on_host(state.opt_state):
-            assert isinstance(optimizer, Optimizer), "optax alone has no update of one row of one parameter"
             trainable, opt_state = updated_by_rows(optimizer, gradient, state.opt_state, state.trainable, finite)
             state = TrainState(jnp.where(finite, state.step + 1, state.step), trainable, opt_state)
         else:
             seen: dict[str, Any] = {}
-            if isinstance(optimizer, Optimizer) and optimizer.curved:
+            if optimizer.needs_hessian:
                 seen["curvature"] = lambda: bend(state, params, batch, seed)
             updates, opt_state = optimizer.update(gradient, state.opt_state, state.trainable, **seen)
             trainable = cast(Tree, optax.apply_updates(state.trainable, updates))
@@ -189,7 +187,7 @@ def make_train_step(
         finite = metrics["finite"]
         return TrainState(jnp.where(finite, state.step + 1, state.step), trainable, opt_state), metrics
 
-    if isinstance(optimizer, Optimizer) and optimizer.fused:
+    if optimizer.in_backward:
         assert max_grad_norm is None, "the norm of all gradients is not known before the first is used up"
         step = at_once
     options = {} if compute.dtype == "float32" else compiler_options(compute.platform) or {}

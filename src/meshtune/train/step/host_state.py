@@ -17,7 +17,8 @@ from meshtune.arrays.paths import named_leaves
 from meshtune.arrays.tree import Tree
 from meshtune.mesh.layout import Layout
 from meshtune.model.in_use import here, on_host
-from meshtune.optim.optimizer import COUNT, KEPT, LAYERS, Optimizer
+from meshtune.optim.optimizer import Optimizer
+from meshtune.optim.param_optimizer import COUNT, PARAM_STATE
 
 HOST = jax.memory.Space.Host
 PIECE = 2**26  # bytes of float32 numbers of a matrix in the host's memory that are updated at once
@@ -33,10 +34,10 @@ def updated_by_rows(
     """(trainable leaves, optimizer state) after the update where `apply` (bool) says so, else as they came.
 
     What came in the host's memory is returned in the host's memory. The optimizer must be one that treats every
-    parameter by itself (`Optimizer.one`).
+    parameter by itself (`Optimizer.update_param`).
     """
-    assert optimizer.one is not None, "an update that needs all gradients cannot take rows in turn"
-    update, count = optimizer.one, state[COUNT]
+    assert optimizer.update_param is not None, "an update that needs all gradients cannot take rows in turn"
+    update, count = optimizer.update_param, state[COUNT]
 
     def one(path: str, gradient: Array, kept: Any, parameter: Array, layer: Array) -> tuple[Array, Any]:
         was = here(kept)
@@ -54,12 +55,12 @@ def updated_by_rows(
 
     parameters, states = [], {}
     for (path, gradient), parameter in zip(named_leaves(gradients), jax.tree.leaves(trainable), strict=True):
-        if path.startswith(LAYERS):
-            parameter, states[path] = by_rows(path, gradient, state[KEPT][path], parameter)
+        if path in optimizer.stacked:
+            parameter, states[path] = by_rows(path, gradient, state[PARAM_STATE][path], parameter)
         else:
-            parameter, states[path] = one(path, gradient, state[KEPT][path], parameter, jnp.int32(0))
+            parameter, states[path] = one(path, gradient, state[PARAM_STATE][path], parameter, jnp.int32(0))
         parameters.append(parameter)
-    made = {COUNT: jnp.where(apply, count + 1, count), KEPT: states}
+    made = {COUNT: jnp.where(apply, count + 1, count), PARAM_STATE: states}
     return jax.tree.unflatten(jax.tree.structure(trainable), parameters), made
 
 
@@ -78,7 +79,7 @@ def updated_at_once(
     What came in the host's memory is returned there. A matrix that waits there, an embedding or an output head, is
     brought some rows at a time where its rule allows that; the gradient is on the device.
     """
-    one = optimizer.one
+    one = optimizer.update_param
     assert one is not None, "an update that needs all gradients cannot take parameters in turn"
 
     def some(gradient: Array, kept: Any, parameter: Array) -> tuple[Array, Any]:
@@ -90,7 +91,7 @@ def updated_at_once(
 
     if (
         not any_on_host((parameter, kept))
-        or path not in optimizer.separable
+        or path not in optimizer.row_separable
         or parameter.ndim < 2
         or layout is not None
     ):

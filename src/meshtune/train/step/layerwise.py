@@ -27,7 +27,8 @@ from meshtune.model.in_use import here, on_host
 from meshtune.model.reverse import Hidden, Layer, backward, forward, row_of, with_row
 from meshtune.model.spec import ModelSpec, Stack
 from meshtune.objectives.score import Batch, Objective, Score, metric_means
-from meshtune.optim.optimizer import COUNT, KEPT, LAYERS, Optimizer, single
+from meshtune.optim.optimizer import Optimizer
+from meshtune.optim.param_optimizer import COUNT, PARAM_STATE
 from meshtune.train.step.block_coordinate import laid_out
 from meshtune.train.step.host_state import updated_at_once
 
@@ -65,7 +66,7 @@ def fused_step(
     pass is updated; what is above already was. `finite` is then False, and the state of no further use.
     """
     layout = compute.layout
-    assert optimizer.one is not None, "an update that needs all gradients cannot be made while they come"
+    assert optimizer.update_param is not None, "an update that needs all gradients cannot be made while they come"
 
     def step(trainable: Tree, state: Any, frozen: Tree, batch: Batch, rng: Array | None) -> tuple[Tree, Any, Metrics]:
         assert batch["tokens"].shape[0] == 1, "a gradient that is used up cannot be added to the next micro-batch's"
@@ -98,7 +99,7 @@ def fused_step(
         weight = jnp.where(scored.weight > 0, scored.weight, 1.0)
         gradient, cotangent = leave(1 / weight)
         parts = {name: gradient.pop(name) for name in list(gradient) if name in first}  # of a tied embedding
-        kept, parameters = dict(state[KEPT]), dict(outer)
+        kept, parameters = dict(state[PARAM_STATE]), dict(outer)
         seen = {"square": jnp.float32(0), "finite": jnp.isfinite(loss)}
 
         def update(gradient: Tree, seen: Any) -> Any:
@@ -111,7 +112,7 @@ def fused_step(
             new = []
             for (path, slope), parameter in zip(named_leaves(gradient), jax.tree.leaves(mine), strict=True):
                 after, kept[path] = updated_at_once(
-                    optimizer, path, slope, state[KEPT][path], parameter, count, seen["finite"], layout
+                    optimizer, path, slope, state[PARAM_STATE][path], parameter, count, seen["finite"], layout
                 )
                 new.append(after)
             parameters.update(jax.tree.unflatten(jax.tree.structure(mine), new))
@@ -120,7 +121,7 @@ def fused_step(
         seen = update(gradient, seen)
         carry = {
             "trained": trainable["layers"],
-            "state": {path: mine for path, mine in state[KEPT].items() if path.startswith(LAYERS)},
+            "state": {path: mine for path, mine in state[PARAM_STATE].items() if path in optimizer.stacked},
             "seen": seen,
         }
         cotangent, carry = walk.back(carry, frozen.get("layers", {}), streams, cotangent)
@@ -136,7 +137,7 @@ def fused_step(
             "finite": seen["finite"],
             "finite_micro": seen["finite"][None],
         }
-        made = {COUNT: jnp.where(seen["finite"], count + 1, count), KEPT: kept}
+        made = {COUNT: jnp.where(seen["finite"], count + 1, count), PARAM_STATE: kept}
         return parameters | {"layers": carry["trained"]}, made, metrics
 
     return step
@@ -216,10 +217,10 @@ class _Walk:
         """
         if self.compute.layout is not None:
             assert self.abstract is not None
-            arrays = jax.tree.map(lambda leaf: single(LAYERS, leaf), self.abstract["layers"].get(key, {}))
+            arrays = jax.tree.map(lambda leaf: leaf.layer, self.abstract["layers"].get(key, {}))
             gradient = laid_out(gradient, arrays, self.compute.layout)
         seen = noticed(carry["seen"], gradient)
-        names, one = self._names(carry, key), self.optimizer.one
+        names, one = self._names(carry, key), self.optimizer.update_param
         assert one is not None
         stacks, structure = jax.tree.flatten(self._stacks(carry, key))
         waiting = [on_host(stack) for stack in stacks]
@@ -264,7 +265,7 @@ class _Walk:
         return carry | {"below": [here(row_of(stack, below)) for stack in written]}, cotangent
 
     def _names(self, carry: Any, key: str) -> list[str]:
-        return [f"{LAYERS}{key}/{path}" for path, _ in named_leaves(carry["trained"][key])]
+        return [f"layers/{key}/{path}" for path, _ in named_leaves(carry["trained"][key])]
 
     def _stacks(self, carry: Any, key: str) -> tuple[Tree, list[Any]]:
         """What is trained in all layers of a key, and the state of that."""
