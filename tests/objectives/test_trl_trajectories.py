@@ -23,7 +23,7 @@ from units_of import loader_of
 
 import meshtune.quickstart
 from meshtune.adapters.config import FullConfig
-from meshtune.adapters.method import prepare
+from meshtune.adapters.method import abstract, prepare
 from meshtune.families import model_spec
 from meshtune.model.compute import Compute
 from meshtune.objectives import STAGES
@@ -148,7 +148,7 @@ def our_losses(stage, options, batches, root, cache, **units):
     spec, _ = load_spec(root, "float32")
     made = prepare(FullConfig(), spec, load_params(root, spec), jax.random.key(0))
     config = OptimizerConfig(learning_rate=RATE, weight_decay=0.01, schedule="linear", warmup_steps=3)
-    optimizer, _ = make_optimizer(config, STEPS, made.trainable)
+    optimizer, _ = make_optimizer(config, STEPS, abstract(FullConfig(), spec).trainable)
     kind = STAGES[stage]
     objective, compute = kind.make(kind.config(**options)), Compute(loss_chunk=64)
     loaders = [loader_of(documents, cache, max_length=64, **units) for documents in batches]

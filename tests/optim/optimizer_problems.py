@@ -8,6 +8,8 @@ import numpy as np
 import optax
 import torch
 
+from meshtune.arrays.paths import path_name
+from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import flatten, unflatten
 from meshtune.families import model_spec
 from meshtune.optim.build import make_optimizer
@@ -34,6 +36,22 @@ def tree_of(flat):
     return unflatten(flat)
 
 
+def abstract_of(tree):
+    """The ArraySpecs that a model would have for arrays of these names; queries and keys have heads of 4."""
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: spec_of(path_name(path), leaf), tree)
+
+
+def spec_of(path, leaf):
+    name, last = path.split("/")[0], path.rpartition("/")[2]
+    axes = {"a": ("rank", "in"), "b": ("out", "rank")}.get(last, ("out", "in"))
+    role = {"embed": "table", "head": "head"}.get(name, "matrix")
+    if last in ("bias", "magnitude", "lambda_b", "lambda_d") or "norm" in path or leaf.ndim == 1:
+        role, axes = "vector", ("out",)
+    axes = (("layers",) if name == "layers" else ()) + axes
+    heads = SPEC.head_dim if path.endswith(("/q/weight", "/k/weight")) else 1
+    return ArraySpec(tuple(leaf.shape), str(leaf.dtype), axes, role=role, head_rows=heads)
+
+
 def problem(shapes=SHAPES, seed=0, steps=20):
     """Initial parameters and a fixed linear-plus-quadratic loss whose gradient depends on the parameters."""
     rng = np.random.default_rng(seed)
@@ -50,7 +68,7 @@ def seen(optimizer, tree):
     """What else an update is given: a curvature, to one that asks for it."""
     return (
         {"curvature": lambda: jax.tree.map(lambda leaf: leaf.astype(jnp.float32) ** 2, tree)}
-        if optimizer.curved
+        if optimizer.needs_hessian
         else {}
     )
 
@@ -62,7 +80,7 @@ def run_ours(config, params, noise, steps):
 def run_with_state(config, params, noise, steps, state=None):
     """(parameters, optimizer, state) in the end."""
     tree = tree_of({name: jnp.asarray(value) for name, value in params.items()})
-    optimizer, _ = make_optimizer(config, steps, tree, SPEC)
+    optimizer, _ = make_optimizer(config, steps, abstract_of(tree), SPEC)
 
     @jax.jit
     def step(tree, state, noise):

@@ -94,8 +94,10 @@ def test_codes_by_table_are_those_of_a_binary_search(signed):
 
 def test_blocks_divide_rows_and_lie_as_the_parameter():
     assert [block(width) for width in (4096, 576, 1536, 13696, 100, 8191)] == [256, 192, 256, 214, 100, 1]
-    spec = ArraySpec((4, 64, 576), "float32", ("layers", "ffn", "embed"))
-    tree = tree_of({GATE: spec, "layers/0.0/mlp/up/weight": ArraySpec((4, 8, 8191), "float32", spec.axes)})
+    spec = ArraySpec((4, 64, 576), "float32", ("layers", "ffn", "embed"), role="matrix")
+    tree = tree_of(
+        {GATE: spec, "layers/0.0/mlp/up/weight": ArraySpec((4, 8, 8191), "float32", spec.axes, role="matrix")}
+    )
     kept = make_optimizer(OptimizerConfig("adamw8bit"), 10, tree)[0].specs(tree)["kept"]
     assert (kept[GATE]["m"].dtype, kept[GATE]["m"].shape, kept[GATE]["m"].axes) == ("uint8", spec.shape, spec.axes)
     assert (kept[GATE]["v_largest"].shape, kept[GATE]["v_largest"].axes) == ((4, 64, 3), spec.axes)

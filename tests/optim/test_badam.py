@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from badam import BlockOptimizer
-from optimizer_problems import CONSTANT, SPEC, gradient, problem, tree_of
+from optimizer_problems import CONSTANT, SPEC, abstract_of, gradient, problem, tree_of
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import flatten, unflatten
@@ -28,7 +28,7 @@ def config(**more):
 def ours(config, params, noise, steps, dtype="float32", state=None, start=0):
     """(parameters, state, the layers whose turn it was) after updates with the gradient of the active layer."""
     tree = tree_of({name: jnp.asarray(value, dtype) for name, value in params.items()})
-    optimizer, _ = make_optimizer(config, steps, tree, SPEC)
+    optimizer, _ = make_optimizer(config, steps, abstract_of(tree), SPEC)
     blocks, turns = optimizer.blocks, []
 
     @jax.jit
@@ -113,12 +113,15 @@ def test_going_on_within_a_turn_is_bit_exact():
 
 
 def test_its_state_and_gradients_are_of_one_layer():
-    def array(shape, axes, dtype):
-        return ArraySpec(shape, dtype, axes)
+    def array(shape, axes, dtype, role="matrix"):
+        return ArraySpec(shape, dtype, axes, role=role)
 
     for dtype, kept in (("float32", {"m", "v"}), ("bfloat16", {"m", "v", "copy"})):
         tree = tree_of(
-            {Q: array((3, 8, 6), ("layers", "heads", "embed"), dtype), "norm/weight": array((6,), ("embed",), dtype)}
+            {
+                Q: array((3, 8, 6), ("layers", "heads", "embed"), dtype),
+                "norm/weight": array((6,), ("embed",), dtype, "vector"),
+            }
         )
         optimizer, _ = make_optimizer(config(), 10, tree, SPEC)
         state = optimizer.specs(tree)["kept"]
@@ -132,6 +135,7 @@ def test_its_state_and_gradients_are_of_one_layer():
 
 def test_what_has_no_layers_to_take_turns_is_refused():
     with pytest.raises(UserError, match=r"(?s)no layer is trained.*method: full"):
-        make_optimizer(config(), 10, tree_of({"norm/weight": jnp.ones(6)}), SPEC)
+        make_optimizer(config(), 10, abstract_of(tree_of({"norm/weight": jnp.ones(6)})), SPEC)
+    adapter = tree_of({"layers/0.0/attn/q/adapter/a": jnp.ones((3, 2, 6))})
     with pytest.raises(UserError, match=r"(?s)adapters keep little state.*optimizer.name=adamw"):
-        make_optimizer(config(), 10, tree_of({"layers/0.0/attn/q/adapter/a": jnp.ones((3, 2, 6))}), SPEC)
+        make_optimizer(config(), 10, abstract_of(adapter), SPEC)

@@ -12,6 +12,7 @@ from optimizer_problems import (
     CONSTANT,
     SHAPES,
     SPEC,
+    abstract_of,
     assert_close,
     gradient,
     problem,
@@ -24,9 +25,8 @@ from optimizer_problems import (
 from transformers.optimization import Adafactor
 
 from meshtune.errors import UserError
-from meshtune.optim.build import OPTIMIZERS, Kind, OptimizerConfig, decay_mask, make_optimizer
-from meshtune.optim.optimizer import as_spec
-from meshtune.optim.rule import adopted
+from meshtune.optim.build import OPTIMIZERS, OptimizerConfig, OptimizerType, decay_mask, make_optimizer
+from meshtune.optim.param_optimizer import from_optax
 
 
 # Float32 on both sides; parameters of order 1 moved by up to 20 * 1e-2, so a few units in the last place a step.
@@ -138,7 +138,7 @@ def test_decay_skips_norms_and_biases_but_not_adapters():
     assert mask["head"]["adapter"] == Pair(True, True)
 
 
-ALL_AT_ONCE = [name for name, kind in OPTIMIZERS.items() if kind.blocks is None]
+ALL_AT_ONCE = [name for name, kind in OPTIMIZERS.items() if kind.by_block is None]
 
 
 @pytest.mark.parametrize("name", ALL_AT_ONCE)
@@ -150,7 +150,7 @@ def test_moments_are_float32_for_float32_parameters_and_follow_state_dtype_for_b
         ("bfloat16", "bfloat16", "bfloat16"),
     ):
         tree = tree_of({path: jnp.ones(shape, dtype) for path, shape in SHAPES.items()})
-        optimizer, _ = make_optimizer(dataclasses.replace(config, state_dtype=state_dtype), 10, tree, SPEC)
+        optimizer, _ = make_optimizer(dataclasses.replace(config, state_dtype=state_dtype), 10, abstract_of(tree), SPEC)
         state = optimizer.init(tree)
         large = set(SHAPES.values())
         assert {str(x.dtype) for x in jax.tree.leaves(state) if x.shape in large} == {expected}
@@ -161,13 +161,13 @@ def test_moments_are_float32_for_float32_parameters_and_follow_state_dtype_for_b
 
 
 def test_rate_of_the_first_update_is_the_schedule_at_zero():
-    tree = {"w": jnp.ones(2)}
+    tree = {"w": jnp.ones((1, 2))}
     config = OptimizerConfig("sgd", 1.0, "linear", warmup_steps=2)
-    optimizer, schedule = make_optimizer(config, 10, tree)
+    optimizer, schedule = make_optimizer(config, 10, abstract_of(tree))
     state, rates = optimizer.init(tree), []
     for _ in range(4):
-        updates, state = optimizer.update({"w": jnp.ones(2)}, state, tree)
-        rates.append(float(-updates["w"][0]))
+        updates, state = optimizer.update(tree, state, tree)
+        rates.append(float(-updates["w"][0, 0]))
     np.testing.assert_allclose(rates, [float(schedule(at)) for at in range(4)], rtol=1e-6)
     np.testing.assert_allclose(rates, [0.0, 0.5, 1.0, 0.875], rtol=1e-6)
 
@@ -180,11 +180,12 @@ def test_unknown_names_are_errors_with_the_nearest():
 
 
 def test_a_new_optimizer_is_one_entry(monkeypatch):
-    rule = adopted(lambda at: optax.scale_by_sign())
-    monkeypatch.setitem(OPTIMIZERS, "signsgd", Kind(lambda config, spec: rule))
-    optimizer, _ = make_optimizer(OptimizerConfig("signsgd", 0.5, CONSTANT), 3, {"w": jnp.ones(1)})
-    updates, _ = optimizer.update({"w": jnp.array([7.0])}, optimizer.init({"w": jnp.ones(1)}), {"w": jnp.ones(1)})
-    assert float(updates["w"][0]) == -0.5
+    sign = from_optax(lambda context: optax.scale_by_sign())
+    monkeypatch.setitem(OPTIMIZERS, "signsgd", OptimizerType(lambda config: sign))
+    optimizer, _ = make_optimizer(OptimizerConfig("signsgd", 0.5, CONSTANT), 3, abstract_of({"w": jnp.ones((1, 1))}))
+    tree = {"w": jnp.ones((1, 1))}
+    updates, _ = optimizer.update({"w": jnp.array([[7.0]])}, optimizer.init(tree), tree)
+    assert float(updates["w"][0, 0]) == -0.5
 
 
 @pytest.mark.parametrize("name", ALL_AT_ONCE)
@@ -198,7 +199,7 @@ def test_going_on_from_a_state_is_bit_exact_and_the_state_is_as_its_specs_say(na
     rest, _, _ = run_with_state(config, half, {path: value[3:] for path, value in noise.items()}, 3, state)
     for path, value in expected.items():
         np.testing.assert_array_equal(rest[path], value)
-    specs = optimizer.specs(tree_of({path: as_spec(value) for path, value in params.items()}))
+    specs = optimizer.specs(abstract_of(tree_of(params)))
     assert jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), state) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), specs
     )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import peft
 import pytest
 import torch
+from optimizer_problems import SPEC, abstract_of
 from peft.optimizers import create_loraplus_optimizer
 
 from meshtune.adapters.peft_format import load_adapter
@@ -44,7 +47,7 @@ def test_steps_are_those_of_peft(decay: float, tmp_path):
 
     ours = tree("start")
     made = OptimizerConfig("adamw", RATE, "constant", weight_decay=decay, lora_plus_ratio=RATIO, no_decay=())
-    optimizer, _ = make_optimizer(made, STEPS, ours)
+    optimizer, _ = make_optimizer(made, STEPS, abstract_of(ours))
     theirs = create_loraplus_optimizer(
         model, torch.optim.AdamW, lr=RATE, loraplus_lr_ratio=RATIO, loraplus_weight_decay=decay, weight_decay=decay
     )
@@ -64,15 +67,33 @@ def test_steps_are_those_of_peft(decay: float, tmp_path):
         np.testing.assert_allclose(got, expected, atol=1e-6, rtol=0, err_msg=path)
 
 
+A, B, EMBED = "layers/0.0/attn/q/adapter/a", "layers/0.0/attn/q/adapter/b", "embed/weight"
+
+
 def adapted():
-    leaf = ArraySpec((2, 4, 4), "float32", ("layers", "rank", "embed"))
-    return unflatten({"layers/0.0/attn/q/adapter/a": leaf, "layers/0.0/attn/q/adapter/b": leaf, "embed/weight": leaf})
+    return unflatten(
+        {
+            A: ArraySpec((2, 4, 4), "float32", ("layers", "rank", "embed"), role="matrix"),
+            B: ArraySpec((2, 4, 4), "float32", ("layers", "heads", "rank"), role="matrix"),
+            EMBED: ArraySpec((4, 4), "float32", ("vocab", "embed"), role="table"),
+        }
+    )
+
+
+def first_changes(config):
+    """The changes of the first update, for random gradients, by path."""
+    tree = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), adapted())
+    optimizer, _ = make_optimizer(config, STEPS, adapted(), SPEC)
+    draw = np.random.default_rng(0)
+    gradients = jax.tree.map(lambda leaf: jnp.asarray(draw.normal(size=leaf.shape), jnp.float32), tree)
+    changes, _ = optimizer.update(gradients, optimizer.init(tree), tree)
+    return dict(named_leaves(changes))
 
 
 def test_embeddings_have_their_own_rate_and_b_its_multiple():
     config = OptimizerConfig("sgd", RATE, "constant", lora_plus_ratio=RATIO, lora_plus_embedding_rate=1e-6)
     tree = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), adapted())
-    optimizer, _ = make_optimizer(config, STEPS, tree)
+    optimizer, _ = make_optimizer(config, STEPS, adapted())
     ones = jax.tree.map(jnp.ones_like, tree)
     changes, _ = optimizer.update(ones, optimizer.init(tree), tree)
     found = {path: -float(change.ravel()[0]) for path, change in named_leaves(changes)}
@@ -82,9 +103,12 @@ def test_embeddings_have_their_own_rate_and_b_its_multiple():
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit", "adam_mini", "muon", "adafactor", "lion", "schedule_free"])
 def test_optimizers_of_single_parameters_take_the_ratio(name: str):
-    from optimizer_problems import SPEC
-
-    make_optimizer(OptimizerConfig(name, RATE, "constant", lora_plus_ratio=2.0), STEPS, adapted(), SPEC)
+    """The first update of each is proportional to the learning rate: B's is doubled, the others are unchanged."""
+    config = OptimizerConfig(name, RATE, "constant")
+    plain, changes = first_changes(config), first_changes(dataclasses.replace(config, lora_plus_ratio=2.0))
+    for path, factor in {A: 1, B: 2, EMBED: 1}.items():
+        assert float(jnp.abs(plain[path]).max()) > 0
+        np.testing.assert_allclose(changes[path], factor * plain[path], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -103,5 +127,7 @@ def test_what_has_no_a_and_b_refuses_the_ratio(recipe: dict, reason: str, tmp_pa
         make_optimizer(OptimizerConfig("prodigy", lora_plus_ratio=2.0), STEPS, adapted())
     with pytest.raises(UserError, match="no adapter here"):
         make_optimizer(
-            OptimizerConfig(lora_plus_ratio=2.0), STEPS, {"norm": {"weight": ArraySpec((4,), "float32", ("embed",))}}
+            OptimizerConfig(lora_plus_ratio=2.0),
+            STEPS,
+            {"norm": {"weight": ArraySpec((4,), "float32", ("embed",), role="vector")}},
         )

@@ -8,13 +8,13 @@ import torch
 from apollo_torch import APOLLOAdamW
 from galore_torch import GaLoreAdamW
 from galore_torch.galore_projector import GaLoreProjector
-from optimizer_problems import CONSTANT, assert_close, problem, run_ours, run_torch_named, tree_of
+from optimizer_problems import CONSTANT, abstract_of, assert_close, problem, run_ours, run_torch_named, tree_of
 
 from meshtune.errors import UserError
-from meshtune.optim.apollo import drawn
+from meshtune.optim.apollo import random_projector
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.optim.galore import main_directions
-from meshtune.optim.rule import At
+from meshtune.optim.param_optimizer import UpdateContext
 
 TALL, WIDE = "layers/0.0/mlp/gate/weight", "layers/0.0/mlp/down/weight"
 SHAPES = {TALL: (3, 12, 8), WIDE: (3, 6, 10), "layers/0.0/attn_norm/weight": (3, 6), "embed/weight": (11, 6)}
@@ -62,8 +62,8 @@ def apollo_like_ours(monkeypatch, config, names):
 
     def draw(self, weights, rank, type, seed):
         path, layer = names[seed % 1000 - 1]
-        at = At(path, jnp.int32(layer), jnp.int32(seed // 1000 * GAP), jnp.float32(0), 0.0)
-        return torch.tensor(np.asarray(drawn(config, jnp.asarray(weights.numpy()), at)))
+        at = UpdateContext(path, jnp.int32(layer), jnp.int32(seed // 1000 * GAP), jnp.float32(0), 0.0)
+        return torch.tensor(np.asarray(random_projector(config, jnp.asarray(weights.numpy()), at)))
 
     monkeypatch.setattr(apollo_torch.random_projector.GradientProjector, "get_orthogonal_matrix", draw)
 
@@ -88,7 +88,11 @@ def test_apollo_draws_another_projector_for_every_layer_and_period():
     config, weight = OptimizerConfig("apollo", rank=RANK, update_gap=GAP), jnp.zeros((12, 8))
 
     def at(layer, count, path=TALL):
-        return np.asarray(drawn(config, weight, At(path, jnp.int32(layer), jnp.int32(count), jnp.float32(0), 0.0)))
+        return np.asarray(
+            random_projector(
+                config, weight, UpdateContext(path, jnp.int32(layer), jnp.int32(count), jnp.float32(0), 0.0)
+            )
+        )
 
     np.testing.assert_array_equal(at(0, 0), at(0, GAP - 1))
     for other in (at(0, GAP), at(1, 0), at(0, 0, WIDE)):
@@ -113,8 +117,8 @@ def test_state_is_narrow_and_says_where_it_lies(name):
     from meshtune.arrays.spec import ArraySpec
 
     tree = tree_of({
-        TALL: ArraySpec((3, 64, 32), "float32", ("layers", "ffn", "embed")),
-        WIDE: ArraySpec((3, 32, 64), "float32", ("layers", "embed", "ffn")),
+        TALL: ArraySpec((3, 64, 32), "float32", ("layers", "ffn", "embed"), role="matrix"),
+        WIDE: ArraySpec((3, 32, 64), "float32", ("layers", "embed", "ffn"), role="matrix"),
     })  # fmt: skip
     optimizer, _ = make_optimizer(OptimizerConfig(name, rank=4), 10, tree)
     kept = optimizer.specs(tree)["kept"]
@@ -142,7 +146,7 @@ def test_matrices_no_wider_than_the_rank_have_plain_adamw():
 @pytest.mark.parametrize("name", ["galore", "apollo"])
 def test_adapters_and_ranks_that_narrow_nothing_are_refused(name):
     adapter = tree_of({"layers/0.0/attn/q/adapter/a": jnp.zeros((2, 8, 64))})
-    with pytest.raises(UserError, match=r"(?s)adapters are narrow already.*method: full"):
-        make_optimizer(OptimizerConfig(name, rank=4), 10, adapter)
+    with pytest.raises(UserError, match=r"(?s)which those of adapters have already.*method: full"):
+        make_optimizer(OptimizerConfig(name, rank=4), 10, abstract_of(adapter))
     with pytest.raises(UserError, match=r"(?s)rank 8 is not below .*the widest has 8.*rank below 8"):
-        make_optimizer(OptimizerConfig(name, rank=8), 10, tree_of({TALL: jnp.zeros((3, 12, 8))}))
+        make_optimizer(OptimizerConfig(name, rank=8), 10, abstract_of(tree_of({TALL: jnp.zeros((3, 12, 8))})))

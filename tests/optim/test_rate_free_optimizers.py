@@ -36,7 +36,7 @@ def test_schedule_free_equals_its_authors_code_where_it_trains_and_where_it_is_e
     got, optimizer, state = run_with_state(config, params, noise, steps)
     assert_close(got, expected, atol=1e-5)
     made["optimizer"].eval()
-    shown = flatten(optimizer.shown(tree_of(jax.tree.map(jax.numpy.asarray, got)), state))
+    shown = flatten(optimizer.eval_params(tree_of(jax.tree.map(jax.numpy.asarray, got)), state))
     for name, rows in made["tensors"].items():
         averages = np.stack([row.detach().numpy() for row in rows]) if name.startswith("layers/") else rows[0].detach()
         np.testing.assert_allclose(shown[name], averages, atol=1e-5, err_msg=name)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from optimizer_problems import abstract_of
 
 from meshtune.adapters.config import FullConfig
-from meshtune.adapters.method import prepare
+from meshtune.adapters.method import abstract, prepare
 from meshtune.arrays.tree import merge
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import hidden_states, logits
@@ -38,7 +39,7 @@ def test_fifty_updates_are_those_of_the_paper():
     start = made.standard_normal((8, 6))
     gradients, curvatures = made.standard_normal((50, 8, 6)), 1e4 * made.random((50, 8, 6))
     params = {"w": jnp.asarray(start, jnp.float32)}
-    optimizer, _ = make_optimizer(CONFIG, 50, params)
+    optimizer, _ = make_optimizer(CONFIG, 50, abstract_of(params))
     state = optimizer.init(params)
     for g, c in zip(gradients, curvatures, strict=True):
         seen = {"w": jnp.asarray(c, jnp.float32)}
@@ -115,7 +116,7 @@ def test_a_step_uses_the_curvature_of_its_first_micro_batch():
     spec, params = same_weights(torch_model("llama3"))
     made = prepare(FullConfig(), spec, params, jax.random.key(0))
     batch = {name: array.reshape(2, 2, -1) for name, array in rows(spec).items()}
-    optimizer, _ = make_optimizer(CONFIG, 10, made.trainable)
+    optimizer, _ = make_optimizer(CONFIG, 10, abstract(FullConfig(), spec).trainable)
     compute = Compute(loss_chunk=8)
     step = make_train_step(OBJECTIVES["sft"], made.spec, compute, optimizer)
     first = {name: array[0] for name, array in batch.items()}

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from meshtune.adapters.config import FullConfig
-from meshtune.adapters.method import prepare
+from meshtune.adapters.method import abstract, prepare
 from meshtune.model.compute import Compute
 from meshtune.objectives import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
@@ -43,7 +43,7 @@ def tuned(smollm2, given, name: str) -> tuple[list[float], float]:
     spec, _ = load_spec(smollm2, "float32")
     made = prepare(FullConfig(), spec, load_params(smollm2, spec), jax.random.key(0))
     config = OptimizerConfig(name, 5e-5, "cosine", warmup_steps=2, weight_decay=0.01)
-    optimizer, _ = make_optimizer(config, EPOCHS * BATCHES, made.trainable, made.spec)
+    optimizer, _ = make_optimizer(config, EPOCHS * BATCHES, abstract(FullConfig(), spec).trainable, made.spec)
     compute = Compute(loss_chunk=LENGTH)
     step = make_train_step(OBJECTIVES["sft"], made.spec, compute, optimizer, max_grad_norm=1.0)
     state, losses = init_state(made.trainable, optimizer), []

@@ -15,6 +15,7 @@ import peft
 import pytest
 import torch
 import transformers
+from optimizer_problems import abstract_of
 
 from meshtune.adapters.config import FullConfig
 from meshtune.adapters.method import prepare
@@ -112,7 +113,7 @@ def our_losses(spec, trainable, frozen, docs, rate, length) -> np.ndarray:
         schedule="linear",
         warmup_steps=3,
     )
-    optimizer, _ = make_optimizer(config, STEPS, trainable)
+    optimizer, _ = make_optimizer(config, STEPS, abstract_of(trainable))
     step = make_train_step(OBJECTIVES["sft"], spec, Compute(loss_chunk=64), optimizer, max_grad_norm=1.0)
     state, losses, update = init_state(trainable, optimizer), [], ROWS * ACCUMULATION
     for number in range(STEPS):

@@ -11,14 +11,13 @@ import pytest
 from test_step import documents, micro, pack
 
 from meshtune.adapters.config import FreezeConfig, FullConfig
-from meshtune.adapters.method import prepare
+from meshtune.adapters.method import abstract, prepare
 from meshtune.arrays.tree import flatten
 from meshtune.mesh import placement
 from meshtune.mesh.placement import moved
 from meshtune.model.compute import Compute
 from meshtune.objectives import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
-from meshtune.optim.optimizer import as_spec
 from meshtune.train.step import host_state as update
 from meshtune.train.step.build import abstract_state, init_state, make_train_step
 from tiny_models import same_weights, torch_model
@@ -41,12 +40,13 @@ def run(tiny, batches, config, method=None, steps=3, compute=COMPUTE, offload=()
     """(metrics of every update, trained leaves, state) after updates by `config`; `offload` waits on the host."""
     spec, params = tiny
     made = prepare(method or FullConfig(), spec, jax.tree.map(jnp.copy, params), jax.random.key(0))
-    optimizer, _ = make_optimizer(config, 10, made.trainable, made.spec)
+    arrays = abstract(method or FullConfig(), spec)
+    optimizer, _ = make_optimizer(config, 10, arrays.trainable, arrays.spec)
     compute = dataclasses.replace(compute, offload=offload)
     step = make_train_step(OBJECTIVES["sft"], made.spec, compute, optimizer, **options)
     trained, like = made.trainable, None
     if offload:
-        like = abstract_state(jax.tree.map(as_spec, trained), optimizer, None, offload)
+        like = abstract_state(arrays.trainable, optimizer, None, offload)
         trained = moved(trained, like.trainable)
     state, seen = init_state(trained, optimizer, like), []
     for number in range(steps):
@@ -147,7 +147,6 @@ def deep():
 
 def temporaries(config, spec):
     """(bytes of all gradients in float32, the compiled step's temporaries, whether it updates its state in place)."""
-    from meshtune.adapters.method import abstract
     from meshtune.train.step.build import abstract_state
 
     arrays = abstract(FullConfig(), spec)

@@ -63,7 +63,7 @@ class DoRA:
     def abstract(cls, weight: ArraySpec, config: LoraConfig, dtype: str = "float32") -> DoRA:
         """The adapter of a weight [.., out, in], with ArraySpecs for arrays."""
         lora = LoRA.abstract(weight, config, dtype)
-        magnitude = ArraySpec(weight.shape[:-1], dtype, weight.axes[:-1], "ones")
+        magnitude = ArraySpec(weight.shape[:-1], dtype, weight.axes[:-1], "ones", role="vector")
         return cls(lora.a, lora.b, magnitude, lora.scale, lora.dropout)
 
     @property

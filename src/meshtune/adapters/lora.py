@@ -53,8 +53,8 @@ class LoRA:
         rank = config.rank
         *lead, out, into = weight.shape
         *lead_axes, out_axis, in_axis = weight.axes
-        a = ArraySpec((*lead, rank, into), dtype, (*lead_axes, "rank", in_axis), "normal")
-        b = ArraySpec((*lead, out, rank), dtype, (*lead_axes, out_axis, "rank"), "zeros")
+        a = ArraySpec((*lead, rank, into), dtype, (*lead_axes, "rank", in_axis), "normal", role=weight.role)
+        b = ArraySpec((*lead, out, rank), dtype, (*lead_axes, out_axis, "rank"), "zeros", role=weight.role)
         return cls(a, b, config.scale(), config.dropout)
 
     @property

@@ -117,7 +117,8 @@ def prepare(
         key = jax.random.wrap_key_data(key)
     weights = used_up(restack(params, spec, plan.spec))
     names: dict[str, list[str]] = {}
-    for name, module in modules(plan.spec).items():
+    among = modules(plan.spec)
+    for name, module in among.items():
         names.setdefault(module.node, []).append(name)
     trainable: dict[str, Any] = {}
     kind: Any = ADAPTERS[method.adapter] if isinstance(method, LoraConfig) else None
@@ -126,7 +127,7 @@ def prepare(
         node, _, last = path.rpartition("/")
         if last == "adapter":
             held = held_weight(node, plan.spec)
-            keys = _keys(key, names[node], node.startswith("layers/"))
+            keys = _keys(key, names[node], among[names[node][0]].row is not None)
             before = original(held) if original and kind.ORIGINAL and _coded(weights[held]) else None
             begin = functools.partial(kind.start, leaf, method)
             fixed = frozen.get(f"{node}/fixed")
@@ -245,7 +246,9 @@ def arranged(
     trainable = {path: dataclasses.replace(leaf, dtype=dtype) for path, leaf in leaves.items() if path in full}
     for node, module in first.items():
         if module.name in adapters:
-            trainable[f"{node}/adapter"] = adapters[module.name](leaves[held_weight(node, spec)])
+            weight = leaves[held_weight(node, spec)]
+            role = module.leaves["weight"].role  # of a tied head, whose weight is a table elsewhere
+            trainable[f"{node}/adapter"] = adapters[module.name](dataclasses.replace(weight, role=role))
     trainable |= abstract_rows(rows or {}, leaves, dtype)
     frozen = {path: leaf for path, leaf in leaves.items() if path not in full}
     return Prepared(spec, unflatten(trainable), unflatten(frozen))

@@ -93,7 +93,7 @@ class OFT:
         *lead, _, into = weight.shape
         block = config.oft_block_size or into // config.rank
         axes = (*weight.axes[:-2], weight.axes[-1], "whole")
-        q = ArraySpec((*lead, into // block, block * (block - 1) // 2), dtype, axes, "zeros")
+        q = ArraySpec((*lead, into // block, block * (block - 1) // 2), dtype, axes, "zeros", role=weight.role)
         return cls(q, block, config.oft_cayley_terms)
 
     @property

@@ -49,16 +49,16 @@ def modules(spec: ModelSpec) -> dict[str, Module]:
         leaves.setdefault(node, {})[name] = leaf
     named = dict(module_names(spec))
     if spec.tied:
-        leaves["head"] = {"weight": leaves["embed"]["weight"]}
+        leaves["head"] = {"weight": dataclasses.replace(leaves["embed"]["weight"], role="head")}
         named.setdefault("head", ["lm_head"])
     found: dict[str, Module] = {}
     for node, own in leaves.items():
-        if not node.startswith("layers/"):
+        if not any(leaf.is_stacked for leaf in own.values()):
             plain = not (spec.norm_head and node == "head")
             found[named[node][0]] = Module(named[node][0], node, None, None, own, plain)
             continue
         rows = numbers[node.split("/", 2)[1]]
-        each = {name: ArraySpec(a.shape[1:], a.dtype, a.axes[1:], a.init) for name, a in own.items()}
+        each = {name: leaf.layer for name, leaf in own.items()}
         for row, (name, layer) in enumerate(zip(named[node], rows, strict=True)):
             found[name] = Module(name, node, row, layer, each)
     return found

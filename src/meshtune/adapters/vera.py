@@ -100,8 +100,8 @@ class VeRA:
     @classmethod
     def abstract(cls, weight: ArraySpec, config: LoraConfig, dtype: str = "float32") -> VeRA:
         """The adapter of a weight [.., out, in], with ArraySpecs for arrays."""
-        b = ArraySpec(weight.shape[:-1], dtype, weight.axes[:-1], "zeros")
-        d = ArraySpec((*weight.shape[:-2], config.rank), dtype, (*weight.axes[:-2], "rank"), "ones")
+        b = ArraySpec(weight.shape[:-1], dtype, weight.axes[:-1], "zeros", role="vector")
+        d = ArraySpec((*weight.shape[:-2], config.rank), dtype, (*weight.axes[:-2], "rank"), "ones", role="vector")
         return cls(b, d, config.vera_d_initial, config.dropout)
 
     @staticmethod

@@ -8,7 +8,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 # What an array is to a model, which decides how it is optimised, quantised, adapted, gathered and counted:
-#   matrix   the weight of a linear layer, or a low-rank factor beside one: [out, in]
+#   matrix   the weight of a linear layer: [out, in]
 #   experts  the weights of all experts of one linear layer: [experts, out, in]
 #   router   what scores the experts: [experts, in]
 #   vector   a norm's weight, a bias, a scale, a sink: [n]
@@ -16,7 +16,8 @@ import jax.numpy as jnp
 #   head     rows that score the last hidden state, an output head or a reward head: [vocab, embed] or [1, embed]
 #   conv     the filters of a short convolution: [channels, width]
 #   state    no parameter: optimizer state, statistics, counts
-# Whoever does not know a role refuses it by name. A stacked array has the axis `layers` in front of these.
+# The factors of a low-rank adapter have the role of the weight they adapt. Whoever does not know a role refuses it by
+# name. A stacked array has the axis `layers` in front of these.
 Role = Literal["matrix", "experts", "router", "vector", "table", "head", "conv", "state"]
 LAYERS = "layers"
 

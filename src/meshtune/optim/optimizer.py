@@ -31,9 +31,10 @@ class Optimizer:
     `update_param(path, gradient, state, parameter, count, layer)` updates one parameter of one layer and returns
     (parameter, state); None where an update needs all gradients. It accepts some rows of a matrix for the paths in
     `row_separable`; the paths in `stacked` are those of parameters with a layers axis.
-    An optimizer with `in_backward` updates a layer as soon as the backward pass has its gradient (train.step.layerwise); with
-    `blocks` the layers are trained in turns (optim.blocks); an optimizer that `needs_hessian` is also given
-    `curvature`, a function () -> the diagonal of the loss's Hessian, a tree like the gradients.
+    An optimizer with `in_backward` updates a layer as soon as the backward pass has its gradient
+    (train.step.layerwise); with `blocks` the layers are trained in turns (optim.blocks); an optimizer that
+    `needs_hessian` is also given `curvature`, a function () -> the diagonal of the loss's Hessian, a tree like the
+    gradients.
     """
 
     init: Callable[[Tree], State]
