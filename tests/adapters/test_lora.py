@@ -72,8 +72,8 @@ def test_an_adapter_starts_the_same_whatever_else_is_adapted_and_however_layers_
 
 def test_abstract_adapters_have_the_axes_of_their_weight():
     adapter = abstract(LoraConfig(rank=4), base("llama3")[0]).trainable["layers"]["0.0"]["mlp"]["down"]["adapter"]
-    assert adapter.a == ArraySpec((4, 4, 56), "float32", ("layers", "rank", "ffn"), "normal")
-    assert adapter.b == ArraySpec((4, 32, 4), "float32", ("layers", "embed", "rank"), "zeros")
+    assert adapter.a == ArraySpec((4, 4, 56), "float32", ("layers", "rank", "ffn"), "normal", role="matrix")
+    assert adapter.b == ArraySpec((4, 32, 4), "float32", ("layers", "embed", "rank"), "zeros", role="matrix")
 
 
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
@@ -166,7 +166,7 @@ def test_a_new_kind_of_adapter_is_one_class_and_one_line(monkeypatch: pytest.Mon
         @classmethod
         def abstract(cls, weight, config, dtype="float32"):
             del config
-            return cls(ArraySpec(weight.shape[:-1], dtype, weight.axes[:-1], "ones"))
+            return cls(ArraySpec(weight.shape[:-1], dtype, weight.axes[:-1], "ones", role="vector"))
 
         @staticmethod
         def start(adapter, config, keys, weight, original=None):
