@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtune.kernels.attention import AttentionSplit, attention, balanced_order
+from meshtune.kernels.attention import AttentionSplit, attention, zigzag_order
 
 H, K, h = 9, 3, 64
 
@@ -49,7 +49,7 @@ def main() -> None:
     asked = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 4)
     T = asked.tokens
-    runs = {f"{parts} devices, balanced": ring_run(T, parts, balanced_order(T, parts)) for parts in (1, 2, 4)}
+    runs = {f"{parts} devices, balanced": ring_run(T, parts, zigzag_order(T, parts)) for parts in (1, 2, 4)}
     runs["2 devices, own order"] = ring_run(T, 2, np.arange(T))
     least = dict.fromkeys(runs, (np.inf, np.inf))
     for number in range(asked.rounds + 2):

@@ -12,7 +12,7 @@ from typing import Any
 
 import code_object
 
-KERNELS = {"attend": "forward", "query_slopes": "dq", "key_slopes": "dkv"}
+KERNELS = {"forward_kernel": "forward", "query_grads": "dq", "key_grads": "dkv"}
 
 
 def compiled(target: Any, devices: list[Any], cases: dict[str, dict[str, Any]], dump: str) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def compiled(target: Any, devices: list[Any], cases: dict[str, dict[str, Any]], 
     import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding
 
-    from meshtune.kernels.attention import AttentionInputs, AttentionRequest, choose
+    from meshtune.kernels.attention import AttentionInputs, AttentionRequest, choose_backend
     from meshtune.kernels.attention.triton_tiles import tiles_of
 
     place = SingleDeviceSharding(devices[0])
@@ -32,7 +32,7 @@ def compiled(target: Any, devices: list[Any], cases: dict[str, dict[str, Any]], 
             window=case.get("window"), softcap=case.get("softcap"), aligned=True,
             platform=target.device.platform, chip=target.device.arch,
         )  # fmt: skip
-        backend = choose(request)[0]
+        backend = choose_backend(request)[0]
 
         def both(q, k, v, g, positions, segments, backend=backend, request=request):
             tokens = positions, positions, segments, segments

@@ -18,7 +18,7 @@ from meshtune.adapters.config import FullConfig, LoraConfig
 from meshtune.adapters.method import abstract, prepare
 from meshtune.adapters.peft_format import BaseRecord, load_adapter, save_adapter
 from meshtune.arrays.tree import merge
-from meshtune.kernels.attention import balanced_order
+from meshtune.kernels.attention import zigzag_order
 from meshtune.mesh.axes import MeshConfig, make_mesh
 from meshtune.mesh.placement import place_batch
 from meshtune.model.compute import Compute
@@ -73,7 +73,7 @@ def case(name: str, folder: pathlib.Path) -> dict:
     found, kept = [], []
     for mesh in (None, axes):
         layout = None if mesh is None else layout_for(make_mesh(MeshConfig(**mesh)), spec)[0]
-        order = balanced_order(64, mesh["cp"]) if mesh and "cp" in mesh else None
+        order = zigzag_order(64, mesh["cp"]) if mesh and "cp" in mesh else None
         params = load_params(folder, spec, layout=layout, quantize=quantize)
         kept.append([np.asarray(leaf) for leaf in jax.tree.leaves(params)])
         pack = params["layers"]["0.0"]["attn"]["qkv"]["weight"]

@@ -18,7 +18,7 @@ from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
 from meshtune.families import hf_names, model_spec
 from meshtune.generate.engine import Engine
-from meshtune.kernels.attention import AttentionRequest, choose
+from meshtune.kernels.attention import AttentionRequest, choose_backend
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import hidden_states, logits
 from meshtune.weights.export import export_model
@@ -195,5 +195,5 @@ def test_kernels_without_biases_say_so(backend):
         1, 4096, 4096, 40, 40, 128, "bfloat16", facts[0], 1.0, aligned=True, packed=False, alibi=True, chip=facts[1]
     )
     with pytest.raises(UserError, match=rf"{backend}: .*\(ALiBi\)"):
-        choose(request, backend)
-    assert choose(request)[0].name == "blockwise"
+        choose_backend(request, backend)
+    assert choose_backend(request)[0].name == "blockwise"

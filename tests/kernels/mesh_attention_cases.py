@@ -102,10 +102,10 @@ def ours(case: Case):
     """Output and gradients, in the row's own order."""
     import jax
 
-    from meshtune.kernels.attention import attention, balanced_order
+    from meshtune.kernels.attention import attention, zigzag_order
 
     q, k, v, g, segments, positions, start = case.arrays()
-    order = balanced_order(case.T, case.mesh.get("cp", 1)) if case.balanced and case.new is None else np.arange(case.T)
+    order = zigzag_order(case.T, case.mesh.get("cp", 1)) if case.balanced and case.new is None else np.arange(case.T)
     split = split_of(case.mesh, case.H, case.K, case.kv_whole)
 
     # Half the time to compile; the structure of the program is tested with the compiler's own choice.
@@ -133,7 +133,7 @@ def main() -> None:
     from meshtune.kernels.attention import blocks
 
     # Small blocks of two different sizes, so that small rows have many, whole and broken.
-    blocks.sizes = lambda request: (min(8, request.q_length), min(12, request.kv_length))
+    blocks.block_sizes = lambda request: (min(8, request.q_length), min(12, request.kv_length))
     file, *names = sys.argv[1:]
     results = {f"{name}/{n}": x for name in names for n, x in enumerate(ours(CASES[name]))}
     np.savez(file, **results)

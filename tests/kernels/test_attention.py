@@ -13,7 +13,15 @@ import pytest
 import meshtune.kernels.attention.blocks as blocks
 from kernels.attention_oracle import normal, packed, reference, torch_gradients
 from meshtune.errors import UserError
-from meshtune.kernels.attention import BACKENDS, LOG_SUM_EXP, OUTPUT, AttentionRequest, Backend, attention, choose
+from meshtune.kernels.attention import (
+    BACKENDS,
+    LOG_SUM_EXP,
+    OUTPUT,
+    AttentionRequest,
+    Backend,
+    attention,
+    choose_backend,
+)
 
 # float32 sums of up to 300 terms of size one: errors of some 1e-6; 2e-5 leaves room for gradients' larger values.
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
@@ -23,7 +31,7 @@ BOTH = ["direct", "blockwise"]
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Blocks of two different small sizes, so that small rows have many, whole and broken."""
-    monkeypatch.setattr(blocks, "sizes", lambda request: (min(16, request.q_length), min(24, request.kv_length)))
+    monkeypatch.setattr(blocks, "block_sizes", lambda request: (min(16, request.q_length), min(24, request.kv_length)))
 
 
 # (rows of document lengths, T, H, K, h, window, softcap)
@@ -225,8 +233,8 @@ def test_blockwise_computes_only_blocks_that_somebody_sees():
     segments, positions = packed([[32, 32, 32, 32]], T)
 
     def count(window, segments, positions):
-        tokens = blocks.Tokens(*(x.reshape(1, -1, block).swapaxes(0, 1) for x in (positions, segments)))
-        start, stop = blocks.bounds(blocks.any_visible(tokens, tokens, window))
+        tokens = blocks.TokenBlocks(*(x.reshape(1, -1, block).swapaxes(0, 1) for x in (positions, segments)))
+        start, stop = blocks.true_range(blocks.any_visible(tokens, tokens, window))
         return int((stop - start).sum())
 
     assert count(None, segments, positions) == 4 * 3  # a triangle of 2 blocks in each of 4 documents
@@ -264,7 +272,7 @@ def request_of(T, S=None, **changes):
     ("T", "S", "name"), [(128, 128, "direct"), (1, 40960, "direct"), (256, 256, "blockwise"), (1024, 1024, "blockwise")]
 )
 def test_auto_takes_direct_for_short_rows_and_decoding(T, S, name):
-    backend, reason = choose(request_of(T, S))
+    backend, reason = choose_backend(request_of(T, S))
     assert backend.name == name
     assert reason
 
@@ -278,7 +286,7 @@ def test_a_new_backend_is_one_entry(monkeypatch):
     new = Backend("sevens", lambda inputs, request: jnp.full_like(inputs.q, 7.0), supports=supports)
     monkeypatch.setattr("meshtune.kernels.attention.BACKENDS", [new, *BACKENDS])
     assert (np.asarray(attention(q, k, v, **tokens, scale=1.0, window=3)) == 7.0).all()
-    backend, reason = choose(request_of(1024))
+    backend, reason = choose_backend(request_of(1024))
     assert backend.name == "blockwise"
     assert "only sees windows" in reason
     with pytest.raises(UserError, match="only sees windows"):
@@ -293,11 +301,11 @@ def test_a_forced_backend_that_cannot_serve_says_every_reason(monkeypatch):
     monkeypatch.setattr("meshtune.kernels.attention.BACKENDS", refusing)
     for asked in ("two", "auto"):
         with pytest.raises(UserError) as error:
-            choose(request_of(8), asked)
+            choose_backend(request_of(8), asked)
         assert "one is tired" in str(error.value)
         assert "two is tired" in str(error.value)
 
 
 def test_an_unknown_backend_is_an_error_with_the_nearest_name():
     with pytest.raises(UserError, match="did you mean 'blockwise'"):
-        choose(request_of(8), "blokwise")
+        choose_backend(request_of(8), "blokwise")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshtune.errors import UserError
-from meshtune.kernels.attention import BACKENDS, AttentionRequest, choose
+from meshtune.kernels.attention import BACKENDS, AttentionRequest, choose_backend
 from meshtune.kernels.chips import chip_of
 
 
@@ -34,7 +34,7 @@ def asked(platform, chip, **changes):
     ],
 )
 def test_long_packed_rows_by_chip(platform, chip, expected):
-    assert choose(asked(platform, chip))[0].name == expected
+    assert choose_backend(asked(platform, chip))[0].name == expected
 
 
 @pytest.mark.parametrize(
@@ -51,15 +51,15 @@ def test_long_packed_rows_by_chip(platform, chip, expected):
     ],
 )
 def test_other_questions_on_an_h100(change, expected):
-    assert choose(asked("cuda", "sm_90a", **change))[0].name == expected
+    assert choose_backend(asked("cuda", "sm_90a", **change))[0].name == expected
 
 
 def test_float32_products_may_be_forced():
-    assert choose(asked("cuda", "sm_90a", dtype="float32"), "triton")[1] == "asked for"
+    assert choose_backend(asked("cuda", "sm_90a", dtype="float32"), "triton")[1] == "asked for"
 
 
 def test_the_reasons_of_those_passed_over_are_told():
-    _, why = choose(asked("cuda", "sm_90a"))
+    _, why = choose_backend(asked("cuda", "sm_90a"))
     assert "not direct: 4096 x 4096 scores" in why
     assert "not splash: its kernels are for TPUs, not for cuda" in why
     assert "not cudnn: it cannot tell the documents of a packed row apart" in why
@@ -78,7 +78,7 @@ def test_cudnn_refuses_what_it_cannot_do_and_then_what_jax_refuses():
 
 def test_a_forced_backend_that_cannot_serve_raises_with_every_reason():
     with pytest.raises(UserError, match="triton: its kernels are for NVIDIA and AMD GPUs, not for cpu") as caught:
-        choose(asked("cpu", ""), "triton")
+        choose_backend(asked("cpu", ""), "triton")
     assert "splash: its kernels are for TPUs" in str(caught.value)
     assert "choose auto, direct, blockwise" in str(caught.value)
 
@@ -97,4 +97,4 @@ def test_a_forced_backend_that_cannot_serve_raises_with_every_reason():
 )
 def test_chips_by_the_names_their_compilers_know(platform, arch, maker, name, shared):
     chip = chip_of(platform, arch)
-    assert (chip.maker, chip.arch, chip.shared_memory) == (maker, name, shared)
+    assert (chip.vendor, chip.arch, chip.shared_memory) == (maker, name, shared)

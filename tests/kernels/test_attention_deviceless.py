@@ -15,14 +15,14 @@ GPUS = ["A100-80", "RTX4090", "H100", "B200", "RTX5090", "MI250X", "MI300X", "MI
 TPUS = ["TPUv5e", "TPUv5p", "TPUv6e", "2xTPUv7x"]  # a chip of v7x is two devices
 
 SNIPPET = """
-from meshtune.kernels.attention import AttentionInputs, AttentionRequest, choose
+from meshtune.kernels.attention import AttentionInputs, AttentionRequest, choose_backend
 
 B, T, H, K, h = sizes
 request = AttentionRequest(
     batch=B, q_length=T, kv_length=T, heads=H, kv_heads=K, head_dim=h, dtype=dtype, scale=h**-0.5, window=window,
     softcap=softcap, aligned=True, platform=target.device.platform, chip=target.device.arch,
 )
-chosen = choose(request, backend)[0]
+chosen = choose_backend(request, backend)[0]
 result = chosen.name
 
 def both(q, k, v, g, positions, segments):
@@ -45,7 +45,7 @@ def compiled(target, sizes, dtype="bfloat16", window=None, softcap=None, backend
 def test_triton_kernels_compile(target, head_dim):
     found = compiled(target, (1, 1000, 4, 2, head_dim), window=300, softcap=30.0, text=True)
     assert found["result"] == "triton"
-    for kernel in ("attention_attend", "attention_query_slopes", "attention_key_slopes"):
+    for kernel in ("attention_forward_kernel", "attention_query_grads", "attention_key_grads"):
         assert kernel in found["text"]
 
 
@@ -103,5 +103,5 @@ f, args = jax.jit(both), (q, k, k, q, tokens, tokens)
 @pytest.mark.parametrize("target", ["8xH100", "8xMI300X"])
 def test_the_kernels_meet_the_parts_of_a_ring(target):
     found = compiled_for(target, RING, text=True)
-    assert "attention_attend" in found["text"]
+    assert "attention_forward_kernel" in found["text"]
     assert "collective-permute" in found["text"]

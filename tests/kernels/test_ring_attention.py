@@ -15,7 +15,7 @@ import pytest
 from kernels import mesh_attention_cases
 from kernels.attention_oracle import packed
 from meshtune.errors import UserError
-from meshtune.kernels.attention import AttentionRequest, balanced_order, blocks, choose
+from meshtune.kernels.attention import AttentionRequest, blocks, choose_backend, zigzag_order
 
 # Its own process: the number of CPU devices is settled when JAX starts.
 PROGRAM = """
@@ -119,8 +119,8 @@ def work(segments, positions, order, parts, window=None):
     pieces = [(x[:, order].reshape(1, parts, -1)) for x in (positions, segments)]
 
     def tokens(device):
-        own = [jnp.asarray(x[:, device].reshape(1, -1, blocks.sizes(request)[0]).swapaxes(0, 1)) for x in pieces]
-        return blocks.Tokens(*own)
+        own = [jnp.asarray(x[:, device].reshape(1, -1, blocks.block_sizes(request)[0]).swapaxes(0, 1)) for x in pieces]
+        return blocks.TokenBlocks(*own)
 
     return np.array(
         [
@@ -134,7 +134,7 @@ def work(segments, positions, order, parts, window=None):
 def test_the_balanced_order_gives_every_device_the_same_work(parts):
     T = 64 * 8 * parts
     segments, positions = packed([[T]], T)
-    even = work(segments, positions, balanced_order(T, parts), parts)
+    even = work(segments, positions, zigzag_order(T, parts), parts)
     uneven = work(segments, positions, np.arange(T), parts)
     assert even.sum() == uneven.sum()
     assert even.sum(1).max() == even.sum(1).min()
@@ -162,7 +162,7 @@ def test_blocks_of_many_documents_are_as_triangular_as_those_of_one():
 
 @pytest.mark.parametrize(("length", "parts"), [(8, 2), (48, 4), (128, 8), (7, 1)])
 def test_balanced_order_pairs_an_early_chunk_with_a_late_one(length, parts):
-    order = balanced_order(length, parts)
+    order = zigzag_order(length, parts)
     assert order.dtype == np.int32
     assert sorted(order) == list(range(length))
     if parts == 1:
@@ -176,17 +176,17 @@ def test_balanced_order_pairs_an_early_chunk_with_a_late_one(length, parts):
 
 def test_a_length_that_cannot_be_balanced_names_lengths_that_can():
     with pytest.raises(UserError) as error:
-        balanced_order(1000, 8)
+        zigzag_order(1000, 8)
     assert error.value.where == "mesh.cp"
     assert "992 or 1008" in str(error.value)
     with pytest.raises(UserError, match="make rows 16 tokens long"):
-        balanced_order(5, 8)
+        zigzag_order(5, 8)
 
 
 def test_a_backend_that_serves_no_ring_says_so():
     request = AttentionRequest(1, 64, 64, 2, 1, 8, "float32", "cpu", 1.0, aligned=True, ring=4)
-    backend, reason = choose(request)
+    backend, reason = choose_backend(request)
     assert backend.name == "blockwise"
     assert "not direct: it does not pass keys on between 4 devices" in reason
     with pytest.raises(UserError, match="does not pass keys on"):
-        choose(request, "direct")
+        choose_backend(request, "direct")

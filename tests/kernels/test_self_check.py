@@ -33,12 +33,12 @@ def test_a_right_kernel_is_checked_once_and_then_known(tmp_path):
     backend, calls = kernel()
     first = self_check.self_check(ASKED, backend, tmp_path)
     assert first is not None
-    assert not first.known
+    assert not first.cached
     assert 0 < first.error < self_check.ALLOWED["bfloat16"] / 4  # rounding has room
     assert "kernel agrees with direct on cpu" in str(first)
     count = len(calls)
     again = self_check.self_check(dataclasses.replace(ASKED, batch=2, q_length=512, kv_length=512), backend, tmp_path)
-    assert again == dataclasses.replace(first, known=True)
+    assert again == dataclasses.replace(first, cached=True)
     assert len(calls) == count
 
 
@@ -52,7 +52,7 @@ def test_another_kernel_code_or_question_is_checked_again(tmp_path, monkeypatch)
     self_check.self_check(dataclasses.replace(ASKED, window=100), backend, tmp_path)
     self_check.self_check(dataclasses.replace(ASKED, head_dim=32), backend, tmp_path)
     self_check.self_check(ASKED, dataclasses.replace(backend, name="other"), tmp_path)
-    monkeypatch.setattr(self_check, "_code", lambda: "changed")
+    monkeypatch.setattr(self_check, "_source_digest", lambda: "changed")
     self_check.self_check(ASKED, backend, tmp_path)
     assert len(asked) == 5
 

@@ -51,7 +51,7 @@ def test_values_and_gradients_are_torchs_in_float64(lengths, T, window, softcap,
 @pytest.mark.parametrize("window", [None, 1, 7, 33, 100])
 def test_the_mask_says_of_every_block_what_jaxs_own_says(window):
     length, block = 96, 8
-    mine, shape = splash._mask(length, window), (length, length)
+    mine, shape = splash._make_mask(length, window), (length, length)
     if window is None:
         theirs = splash_attention.CausalMask(shape)
     else:
@@ -66,10 +66,10 @@ def test_the_mask_says_of_every_block_what_jaxs_own_says(window):
 
 
 def test_long_rows_take_larger_blocks_until_the_table_is_full():
-    assert splash._blocks(100) == (128, 128)
-    assert splash._blocks(5000) == (5120, 512)
-    assert splash._blocks(262144) == (262144, 512)
-    assert splash._blocks(300000) == (300032, 1024)
+    assert splash._padded_length_and_block(100) == (128, 128)
+    assert splash._padded_length_and_block(5000) == (5120, 512)
+    assert splash._padded_length_and_block(262144) == (262144, 512)
+    assert splash._padded_length_and_block(300000) == (300032, 1024)
     assert splash.supports(request_of(q_length=524288, kv_length=524288)) is None
     assert "scalar memory" in (splash.supports(request_of(q_length=600000, kv_length=600000)) or "")
 

@@ -15,7 +15,7 @@ from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import abstract, prepare
 from meshtune.arrays.tree import merge
 from meshtune.families import model_spec, scored_spec
-from meshtune.kernels.attention import balanced_order
+from meshtune.kernels.attention import zigzag_order
 from meshtune.mesh.axes import MeshConfig, make_mesh
 from meshtune.mesh.placement import place_batch, shardings
 from meshtune.model.compute import Compute
@@ -52,7 +52,7 @@ def case(stage: str, options: dict) -> list[dict]:
             arrays_ = abstract(LoraConfig(rank=4), spec)
             trainable = jax.device_put(trainable, shardings(arrays_.trainable, layout))
             frozen = jax.device_put(frozen, shardings(arrays_.frozen, layout))
-            order = balanced_order(64, axes["cp"]) if "cp" in axes else None
+            order = zigzag_order(64, axes["cp"]) if "cp" in axes else None
         compute = Compute(loss_chunk=16, layout=layout)
 
         def loss(trainable, frozen, batch, compute=compute, spec=made.spec):

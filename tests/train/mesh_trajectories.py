@@ -97,7 +97,7 @@ def trajectory(case: Case, on_mesh: bool) -> dict[str, Any]:
     from meshtune.adapters.config import FullConfig, LoraConfig
     from meshtune.adapters.method import abstract, prepare
     from meshtune.families import model_spec
-    from meshtune.kernels.attention import balanced_order
+    from meshtune.kernels.attention import zigzag_order
     from meshtune.mesh.axes import MeshConfig, make_mesh
     from meshtune.mesh.placement import place_batch, shardings
     from meshtune.model.compute import Compute
@@ -127,7 +127,7 @@ def trajectory(case: Case, on_mesh: bool) -> dict[str, Any]:
         trainable = jax.device_put(trainable, shardings(arrays.trainable, layout))
         frozen = jax.device_put(frozen, shardings(arrays.frozen, layout))
         like = abstract_state(arrays.trainable, optimizer, layout)
-        order = balanced_order(LENGTH, mesh.cp) if mesh.cp > 1 else None
+        order = zigzag_order(LENGTH, mesh.cp) if mesh.cp > 1 else None
     walks = case.fused or case.optimizer == "badam"
     compute = Compute(loss_chunk=16, layout=layout, remat="full" if walks else "none")
     step = make_train_step(

@@ -74,7 +74,7 @@ def updates(case: Case, *, offloaded: bool) -> dict[str, Any]:
     from meshtune.adapters.method import abstract, prepare
     from meshtune.arrays.tree import flatten, unflatten
     from meshtune.families import model_spec
-    from meshtune.kernels.attention import balanced_order
+    from meshtune.kernels.attention import zigzag_order
     from meshtune.mesh import placement
     from meshtune.mesh.axes import MeshConfig, make_mesh
     from meshtune.model.compute import Compute
@@ -118,7 +118,7 @@ def updates(case: Case, *, offloaded: bool) -> dict[str, Any]:
         layout, _ = layout_for(make_mesh(mesh, jax.devices()[: mesh.devices]), spec)
         trainable = jax.device_put(trainable, placement.shardings(arrays.trainable, layout))
         frozen = jax.device_put(frozen, placement.shardings(arrays.frozen, layout))
-        order = balanced_order(LENGTH, mesh.cp) if mesh.cp > 1 else None
+        order = zigzag_order(LENGTH, mesh.cp) if mesh.cp > 1 else None
     fields: dict[str, Any] = case.compute if offloaded else {}
     offload = fields.get("offload", ())
     if "weights" in offload:

@@ -1,4 +1,4 @@
-"""Cross-entropy over a mesh: which axes split rows and vocabulary, and what is summed over which."""
+"""How a mesh shards a loss: which axes split rows and vocabulary, and which results are summed over which axes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+# What a result is: "sum" (a scalar), "token" (a number per position), "hidden" (like the hidden states), or ("head", n)
+# (the gradient of leaf n of the head).
+ResultKind = str | tuple[str, int]
+
 
 @dataclasses.dataclass(frozen=True)
 class LossSplit:
-    """How the arrays of a loss lie. `rows` is the spec of [B, T], `head` those of the head's leaves, in their order.
+    """The sharding of a loss's arrays. `rows` is the spec of [B, T], `head` those of the head's leaves in order.
 
-    `vocab` is the mesh axis that splits the vocabulary, None where it is whole on every device.
+    `vocab` is the mesh axis that splits the vocabulary, or None.
     """
 
     mesh: Mesh | AbstractMesh
@@ -23,54 +27,55 @@ class LossSplit:
     head: tuple[PartitionSpec, ...]
     vocab: str | None = None
 
-    @property
-    def data(self) -> tuple[str, ...]:
-        """The axes that split rows or positions."""
-        return _names(self.rows)
-
-    def summed_over(self, kind: Any) -> tuple[str, ...]:
-        """The axes over which a result is in parts: "sum", "token" (a number of every position), "hidden", or
-        ("head", n) for the gradient of leaf n."""
+    def reduction_axes(self, kind: ResultKind) -> tuple[str, ...]:
+        """The axes over which a result is a partial sum on each device."""
         vocab = () if self.vocab is None else (self.vocab,)
         if kind == "sum":
-            return self.data
+            return _axes(self.rows)
         if kind == "token":
             return ()
         if kind == "hidden":
             return vocab
-        return self.data + tuple(axis for axis in vocab if axis not in _names(self.head[kind[1]]))
+        return _axes(self.rows) + tuple(axis for axis in vocab if axis not in _axes(self.head[_leaf(kind)]))
 
-    def spec(self, kind: Any) -> PartitionSpec:
-        """Where a result of this kind lies."""
-        return PartitionSpec() if kind == "sum" else self.rows if kind in ("token", "hidden") else self.head[kind[1]]
+    def spec(self, kind: ResultKind) -> PartitionSpec:
+        """The sharding of a result."""
+        if kind == "sum":
+            return PartitionSpec()
+        return self.rows if kind in ("token", "hidden") else self.head[_leaf(kind)]
 
 
 def over_mesh(function: Callable[..., Any], split: LossSplit | None, results: Any) -> Callable[..., Any]:
-    """`function(vocab, head leaves, hidden, targets, weights)` on each device's own rows and vocabulary, summed up.
+    """Maps `function(vocab axis, head leaves, hidden, targets, weights)` over devices and sums its partial results.
 
-    `results` is the tree of kinds (see `LossSplit.summed_over`; None for no result) of what it returns.
+    `results` is the tree of kinds of what it returns (None for no result). Without a split the function is called as it
+    is, with a vocab axis of None.
     """
     if split is None:
         return functools.partial(function, None)
 
-    def here(*arguments: Any) -> Any:
-        parts = function(split.vocab, *arguments)
-        return jax.tree.map(_summed, results, parts, is_leaf=_is_kind)
+    def local(*arguments: Any) -> Any:
+        return jax.tree.map(sum_over_axes, results, function(split.vocab, *arguments), is_leaf=_is_kind)
 
-    def _summed(kind: Any, part: Any) -> Any:
-        axes = () if kind is None else split.summed_over(kind)
-        return jax.lax.psum(part, axes) if axes else part
+    def sum_over_axes(kind: ResultKind | None, partial: Any) -> Any:
+        axes = () if kind is None else split.reduction_axes(kind)
+        return jax.lax.psum(partial, axes) if axes else partial
 
     specs = jax.tree.map(lambda kind: None if kind is None else split.spec(kind), results, is_leaf=_is_kind)
     in_specs = (list(split.head), split.rows, split.rows, split.rows)
-    # Each result is summed over exactly the axes it is in parts over; the check cannot follow that through the loop.
-    return jax.shard_map(here, mesh=split.mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
+    # Each result is summed over exactly the axes over which it is partial; the check cannot verify that through loops.
+    return jax.shard_map(local, mesh=split.mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
 
 
 def _is_kind(x: Any) -> bool:
     return x is None or isinstance(x, str) or (isinstance(x, tuple) and len(x) == 2 and x[0] == "head")
 
 
-def _names(spec: PartitionSpec) -> tuple[str, ...]:
-    parts = [() if part is None else (part,) if isinstance(part, str) else tuple(part) for part in spec]
-    return tuple(name for part in parts for name in part)
+def _leaf(kind: ResultKind) -> int:
+    assert not isinstance(kind, str), kind
+    return kind[1]
+
+
+def _axes(spec: PartitionSpec) -> tuple[str, ...]:
+    entries = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
+    return tuple(axis for entry in entries for axis in entry)

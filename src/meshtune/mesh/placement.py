@@ -108,7 +108,7 @@ def place_batch(arrays: Mapping[str, np.ndarray], layout: Layout | None, order: 
     those of the documents in a row are [A, B, S] or [B, S].
 
     Each process hands to its devices only the rows and positions they hold. `order` rearranges the positions of every
-    row first (see kernels.attention.balanced_order).
+    row first (see kernels.attention.zigzag_order).
     """
     if layout is None:
         return dict(arrays)

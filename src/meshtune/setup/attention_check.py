@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshtune.cache import cache_folder
-from meshtune.kernels.attention import choose
+from meshtune.kernels.attention import choose_backend
 from meshtune.kernels.attention.self_check import self_check
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
@@ -17,7 +17,7 @@ def checked_attention(compute: Compute, spec: ModelSpec, rows: int, length: int)
     """
     lines = []
     for request in attention_requests(compute, spec, rows, length):
-        found = self_check(request, choose(request, compute.attention)[0], cache_folder() / "attention-checks")
+        found = self_check(request, choose_backend(request, compute.attention)[0], cache_folder() / "attention-checks")
         if found is not None:
             lines.append(f"attention: {found}")
     return list(dict.fromkeys(lines))

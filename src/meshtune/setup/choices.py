@@ -9,7 +9,7 @@ import jax
 from meshtune.adapters.config import ExpandConfig, FreezeConfig, FullConfig, LoraConfig, Method
 from meshtune.adapters.refusals import OWN
 from meshtune.config.recipe import FreezeMethod, FullMethod, LlamaProMethod, LoraMethod, Recipe
-from meshtune.kernels.attention import AttentionRequest, choose
+from meshtune.kernels.attention import AttentionRequest, choose_backend
 from meshtune.mesh.axes import MeshConfig, make_mesh, resolve_mesh
 from meshtune.mesh.layout import Layout
 from meshtune.model.compute import Compute
@@ -135,7 +135,7 @@ def compute_of(
         offload=tuple(asked.offload),
     )
     for request in attention_requests(compute, spec, rows, length):
-        backend, reason = choose(request, asked.attention)
+        backend, reason = choose_backend(request, asked.attention)
         window = f" (window {request.window})" if request.window else ""
         choices.append(Choice("attention", backend.name + window, reason))
     choices.append(tokens)

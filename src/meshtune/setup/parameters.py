@@ -18,7 +18,7 @@ from meshtune.adapters.method import Prepared, held_weight, prepare
 from meshtune.arrays.tree import Tree, flatten
 from meshtune.config.recipe import Recipe
 from meshtune.data.prepare import PreparedData
-from meshtune.kernels.attention import balanced_order
+from meshtune.kernels.attention import zigzag_order
 from meshtune.mesh.placement import moved, place_batch
 from meshtune.mesh.processes import Job
 from meshtune.model.compute import Compute
@@ -124,7 +124,7 @@ class Parameters:
         layout, loader = self.compute.layout, self.data.train
         cp = 1 if layout is None else layout.size("cp")
         length = min(loader.row_length, CALIBRATED // (2 * cp) * (2 * cp))
-        order = balanced_order(length, cp) if cp > 1 else None
+        order = zigzag_order(length, cp) if cp > 1 else None
         step = 0
         while count > 0:
             arrays = {

@@ -16,7 +16,7 @@ from meshtune.adapters.method import Prepared
 from meshtune.arrays.tree import Tree, merge
 from meshtune.config.recipe import Recipe
 from meshtune.data.prepare import PreparedData
-from meshtune.kernels.attention import balanced_order
+from meshtune.kernels.attention import zigzag_order
 from meshtune.mesh.placement import place_batch
 from meshtune.model.compute import Compute
 from meshtune.setup.assemble import step_for
@@ -86,7 +86,7 @@ def _placing(parts: Parts) -> Callable[[dict[str, np.ndarray]], Any]:
     """How a batch gets to the devices."""
     layout = parts.compute.layout
     cp = 1 if layout is None else layout.size("cp")
-    order = balanced_order(parts.data.train.row_length, cp) if cp > 1 else None
+    order = zigzag_order(parts.data.train.row_length, cp) if cp > 1 else None
 
     def place(arrays: dict[str, np.ndarray]) -> Any:
         fits = order is not None and arrays["tokens"].shape[-1] == len(order)

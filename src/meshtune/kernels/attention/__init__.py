@@ -1,4 +1,4 @@
-"""Attention behind one function: what is asked is described once, and the first backend that serves it computes it."""
+"""Attention behind one function: a request describes the call, and the first backend that serves it computes it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from meshtune.errors import UserError, nearest
-from meshtune.kernels.attention.balance import balanced_order
+from meshtune.kernels.attention.backend import Backend, run_over_mesh
 from meshtune.kernels.attention.blockwise import BLOCKWISE
 from meshtune.kernels.attention.cudnn import CUDNN
 from meshtune.kernels.attention.direct import DIRECT
-from meshtune.kernels.attention.products import LOG_SUM_EXP, OUTPUT
-from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest, Backend
+from meshtune.kernels.attention.online_softmax import LOG_SUM_EXP, OUTPUT
+from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
 from meshtune.kernels.attention.splash import SPLASH
-from meshtune.kernels.attention.split import AttentionSplit, run_over_mesh
+from meshtune.kernels.attention.split import AttentionSplit
 from meshtune.kernels.attention.triton import TRITON
+from meshtune.kernels.attention.zigzag import zigzag_order
 
 __all__ = [
     "BACKENDS",
@@ -25,8 +26,8 @@ __all__ = [
     "AttentionSplit",
     "Backend",
     "attention",
-    "balanced_order",
-    "choose",
+    "choose_backend",
+    "zigzag_order",
 ]
 
 # In order of preference for backend="auto". A new backend is one file and one line here.
@@ -39,10 +40,11 @@ BACKENDS: list[Backend] = [
 ]
 
 
-def choose(request: AttentionRequest, backend: str = "auto") -> tuple[Backend, str]:
-    """The backend that serves `request`, and why it was taken (for the run's banner).
+def choose_backend(request: AttentionRequest, backend: str = "auto") -> tuple[Backend, str]:
+    """The backend for `request`, and the reason for the choice (for the run's banner).
 
-    Raises UserError if a forced backend is unknown or cannot serve, or if none can, with every backend's reason.
+    Raises: UserError if a forced backend is unknown or cannot serve the request, or if none can, with every backend's
+    reason.
     """
     if backend != "auto":
         by_name = {entry.name: entry for entry in BACKENDS}
@@ -59,13 +61,13 @@ def choose(request: AttentionRequest, backend: str = "auto") -> tuple[Backend, s
             f"attention backend '{backend}' cannot serve this model or batch: {_reasons(request)}",
             fix=f"choose auto{''.join(', ' + name for name in serving)}",
         )
-    passed_over = []
+    rejected = []
     for entry in BACKENDS:
         refusal = entry.refusal(request) or entry.suits(request)
         if refusal is None:
-            return entry, "; ".join(passed_over) or "first choice"
-        passed_over.append(f"not {entry.name}: {refusal}")
-    raise UserError(f"no attention backend can serve this model or batch: {'; '.join(passed_over)}")
+            return entry, "; ".join(rejected) or "first choice"
+        rejected.append(f"not {entry.name}: {refusal}")
+    raise UserError(f"no attention backend can serve this model or batch: {'; '.join(rejected)}")
 
 
 def _reasons(request: AttentionRequest) -> str:
@@ -96,23 +98,23 @@ def attention(
     """Grouped-query softmax attention over packed rows.
 
     Token i sees token j if and only if they share a segment other than 0 (padding), q_positions[i] >= kv_positions[j],
-    and, with a window, q_positions[i] - kv_positions[j] < window. Query head n reads key head n // (H // K), and keys
-    and values are never repeated. A token that sees nothing gives 0 and takes part in no gradient.
+    and, with a window, q_positions[i] - kv_positions[j] < window. Query head n reads key head n // (H // K); keys and
+    values are never repeated in memory. A token that sees nothing gives 0 and contributes to no gradient.
 
     Scores are float32 (float64 for float64 inputs); the result has q's dtype. `softcap` squashes scaled scores by tanh.
-    `aligned=True` promises T == S and that within a row no token sees one that stands after it. With a `split` each
-    device of its mesh computes its own rows and heads, and aligned rows may be split too: keys and values then go
-    round a ring of devices, and rows should be held in `balanced_order` ("stands after" means in the row's own order).
-    The result is the same; what an axis does not divide is whole on each of its devices.
-    `platform` and `chip` say what the program is compiled for, where that is not the first device here (see chips).
-    `packed=False` promises that a row is one document and then padding. With `slopes` the scaled score of head n loses
-    slopes[n] for every position from query back to key (ALiBi, arXiv:2108.12409); no gradient goes to them.
-    Raises UserError for a backend that does not exist or cannot serve (see `choose`).
+    `aligned=True` promises that T == S and that within a row no token sees one that comes after it. With a `split` each
+    device of its mesh computes its own rows and heads. Aligned rows may be sharded too: keys and values then circulate
+    in a ring of devices, and rows should be stored in `zigzag_order` ("comes after" refers to the original order). The
+    result is the same; a size that an axis does not divide is not sharded over it.
+    `platform` and `chip` say what the program is compiled for, if not for this process's first device (see chips).
+    `packed=False` promises that a row is one document followed by padding. With `slopes` the scaled score of head n is
+    reduced by slopes[n] for each position between query and key (ALiBi, arXiv:2108.12409); they get no gradient.
+    Raises: UserError for a backend that does not exist or cannot serve the request (see `choose_backend`).
     """
     B, T, H, h = q.shape
     S, K = k.shape[1:3]
     assert k.shape == v.shape == (B, S, K, h), f"keys {k.shape}, values {v.shape} for queries {q.shape}"
-    assert H % K == 0, f"{H} heads are no multiple of {K} key heads"
+    assert H % K == 0, f"{H} heads are not a multiple of {K} key heads"
     assert not aligned or T == S, f"aligned rows of {T} queries and {S} keys"
     request = AttentionRequest(
         batch=B,
@@ -133,7 +135,7 @@ def attention(
     )
     inputs = AttentionInputs(q, k, v, q_positions, kv_positions, q_segments, kv_segments, slopes)
     if split is None or split.mesh.size == 1:
-        return choose(request, backend)[0].run(inputs, request)
+        return choose_backend(request, backend)[0].run(inputs, request)
     split = split.fitted(request)
     request = split.local(request)
-    return run_over_mesh(choose(request, backend)[0], inputs, request, split)
+    return run_over_mesh(choose_backend(request, backend)[0], inputs, request, split)

@@ -1,155 +1,165 @@
-"""How rows are cut into blocks, and which blocks may see each other: what every blockwise computation shares."""
+"""How rows are cut into blocks, and which blocks may see each other: shared by all blockwise backends."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
 
+Tree = TypeVar("Tree")
 
-class Tokens(NamedTuple):
-    """Positions and segments of one side, in blocks: int32 [n, B, tokens of a block]."""
+
+class TokenBlocks(NamedTuple):
+    """Positions and segments of the queries or of the keys, in blocks: int32 [n, B, tokens of a block]."""
 
     positions: jax.Array
     segments: jax.Array
 
 
-class Rows(NamedTuple):
-    """What a batch's tokens say, apart from their values: who they are, and which blocks may see each other.
+class BlockMask(NamedTuple):
+    """What masks and biases scores: the tokens of both sides in blocks, and which blocks may see each other.
 
-    `slopes` [K,R]: of each row of a product, where scores have biases by distance.
+    `queries` has a token for each row R of a block of scores. `visible` is bool [q blocks, kv blocks]. `slopes` [K,R]
+    are the ALiBi slopes of the rows, or None.
     """
 
-    queries: Tokens
-    keys: Tokens
-    seen: jax.Array
+    queries: TokenBlocks
+    keys: TokenBlocks
+    visible: jax.Array
     slopes: jax.Array | None = None
 
 
-def sizes(request: AttentionRequest) -> tuple[int, int]:
+def block_sizes(request: AttentionRequest) -> tuple[int, int]:
     """Tokens in a block of queries and in a block of keys.
 
-    On CPU blocks of 64 keep a block's scores in the cache and fit a packed row's documents closely (measured in
-    benchmarks/cpu_kernels). Elsewhere a step of a loop costs more than its memory, so blocks are larger (not measured).
+    On CPU, blocks of 64 keep a block's scores in the cache and fit a packed row's documents closely (measured in
+    benchmarks/cpu_kernels). Elsewhere an iteration of a loop costs more than memory does, so blocks are larger (not
+    measured).
     """
     block = 64 if request.platform == "cpu" else 256
     return min(block, request.q_length), min(block, request.kv_length)
 
 
-def q_tokens(request: AttentionRequest, inputs: AttentionInputs) -> Tokens:
-    return token_blocks(inputs.q_positions, inputs.q_segments, sizes(request)[0])
+def q_token_blocks(request: AttentionRequest, inputs: AttentionInputs) -> TokenBlocks:
+    return token_blocks(inputs.q_positions, inputs.q_segments, block_sizes(request)[0])
 
 
-def kv_tokens(request: AttentionRequest, inputs: AttentionInputs) -> Tokens:
-    return token_blocks(inputs.kv_positions, inputs.kv_segments, sizes(request)[1])
+def kv_token_blocks(request: AttentionRequest, inputs: AttentionInputs) -> TokenBlocks:
+    return token_blocks(inputs.kv_positions, inputs.kv_segments, block_sizes(request)[1])
 
 
-def token_blocks(positions: jax.Array, segments: jax.Array, block: int) -> Tokens:
+def token_blocks(positions: jax.Array, segments: jax.Array, block: int) -> TokenBlocks:
+    """From int32 [B,T]; the last block is padded with segment 0."""
     padded = _padded(positions, block), _padded(segments, block)
-    return Tokens(*(x.reshape(x.shape[0], -1, block).swapaxes(0, 1) for x in padded))
+    return TokenBlocks(*(x.reshape(x.shape[0], -1, block).swapaxes(0, 1) for x in padded))
 
 
-def rows_of(inputs: AttentionInputs, request: AttentionRequest) -> Rows:
-    return meeting(request, q_tokens(request, inputs), kv_tokens(request, inputs), inputs.slopes)
+def inputs_mask(request: AttentionRequest, inputs: AttentionInputs) -> BlockMask:
+    """The mask of all queries against all keys of `inputs`."""
+    return block_mask(request, q_token_blocks(request, inputs), kv_token_blocks(request, inputs), inputs.slopes)
 
 
-def meeting(request: AttentionRequest, queries: Tokens, keys: Tokens, slopes: jax.Array | None = None) -> Rows:
-    """The rows of one product: a block of queries is a row of it for each query head of a key head."""
-    seen, each = any_visible(queries, keys, request.window), request.heads // request.kv_heads
+def block_mask(
+    request: AttentionRequest, queries: TokenBlocks, keys: TokenBlocks, slopes: jax.Array | None = None
+) -> BlockMask:
+    """Repeats the tokens and `slopes` [H] for the rows of a block of scores, which has a row for each query and for
+    each query head that shares the key head."""
+    visible, group = any_visible(queries, keys, request.window), request.heads // request.kv_heads
     if slopes is not None:
-        slopes = jnp.repeat(slopes.reshape(request.kv_heads, each), sizes(request)[0], axis=1)
-    return Rows(Tokens(*(jnp.tile(x, each) for x in queries)), keys, seen, slopes)
+        slopes = jnp.repeat(slopes.reshape(request.kv_heads, group), block_sizes(request)[0], axis=1)
+    return BlockMask(TokenBlocks(*(jnp.tile(x, group) for x in queries)), keys, visible, slopes)
 
 
-def any_visible(queries: Tokens, keys: Tokens, window: int | None) -> jax.Array:
-    """`visible_blocks` of any row: bool [q blocks, kv blocks]."""
+def any_visible(queries: TokenBlocks, keys: TokenBlocks, window: int | None) -> jax.Array:
+    """`visible_blocks` in any row of the batch: bool [q blocks, kv blocks]."""
     return visible_blocks(queries, keys, window).any(-1)
 
 
-def visible_blocks(queries: Tokens, keys: Tokens, window: int | None) -> jax.Array:
-    """False where no token of a block of queries sees any of a block of keys of its row: bool [q blocks, kv blocks, B].
+def visible_blocks(queries: TokenBlocks, keys: TokenBlocks, window: int | None) -> jax.Array:
+    """False if no token of a query block sees any token of a key block: bool [q blocks, kv blocks, B].
 
-    Judged by the ranges of segments and positions in a block, so True may be said too often and False never. Where a
-    token sees another, its (segment, position) is not less; so the greatest of a block of queries must not be less
-    than the least of a block of keys. For rows whose segments rise this is the diagonal, in whatever order a row is
-    held (a ring's devices hold rows in a balanced order).
+    Conservative: computed from the ranges of segments and positions in a block, so it may be True without need, but is
+    never False wrongly. A token that sees another has a (segment, position) that is not less, so the maximum of a query
+    block must not be less than the minimum of a key block. For rows with rising segments the visible blocks are those
+    on and below the diagonal, also if a row is stored in another order (a ring's devices store it in zig-zag order).
     """
-    q_low, q_high, q_first, q_last, _, q_greatest = (bound[:, None] for bound in _ranges(queries))
-    kv_low, kv_high, kv_first, kv_last, kv_least, _ = (bound[None] for bound in _ranges(keys))
-    seen = (q_low <= kv_high) & (kv_low <= q_high) & (q_last >= kv_first)
-    seen &= (q_high > kv_low) | (q_greatest >= kv_least)
+    q_low, q_high, q_first, q_last, _, q_maximum = (bound[:, None] for bound in _token_ranges(queries))
+    kv_low, kv_high, kv_first, kv_last, kv_minimum, _ = (bound[None] for bound in _token_ranges(keys))
+    visible = (q_low <= kv_high) & (kv_low <= q_high) & (q_last >= kv_first)
+    visible &= (q_high > kv_low) | (q_maximum >= kv_minimum)
     if window is not None:
-        seen &= q_first - kv_last < window
-    return seen
+        visible &= q_first - kv_last < window
+    return visible
 
 
-def wholly_visible(queries: Tokens, keys: Tokens, window: int | None) -> jax.Array:
-    """True where every token of a block of queries sees every one of a block of keys: bool [q blocks, kv blocks, B].
+def fully_visible_blocks(queries: TokenBlocks, keys: TokenBlocks, window: int | None) -> jax.Array:
+    """True if every token of a query block sees every token of a key block: bool [q blocks, kv blocks, B].
 
-    Here False may be said too often and True never.
+    Conservative: it may be False without need, but is never True wrongly.
     """
     q_first, q_last, kv_first, kv_last = (
         bound(tokens.positions, -1) for tokens in (queries, keys) for bound in (jnp.min, jnp.max)
     )
-    q_one, kv_one = _only_segment(queries)[:, None], _only_segment(keys)[None]
-    seen = (q_one == kv_one) & (q_one > 0) & (q_first[:, None] >= kv_last[None])
+    q_segment, kv_segment = _only_segment(queries)[:, None], _only_segment(keys)[None]
+    visible = (q_segment == kv_segment) & (q_segment > 0) & (q_first[:, None] >= kv_last[None])
     if window is not None:
-        seen &= q_last[:, None] - kv_first[None] < window
-    return seen
+        visible &= q_last[:, None] - kv_first[None] < window
+    return visible
 
 
-def _ranges(tokens: Tokens) -> tuple[jax.Array, ...]:
-    """For each block, padding apart: least and greatest segment, least and greatest position, the least position of the
-    least segment and the greatest position of the greatest segment. int32 [n, B] each."""
-    # A block of padding alone gets an empty range of segments, which overlaps none. Small enough to be subtracted.
-    far = jnp.int32(2**30)
+def _token_ranges(tokens: TokenBlocks) -> tuple[jax.Array, ...]:
+    """For each block, ignoring padding, int32 [n, B]: the least and greatest segment, the least and greatest position,
+    the least position in the least segment, and the greatest position in the greatest segment."""
+    # A block of padding only gets an empty range of segments, which overlaps no other. Small enough to be subtracted.
+    limit = jnp.int32(2**30)
     positions, segments = tokens
     real = segments != 0
-    low, high = jnp.where(real, segments, far).min(-1), jnp.where(real, segments, -far).max(-1)
+    low, high = jnp.where(real, segments, limit).min(-1), jnp.where(real, segments, -limit).max(-1)
     return (
         low,
         high,
-        jnp.where(real, positions, far).min(-1),
-        jnp.where(real, positions, -far).max(-1),
-        jnp.where(segments == low[..., None], positions, far).min(-1),
-        jnp.where(segments == high[..., None], positions, -far).max(-1),
+        jnp.where(real, positions, limit).min(-1),
+        jnp.where(real, positions, -limit).max(-1),
+        jnp.where(segments == low[..., None], positions, limit).min(-1),
+        jnp.where(segments == high[..., None], positions, -limit).max(-1),
     )
 
 
-def _only_segment(tokens: Tokens) -> jax.Array:
-    """For each block the segment that all its tokens are of, 0 where there is none: int32 [n, B]."""
+def _only_segment(tokens: TokenBlocks) -> jax.Array:
+    """For each block the segment of all its tokens, or 0 if there are several: int32 [n, B]."""
     low, high = tokens.segments.min(-1), tokens.segments.max(-1)
     return jnp.where(low == high, low, 0)
 
 
-def bounds(seen: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """For each row of a bool [n, m]: the first True, and one past the last (0 and 0 where there is none)."""
-    some = seen.any(1)
-    start = jnp.where(some, jnp.argmax(seen, 1), 0)
-    stop = jnp.where(some, seen.shape[1] - jnp.argmax(seen[:, ::-1], 1), 0)
+def true_range(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """For each row of a bool [n, m]: the index of the first True and of the last True plus one; 0 and 0 without any."""
+    any_true = x.any(1)
+    start = jnp.where(any_true, jnp.argmax(x, 1), 0)
+    stop = jnp.where(any_true, x.shape[1] - jnp.argmax(x[:, ::-1], 1), 0)
     return start, stop
 
 
-def at(tree: Any, index: jax.Array) -> Any:
+def get_block(tree: Tree, index: jax.Array) -> Tree:
+    """The block at `index` of every array."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), tree)
 
 
-def add_at(x: jax.Array, index: jax.Array, more: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(x, at(x, index) + more, index, 0)
+def add_to_block(x: jax.Array, index: jax.Array, addend: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(x, get_block(x, index) + addend, index, 0)
 
 
 def _padded(x: jax.Array, block: int) -> jax.Array:
-    """Axis 1 filled with zeros to a multiple of `block`: padding tokens have segment 0, which nobody sees."""
+    """Axis 1 padded with zeros to a multiple of `block`; padded tokens get segment 0, which is invisible."""
     missing = -x.shape[1] % block
     return jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)) if missing else x
 
 
 def q_blocks(request: AttentionRequest, x: jax.Array) -> jax.Array:
-    """[B,T,H,h] to [n, B,K,R,h]: the query heads of a key head share its products as G * block rows."""
-    block, K = sizes(request)[0], request.kv_heads
+    """[B,T,H,h] to [n, B,K,R,h]: the query heads of a key head share its matmuls as G * block rows."""
+    block, K = block_sizes(request)[0], request.kv_heads
     x = _padded(x, block)
     B, T, H, h = x.shape
     x = x.reshape(B, T // block, block, K, H // K, h).transpose(1, 0, 3, 4, 2, 5)
@@ -157,20 +167,22 @@ def q_blocks(request: AttentionRequest, x: jax.Array) -> jax.Array:
 
 
 def from_q_blocks(request: AttentionRequest, x: jax.Array) -> jax.Array:
+    """The inverse of `q_blocks`."""
     n, B, K, R, h = x.shape
-    block = sizes(request)[0]
+    block = block_sizes(request)[0]
     x = x.reshape(n, B, K, R // block, block, h).transpose(1, 0, 4, 2, 3, 5)
     return x.reshape(B, n * block, K * R // block, h)[:, : request.q_length]
 
 
 def kv_blocks(request: AttentionRequest, x: jax.Array) -> jax.Array:
     """[B,S,K,h] to [n, B,K,block,h]."""
-    block = sizes(request)[1]
+    block = block_sizes(request)[1]
     x = _padded(x, block)
     B, S, K, h = x.shape
     return x.reshape(B, S // block, block, K, h).transpose(1, 0, 3, 2, 4)
 
 
 def from_kv_blocks(request: AttentionRequest, x: jax.Array) -> jax.Array:
+    """The inverse of `kv_blocks`."""
     n, B, K, block, h = x.shape
     return x.transpose(1, 0, 3, 2, 4).reshape(B, n * block, K, h)[:, : request.kv_length]

@@ -1,4 +1,4 @@
-"""Attention over a mesh: which axes split what, and a backend run on each device's own rows and heads."""
+"""How a mesh shards attention: which axes split rows, heads and tokens, and what each device computes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest, Backend
+from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
 from meshtune.kernels.chips import arch_of
 
 
@@ -19,10 +19,9 @@ from meshtune.kernels.chips import arch_of
 class AttentionSplit:
     """The mesh axes that split rows (B), query heads (H), key heads (K) and tokens (T) of attention.
 
-    None, and axes of size 1, split nothing. `kv_heads` is `heads` or None: with None, keys and values are whole on
-    every device although query heads may be split, and a device takes the key heads that its query heads read.
-    `length` makes a ring of aligned rows: every device holds a part of the queries and of the keys. It never splits a
-    cache.
+    None, and axes of size 1, split nothing. `kv_heads` is `heads` or None. With None, keys and values are replicated
+    even if query heads are split, and each device selects the key heads that its query heads read. `length` makes a
+    ring: every device holds a shard of the queries and of the keys of aligned rows. It never splits a cache.
     """
 
     mesh: Mesh | AbstractMesh
@@ -36,16 +35,16 @@ class AttentionSplit:
 
     @property
     def platform(self) -> str:
-        """The JAX platform of the mesh's devices, which need not be that of this process."""
+        """The JAX platform of the mesh's devices, which may differ from this process's default."""
         return self.mesh.devices.flat[0].platform if isinstance(self.mesh, Mesh) else jax.default_backend()
 
     @property
     def chip(self) -> str:
-        """The arch of the mesh's devices (see chips), "" where it has none or they do not say."""
+        """The architecture of the mesh's devices (see chips); "" if unknown."""
         return arch_of(self.mesh.devices.flat[0]) if isinstance(self.mesh, Mesh) else ""
 
     def fitted(self, request: AttentionRequest) -> AttentionSplit:
-        """The axes that do split these sizes. What an axis does not divide is not split by it."""
+        """Only those axes that divide the sizes of `request`: an axis that does not divide a size does not split it."""
 
         def splits(axis: str | None, *lengths: int) -> bool:
             return axis is not None and self.size(axis) > 1 and all(n % self.size(axis) == 0 for n in lengths)
@@ -62,11 +61,12 @@ class AttentionSplit:
         )
 
     def local(self, request: AttentionRequest) -> AttentionRequest:
-        """What one device is asked, for a split that is `fitted` to `request`."""
+        """The request of one device, for a split that is `fitted` to `request`."""
         ring, heads = self.size(self.length), request.heads // self.size(self.heads)
-        if self._takes_key_heads:
-            # Runs of query heads that read one key head. Where every device's query heads read few whole groups, or
-            # a part of one, these are all that read it; only otherwise is a key head there for more than one run.
+        if self._selects_key_heads:
+            # Consecutive query heads that read one key head form a run. If a device's query heads are a few whole
+            # groups, or a part of one, a run is all of its query heads that read a key head; otherwise a key head is
+            # selected once for each of its runs.
             kv_heads = heads // math.gcd(heads, request.heads // request.kv_heads)
         else:
             kv_heads = request.kv_heads // self.size(self.kv_heads)
@@ -80,23 +80,27 @@ class AttentionSplit:
             ring=ring,
         )
 
-    def own_key_heads(self, x: jax.Array, request: AttentionRequest) -> jax.Array:
-        """Inside shard_map: of keys or values [B,S,K,h] those that this device's query heads read."""
-        return x if not self._takes_key_heads else jnp.take(x, self._own(x.shape[2], request), axis=2)
+    def with_local_key_heads(self, inputs: AttentionInputs, request: AttentionRequest) -> AttentionInputs:
+        """Inside shard_map: `inputs` with only those key heads that this device's query heads read."""
+        if not self._selects_key_heads:
+            return inputs
+        k, v = (jnp.take(x, self._key_head_indices(x.shape[2], request), axis=2) for x in (inputs.k, inputs.v))
+        return inputs._replace(k=k, v=v)
 
     def sum_key_heads(self, x: jax.Array, kv_heads: int, request: AttentionRequest) -> jax.Array:
-        """Inside shard_map, the transpose of `own_key_heads`: the gradient of all `kv_heads` from all devices."""
-        if not self._takes_key_heads:
+        """Inside shard_map, the transpose of `with_local_key_heads`: sums the gradient of all `kv_heads` key heads
+        over devices."""
+        if not self._selects_key_heads:
             return x
-        whole = jnp.zeros((*x.shape[:2], kv_heads, x.shape[3]), x.dtype)
-        return jax.lax.psum(whole.at[:, :, self._own(kv_heads, request)].add(x), self.heads)
+        zeros = jnp.zeros((*x.shape[:2], kv_heads, x.shape[3]), x.dtype)
+        return jax.lax.psum(zeros.at[:, :, self._key_head_indices(kv_heads, request)].add(x), self.heads)
 
     @property
-    def _takes_key_heads(self) -> bool:
+    def _selects_key_heads(self) -> bool:
         return self.heads is not None and self.kv_heads is None
 
-    def _own(self, kv_heads: int, request: AttentionRequest) -> jax.Array:
-        """Which key head each of this device's (`request.kv_heads`) is, by its query heads' numbers in the model."""
+    def _key_head_indices(self, kv_heads: int, request: AttentionRequest) -> jax.Array:
+        """The index in the model of each of this device's `request.kv_heads` key heads."""
         group = request.heads * self.size(self.heads) // kv_heads
         run = request.heads // request.kv_heads
         first = jax.lax.axis_index(self.heads) * request.heads
@@ -112,25 +116,13 @@ class AttentionSplit:
             PartitionSpec(batch, self.length),
         )
 
-
-def run_over_mesh(backend: Backend, inputs: AttentionInputs, request: AttentionRequest, split: AttentionSplit):
-    """`backend` on every device's own rows and heads. `split` is fitted, and `request` that of one device."""
-    if backend.over_mesh is not None:
-        return backend.over_mesh(inputs, request, split)
-    assert split.length is None, f"{backend.name} in a ring"
-
-    def here(*arrays: Any) -> jax.Array:
-        mine = AttentionInputs(*arrays)
-        k, v = (split.own_key_heads(x, request) for x in (mine.k, mine.v))
-        return backend.run(mine._replace(k=k, v=v), request)
-
-    return over_mesh(here, split, (), split.specs[0])(*inputs)
-
-
-def over_mesh(function: Callable[..., Any], split: AttentionSplit, more_in: tuple[Any, ...], out: Any):
-    """`function` of the arrays of AttentionInputs, then of arrays with the specs `more_in`, on each device."""
-    queries, keys, tokens = split.specs
-    in_specs = (queries, keys, keys, *[tokens] * 4, PartitionSpec(split.heads), *more_in)
-    # What is whole on several devices is the same there because they compute the same, which the check cannot see
-    # through loops whose carries start from constants.
-    return jax.shard_map(function, mesh=split.mesh, in_specs=in_specs, out_specs=out, check_vma=False)
+    def shard_map(
+        self, function: Callable[..., Any], extra_in_specs: tuple[PartitionSpec, ...], out_specs: Any
+    ) -> Callable[..., Any]:
+        """Maps `function` over devices: its arguments are the fields of AttentionInputs, then arrays with the specs
+        `extra_in_specs`."""
+        queries, keys, tokens = self.specs
+        in_specs = (queries, keys, keys, *[tokens] * 4, PartitionSpec(self.heads), *extra_in_specs)
+        # Results that are replicated are computed identically on several devices, which the check cannot verify through
+        # loops whose carries start from constants.
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

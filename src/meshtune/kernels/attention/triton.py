@@ -1,7 +1,8 @@
-"""Flash attention written here for NVIDIA and AMD GPUs: Pallas kernels that Triton compiles (see triton_kernels).
+"""Our flash attention for NVIDIA and AMD GPUs: Pallas kernels that Triton compiles (see triton_kernels).
 
-It serves whatever `attention` asks: packed rows, positions in any order, windows, soft caps, shared key heads, caches,
-and the pieces of a ring. Memory is linear in tokens: the backward pass makes the weights again from the log-sum-exp.
+It serves every request of `attention` but ALiBi: packed rows, positions in any order, windows, soft caps, shared key
+heads, caches, and the shards of a ring. Memory is linear in tokens: the backward pass recomputes the weights from the
+log-sum-exp.
 """
 
 from __future__ import annotations
@@ -12,29 +13,30 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtune.kernels.attention import triton_ring
-from meshtune.kernels.attention.products import LOG_SUM_EXP, OUTPUT
-from meshtune.kernels.attention.request import NO_BIASES, AttentionInputs, AttentionRequest, Backend
-from meshtune.kernels.attention.triton_calls import backward, forward, slopes_of
+from meshtune.kernels.attention.backend import NO_ALIBI, Backend
+from meshtune.kernels.attention.online_softmax import LOG_SUM_EXP, OUTPUT
+from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
+from meshtune.kernels.attention.triton_calls import backward, forward, padded_delta
 from meshtune.kernels.attention.triton_tiles import LARGEST_HEAD, SMALLEST_HEAD
 from meshtune.kernels.chips import chip_of
 
 DTYPES = ("bfloat16", "float16", "float32")
-# Without these chips' matrix units Triton multiplies number by number.
+# Older chips have no matrix units that Triton supports: it would multiply number by number.
 OLDEST_NVIDIA = (8, 0)
 AMD_WITHOUT_MATRIX_UNITS = ("gfx900", "gfx902", "gfx906", "gfx909", "gfx90c", "gfx10")
 
 
 def supports(request: AttentionRequest) -> str | None:
-    """NVIDIA from Ampere on, AMD with matrix units, head dimensions of 16 to 256."""
+    """NVIDIA GPUs from Ampere on, AMD GPUs with matrix units, head dimensions of 16 to 256."""
     chip = chip_of(request.platform, request.chip)
-    if chip.maker not in ("nvidia", "amd"):
+    if chip.vendor not in ("nvidia", "amd"):
         return f"its kernels are for NVIDIA and AMD GPUs, not for {request.platform}"
-    if chip.maker == "nvidia" and chip.capability < OLDEST_NVIDIA:
+    if chip.vendor == "nvidia" and chip.capability < OLDEST_NVIDIA:
         return f"Triton needs sm_80 or newer, and this is {chip}"
-    if chip.maker == "amd" and chip.arch.startswith(AMD_WITHOUT_MATRIX_UNITS):
+    if chip.vendor == "amd" and chip.arch.startswith(AMD_WITHOUT_MATRIX_UNITS):
         return f"{chip} has no matrix units that Triton could use"
     if request.alibi:
-        return NO_BIASES
+        return NO_ALIBI
     if request.dtype not in DTYPES:
         return f"it computes in {', '.join(DTYPES)}, not in {request.dtype}"
     if not SMALLEST_HEAD <= request.head_dim <= LARGEST_HEAD:
@@ -51,7 +53,7 @@ def suits(request: AttentionRequest) -> str | None:
 def run(inputs: AttentionInputs, request: AttentionRequest, *, interpret: bool = False) -> jax.Array:
     """Softmax attention with float32 scores and sums; first derivatives only. [B,T,H,h] in q's dtype.
 
-    `interpret` computes what the kernels say with XLA, on any platform and slowly: for tests.
+    `interpret` runs the kernels in Pallas's interpreter, on any platform and slowly: for tests.
     """
     return _attend(request, interpret, *inputs)
 
@@ -72,14 +74,14 @@ def _attend_forward(request: AttentionRequest, interpret: bool, *inputs):
     return out, (inputs, out, log_sum_exp)
 
 
-def _attend_backward(request: AttentionRequest, interpret: bool, saved, d_out):
-    arrays, out, log_sum_exp = saved
+def _attend_backward(request: AttentionRequest, interpret: bool, residuals, d_out: jax.Array):
+    arrays, out, log_sum_exp = residuals
     inputs = AttentionInputs(*arrays)
-    delta = slopes_of(out, d_out, log_sum_exp.shape[2])
+    delta = padded_delta(out, d_out, log_sum_exp.shape[2])
     dtypes = tuple(x.dtype for x in inputs[:3])
     return *backward(request, inputs, log_sum_exp, delta, d_out, dtypes, interpret), None, None, None, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
-TRITON = Backend("triton", run, supports, suits, over_mesh=triton_ring.run)
+TRITON = Backend("triton", run, supports, suits, run_sharded=triton_ring.run)

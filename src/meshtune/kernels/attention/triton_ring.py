@@ -1,29 +1,29 @@
-"""Flash attention over a mesh; where rows are split over devices, its kernels meet the parts that go round the ring.
+"""Flash attention over a mesh; if rows are sharded over devices, keys and values circulate in a ring.
 
-As in `ring`, but what a device does with the part it holds is one call of the kernels: the forward pass gives the
-part's output with its log-sum-exp, which two parts need to be put together, and the backward pass takes the log-sum-exp
-over all parts and gives what this part adds.
+As in `ring`, but the computation on a shard is one kernel call. The forward pass returns the shard's output with its
+log-sum-exp, from which the results of two shards are merged. The backward pass takes the log-sum-exp over all shards
+and returns the gradients that this shard contributes.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from meshtune.kernels.attention.products import LOG_SUM_EXP, OUTPUT
+from meshtune.kernels.attention.online_softmax import LOG_SUM_EXP, OUTPUT
 from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
-from meshtune.kernels.attention.ring import own_key_heads, passed_on
-from meshtune.kernels.attention.split import AttentionSplit, over_mesh
-from meshtune.kernels.attention.triton_calls import backward, forward, slopes_of
+from meshtune.kernels.attention.ring import rotate
+from meshtune.kernels.attention.split import AttentionSplit
+from meshtune.kernels.attention.triton_calls import backward, forward, padded_delta
 
 
-class Held(NamedTuple):
-    """The part of keys and values that a device has at the moment, and whose they are."""
+class KeyShard(NamedTuple):
+    """The shard of keys and values that a device has at the moment, with its tokens: fields of AttentionInputs."""
 
     k: jax.Array
     v: jax.Array
@@ -34,7 +34,7 @@ class Held(NamedTuple):
 def run(
     inputs: AttentionInputs, request: AttentionRequest, split: AttentionSplit, *, interpret: bool = False
 ) -> jax.Array:
-    """[B,T,H,h] in q's dtype; `split` is fitted and `request` that of one device. First derivatives only."""
+    """[B,T,H,h] in q's dtype; `split` is fitted and `request` is that of one device. First derivatives only."""
     return _attend(request, split, interpret, *inputs)
 
 
@@ -44,22 +44,23 @@ def _attend(request: AttentionRequest, split: AttentionSplit, interpret: bool, *
 
 
 def _attend_forward(request: AttentionRequest, split: AttentionSplit, interpret: bool, *inputs):
-    # Outside the shard_map, so that a rematerialisation policy sees the names and nothing else is saved.
+    # The names are outside the shard_map, so that a rematerialisation policy sees them and saves nothing else.
     out, log_sum_exp = _forward(request, split, interpret, inputs)
     out = checkpoint_name(out, OUTPUT)
     log_sum_exp = checkpoint_name(log_sum_exp, LOG_SUM_EXP)
     return out, (inputs, out, log_sum_exp)
 
 
-def _attend_backward(request: AttentionRequest, split: AttentionSplit, interpret: bool, saved, d_out):
-    inputs, out, log_sum_exp = saved
+def _attend_backward(request: AttentionRequest, split: AttentionSplit, interpret: bool, residuals, d_out):
+    inputs, out, log_sum_exp = residuals
     queries, keys, _ = split.specs
 
-    def here(*arrays):
-        return _backward_here(request, split, interpret, AttentionInputs(*arrays[:8]), *arrays[8:])
+    def backward_local(*arrays):
+        return _backward_local(request, split, interpret, AttentionInputs(*arrays[:8]), *arrays[8:])
 
-    more_in = (queries, _numbers_spec(split), queries)
-    dq, dk, dv = over_mesh(here, split, more_in, (queries, keys, keys))(*inputs, out, log_sum_exp, d_out)
+    extra_in_specs = (queries, _log_sum_exp_spec(split), queries)
+    mapped = split.shard_map(backward_local, extra_in_specs, (queries, keys, keys))
+    dq, dk, dv = mapped(*inputs, out, log_sum_exp, d_out)
     return dq, dk, dv, None, None, None, None, None
 
 
@@ -67,77 +68,81 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _forward(request: AttentionRequest, split: AttentionSplit, interpret: bool, inputs):
-    def here(*arrays):
-        return _forward_here(request, split, interpret, AttentionInputs(*arrays))
+    def forward_local(*arrays):
+        return _forward_local(request, split, interpret, AttentionInputs(*arrays))
 
-    return over_mesh(here, split, (), (split.specs[0], _numbers_spec(split)))(*inputs)
+    return split.shard_map(forward_local, (), (split.specs[0], _log_sum_exp_spec(split)))(*inputs)
 
 
-def _numbers_spec(split: AttentionSplit) -> PartitionSpec:
-    """Of a number for each query and head [B,H,T]."""
+def _log_sum_exp_spec(split: AttentionSplit) -> PartitionSpec:
+    """Of the log-sum-exp of each query and head [B,H,T]."""
     return PartitionSpec(split.batch or None, split.heads, split.length)
 
 
-def _forward_here(request: AttentionRequest, split: AttentionSplit, interpret: bool, inputs: AttentionInputs):
-    inputs = own_key_heads(request, split, inputs)
+def _forward_local(request: AttentionRequest, split: AttentionSplit, interpret: bool, inputs: AttentionInputs):
+    """One device's output [B,T,H,h] and log-sum-exp [B,H,T padded]."""
+    inputs = split.with_local_key_heads(inputs, request)
     if request.ring == 1:
         return forward(request, inputs, inputs.q.dtype, interpret)
 
-    def meet(held: Held):
-        return forward(request, _holding(inputs, held), jnp.float32, interpret)
+    def attend_shard(shard: KeyShard):
+        return forward(request, _with_shard(inputs, shard), jnp.float32, interpret)
 
     def step(carry, _):
-        running, held = carry
-        arriving = passed_on(held, split)
-        return (_together(running, meet(held)), arriving), None
+        merged, shard = carry
+        next_shard = rotate(shard, split)
+        return (_merge(merged, attend_shard(shard)), next_shard), None
 
-    held = Held(inputs.k, inputs.v, inputs.kv_positions, inputs.kv_segments)
-    carry = meet(held), passed_on(held, split)
-    (running, held), _ = jax.lax.scan(step, carry, None, length=request.ring - 2)
-    out, log_sum_exp = _together(running, meet(held))
+    shard = KeyShard(inputs.k, inputs.v, inputs.kv_positions, inputs.kv_segments)
+    carry = attend_shard(shard), rotate(shard, split)
+    (merged, shard), _ = jax.lax.scan(step, carry, None, length=request.ring - 2)
+    out, log_sum_exp = _merge(merged, attend_shard(shard))
     return out.astype(inputs.q.dtype), log_sum_exp
 
 
-def _together(one: Any, other: Any):
-    """The output and log-sum-exp over two parts of the keys from those over each. Nothing seen weighs nothing."""
-    (out, lse), (more_out, more_lse) = one, other
-    top = jnp.maximum(lse, more_lse)
-    share, more_share = jnp.exp(lse - top), jnp.exp(more_lse - top)
-    total = share + more_share
+def _merge(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """The output and log-sum-exp over two shards of the keys, from those over each; a shard of which nothing is seen
+    has weight 0."""
+    (out1, lse1), (out2, lse2) = first, second
+    maximum = jnp.maximum(lse1, lse2)
+    weight1, weight2 = jnp.exp(lse1 - maximum), jnp.exp(lse2 - maximum)
+    total = weight1 + weight2
 
-    def weighed(out, share):
-        return out * (share / total)[:, :, : out.shape[1]].swapaxes(1, 2)[..., None]
+    def weighted(out: jax.Array, weight: jax.Array) -> jax.Array:
+        return out * (weight / total)[:, :, : out.shape[1]].swapaxes(1, 2)[..., None]
 
-    return weighed(out, share) + weighed(more_out, more_share), top + jnp.log(total)
+    return weighted(out1, weight1) + weighted(out2, weight2), maximum + jnp.log(total)
 
 
-def _backward_here(
+def _backward_local(
     request: AttentionRequest, split: AttentionSplit, interpret: bool, inputs: AttentionInputs, out, lse, d_out
 ):
-    whole, inputs = inputs.k, own_key_heads(request, split, inputs)
-    delta = slopes_of(out, d_out, lse.shape[2])
-    sums = (jnp.float32,) * 3
+    """One device's gradients of q, k and v."""
+    kv_heads, kv_dtype = inputs.k.shape[2], inputs.k.dtype
+    inputs = split.with_local_key_heads(inputs, request)
+    delta = padded_delta(out, d_out, lse.shape[2])
+    dtypes = (jnp.float32,) * 3
 
-    def meet(held: Held):
-        dq, dk, dv = backward(request, _holding(inputs, held), lse, delta, d_out, sums, interpret)
+    def shard_grads(shard: KeyShard):
+        dq, dk, dv = backward(request, _with_shard(inputs, shard), lse, delta, d_out, dtypes, interpret)
         return dq, (dk, dv)
 
     def step(carry, _):
-        # The gradients of a part follow it one step behind, so that nothing on its way is waited for here.
-        dq, behind, held = carry
-        arriving, caught_up = passed_on((held, behind), split)
-        more, mine = meet(held)
-        return (dq + more, jax.tree.map(jnp.add, caught_up, mine), arriving), None
+        # A shard's gradients follow it one step behind, so that no computation waits for a transfer.
+        dq, previous_grads, shard = carry
+        next_shard, shard_total = rotate((shard, previous_grads), split)
+        dq_share, grads = shard_grads(shard)
+        return (dq + dq_share, jax.tree.map(jnp.add, shard_total, grads), next_shard), None
 
-    held = Held(inputs.k, inputs.v, inputs.kv_positions, inputs.kv_segments)
-    dq, d_keys = meet(held)
+    shard = KeyShard(inputs.k, inputs.v, inputs.kv_positions, inputs.kv_segments)
+    dq, d_keys = shard_grads(shard)
     if request.ring > 1:
-        carry = dq, d_keys, passed_on(held, split)
+        carry = dq, d_keys, rotate(shard, split)
         (dq, d_keys, _), _ = jax.lax.scan(step, carry, None, length=request.ring - 1)
-        d_keys = passed_on(d_keys, split)
-    dk, dv = (split.sum_key_heads(x, whole.shape[2], request).astype(whole.dtype) for x in d_keys)
+        d_keys = rotate(d_keys, split)  # back to the device that the shard belongs to
+    dk, dv = (split.sum_key_heads(x, kv_heads, request).astype(kv_dtype) for x in d_keys)
     return dq.astype(inputs.q.dtype), dk, dv
 
 
-def _holding(inputs: AttentionInputs, held: Held) -> AttentionInputs:
-    return inputs._replace(**held._asdict())
+def _with_shard(inputs: AttentionInputs, shard: KeyShard) -> AttentionInputs:
+    return inputs._replace(**shard._asdict())

@@ -22,7 +22,7 @@ from meshtune.data.prepare import PreparedData
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.data.units import Units
 from meshtune.errors import UserError
-from meshtune.kernels.attention import balanced_order
+from meshtune.kernels.attention import zigzag_order
 from meshtune.mesh.placement import place_batch
 from meshtune.mesh.processes import Job
 from meshtune.model.compute import Compute, compiler_options
@@ -143,7 +143,7 @@ def log_probabilities(
     options = None if compute.dtype == "float32" else compiler_options(compute.platform)
     step = jax.jit(both, out_shardings=None if layout is None else layout.replicated, compiler_options=options)
     cp = 1 if layout is None else layout.size("cp")
-    order = balanced_order(every.row_length, cp) if cp > 1 else None
+    order = zigzag_order(every.row_length, cp) if cp > 1 else None
     made = np.zeros((len(loader.store) // 2, 2), np.float32)
     planned = every.rows(0)
     for number in range(every.steps_per_epoch(0)):

@@ -1,0 +1,217 @@
+"""Blockwise attention by online softmax, on queries and keys already in blocks (FlashAttention-2, arXiv:2307.08691).
+
+Forward and backward can both continue from the results of other keys: a single device calls them once for all keys, a
+ring of devices once for each shard of keys that arrives.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from meshtune.kernels.attention.blocks import (
+    BlockMask,
+    TokenBlocks,
+    add_to_block,
+    from_kv_blocks,
+    from_q_blocks,
+    get_block,
+    kv_blocks,
+    q_blocks,
+    true_range,
+)
+from meshtune.kernels.attention.request import AttentionRequest
+from meshtune.kernels.attention.visibility import (
+    LOWEST,
+    MASKED,
+    accumulator,
+    alibi_biased,
+    capped,
+    capped_derivative,
+    matmul_precision,
+    visible,
+)
+
+# Names for a rematerialisation policy: if both are saved, the forward pass is not run again.
+OUTPUT, LOG_SUM_EXP = "attention_output", "attention_log_sum_exp"
+
+
+class RunningSoftmax(NamedTuple):
+    """The state of an online softmax: the maximum score and the sum of weights [..., R], and the weighted sum of values
+    [..., R, h]."""
+
+    maximum: jax.Array
+    total: jax.Array
+    values: jax.Array
+
+
+def empty_softmax(q: jax.Array) -> RunningSoftmax:
+    """The state for queries [..., R, h] before any key."""
+    dtype, rows = accumulator(q.dtype), q.shape[:-1]
+    return RunningSoftmax(jnp.full(rows, LOWEST, dtype), jnp.zeros(rows, dtype), jnp.zeros(q.shape, dtype))
+
+
+def accumulate_keys(
+    request: AttentionRequest,
+    running: RunningSoftmax,
+    q_i: jax.Array,
+    tokens_i: TokenBlocks,
+    k: jax.Array,
+    v: jax.Array,
+    keys: TokenBlocks,
+    start: jax.Array,
+    stop: jax.Array,
+    slopes: jax.Array | None = None,
+) -> RunningSoftmax:
+    """Adds key blocks start..stop of k and v [m, B,K,block,h] to the softmax of one query block q_i [B,K,R,h]."""
+
+    def accumulate_block(j: jax.Array, running: RunningSoftmax) -> RunningSoftmax:
+        maximum, total, values = running
+        scores = _scores(request, "bkrh,bksh->bkrs", q_i, get_block(k, j))
+        keys_j = get_block(keys, j)
+        scores = alibi_biased(scores, slopes, tokens_i.positions, keys_j.positions)
+        scores = jnp.where(_visible(request, tokens_i, keys_j), scores, MASKED)
+        new_maximum = jnp.maximum(maximum, _row_max(request, scores))
+        weights = jnp.exp(scores - new_maximum[..., None])
+        rescale = jnp.exp(maximum - new_maximum)
+        total = total * rescale + _row_sum(request, weights)
+        values = values * rescale[..., None] + _einsum("bkrs,bksh->bkrh", weights.astype(v.dtype), get_block(v, j))
+        return RunningSoftmax(new_maximum, total, values)
+
+    return jax.lax.fori_loop(start, stop, accumulate_block, running)
+
+
+def finish(running: RunningSoftmax) -> tuple[jax.Array, jax.Array]:
+    """The output [..., R, h] and the log-sum-exp of the scores [..., R]; both 0 for a row that sees nothing."""
+    maximum, total, values = running
+    sees_nothing = total == 0.0
+    total = jnp.where(sees_nothing, 1.0, total)
+    return values / total[..., None], jnp.where(sees_nothing, 0.0, maximum + jnp.log(total))
+
+
+def forward(
+    request: AttentionRequest, q: jax.Array, k: jax.Array, v: jax.Array, mask: BlockMask
+) -> tuple[jax.Array, jax.Array]:
+    """The output [B,T,H,h] over all keys, and the log-sum-exp of every row of scores in blocks [n, B,K,R]."""
+    q, k, v = q_blocks(request, q), kv_blocks(request, k), kv_blocks(request, v)
+
+    def attend_block(_, xs):
+        q_i, tokens_i, start, stop = xs
+        running = accumulate_keys(request, empty_softmax(q_i), q_i, tokens_i, k, v, mask.keys, start, stop, mask.slopes)
+        out, log_sum_exp = finish(running)
+        return None, (out.astype(q.dtype), log_sum_exp)
+
+    _, (out, log_sum_exp) = jax.lax.scan(attend_block, None, (q, mask.queries, *true_range(mask.visible)))
+    return from_q_blocks(request, out), log_sum_exp
+
+
+def backward(
+    request: AttentionRequest,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: BlockMask,
+    out: jax.Array,
+    log_sum_exp: jax.Array,
+    d_out: jax.Array,
+    kv_dtype: DTypeLike,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of q in its own dtype, and of k and v in `kv_dtype`."""
+    delta = q_blocks(request, output_delta(out, d_out))[..., 0]
+    queries, d_out = q_blocks(request, q), q_blocks(request, d_out)
+    keys = kv_blocks(request, k), kv_blocks(request, v)
+    dq = jnp.zeros(queries.shape, accumulator(q.dtype))
+    dq, (dk, dv) = accumulate_grads(request, queries, d_out, log_sum_exp, delta, *keys, mask, dq, kv_dtype)
+    return from_q_blocks(request, dq).astype(q.dtype), from_kv_blocks(request, dk), from_kv_blocks(request, dv)
+
+
+def output_delta(out: jax.Array, d_out: jax.Array) -> jax.Array:
+    """FlashAttention's delta [..., 1]: the sum over h of output times its gradient, which equals the sum over keys of
+    weight times its gradient."""
+    dtype = accumulator(out.dtype)
+    return jnp.sum(out.astype(dtype) * d_out.astype(dtype), -1, keepdims=True)
+
+
+def accumulate_grads(
+    request: AttentionRequest,
+    q: jax.Array,
+    d_out: jax.Array,
+    log_sum_exp: jax.Array,
+    delta: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: BlockMask,
+    dq: jax.Array,
+    kv_dtype: DTypeLike,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """`dq` plus the contribution of these keys, and the gradients of these keys and values in `kv_dtype`; in blocks.
+
+    Weights are recomputed from the log-sum-exp over all keys, so k and v may be a shard of them. The inner loop runs
+    over keys, which are the smaller side if query heads share them. Blocks of scores are laid out as [keys, queries],
+    so that only one of the five matmuls has a transposed factor.
+    """
+    dtype = accumulator(q.dtype)
+
+    def query_block_grads(d_keys, xs):
+        q_i, d_out_i, log_sum_exp_i, delta_i, tokens_i, dq_i, start, stop = xs
+
+        def key_block_grads(j, carry):
+            dk, dv, dq_i = carry
+            k_j, v_j = get_block(k, j), get_block(v, j)
+            scores = _scores(request, "bksh,bkrh->bksr", k_j, q_i)
+            keys_j = get_block(mask.keys, j)
+            is_visible = _visible(request, tokens_i, keys_j).swapaxes(2, 3)
+            biased = alibi_biased(scores.swapaxes(2, 3), mask.slopes, tokens_i.positions, keys_j.positions)
+            biased = biased.swapaxes(2, 3)
+            weights = jnp.exp(jnp.where(is_visible, biased, MASKED) - log_sum_exp_i[:, :, None, :])
+            d_weights = _einsum("bksh,bkrh->bksr", v_j, d_out_i)
+            d_scores = weights * (d_weights - delta_i[:, :, None, :])
+            if request.softcap is not None:
+                d_scores = d_scores * capped_derivative(scores, request.softcap)
+            d_scores = (d_scores * request.scale).astype(q.dtype)
+            dv = add_to_block(dv, j, _einsum("bksr,bkrh->bksh", weights.astype(v.dtype), d_out_i))
+            dk = add_to_block(dk, j, _einsum("bksr,bkrh->bksh", d_scores, q_i))
+            return dk, dv, dq_i + _einsum("bksr,bksh->bkrh", d_scores, k_j)
+
+        dk, dv, dq_i = jax.lax.fori_loop(start, stop, key_block_grads, (*d_keys, dq_i))
+        return (dk, dv), dq_i
+
+    zeros = jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype)
+    blocks = q, d_out, log_sum_exp, delta, mask.queries, dq, *true_range(mask.visible)
+    (dk, dv), dq = jax.lax.scan(query_block_grads, zeros, blocks)
+    return dq, (dk.astype(kv_dtype), dv.astype(kv_dtype))
+
+
+def _einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.einsum(equation, x, y, precision=matmul_precision(x.dtype), preferred_element_type=accumulator(x.dtype))
+
+
+def _scores(request: AttentionRequest, equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    return capped(_einsum(equation, x, y) * request.scale, request.softcap)
+
+
+def _row_max(request: AttentionRequest, scores: jax.Array) -> jax.Array:
+    """The maximum of each row.
+
+    XLA does not vectorise `max` on CPUs, because it must propagate NaN. This reduction is vectorised and leaves NaN to
+    the exponential, which propagates it as well (measured in benchmarks/cpu_kernels).
+    """
+    if request.platform != "cpu":
+        return scores.max(-1)
+    lowest = jnp.array(-jnp.inf, scores.dtype)
+    return jax.lax.reduce(scores, lowest, lambda a, b: jnp.where(a > b, a, b), (scores.ndim - 1,))
+
+
+def _row_sum(request: AttentionRequest, weights: jax.Array) -> jax.Array:
+    """The sum of each row: on CPU as a matmul with ones, which is vectorised as well."""
+    if request.platform != "cpu":
+        return weights.sum(-1)
+    return _einsum("bkrs,s->bkr", weights, jnp.ones(weights.shape[-1], weights.dtype))
+
+
+def _visible(request: AttentionRequest, queries: TokenBlocks, keys: TokenBlocks) -> jax.Array:
+    """Which query sees which key in one block of scores: bool [B,1,R,s]."""
+    return visible(queries.positions, keys.positions, queries.segments, keys.segments, request.window)[:, None]
