@@ -1,4 +1,4 @@
-"""The Triton kernels over a mesh and in a ring: whole rows' values and gradients, by torch in float64."""
+"""The Triton kernels over a mesh and in a ring: values and gradients equal those of whole rows by torch in float64."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def results(tmp_path_factory):
     path = tmp_path_factory.mktemp("ring") / "results.npz"
     program = pathlib.Path(triton_ring_cases.__file__)
-    env = os.environ | {"PYTHONPATH": str(program.parents[1])}
+    python_path = [str(program.parents[1]), os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, python_path))}
     subprocess.run([sys.executable, str(program), str(path)], check=True, timeout=580, env=env)
     return np.load(path)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_split_rows_give_what_whole_rows_give(name, found):
-    """float32 sums, put together once more for each part: the tolerance of one device, 2e-5."""
+def test_sharded_rows_equal_whole_rows(name, results):
+    """float32 sums, merged once more for each shard: the tolerance is that of one device, 2e-5."""
     case = CASES[name]
     q, k, v, g, segments, positions, start = case.arrays()
-    exact = torch_gradients(q, k, v, g, case.tokens(segments, positions, start), **case.options)
-    for n, theirs in enumerate(exact):
-        np.testing.assert_allclose(found[f"{name}/{n}"], theirs, rtol=2e-5, atol=2e-5)
+    expected = torch_gradients(q, k, v, g, case.tokens(segments, positions, start), **case.options)
+    for n, x in enumerate(expected):
+        np.testing.assert_allclose(results[f"{name}/{n}"], x, rtol=2e-5, atol=2e-5)

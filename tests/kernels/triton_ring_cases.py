@@ -32,8 +32,8 @@ def main() -> None:
 
     tile = Tile(16, 16, 4, 1)
     triton_tiles.tiles_of = lambda request: Tiles(tile, tile, tile)
-    run, over_mesh = (functools.partial(f, interpret=True) for f in (triton.run, triton_ring.run))
-    BACKENDS[BACKENDS.index(triton.TRITON)] = Backend("triton", run, run_sharded=over_mesh)
+    run, run_sharded = (functools.partial(f, interpret=True) for f in (triton.run, triton_ring.run))
+    BACKENDS[BACKENDS.index(triton.TRITON)] = Backend("triton", run, run_sharded=run_sharded)
     results = {f"{name}/{n}": x for name, case in CASES.items() for n, x in enumerate(ours(case))}
     np.savez(sys.argv[1], **results)
 

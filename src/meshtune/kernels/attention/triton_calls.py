@@ -122,8 +122,8 @@ class _KernelCall:
         self.kv_block = pl.BlockSpec((None, tile.kv, None, width), lambda j, n, b: (b, j, n, 0))
         self.all_queries = pl.BlockSpec((None, self.q_padded, group, width), lambda j, n, b: (b, 0, n, 0))
         self.all_q_scalars = pl.BlockSpec((None, group, self.q_padded), lambda j, n, b: (b, n, 0))
-        self._queries = [_padded(x, self.q_padded) for x in (inputs.q_positions, inputs.q_segments)]
-        self._keys = [_padded(x, self.kv_padded) for x in (inputs.kv_positions, inputs.kv_segments)]
+        self._queries = _padded(inputs.q_positions, self.q_padded), _padded(inputs.q_segments, self.q_padded)
+        self._keys = _padded(inputs.kv_positions, self.kv_padded), _padded(inputs.kv_segments, self.kv_padded)
         self._token_blocks = token_blocks(*self._queries, tile.q), token_blocks(*self._keys, tile.kv)
 
     def tokens_by_query_block(self) -> list[Operand]:
