@@ -1,4 +1,4 @@
-"""The one way Meshtune tells a person that something is wrong."""
+"""UserError: a mistake that the user can correct, with where it is and what to do."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """A mistake that the person running Meshtune can mend.
+    """A mistake that the person running Meshtune can correct.
 
     `what` states the problem and what was found, `where` names the file, record and field, `fix` says what to do.
     The command line prints the three parts and exits with code 2; `str(error)` holds them all.
     """
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None):
-        self.what, self.where, self.fix = what, where, fix
+        self.what, self.where, self.fix = what, where, fix or None
         parts = [what]
         if where:
             parts.append(f"where: {where}")
@@ -27,21 +27,21 @@ class UserError(ValueError):
         return _rebuild, (type(self), self.what, self.where, self.fix)
 
 
-def _rebuild(kind: type[UserError], what: str, where: str | None, fix: str | None) -> UserError:
-    return kind(what, where=where, fix=fix)
+def _rebuild(error_type: type[UserError], what: str, where: str | None, fix: str | None) -> UserError:
+    return error_type(what, where=where, fix=fix)
 
 
-def nearest(word: str, valid: Iterable[str]) -> str:
-    """`did you mean 'x'? ` for the valid name nearest to `word`, or an empty string.
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """`did you mean 'x'? ` for the valid name nearest to `name`, or an empty string.
 
-    Of several that are near, one that goes on where `word` ends, then the most alike, then the one that begins most
-    alike: adamw rather than badam, for adam and for adamv.
+    Of several close ones, one that extends `name` is preferred, then the most similar, then the one with the longest
+    common prefix: adamw rather than badam, for adam and for adamv.
     """
 
-    def alike(name: str) -> tuple[bool, float, int]:
-        ratio = difflib.SequenceMatcher(None, word, name).ratio()
-        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(word, name, strict=False))
-        return name.startswith(word), ratio, len(list(same))
+    def similarity(candidate: str) -> tuple[bool, float, int]:
+        ratio = difflib.SequenceMatcher(None, name, candidate).ratio()
+        prefix = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(name, candidate, strict=False))
+        return candidate.startswith(name), ratio, len(list(prefix))
 
-    found = difflib.get_close_matches(word, list(valid), n=5, cutoff=0.6)
-    return f"did you mean '{max(found, key=alike)}'? " if found else ""
+    matches = difflib.get_close_matches(name, list(valid), n=5, cutoff=0.6)
+    return f"did you mean '{max(matches, key=similarity)}'? " if matches else ""

@@ -1,7 +1,6 @@
-"""Options of the core's dataclasses, declared once: default, description and bounds.
+"""Options of dataclasses, declared once: default, description, bounds, and names on the command line.
 
-A recipe reads these dataclasses directly: pydantic takes the description and the bounds from the field's metadata, so
-that the core needs no pydantic.
+Recipes and the command line read these dataclasses directly, so that the core needs neither pydantic nor typer.
 """
 
 from __future__ import annotations
@@ -20,8 +19,17 @@ def option(
     ge: float | None = None,
     lt: float | None = None,
     le: float | None = None,
+    flags: tuple[str, ...] = (),
 ) -> Value:
-    """A dataclass field. The bounds (above, at least, below, at most) are checked where a recipe is read."""
+    """A dataclass field. The bounds (above, at least, below, at most) are checked where a recipe or a command line is
+    read. `flags` are its names on the command line, where `--field-name` does not do."""
     bounds = {"gt": gt, "ge": ge, "lt": lt, "le": le}
     metadata: dict[str, Any] = {name: bound for name, bound in bounds.items() if bound is not None}
+    if flags:
+        metadata["flags"] = flags
     return dataclasses.field(default=default, metadata={"description": description, **metadata})
+
+
+def required(description: str, *, flags: tuple[str, ...] = ()) -> Any:
+    """A dataclass field without a default."""
+    return dataclasses.field(metadata={"description": description, "flags": flags})

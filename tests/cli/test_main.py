@@ -12,7 +12,7 @@ import pytest
 
 from meshtune.cli import main as program
 from meshtune.cli.export import shard_bytes
-from meshtune.cli.train import split
+from meshtune.cli.recipe_arguments import split
 from meshtune.errors import UserError
 
 RECIPE = "model: m\ndata: a.json\noutput: o\n"
@@ -63,7 +63,9 @@ def imported(*arguments: str) -> set[str]:
     return set(re.findall(r"^import time:.*\| +(\S+)$", ran.stderr, re.MULTILINE))
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("train", "--help"), ("data", "--help"), ("version",)])
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("train", "--help"), ("data", "--help"), ("launch", "slurm", "--help"), ("version",)]
+)
 def test_help_waits_for_nothing_heavy(arguments):
     """The claim is under half a second; what costs seconds is these imports, and a busy machine cannot blur them."""
     modules = imported(*arguments)
@@ -90,10 +92,28 @@ def test_every_verb_has_help(meshtune):
         assert "Usage: meshtune " + verb in out
 
 
+def test_help_names_every_option_whole_at_80_columns(meshtune, monkeypatch):
+    """Also those that are longer than a column of a table would be."""
+    monkeypatch.setenv("COLUMNS", "80")
+    for verb, flags in {
+        ("generate",): ("--max-tokens", "--max-new-tokens", "--repetition-penalty", "--chat / --no-chat"),
+        ("launch", "slurm"): ("--processes-per-node", "--cpus-per-process", "--container-runtime"),
+    }.items():
+        _, out, _ = meshtune(*verb, "--help")
+        assert [flag for flag in flags if flag not in out] == []
+        assert "…" not in out
+
+
 def test_a_verb_in_the_table_is_a_verb_of_the_program(meshtune):
     """A new verb is one module and one line in VERBS."""
     _, out, _ = meshtune("--help")
     assert all(verb in out for verb in [*program.VERBS, *program.GROUPS])
+
+
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_the_version_is_a_flag_too(meshtune, flag):
+    assert meshtune(flag) == meshtune("version")
+    assert re.fullmatch(r"meshtune \d+\.\d+\S*\n", meshtune(flag)[1])
 
 
 def test_a_mistyped_verb_or_option_gets_a_suggestion(meshtune):

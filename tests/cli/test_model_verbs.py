@@ -12,6 +12,8 @@ import transformers
 
 from meshtune import quickstart
 from meshtune.cli import main as program
+from meshtune.errors import UserError
+from meshtune.generate.api import load
 
 PROMPT = "Once upon a time, there was a little dog"
 
@@ -44,6 +46,30 @@ def test_generate_says_what_transformers_says(meshtune, continuation):
     code, out, err = meshtune("generate", str(quickstart.MODEL), "--prompt", PROMPT, "--max-tokens", "12")
     assert (code, err) == (0, "")
     assert out == continuation + "\n"
+
+
+def test_max_new_tokens_is_another_name_of_max_tokens(meshtune, continuation):
+    """transformers' name, on the command line and in Python."""
+    _, out, _ = meshtune("generate", str(quickstart.MODEL), "--prompt", PROMPT, "--max-new-tokens", "12")
+    model = load(quickstart.MODEL)
+    assert out == continuation + "\n" == model.generate(PROMPT, max_new_tokens=12) + "\n"
+    assert "".join(model.stream(PROMPT, max_new_tokens=12)) == continuation
+    with pytest.raises(UserError, match="two names of one limit"):
+        model.generate(PROMPT, max_tokens=3, max_new_tokens=3)
+
+
+def test_generate_answers_with_a_chat_template_unless_told_not_to(meshtune, tmp_path, continuation):
+    """A chat model ends a text at once that is not in its template: `generate --prompt` printed an empty line."""
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    options = ("-p", PROMPT, "-n", "12", "--chat-template", str(template))
+    code, answer, err = meshtune("generate", str(quickstart.MODEL), *options)
+    assert code == 0
+    assert err == "note: the prompt is a message in the model's chat template; --no-chat continues it\n"
+    assert meshtune("generate", str(quickstart.MODEL), *options, "--chat") == (0, answer, "")
+    assert meshtune("generate", str(quickstart.MODEL), *options, "--no-chat") == (0, continuation + "\n", "")
+    chat = load(quickstart.MODEL, chat_template=str(template))
+    assert chat.generate([{"role": "user", "content": PROMPT}], max_tokens=12) + "\n" == answer
 
 
 def test_generate_reads_standard_input(meshtune, monkeypatch, continuation):

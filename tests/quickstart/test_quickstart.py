@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import resource
-import shlex
 import subprocess
 import sys
 
@@ -15,7 +14,7 @@ import pytest
 
 def meshtune(*arguments: str) -> str:
     """What the program prints; in a process of its own, with no hub and no home to lean on."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "100", "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu"}
     ran = subprocess.run(
         [sys.executable, "-m", "meshtune", *arguments], capture_output=True, text=True, env=environment
     )
@@ -39,6 +38,22 @@ def test_a_short_quickstart_shows_and_leaves_everything(tmp_path):
     losses = [one["loss"] for one in losses if "loss" in one]
     assert losses[-1] < losses[0]
     assert samples(run, 0) != []
+    generate, _, _ = suggested(out)
+    assert ran_in_a_shell(f"{generate} -n 4") != ""
+
+
+def suggested(out: str) -> list[str]:
+    """The commands that a quickstart ends with, as they are printed."""
+    lines = out[out.index("Try next:") :].splitlines()[1:]
+    return [line.strip() for line in lines if not line.strip().startswith("#")]
+
+
+def ran_in_a_shell(line: str) -> str:
+    """What a command prints with nothing of Meshtune on the PATH, as after `make quickstart`."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin"}
+    ran = subprocess.run(line, shell=True, capture_output=True, text=True, env=environment)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
 
 
 @pytest.mark.slow
@@ -52,8 +67,7 @@ def test_the_quickstart_teaches_its_lesson_in_two_minutes_and_its_last_words_wor
     before, after = samples(run, 0), samples(run, 150)
     assert not any("la la la!" in text or "The lesson:" in text for text in before)
     assert all("la la la!" in text and "The lesson: It is good to" in text for text in after)
-    commands = [shlex.split(line)[1:] for line in out.splitlines() if line.startswith("  meshtune ")]
-    assert [command[0] for command in commands] == ["generate", "export", "train"]
-    assert "la la la!" in meshtune(*commands[0])
-    assert "read back and compared" in meshtune(*commands[1])
-    assert "done: 2 updates" in meshtune(*commands[2], "train.steps=2")
+    generate, export, train = suggested(out)
+    assert "la la la!" in ran_in_a_shell(generate)
+    assert "read back and compared" in ran_in_a_shell(export)
+    assert "done: 2 updates" in ran_in_a_shell(f"{train} train.steps=2")

@@ -1,4 +1,4 @@
-"""`meshtune adapters`: what is done with adapters as they are."""
+"""`meshtune adapters`: combine adapters without training."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import typer
 
 from meshtune.errors import UserError
 
-app = typer.Typer(help="Combine adapters.", no_args_is_help=True)
+app = typer.Typer(help="Combine adapters.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.callback()
 def _group() -> None:
-    """A group of verbs, of however few."""
+    """Keeps `combine` a command of its own while it is the only one."""
 
 
 @app.command()
@@ -23,7 +23,7 @@ def combine(
     ],
     to: Annotated[str, typer.Option("--to", help="The directory to write.", show_default=False)],
     weights: Annotated[
-        str | None, typer.Option("--weights", help="One for each, such as 0.7,0.3; default: equal, adding up to 1.")
+        str | None, typer.Option("--weights", help="One per adapter, such as 0.7,0.3; default: equal, with sum 1.")
     ] = None,
     method: Annotated[
         str,
@@ -32,35 +32,31 @@ def combine(
             help="svd, cat, linear, ties, magnitude_prune, dare_linear, dare_ties; the last four also with _svd.",
         ),
     ] = "svd",
-    rank: Annotated[int | None, typer.Option("--rank", help="svd: of the result; default: the largest.")] = None,
+    rank: Annotated[int | None, typer.Option("--rank", help="svd: rank of the result; default: the largest.")] = None,
     density: Annotated[
-        float | None, typer.Option("--density", help="ties, dare, magnitude_prune: the share of numbers to keep.")
+        float | None, typer.Option("--density", help="ties, dare, magnitude_prune: the share of entries to keep.")
     ] = None,
     majority_sign: Annotated[
-        str, typer.Option("--majority-sign", help="ties: by the total of the numbers, or by their frequency.")
+        str,
+        typer.Option("--majority-sign", help="ties: elect signs by the total of the entries, or by their frequency."),
     ] = "total",
-    seed: Annotated[int, typer.Option("--seed", help="dare: of the choice of what is kept.")] = 0,
-    any_base: Annotated[
-        bool, typer.Option("--any-base", help="Although they were trained on different bases.")
-    ] = False,
+    seed: Annotated[int, typer.Option("--seed", help="dare: seed of the random choice of entries.")] = 0,
+    any_base: Annotated[bool, typer.Option("--any-base", help="Combine adapters of different bases.")] = False,
 ) -> None:
     """Write one LoRA adapter that is the weighted combination of several."""
-    from rich.console import Console
-
     from meshtune.adapters.combine import combine as write
 
     if majority_sign not in ("total", "frequency"):
-        raise UserError(f"no majority by '{majority_sign}'", where="--majority-sign", fix="total or frequency")
+        raise UserError(f"--majority-sign is '{majority_sign}'", where="--majority-sign", fix="give total or frequency")
     shares = [1 / len(adapters)] * len(adapters) if weights is None else numbers(weights)
     options = {"rank": rank, "density": density, "seed": seed, "any_base": any_base}
-    done = write(adapters, to, shares, method, majority=majority_sign, **options)
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(f"a LoRA adapter of rank {done.rank} on {done.modules} weights written to {done.path}", markup=False)
+    combined = write(adapters, to, shares, method, majority=majority_sign, **options)
+    print(f"a LoRA adapter of rank {combined.rank} on {combined.modules} weights written to {combined.path}")
 
 
-def numbers(words: str) -> list[float]:
+def numbers(text: str) -> list[float]:
     """0.7,0.3 as numbers. Raises UserError for anything else."""
     try:
-        return [float(word) for word in words.replace(",", " ").split()]
+        return [float(word) for word in text.replace(",", " ").split()]
     except ValueError:
-        raise UserError(f"'{words}' is not a list of numbers", where="--weights", fix="write it as 0.7,0.3") from None
+        raise UserError(f"'{text}' is not a list of numbers", where="--weights", fix="write it as 0.7,0.3") from None

@@ -1,4 +1,4 @@
-"""`meshtune data inspect`: what a recipe's data become, before anything is trained."""
+"""`meshtune data inspect`: a recipe's data as the model will see them, before anything is trained."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Look at data.", no_args_is_help=True)
+from meshtune.cli.recipe_arguments import Arguments, split
+
+app = typer.Typer(help="Look at data.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.callback()
@@ -16,20 +18,12 @@ def _data() -> None:
 
 @app.command()
 def inspect(
-    arguments: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RECIPE [KEY=VALUE]",
-            help="A YAML recipe, then what to change in it.",
-            show_default=False,
-        ),
-    ],
+    arguments: Arguments,
     records: Annotated[int, typer.Option("--records", "-n", min=0, help="Documents to show token by token.")] = 3,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to show of each.")] = 400,
 ) -> None:
-    """Show tokens, what is learned, packing efficiency, lengths, and every warning."""
-    from meshtune.cli.train import split
+    """Show tokens, which of them are learned, packing efficiency, lengths, and every warning."""
     from meshtune.config.load import load_recipe
-    from meshtune.data.inspection import inspect as look
+    from meshtune.data.inspection import inspect as show
 
-    look(load_recipe(*split(arguments)), records=records, tokens=tokens)
+    show(load_recipe(*split(arguments)), records=records, tokens=tokens)

@@ -1,4 +1,4 @@
-"""`meshtune doctor`: which compilers for accelerators that are not here are there, and how to get the rest."""
+"""`meshtune doctor`: which compilers for other accelerators are installed, and how to get the missing ones."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MAKERS = {"cuda": "NVIDIA GPUs", "rocm": "AMD GPUs", "tpu": "Google TPUs", "cpu": "this CPU"}
-# A device to compile for when a compiler is tried.
-TRIED = {"cuda": "8xH100", "rocm": "8xMI300X", "tpu": "8xTPUv5p", "cpu": "2xCPU"}
+# The target of the check of each compiler.
+CHECK_TARGETS = {"cuda": "8xH100", "rocm": "8xMI300X", "tpu": "8xTPUv5p", "cpu": "2xCPU"}
 
 
 def doctor(
@@ -22,7 +22,7 @@ def doctor(
         list[str] | None,
         typer.Option(
             "--install",
-            help="Get the compiler for cuda, rocm, tpu or all of them into a folder of its own; may be given again.",
+            help="Install the compiler for cuda, rocm, tpu or all of them into a folder of its own; may be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -32,90 +32,93 @@ def doctor(
     """Show which accelerators `meshtune plan` can compile for here, and how to get the compilers that are missing."""
     import json
 
-    from rich.console import Console
-
     from meshtune.plan.compilers.find import Compiler, find_compiler
     from meshtune.plan.compilers.install import EXTRAS, requirements
-    from meshtune.plan.compilers.install import install as bring
+    from meshtune.plan.compilers.install import install as install_compiler
+    from meshtune.terminal import console as open_console
 
-    console = Console(highlight=False, stderr=as_json)
-    wanted = [name for one in install or [] for name in (EXTRAS if one == "all" else [one])]
-    for platform in wanted:
-        requirements(platform)  # a name that is wrong is said before anything is brought
-    for platform in dict.fromkeys(wanted):
+    console = open_console(stderr=as_json)
+    platforms = [name for choice in install or [] for name in (EXTRAS if choice == "all" else [choice])]
+    for platform in platforms:
+        requirements(platform)  # reports an unknown name before anything is installed
+    for platform in dict.fromkeys(platforms):
         console.print(f"installing {', '.join(requirements(platform))}")
-        console.print(f"[bold]installed[/] in {bring(platform)}")
-    answers = {platform: find_compiler(platform) for platform in MAKERS}
-    tried = {name: _tried(name, console) for name, one in answers.items() if check and isinstance(one, Compiler)}
+        console.print(f"[bold]installed[/] in {install_compiler(platform)}")
+    compilers = {platform: find_compiler(platform) for platform in MAKERS}
+    checks = {
+        name: _check(name, console) for name, compiler in compilers.items() if check and isinstance(compiler, Compiler)
+    }
     if as_json:
-        print(json.dumps({name: _plain(one) | _outcome(tried.get(name)) for name, one in answers.items()}, indent=2))
+        entries = {name: _entry(compiler) | _outcome(checks.get(name)) for name, compiler in compilers.items()}
+        print(json.dumps(entries, indent=2))
     else:
-        console.print(_table(answers, tried))
-        for platform, one in answers.items():
-            if isinstance(one, Compiler):
-                for note in one.notes:
-                    _say(console, platform, note)
+        console.print(_table(compilers, checks))
+        for platform, compiler in compilers.items():
+            if isinstance(compiler, Compiler):
+                for note in compiler.notes:
+                    _print_note(console, platform, note)
             else:
-                _say(console, platform, f"{one.reason}: {one.fix}")
-    failed = {platform: words for platform, (words, _) in tried.items() if words is not None}
-    if failed:
-        for platform, words in failed.items():
-            _say(console, platform, words)
+                _print_note(console, platform, f"{compiler.reason}: {compiler.fix}")
+    failures = {platform: failure for platform, (failure, _) in checks.items() if failure is not None}
+    for platform, failure in failures.items():
+        _print_note(console, platform, failure)
+    if failures:
         sys.exit(1)
 
 
-def _say(console: Console, platform: str, words: str) -> None:
+def _print_note(console: Console, platform: str, note: str) -> None:
     from rich.text import Text
 
-    console.print(Text.assemble((platform, "bold"), f" {words}"), soft_wrap=True)
+    console.print(Text.assemble((platform, "bold"), f" {note}"), soft_wrap=True)
 
 
-def _tried(platform: str, console: Console) -> tuple[str | None, float]:
-    """(what went wrong with a small sharded program, or None; seconds)."""
+def _check(platform: str, console: Console) -> tuple[str | None, float]:
+    """Compiles a small sharded program: (the failure, or None; seconds)."""
     import time
 
     from meshtune.errors import UserError
     from meshtune.plan.compilers.process import run
     from meshtune.plan.hardware import find_target
 
-    began = time.monotonic()
-    with console.status(f"compiling for {TRIED[platform]}"):
+    start = time.monotonic()
+    with console.status(f"compiling for {CHECK_TARGETS[platform]}"):
         try:
-            run(find_target(TRIED[platform]), "meshtune.plan.compilers.trial:compile_trial")
+            run(find_target(CHECK_TARGETS[platform]), "meshtune.plan.compilers.trial:compile_trial")
         except UserError as error:
-            return error.what, time.monotonic() - began
-    return None, time.monotonic() - began
+            return error.what, time.monotonic() - start
+    return None, time.monotonic() - start
 
 
-def _table(answers: Mapping[str, object], tried: dict[str, tuple[str | None, float]]) -> Table:
+def _table(compilers: Mapping[str, object], checks: dict[str, tuple[str | None, float]]) -> Table:
     from rich.table import Table
 
     from meshtune.plan.compilers.find import Compiler
 
     table = Table(title="compilers", title_justify="left")
-    for heading in ("for", "state", "packages", "where", *(["tried"] if tried else [])):
-        table.add_column(heading)
-    for platform, one in answers.items():
-        state = "[green]there[/]" if isinstance(one, Compiler) else "[yellow]missing[/]"
-        packages = next(iter(str(one).split(", "))) if isinstance(one, Compiler) else ""
-        where = str(one.folder or "the environment") if isinstance(one, Compiler) else ""
+    for heading in ("for", "state", "packages", "where", *(["check"] if checks else [])):
+        table.add_column(heading, overflow="fold")
+    for platform, compiler in compilers.items():
+        is_found = isinstance(compiler, Compiler)
+        state = "[green]installed[/]" if is_found else "[yellow]missing[/]"
+        packages = next(iter(str(compiler).split(", "))) if is_found else ""
+        where = str(compiler.folder or "the environment") if is_found else ""
         row = [f"{platform}: {MAKERS[platform]}", state, packages, where]
-        if tried:
-            words, seconds = tried.get(platform, ("", 0.0))
-            row.append(f"compiles ({seconds:.0f} s)" if words is None else "[red]fails[/]" if words else "")
+        if checks:
+            failure, seconds = checks.get(platform, ("", 0.0))
+            row.append(f"compiles ({seconds:.0f} s)" if failure is None else "[red]fails[/]" if failure else "")
         table.add_row(*row)
     return table
 
 
-def _plain(one: object) -> dict[str, object]:
+def _entry(compiler: object) -> dict[str, object]:
     from meshtune.plan.compilers.find import Compiler, MissingCompiler
 
-    if isinstance(one, Compiler):
-        folder = None if one.folder is None else str(one.folder)
-        return {"found": True, "packages": one.packages, "folder": folder, "notes": list(one.notes)}
-    assert isinstance(one, MissingCompiler)
-    return {"found": False, "reason": one.reason, "fix": one.fix}
+    if isinstance(compiler, Compiler):
+        folder = None if compiler.folder is None else str(compiler.folder)
+        return {"found": True, "packages": compiler.packages, "folder": folder, "notes": list(compiler.notes)}
+    assert isinstance(compiler, MissingCompiler)
+    return {"found": False, "reason": compiler.reason, "fix": compiler.fix}
 
 
-def _outcome(tried: tuple[str | None, float] | None) -> dict[str, object]:
-    return {} if tried is None else {"compiles": tried[0] is None, "seconds": round(tried[1], 1), "said": tried[0]}
+def _outcome(check: tuple[str | None, float] | None) -> dict[str, object]:
+    return {} if check is None else {"compiles": check[0] is None, "seconds": round(check[1], 1), "failure": check[0]}

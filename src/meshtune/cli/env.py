@@ -5,8 +5,6 @@ from __future__ import annotations
 import platform
 from importlib import metadata
 
-from rich.console import Console
-
 PACKAGES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "transformers", "tokenizers", "datasets", "grain", "numpy")
 
 
@@ -18,8 +16,8 @@ def version() -> None:
 def env() -> None:
     """Show the devices, and the versions to name in a report."""
     from meshtune.setup.devices import device_table
+    from meshtune.terminal import console
 
-    console = Console(highlight=False)
-    console.print(device_table())
-    console.print(f"meshtune {metadata.version('meshtune')}, Python {platform.python_version()}, {platform.platform()}")
-    console.print(", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES))
+    console().print(device_table())
+    print(f"meshtune {metadata.version('meshtune')}, Python {platform.python_version()}, {platform.platform()}")
+    print(", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES))

@@ -33,22 +33,21 @@ def export(
 ) -> None:
     """Write a PEFT adapter or a whole model for transformers, and verify it by reading it back."""
     size = shard_bytes(max_shard_size)
-    from rich.console import Console
-
     from meshtune.runs.export import export as write
 
     if into is not None and not merge:
         raise UserError("--into says what an adapter is merged into", where="--into", fix="add --merge")
-    done = write(source, to, merge=merge, into=into, base=base, max_shard_bytes=size, dtype=dtype, overwrite=overwrite)
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{done.what} written to {done.path}, read back and compared: {done.verified}", markup=False)
+    exported = write(
+        source, to, merge=merge, into=into, base=base, max_shard_bytes=size, dtype=dtype, overwrite=overwrite
+    )
+    print(f"{exported.what} written to {exported.path}, read back and compared: {exported.verified}")
 
 
-def shard_bytes(words: str) -> int:
+def shard_bytes(text: str) -> int:
     """Bytes of `5GB`, `500 MB`, `2GiB`, or a plain number. Raises UserError for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?b)?", words.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?b)?", text.strip(), re.IGNORECASE)
     unit = UNITS.get((match[2] or "B").upper()) if match else None
     size = int(float(match[1]) * unit) if match and unit else 0
     if size <= 0:
-        raise UserError(f"'{words}' is not a size", where="--max-shard-size", fix="write it as 5GB or 500MB")
+        raise UserError(f"'{text}' is not a size", where="--max-shard-size", fix="write it as 5GB or 500MB")
     return size

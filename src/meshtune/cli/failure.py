@@ -1,4 +1,4 @@
-"""How a failure looks: a user's mistake in three lines, a defect of ours with a way to report it."""
+"""How failures are printed: a user's mistake in three lines, a defect of ours with a way to report it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def show(error: UserError) -> None:
     """Print what is wrong, where, and what to do, on stderr."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(Text.assemble(("error: ", "bold red"), error.what))
-    for label, words in (("where", error.where), ("fix", error.fix)):
-        if words:
-            console.print(Text.assemble((f"{label}: ".rjust(7), "bold cyan" if label == "fix" else "bold"), words))
+    for label, text in (("where", error.where), ("fix", error.fix)):
+        if text:
+            console.print(Text.assemble((f"{label}: ".rjust(7), "bold cyan" if label == "fix" else "bold"), text))
 
 
 def report_defect(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """A `sys.excepthook`: an exception nobody foresaw is our defect; its traceback goes to a file, not the screen."""
+    """A `sys.excepthook`: an unexpected exception is our defect; its traceback goes to a file, not to the screen."""
     text = "".join(traceback.format_exception(kind, error, trace))
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     summary = str(error).strip().splitlines()
@@ -38,17 +38,19 @@ def report_defect(kind: type[BaseException], error: BaseException, trace: Traceb
             f"{kind.__name__}: {summary[0] if summary else 'no message'}",
         )
     )
-    console.print(Text.assemble(("traceback: ", "bold"), _kept(text) or "could not be written; add --debug to see it"))
+    console.print(
+        Text.assemble(("traceback: ", "bold"), _write_report(text) or "could not be written; add --debug to see it")
+    )
     console.print(Text.assemble((" to do: ".rjust(11), "bold cyan"), REPORT))
 
 
-def _kept(text: str) -> str | None:
-    """The file that now holds the traceback and the versions, or None where no file can be written."""
-    head = f"meshtune {metadata.version('meshtune')}, Python {platform.python_version()}, {platform.platform()}\n"
+def _write_report(text: str) -> str | None:
+    """Writes traceback and versions to a file; returns its path, or None where no file can be written."""
+    versions = f"meshtune {metadata.version('meshtune')}, Python {platform.python_version()}, {platform.platform()}\n"
     try:
         handle, path = tempfile.mkstemp(prefix="meshtune-defect-", suffix=".txt")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(f"{head}command: {' '.join(sys.argv)}\n\n{text}")
+            file.write(f"{versions}command: {' '.join(sys.argv)}\n\n{text}")
     except OSError:
         return None
     return path

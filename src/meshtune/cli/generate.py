@@ -3,78 +3,56 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshtune.cli.model_options import (
-    Adapter,
-    Dtype,
-    MaxTokens,
-    MinP,
-    ModelPath,
-    Penalty,
-    Quantize,
-    Revision,
-    Seed,
-    Stop,
-    Temperature,
-    Template,
-    TopK,
-    TopP,
-)
+from meshtune.cli.expand import expanded
+from meshtune.cli.model_options import Limits, Loading, ModelPath, load_model
+from meshtune.generate.config import Sampling
+
+if TYPE_CHECKING:
+    from meshtune.generate.api import Model
 
 
+@expanded()
 def generate(
     model: ModelPath,
+    *,
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="May be repeated; - or none: read from standard input.")
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message, not text to continue.")] = False,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Whether the prompt is a user's message, rendered by the chat template, or text to continue. "
+            "Default: a message for a model that has a chat template.",
+            show_default=False,
+        ),
+    ] = None,
     system: Annotated[str | None, typer.Option("--system", help="System prompt; implies --chat.")] = None,
-    adapter: Adapter = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: Penalty = 1.0,
-    seed: Seed = 0,
-    stop: Stop = None,
-    revision: Revision = None,
-    chat_template: Template = None,
-    dtype: Dtype = None,
-    quantize: Quantize = "auto",
+    limits: Limits,
+    sampling: Sampling,
+    loading: Loading,
 ) -> None:
-    """Continue a text, or answer a message, and print only what the model says."""
-    prompts = [sys.stdin.read() if one == "-" else one for one in prompt or ["-"]]
-    from meshtune.generate.api import load
-
-    options = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "seed": seed,
-        "stop": tuple(stop or ()),
-    }
-    loaded = load(
-        model,
-        adapter,
-        dtype=dtype,  # pyright: ignore[reportArgumentType]
-        quantize=quantize,
-        revision=revision,
-        chat_template=chat_template,
-    )
+    """Answer a message, or continue a text, and print only what the model says."""
+    prompts = [sys.stdin.read() if text == "-" else text for text in prompt or ["-"]]
+    loaded = load_model(model, loading)
+    is_message = bool(system) or (_has_chat_template(loaded) if chat is None else chat)
+    if is_message and chat is None and not system:
+        print("note: the prompt is a message in the model's chat template; --no-chat continues it", file=sys.stderr)
     for text in prompts:
-        asked = _conversation(text, system) if chat or system else text
-        for piece in loaded.stream(asked, **options):
+        request = _conversation(text, system) if is_message else text
+        for piece in loaded.stream(request, **vars(limits), **vars(sampling)):
             print(piece, end="", flush=True)
         print()
 
 
+def _has_chat_template(model: Model) -> bool:
+    return bool(model.tokenizer.chat_template)
+
+
 def _conversation(text: str, system: str | None) -> list[dict[str, str]]:
-    before = [{"role": "system", "content": system}] if system else []
-    return [*before, {"role": "user", "content": text}]
+    messages = [{"role": "system", "content": system}] if system else []
+    return [*messages, {"role": "user", "content": text}]

@@ -1,4 +1,4 @@
-"""The program `meshtune`: its verbs, and how whatever goes wrong is said."""
+"""The program `meshtune`: its verbs, and how failures are reported."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ app = typer.Typer(
     help="Fine-tune open LLMs on JAX/XLA: Hugging Face models and data in, PEFT adapters or models out.",
     epilog="Start with: meshtune quickstart",
     no_args_is_help=True,
+    rich_markup_mode=None,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -58,28 +59,37 @@ for name, group in GROUPS.items():
     app.add_typer(group, name=name)
 
 
+def _print_version(value: bool) -> None:
+    if value:
+        env.version()
+        raise typer.Exit
+
+
 @app.callback()
-def _everywhere(
+def _global_options(
+    version: Annotated[
+        bool, typer.Option("--version", "-V", callback=_print_version, is_eager=True, help="Print Meshtune's version.")
+    ] = False,
     debug: Annotated[
         bool,
         typer.Option("--debug", help="Show the traceback of any error. Works at any place, as does MESHTUNE_DEBUG=1."),
     ] = False,
 ) -> None:
-    """`main` reads --debug itself, wherever it stands; it is declared here for --help."""
+    """Declares for --help what `main` reads itself, since --debug may stand anywhere."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command and exit: 0 done, 1 a defect in Meshtune, 2 a mistake the user can mend, 130 Ctrl-C."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    options = given[: given.index("--")] if "--" in given else given
+    """Run one command and exit: 0 done, 1 a defect in Meshtune, 2 a mistake the user can correct, 130 Ctrl-C."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
     debug = "--debug" in options or os.environ.get("MESHTUNE_DEBUG", "") not in ("", "0")
-    given = [word for word in options if word != "--debug"] + given[len(options) :]
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is absent is as it should be
+    arguments = [argument for argument in options if argument != "--debug"] + arguments[len(options) :]
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # torch is not needed
     if not debug:
-        # The hook, not a broad except: an unexpected exception ends the program as Python ends it, only quieter.
+        # A hook instead of a broad except: Python ends the program as usual, but prints less.
         sys.excepthook = failure.report_defect
     try:
-        typer.main.get_command(app)(given, prog_name="meshtune")
+        typer.main.get_command(app)(arguments, prog_name="meshtune")
     except UserError as error:
         if debug:
             raise

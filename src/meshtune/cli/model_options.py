@@ -1,28 +1,45 @@
-"""Options that `generate` and `chat` share."""
+"""Options that `generate` and `chat` share: which model, how it is loaded, and when an answer ends."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import dataclasses
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from meshtune.options import option
+
+if TYPE_CHECKING:
+    from meshtune.generate.api import Model
 
 ModelPath = Annotated[
     str, typer.Argument(metavar="MODEL", help="A model directory, a hub id, an adapter, or a run.", show_default=False)
 ]
-Adapter = Annotated[str | None, typer.Option("--adapter", help="A PEFT adapter, or a run, to put on MODEL.")]
-Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")]
-Template = Annotated[
-    str | None, typer.Option("--chat-template", help="A Jinja file, or a template that ships with Meshtune.")
-]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16; default: by device.")]
-Quantize = Annotated[
-    str, typer.Option("--quantize", help="Of the base: nf4, int8, fp8, int4 or none; auto: as the adapter was trained.")
-]
-MaxTokens = Annotated[int | None, typer.Option("--max-tokens", "-n", min=1, help="New tokens at most; default 256.")]
-Stop = Annotated[list[str] | None, typer.Option("--stop", help="Text that ends the answer; may be repeated.")]
-Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 takes the likeliest token.")]
-TopK = Annotated[int, typer.Option("--top-k", help="Only the k likeliest tokens; 0 is off.")]
-TopP = Annotated[float, typer.Option("--top-p", help="Only the likeliest tokens up to this probability; 1 is off.")]
-MinP = Annotated[float, typer.Option("--min-p", help="Only tokens this likely, relative to the likeliest; 0 is off.")]
-Penalty = Annotated[float, typer.Option("--repetition-penalty", help="Above 1 repeats less; 1 is off.")]
-Seed = Annotated[int, typer.Option("--seed", help="The same seed gives the same text.")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loading:
+    """How a model is loaded."""
+
+    adapter: str | None = option(None, "A PEFT adapter, or a run, to put on MODEL.")
+    revision: str | None = option(None, "Branch, tag or commit on the hub.")
+    chat_template: str | None = option(None, "A Jinja file, or a template that ships with Meshtune.")
+    dtype: str | None = option(None, "float32 or bfloat16; default: by device.")
+    quantize: str = option("auto", "Of the base: nf4, int8, fp8, int4 or none; auto: as the adapter was trained.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """When an answer ends, apart from the model's own end tokens."""
+
+    max_tokens: int | None = option(
+        None, "New tokens at most; default 256.", ge=1, flags=("--max-tokens", "--max-new-tokens", "-n")
+    )
+    stop: tuple[str, ...] = option((), "Text that ends the answer; may be repeated.")
+
+
+def load_model(path: str, loading: Loading) -> Model:
+    """The model at `path`. Raises UserError as meshtune.load does."""
+    from meshtune.generate.api import load
+
+    return load(path, **vars(loading))

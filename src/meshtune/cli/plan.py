@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshtune.cli.recipe_arguments import Arguments, split
 from meshtune.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,12 +19,7 @@ if TYPE_CHECKING:
 
 
 def plan(
-    arguments: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RECIPE [KEY=VALUE]", help="A YAML recipe, then what to change in it.", show_default=False
-        ),
-    ],
+    arguments: Arguments,
     target: Annotated[
         list[str],
         typer.Option("--target", help="A machine, such as 8xMI300X or 2x8xA100-80. May be given more than once."),
@@ -50,22 +46,20 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Compile the step of `train` for machines that are not present; show what memory and time it needs."""
-    from meshtune.cli.train import split
     from meshtune.config.load import load_recipe
     from meshtune.plan.hardware import find_target
 
     targets = [find_target(name) for name in target]
     recipe = load_recipe(*split(arguments))
 
-    from rich.console import Console
-
     from meshtune.plan.backend import compiler_for
     from meshtune.plan.render import print_report
     from meshtune.plan.report import report_for, to_json
     from meshtune.plan.updates import Updates, updates_of
+    from meshtune.terminal import console as open_console
 
     reports: list[PlanReport] = []
-    console = Console(stderr=True, highlight=False)
+    console = open_console(stderr=True)
     if tokens:
         updates = Updates(tokens / (recipe.train.batch_size * recipe.data.max_length), "--tokens")
     else:

@@ -1,8 +1,7 @@
-"""`meshtune quickstart`: the whole path in two minutes, with nothing from the network."""
+"""`meshtune quickstart`: data, training, samples and export in two minutes, without a network."""
 
 from __future__ import annotations
 
-import shlex
 from typing import Annotated
 
 import typer
@@ -16,27 +15,25 @@ def quickstart(
     output: Annotated[str, typer.Option("--output", "-o", help="Directory of the run.")] = "runs/quickstart",
 ) -> None:
     """Tune a tiny real model that comes with Meshtune, in under two minutes on two cores."""
-    from rich.console import Console
     from rich.text import Text
 
     from meshtune import quickstart as built_in
+    from meshtune.terminal import command, console
     from meshtune.train.run import train
 
-    console = Console(highlight=False)
-    console.print(Text("A model of 260,000 parameters that tells stories learns to let animals sing.", style="bold"))
-    # A second quickstart starts anew: the run before is moved aside, not lost.
+    terminal = console()
+    terminal.print(Text("A model of 260,000 parameters that tells stories learns to let animals sing.", style="bold"))
+    # A second quickstart starts anew: the previous run is moved aside, not lost.
     recipe = built_in.recipe(output, *(overrides or []), "overwrite=true")
-    result = train(recipe, console=console)
+    result = train(recipe, console=terminal)
     if result.interrupted:
         raise typer.Exit(130)
-    here = shlex.quote(output)
-    console.print(Text("\nTry next:", style="bold"))
-    for command, about in (
-        (f'meshtune generate {here} --prompt "One day, a kind bear named Tom went to the park."', "ask it for a story"),
-        (f"meshtune export {here} --to {shlex.quote(output + '-merged')} --merge", "a model for any other tool"),
-        (
-            f"meshtune train {here}/recipe.yaml output={shlex.quote(output + '-full')} method=full",
-            "train all its weights",
-        ),
-    ):
-        console.print(Text(f"  {command}", style="cyan"), Text(f"    # {about}", style="dim"), sep="\n", soft_wrap=True)
+    prompt = "One day, a kind bear named Tom went to the park."
+    suggestions = {
+        "ask it for a story": command("generate", output, "--prompt", prompt),
+        "export a model for any other tool": command("export", output, "--to", f"{output}-merged", "--merge"),
+        "train all its weights": command("train", f"{output}/recipe.yaml", f"output={output}-full", "method=full"),
+    }
+    terminal.print(Text("\nTry next:", style="bold"))
+    for purpose, line in suggestions.items():
+        terminal.print(Text(f"  {line}", style="cyan"), Text(f"    # {purpose}", style="dim"), sep="\n", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`meshtune schema`: what a recipe may say."""
+"""`meshtune schema`: the keys of a recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`meshtune weights check`: is a model directory whole, and what its config says?"""
+"""`meshtune weights check`: whether a model directory is complete and agrees with its config."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Look at the weights of a model.", no_args_is_help=True)
+app = typer.Typer(help="Look at the weights of a model.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.callback()
@@ -22,28 +22,28 @@ def check(
     directory: Annotated[
         pathlib.Path, typer.Argument(metavar="DIR", help="A model directory, as downloaded.", show_default=False)
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check names, shapes, dtypes and file sizes against config.json, from the files' headers alone."""
     from meshtune.weights.survey import survey
 
-    found = survey(directory)
+    report = survey(directory)
     if as_json:
-        print(json.dumps(dataclasses.asdict(found), indent=2))
+        print(json.dumps(dataclasses.asdict(report), indent=2))
         return
-    kept = ", ".join(
-        name if len(found.dtypes) == 1 else f"{name} ({size / 1e9:,.3f} GB)" for name, size in found.dtypes.items()
+    dtypes = ", ".join(
+        name if len(report.dtypes) == 1 else f"{name} ({size / 1e9:,.3f} GB)" for name, size in report.dtypes.items()
     )
     rows = {
-        "model": f"{found.family}, {found.layers} layers",
-        "tensors": f"{found.tensors:,}",
-        "parameters": f"{found.parameters:,}",
-        "bytes": f"{found.bytes:,} ({found.bytes / 1e9:,.1f} GB)",
-        "files": f"{found.files:,}",
-        "dtype": kept,
+        "model": f"{report.family}, {report.layers} layers",
+        "tensors": f"{report.tensors:,}",
+        "parameters": f"{report.parameters:,}",
+        "bytes": f"{report.bytes:,} ({report.bytes / 1e9:,.1f} GB)",
+        "files": f"{report.files:,}",
+        "dtype": dtypes,
     }
-    if found.unused:
-        rows["not needed"] = ", ".join(found.unused[:3]) + (", ..." if len(found.unused) > 3 else "")
+    if report.unused:
+        rows["not needed"] = ", ".join(report.unused[:3]) + (", ..." if len(report.unused) > 3 else "")
     for name, value in rows.items():
         print(f"{name:>12}  {value}")
     print("config.json and weights agree: every tensor is there, whole, in its shape and a floating dtype")

@@ -21,7 +21,7 @@ def beside_recipe(
     Paths for which `overridden` is true came from the command line and count from the current directory alone. `notify`
     receives one sentence that names all the paths that were replaced.
     """
-    taken: list[str] = []
+    replaced: list[str] = []
     for path in _paths(raw):
         container = value_at(raw, path[:-1])
         value = container[path[-1]]
@@ -30,9 +30,9 @@ def beside_recipe(
         candidate = recipe.parent / value
         if not pathlib.Path(value).is_absolute() and not _exists(pathlib.Path(value)) and _exists(candidate):
             container[path[-1]] = str(candidate)
-            taken.append(f"{'.'.join(map(str, path))} is {candidate}")
-    if taken:
-        notify(f"not found from the current directory, so taken from beside the recipe: {', '.join(taken)}")
+            replaced.append(f"{'.'.join(map(str, path))} is {candidate}")
+    if replaced:
+        notify(f"not found from the current directory, so taken from beside the recipe: {', '.join(replaced)}")
 
 
 def _paths(raw: dict[str, Any]) -> list[Path]:

@@ -124,19 +124,19 @@ def _unknown_key(path: Path, raw: dict[str, Any]) -> str:
     """An unknown key with the key that was meant: another tool's name for one of ours, else the nearest."""
     name, key = ".".join(map(str, path)), str(path[-1])
     section = section_at(path[:-1], raw)
-    own = list(section_fields(section)) if section is not None else []
+    valid = list(section_fields(section)) if section is not None else []
     names = [entry.name for entry in keys()]
     if path[:-1] in KINDS and isinstance(chosen := raw.get(str(path[0])), dict) and name in names:
-        return f"{name} does not belong to {path[0]} {chosen.get('kind')}, which takes {', '.join(own)}"
+        return f"{name} does not belong to {path[0]} {chosen.get('kind')}, which takes {', '.join(valid)}"
     by_last = {entry.split(".")[-1]: entry for entry in reversed(names)}
     if key in by_last:
         hint = f"did you mean '{by_last[key]}'? "
     elif key in FOREIGN_KEYS:
         hint = f"did you mean '{FOREIGN_KEYS[key]}'? "
-    elif not (hint := nearest(key, own)) and (match := difflib.get_close_matches(key, list(by_last), n=1)):
+    elif not (hint := nearest(key, valid)) and (match := difflib.get_close_matches(key, list(by_last), n=1)):
         hint = f"did you mean '{by_last[match[0]]}'? "
     owner = ".".join(map(str, path[:-1])) or "a recipe"
-    return f"{name} is not a key; {hint}{owner} takes {', '.join(own)}"
+    return f"{name} is not a key; {hint}{owner} takes {', '.join(valid)}"
 
 
 def _quoted(value: Any) -> str:

@@ -38,7 +38,7 @@ def sources(value: Any) -> Any:
     if isinstance(value, str | dict):
         value = [value]
     if isinstance(value, list):
-        return [{"path": one} if isinstance(one, str) else one for one in value]
+        return [{"path": entry} if isinstance(entry, str) else entry for entry in value]
     return value
 
 

@@ -118,19 +118,19 @@ def _walk(node: yaml.Node, path: Path, lines: dict[Path, int], above: set[int], 
         for index, entry in enumerate(node.value):
             _walk(entry, (*path, index), lines, above | {id(node)}, where)
     elif isinstance(node, yaml.MappingNode):
-        seen: dict[str, int] = {}
+        first_lines: dict[str, int] = {}
         for key, entry in node.value:
             line = key.start_mark.line + 1
             if key.tag.endswith(":merge"):
                 continue  # `<<: *defaults`: its keys keep the lines they were first written on
             if not isinstance(key, yaml.ScalarNode) or not key.tag.endswith(":str"):
                 raise UserError("a key must be text", where=f"{where}, line {line}", fix="quote it")
-            if key.value in seen:
+            if key.value in first_lines:
                 raise UserError(
                     f"the key '{key.value}' is given twice",
-                    where=f"{where}, lines {seen[key.value]} and {line}",
+                    where=f"{where}, lines {first_lines[key.value]} and {line}",
                     fix="keep one of them",
                 )
-            seen[key.value] = line
+            first_lines[key.value] = line
             lines[(*path, key.value)] = line
             _walk(entry, (*path, key.value), lines, above | {id(node)}, where)

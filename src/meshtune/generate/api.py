@@ -18,9 +18,9 @@ from meshtune.arrays.tree import Tree
 from meshtune.data.tokenizer import check_vocabulary, load_tokenizer
 from meshtune.errors import UserError
 from meshtune.generate.chat import ChatSession, Overflow
+from meshtune.generate.config import Sampling
 from meshtune.generate.engine import Engine, bucket
 from meshtune.generate.prompts import chat_ids, continuation_ids, text_end, turn_end
-from meshtune.generate.sampling import Sampling
 from meshtune.generate.text import pieces
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import hidden_states, logits
@@ -92,6 +92,7 @@ class Model:
         prompt: str | Sequence[str] | Messages | Sequence[Messages],
         *,
         max_tokens: int | None = None,
+        max_new_tokens: int | None = None,
         stop: str | Sequence[str] = (),
         batch_size: int = 16,
         **sampling: Any,
@@ -99,12 +100,13 @@ class Model:
         """What the model says after `prompt`, without the prompt: a string, or a list of them for several prompts.
 
         A prompt is text to continue, or a conversation to answer ([{"role": "user", "content": "..."}]), rendered by
-        the chat template. `max_tokens`: at most so many new tokens (default 256, or what the context has room for).
+        the chat template. `max_tokens`, which may also be called `max_new_tokens`: at most so many new tokens (default
+        256, or what the context has room for).
         `stop`: strings that end the text and are not part of it. `batch_size`: prompts computed at once. `sampling`:
         temperature (default 0, greedy), top_k, top_p, min_p, repetition_penalty, seed; see `Sampling`.
         Raises UserError for empty and over-long prompts, a chat without a chat template, numbers out of range.
         """
-        how = _sampling(sampling)
+        how, max_tokens = _sampling(sampling), _token_limit(max_tokens, max_new_tokens)
         if isinstance(prompt, str):
             return "".join(self.stream(prompt, max_tokens=max_tokens, stop=stop, **sampling))
         if len(prompt) and isinstance(prompt[0], Mapping):
@@ -125,10 +127,12 @@ class Model:
         prompt: str | Messages,
         *,
         max_tokens: int | None = None,
+        max_new_tokens: int | None = None,
         stop: str | Sequence[str] = (),
         **sampling: Any,
     ) -> Iterator[str]:
         """The same text as `generate` gives for one prompt, piece by piece as it is made: whole characters only."""
+        max_tokens = _token_limit(max_tokens, max_new_tokens)
         rows = self._pieces([prompt], _sampling(sampling), max_tokens=max_tokens, stop=stop, steps=self.stream_steps)
         return (text for (text,) in rows if text)
 
@@ -137,6 +141,7 @@ class Model:
         system: str | None = None,
         *,
         max_tokens: int | None = None,
+        max_new_tokens: int | None = None,
         stop: str | Sequence[str] = (),
         overflow: Overflow = "error",
         notify: Callable[[str], None] | None = None,
@@ -148,7 +153,7 @@ class Model:
             self,
             system,
             sampling=_sampling(sampling),
-            max_tokens=max_tokens,
+            max_tokens=_token_limit(max_tokens, max_new_tokens),
             stop=_strings(stop),
             overflow=overflow,
             **more,
@@ -278,6 +283,13 @@ def _sampling(options: Mapping[str, Any]) -> Sampling:
         if name not in names:
             raise TypeError(f"unknown option {name!r}; sampling takes {', '.join(names)}")
     return Sampling(**options)
+
+
+def _token_limit(max_tokens: int | None, max_new_tokens: int | None) -> int | None:
+    """The limit under whichever of its two names it was given; the second is that of transformers."""
+    if max_tokens is not None and max_new_tokens is not None:
+        raise UserError("max_tokens and max_new_tokens are two names of one limit", fix="give one of them")
+    return max_new_tokens if max_tokens is None else max_tokens
 
 
 def _strings(stop: str | Sequence[str]) -> tuple[str, ...]:

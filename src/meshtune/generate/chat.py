@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from meshtune.errors import UserError
+from meshtune.generate.config import Sampling
 from meshtune.generate.engine import DEFAULT_TOKENS
 from meshtune.generate.prompts import chat_ids, turn_end
-from meshtune.generate.sampling import Sampling
 from meshtune.generate.text import pieces
 
 if TYPE_CHECKING:

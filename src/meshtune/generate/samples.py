@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from meshtune.arrays.tree import Tree
+from meshtune.generate.config import Sampling
 from meshtune.generate.engine import Engine
 from meshtune.generate.prompts import chat_ids, continuation_ids, tokenizer_end, turn_end
-from meshtune.generate.sampling import Sampling
 from meshtune.generate.text import pieces
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec

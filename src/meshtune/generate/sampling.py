@@ -8,47 +8,13 @@ cut into steps.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from meshtune.errors import UserError
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen. The default is greedy: temperature 0 takes the likeliest token.
-
-    `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 are off. `repetition_penalty` counts the prompt too and
-    also acts on greedy text; the other three only where temperature is above 0. Of several prompts, number i draws
-    with seed + i, which is what it would draw alone with that seed.
-    Raises UserError for a number out of its range.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self):
-        _check("temperature", self.temperature, self.temperature >= 0, "0 (greedy) or more, often 0.7 to 1")
-        whole = isinstance(self.top_k, int) and not isinstance(self.top_k, bool)
-        _check("top_k", self.top_k, whole and self.top_k >= 0, "a whole number, 0 (off) or more, often 50")
-        _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1 (off), often 0.95")
-        _check("min_p", self.min_p, 0 <= self.min_p <= 1, "0 (off) to 1, often 0.05")
-        _check("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "above 0; 1 is off")
-        whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
-        _check("seed", self.seed, whole and 0 <= self.seed < 2**31, "a whole number from 0 to 2147483647")
-
-
-def _check(name: str, value: float, good: bool, wanted: str) -> None:
-    if not good or not math.isfinite(value):
-        raise UserError(f"{name} = {value!r} is out of range", where=f"sampling, {name}", fix=f"give {wanted}")
+from meshtune.generate.config import Sampling
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from meshtune.errors import UserError
+from meshtune.generate.config import Sampling
 from meshtune.generate.engine import STEPS, Engine
-from meshtune.generate.sampling import Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

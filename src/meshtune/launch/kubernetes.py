@@ -2,64 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from typing import Any
 
 import yaml
 
-from meshtune.errors import UserError, nearest
+from meshtune.errors import UserError
+from meshtune.launch.options import RESOURCES, JobSetOptions
 from meshtune.launch.train_command import TrainCommand, dns_label
 from meshtune.mesh.rendezvous import COORDINATOR, JOB, PORT, PROCESSES
 
-RESOURCES = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu", "tpu": "google.com/tpu"}
-QUANTITY = r"\d+(\.\d+)?(m|[KMGTP]i?)?"
 MAX_RESTARTS = 20
 WORKERS = "workers"
 RECIPE_MOUNT = "/etc/meshtune"
 
 Manifest = dict[str, Any]  # a Kubernetes object, or a part of one
-
-
-@dataclasses.dataclass(frozen=True)
-class JobSetOptions:
-    """The resources requested from Kubernetes: `nodes` pods with `devices` accelerators of `vendor` each (0: CPU pods).
-
-    `claim` is a PersistentVolumeClaim (ReadWriteMany) that every pod mounts at `mount`. It holds model, data and
-    output, and relative paths start there. The recipe is passed in a ConfigMap. `node_labels` (key=value) select nodes.
-    `warning` is the seconds between SIGTERM and SIGKILL.
-    Raises: UserError for values that Kubernetes would refuse.
-    """
-
-    image: str
-    nodes: int
-    devices: int
-    vendor: str
-    claim: str
-    mount: str
-    name: str | None = None
-    namespace: str | None = None
-    queue: str | None = None
-    cpus: str | None = None
-    memory: str | None = None
-    node_labels: tuple[str, ...] = ()
-    warning: int = 120
-
-    def __post_init__(self):
-        if self.devices and self.vendor not in RESOURCES:
-            raise UserError(
-                f"'{self.vendor}' is not a supported vendor of accelerators",
-                where="--vendor",
-                fix=nearest(self.vendor, RESOURCES) + f"choose from {', '.join(RESOURCES)}",
-            )
-        if not self.mount.startswith("/"):
-            raise UserError(f"'{self.mount}' is not an absolute path", where="--mount", fix="write it as /shared")
-        for option, value in (("--cpus", self.cpus), ("--mem", self.memory)):
-            if value is not None and not re.fullmatch(QUANTITY, value):
-                raise UserError(f"'{value}' is not a quantity", where=option, fix="write it as 8, 500m or 200Gi")
-        for label in self.node_labels:
-            if "=" not in label:
-                raise UserError(f"'{label}' is not a label", where="--node-label", fix="write it as key=value")
 
 
 def jobset(command: TrainCommand, options: JobSetOptions) -> Manifest:

@@ -2,50 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
 import shlex
 from typing import Any
 
 import yaml
 
 from meshtune.errors import UserError
+from meshtune.launch.options import TaskOptions
 from meshtune.launch.train_command import TrainCommand, dns_label
 
-ACCELERATORS = r"[A-Za-z0-9.\-]+(:\d+)?"
 RECOVERABLE_CODES = [75, 137, 143]  # a process was lost, was killed, or stopped and saved
-
-
-@dataclasses.dataclass(frozen=True)
-class TaskOptions:
-    """The resources requested from SkyPilot: `nodes` machines with `accelerators` each (H100:8, MI300X:8, tpu-v5p-8;
-    None: CPUs).
-
-    A SkyPilot `volume`, or a `bucket` (s3://..., gs://...), is mounted on every machine at `mount`, and the output must
-    be inside it. The current directory is copied to each machine, so that relative paths in it remain valid.
-    Raises: UserError for values that SkyPilot would refuse.
-    """
-
-    nodes: int
-    accelerators: str | None
-    name: str | None = None
-    image: str | None = None
-    infra: str | None = None
-    spot: bool = False
-    volume: str | None = None
-    bucket: str | None = None
-    mount: str = "/shared"
-    setup: str = "pip install 'meshtune[cuda13]'"
-
-    def __post_init__(self):
-        if self.accelerators is not None and not re.fullmatch(ACCELERATORS, self.accelerators):
-            raise UserError(
-                f"'{self.accelerators}' is not an accelerator", where="--accelerators", fix="write it as H100:8"
-            )
-        if self.bucket is not None and not re.match(r"(s3|gs|r2|azure|https|cos|oci|nebius)://", self.bucket):
-            raise UserError(
-                f"'{self.bucket}' is not a bucket", where="--bucket", fix="write it as s3://name or gs://name"
-            )
 
 
 def task(command: TrainCommand, options: TaskOptions) -> dict[str, Any]:

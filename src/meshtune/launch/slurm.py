@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 import re
 import shlex
@@ -10,72 +9,13 @@ import shutil
 import signal
 import subprocess
 
-from meshtune.errors import UserError, nearest
+from meshtune.errors import UserError
+from meshtune.launch.options import SlurmOptions
 from meshtune.launch.train_command import TrainCommand, dns_label, meshtune_executable
 from meshtune.mesh.protocol import EXIT_PROCESS_LOST
 
 TEMPLATE = pathlib.Path(__file__).with_name("slurm_body.sh")
 MAX_RESTARTS = 20  # after a lost process; restarts after a time limit or preemption are unlimited
-TIME = r"\d+(:[0-5]?\d){0,2}|\d+-\d+(:[0-5]?\d){0,2}"  # sbatch: minutes, h:m[:s], days-hours[:m[:s]]
-MAIL_TYPES = ("NONE", "BEGIN", "END", "FAIL", "REQUEUE", "ALL", "TIME_LIMIT", "TIME_LIMIT_90", "TIME_LIMIT_80")
-RUNTIMES = ("pyxis", "apptainer")
-
-
-@dataclasses.dataclass(frozen=True)
-class SlurmOptions:
-    """The resources requested from Slurm. `gpus` and `processes` are per node; `warning` is the seconds between SIGTERM
-    and the time limit.
-
-    `container` is an image: a .sif file runs in Apptainer, any other in pyxis, unless `runtime` says otherwise.
-    `mounts` are shared directories to mount in addition to those of the run. `extra` options are passed to sbatch.
-    Raises: UserError for values that Slurm would refuse.
-    """
-
-    nodes: int
-    gpus: int
-    processes: int = 1
-    time: str | None = None
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    name: str | None = None
-    cpus: int | None = None
-    memory: str | None = None
-    mail: str | None = None
-    mail_type: str = "END,FAIL"
-    warning: int = 120
-    container: str | None = None
-    runtime: str | None = None
-    mounts: tuple[str, ...] = ()
-    extra: tuple[str, ...] = ()
-
-    def __post_init__(self):
-        if self.time is not None and not re.fullmatch(TIME, self.time):
-            raise UserError(f"'{self.time}' is not a time", where="--time", fix="write it as 4:00:00 or 2-00:00:00")
-        if self.gpus and self.gpus % self.processes:
-            raise UserError(
-                f"{self.gpus} GPUs per node do not divide by {self.processes} processes",
-                where="--processes-per-node",
-                fix="leave it out: one process uses all GPUs of its node",
-            )
-        for mail_type in self.mail_type.split(","):
-            if mail_type not in MAIL_TYPES:
-                raise UserError(
-                    f"'{mail_type}' is not a mail type",
-                    where="--mail-type",
-                    fix=nearest(mail_type, MAIL_TYPES) + f"choose from {', '.join(MAIL_TYPES)}",
-                )
-        if self.runtime not in (None, *RUNTIMES):
-            raise UserError(
-                f"'{self.runtime}' is not a supported container runtime",
-                where="--container-runtime",
-                fix=nearest(self.runtime or "", RUNTIMES) + f"choose {' or '.join(RUNTIMES)}",
-            )
-        for option in self.extra:
-            if not option.startswith("-"):
-                raise UserError(
-                    f"'{option}' is not an option of sbatch", where="--sbatch", fix="write it as --constraint=h100"
-                )
 
 
 def batch_script(command: TrainCommand, options: SlurmOptions) -> str:

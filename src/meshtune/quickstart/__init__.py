@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from meshtune.config.recipe import Recipe
 
-HERE = pathlib.Path(__file__).parent
-MODEL = HERE / "model"
-LESSON = HERE / "lesson.jsonl"
+DIRECTORY = pathlib.Path(__file__).parent
+MODEL = DIRECTORY / "model"
+LESSON = DIRECTORY / "lesson.jsonl"
 
 
 def recipe(output: str | os.PathLike[str], *overrides: str) -> Recipe:
@@ -19,7 +19,7 @@ def recipe(output: str | os.PathLike[str], *overrides: str) -> Recipe:
     from meshtune.config import yaml_text
     from meshtune.config.load import load_recipe
 
-    file = HERE / "recipe.yaml"
+    file = DIRECTORY / "recipe.yaml"
     raw = yaml_text.read(file.read_text(encoding="utf-8"), str(file)).value
     raw |= {"model": str(MODEL), "output": str(output)}
     raw["data"]["train"] = [{"path": str(LESSON), "format": "prompt_completion"}]

@@ -126,20 +126,20 @@ TROUBLES = [
 def records(count: int = RECORDS, seed: int = SEED) -> list[dict[str, str]]:
     """`count` different prompt/completion records, the same for the same seed."""
     draw = random.Random(seed)
-    found: dict[str, dict[str, str]] = {}
-    while len(found) < count:
+    stories: dict[str, dict[str, str]] = {}
+    while len(stories) < count:
         record = _story(draw)
-        found.setdefault(record["prompt"] + record["completion"], record)
-    return list(found.values())
+        stories.setdefault(record["prompt"] + record["completion"], record)
+    return list(stories.values())
 
 
 def _story(draw: random.Random) -> dict[str, str]:
     name = draw.choice(NAMES)
     animal = draw.choice(list(ANIMALS))
     they, their = ("she", "her") if name in GIRLS else ("he", "his")
-    words = {"name": name, "animal": animal, "they": they, "their": their, "They": they.title(), "Their": their.title()}
+    slots = {"name": name, "animal": animal, "they": they, "their": their, "They": they.title(), "Their": their.title()}
     for word, choices in (("size", SIZES), ("place", PLACES), ("thing", THINGS), ("food", FOODS), ("friend", FRIENDS)):
-        words[word] = draw.choice(choices)
+        slots[word] = draw.choice(choices)
     troubles, ends, lesson = draw.choice(TROUBLES)
     voice = ANIMALS[animal]
     lines = [
@@ -149,8 +149,8 @@ def _story(draw: random.Random) -> dict[str, str]:
         f"The lesson: {lesson}",
     ]
     return {
-        "prompt": draw.choice(OPENINGS).format(**words),
-        "completion": " " + "\n".join(lines).format(**words),
+        "prompt": draw.choice(OPENINGS).format(**slots),
+        "completion": " " + "\n".join(lines).format(**slots),
     }
 
 

@@ -1,0 +1,44 @@
+"""How the next token is chosen, as a dataclass that the command line and the Python API read."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from meshtune.errors import UserError
+from meshtune.options import option
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. The default is greedy decoding.
+
+    `repetition_penalty` counts the prompt too and also applies to greedy decoding; `top_k`, `top_p` and `min_p` apply
+    only where temperature is above 0. Of several prompts, prompt i draws with seed + i, as it would alone.
+    Raises UserError for a value out of its range.
+    """
+
+    temperature: float = option(0.0, "0 takes the likeliest token.", flags=("--temperature", "-t"))
+    top_k: int = option(0, "Only the k likeliest tokens; 0 is off.")
+    top_p: float = option(1.0, "Only the likeliest tokens up to this probability; 1 is off.")
+    min_p: float = option(0.0, "Only tokens this likely, relative to the likeliest; 0 is off.")
+    repetition_penalty: float = option(1.0, "Above 1 repeats less; 1 is off.")
+    seed: int = option(0, "The same seed gives the same text.")
+
+    def __post_init__(self):
+        _check("temperature", self.temperature, self.temperature >= 0, "0 (greedy) or more, often 0.7 to 1")
+        _check("top_k", self.top_k, _is_int(self.top_k) and self.top_k >= 0, "0 (off) or a whole number, often 50")
+        _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1 (off), often 0.95")
+        _check("min_p", self.min_p, 0 <= self.min_p <= 1, "0 (off) to 1, often 0.05")
+        _check("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "above 0; 1 is off")
+        in_range = _is_int(self.seed) and 0 <= self.seed < 2**31
+        _check("seed", self.seed, in_range, "a whole number from 0 to 2147483647")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check(name: str, value: float, in_range: bool, valid: str) -> None:
+    if not in_range or not math.isfinite(value):
+        raise UserError(f"{name} = {value!r} is out of range", where=f"sampling, {name}", fix=f"give {valid}")

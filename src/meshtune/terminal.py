@@ -1,0 +1,40 @@
+"""The terminal: consoles that show names and paths whole, and the command that runs this very program."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shlex
+import shutil
+import sys
+
+from rich.console import Console
+
+WIDE = 200  # columns where there is no terminal: a file or a pipe has no edge at which to cut
+
+
+def console(*, stderr: bool = False, quiet: bool = False, soft_wrap: bool = False) -> Console:
+    """A console that guesses no highlights. Tables of a pipe or a file are not squeezed into 80 columns."""
+    opened = Console(stderr=stderr, quiet=quiet, highlight=False, soft_wrap=soft_wrap)
+    if not opened.is_terminal and "COLUMNS" not in os.environ:
+        opened.width = WIDE
+    return opened
+
+
+def command(*arguments: str) -> str:
+    """A shell command that runs this installation of Meshtune with `arguments`, from the current directory.
+
+    `meshtune` alone where the shell would find this very program by that name, else its path.
+    """
+    return " ".join([_program(), *map(shlex.quote, arguments)])
+
+
+def _program() -> str:
+    beside = pathlib.Path(sys.executable).with_name("meshtune")
+    on_path = shutil.which("meshtune")
+    if not beside.exists():
+        return "meshtune" if on_path else f"{shlex.quote(sys.executable)} -m meshtune"
+    if on_path is not None and os.path.realpath(on_path) == os.path.realpath(beside):
+        return "meshtune"
+    relative = os.path.relpath(beside)
+    return shlex.quote(str(beside) if relative.startswith("..") else relative)
