@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from meshtune.arrays.tree import Tree, flatten, unflatten
-from meshtune.families import hf_names, model_spec
+from meshtune.families import model_spec, tensors
 from meshtune.model.spec import ModelSpec, abstract_params
 
 SMALL = {
@@ -82,13 +82,21 @@ def torch_model(name: str, seed: int = 0) -> transformers.PreTrainedModel:
     return model.eval()
 
 
+def tensor_names(spec: ModelSpec) -> dict[str, list[str]]:
+    """Path of a leaf -> the Hugging Face tensors it is made of, in the order of its rows."""
+    names: dict[str, list[str]] = {}
+    for entry in sorted(tensors(spec), key=lambda entry: entry.index):
+        names.setdefault(entry.path, []).append(entry.name)
+    return names
+
+
 def same_weights(model: transformers.PreTrainedModel) -> tuple[ModelSpec, Tree]:
     """Our spec and tree of a torch model's weights."""
     spec = model_spec(model.config.to_dict())
     tensors = {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}
     leaves = {}
     abstract = flatten(abstract_params(spec))
-    for path, names in hf_names(spec).items():
+    for path, names in tensor_names(spec).items():
         parts = [tensors[name] for name in names]
         array = np.stack(parts) if path.startswith("layers/") else parts[0]
         assert array.shape == abstract[path].shape

@@ -41,9 +41,8 @@ def write_model(name: str, folder: pathlib.Path, dtype: str) -> None:
     import ml_dtypes
     from safetensors.numpy import save_file
 
-    from meshtune.families import model_spec
+    from meshtune.families import model_spec, tensors
     from meshtune.quickstart import MODEL
-    from meshtune.weights.slots import slots
 
     config = MODELS[name] | {
         "model_type": "llama",
@@ -63,17 +62,21 @@ def write_model(name: str, folder: pathlib.Path, dtype: str) -> None:
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
     block = (0.02 * np.random.default_rng(0).standard_normal((1 << 20) + 3, np.float32)).astype(kind)
     files: list[dict[str, np.ndarray]] = [{}]
-    for slot in slots(model_spec(config, dtype)):
-        size = int(np.prod(slot.shape))
-        tensor = np.ones(slot.shape, kind) if len(slot.shape) == 1 else np.resize(block, size).reshape(slot.shape)
+    for entry in tensors(model_spec(config, dtype)):
+        size = int(np.prod(entry.view.tensor))
+        tensor = (
+            np.ones(entry.view.tensor, kind)
+            if len(entry.view.tensor) == 1
+            else np.resize(block, size).reshape(entry.view.tensor)
+        )
         if sum(one.nbytes for one in files[-1].values()) > 4 << 30:
             files.append({})
-        files[-1][slot.name] = tensor
+        files[-1][entry.name] = tensor
     weight_map = {}
-    for number, tensors in enumerate(files, 1):
+    for number, shard in enumerate(files, 1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        save_file(tensors, folder / file, {"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file)
+        save_file(shard, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 

@@ -66,14 +66,14 @@ def written(folder: pathlib.Path) -> pathlib.Path:
     from safetensors.numpy import save_file
 
     from meshtune.families import model_spec
+    from meshtune.families import tensors as table_of
     from meshtune.quickstart import MODEL
-    from meshtune.weights.slots import slots
 
     model, made = folder / "model", np.random.default_rng(0)
     model.mkdir()
     (model / "config.json").write_text(json.dumps(CONFIG))
     spec = model_spec(CONFIG, "float32")
-    tensors = {slot.name: 0.02 * made.standard_normal(slot.shape, np.float32) for slot in slots(spec)}
+    tensors = {entry.name: 0.02 * made.standard_normal(entry.view.tensor, np.float32) for entry in table_of(spec)}
     save_file(tensors, model / "model.safetensors")
     texts = [{"text": "Once upon a time there was a little dog. " * 20} for _ in range(256)]
     (folder / "texts.json").write_text(json.dumps(texts))

@@ -18,7 +18,7 @@ from meshtune.adapters.method import Prepared, abstract, prepare
 from meshtune.adapters.peft_format import BaseRecord, save_adapter
 from meshtune.adapters.verify import export_adapter
 from meshtune.arrays.tree import flatten
-from meshtune.families import model_spec
+from meshtune.families import model_spec, tensors
 from meshtune.families.expansion import grouped
 from meshtune.mesh.axes import MeshConfig, make_mesh
 from meshtune.mesh.placement import place_batch
@@ -31,7 +31,6 @@ from meshtune.optim.config import OptimizerConfig
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.train.step.build import abstract_state, init_state, make_train_step
 from meshtune.weights.load import load_params
-from meshtune.weights.slots import slots
 
 LAYERS = 4 if "llama_pro" in sys.argv[1] else 2
 CONFIG = {
@@ -48,10 +47,9 @@ def written(where: pathlib.Path) -> pathlib.Path:
     """A random model."""
     flat = flatten(init_params(SPEC, jax.random.key(0)))
     where.mkdir()
-    tensors = {
-        one.name: np.asarray(flat[one.path] if one.row is None else flat[one.path][one.row]) for one in slots(SPEC)
-    }
-    save_file(tensors, where / "model.safetensors")
+    save_file(
+        {entry.name: np.asarray(flat[entry.path][entry.index]) for entry in tensors(SPEC)}, where / "model.safetensors"
+    )
     (where / "config.json").write_text(json.dumps(CONFIG))
     return where
 

@@ -20,9 +20,8 @@ from meshtune.adapters.method import prepare
 from meshtune.adapters.peft_format import BaseRecord, attach, load_adapter, save_adapter
 from meshtune.arrays.tree import flatten, unflatten
 from meshtune.errors import UserError
-from meshtune.families import hf_names, model_spec
-from meshtune.weights.row_order import row_order
-from meshtune.weights.slots import slots
+from meshtune.families import model_spec, tensors
+from meshtune.model.spec import abstract_params
 
 EVERY = ["W_pack", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -30,13 +29,12 @@ EVERY = ["W_pack", "o_proj", "gate_proj", "up_proj", "down_proj"]
 def base():
     """Our tree of the torch model's weights."""
     spec, model = model_spec(SEVEN), Baichuan(SEVEN)
-    tensors = {name: weight.detach().numpy() for name, weight in model.named_parameters()}
-    order = {slot.name: slot.order for slot in slots(spec)}
-    tensors = {name: own.in_memory(each) if (own := order[name]) else each for name, each in tensors.items()}
-    leaves = {
-        path: jnp.asarray(np.stack([tensors[n] for n in names]) if path.startswith("layers/") else tensors[names[0]])
-        for path, names in hf_names(spec).items()
-    }
+    numbers = {name: weight.detach().numpy() for name, weight in model.named_parameters()}
+    parts: dict[str, list[np.ndarray]] = {}
+    for entry in sorted(tensors(spec), key=lambda entry: entry.index):
+        parts.setdefault(entry.path, []).append(entry.view.read(numbers[entry.name]))
+    abstract = flatten(abstract_params(spec))
+    leaves = {path: jnp.asarray(np.stack(group).reshape(abstract[path].shape)) for path, group in parts.items()}
     return spec, unflatten(leaves)
 
 
@@ -99,14 +97,10 @@ def test_vera_says_why_it_cannot_adapt_the_packed_projection():
         prepare(LoraConfig(rank=4, adapter="vera"), spec, params, jax.random.key(0))
 
 
-def test_rows_go_to_memory_and_back():
-    order = row_order(model_spec(SEVEN), ("packed_heads",))
-    assert order is not None
-    rows = np.arange(96)
-    there = order.in_memory(rows)
-    assert there[:24].tolist() == [*range(8), *range(32, 40), *range(64, 72)]
-    for start, stop in ((0, 96), (5, 6), (7, 41), (90, 96)):
-        runs = [rows[run.file : run.file + run.rows] for run in order.between(start, stop)]
-        assert np.concatenate(runs).tolist() == there[start:stop].tolist()
-    for run in order.runs():
-        assert there[run.memory : run.memory + run.rows].tolist() == rows[run.file : run.file + run.rows].tolist()
+def test_rows_of_queries_keys_and_values_stand_together_in_memory():
+    view = next(entry.view for entry in tensors(model_spec(SEVEN)) if "W_pack" in entry.name).of_rows()
+    in_memory = view.read(np.arange(96))
+    assert in_memory[:24].tolist() == [*range(8), *range(32, 40), *range(64, 72)]
+    in_file = np.empty(96, int)
+    view.write(in_memory, in_file)
+    assert in_file.tolist() == list(range(96))

@@ -15,8 +15,7 @@ from meshtune.adapters.config import FreezeConfig, FullConfig, LoraConfig, Metho
 from meshtune.adapters.method import abstract, count, prepare
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
-from meshtune.families import hf_names
-from tiny_models import torch_model
+from tiny_models import tensor_names, torch_model
 
 CASES: dict[str, tuple[Method, list[str]]] = {
     "full": (FullConfig(), ["*"]),
@@ -40,7 +39,7 @@ CASES: dict[str, tuple[Method, list[str]]] = {
 def test_a_method_trains_what_it_says(case: str, name: str):
     method, patterns = CASES[case]
     made = abstract(method, base(name)[0])
-    names = hf_names(made.spec)
+    names = tensor_names(made.spec)
     trained = {hf for path in flatten(made.trainable) if not path.endswith("/adapter") for hf in names[path]}
     theirs = {path for path, _ in torch_model(name).named_parameters()}  # a tied head is not among them
     assert trained == {path for path in theirs if any(fnmatch.fnmatchcase(path, p) for p in patterns)}

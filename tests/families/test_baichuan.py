@@ -16,14 +16,13 @@ from baichuan_files import directory
 from baichuan_in_torch import SEVEN, THIRTEEN
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
-from meshtune.families import hf_names, model_spec
+from meshtune.families import model_spec, tensors
 from meshtune.generate.engine import Engine
 from meshtune.kernels.attention import AttentionRequest, choose_backend
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import hidden_states, logits
 from meshtune.weights.export import export_model
 from meshtune.weights.load import load_params, load_spec
-from meshtune.weights.row_order import row_order
 
 SIZES = {"7B": SEVEN, "13B": THIRTEEN}
 
@@ -69,12 +68,13 @@ def test_gradients_equal_the_equations(both):
         return -jnp.mean(jnp.take_along_axis(predicted, jnp.asarray(tokens)[:, 1:, None], axis=-1))
 
     ours, theirs = flatten(jax.jit(jax.grad(loss))(params)), dict(model.named_parameters())
-    for path, names in hf_names(spec).items():
-        expected = np.stack([theirs[name].grad.numpy() for name in names])
-        if order := row_order(spec, ("packed_heads",) if "qkv" in path else ("whole",)):
-            expected = np.stack([order.in_memory(each) for each in expected])
-        found = np.asarray(ours[path]).reshape(expected.shape)
-        np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max(), rtol=0, err_msg=path)
+    for entry in tensors(spec):
+        expected = entry.view.read(theirs[entry.name].grad.numpy())
+        gradient = np.asarray(ours[entry.path])[entry.index]
+        largest = max(
+            np.abs(theirs[other.name].grad.numpy()).max() for other in tensors(spec) if other.path == entry.path
+        )
+        np.testing.assert_allclose(gradient, expected, atol=1e-4 * largest, rtol=0, err_msg=entry.name)
 
 
 def test_an_export_has_the_files_own_form(tmp_path):

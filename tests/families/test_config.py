@@ -6,8 +6,9 @@ import pytest
 
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
-from meshtune.families import FAMILIES, hf_names, model_spec, module_names
+from meshtune.families import FAMILIES, model_spec, module_names
 from meshtune.model.spec import LayerSpec, Stack, abstract_params, split_stacks, stacks_of
+from tiny_models import tensor_names
 
 LLAMA = {
     "model_type": "llama",
@@ -72,7 +73,7 @@ def test_old_and_new_rope_fields_mean_the_same():
 def test_every_parameter_has_a_name_for_each_layer(name):
     config = LLAMA | {"model_type": name, "architectures": None, "num_hidden_layers": 3, "head_dim": 4}
     spec = model_spec(config)
-    abstract, names = flatten(abstract_params(spec)), hf_names(spec)
+    abstract, names = flatten(abstract_params(spec)), tensor_names(spec)
     assert names.keys() == abstract.keys()
     for path, leaf in abstract.items():
         assert len(names[path]) == (leaf.shape[0] if path.startswith("layers/") else 1)

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from meshtune.arrays.tree import flatten
-from meshtune.families import hf_names
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import hidden_states, logits
-from tiny_models import CONFIGS, same_weights, torch_model
+from tiny_models import CONFIGS, same_weights, tensor_names, torch_model
 
 COMPUTE = Compute(attention="direct")
 
@@ -53,7 +52,7 @@ def test_gradients_equal_transformers(name):
 
     ours = flatten(jax.grad(loss)(params))
     theirs = dict(model.named_parameters())
-    for path, names in hf_names(spec).items():
+    for path, names in tensor_names(spec).items():
         expected = np.stack([theirs[n].grad.numpy() for n in names])
         found = np.asarray(ours[path]).reshape(expected.shape)
         np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max(), rtol=0, err_msg=path)

@@ -30,7 +30,7 @@ from meshtune.mesh.placement import shardings
 from meshtune.mesh.processes import Job, start
 from meshtune.model.sharding import layout_for
 from meshtune.train.result.final import export_result
-from meshtune.weights import slots, streamed
+from meshtune.weights import writer
 from meshtune.weights.export import export_model
 from meshtune.weights.load import load_params, load_spec
 
@@ -86,15 +86,15 @@ def laid_out(base: pathlib.Path, method: Method, words: str) -> tuple[Prepared, 
 
 
 def main(job: Job, base: pathlib.Path, output: pathlib.Path, meshes: list[str]) -> None:
-    slots.blocks.__defaults__ = (BLOCK,)  # so that tensors travel in several blocks
+    writer.BLOCK_BYTES = BLOCK  # so that tensors travel in several blocks
     written: list[str] = []
-    real = streamed._Output
+    real = writer._Output
 
     def noted(file: pathlib.Path, start: bytes) -> Any:
         written.append(file.name)
         return real(file, start)
 
-    streamed._Output = noted  # type: ignore[misc, assignment]
+    writer._Output = noted  # type: ignore[misc, assignment]
     only_refuse = meshes[0] == "full"
     for words in meshes[only_refuse:]:
         place = output / words
@@ -125,36 +125,36 @@ def traffic(layout: Layout, words: str) -> None:
     shape = (4, 1024, 512)
     sharding = layout.sharding(("layers", "ffn", "embed"), shape)
     leaf = jax.make_array_from_callback(shape, sharding, lambda index: np.zeros(shape, np.float32)[index])
-    tensor = streamed.Tensor("w", leaf, 1, "bfloat16")
-    block = next(streamed.blocks_of(tensor))
-    parts, split, whole = streamed._split(tensor)
-    options = {"stacked": True, "parts": parts, "rows": block.rows, "dtype": "bfloat16"}
-    lowered = streamed._cut.lower(leaf, np.zeros(4, np.int32), **options, split=split, whole=whole)
+    tensor = writer.Tensor.of("w", leaf, "bfloat16", (1,))
+    (part,) = tensor.parts
+    block = next(writer.blocks_of(part, "bfloat16"))
+    split = writer._split(part)
+    lowered = writer._cut.lower(leaf, np.zeros(5, np.int32), lead=1, rows=block.rows, dtype="bfloat16", split=split)
     program = lowered.compile()
     facts = program.memory_analysis()
     assert facts is not None
     moved = re.findall(
         r"= (?:f32|bf16|u16)\[([\d,]+)\]\S* (?:all-gather|all-reduce|all-to-all|collective-permute)", program.as_text()
     )
-    size = block.parts * block.rows * 512 * 4
+    size = block.shares * block.rows * 512 * 4
     largest = max([0, *(4 * math.prod(map(int, dims.split(","))) for dims in moved)])
     say(mesh=words, largest=max(largest, facts.temp_size_in_bytes // 2), block=size, moved=moved)
 
 
 def refuse(job: Job, params: Any, made: Prepared, base: pathlib.Path, place: pathlib.Path, layout: Layout | None):
     """A disk that is full on the last process is an error on every one, and leaves nothing."""
-    real = streamed.os.pwrite
+    real = writer.os.pwrite
 
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
     if job.process_index == job.process_count - 1:
-        streamed.os.pwrite = full  # type: ignore[assignment]
+        writer.os.pwrite = full  # type: ignore[assignment]
     try:
         export_model(params, made.spec, base, place / "full", max_shard_bytes=100_000, layout=layout, job=job)
     except UserError as error:
         say(refused=error.what)
-    streamed.os.pwrite = real
+    writer.os.pwrite = real
     job.exchange("after", None)
     assert not any("full" in path.name for path in place.iterdir()), list(place.iterdir())
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from meshtune.families import model_spec
-from meshtune.weights.slots import slots
+from meshtune.families import tensors as table_of
 
 MEMBER = pathlib.Path(__file__).with_name("load_member.py")
 # A process inherits its peak memory from the one that it is forked from: let that be a shell, not one with torch.
@@ -71,7 +71,7 @@ def write_model(folder: pathlib.Path, config: dict[str, Any], shards: int, *, sp
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
-    tensors = [(slot.name, slot.shape) for slot in slots(model_spec(config, "bfloat16"))]
+    tensors = [(entry.name, entry.view.tensor) for entry in table_of(model_spec(config, "bfloat16"))]
     total = 2 * sum(math.prod(shape) for _, shape in tensors)
     groups: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in range(shards)]
     for number, tensor in enumerate(tensors):

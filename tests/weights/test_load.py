@@ -13,10 +13,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from meshtune.arrays.tree import flatten
+from meshtune.families import tensors
 from meshtune.model.spec import abstract_params, split_stacks
-from meshtune.weights import slots as slots_module
+from meshtune.weights import read_plan
 from meshtune.weights.load import load_params, load_spec
-from meshtune.weights.slots import blocks, slots
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -33,11 +33,11 @@ def assert_equal_to_files(params, spec, directory: Path, dtype, files=None) -> N
     flat, files = flatten(params), files or stored(directory)
     abstract = flatten(abstract_params(spec))
     assert {path: leaf.shape for path, leaf in flat.items()} == {path: a.shape for path, a in abstract.items()}
-    for slot in slots(spec):
-        leaf = flat[slot.path] if slot.row is None else flat[slot.path][slot.row]
+    for entry in tensors(spec):
+        leaf = flat[entry.path][entry.index]
         assert leaf.dtype == dtype
-        assert np.asarray(leaf).tobytes() == files[slot.name].astype(dtype).tobytes(), slot.name
-    assert {slot.name for slot in slots(spec)} == set(files)
+        assert np.asarray(leaf).tobytes() == files[entry.name].astype(dtype).tobytes(), entry.name
+    assert {entry.name for entry in tensors(spec)} == set(files)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "mistral", "qwen2", "qwen3"])
@@ -89,8 +89,7 @@ def test_stacks_may_be_split_anywhere(make_model):
 
 def test_tensors_larger_than_a_block_are_read_in_blocks(make_model, monkeypatch):
     directory = make_model("llama")
-    monkeypatch.setattr(slots_module.blocks, "__defaults__", (1000,))
-    assert len(list(blocks((56, 32), 4))) == 8  # 7 rows of 128 bytes a block
+    monkeypatch.setattr(read_plan, "BLOCK_BYTES", 1000)
     spec, _ = load_spec(directory)
     assert_equal_to_files(load_params(directory, spec), spec, directory, jnp.float32)
 

@@ -12,7 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from meshtune.errors import UserError
 from meshtune.weights.load import load_config, load_spec
-from meshtune.weights.safetensors_files import TensorReader, headers, read_header
+from meshtune.weights.safetensors_files import headers, read_header
+from meshtune.weights.tensor_reader import TensorReader
 
 TENSORS = {"a": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.arange(5, dtype=np.int64)}
 

@@ -32,7 +32,7 @@ from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.weights.publish import disk_errors, published
-from meshtune.weights.streamed import write_file
+from meshtune.weights.writer import write_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

@@ -16,14 +16,13 @@ from meshtune.adapters.method import placed
 from meshtune.adapters.peft_config import PeftConfig
 from meshtune.adapters.rows import FIELD, TENSOR
 from meshtune.adapters.targets import Module, modules
-from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.errors import UserError
+from meshtune.families.tensors import View
 from meshtune.mesh.layout import Layout
-from meshtune.model.spec import PACKED, ModelSpec
+from meshtune.model.spec import ModelSpec
 from meshtune.model.token_rows import ROWS
-from meshtune.weights.row_order import row_order
-from meshtune.weights.streamed import Tensor
+from meshtune.weights.writer import Tensor
 
 PREFIX = "base_model.model."
 
@@ -62,28 +61,27 @@ def collect(trainable: Tree, spec: ModelSpec, config: LoraConfig, shared: Any = 
     names, among = names_of_nodes(spec), modules(spec)
     out = Written([], [], {}, {}, [])
 
-    def add(array: Any, suffix: str, owners: list[str], stacked: bool, axes: tuple[str, ...]) -> None:
-        order = row_order(spec, axes)
+    def add(array: Any, suffix: str, owners: list[str], stacked: bool, view: View | None = None) -> None:
         for row, name in enumerate(owners):
-            at = row if stacked else None
-            out.tensors.append(Tensor(f"{PREFIX}{name}.{suffix}", array, at, str(array.dtype), order))
+            index = (row,) if stacked else ()
+            out.tensors.append(Tensor.of(f"{PREFIX}{name}.{suffix}", array, str(array.dtype), index, view))
 
     for path, leaf in flatten(trainable).items():
         node, _, last = path.rpartition("/")
         owners = names[node] + (names["head"] if node == "embed" and spec.tied else [])
-        stacked = node.startswith("layers/")
-        own = among[owners[0]].leaves
+        module = among[owners[0]]
+        stacked = module.layer is not None
         if last == ROWS:  # a tied head follows the embedding's
-            add(leaf.values, TENSOR, owners[:1], False, ("whole",))
+            add(leaf.values, TENSOR, owners[:1], False)
             out.rows[owners[0]] = leaf.ids
             continue
         if last != "adapter":
-            add(leaf, last, owners, stacked, own[last].axes)
+            add(leaf, last, owners, stacked, module.views[last])
             out.trained.extend(name for name in owners if name not in out.trained)
             continue
-        axes = _axes_of(leaf, own["weight"], config)
+        views = _views_of(leaf, module, config)
         for field, suffix in leaf.PEFT_TENSORS.items():
-            add(getattr(leaf, field), suffix, owners, stacked, axes.get(field, ("whole",)))
+            add(getattr(leaf, field), suffix, owners, stacked, views.get(field))
         out.adapted.extend(owners)
         if hasattr(leaf, "scale"):
             for name in owners:
@@ -91,7 +89,7 @@ def collect(trainable: Tree, spec: ModelSpec, config: LoraConfig, shared: Any = 
                 out.alphas[name] = float(f"{leaf.scale * config.alpha / config.scale(leaf.rank):.12g}")
     for field, name in ADAPTERS[config.adapter].PEFT_SHARED.items():
         array = getattr(shared, field)
-        out.tensors.append(Tensor(name, array, None, str(array.dtype)))
+        out.tensors.append(Tensor.of(name, array, str(array.dtype)))
     out.tensors.sort(key=lambda tensor: tensor.name)
     return out
 
@@ -128,10 +126,10 @@ def sort(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, peft: PeftConfi
     for module, tensors in content.adapted.items():
         _check_adapter(among[module], tensors, shapes, peft, where)
     for module, tensors in content.full.items():
-        for leaf, wanted in among[module].leaves.items():
+        for leaf in among[module].leaves:
             if leaf not in tensors:
                 raise _missing(f"{PREFIX}{module}.{leaf}", where)
-            _check_shape(tensors[leaf], shapes, wanted.shape, where)
+            _check_shape(tensors[leaf], shapes, among[module].views[leaf].tensor, where)
     for module in among.values():
         if peft.targeted(module) and module.name not in content.adapted:
             raise _missing(f"{PREFIX}{module.name}.{next(iter(suffixes))[1:]}", where)
@@ -166,16 +164,22 @@ def read(abstract: Tree, spec: ModelSpec, file: Any, content: Content, layout: L
 
     With a layout each process reads what its devices hold.
     """
-    names = names_of_nodes(spec)
+    names, among = names_of_nodes(spec), modules(spec)
 
-    def load(node: str, tensors: dict[str, dict[str, str]], part: str, array: Any, dtype: str | None) -> jax.Array:
-        stacked = node.startswith("layers/")
-        order = row_order(spec, array.axes[1:] if stacked else array.axes)
+    def load(
+        node: str,
+        tensors: dict[str, dict[str, str]],
+        part: str,
+        array: Any,
+        dtype: str | None,
+        view: View | None = None,
+    ) -> jax.Array:
+        stacked = array.is_stacked
 
         def read_one(name: str, within: tuple[slice, ...]) -> np.ndarray:
-            if order is None:
+            if view is None or view.is_identity:
                 return _cut(file, name, within)
-            return order.in_memory(file.get_tensor(name))[within]
+            return view.read(file.get_tensor(name))[within]
 
         def cut(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
@@ -191,25 +195,41 @@ def read(abstract: Tree, spec: ModelSpec, file: Any, content: Content, layout: L
     found: dict[str, Any] = {}
     for path, leaf in flatten(abstract).items():
         node, _, last = path.rpartition("/")
+        module = among[names[node][0]]
         if last == "adapter":
-            parts = {part: getattr(leaf, part) for part in leaf.PEFT_TENSORS}
-            arrays = {part: load(node, content.adapted, part, array, array.dtype) for part, array in parts.items()}
+            parts, views = {part: getattr(leaf, part) for part in leaf.PEFT_TENSORS}, _views_of(leaf, module, None)
+            arrays = {
+                part: load(node, content.adapted, part, array, array.dtype, views.get(part))
+                for part, array in parts.items()
+            }
             found[path] = dataclasses.replace(leaf, **arrays)
         elif last == ROWS:
             name = content.rows[names[node][0]]
             values = load(node, {names[node][0]: {ROWS: name}}, ROWS, leaf.values, leaf.values.dtype)
             found[path] = dataclasses.replace(leaf, values=values)
         else:
-            found[path] = load(node, content.full, last, leaf, None)
+            found[path] = load(node, content.full, last, leaf, None, module.views[last])
     return unflatten(found)
 
 
-def _axes_of(adapter: Any, weight: ArraySpec, config: LoraConfig) -> dict[str, tuple[str, ...]]:
-    """The logical axes of an adapter's arrays, where files have the rows of its weight in another order."""
-    if PACKED not in weight.axes:
+def _views_of(adapter: Any, module: Module, config: LoraConfig | None) -> dict[str, View]:
+    """Where files have the rows of a weight in another order: the views of the adapter's arrays that have these rows.
+
+    The axes of an adapter that holds arrays are those of its abstract form, which `config` describes.
+    """
+    weight, view = module.leaves["weight"], module.views["weight"]
+    if view.is_identity:
         return {}
-    form = type(adapter).abstract(weight, dataclasses.replace(config, rank=getattr(adapter, "rank", config.rank)))
-    return {field: getattr(form, field).axes for field in adapter.PEFT_TENSORS}
+    form = adapter
+    if config is not None:
+        form = type(adapter).abstract(weight, dataclasses.replace(config, rank=getattr(adapter, "rank", config.rank)))
+    views: dict[str, View] = {}
+    for field in adapter.PEFT_TENSORS:
+        array = getattr(form, field)
+        lead = int(array.is_stacked)
+        if array.axes[lead] == weight.axes[0]:
+            views[field] = view.of_rows(*array.shape[lead + 1 :])
+    return views
 
 
 def _cut(file: Any, name: str, within: tuple[slice, ...]) -> np.ndarray:

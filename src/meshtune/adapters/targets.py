@@ -11,13 +11,15 @@ from meshtune.adapters.config import ALL_LINEAR, FreezeConfig, LoraConfig
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError, nearest
-from meshtune.families import module_names
+from meshtune.families import module_names, tensors
+from meshtune.families.tensors import View
 from meshtune.model.spec import ModelSpec, abstract_params
 
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """One Hugging Face module: its name, the tree node and row that hold it, and its leaves (without a layers axis).
+    """One Hugging Face module: its name, the tree node and row that hold it, its leaves (without a layers axis), and
+    which view of its tensors in files they are.
 
     `plain` says that it multiplies by its weight as it is.
     """
@@ -28,6 +30,7 @@ class Module:
     layer: int | None
     leaves: dict[str, ArraySpec]
     plain: bool = True
+    views: dict[str, View] = dataclasses.field(default_factory=dict)
 
     @property
     def linear(self) -> bool:
@@ -52,15 +55,21 @@ def modules(spec: ModelSpec) -> dict[str, Module]:
         leaves["head"] = {"weight": dataclasses.replace(leaves["embed"]["weight"], role="head")}
         named.setdefault("head", ["lm_head"])
     found: dict[str, Module] = {}
+    views = {(entry.path, entry.index[:1]): entry.view for entry in tensors(spec)}
+
+    def views_of(node: str, index: tuple[int, ...]) -> dict[str, View]:
+        return {name: view for name in leaves[node] if (view := views.get((f"{node}/{name}", index))) is not None}
+
     for node, own in leaves.items():
         if not any(leaf.is_stacked for leaf in own.values()):
             plain = not (spec.norm_head and node == "head")
-            found[named[node][0]] = Module(named[node][0], node, None, None, own, plain)
+            within = views_of("embed" if spec.tied and node == "head" else node, ())
+            found[named[node][0]] = Module(named[node][0], node, None, None, own, plain, within)
             continue
         rows = numbers[node.split("/", 2)[1]]
         each = {name: leaf.layer for name, leaf in own.items()}
         for row, (name, layer) in enumerate(zip(named[node], rows, strict=True)):
-            found[name] = Module(name, node, row, layer, each)
+            found[name] = Module(name, node, row, layer, each, views=views_of(node, (row,)))
     return found
 
 

@@ -1,18 +1,20 @@
-"""Architecture families: a Hugging Face config in, a `ModelSpec` and the names of its tensors out.
+"""Architecture families: a Hugging Face config in, a `ModelSpec` and the table of its tensors out.
 
-A new family is one module with `model_spec(config, where)`, `hf_names(spec)` and `module_names(spec)`, and one line in
-FAMILIES.
+A new family is one module with `model_spec(config, where)` and `tensors(spec)`, and one line in FAMILIES.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from types import ModuleType
 from typing import Any
 
+from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError, nearest
 from meshtune.families import baichuan, llama, mistral, qwen2, qwen3
-from meshtune.model.spec import ModelSpec
+from meshtune.families.tensors import TensorMap, validate
+from meshtune.model.spec import ModelSpec, abstract_params
 
 LANGUAGE, SCORED = "ForCausalLM", "ForSequenceClassification"
 FAMILIES: dict[str, ModuleType] = {
@@ -70,11 +72,22 @@ def _of_one_score(config: dict[str, Any], where: str) -> dict[str, Any]:
     }
 
 
-def hf_names(spec: ModelSpec) -> dict[str, list[str]]:
-    """Tree path -> the Hugging Face tensors it is made of, one a layer in order, or a single one."""
-    return FAMILIES[spec.family].hf_names(spec)
+@functools.lru_cache(maxsize=16)
+def tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:
+    """Every tensor of a model and where it lives in the parameter tree, in the order in which models are written.
+
+    Raises AssertionError where the family's table leaves part of a tensor or of a leaf out, or has it twice.
+    """
+    table = tuple(FAMILIES[spec.family].tensors(spec))
+    validate(table, flatten(abstract_params(spec)))
+    return table
 
 
 def module_names(spec: ModelSpec) -> dict[str, list[str]]:
-    """Path of a node (a linear, a norm, the embedding) -> the Hugging Face modules it is made of."""
-    return FAMILIES[spec.family].module_names(spec)
+    """Path of a node (a linear layer, a norm, the embedding) -> the Hugging Face modules that it is made of, in the
+    order of its rows."""
+    names: dict[str, dict[str, None]] = {}
+    for entry in sorted(tensors(spec), key=lambda entry: entry.index):
+        names.setdefault(entry.path.rpartition("/")[0], {})[entry.module] = None
+    order = {path.rpartition("/")[0]: None for path in flatten(abstract_params(spec))}
+    return {node: list(names[node]) for node in order}

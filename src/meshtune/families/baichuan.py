@@ -9,12 +9,21 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from meshtune.arrays.spec import ArraySpec
 from meshtune.families.config_fields import ConfigFields
-from meshtune.families.llama import ACTIVATIONS, hf_names, module_names
+from meshtune.families.llama import ACTIVATIONS, OUTSIDE
+from meshtune.families.tensors import TensorMap, View, one_to_one, with_view
 from meshtune.model.spec import AlibiSpec, LayerSpec, ModelSpec, RopeSpec, stacks_of
 
-__all__ = ["alibi_slopes", "hf_names", "model_spec", "module_names"]
-
+MODULES = {
+    "attn_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "attn/qkv": "self_attn.W_pack",
+    "attn/o": "self_attn.o_proj",
+    "mlp/gate": "mlp.gate_proj",
+    "mlp/up": "mlp.up_proj",
+    "mlp/down": "mlp.down_proj",
+}
 # The first generation has a vocabulary of its own and a plain head; its 7B also writes its architecture otherwise.
 FIRST_VOCABULARY = 64000
 ARCHITECTURE, FIRST_7B = "BaichuanForCausalLM", "BaiChuanForCausalLM"
@@ -92,3 +101,16 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
         return tuple(2.0 ** (-8 * (i + 1) / heads) for i in range(heads))
     below = 2 ** math.floor(math.log2(heads))
     return (*alibi_slopes(below), *alibi_slopes(2 * below)[0::2][: heads - below])
+
+
+def tensors(spec: ModelSpec) -> list[TensorMap]:
+    """The table of tensors: each is one leaf, or one layer of it, and W_pack has its rows in another order."""
+    return with_view(one_to_one(spec, MODULES, OUTSIDE), "attn/qkv/weight", _head_by_head)
+
+
+def _head_by_head(array: ArraySpec) -> View:
+    """Files have all rows of queries, then all of keys, then all of values; in memory those of one head stand together,
+    so that whatever splits the rows over devices gives each device whole heads."""
+    rows, embed = array.shape[1:]
+    in_file = View.whole((rows, embed)).split(3, rows // (3 * array.head_rows), array.head_rows, embed)
+    return in_file.transpose(1, 0, 2, 3).merge(rows, embed)

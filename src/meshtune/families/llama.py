@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshtune.arrays.tree import flatten
 from meshtune.families.config_fields import ConfigFields, read_rope
-from meshtune.model.spec import LayerSpec, ModelSpec, abstract_params, stacks_of
+from meshtune.families.tensors import TensorMap, one_to_one
+from meshtune.model.spec import LayerSpec, ModelSpec, stacks_of
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 MODULES = {
@@ -15,10 +15,7 @@ MODULES = {
     "attn/q": "self_attn.q_proj",
     "attn/k": "self_attn.k_proj",
     "attn/v": "self_attn.v_proj",
-    "attn/qkv": "self_attn.W_pack",
     "attn/o": "self_attn.o_proj",
-    "attn/q_norm": "self_attn.q_norm",
-    "attn/k_norm": "self_attn.k_norm",
     "mlp/gate": "mlp.gate_proj",
     "mlp/up": "mlp.up_proj",
     "mlp/down": "mlp.down_proj",
@@ -74,25 +71,6 @@ def common_spec(fields: ConfigFields, family: str, layers: list[LayerSpec], **sw
     )
 
 
-def hf_names(spec: ModelSpec) -> dict[str, list[str]]:
-    """Tree path -> Hugging Face tensor names."""
-    modules = module_names(spec)
-    names: dict[str, list[str]] = {}
-    for path in flatten(abstract_params(spec)):
-        node, leaf = path.rsplit("/", 1)
-        names[path] = [f"{module}.{leaf}" for module in modules[node]]
-    return names
-
-
-def module_names(spec: ModelSpec) -> dict[str, list[str]]:
-    """Node path -> Hugging Face module names."""
-    numbers = {key: numbers for key, _, _, numbers in spec.positions()}
-    names: dict[str, list[str]] = {}
-    for path in flatten(abstract_params(spec)):
-        node = path.rsplit("/", 1)[0]
-        if node in OUTSIDE:
-            names[node] = [OUTSIDE[node]]
-        else:
-            _, key, inner = node.split("/", 2)
-            names[node] = [f"model.layers.{n}.{MODULES[inner]}" for n in numbers[key]]
-    return names
+def tensors(spec: ModelSpec) -> list[TensorMap]:
+    """The table of tensors: each is one leaf, or one layer of it."""
+    return one_to_one(spec, MODULES, OUTSIDE)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from meshtune.families.config_fields import ConfigFields
-from meshtune.families.llama import common_spec, hf_names, module_names
+from meshtune.families.llama import common_spec, tensors
 from meshtune.model.spec import LayerSpec, ModelSpec
 
-__all__ = ["hf_names", "model_spec", "module_names", "windowed_layers"]
+__all__ = ["model_spec", "tensors", "windowed_layers"]
 
 
 def model_spec(config: dict[str, Any], where: str) -> ModelSpec:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from meshtune.families.config_fields import ConfigFields
-from meshtune.families.llama import common_spec, hf_names, module_names
+from meshtune.families.llama import MODULES, OUTSIDE, common_spec
 from meshtune.families.qwen2 import windowed_layers
+from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.spec import ModelSpec
 
-__all__ = ["hf_names", "model_spec", "module_names"]
+NORMS = {"attn/q_norm": "self_attn.q_norm", "attn/k_norm": "self_attn.k_norm"}
 
 
 def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
@@ -20,3 +21,8 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     spec = common_spec(fields, "qwen3", windowed_layers(fields), qkv_bias=bias, out_bias=bias, qk_norm=True)
     fields.finish("Qwen3ForCausalLM")
     return spec
+
+
+def tensors(spec: ModelSpec) -> list[TensorMap]:
+    """The table of tensors: each is one leaf, or one layer of it."""
+    return one_to_one(spec, MODULES | NORMS, OUTSIDE)

@@ -19,8 +19,9 @@ from meshtune.runs.sources import find
 from meshtune.weights.fingerprint import base_hash
 from meshtune.weights.load import load_config, load_spec
 from meshtune.weights.rewrite import WRITTEN, NewTensor, write_model
-from meshtune.weights.safetensors_files import DTYPES, TensorInfo, TensorReader, headers
-from meshtune.weights.streamed import ST_DTYPES
+from meshtune.weights.safetensors_files import DTYPES, TensorInfo, headers
+from meshtune.weights.tensor_reader import TensorReader
+from meshtune.weights.writer import ST_DTYPES
 
 if TYPE_CHECKING:
     from meshtune.setup.start import Start

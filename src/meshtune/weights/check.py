@@ -6,9 +6,12 @@ import re
 from pathlib import Path
 
 from meshtune.errors import UserError, nearest
+from meshtune.families import tensors
+from meshtune.families.tensors import TensorMap
 from meshtune.model.spec import ModelSpec
-from meshtune.weights.safetensors_files import FLOATS, TensorInfo, TensorReader
-from meshtune.weights.slots import Slot, blocks, slots
+from meshtune.weights.buffers import row_ranges
+from meshtune.weights.safetensors_files import FLOATS, TensorInfo
+from meshtune.weights.tensor_reader import TensorReader
 
 # Tensors that checkpoints carry and no model needs: buffers that are computed from the config.
 HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.rotary_emb\.inv_freq|attn\.(masked_)?bias)$")
@@ -33,13 +36,13 @@ def check(directory: Path, spec: ModelSpec, found: dict[str, TensorInfo], *, num
     dtypes that are not floating point, and an lm_head that differs from the embedding it is said to be tied to (its
     shape and dtype alone where not `numbers`; all else is in headers anyway).
     """
-    wanted = {slot.name: slot for slot in slots(spec)}
-    missing = [name for name, slot in wanted.items() if name not in found and not starts_anew(slot)]
+    wanted = {entry.name: entry for entry in tensors(spec)}
+    missing = [name for name, entry in wanted.items() if name not in found and not starts_anew(entry)]
     extra = [name for name in found if name not in wanted and not _harmless(name, spec)]
     problems = _missing_lines(missing, wanted, found) + _extra_lines(extra, found)
-    for name, slot in wanted.items():
+    for name, entry in wanted.items():
         if name in found:
-            problems += _tensor_lines(slot, found[name])
+            problems += _tensor_lines(entry, found[name])
     if problems:
         raise _disagreement(directory, problems, _hints(spec, missing, extra, found))
     if spec.tied and HEAD in found:
@@ -50,12 +53,12 @@ def _harmless(name: str, spec: ModelSpec) -> bool:
     return bool(HARMLESS.search(name)) or ((spec.tied or spec.scored) and name == HEAD)
 
 
-def starts_anew(slot: Slot) -> bool:
+def starts_anew(entry: TensorMap) -> bool:
     """Whether a checkpoint may lack this tensor: a reward model's score, which is learned from the start."""
-    return slot.path == SCORE
+    return entry.path == SCORE
 
 
-def _missing_lines(missing: list[str], wanted: dict[str, Slot], found: dict[str, TensorInfo]) -> list[str]:
+def _missing_lines(missing: list[str], wanted: dict[str, TensorMap], found: dict[str, TensorInfo]) -> list[str]:
     spare = [name for name in found if name not in wanted]
     return [f"tensor '{name}' is missing {nearest(name, spare)}".rstrip() for name in missing]
 
@@ -64,19 +67,19 @@ def _extra_lines(extra: list[str], found: dict[str, TensorInfo]) -> list[str]:
     return [f"tensor '{name}' in {found[name].file.name} belongs to nothing in the config" for name in extra]
 
 
-def _tensor_lines(slot: Slot, info: TensorInfo) -> list[str]:
+def _tensor_lines(entry: TensorMap, info: TensorInfo) -> list[str]:
     if info.dtype not in FLOATS:
         return [
-            f"tensor '{slot.name}' in {info.file.name} has dtype {info.dtype}; supported: {', '.join(FLOATS)} "
+            f"tensor '{entry.name}' in {info.file.name} has dtype {info.dtype}; supported: {', '.join(FLOATS)} "
             "(weights that are already quantised cannot be loaded)"
         ]
-    if info.shape == slot.shape:
+    if info.shape == entry.view.tensor:
         return []
-    line = f"tensor '{slot.name}' in {info.file.name} has shape {list(info.shape)}, expected {list(slot.shape)}"
-    if len(info.shape) == len(slot.shape):
+    line = f"tensor '{entry.name}' in {info.file.name} has shape {list(info.shape)}, expected {list(entry.view.tensor)}"
+    if len(info.shape) == len(entry.view.tensor) and entry.shape == entry.view.tensor:
         differing = [
             f"{FIELDS[axis]} is {want:,} in the config, {have:,} in the file"
-            for axis, want, have in zip(slot.axes, slot.shape, info.shape, strict=True)
+            for axis, want, have in zip(entry.axes, entry.view.tensor, info.shape, strict=True)
             if want != have
         ]
         line += f" ({'; '.join(differing)})"
@@ -115,14 +118,14 @@ def _disagreement(directory: Path, problems: list[str], hint: str) -> UserError:
 
 def _check_tied_copy(spec: ModelSpec, found: dict[str, TensorInfo], numbers: bool) -> None:
     """A tied model's lm_head.weight may be written out as a copy of the embedding, never as something else."""
-    embedding = next(slot for slot in slots(spec) if slot.path == "embed/weight")
+    embedding = next(entry for entry in tensors(spec) if entry.path == "embed/weight")
     first, second = found[embedding.name], found[HEAD]
     same = first.shape == second.shape and first.dtype == second.dtype
     if same and numbers:
         with TensorReader() as reader:
             same = all(
                 bool((reader.rows(first, *rows).view("u1") == reader.rows(second, *rows).view("u1")).all())
-                for rows in blocks(first.shape, first.nbytes // max(1, first.shape[0] * first.shape[1]), 16 << 20)
+                for rows in row_ranges(first.shape, first.nbytes // max(1, first.shape[0] * first.shape[1]), 16 << 20)
             )
     if not same:
         raise UserError(

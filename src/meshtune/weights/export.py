@@ -15,13 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 from jaxtyping import Float
 from numpy import ndarray
 
 from meshtune.arrays.tree import Tree, flatten
 from meshtune.errors import UserError
-from meshtune.families import scored_fields
+from meshtune.families import scored_fields, tensors
 from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
@@ -29,9 +28,8 @@ from meshtune.model.spec import ModelSpec
 from meshtune.weights.load import MODEL_DTYPES, Progress, load_config, stored_dtype
 from meshtune.weights.publish import disk_errors, published
 from meshtune.weights.safetensors_files import INDEX, SINGLE
-from meshtune.weights.slots import Slot, slots
-from meshtune.weights.streamed import Tensor, header, write_file
 from meshtune.weights.verify import ExportError, Verified, verify_export
+from meshtune.weights.writer import Tensor, header, tensors_of, write_file
 
 METADATA = {"format": "pt"}
 
@@ -97,13 +95,8 @@ def export_model(
     if dtype not in MODEL_DTYPES:
         raise UserError(f"dtype '{dtype}' cannot be exported", fix=f"one of {', '.join(MODEL_DTYPES)}")
     metadata = METADATA | ({} if record is None else {"meshtune": json.dumps(record)})
-    flat = flatten(params)
-    shards = plan_shards(slots(spec), dtype, max_shard_bytes)
-    files = {
-        name: [Tensor(slot.name, flat[slot.path], slot.row, dtype, slot.order) for slot in shard]
-        for name, shard in shards
-    }
-    total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
+    files = plan_shards(tensors_of(tensors(spec), flatten(params), dtype), max_shard_bytes)
+    total = sum(tensor.nbytes for shard in files.values() for tensor in shard)
     copies = list(_copies(source, MODEL_FILES)) + list(_copies(tokenizer or source, TOKENIZER_FILES))
     with raise_collectively(job, "export: destination"):
         if job.is_main_process:
@@ -112,10 +105,10 @@ def export_model(
 
     with published(dest, "config.json", job) as folder:
         done = 0
-        for number, (name, tensors) in enumerate(files.items()):
+        for number, (name, shard) in enumerate(files.items()):
             with raise_collectively(job, f"export: {name}"), disk_errors(dest):
                 for written in write_file(
-                    folder / name, tensors, metadata, mine=number % job.process_count == job.process_index
+                    folder / name, shard, metadata, mine=number % job.process_count == job.process_index
                 ):
                     done += written
                     if progress:
@@ -135,11 +128,11 @@ def _write_rest(
     chat_template: str | None,
 ) -> None:
     if len(files) > 1:
-        weight_map = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
-        every = [tensor for tensors in files.values() for tensor in tensors]
+        weight_map = {tensor.name: name for name, shard in files.items() for tensor in shard}
+        written = [tensor for shard in files.values() for tensor in shard]
         metadata = {
-            "total_parameters": sum(math.prod(tensor.shape) for tensor in every),
-            "total_size": sum(tensor.nbytes for tensor in every),
+            "total_parameters": sum(math.prod(tensor.shape) for tensor in written),
+            "total_size": sum(tensor.nbytes for tensor in written),
         }
         write_json(folder / INDEX, {"metadata": metadata, "weight_map": weight_map})
     write_json(folder / "config.json", config)
@@ -173,29 +166,21 @@ def _verified(
         ) from error
 
 
-def plan_shards(wanted: list[Slot], dtype: str, max_shard_bytes: int) -> list[tuple[str, list[Slot]]]:
-    """(file name, tensors) of each shard, filled in order up to the size; a larger tensor has a shard of its own."""
+def plan_shards(tensors: list[Tensor], max_shard_bytes: int) -> dict[str, list[Tensor]]:
+    """File name -> tensors of each shard, filled in order up to the size; a larger tensor has a shard of its own."""
     if max_shard_bytes <= 0:
         raise UserError(f"a shard of {max_shard_bytes} bytes cannot hold anything", fix="give a size such as 5 GB")
-    shards: list[list[Slot]] = []
+    shards: list[list[Tensor]] = []
     room = 0
-    for slot in wanted:
-        size = _nbytes(slot, dtype)
-        if not shards or size > room:
+    for tensor in tensors:
+        if not shards or tensor.nbytes > room:
             shards.append([])
             room = max_shard_bytes
-        shards[-1].append(slot)
-        room -= size
+        shards[-1].append(tensor)
+        room -= tensor.nbytes
     if len(shards) == 1:
-        return [(SINGLE, shards[0])]
-    return [(f"model-{i:05d}-of-{len(shards):05d}.safetensors", shard) for i, shard in enumerate(shards, 1)]
-
-
-def _nbytes(slot: Slot, dtype: str) -> int:
-    size = jnp.dtype(dtype).itemsize
-    for n in slot.shape:
-        size *= n
-    return size
+        return {SINGLE: shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
 def _exported_config(config: dict[str, Any], spec: ModelSpec, dtype: str, pad: int | None) -> dict[str, Any]:
@@ -263,7 +248,7 @@ def _check_room(
     dest: Path, files: dict[str, list[Tensor]], copies: list[tuple[Path, str]], metadata: dict[str, str]
 ) -> None:
     parent = next(p for p in dest.absolute().parents if p.is_dir())
-    need = sum(len(header(tensors, metadata)) + sum(each.nbytes for each in tensors) for tensors in files.values())
+    need = sum(len(header(shard, metadata)) + sum(tensor.nbytes for tensor in shard) for shard in files.values())
     need += sum(file.stat().st_size for file, _ in copies) + (1 << 20)
     free = shutil.disk_usage(parent).free
     if need > free:

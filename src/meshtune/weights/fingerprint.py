@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from meshtune.weights.load import load_config
-from meshtune.weights.safetensors_files import TensorInfo, TensorReader, headers
+from meshtune.weights.safetensors_files import TensorInfo, headers
+from meshtune.weights.tensor_reader import TensorReader
 
 SAMPLES = 16
 SAMPLE_BYTES = 4096

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import math
-from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +13,23 @@ import numpy as np
 
 from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.errors import UserError
-from meshtune.families import model_spec
+from meshtune.families import model_spec, tensors
 from meshtune.families.quantised import quantised_leaves
+from meshtune.families.tensors import TensorMap
 from meshtune.mesh.layout import Layout
 from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.weights.check import SCORE, check
 from meshtune.weights.load_report import LoadReport, Watch, bytes_in_use, bytes_placed
+from meshtune.weights.read_into import Progress, read_into
+from meshtune.weights.read_plan import Device
 from meshtune.weights.relay import Relay, relay
-from meshtune.weights.safetensors_files import DTYPES, TensorInfo, TensorReader, headers, read_json
+from meshtune.weights.safetensors_files import TensorInfo, headers, read_json
 from meshtune.weights.shards import Shards
-from meshtune.weights.slots import Slot, slots
-from meshtune.weights.strips import Device, Strip, strips
+from meshtune.weights.tensor_reader import TensorReader
 
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 STORED_AS = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-
-Progress = Callable[[int, int], None]
 
 
 def load_config(directory: Path) -> dict[str, Any]:
@@ -127,10 +124,10 @@ def load_params(
         devices = [*every]
     with Watch() as watch, TensorReader() as reader:
         found = _checked(directory, spec, passing)
-        wanted = [slot for slot in slots(spec) if slot.name in found]
-        there = {slot.path for slot in wanted}
-        shards = Shards({path: array for path, array in arrays.items() if path in there}, layout, devices, waiting)
-        fill(shards, wanted, found, reader, passing, progress)
+        table = [entry for entry in tensors(spec) if entry.name in found]
+        paths = {entry.path for entry in table}
+        shards = Shards({path: array for path, array in arrays.items() if path in paths}, layout, devices, waiting)
+        read_into(shards, table, found, reader, passing, progress)
         leaves = shards.assembled()
     if report:
         here = [device for device in devices if device is not None] or jax.local_devices()[:1]
@@ -158,8 +155,12 @@ def load_weight(directory: Path, spec: ModelSpec, path: str, layout: Layout | No
         devices = [one for one in np.asarray(layout.mesh.devices).flat if one.process_index == jax.process_index()]
     with TensorReader() as reader:
         shards = Shards({path: flatten(abstract_params(spec))[path]}, layout, devices)
-        fill(shards, [slot for slot in slots(spec) if slot.path == path], headers(directory), reader, None)
+        read_into(shards, _table_of(path, tensors(spec)), headers(directory), reader)
         return shards.assembled()[path]
+
+
+def _table_of(path: str, table: Iterable[TensorMap]) -> list[TensorMap]:
+    return [entry for entry in table if entry.path == path]
 
 
 def with_score(params: Tree, spec: ModelSpec, layout: Layout | None = None) -> Tree:
@@ -197,56 +198,3 @@ def _checked(directory: Path, spec: ModelSpec, passing: Relay | None) -> dict[st
         name: TensorInfo(tuple(shape), dtype, Path(file), start, nbytes)
         for name, shape, dtype, file, start, nbytes in heard["found"]
     }
-
-
-def fill(
-    shards: Shards,
-    wanted: list[Slot],
-    found: dict[str, TensorInfo],
-    reader: TensorReader,
-    passing: Relay | None,
-    progress: Progress | None = None,
-) -> None:
-    """Writes the tensors of some slots into the shards, in place, in the order of the files."""
-    wanted = sorted(wanted, key=lambda slot: (str(found[slot.name].file), found[slot.name].start))
-    order = [
-        (slot, list(strips(slot, shards.held[slot.path], DTYPES[found[slot.name].dtype].itemsize))) for slot in wanted
-    ]
-    every = [strip for _, own in order for strip in own]
-    sizes = {id(strip): math.prod(strip.shape) * DTYPES[found[strip.slot.name].dtype].itemsize for strip in every}
-    total, done = sum(sizes.values()), 0
-    blocks = iter(_read_ahead(every, found, reader) if passing is None or passing.reads else itertools.repeat(None))
-    for slot, own in order:
-        shards.begin(slot)
-        for strip in own:
-            block, size = next(blocks), sizes[id(strip)]
-            if passing is not None:
-                dtype = DTYPES[found[slot.name].dtype]
-                block = passing.pass_on(block, size).view(dtype).reshape(strip.shape)
-            assert block is not None
-            shards.put(strip, block)
-            del block
-            done += size
-            if progress:
-                progress(done, total)
-        shards.end(slot)
-
-
-def _read_ahead(order: list[Strip], found: dict[str, TensorInfo], reader: TensorReader) -> Iterator[np.ndarray]:
-    """The numbers of every strip, the next one being read while this one is used."""
-
-    def read(strip: Strip) -> np.ndarray:
-        info = found[strip.slot.name]
-        if strip.columns is None:
-            return reader.rows(info, *strip.rows)
-        return reader.columns(info, strip.rows, strip.columns)
-
-    with ThreadPoolExecutor(1) as thread:
-        pending: Future[np.ndarray] | None = None
-        for strip in order:
-            following = thread.submit(read, strip)
-            if pending is not None:
-                yield pending.result()
-            pending = following
-        if pending is not None:
-            yield pending.result()

@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from meshtune.families import model_spec
 from meshtune.weights.check import check
 from meshtune.weights.export import MODEL_FILES, copied, write_json
 from meshtune.weights.safetensors_files import DTYPES, INDEX, SINGLE, headers
-from meshtune.weights.streamed import ST_DTYPES, Tensor, header
+from meshtune.weights.writer import ST_DTYPES, Tensor, header
 
 MAX_SHARD_BYTES = 5_000_000_000
 WRITTEN = {short: dtype for dtype, short in ST_DTYPES.items()}
@@ -33,7 +32,7 @@ class NewTensor:
     @property
     def entry(self) -> Tensor:
         """What a file's header says of it."""
-        return Tensor(self.name, jax.ShapeDtypeStruct(self.shape, self.dtype), None, self.dtype)
+        return Tensor(self.name, self.shape, self.dtype, ())
 
 
 def write_model(

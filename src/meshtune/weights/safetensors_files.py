@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import struct
 from pathlib import Path
@@ -23,11 +22,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD = re.compile(r"^(.+)-(\d{5})-of-(\d{5})\.safetensors$")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-# Host memory that one read of rows may take.
+# Host memory that one read may take.
 BLOCK_BYTES = 16 << 20
-# A narrower range of a row's columns is not worth a read of its own, which costs some 1.5 microseconds: in these 16 KB
-# of whole rows are copied from the page cache, and storage hands out whole pages anyway.
-PIECE_BYTES = 1024
 HEADER_LIMIT = 100_000_000  # as in the reference implementation
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -183,35 +179,33 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     with file.open("rb") as stream:
         start = stream.read(8)
         if start.startswith(b"version "):
-            raise _broken(
-                file, "it is a Git LFS pointer, not the weights themselves", "run `git lfs pull` in the clone"
-            )
+            raise broken(file, "it is a Git LFS pointer, not the weights themselves", "run `git lfs pull` in the clone")
         if len(start) < 8:
-            raise _broken(file, f"it is {size} bytes long, too short for a header")
+            raise broken(file, f"it is {size} bytes long, too short for a header")
         (length,) = struct.unpack("<Q", start)
         if length > HEADER_LIMIT:
-            raise _broken(file, "it does not start with a safetensors header")
+            raise broken(file, "it does not start with a safetensors header")
         if 8 + length > size:
-            raise _broken(file, f"its header says {length:,} bytes, but the file ends after {size - 8:,}")
+            raise broken(file, f"its header says {length:,} bytes, but the file ends after {size - 8:,}")
         text = stream.read(length)
     try:
         entries = json.loads(text)
     except ValueError as error:  # malformed JSON or not UTF-8
-        raise _broken(file, f"its header is not JSON ({error})") from error
+        raise broken(file, f"its header is not JSON ({error})") from error
     if not isinstance(entries, dict):
-        raise _broken(file, "its header is not a JSON object")
+        raise broken(file, "its header is not a JSON object")
     entries.pop("__metadata__", None)
     tensors = {name: _tensor(file, name, entry, 8 + length) for name, entry in entries.items()}
     ordered = sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes))
     at = 8 + length
     for name, info in ordered:
         if info.start != at:
-            raise _broken(file, f"tensor '{name}' starts at byte {info.start:,}, expected {at:,}")
+            raise broken(file, f"tensor '{name}' starts at byte {info.start:,}, expected {at:,}")
         at += info.nbytes
     if at > size:
-        raise _broken(file, f"it is half-written: {size:,} of {at:,} bytes are there")
+        raise broken(file, f"it is half-written: {size:,} of {at:,} bytes are there")
     if at < size:
-        raise _broken(file, f"it is {size:,} bytes long, but its tensors end at byte {at:,}")
+        raise broken(file, f"it is {size:,} bytes long, but its tensors end at byte {at:,}")
     return dict(ordered)
 
 
@@ -221,97 +215,21 @@ def _tensor(file: Path, name: str, entry: Any, data: int) -> TensorInfo:
         if not all(type(n) is int and n >= 0 for n in (*shape, start, stop)) or start > stop:
             raise ValueError("not byte ranges and sizes")
     except (KeyError, TypeError, ValueError) as error:
-        raise _broken(file, f"the header's entry for tensor '{name}' is malformed: {entry!r}"[:300]) from error
+        raise broken(file, f"the header's entry for tensor '{name}' is malformed: {entry!r}"[:300]) from error
     if dtype in DTYPES:
         expected = int(np.prod(shape, dtype=np.int64)) * DTYPES[dtype].itemsize
         if expected != stop - start:
-            raise _broken(
+            raise broken(
                 file,
                 f"tensor '{name}' {dtype}{list(shape)} needs {expected:,} bytes, the header gives {stop - start:,}",
             )
     return TensorInfo(shape, str(dtype), file, data + start, stop - start)
 
 
-def _broken(file: Path, what: str, fix: str = "download or copy the file again") -> UserError:
+def broken(file: Path, what: str, fix: str = "download or copy the file again") -> UserError:
+    """The error for a safetensors file that is damaged."""
     return UserError(f"{file.name} is not a whole safetensors file: {what}", where=str(file), fix=fix)
 
 
 def _count(n: int, noun: str) -> str:
     return f"{n} {noun}{'' if n == 1 else 's'}"
-
-
-class TensorReader:
-    """Reads tensors, or blocks of their rows, into fresh host arrays; keeps files open until closed.
-
-    Bytes are read, not mapped: pages of a mapped file count as the process's own memory. `bytes` and `files` count
-    what was read and how many files were opened; each is opened once.
-    """
-
-    def __init__(self):
-        self._open: dict[Path, int] = {}
-        self.bytes = self.files = 0
-
-    def __enter__(self) -> TensorReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for descriptor in self._open.values():
-            os.close(descriptor)
-        self._open.clear()
-
-    def rows(self, info: TensorInfo, start: int, stop: int) -> np.ndarray:
-        """Rows start..stop of the tensor's first axis, in the file's own dtype."""
-        dtype = DTYPES[info.dtype]
-        shape = (stop - start, *info.shape[1:])
-        row_bytes = info.nbytes // info.shape[0] if info.shape[0] else 0
-        block = np.empty(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize, np.uint8)
-        self._fill(info, block.data, info.start + start * row_bytes)
-        return block.view(dtype).reshape(shape)
-
-    def columns(self, info: TensorInfo, rows: tuple[int, int], columns: tuple[int, int]) -> np.ndarray:
-        """Columns (of the second axis) of some rows. Reads the columns alone; where they are so few that this would
-        take longer than reading the rows, reads the rows (`bytes` counts them) and cuts.
-        """
-        (start, stop), (left, right) = rows, columns
-        dtype, inner = DTYPES[info.dtype], info.shape[2:]
-        row_bytes = info.nbytes // info.shape[0]
-        column_bytes = row_bytes // info.shape[1]
-        width = (right - left) * column_bytes
-        if width < PIECE_BYTES:
-            several = max(1, BLOCK_BYTES // row_bytes)
-            block = np.empty((stop - start, right - left, *inner), dtype)
-            for top in range(start, stop, several):
-                bottom = min(stop, top + several)
-                block[top - start : bottom - start] = self.rows(info, top, bottom)[:, left:right]
-            return block
-        block = np.empty((stop - start) * width, np.uint8)
-        view, at = block.data, info.start + start * row_bytes + left * column_bytes
-        for row in range(stop - start):
-            self._fill(info, view[row * width : (row + 1) * width], at + row * row_bytes)
-        return block.view(dtype).reshape(stop - start, right - left, *inner)
-
-    def tensor(self, info: TensorInfo) -> np.ndarray:
-        """The whole tensor."""
-        if not info.shape:
-            block = np.empty(info.nbytes, np.uint8)
-            self._fill(info, block.data, info.start)
-            return block.view(DTYPES[info.dtype]).reshape(())
-        return self.rows(info, 0, info.shape[0])
-
-    def read(self, info: TensorInfo, offset: int, length: int) -> bytes:
-        """`length` raw bytes of the tensor from byte `offset`."""
-        block = bytearray(length)
-        self._fill(info, memoryview(block), info.start + offset)
-        return bytes(block)
-
-    def _fill(self, info: TensorInfo, into: memoryview, at: int) -> None:
-        if info.file not in self._open:
-            self._open[info.file] = os.open(info.file, os.O_RDONLY)
-            self.files += 1
-        descriptor, done = self._open[info.file], 0
-        while done < len(into):
-            got = os.preadv(descriptor, [into[done:]], at + done)
-            if got == 0:
-                raise _broken(info.file, "it became shorter while it was read")
-            done += got
-        self.bytes += done

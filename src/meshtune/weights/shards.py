@@ -14,12 +14,13 @@ from jax import make_array_from_single_device_arrays as from_shards
 from jax.sharding import SingleDeviceSharding
 
 from meshtune.arrays.spec import ArraySpec
+from meshtune.families.tensors import TensorMap
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import on_host, real
 from meshtune.quantize.scales import twice_quantised
 from meshtune.quantize.weight import QuantisedWeight, encoded
-from meshtune.weights.slots import Slot, allocate, place
-from meshtune.weights.strips import Box, Device, Piece, Strip, boxes
+from meshtune.weights.buffers import Buffer, HostBuffer, allocate, buffer_for
+from meshtune.weights.read_plan import Block, Box, Cut, Device, boxes
 
 
 class Shards:
@@ -41,94 +42,109 @@ class Shards:
         parts = {name: array for path, leaf in arrays.items() for name, array in parts_of(path, leaf).items()}
         self._shapes = {name: array.shape for name, array in parts.items()}
         self._shardings = {name: layout.of(array) if layout else None for name, array in parts.items()}
-        self.held: dict[str, dict[Box, tuple[Device, ...]]] = {}  # slices in numbers, also where codes are packed
+        self.boxes: dict[str, dict[Box, tuple[Device, ...]]] = {}  # slices in numbers, also where codes are packed
         shards: dict[Device, dict[str, tuple[tuple[int, ...], str]]] = {}
         for path, leaf in arrays.items():
             for name, array in parts_of(path, leaf).items():
-                held = boxes(array.shape, self._shardings[name], devices)
-                here = {box: tuple(filter(_is_here, on)) for box, on in held.items()}
+                holders = boxes(array.shape, self._shardings[name], devices)
+                local = {box: tuple(filter(_is_local, on)) for box, on in holders.items()}
                 if name in (path, f"{path}/codes"):
                     per = 1 if isinstance(leaf, ArraySpec) else leaf.shape[-1] // array.shape[-1]
-                    self.held[path] = {
-                        (*box[:-1], (box[-1][0] * per, box[-1][1] * per)): on for box, on in here.items()
+                    self.boxes[path] = {
+                        (*box[:-1], (box[-1][0] * per, box[-1][1] * per)): on for box, on in local.items()
                     }
-                for box, on in here.items():
+                for box, on in local.items():
                     for device in on:
                         shards.setdefault(device, {})[name] = (tuple(stop - start for start, stop in box), array.dtype)
-        self._scales: dict[str, np.ndarray] = {}  # of the matrix that is being read, path to [out, blocks]
+        # Of each matrix that is being read: (path, index) to [out, blocks].
+        self._scales: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}
         self._threads = ThreadPoolExecutor(len(shards), "load")
-        self._leaves = {device: self._allocate(mine, device) for device, mine in shards.items()}
+        self._buffers = {device: self._allocate(forms, device) for device, forms in shards.items()}
 
-    def _allocate(self, mine: dict[str, tuple[tuple[int, ...], str]], device: Device) -> dict[str, jax.Array]:
-        here = {name: form for name, form in mine.items() if name not in self._waiting}
-        there = {name: form for name, form in mine.items() if name in self._waiting}
-        made = allocate(here, device) if here else {}
-        return made | (allocate(there, jax.local_devices(backend="cpu")[0]) if there else {})
+    def _allocate(self, forms: dict[str, tuple[tuple[int, ...], str]], device: Device) -> dict[str, Buffer]:
+        on_device = {name: form for name, form in forms.items() if name not in self._waiting}
+        on_host = {name: form for name, form in forms.items() if name in self._waiting}
+        arrays = allocate(on_device, device) if on_device else {}
+        arrays |= allocate(on_host, jax.local_devices(backend="cpu")[0]) if on_host else {}
+        return {name: buffer_for(array) for name, array in arrays.items()}
 
-    def put(self, strip: Strip, block: np.ndarray) -> None:
-        """Writes what this process's devices hold of a strip, whose numbers are `block`. Waits until it is done."""
-        if block.dtype == np.float64:  # JAX keeps no float64 unless asked to
-            block = block.astype(np.float32)
-        leaf = self._arrays[strip.slot.path]
-        write = self._plain if isinstance(leaf, ArraySpec) else functools.partial(self._quantised, leaf)
+    def is_quantised(self, path: str) -> bool:
+        """Whether a leaf is read as a quantised weight."""
+        return not isinstance(self._arrays[path], ArraySpec)
 
-        def one(to: tuple[Piece, Device]) -> None:
-            piece, device = to
-            cut = jax.device_put(np.ascontiguousarray(block[(slice(None), *piece.columns)]), device)
-            write(strip, piece, device, cut)
+    def memory_of(self, block: Block, dtype: np.dtype[Any]) -> np.ndarray | None:
+        """The shard's own memory as the array [*block.shape] that a block is read into, where the block goes as it is,
+        in one run, to one shard in host memory; else None."""
+        if len(block.cuts) != 1 or len(block.cuts[0].devices) != 1:
+            return None
+        cut, (device,) = block.cuts[0], block.cuts[0].devices
+        if self.is_quantised(cut.entry.path) or list(cut.entry.view.order) != list(range(len(block.shape))):
+            return None
+        buffer = self._buffers[device][cut.entry.path]
+        if not isinstance(buffer, HostBuffer) or buffer.numbers.dtype != dtype:
+            return None
+        target = cut.within(buffer.numbers)
+        return target if target.shape == block.shape and target.flags.c_contiguous else None
 
-        # Side by side: every device compiles programs of its own.
-        list(self._threads.map(one, ((piece, device) for piece in strip.pieces for device in piece.devices)))
+    def put(self, block: Block, numbers: np.ndarray) -> None:
+        """Writes what this process's devices hold of a block. Waits until it is done."""
+        if numbers.dtype == np.float64:  # JAX keeps no float64 unless asked to
+            numbers = numbers.astype(np.float32)
 
-    def _plain(self, strip: Strip, piece: Piece, device: Device, cut: jax.Array) -> None:
-        self._place(strip.slot.path, device, cut, piece.at)
+        def put_one(to: tuple[Cut, Device]) -> None:
+            cut, device = to
+            leaf = self._arrays[cut.entry.path]
+            if isinstance(leaf, ArraySpec):
+                self._buffers[device][cut.entry.path].put(cut, numbers)
+                return
+            for at, part in cut.runs(numbers):
+                self._put_quantised(leaf, cut, device, at, np.ascontiguousarray(part))
 
-    def _quantised(self, leaf: QuantisedWeight, strip: Strip, piece: Piece, device: Device, cut: jax.Array) -> None:
-        codes, absmax = encoded(cut, format=leaf.format, block_size=leaf.block_size)
-        path, (*at, column) = strip.slot.path, piece.at
-        assert column == 0, "a piece begins where its slice's rows do"
-        self._place(f"{path}/codes", device, codes, (*at, 0))
+        targets = [(cut, device) for cut in block.cuts for device in cut.devices]
+        if len(targets) == 1:
+            put_one(targets[0])
+        else:  # side by side: every device compiles programs of its own
+            list(self._threads.map(put_one, targets))
+
+    def _put_quantised(
+        self, leaf: QuantisedWeight, cut: Cut, device: Device, at: tuple[int, ...], numbers: np.ndarray
+    ) -> None:
+        codes, absmax = encoded(jax.device_put(numbers, device), format=leaf.format, block_size=leaf.block_size)
+        path, buffers = cut.entry.path, self._buffers[device]
+        *rows, column = at
+        assert column == 0, "a block holds whole rows of a shard"
+        buffers[f"{path}/codes"].put_at((*rows, 0), codes)
         if leaf.nested is None:
-            self._place(f"{path}/scales", device, absmax, (*at, 0))
+            buffers[f"{path}/scales"].put_at((*rows, 0), absmax)
             return
-        first = (strip.columns[0] if strip.columns else 0) + piece.columns[-1].start
-        matrix = self._scales[path]
-        columns = slice(first // leaf.block_size, first // leaf.block_size + absmax.shape[-1])
-        matrix[strip.top : strip.top + len(absmax), columns] = np.asarray(absmax)
+        top, left = (start + offset for (start, _), offset in zip(cut.box[-2:], at[-2:], strict=True))
+        count, first = absmax.shape[-2], left // leaf.block_size
+        scales = self._scales[path, cut.entry.index]
+        scales[top : top + count, first : first + absmax.shape[-1]] = np.asarray(absmax).reshape(absmax.shape[-2:])
 
-    def _place(self, name: str, device: Device, block: Any, at: tuple[int, ...]) -> None:
-        leaves = self._leaves[device]
-        if name in self._waiting:
-            block = jax.device_put(block, *leaves[name].devices())
-        leaves[name] = place(leaves[name], block, np.asarray(at, np.int32))
-        # One block in flight: an asynchronous queue of them would hold them all.
-        leaves[name].block_until_ready()
-
-    def begin(self, slot: Slot) -> None:
-        """A tensor's strips come next."""
-        leaf = self._arrays[slot.path]
+    def begin(self, entry: TensorMap) -> None:
+        """Blocks of this part of a leaf come next."""
+        leaf = self._arrays[entry.path]
         if isinstance(leaf, QuantisedWeight) and leaf.nested is not None:
-            self._scales[slot.path] = np.zeros(leaf.scales.shape[-2:], np.float32)
+            self._scales[entry.path, entry.index] = np.zeros(leaf.scales.shape[-2:], np.float32)
 
-    def end(self, slot: Slot) -> None:
-        """All strips of a tensor have come. Where its scales are quantised too every process must call this, for every
-        tensor in the same order: the mean of the scales is that of all.
+    def end(self, entry: TensorMap) -> None:
+        """All blocks of a part have come. Where its scales are quantised too every process must call this, for every
+        part in the same order: the mean of the scales is that of all.
         """
-        leaf = self._arrays[slot.path]
-        if slot.path not in self._scales or not isinstance(leaf, QuantisedWeight):
+        leaf, key = self._arrays[entry.path], (entry.path, entry.index)
+        if key not in self._scales or not isinstance(leaf, QuantisedWeight):
             return
-        codes, nested, offset = twice_quantised(self._everywhere(self._scales.pop(slot.path), leaf.scales))
-        row = () if slot.row is None else (slot.row,)
+        codes, nested, offset = twice_quantised(self._everywhere(self._scales.pop(key), leaf.scales))
+        lead = len(entry.index)
         for part, numbers in (("scales", codes), ("nested", nested), ("offset", offset)):
-            name = f"{slot.path}/{part}"
-            held = boxes(self._shapes[name], self._shardings[name], list(self._leaves))
-            for box, on in held.items():
-                lead = len(row)
+            name = f"{entry.path}/{part}"
+            for box, on in boxes(self._shapes[name], self._shardings[name], list(self._buffers)).items():
                 inner = tuple(slice(*edges) for edges in box[lead:])
-                at = (*(r - box[0][0] for r in row), *(0 for _ in inner))
+                row = (i - start for i, (start, _) in zip(entry.index, box[:lead], strict=True))
+                at = (*row, *(0 for _ in inner))
                 for device in on:
-                    cut = np.ascontiguousarray(np.asarray(numbers)[inner])
-                    self._place(name, device, jax.device_put(cut, device), at)
+                    self._buffers[device][name].put_at(at, np.ascontiguousarray(np.asarray(numbers)[inner]))
 
     def _everywhere(self, matrix: np.ndarray, scales: ArraySpec) -> np.ndarray:
         """A matrix of scales of which this process knows what its devices hold, whole."""
@@ -142,30 +158,30 @@ class Shards:
     def assembled(self) -> dict[str, Any]:
         """The leaves, path to global array; this object gives up its own hold on them."""
         self._threads.shutdown()
-        made: dict[str, jax.Array] = {}
+        arrays: dict[str, jax.Array] = {}
         for name, shape in self._shapes.items():
             sharding = self._shardings[name]
             if name in self._waiting:
-                made[name] = self._on_host(name)
+                arrays[name] = self._on_host(name)
                 continue
-            parts = [leaves.pop(name) for leaves in self._leaves.values()]
-            made[name] = parts[0] if sharding is None else from_shards(shape, sharding, parts)
+            parts = [buffers.pop(name).array for buffers in self._buffers.values()]
+            arrays[name] = parts[0] if sharding is None else from_shards(shape, sharding, parts)
 
         def leaf(path: str, array: ArraySpec | QuantisedWeight) -> Any:
             if isinstance(array, ArraySpec):
-                return made[path]
-            return dataclasses.replace(array, **{part: made[f"{path}/{part}"] for part in _fields(array)})
+                return arrays[path]
+            return dataclasses.replace(array, **{part: arrays[f"{path}/{part}"] for part in _fields(array)})
 
         return {path: leaf(path, array) for path, array in self._arrays.items()}
 
     def _on_host(self, name: str) -> jax.Array:
-        where = real(on_host(self._shardings[name]))
-        assert where is not None
+        sharding = real(on_host(self._shardings[name]))
+        assert sharding is not None
         parts = []
-        for device, leaves in self._leaves.items():
-            mine = SingleDeviceSharding(device or jax.local_devices()[0], memory_kind=where.memory_kind)
-            parts.append(jax.device_put(leaves.pop(name), mine).block_until_ready())
-        return from_shards(self._shapes[name], where, parts)
+        for device, buffers in self._buffers.items():
+            local = SingleDeviceSharding(device or jax.local_devices()[0], memory_kind=sharding.memory_kind)
+            parts.append(jax.device_put(buffers.pop(name).array, local).block_until_ready())
+        return from_shards(self._shapes[name], sharding, parts)
 
 
 def parts_of(path: str, leaf: ArraySpec | QuantisedWeight) -> dict[str, ArraySpec]:
@@ -176,8 +192,8 @@ def parts_of(path: str, leaf: ArraySpec | QuantisedWeight) -> dict[str, ArraySpe
 
 
 def _fields(leaf: QuantisedWeight) -> dict[str, Any]:
-    every = {field: getattr(leaf, field) for field in ("codes", "scales", "nested", "offset")}
-    return {field: array for field, array in every.items() if array is not None}
+    fields = {field: getattr(leaf, field) for field in ("codes", "scales", "nested", "offset")}
+    return {field: array for field, array in fields.items() if array is not None}
 
 
 @functools.cache
@@ -185,5 +201,5 @@ def _replicated(layout: Layout) -> Any:
     return jax.jit(lambda x: x, out_shardings=layout.replicated)
 
 
-def _is_here(device: Device) -> bool:
+def _is_local(device: Device) -> bool:
     return device is None or device.process_index == jax.process_index()

@@ -7,10 +7,10 @@ import math
 from pathlib import Path
 
 from meshtune.errors import UserError
+from meshtune.families import tensors
 from meshtune.weights.check import check
 from meshtune.weights.load import load_spec
 from meshtune.weights.safetensors_files import headers
-from meshtune.weights.slots import slots
 
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -41,7 +41,7 @@ def survey(directory: Path) -> Survey:
     spec, _ = load_spec(directory)
     found = headers(directory)
     check(directory, spec, found, numbers=False)
-    wanted = {slot.name: math.prod(slot.shape) for slot in slots(spec)}
+    wanted = {entry.name: math.prod(entry.view.tensor) for entry in tensors(spec)}
     dtypes: dict[str, int] = {}
     for name in wanted:
         dtype = DTYPE_NAMES.get(found[name].dtype, found[name].dtype.lower())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from jaxtyping import Float
 
 from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.errors import UserError
+from meshtune.families import tensors as table_of
+from meshtune.families.tensors import TensorMap
 from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import place_batch
@@ -27,10 +30,9 @@ from meshtune.model.norm import rms_norm
 from meshtune.model.spec import LayerSpec, ModelSpec
 from meshtune.weights.check import check
 from meshtune.weights.load import load_spec
-from meshtune.weights.row_order import between, joined
-from meshtune.weights.safetensors_files import TensorInfo, TensorReader, headers
-from meshtune.weights.slots import Slot, slots
-from meshtune.weights.streamed import Tensor, first_difference
+from meshtune.weights.safetensors_files import TensorInfo, headers
+from meshtune.weights.tensor_reader import TensorReader
+from meshtune.weights.writer import first_difference, read_box, tensors_of
 
 COMPUTE = Compute(dtype="float32", attention="direct")
 PROBE_SHAPE = (2, 48)
@@ -171,7 +173,7 @@ def _by_layer(spec: ModelSpec) -> list[tuple[int, str, int, LayerSpec]]:
 def _compare_tensors(flat: dict[str, Any], spec: ModelSpec, found: dict[str, TensorInfo], dtype: str, job: Job) -> int:
     files = {file: number for number, file in enumerate(sorted({info.file for info in found.values()}))}
     mine = {name for name, info in found.items() if (files[info.file] + 1) % job.process_count == job.process_index}
-    tensors = [Tensor(slot.name, flat[slot.path], slot.row, dtype, slot.order) for slot in slots(spec)]
+    tensors = tensors_of(table_of(spec), flat, dtype)
     if (different := first_difference(tensors, found, mine)) is not None:
         tensor, start, trained, there = different
         message = _tensor_message(tensor.name, start, trained, there)
@@ -192,41 +194,55 @@ def _tensor_message(name: str, start: int, trained: np.ndarray, there: np.ndarra
 def written_logits(directory: Path, layout: Layout | None = None) -> Float[np.ndarray, "B T V"]:
     """float32 logits of the probe from a model directory's files, one layer at a time, each laid out on the mesh."""
     spec, _ = load_spec(directory)
-    found, wanted = headers(directory), slots(spec)
-    embedding = _read([slot for slot in wanted if slot.path.startswith("embed/")], found, layout)
+    infos, table = headers(directory), table_of(spec)
+    embedding = _read([entry for entry in table if entry.path.startswith("embed/")], infos, layout)
+    in_layer: dict[tuple[str, int], list[TensorMap]] = {}
+    outside: list[TensorMap] = []
+    for entry in table:
+        if entry.array.is_stacked:
+            in_layer.setdefault((entry.path.split("/")[1], entry.index[0]), []).append(entry)
+        elif not entry.path.startswith("embed/"):
+            outside.append(entry)
 
     def layers() -> Iterator[tuple[LayerSpec, Tree]]:
         for _, key, row, layer in _by_layer(spec):
-            inside = [slot for slot in wanted if slot.path.startswith(f"layers/{key}/") and slot.row == row]
-            yield layer, _read(inside, found, layout)["layers"][key]
+            yield layer, _read(in_layer[key, row], infos, layout)["layers"][key]
 
     def ends() -> Tree:
-        rest = [slot for slot in wanted if slot.row is None and not slot.path.startswith("embed/")]
-        return embedding | _read(rest, found, layout) if spec.tied else _read(rest, found, layout)
+        return embedding | _read(outside, infos, layout) if spec.tied else _read(outside, infos, layout)
 
     return _logits(spec, layout, lambda: embedding, layers(), ends)
 
 
-def _read(wanted: list[Slot], found: dict[str, TensorInfo], layout: Layout | None) -> Tree:
-    """Some tensors as a tree, in the file's dtype, each alone in its leaf: a layer's are not stacked."""
+def _read(table: list[TensorMap], infos: dict[str, TensorInfo], layout: Layout | None) -> Tree:
+    """Some tensors as a tree, in the file's dtype, without the axis of layers: a leaf is one layer's."""
+    leaves: dict[str, list[TensorMap]] = {}
+    for entry in table:
+        leaves.setdefault(entry.path, []).append(entry)
     with TensorReader() as reader:
-        return unflatten({slot.path: _placed(reader, slot, found[slot.name], layout) for slot in wanted})
+        return unflatten({path: _placed(reader, entries, infos, layout) for path, entries in leaves.items()})
 
 
-def _placed(reader: TensorReader, slot: Slot, info: TensorInfo, layout: Layout | None) -> jax.Array:
+def _placed(
+    reader: TensorReader, entries: list[TensorMap], infos: dict[str, TensorInfo], layout: Layout | None
+) -> jax.Array:
+    """One layer's part of a leaf, or a leaf outside the layers: of one tensor, or of one for each further index."""
+    array, lead = entries[0].array, int(entries[0].array.is_stacked)
+    shape, axes = array.shape[lead:], array.axes[lead:]
+    by_index = {entry.index[lead:]: entry for entry in entries}
+    depth = len(entries[0].index) - lead
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        box = tuple(cut.indices(size)[:2] for cut, size in zip(index, shape, strict=True))
+        parts = [
+            read_box(reader, infos[entry.name], entry.view, box[depth:])
+            for entry in (by_index[i] for i in itertools.product(*(range(*edges) for edges in box[:depth])))
+        ]
+        return np.stack(parts).reshape([stop - start for start, stop in box]) if depth else parts[0]
+
     if layout is None:
-        whole = reader.tensor(info)
-        return jax.device_put(whole if slot.order is None else slot.order.in_memory(whole))
-
-    def part(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None
-        rows, *columns = (cut.indices(size)[:2] for cut, size in zip(index, info.shape, strict=True))
-        runs = [(run.file, run.file + run.rows) for run in between(slot.order, rows[0], rows[1])]
-        if not columns or columns[0] == (0, info.shape[1]):
-            return joined([reader.rows(info, *run) for run in runs])
-        return joined([reader.columns(info, run, columns[0]) for run in runs])
-
-    return jax.make_array_from_callback(info.shape, layout.sharding(slot.axes, slot.shape), part)
+        return jax.device_put(part(tuple(slice(None) for _ in shape)))
+    return jax.make_array_from_callback(shape, layout.sharding(axes, shape), lambda index: part(index or ()))
 
 
 def _compare_logits(expected: np.ndarray, got: np.ndarray, dest: Path, dtype: str) -> float:

@@ -1,0 +1,254 @@
+"""A family's tensors as a table: each entry says which view of which Hugging Face tensor a part of a parameter is.
+
+Checking, loading, exporting and verifying read the same table, so that a family states its layout of files once. A
+`View` covers fused projections, interleaved and transposed experts and rows in another order; a leaf may be made of
+many tensors (layers, experts), and a tensor may hold parts of several leaves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import flatten
+from meshtune.model.spec import ModelSpec, abstract_params
+
+Shape = tuple[int, ...]
+Range = tuple[int, int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """Part of a tensor, rearranged: `tensor.reshape(split_shape)[take].transpose(order).reshape(shape)`.
+
+    `split_shape` refines the tensor's own shape, `take` is (start, stop, step) for each of its dimensions, `order`
+    permutes them, and `shape` merges neighbouring ones. Built from `View.whole(shape)` by the methods, in this order:
+
+        View.whole((3 * H * h, D)).split(3, H, h, D).transpose(1, 0, 2, 3).merge(3 * H * h, D)   rows head by head
+        View.whole((2 * F, D)).split(2, F, D).slice(0, 1, 2).merge(F, D)                         the second half
+        View.whole((E, D, 2 * F)).split(E, D, F, 2).slice(3, 0, 1).transpose(0, 2, 3, 1).merge(E, F, D)
+    """
+
+    tensor: Shape
+    split_shape: Shape
+    take: tuple[Range, ...]
+    order: tuple[int, ...]
+    shape: Shape
+
+    def __post_init__(self):
+        assert math.prod(self.tensor) == math.prod(self.split_shape), (self.tensor, self.split_shape)
+        assert _groups(self.split_shape, self.tensor) is not None, f"{self.split_shape} does not refine {self.tensor}"
+        for n, (start, stop, step) in zip(self.split_shape, self.take, strict=True):
+            assert step > 0
+            assert 0 <= start < stop <= n, (self.split_shape, self.take)
+        assert sorted(self.order) == list(range(len(self.split_shape))), self.order
+        assert _groups(self.permuted, self.shape) is not None, f"{self.permuted} does not merge into {self.shape}"
+
+    @classmethod
+    def whole(cls, shape: Shape) -> View:
+        """A tensor as it is."""
+        return cls(shape, shape, tuple((0, n, 1) for n in shape), tuple(range(len(shape))), shape)
+
+    def split(self, *shape: int) -> View:
+        """With dimensions divided into finer ones."""
+        assert self == View.whole(self.tensor), "split comes first"
+        return dataclasses.replace(View.whole(shape), tensor=self.tensor)
+
+    def slice(self, dimension: int, start: int, stop: int, step: int = 1) -> View:
+        """Only start..stop, every `step`, of one dimension."""
+        take = tuple((start, stop, step) if n == dimension else kept for n, kept in enumerate(self.take))
+        return dataclasses.replace(self, take=take, shape=tuple(_count(entry) for entry in take))
+
+    def transpose(self, *order: int) -> View:
+        """With dimensions in another order."""
+        return dataclasses.replace(self, order=order, shape=tuple(self.taken[n] for n in order))
+
+    def merge(self, *shape: int) -> View:
+        """With neighbouring dimensions as one: the shape of the parameter's part."""
+        return dataclasses.replace(self, shape=shape)
+
+    @property
+    def taken(self) -> Shape:
+        """Elements taken of each dimension of `split_shape`."""
+        return tuple(_count(entry) for entry in self.take)
+
+    @property
+    def permuted(self) -> Shape:
+        """`taken`, in the order of the parameter's dimensions."""
+        return tuple(self.taken[n] for n in self.order)
+
+    @functools.cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """For each dimension of `shape`, the positions in `permuted` that make it up."""
+        groups = _groups(self.permuted, self.shape)
+        assert groups is not None
+        return groups
+
+    @functools.cached_property
+    def is_identity(self) -> bool:
+        """Whether the part is the whole tensor as it is."""
+        return self == View.whole(self.tensor)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """`take`, as numpy writes it."""
+        return tuple(slice(*entry) for entry in self.take)
+
+    def read(self, tensor: np.ndarray) -> np.ndarray:
+        """The part [*shape] of a whole tensor."""
+        return tensor.reshape(self.split_shape)[self.slices].transpose(self.order).reshape(self.shape)
+
+    def write(self, part: np.ndarray, tensor: np.ndarray) -> None:
+        """The inverse of `read`: puts a part where it belongs in a whole, contiguous tensor."""
+        assert tensor.flags.c_contiguous
+        assert tensor.shape == self.tensor
+        inverse = tuple(int(n) for n in np.argsort(self.order))
+        tensor.reshape(self.split_shape)[self.slices] = part.reshape(self.permuted).transpose(inverse)
+
+    def of_rows(self, *columns: int) -> View:
+        """The same arrangement of rows for an array [rows, *columns], where only rows are rearranged."""
+        lead = len(self.split_shape) - (len(self.tensor) - 1)
+        whole = tuple((0, n, 1) for n in self.tensor[1:])
+        assert self.take[lead:] == whole, "columns are taken in part"
+        assert self.order[lead:] == tuple(range(lead, len(self.order))), "columns are rearranged as well"
+        rows = (self.split_shape[:lead], self.take[:lead], self.order[:lead])
+        extra = View.whole(columns)
+        return View(
+            (math.prod(rows[0]), *columns),
+            (*rows[0], *columns),
+            (*rows[1], *extra.take),
+            (*rows[2], *range(lead, lead + len(columns))),
+            (self.shape[0], *columns),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorMap:
+    """`params[path][index]` is `view` of the tensor `name`; `array` describes `params[path]`."""
+
+    name: str
+    path: str
+    index: tuple[int, ...]
+    array: ArraySpec
+    view: View
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the parameter's part."""
+        return self.view.shape
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The logical name of each dimension of the parameter's part."""
+        return self.array.axes[len(self.index) :]
+
+    @property
+    def module(self) -> str:
+        """The Hugging Face module that holds the tensor."""
+        return self.name.rpartition(".")[0]
+
+
+def one_to_one(spec: ModelSpec, modules: Mapping[str, str], outside: Mapping[str, str]) -> list[TensorMap]:
+    """A table in which every tensor is one leaf, or one layer of a stacked leaf, as it is.
+
+    `modules` names the Hugging Face module of each node of a layer ("attn/q": "self_attn.q_proj"), `outside` that of
+    each other node. In the order embedding, layer by layer, norm, head: the order in which models are written.
+    """
+    numbers = {key: numbers for key, _, _, numbers in spec.positions()}
+    ordered: list[tuple[float, TensorMap]] = []
+    place = -1.0  # of leaves outside the layers: before all layers, or after
+    for path, array in flatten(abstract_params(spec)).items():
+        node, _, leaf = path.rpartition("/")
+        if not array.is_stacked:
+            name = f"{outside[node]}.{leaf}"
+            ordered.append((place, TensorMap(name, path, (), array, View.whole(array.shape))))
+            continue
+        place = float(spec.layers)
+        _, key, inner = node.split("/", 2)
+        view = View.whole(array.shape[1:])
+        for row, number in enumerate(numbers[key]):
+            name = f"model.layers.{number}.{modules[inner]}.{leaf}"
+            ordered.append((float(number), TensorMap(name, path, (row,), array, view)))
+    return [entry for _, entry in sorted(ordered, key=lambda entry: entry[0])]
+
+
+def with_view(table: Sequence[TensorMap], ending: str, view: Callable[[ArraySpec], View]) -> list[TensorMap]:
+    """The table with another view for the leaves whose path has this ending."""
+    return [
+        dataclasses.replace(entry, view=view(entry.array)) if entry.path.endswith(ending) else entry for entry in table
+    ]
+
+
+def validate(table: Sequence[TensorMap], arrays: Mapping[str, ArraySpec]) -> None:
+    """Raises AssertionError where a table leaves part of a tensor or of a leaf out, or has it twice, and says which."""
+    tensors: dict[str, list[TensorMap]] = {}
+    leaves: dict[str, set[tuple[int, ...]]] = {path: set() for path in arrays}
+    for entry in table:
+        where = f"{entry.path}{list(entry.index)}"
+        _require(entry.path in arrays, f"{where} of tensor '{entry.name}' is no part of the model")
+        lead = len(entry.index)
+        expected = arrays[entry.path].shape[lead:]
+        _require(entry.shape == expected, f"{where} is {expected}, its view of '{entry.name}' is {entry.shape}")
+        inside = all(0 <= i < n for i, n in zip(entry.index, arrays[entry.path].shape, strict=False))
+        _require(inside, f"{where} of tensor '{entry.name}' does not exist: {entry.path} is {arrays[entry.path].shape}")
+        _require(entry.index not in leaves[entry.path], f"{where} is written twice, by '{entry.name}' as well")
+        leaves[entry.path].add(entry.index)
+        tensors.setdefault(entry.name, []).append(entry)
+    for path, indices in leaves.items():
+        lengths = {len(index) for index in indices}
+        _require(bool(indices), f"{path} is read from no tensor")
+        _require(len(lengths) == 1, f"{path} is indexed to different depths: {sorted(lengths)}")
+        parts = math.prod(arrays[path].shape[: lengths.pop()])
+        _require(len(indices) == parts, f"{path} is read from {len(indices)} tensors, and has {parts} parts")
+    for name, entries in tensors.items():
+        _validate_tensor(name, [entry.view for entry in entries])
+
+
+def _validate_tensor(name: str, views: list[View]) -> None:
+    shapes = {(view.tensor, view.split_shape) for view in views}
+    _require(len(shapes) == 1, f"the views of tensor '{name}' disagree about its shape or split: {sorted(shapes)}")
+    for n, view in enumerate(views):
+        for other in views[:n]:
+            _require(not _overlap(view, other), f"tensor '{name}' has a part that two leaves are written from")
+    total = sum(math.prod(view.taken) for view in views)
+    size = math.prod(views[0].tensor)
+    _require(total == size, f"tensor '{name}' is left unread in part: {total:,} of {size:,} numbers are used")
+
+
+def _overlap(view: View, other: View) -> bool:
+    ranges = zip(view.take, other.take, strict=True)
+    return all(not set(range(*a)).isdisjoint(range(*b)) for a, b in ranges)
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise AssertionError(f"the family's table of tensors is wrong: {message}")
+
+
+def _count(entry: Range) -> int:
+    return len(range(*entry))
+
+
+def _groups(fine: Shape, coarse: Shape) -> tuple[tuple[int, ...], ...] | None:
+    """The positions in `fine` whose product is each dimension of `coarse`; None where they do not fit."""
+
+    def of_each() -> Iterator[tuple[int, ...]]:
+        at = 0
+        for n, size in enumerate(coarse):
+            first, product = at, 1
+            while at < len(fine) and product * fine[at] <= size and (product < size or n == len(coarse) - 1):
+                product *= fine[at]
+                at += 1
+            if product != size:
+                return
+            yield tuple(range(first, at))
+        if all(n == 1 for n in fine[at:]):
+            yield ()
+
+    groups = tuple(of_each())
+    return groups[:-1] if len(groups) == len(coarse) + 1 else None

@@ -1,0 +1,121 @@
+"""The memory of one device's shard of a leaf while it is being filled."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import threading
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import lax
+from jax.sharding import SingleDeviceSharding
+
+from meshtune.weights.read_plan import Cut
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+class Buffer(Protocol):
+    """A shard that can be written in part; `array` is the shard."""
+
+    @property
+    def array(self) -> jax.Array: ...
+
+    def put(self, cut: Cut, block: np.ndarray) -> None:
+        """Writes what a cut takes of a block, cast to the shard's dtype."""
+        ...
+
+    def put_at(self, at: tuple[int, ...], numbers: np.ndarray | jax.Array) -> None:
+        """Writes a box of the shard whose first number is at index `at`; missing leading dimensions are of size one."""
+        ...
+
+
+class HostBuffer:
+    """A shard in the memory of a CPU device, which the host writes directly. Threads may write different parts."""
+
+    def __init__(self, array: jax.Array):
+        self.array = array.block_until_ready()
+        # np.asarray would give a read-only view and keep a reference that prevents a later donation. The memory is
+        # XLA's own and nothing has read it yet.
+        content = (ctypes.c_uint8 * array.nbytes).from_address(array.unsafe_buffer_pointer())
+        self.numbers = np.ctypeslib.as_array(content).view(array.dtype).reshape(array.shape)
+
+    def put(self, cut: Cut, block: np.ndarray) -> None:
+        copy_cast(cut.within(self.numbers), cut.of(block))
+
+    def put_at(self, at: tuple[int, ...], numbers: np.ndarray | jax.Array) -> None:
+        numbers = np.asarray(numbers)
+        shape = (1,) * (len(at) - numbers.ndim) + numbers.shape
+        target = self.numbers[tuple(slice(start, start + n) for start, n in zip(at, shape, strict=True))]
+        copy_cast(target, numbers.reshape(shape))
+
+
+class DeviceBuffer:
+    """A shard in the memory of an accelerator, updated in place by a compiled program."""
+
+    def __init__(self, array: jax.Array):
+        self.array = array
+        self._device = next(iter(array.devices()))
+        self._lock = threading.Lock()
+
+    def put(self, cut: Cut, block: np.ndarray) -> None:
+        for at, numbers in cut.runs(block):
+            self.put_at(at, np.ascontiguousarray(numbers))
+
+    def put_at(self, at: tuple[int, ...], numbers: np.ndarray | jax.Array) -> None:
+        block = jax.device_put(numbers, self._device)
+        with self._lock:
+            self.array = update_slice(self.array, block, np.asarray(at, np.int32))
+            # One block in flight: an asynchronous queue of them would hold them all.
+            self.array.block_until_ready()
+
+
+def buffer_for(array: jax.Array) -> Buffer:
+    """The buffer that writes into an array just allocated on one device."""
+    (device,) = array.devices()
+    return HostBuffer(array) if device.platform == "cpu" else DeviceBuffer(array)
+
+
+def copy_cast(target: np.ndarray, numbers: np.ndarray) -> None:
+    """target[...] = numbers, cast to the target's dtype."""
+    if target.dtype == numbers.dtype:
+        # As integers: numpy copies them without holding the interpreter's lock, and faster than dtypes of extensions.
+        bits = np.dtype(f"u{target.dtype.itemsize}")
+        np.copyto(target.view(bits), numbers.view(bits))
+    elif numbers.dtype == BFLOAT16 and target.dtype == np.float32:
+        np.left_shift(numbers.view(np.uint16), 16, out=target.view(np.uint32), dtype=np.uint32)
+    else:
+        target[...] = numbers.astype(target.dtype)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def update_slice(leaf: jax.Array, block: jax.Array, at: jax.Array) -> jax.Array:
+    """`leaf` with `block`, cast to its dtype, written at index `at` (int32, one a dimension of leaf), in place."""
+    block = block.astype(leaf.dtype).reshape((1,) * (leaf.ndim - block.ndim) + block.shape)
+    return lax.dynamic_update_slice(leaf, block, tuple(at[i] for i in range(leaf.ndim)))
+
+
+def allocate(arrays: dict[str, tuple[tuple[int, ...], str]], device: jax.Device | None = None) -> dict[str, jax.Array]:
+    """The memory of some leaves (path -> shape and dtype), all zero, on one device (None: the default device)."""
+    sharding = None if device is None else SingleDeviceSharding(device)
+
+    def zeros() -> dict[str, jax.Array]:
+        return {path: jnp.zeros(shape, dtype) for path, (shape, dtype) in arrays.items()}
+
+    # One program for all: a compilation for every shape would take longer than reading a small model.
+    return jax.jit(zeros, out_shardings=sharding)()
+
+
+def row_ranges(shape: tuple[int, ...], itemsize: int, limit: int) -> list[tuple[int, int]]:
+    """Ranges [start, stop) of a tensor's first axis, each at most `limit` bytes (or one row), and as equal as can be:
+    every other size is another program to compile.
+    """
+    row_bytes = max(1, math.prod(shape[1:]) * itemsize)
+    most = max(1, limit // row_bytes)
+    rows = -(-shape[0] // -(-shape[0] // most)) if shape[0] else most
+    return [(start, min(shape[0], start + rows)) for start in range(0, shape[0], rows)]

@@ -1,0 +1,151 @@
+"""Reads tensors from files into the shards of a model, block by block, several at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from meshtune.families.tensors import TensorMap
+from meshtune.weights.read_plan import Block, read_plan
+from meshtune.weights.relay import Relay
+from meshtune.weights.safetensors_files import DTYPES, TensorInfo
+from meshtune.weights.shards import Shards
+from meshtune.weights.tensor_reader import TensorReader
+
+Progress = Callable[[int, int], None]
+THREADS = max(2, min(4, os.cpu_count() or 1))  # each holds a block
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    """One tensor of a file: the parts of leaves that are views of it, and the blocks it is read in."""
+
+    info: TensorInfo
+    entries: tuple[TensorMap, ...]
+    blocks: list[Block]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return DTYPES[self.info.dtype]
+
+    def nbytes(self, block: Block) -> int:
+        return int(np.prod(block.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+def read_into(
+    shards: Shards,
+    table: Iterable[TensorMap],
+    infos: Mapping[str, TensorInfo],
+    reader: TensorReader,
+    relay: Relay | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Writes the tensors of a table into the shards, in place, in the order of the files.
+
+    With a relay one process of its group reads and passes every block on; all must call alike. `progress(done, total)`
+    counts bytes of files. Host memory: THREADS + 1 blocks; with a relay two.
+    """
+    tensors = _in_file_order(shards, table, infos)
+    total = sum(tensor.nbytes(block) for tensor in tensors for block in tensor.blocks)
+    done = 0
+
+    def advance(size: int) -> None:
+        nonlocal done
+        done += size
+        if progress:
+            progress(done, total)
+
+    if relay is None:
+        _read_in_threads(shards, tensors, reader, advance)
+    else:
+        _read_relayed(shards, tensors, reader, relay, advance)
+
+
+def _in_file_order(shards: Shards, table: Iterable[TensorMap], infos: Mapping[str, TensorInfo]) -> list[_Tensor]:
+    by_name: dict[str, list[TensorMap]] = {}
+    for entry in table:
+        by_name.setdefault(entry.name, []).append(entry)
+    tensors = []
+    for name, entries in by_name.items():
+        info = infos[name]
+        quantised = any(shards.is_quantised(entry.path) for entry in entries)
+        plan = read_plan(entries, shards.boxes, DTYPES[info.dtype].itemsize, whole_rows=quantised)
+        tensors.append(_Tensor(info, tuple(entries), plan))
+    return sorted(tensors, key=lambda tensor: (str(tensor.info.file), tensor.info.start))
+
+
+def _read_in_threads(
+    shards: Shards, tensors: Iterable[_Tensor], reader: TensorReader, advance: Callable[[int], None]
+) -> None:
+    """Threads read blocks and write them where they belong; tensors are begun and ended here, in order."""
+
+    def move(tensor: _Tensor, block: Block) -> None:
+        memory = shards.memory_of(block, tensor.dtype)
+        if memory is not None:
+            reader.read_into(memory, tensor.info, block.split_shape, _ranges(block))
+        else:
+            shards.put(block, reader.box(tensor.info, block.split_shape, _ranges(block)))
+
+    pending: deque[tuple[_Tensor, Block | None, Future[None] | None]] = deque()
+
+    def finish_one() -> None:
+        tensor, block, future = pending.popleft()
+        if future is None or block is None:
+            for entry in tensor.entries:
+                shards.end(entry)
+            return
+        future.result()
+        advance(tensor.nbytes(block))
+
+    with ThreadPoolExecutor(THREADS, "read") as threads:
+        try:
+            for tensor in tensors:
+                for entry in tensor.entries:
+                    shards.begin(entry)
+                for block in tensor.blocks:
+                    while len(pending) > THREADS:
+                        finish_one()
+                    pending.append((tensor, block, threads.submit(move, tensor, block)))
+                pending.append((tensor, None, None))
+            while pending:
+                finish_one()
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            raise
+
+
+def _read_relayed(
+    shards: Shards, tensors: Iterable[_Tensor], reader: TensorReader, relay: Relay, advance: Callable[[int], None]
+) -> None:
+    """Blocks in the same order on every process of the group, the next one being read while one is passed on."""
+    order = [(tensor, block) for tensor in tensors for block in tensor.blocks]
+
+    def read(number: int) -> np.ndarray | None:
+        if not relay.reads or number >= len(order):
+            return None
+        tensor, block = order[number]
+        return reader.box(tensor.info, block.split_shape, _ranges(block))
+
+    with ThreadPoolExecutor(1, "read") as thread:
+        following, number = thread.submit(read, 0), 0
+        for tensor in tensors:
+            for entry in tensor.entries:
+                shards.begin(entry)
+            for block in tensor.blocks:
+                numbers, number = following.result(), number + 1
+                following = thread.submit(read, number)
+                size = tensor.nbytes(block)
+                shards.put(block, relay.pass_on(numbers, size).view(tensor.dtype).reshape(block.shape))
+                del numbers
+                advance(size)
+            for entry in tensor.entries:
+                shards.end(entry)
+
+
+def _ranges(block: Block) -> list[tuple[int, int, int]]:
+    return [(start, stop, 1) for start, stop in block.box]

@@ -1,0 +1,337 @@
+"""Tensors on their way from arrays, which may be spread over the devices of many processes, to a safetensors file.
+
+Arrays go block by block: no array is ever gathered whole, on the host or on a device. Where an array is spread every
+process takes part in every block, and one of them writes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshtune.families.tensors import Range, Shape, TensorMap, View
+from meshtune.model.in_use import here
+from meshtune.weights.buffers import row_ranges
+from meshtune.weights.read_plan import arranged, scattered, tensor_boxes
+from meshtune.weights.safetensors_files import BLOCK_BYTES, DTYPES, TensorInfo
+from meshtune.weights.tensor_reader import RUN_BYTES, TensorReader, run_axis, run_offsets
+
+ST_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """`leaf[index]`, whose numbers are `view` of a tensor. `leaf` may be abstract where nothing is written."""
+
+    leaf: Any
+    index: tuple[int, ...]
+    view: View
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One tensor of a file, in `dtype`, and the parts of leaves that it is made of."""
+
+    name: str
+    shape: Shape
+    dtype: str
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, name: str, leaf: Any, dtype: str, index: tuple[int, ...] = (), view: View | None = None) -> Tensor:
+        """A tensor that is `leaf[index]`, as it is or with its numbers where the view has them."""
+        view = view or View.whole(tuple(leaf.shape[len(index) :]))
+        return cls(name, view.tensor, dtype, (Part(leaf, index, view),))
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+def tensors_of(table: Iterable[TensorMap], leaves: Mapping[str, Any], dtype: str) -> list[Tensor]:
+    """The tensors of a table, in its order, with arrays (or their ShapeDtypeStructs) from `leaves`, path to array."""
+    by_name: dict[str, list[TensorMap]] = {}
+    for entry in table:
+        by_name.setdefault(entry.name, []).append(entry)
+    return [
+        Tensor(
+            name,
+            entries[0].view.tensor,
+            dtype,
+            tuple(Part(leaves[entry.path], entry.index, entry.view) for entry in entries),
+        )
+        for name, entries in by_name.items()
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Rows of a part that travel together: `rows` from `start` on of each of the `shares` its first axis is split in.
+
+    So a device cuts its share out of what it holds, and only the block itself goes from device to device.
+    """
+
+    start: int
+    rows: int
+    shares: int
+    stride: int
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """[start, stop) of each share, in rows of the part."""
+        starts = [share * self.stride + self.start for share in range(self.shares)]
+        return [(start, start + self.rows) for start in starts]
+
+
+def blocks_of(part: Part, dtype: str) -> Iterator[Block]:
+    """The blocks of a part, each of at most BLOCK_BYTES (or one row of each share)."""
+    *index_shares, shares = _split(part).shares
+    first, *rest = part.view.shape or (1,)
+    size = math.prod(index_shares) * shares * math.prod(rest) * jnp.dtype(dtype).itemsize
+    for start, stop in row_ranges((first // shares, size), 1, BLOCK_BYTES):
+        yield Block(start, stop - start, shares, first // shares)
+
+
+def fetch(part: Part, block: Block, dtype: str, keep: bool = True) -> np.ndarray | None:
+    """A block [shares, rows, ...] of a part in `dtype` on the host, on processes that `keep` it; else None.
+
+    A collective operation where the array is spread: all its processes call this for the same blocks in turn.
+    """
+    split = _split(part)
+    starts: list[int] = []
+    chosen: list[int] = []
+    for i, n, shares in zip(part.index, part.leaf.shape, split.shares, strict=False):
+        starts += [0, i % (n // shares)]
+        chosen += [i // (n // shares), 0]
+    rest = part.view.shape[1:]
+    at = np.asarray((*starts, 0, block.start, *(0,) * len(rest)), np.int32)
+    numbers: jax.Array = _cut(part.leaf, at, lead=len(part.index), rows=block.rows, dtype=dtype, split=split)
+    if not keep:
+        numbers.block_until_ready()  # else blocks that nobody here wants would queue up on the device
+        return None
+    return np.asarray(numbers.addressable_data(0))[tuple(chosen)].reshape(block.shares, block.rows, *rest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How an array is split along the axes of a part's index and the part's first axis: into `shares` of each.
+
+    `sharding` is that of the array with each of these axes as [shares, rows]; `replicated` has all of it on every
+    device. Both are None for an array on one device.
+    """
+
+    shares: tuple[int, ...]
+    sharding: NamedSharding | None
+    replicated: NamedSharding | None
+
+
+def _split(part: Part) -> Split:
+    axes = len(part.index) + 1
+    sharding = getattr(part.leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+        assert sharding is None or len(sharding.device_set) == 1, "the array lies on devices without a mesh"
+        return Split((1,) * axes, None, None)
+    mesh = sharding.mesh
+    spec = (*sharding.spec, *(None,) * (max(axes, part.leaf.ndim) - len(sharding.spec)))
+    names = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec[:axes]]
+    shares = tuple(math.prod(mesh.shape[name] for name in group) for group in names)
+    split = PartitionSpec(*(axis for entry in spec[:axes] for axis in (entry, None)), *spec[axes:])
+    return Split(shares, NamedSharding(mesh, split), NamedSharding(mesh, PartitionSpec()))
+
+
+@functools.partial(jax.jit, static_argnames=("lead", "rows", "dtype", "split"))
+def _cut(leaf: jax.Array, at: jax.Array, *, lead: int, rows: int, dtype: str, split: Split) -> jax.Array:
+    shape: list[int] = []
+    size: list[int] = []
+    leaf_shape = leaf.shape if leaf.ndim > lead else (*leaf.shape, 1)
+    for n, shares, count in zip(leaf_shape, split.shares, (*(1,) * lead, rows), strict=False):
+        shape += [shares, n // shares]
+        size += [shares, count]
+    rest = leaf_shape[lead + 1 :]
+    leaf = leaf.reshape(*shape, *rest)
+    if split.sharding is not None:
+        leaf = lax.with_sharding_constraint(leaf, split.sharding)
+    block = here(lax.dynamic_slice(leaf, tuple(at[i] for i in range(leaf.ndim)), (*size, *rest)))
+    # The barrier keeps float32 -> bfloat16 -> float32 from being simplified away by a caller that fuses this.
+    block = lax.optimization_barrier(block.astype(dtype))
+    return block if split.replicated is None else lax.with_sharding_constraint(block, split.replicated)
+
+
+def write_file(file: Path, tensors: list[Tensor], metadata: dict[str, str], *, mine: bool = True) -> Iterator[int]:
+    """Writes one safetensors file (https://huggingface.co/docs/safetensors); yields the bytes of every block.
+
+    Only the process whose file is `mine` writes. If it cannot, it still takes part in every block before it raises the
+    OSError, so that no other process waits for it.
+    """
+    output = _Output(file, header(tensors, metadata)) if mine else None
+    try:
+        for tensor, offset in zip(tensors, _offsets(tensors), strict=True):
+            itemsize = jnp.dtype(tensor.dtype).itemsize
+            for part in tensor.parts:
+                row_bytes = math.prod(part.view.shape[1:]) * itemsize
+                for block in blocks_of(part, tensor.dtype):
+                    fetched = fetch(part, block, tensor.dtype, keep=output is not None and output.error is None)
+                    if output is not None and fetched is not None:
+                        for (start, stop), rows in zip(block.ranges, fetched, strict=True):
+                            _write_rows(output, offset, part.view, (start, stop), rows)
+                    yield block.shares * block.rows * row_bytes
+    finally:
+        if output is not None:
+            output.close()
+    if output is not None and output.error is not None:
+        raise output.error
+
+
+def _write_rows(output: _Output, offset: int, view: View, rows: tuple[int, int], numbers: np.ndarray) -> None:
+    """Writes rows of a view's part where the view has them in its tensor, which starts `offset` bytes into the data."""
+    if not view.shape:
+        numbers = numbers.reshape(())
+    for ranges, target in tensor_boxes(view, _box_of_rows(view, rows)):
+        output.write_box(offset, view.split_shape, ranges, scattered(view, ranges, numbers[target]))
+
+
+def _box_of_rows(view: View, rows: tuple[int, int]) -> tuple[tuple[int, int], ...]:
+    return (rows, *((0, n) for n in view.shape[1:])) if view.shape else ()
+
+
+def header(tensors: list[Tensor], metadata: dict[str, str]) -> bytes:
+    """What stands before the data of a file of these tensors, its length included."""
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    for tensor, at in zip(tensors, _offsets(tensors), strict=True):
+        offsets = [at, at + tensor.nbytes]
+        entries[tensor.name] = {
+            "dtype": ST_DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": offsets,
+        }
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # the data starts at a multiple of eight bytes
+    return struct.pack("<Q", len(text)) + text
+
+
+def _offsets(tensors: list[Tensor]) -> list[int]:
+    at, offsets = 0, []
+    for tensor in tensors:
+        offsets.append(at)
+        at += tensor.nbytes
+    return offsets
+
+
+class _Output:
+    """A file being written. The first error is kept, and nothing is written after it."""
+
+    def __init__(self, file: Path, start: bytes):
+        self.error: OSError | None = None
+        self._descriptor, self._data = -1, len(start)
+        try:
+            self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        except OSError as error:
+            self.error = error
+        self._put(0, memoryview(start))
+
+    def write_box(self, offset: int, shape: Shape, ranges: Sequence[Range], numbers: np.ndarray) -> None:
+        """Writes a box of a tensor of `shape` that starts `offset` bytes into the data. Where the box's runs of bytes
+        are too short to be written one by one, what lies between them is read, and written again."""
+        itemsize = numbers.dtype.itemsize
+        axis = run_axis(shape, ranges)
+        counts = numbers.shape
+        length = math.prod(counts[axis:]) * itemsize
+        if math.prod(counts[:axis]) == 1 or length >= RUN_BYTES:
+            content = np.ascontiguousarray(numbers).reshape(-1).view("u1").data
+            for n, at in enumerate(run_offsets(shape, ranges, axis)):
+                self._put(self._data + offset + at * itemsize, content[n * length : (n + 1) * length])
+            return
+        axis = next(n for n, count in enumerate(counts) if count > 1)
+        start, stop, step = ranges[axis]
+        enclosing = [*ranges[:axis], (start, stop, 1), *((0, n, 1) for n in shape[axis + 1 :])]
+        around = np.zeros((stop - start, *shape[axis + 1 :]), numbers.dtype)
+        (first,) = run_offsets(shape, enclosing, axis)
+        at = self._data + offset + first * itemsize
+        self._get(at, around.reshape(-1).view("u1").data)
+        inner = tuple(slice(*entry) for entry in ranges[axis + 1 :])
+        around[(slice(None, None, step), *inner)] = numbers[(0,) * axis]
+        self._put(at, around.reshape(-1).view("u1").data)
+
+    def close(self) -> None:
+        """Everything to disk, and out of the cache, so that a verification reads the disk where it can."""
+        if self._descriptor < 0:
+            return
+        try:
+            os.fsync(self._descriptor)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            self.error = self.error or error
+        os.close(self._descriptor)
+
+    def _put(self, at: int, content: memoryview) -> None:
+        try:
+            while len(content) and self.error is None:
+                done = os.pwrite(self._descriptor, content, at)
+                at, content = at + done, content[done:]
+        except OSError as error:
+            self.error = error
+
+    def _get(self, at: int, into: memoryview) -> None:
+        """Reads what was written; what lies behind the end of the file is left as it is."""
+        try:
+            while len(into) and self.error is None and (done := os.preadv(self._descriptor, [into], at)):
+                at, into = at + done, into[done:]
+        except OSError as error:
+            self.error = error
+
+
+def first_difference(
+    tensors: Iterable[Tensor], infos: Mapping[str, TensorInfo], mine: set[str]
+) -> tuple[Tensor, int, np.ndarray, np.ndarray] | None:
+    """Compares arrays, bit for bit, with what was written of them in files: (tensor, first row, rows, rows in the file)
+    of the first block that differs, or None. Rows are those of the part of a leaf.
+
+    Of tensors spread over processes each compares those whose name is `mine`, and takes part in all.
+    """
+    different = None
+    with TensorReader() as reader:
+        for tensor in tensors:
+            for part, block in _all_blocks(tensor):
+                fetched = fetch(part, block, tensor.dtype, keep=different is None and tensor.name in mine)
+                if fetched is None:
+                    continue
+                for (start, stop), expected in zip(block.ranges, fetched, strict=True):
+                    box = _box_of_rows(part.view, (start, stop))
+                    stored = read_box(reader, infos[tensor.name], part.view, box).reshape(expected.shape)
+                    if expected.dtype != stored.dtype or expected.tobytes() != stored.tobytes():
+                        different = different or (tensor, start, expected, stored)
+    return different
+
+
+def _all_blocks(tensor: Tensor) -> Iterator[tuple[Part, Block]]:
+    for part in tensor.parts:
+        for block in blocks_of(part, tensor.dtype):
+            yield part, block
+
+
+def read_box(reader: TensorReader, info: TensorInfo, view: View, box: tuple[tuple[int, int], ...]) -> np.ndarray:
+    """A box of a view's part, read from the file of its tensor, in the file's dtype."""
+    found = [
+        (target, arranged(view, reader.box(info, view.split_shape, ranges)))
+        for ranges, target in tensor_boxes(view, box)
+    ]
+    if len(found) == 1:
+        return found[0][1]
+    numbers = np.empty([stop - start for start, stop in box], DTYPES[info.dtype])
+    for target, part in found:
+        numbers[target] = part
+    return numbers
