@@ -163,7 +163,7 @@ def abstract_params(spec: ModelSpec) -> Tree:
     leading `layers` axis each; norm/weight [D]; head/weight [V, D] unless tied, or score/weight [1, D] if scored.
 
     With `packed_qkv` attn/qkv [3 H h, D] stands for q, k and v: for each head its h rows of queries, of keys and of
-    values, so that tp, which splits the rows, gives every device whole heads (see weights.row_order for files).
+    values, so that tp, which splits the rows, gives every device whole heads (families.baichuan maps them to files).
     """
     D, F, Hh, Kh, h = spec.embed, spec.ffn, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.head_dim
 
