@@ -187,6 +187,10 @@ def test_a_full_run_compares_with_its_start_kept_on_disk(model, tmp_path, monkey
     before = [file.stat().st_mtime_ns for file in kept]
     run(model, tmp_path, "stage=dpo", "method=full", "overwrite=true", "stage.beta=0.2")
     assert [file.stat().st_mtime_ns for file in kept] == before
+    whole = kept[0].read_bytes()
+    kept[0].write_bytes(whole[:200] + bytes([whole[200] ^ 1]) + whole[201:])
+    run(model, tmp_path, "stage=dpo", "method=full", "overwrite=true")
+    assert kept[0].read_bytes() == whole, "a damaged one is computed again"
 
 
 def test_a_reference_with_another_tokenizer_is_refused(model, tmp_path):

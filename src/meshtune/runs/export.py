@@ -16,6 +16,7 @@ from meshtune.adapters.merge import merged
 from meshtune.adapters.peft_format import CONFIG, BaseRecord, attach, check_base, load_adapter
 from meshtune.arrays.tree import flatten
 from meshtune.data.tokenizer import load_tokenizer
+from meshtune.digests import write_digests
 from meshtune.errors import UserError, nearest
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.runs.sources import Source, find
@@ -109,6 +110,7 @@ def export(
         progress=progress,
         pad=padding_id(load_tokenizer(found.tokenizer)) if spec.scored else None,
     )
+    write_digests(done.path)
     compared = done.verified
     how = f"{compared.tensors} tensors equal, logits within {compared.difference:.1e} (relative) of what was {of}"
     return Exported(f"a model in {done.dtype}{words}, {len(done.files)} file(s),", done.path, how)
@@ -148,6 +150,7 @@ def _adapter(found: Source, adapter: Path, dest: Path, overwrite: bool) -> Expor
     check_base(original, str(found.base), base_hash(found.base))
     with published(dest, CONFIG) as folder:
         shutil.copytree(adapter, folder, dirs_exist_ok=True)
+        write_digests(folder)
         copy = load_adapter(folder, spec)
         ours, theirs = (jax.tree.leaves(flatten(one.trainable)) for one in (original, copy))
         if copy.config != original.config or not all(map(np.array_equal, ours, theirs)):

@@ -13,10 +13,12 @@ from typing import Any
 
 import yaml
 
+from meshtune.digests import DamagedError, digest_json
 from meshtune.errors import UserError
 
 RUN, RECIPE, CHECKPOINTS, LOCK = "run.json", "recipe.yaml", "checkpoints", ".lock"
 ADAPTER, MODEL, BASE = "adapter", "model", "base"
+DIGEST, RESULT_DIGEST = "digest", "result_digest"  # keys of run.json: of the rest of it, and of the result's files
 LOGS = "logs"  # what the processes print, written by what launches them: before the run begins
 
 
@@ -40,7 +42,7 @@ def check_output(output: pathlib.Path, *, resume: bool, overwrite: bool) -> None
             where=str(output),
             fix="resume=true goes on with the run in it, overwrite=true moves it aside; or give another output",
         )
-    if not (output / RUN).is_file():
+    if not any((output / name).exists() for name in (RUN, RECIPE, CHECKPOINTS)):
         raise UserError(
             f"there is no run to resume: the directory holds {', '.join(held[:4])}, but no {RUN}",
             where=str(output),
@@ -70,15 +72,33 @@ def claimed(output: pathlib.Path, *, overwrite: bool) -> Iterator[pathlib.Path |
 
 
 def write_run(output: pathlib.Path, fields: dict[str, Any]) -> None:
-    """Merges `fields` into run.json as one atomic replacement."""
-    path = output / RUN
-    _replace(path, json.dumps({**read_run(output), **fields}, indent=2, ensure_ascii=False) + "\n")
+    """Merges `fields` into run.json as one atomic replacement; a damaged run.json is replaced."""
+    try:
+        before = read_run(output)
+    except DamagedError:
+        before = {}
+    merged = before | fields
+    content = json.dumps({**merged, DIGEST: digest_json(merged)}, indent=2, ensure_ascii=False)
+    _replace(output / RUN, content + "\n")
 
 
 def read_run(output: pathlib.Path) -> dict[str, Any]:
-    """run.json, or an empty dict where there is none."""
+    """run.json without its digest, or an empty dict where there is none. Raises: DamagedError."""
     path = output / RUN
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    try:
+        fields = json.loads(path.read_bytes())
+        digest = fields.pop(DIGEST, None)  # earlier versions wrote none
+        if digest not in (None, digest_json(fields)):
+            raise ValueError("it does not have its digest")
+        return fields
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise DamagedError(
+            f"{RUN} is damaged: it is not what was written",
+            where=str(path),
+            fix="resume the run, which writes it again, or give its adapter/ or model/ directly",
+        ) from error
 
 
 def write_recipe(output: pathlib.Path, recipe: dict[str, Any]) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from meshtune.errors import UserError
+from meshtune.runs.output import RESULT_DIGEST, read_run
+from meshtune.runs.verify import check_result
 from meshtune.weights.hub import HUB_ID, locate
 from meshtune.weights.safetensors_files import read_json
 
@@ -36,7 +38,10 @@ def find(
 ) -> Source:
     """Resolves a model directory, hub id, adapter directory or run directory, and an adapter to put on it.
 
-    Raises UserError for a path that does not exist, an adapter whose base is not there, and a run without a result.
+    What has digests beside it (results of runs and exports, a base that a run made) is compared with them.
+
+    Raises: UserError for a path that does not exist, an adapter whose base is not there, a run without a result, and
+    DamagedError for files that are not what was written.
     """
     directory = Path(path).expanduser()
     if adapter is not None:
@@ -50,23 +55,33 @@ def find(
                 where=str(chosen.absolute()),
                 fix="give the directory with adapter_config.json and adapter_model.safetensors",
             )
-        base = locate(path, revision)
+        check_result(chosen)
+        base = _locate(path, revision)
         return Source(base, chosen, _tokenizer(chosen, base), chat_template)
     if is_run(directory):
         result, model = _result(directory), _recipe(directory).get("model") or {}
         adapted = (result / ADAPTER_CONFIG).is_file()
-        if (directory / START / "config.json").is_file():
+        if (directory / START).is_dir():
             model = model | {"path": str(directory / START), "revision": None}
-        base = _base(result, model.get("path"), revision or model.get("revision")) if adapted else locate(result)
+        base = _base(result, model.get("path"), revision or model.get("revision")) if adapted else _locate(result)
         if (result / TOKENIZER).is_file():  # as it was trained with, chat template included
             return Source(base, result if adapted else None, str(result), chat_template)
         named = model.get("tokenizer") or (base if adapted else model.get("path")) or base
         return Source(base, result if adapted else None, str(named), chat_template or model.get("chat_template"))
     if (directory / ADAPTER_CONFIG).is_file():
+        check_result(directory)
         base = _base(directory, None, revision)
         return Source(base, directory, _tokenizer(directory, base), chat_template)
-    base = locate(path, revision)
+    base = _locate(path, revision)
     return Source(base, None, str(base), chat_template)
+
+
+def _locate(path: str | os.PathLike[str], revision: str | None = None) -> Path:
+    """The directory of a model, which is compared with its digests if it has any."""
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        check_result(directory)
+    return locate(path, revision)
 
 
 def is_run(directory: Path) -> bool:
@@ -75,8 +90,11 @@ def is_run(directory: Path) -> bool:
 
 
 def _result(run: Path) -> Path:
+    """The directory of a run's result, compared with the digests that the run recorded."""
     for name, mark in (("adapter", ADAPTER_CONFIG), ("model", "config.json")):
         if (run / name / mark).is_file():
+            fields = read_run(run)
+            check_result(run / name, fields.get(RESULT_DIGEST) if fields.get("result") == name else None)
             return run / name
     raise UserError(
         "this run has no result yet: neither adapter/ nor model/ is in it",
@@ -110,7 +128,7 @@ def _base(adapter: Path, named: str | None, revision: str | None) -> Path:
     # run that made both or elsewhere.
     for candidate in (Path(text), adapter / text, adapter.parent / text, adapter.parent / Path(text).name):
         if candidate.is_dir():
-            return locate(candidate)
+            return _locate(candidate)
     if HUB_ID.match(text) and not text.startswith((".", "/")):
         return locate(text, revision or config.get("revision"))
     raise UserError(

@@ -18,6 +18,7 @@ from meshtune.adapters.peft_format import BaseRecord
 from meshtune.config.recipe import Recipe
 from meshtune.data.new_tokens import NewTokens, add_tokens
 from meshtune.data.tokenizer import load_tokenizer
+from meshtune.digests import damaged, write_digests
 from meshtune.errors import UserError
 from meshtune.families import model_spec, scored_spec
 from meshtune.families.expansion import expanded_config, grouped
@@ -27,6 +28,7 @@ from meshtune.model.spec import ModelSpec
 from meshtune.objectives import STAGES
 from meshtune.runs.output import ADAPTER, BASE
 from meshtune.runs.sources import is_run
+from meshtune.runs.verify import check_result, find_damage_collectively
 from meshtune.setup.choices import method_of
 from meshtune.setup.start_files import write_start
 from meshtune.weights.export import write_json
@@ -79,6 +81,7 @@ def start_of(recipe: Recipe, source: pathlib.Path, dtype: str) -> Start:
     spec = model_spec(config, dtype, where)
     if asked.adapter is not None:
         assert isinstance(method, LoraConfig), "the recipe has seen to it"
+        check_result(adapter_directory(asked.adapter))
         method = continued(adapter_directory(asked.adapter), staged(spec, recipe), method)
     spec = grouped(spec, blocks) if blocks else spec
     changed = asked.changed or blocks > 0
@@ -161,14 +164,18 @@ def written_start(
         "vocab": start.spec.vocab,
         "new_layers": start.blocks,
     }
-    found = _recorded(dest) == record
-    if not all(job.exchange("start: found", found)):
+    is_there = all(job.exchange("start: record", _recorded(dest) == record))
+    damage = find_damage_collectively(dest, job, required=True) if is_there else {}
+    if damage:
+        say(f"what the run starts from is damaged ({damaged(dest, damage, '').what}) and is written again")
+    if damage or not is_there:
         say(f"writing what the run starts from to {dest}")
         with published(dest, "config.json", job) as folder, raise_collectively(job, "start: files"), disk_errors(dest):
             if job.is_main_process:
                 write_start(start, recipe, folder, record)
                 tokenizer.save_pretrained(str(folder))
                 write_json(folder / RECORD, record)
+                write_digests(folder)
     written = staged(load_spec(dest, start.spec.dtype)[0], recipe)
     if (grouped(written, start.blocks) if start.blocks else written) != start.spec:
         raise UserError(
@@ -212,4 +219,7 @@ def continued_adapter(recipe: Recipe, settled: Settled, base: BaseRecord) -> str
 
 def _recorded(dest: pathlib.Path) -> dict[str, Any] | None:
     file = dest / RECORD
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    try:
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return None

@@ -17,6 +17,7 @@ from meshtune.adapters.peft_format import BaseRecord, recorded
 from meshtune.arrays.tree import merge
 from meshtune.config.recipe import DEFAULT_EPOCHS, Recipe
 from meshtune.data.prepare import PreparedData, prepare_data
+from meshtune.digests import read_digests
 from meshtune.errors import UserError
 from meshtune.mesh.agreement import code_version, main_process_first, require_agreement
 from meshtune.mesh.axes import MeshConfig
@@ -25,7 +26,8 @@ from meshtune.mesh.rendezvous import ProcessInfo
 from meshtune.model.sharding import check_batch
 from meshtune.plan.autotune import autotune, merge_choices
 from meshtune.plan.local_target import local_target
-from meshtune.runs.output import CHECKPOINTS, check_output, claimed, write_recipe, write_run
+from meshtune.runs.output import CHECKPOINTS, RESULT_DIGEST, check_output, claimed, write_recipe, write_run
+from meshtune.runs.verify import check_source
 from meshtune.setup.attention_check import checked_attention
 from meshtune.setup.choices import Choice, compute_of, optimizer_of
 from meshtune.setup.devices import device_table, hosts, seen_by_all
@@ -96,6 +98,7 @@ class _Run:
         self.recipe, autotuned = autotune(recipe, self.target, job)
         recipe, self.fields = self.recipe, self.recipe.model_dump(mode="json")
         self.settled = settled = settle(recipe, machine, seen, launcher=job.info.launcher)
+        check_source(settled.source, job)
         self.tokenizer = tokenizer_of(recipe, settled.source)
         with main_process_first(job, "data"):  # the others find what it prepared, where they share a disk
             self.data = self._data()
@@ -253,7 +256,8 @@ class _Run:
 
     def _about(self, record: Record, status: str, **more: Any) -> dict[str, Any]:
         base = {name: value for name, value in dataclasses.asdict(self.base).items() if value is not None}
-        return {"status": status, "versions": record.versions, "base": base, "data": record.data} | more
+        facts = {"status": status, RESULT_DIGEST: None, "versions": record.versions, "base": base, "data": record.data}
+        return facts | more
 
     def _write_run(self, fields: dict[str, Any]) -> None:
         if self.job.is_main_process:
@@ -290,6 +294,8 @@ class _Run:
                 job=self.job,
             )
         found = {"step": ended.step, "exported_step": exported, "loss": ended.last_loss, "result": path.name}
+        if self.job.is_main_process:
+            found[RESULT_DIGEST] = read_digests(path)[1]
         if best is not None:
             found["best"] = dataclasses.asdict(best)
         self._write_run(self._about(record, "finished", **found))

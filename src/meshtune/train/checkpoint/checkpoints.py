@@ -24,10 +24,11 @@ from typing import Any
 import jax
 
 from meshtune.arrays.paths import named_leaves
-from meshtune.digests import FILE, DamagedError, damaged, find_damage, read_digests, share
+from meshtune.digests import DamagedError, damaged
 from meshtune.errors import UserError
 from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
+from meshtune.runs.verify import find_damage_collectively
 from meshtune.setup.memory import size_in_words
 from meshtune.train.checkpoint.directory import UNFINISHED, check_same_steps, prepare_directory, set_aside
 from meshtune.train.checkpoint.disk import disk_errors, disk_reason
@@ -150,28 +151,21 @@ class Checkpoints:
 
         False for a checkpoint of an earlier version, which has no digests. Raises: DamagedError, on all processes.
         """
-        damage, has_digests = self._find_damage(step)
-        for other in self._job.exchange(f"checkpoint {step}: damage", damage):
-            damage |= other
+        damage: dict[str, str] = {}
+        has_digests = True
+        try:
+            has_digests = self.record(step).has_digests
+        except DamagedError as error:
+            damage["record/metadata"] = error.reason
+        for others in self._job.exchange(f"checkpoint {step}: record", damage):
+            damage |= others
+        if has_digests and not damage:
+            state = find_damage_collectively(self.path(step) / "state", self._job, required=True)
+            damage = {f"state/{name}": reason for name, reason in state.items()}
         if damage:
             raise damaged(self.path(step), damage, FIX)
         self._verified.add(step)
         return has_digests
-
-    def _find_damage(self, step: int) -> tuple[dict[str, str], bool]:
-        """(what is wrong with each damaged file of this process's share, whether the checkpoint has digests)."""
-        try:
-            if not self.record(step).has_digests:
-                return {}, False
-        except DamagedError as error:
-            return {"record/metadata": error.reason}, True
-        state = self.path(step) / "state"
-        try:
-            digests, _ = read_digests(state)
-        except DamagedError as error:
-            return {f"state/{FILE}": error.reason}, True
-        own = share(digests, self._job.process_index, self._job.process_count)
-        return {f"state/{name}": reason for name, reason in find_damage(state, own).items()}, True
 
     def set_aside(self, step: int) -> pathlib.Path:
         """Moves a damaged checkpoint out of the directory, and returns where it is now; all processes call this."""

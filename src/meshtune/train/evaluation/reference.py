@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import pathlib
-import tempfile
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +19,7 @@ from meshtune.data.loader import Loader
 from meshtune.data.prepare import PreparedData
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.data.units import Units
+from meshtune.digests import DamagedError
 from meshtune.errors import UserError
 from meshtune.kernels.attention import zigzag_order
 from meshtune.mesh.placement import place_batch
@@ -31,6 +30,7 @@ from meshtune.model.spec import ModelSpec
 from meshtune.objectives.answers import answer_log_probs
 from meshtune.setup.resolved import Settled
 from meshtune.setup.stage import BASE, CACHED, reference_of
+from meshtune.train.evaluation.reference_file import read_log_probabilities, write_log_probabilities
 from meshtune.weights.fingerprint import base_hash
 from meshtune.weights.hub import MODEL, locate
 from meshtune.weights.load import load_params, load_spec
@@ -38,7 +38,7 @@ from meshtune.weights.load import load_params, load_spec
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-VERSION = 1  # of what is computed: raise it when the same model and data give other numbers
+VERSION = 2  # of what is computed: raise it when the same model and data give other numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,15 +101,23 @@ class Reference:
             key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
             file = loader.store.path.parent.parent / "references" / f"{key}.npy"
             documents = len(loader.store)
-            found = _read(file, documents)
+            found = self._cached(file, documents)
             if not all(self.job.exchange(f"reference: {split}", found is not None)):
                 self.say(f"computing the reference's log-probabilities of the {split} data")
                 found = log_probabilities(params(), spec, compute, loader, tail)
                 if self.job.is_main_process:
-                    _write(file, found)
+                    write_log_probabilities(file, found)
             assert found is not None
             assert loader.units is not None
             loader.units = dataclasses.replace(loader.units, reference=found)
+
+    def _cached(self, file: pathlib.Path, documents: int) -> np.ndarray | None:
+        """What `file` holds; None where there is no such file, or with a message where it is damaged."""
+        try:
+            return read_log_probabilities(file, documents)
+        except DamagedError as error:
+            self.say(f"the cached log-probabilities of the reference are not used: {error.what} ({error.where})")
+            return None
 
 
 def made_start(recipe: Recipe) -> dict[str, Any]:
@@ -175,35 +183,3 @@ def _same_tokens(
             where=f"stage.reference, {name}",
             fix="use a model of the same family and vocabulary, or reference: auto",
         )
-
-
-def _read(file: pathlib.Path, documents: int) -> np.ndarray | None:
-    try:
-        found = np.load(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        return None
-    whole = found.shape == (documents,) and found.dtype == np.float32 and bool(np.isfinite(found).all())
-    return found if whole else None
-
-
-def _write(file: pathlib.Path, values: np.ndarray) -> None:
-    if not np.isfinite(values).all():
-        raise UserError(
-            "the reference gives log-probabilities that are not finite",
-            where="stage.reference",
-            fix="use compute.precision=float32, or another reference",
-        )
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, draft = tempfile.mkstemp(dir=file.parent, prefix=".writing-", suffix=".npy")
-        with os.fdopen(descriptor, "wb") as stream:
-            np.save(stream, values)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(draft, file)
-    except OSError as problem:
-        raise UserError(
-            f"the reference's log-probabilities cannot be written: {problem.strerror or problem}",
-            where=str(file.parent),
-            fix="make room there, or set MESHTUNE_CACHE to a directory that can be written",
-        ) from problem

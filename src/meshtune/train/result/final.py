@@ -13,6 +13,7 @@ from meshtune.adapters.peft_format import BaseRecord
 from meshtune.adapters.verify import export_adapter
 from meshtune.arrays.tree import flatten, merge, unflatten
 from meshtune.data.tokenizer import padding_id
+from meshtune.digests import write_digests
 from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
@@ -60,6 +61,7 @@ def export_result(
     with raise_collectively(job, "export: tokenizer"):
         if job.is_main_process:
             tokenizer.save_pretrained(str(dest))
+            write_digests(dest)
             for left in output.glob(f".{dest.name}.old-*"):
                 shutil.rmtree(left)
     return dest

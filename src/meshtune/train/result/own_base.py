@@ -10,6 +10,8 @@ from meshtune.adapters.merge import merged
 from meshtune.adapters.method import Prepared, of_adapters
 from meshtune.adapters.peft_format import BaseRecord
 from meshtune.arrays.tree import flatten, merge, unflatten
+from meshtune.digests import write_digests
+from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.processes import Job
 from meshtune.runs.output import BASE
@@ -48,4 +50,7 @@ def own_base(
         layout=layout,
         job=job,
     )
+    with raise_collectively(job, "export: base's digests"):
+        if job.is_main_process:
+            write_digests(dest)
     return dataclasses.replace(base, path=str(dest), hash=base_hash(dest), quantize=None)

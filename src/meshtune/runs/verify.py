@@ -1,0 +1,44 @@
+"""Whether the files of a model, adapter or checkpoint are what was written, by the digests beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshtune.digests import FILE, DamagedError, check_directory, damaged, find_damage, read_digests, share
+from meshtune.mesh.processes import Job
+
+FIX = f"make or copy it again; if you changed a file on purpose, delete {FILE} beside it"
+
+
+def check_result(directory: Path, expected: str | None = None) -> None:
+    """Raises DamagedError where a file of a model or adapter is not what was written; without digests, nothing.
+
+    `expected` is the digest of digests.json itself, where the run recorded it.
+    """
+    check_directory(directory, expected=expected, fix=FIX)
+
+
+def check_source(directory: Path, job: Job) -> None:
+    """`check_result` of a directory that all processes of `job` read; each compares a share of the files.
+
+    Raises: DamagedError, on all processes.
+    """
+    if damage := find_damage_collectively(directory, job):
+        raise damaged(directory, damage, FIX)
+
+
+def find_damage_collectively(directory: Path, job: Job, *, required: bool = False) -> dict[str, str]:
+    """What is wrong with each damaged file, on all processes of `job`; each compares a share of the files.
+
+    Without digests a directory has no damage, unless they are `required`.
+    """
+    damage: dict[str, str] = {}
+    if required or (directory / FILE).exists():
+        try:
+            digests, _ = read_digests(directory)
+            damage = find_damage(directory, share(digests, job.process_index, job.process_count))
+        except DamagedError as error:
+            damage = {FILE: error.reason}
+    for others in job.exchange(f"digests of {directory.name}", damage):
+        damage |= others
+    return damage
