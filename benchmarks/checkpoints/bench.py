@@ -43,7 +43,7 @@ def member(directory: pathlib.Path) -> None:
     from meshtune.model.sharding import layout_for
     from meshtune.optim.build import OptimizerConfig, make_optimizer
     from meshtune.train.checkpoint.checkpoints import Checkpoints, Record
-    from meshtune.train.step.build import abstract_state
+    from meshtune.train.step.state import abstract_state
 
     with start() as job:
         spec = model_spec(CONFIG, "float32")

@@ -29,7 +29,8 @@ from meshtune.objectives import STAGES
 from meshtune.optim.build import make_optimizer
 from meshtune.optim.config import OptimizerConfig
 from meshtune.quantize.config import QuantizeConfig
-from meshtune.train.step.build import abstract_state, init_state, make_train_step
+from meshtune.train.step.build import make_train_step
+from meshtune.train.step.state import abstract_state, init_state
 from meshtune.weights.load import load_params
 
 LAYERS = 4 if "llama_pro" in sys.argv[1] else 2

@@ -92,8 +92,7 @@ def test_an_export_has_the_files_own_form(tmp_path):
 
 def test_the_slopes_of_40_heads_are_published():
     """The first 32 are those of 32 heads, 2^(-1/4) to 2^-8; the other 8 every second one of 64 heads: 2^(-1/8) on."""
-    found = model_spec(THIRTEEN | {"num_attention_heads": 40, "hidden_size": 80}).alibi
-    assert found is not None
+    found = model_spec(THIRTEEN | {"num_attention_heads": 40, "hidden_size": 80}).stacks[0].pattern[0].mixer.alibi
     expected = [2 ** (-(i + 1) / 4) for i in range(32)] + [2 ** (-(2 * i + 1) / 8) for i in range(8)]
     np.testing.assert_allclose(found.slopes, expected, rtol=1e-12)
 
@@ -120,10 +119,10 @@ def test_the_published_configs_are_read():
     seven = model_spec(SEVEN | {"hidden_size": 4096, "num_attention_heads": 32, "vocab_size": 125696})
     thirteen = model_spec(THIRTEEN | {"hidden_size": 5120, "num_attention_heads": 40, "vocab_size": 125696})
     first = model_spec(SEVEN | {"vocab_size": 64000, "architectures": ["BaiChuanForCausalLM"]})
-    assert seven.rope is not None
-    assert (seven.rope.theta, seven.norm_head, seven.packed_qkv) == (10000, True, True)
-    assert (thirteen.rope, thirteen.head_dim, thirteen.norm_head) == (None, 128, True)
-    assert first.rope is not None
+    (rotary,), (biased,) = ([block for block in spec.blocks if block.name == "attn"] for spec in (seven, thirteen))
+    assert (rotary.rope.theta, rotary.packed, seven.norm_head) == (10000, True, True)
+    assert (biased.rope, biased.head_dim, thirteen.norm_head) == (None, 128, True)
+    assert len(first.ropes) == 1
     assert not first.norm_head
 
 

@@ -7,7 +7,8 @@ import pytest
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
 from meshtune.families import FAMILIES, model_spec, module_names
-from meshtune.model.spec import LayerSpec, Stack, abstract_params, split_stacks, stacks_of
+from meshtune.model.spec import Stack, abstract_params, stacks_of
+from model_specs import llama_layer, split_stacks
 from tiny_models import tensor_names
 
 LLAMA = {
@@ -66,7 +67,7 @@ def test_old_and_new_rope_fields_mean_the_same():
     new = {k: v for k, v in LLAMA.items() if k != "rope_theta"}
     new["rope_parameters"] = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}
     assert model_spec(old) == model_spec(new)
-    assert model_spec(old).rope.theta == 5e5
+    assert model_spec(old).ropes[0].theta == 5e5
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -83,7 +84,7 @@ def test_every_parameter_has_a_name_for_each_layer(name):
 
 
 def test_layers_are_grouped_by_their_shortest_pattern():
-    full, slide = LayerSpec(), LayerSpec(4)
+    full, slide = llama_layer(24, 4, 4, 4), llama_layer(24, 4, 4, 4, window=4)
     assert stacks_of([full] * 5) == (Stack((full,), 5),)
     assert stacks_of([slide, slide, full] * 2 + [slide]) == (Stack((slide, slide, full), 2), Stack((slide,), 1))
     assert stacks_of([full] * 3 + [slide]) == (Stack((full,), 3), Stack((slide,), 1))

@@ -62,7 +62,8 @@ def lowered(case: Case, layers: int | None = None) -> tuple[Any, dict[str, Any]]
     from meshtune.model.sharding import layout_for
     from meshtune.objectives import OBJECTIVES
     from meshtune.optim.build import OptimizerConfig, make_optimizer
-    from meshtune.train.step.build import abstract_state, make_train_step
+    from meshtune.train.step.build import make_train_step
+    from meshtune.train.step.state import abstract_state
 
     config = {"70B": LLAMA_70B, "405B": LLAMA_405B}[case.model]
     spec = model_spec(config | {"num_hidden_layers": layers or config["num_hidden_layers"]}, "bfloat16")

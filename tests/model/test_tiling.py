@@ -125,42 +125,46 @@ def test_a_row_by_chunks_takes_less_memory(batch):
 @pytest.mark.parametrize(("length", "chunk", "ways"), [(12, 4, 1), (13, 4, 1), (13, 12, 1), (12, 6, 2), (16, 5, 4)])
 @pytest.mark.parametrize("narrow", [False, True])
 def test_a_function_over_chunks_is_the_function(length, chunk, ways, narrow):
-    """Also where chunks do not divide a row, and where results have another shape than x."""
-    keys = jax.random.split(jax.random.key(length + chunk), 3)
-    x = jax.random.normal(keys[0], (3, length, 6))
-    shared = {"w": jax.random.normal(keys[1], (4 if narrow else 6, 6)), "fixed": jnp.float32(2.0)}
-    tokens = {"scale": jax.random.normal(keys[2], (3, length))}
+    """Also where chunks do not divide a row, and where results have another shape than x: results, sums over tokens,
+    and the gradients of shared arrays, of x and of what is beside it."""
+    keys = jax.random.split(jax.random.key(length + chunk), 4)
+    x, side = (jax.random.normal(key, (3, length, 6)) for key in keys[:2])
+    shared = {"w": jax.random.normal(keys[2], (4 if narrow else 6, 6)), "fixed": jnp.float32(2.0)}
+    tokens = {"scale": jax.random.normal(keys[3], (3, length))}
 
-    def function(shared, x, tokens, number):
-        return jnp.tanh(x @ shared["w"].T) * tokens["scale"][..., None] * shared["fixed"]
+    def function(shared, x, beside, tokens, number):
+        scale = tokens["scale"][..., None]
+        result = jnp.tanh((x + beside["side"]) @ shared["w"].T) * scale * shared["fixed"]
+        return result, {"squares": jnp.sum((result * scale) ** 2)}
 
-    def total(w, x, chunk):
-        made = over_chunks(function, shared | {"w": w}, x, tokens, chunk=chunk, ways=ways)
-        return (made * jnp.cos(jnp.arange(made.size).reshape(made.shape))).sum(), made
+    def total(w, x, side, chunk):
+        result, sums = over_chunks(function, shared | {"w": w}, x, {"side": side}, tokens, chunk=chunk, ways=ways)
+        weights = jnp.cos(jnp.arange(result.size).reshape(result.shape))
+        return (result * weights).sum() + 0.3 * sums["squares"], (result, sums)
 
-    given = (shared["w"], x)
-    expected, gradients = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True), static_argnums=2)(*given, None)[::-1]
-    found, slopes = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True), static_argnums=2)(*given, chunk)[::-1]
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
-    for mine, theirs in zip(slopes, gradients, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+    gradient = jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True), static_argnums=3)
+    expected_gradients, expected = gradient(shared["w"], x, side, None)
+    gradients, results = gradient(shared["w"], x, side, chunk)
+    # float32, sums of a few dozen numbers in another order.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6), results, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), gradients, expected_gradients)
 
 
-def test_what_is_not_learned_has_no_gradient_computed():
+def test_what_is_not_trained_has_no_gradient_computed():
     """Of two shared matrices one is differentiated: the other's gradient would be another product in the program."""
 
-    def function(shared, x, tokens, number):
-        return x + jnp.tanh(x @ shared["a"]) @ shared["b"]
+    def function(shared, x, beside, tokens, number):
+        return x + jnp.tanh(x @ shared["a"]) @ shared["b"], {}
 
     def products(argument):
         def loss(a, b, x):
-            return over_chunks(function, {"a": a, "b": b}, x, {}, chunk=4).sum()
+            return over_chunks(function, {"a": a, "b": b}, x, {}, {}, chunk=4)[0].sum()
 
         text = jax.jit(jax.grad(loss, argnums=argument)).lower(*arrays).as_text()
         return text.count("stablehlo.dot_general")
 
     arrays = (jnp.ones((8, 8)), jnp.ones((8, 8)), jnp.ones((1, 16, 8)))
-    # Forward twice two; backward two for x, and one for each matrix that is learned.
+    # Forward twice two; backward two for x, and one for each matrix that is trained.
     assert products((2,)) + 1 == products((0, 2)) == products((1, 2))
     assert products((0, 1, 2)) == products((0, 2)) + 1
 

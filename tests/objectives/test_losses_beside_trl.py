@@ -237,7 +237,7 @@ def test_reward_model(made, monkeypatch, margin, centre):
     rng = np.random.default_rng(5)
     scores = rng.normal(size=(PAIRS, 2)).astype(np.float32)
     batch["values"] = rng.uniform(0, 2, (PAIRS, 1)).astype(np.float32) * margin
-    monkeypatch.setattr(rm, "segment_scores", lambda *_: jnp.asarray(scores))
+    monkeypatch.setattr(rm, "segment_scores", lambda *_: (jnp.asarray(scores), None))
     loss, metrics = ours("rm", {"centre": centre}, batch, NONE)
     self = trainer(RewardTrainer, args=types.SimpleNamespace(center_rewards_coefficient=centre or None))
     inputs = {"attention_mask": torch.ones(2 * PAIRS, 3)}

@@ -29,7 +29,8 @@ from meshtune.model.compute import Compute
 from meshtune.objectives import STAGES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.train.evaluation.reference import log_probabilities
-from meshtune.train.step.build import init_state, make_train_step
+from meshtune.train.step.build import make_train_step
+from meshtune.train.step.state import init_state
 from meshtune.weights.load import load_params, load_spec
 from tiny_models import SMALL
 

@@ -15,7 +15,8 @@ from meshtune.model.decoder import hidden_states, logits
 from meshtune.objectives import OBJECTIVES
 from meshtune.objectives.curvature import curvature, sample_targets
 from meshtune.optim.build import OptimizerConfig, make_optimizer
-from meshtune.train.step.build import init_state, make_train_step
+from meshtune.train.step.build import make_train_step
+from meshtune.train.step.state import init_state
 from tiny_models import same_weights, torch_model
 
 CONFIG = OptimizerConfig("sophia", 1e-2, "constant", weight_decay=0.1, beta1=0.965, gamma=0.05, curvature_every=3)

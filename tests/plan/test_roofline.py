@@ -41,7 +41,9 @@ def test_model_flops_are_4n_and_6n_and_attention_at_half_its_square(tmp_path, mo
     tokens = 8 * 4096 / 8
     # N without the embedding, which multiplies nothing; half of 12 L T H h per token for attention's square.
     parameters = SIZES[model] * 1e9 - spec.vocab * spec.embed
-    attention = 6 * spec.layers * 4096 * spec.heads * spec.head_dim
+    attention = (
+        6 * spec.layers * 4096 * spec.stacks[0].pattern[0].mixer.heads * spec.stacks[0].pattern[0].mixer.head_dim
+    )
     expected = tokens * (factor * parameters + attention)
     # LoRA's own products and rounded published sizes make less than 1%.
     assert work.flops == pytest.approx(expected, rel=0.01)

@@ -15,12 +15,14 @@ from meshtune.arrays.tree import merge
 from meshtune.model.compute import Compute, compiler_options
 from meshtune.model.decoder import hidden_states
 from meshtune.model.linear import matmul
-from meshtune.model.spec import LayerSpec, ModelSpec, RopeSpec, Stack
+from meshtune.model.spec import Stack
 from meshtune.quantize import FORMATS
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.weight import QuantisedWeight
+from model_specs import llama_layer, llama_spec
 
-SPEC = ModelSpec("llama", 64, 256, 512, 4, 2, 64, RopeSpec(1e4, 64), (Stack((LayerSpec(),), 1),), 1e-5, "float32")
+LAYER = llama_layer(512, 4, 2, 64)
+SPEC = llama_spec(64, 256, LAYER, 1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -40,7 +42,7 @@ def test_product_and_gradient_are_those_of_the_dequantised_weight(format, dtype)
 
 def temporaries(layers, quantize, compute):
     """Bytes of temporaries of the gradient of `layers` layers with adapters, compiled and not run."""
-    spec = dataclasses.replace(SPEC, dtype=compute.dtype, stacks=(Stack((LayerSpec(),), layers),))
+    spec = dataclasses.replace(SPEC, dtype=compute.dtype, stacks=(Stack((LAYER,), layers),))
     arrays = abstract(LoraConfig(rank=2), spec, quantize=quantize)
 
     def loss(trainable, frozen, tokens):

@@ -127,12 +127,11 @@ from meshtune.mesh.axes import MeshConfig, make_mesh
 from meshtune.model.sharding import layout_for
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import hidden_states
-from meshtune.model.spec import LayerSpec, ModelSpec, RopeSpec, Stack
+from model_specs import llama_layer, llama_spec
 from meshtune.arrays.tree import merge
 from meshtune.quantize.config import QuantizeConfig
 
-rope, stacks = RopeSpec(1e4, 64), (Stack((LayerSpec(),), 3),)
-spec = ModelSpec("llama", 64, 512, 1024, 8, 4, 64, rope, stacks, 1e-5, "bfloat16")
+spec = llama_spec(64, 512, llama_layer(1024, 8, 4, 64), 3, dtype="bfloat16")
 layout, _ = layout_for(make_mesh(MeshConfig(fsdp=4, tp=2)), spec)
 arrays = abstract(LoraConfig(rank=2), spec, quantize=QuantizeConfig("nf4"))
 compute = Compute(dtype="bfloat16", remat="selective", attention="direct", layout=layout)

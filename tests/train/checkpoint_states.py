@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from meshtune.train.checkpoint.checkpoints import Record, versions
-from meshtune.train.step.build import TrainState, init_state
+from meshtune.train.step.state import TrainState, init_state
 
 
 @jax.tree_util.register_dataclass

@@ -105,7 +105,8 @@ def trajectory(case: Case, on_mesh: bool) -> dict[str, Any]:
     from meshtune.model.sharding import layout_for
     from meshtune.objectives import OBJECTIVES
     from meshtune.optim.build import OptimizerConfig, make_optimizer
-    from meshtune.train.step.build import abstract_state, init_state, make_train_step
+    from meshtune.train.step.build import make_train_step
+    from meshtune.train.step.state import abstract_state, init_state
 
     model = {
         "model_type": "llama", "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128,

@@ -85,7 +85,8 @@ def updates(case: Case, *, offloaded: bool) -> dict[str, Any]:
     from meshtune.quantize.config import QuantizeConfig
     from meshtune.quantize.weight import QuantisedWeight
     from meshtune.train.step import host_state as update
-    from meshtune.train.step.build import abstract_state, init_state, make_train_step
+    from meshtune.train.step.build import make_train_step
+    from meshtune.train.step.state import abstract_state, init_state
 
     config = {
         "model_type": "llama", "vocab_size": case.vocab, "hidden_size": 64, "intermediate_size": 128,

@@ -30,7 +30,7 @@ from meshtune.mesh.processes import Job, start
 from meshtune.model.sharding import layout_for
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.train.checkpoint.checkpoints import Checkpoints, Record
-from meshtune.train.step.build import TrainState, abstract_state
+from meshtune.train.step.state import TrainState, abstract_state
 
 CONFIG = {
     "model_type": "llama",

@@ -14,7 +14,8 @@ from meshtune.families import model_spec
 from meshtune.model.compute import Compute
 from meshtune.objectives import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
-from meshtune.train.step.build import init_state, make_train_step
+from meshtune.train.step.build import make_train_step
+from meshtune.train.step.state import init_state
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4,

@@ -14,7 +14,7 @@ from checkpoint_states import bits, record_of, state_of
 
 from meshtune.errors import UserError
 from meshtune.train.checkpoint.checkpoints import Best, Checkpoints, versions
-from meshtune.train.step.build import TrainState
+from meshtune.train.step.state import TrainState
 
 
 def test_state_and_record_come_back_bit_for_bit(tmp_path):

@@ -14,7 +14,8 @@ from meshtune.families import model_spec
 from meshtune.model.compute import Compute
 from meshtune.objectives import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
-from meshtune.train.step.build import abstract_state, make_train_step
+from meshtune.train.step.build import make_train_step
+from meshtune.train.step.state import abstract_state
 
 spec = model_spec({
     "model_type": "llama", "vocab_size": 512, "hidden_size": 1024, "intermediate_size": 2816,

@@ -18,7 +18,7 @@ from meshtune.train.evaluation.evaluate import Evaluation
 from meshtune.train.interrupt import Interrupt, interruptible
 from meshtune.train.loop import Task, run_loop
 from meshtune.train.report.events import Evaluated, Events, Sampled, Saved, Started, Stepped, Stopped
-from meshtune.train.step.build import TrainState
+from meshtune.train.step.state import TrainState
 
 
 @dataclasses.dataclass

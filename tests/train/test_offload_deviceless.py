@@ -21,7 +21,8 @@ from meshtune.mesh.placement import is_on_host, waiting
 from meshtune.model.compute import Compute
 from meshtune.objectives import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
-from meshtune.train.step.build import abstract_state, make_train_step
+from meshtune.train.step.build import make_train_step
+from meshtune.train.step.state import abstract_state
 
 spec = model_spec({
     "model_type": "llama", "vocab_size": 512, "hidden_size": width, "intermediate_size": ffn,

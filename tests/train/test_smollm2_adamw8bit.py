@@ -15,7 +15,8 @@ from meshtune.adapters.method import abstract, prepare
 from meshtune.model.compute import Compute
 from meshtune.objectives import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
-from meshtune.train.step.build import init_state, make_eval_step, make_train_step
+from meshtune.train.step.build import make_eval_step, make_train_step
+from meshtune.train.step.state import init_state
 from meshtune.weights.load import load_params, load_spec
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,8 @@ from meshtune.arrays.tree import flatten
 from meshtune.model.compute import Compute
 from meshtune.objectives import OBJECTIVES
 from meshtune.optim.optimizer import from_optax_global
-from meshtune.train.step.build import init_state, make_train_step
+from meshtune.train.step.build import make_train_step
+from meshtune.train.step.state import init_state
 from meshtune.weights.load import load_params, load_spec
 
 pytestmark = pytest.mark.slow

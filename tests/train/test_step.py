@@ -13,7 +13,8 @@ from meshtune.arrays.tree import flatten, split
 from meshtune.model.compute import Compute
 from meshtune.objectives import OBJECTIVES
 from meshtune.optim.optimizer import from_optax_global
-from meshtune.train.step.build import init_state, make_eval_step, make_train_step
+from meshtune.train.step.build import make_eval_step, make_train_step
+from meshtune.train.step.state import init_state
 from tiny_models import same_weights, torch_model
 
 

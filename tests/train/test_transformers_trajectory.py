@@ -24,7 +24,8 @@ from meshtune.arrays.tree import split
 from meshtune.model.compute import Compute
 from meshtune.objectives import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
-from meshtune.train.step.build import init_state, make_train_step
+from meshtune.train.step.build import make_train_step
+from meshtune.train.step.state import init_state
 from tiny_models import same_weights, torch_model
 
 STEPS, ROWS, ACCUMULATION = 30, 4, 2

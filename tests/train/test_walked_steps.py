@@ -19,7 +19,8 @@ from meshtune.model.compute import Compute
 from meshtune.objectives import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.train.step import host_state as update
-from meshtune.train.step.build import abstract_state, init_state, make_train_step
+from meshtune.train.step.build import make_train_step
+from meshtune.train.step.state import abstract_state, init_state
 from tiny_models import same_weights, torch_model
 
 CONSTANT = "constant"
@@ -147,7 +148,7 @@ def deep():
 
 def temporaries(config, spec):
     """(bytes of all gradients in float32, the compiled step's temporaries, whether it updates its state in place)."""
-    from meshtune.train.step.build import abstract_state
+    from meshtune.train.step.state import abstract_state
 
     arrays = abstract(FullConfig(), spec)
     optimizer, _ = make_optimizer(config, 10, arrays.trainable, arrays.spec)

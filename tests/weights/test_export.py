@@ -20,11 +20,11 @@ from meshtune.adapters.merge import merged
 from meshtune.adapters.method import prepare
 from meshtune.arrays.tree import flatten, merge, unflatten
 from meshtune.errors import UserError
-from meshtune.model.spec import split_stacks
 from meshtune.weights import export, verify
 from meshtune.weights.export import export_model
 from meshtune.weights.load import load_params, load_spec
 from meshtune.weights.verify import ExportError, probe, probe_logits, verify_export, written_logits
+from model_specs import split_stacks
 
 EVERY = ["llama", "llama-tied", "mistral", "qwen2", "qwen3"]
 

@@ -14,9 +14,10 @@ from safetensors.numpy import load_file, save_file
 
 from meshtune.arrays.tree import flatten
 from meshtune.families import tensors
-from meshtune.model.spec import abstract_params, split_stacks
+from meshtune.model.spec import abstract_params
 from meshtune.weights import read_plan
 from meshtune.weights.load import load_params, load_spec
+from model_specs import split_stacks
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 
 # What an array is to a model, which decides how it is optimised, quantised, adapted, gathered and counted:
@@ -70,3 +71,10 @@ class ArraySpec:
     def nbytes(self) -> int:
         """Bytes of the whole array."""
         return self.size * jnp.dtype(self.dtype).itemsize
+
+
+def stacked(tree: Any, layers: int) -> Any:
+    """The ArraySpecs of one layer, for a stack of `layers` layers."""
+    return jax.tree.map(
+        lambda leaf: dataclasses.replace(leaf, shape=(layers, *leaf.shape), axes=(LAYERS, *leaf.axes)), tree
+    )

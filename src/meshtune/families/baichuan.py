@@ -11,9 +11,12 @@ from typing import Any
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.families.config_fields import ConfigFields
-from meshtune.families.llama import ACTIVATIONS, OUTSIDE
+from meshtune.families.llama import OUTSIDE, mlp_spec, norm_spec
 from meshtune.families.tensors import TensorMap, View, one_to_one, with_view
-from meshtune.model.spec import AlibiSpec, LayerSpec, ModelSpec, RopeSpec, stacks_of
+from meshtune.model.attention import AlibiSpec, AttentionSpec
+from meshtune.model.layer import LayerSpec
+from meshtune.model.rope import RopeSpec
+from meshtune.model.spec import ModelSpec, stacks_of
 
 MODULES = {
     "attn_norm": "input_layernorm",
@@ -48,37 +51,30 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
             f"z_loss_weight = {config['z_loss_weight']!r}: a loss on the size of logits is not implemented",
             "set it to 0: it has no part in the model's logits, and was for pretraining",
         )
-    activation = fields.get("hidden_act", "silu")
-    if activation not in ACTIVATIONS:
-        raise fields.error(
-            "hidden_act", f"hidden_act {activation!r} is not implemented", f"known: {', '.join(ACTIVATIONS)}"
-        )
     for harmless in ("auto_map", "gradient_checkpointing"):  # names of code that is not run, and how it was trained
         fields.get(harmless)
     first = fields.integer("vocab_size") == FIRST_VOCABULARY
-    rope, alibi = _positions(fields, embed, heads, head_dim)
+    rope, alibi, longest = _positions(fields, embed, heads, head_dim)
+    attention = AttentionSpec(heads, heads, head_dim, rope=rope, alibi=alibi, packed=True)
+    norm = norm_spec(fields)
     spec = ModelSpec(
         family="baichuan",
         vocab=fields.integer("vocab_size"),
         embed=embed,
-        ffn=fields.integer("intermediate_size"),
-        heads=heads,
-        kv_heads=heads,
-        head_dim=head_dim,
-        rope=rope,
-        stacks=stacks_of([LayerSpec()] * fields.integer("num_hidden_layers")),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        activation=ACTIVATIONS[activation],  # pyright: ignore[reportArgumentType]  (values are the literals)
+        stacks=stacks_of([LayerSpec(attention, mlp_spec(fields), norm)] * fields.integer("num_hidden_layers")),
+        norm=norm,
+        max_length=longest,
         init_std=fields.number("initializer_range", 0.02),
-        packed_qkv=True,
         norm_head=not first,
-        alibi=alibi,
     )
     fields.finish(FIRST_7B if first and rope is not None else ARCHITECTURE)
     return spec
 
 
-def _positions(fields: ConfigFields, embed: int, heads: int, head_dim: int) -> tuple[RopeSpec | None, AlibiSpec | None]:
+def _positions(
+    fields: ConfigFields, embed: int, heads: int, head_dim: int
+) -> tuple[RopeSpec | None, AlibiSpec | None, int]:
+    """(rotary positions, biases, the context in tokens)."""
     longest = fields.get("max_position_embeddings")
     if longest is None and embed == WIDTH_7B:
         raise fields.error(
@@ -87,11 +83,11 @@ def _positions(fields: ConfigFields, embed: int, heads: int, head_dim: int) -> t
             "take the config from the model's original; it is 4096 in all of the 7B",
         )
     if longest is None:
-        return None, AlibiSpec(alibi_slopes(heads), fields.integer("model_max_length", 4096))
+        return None, AlibiSpec(alibi_slopes(heads)), fields.integer("model_max_length", 4096)
     if head_dim % 2:
         raise fields.error("hidden_size", f"heads of {head_dim} are odd; rotary embedding needs pairs")
     longest = fields.integer("max_position_embeddings")
-    return RopeSpec(THETA, head_dim, original_length=longest, max_length=longest), None
+    return RopeSpec(THETA, head_dim, original_length=longest, max_length=longest), None, longest
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshtune.errors import UserError, nearest
-from meshtune.model.spec import RopeSpec
+from meshtune.model.rope import RopeSpec
 
 # Fields that say nothing about the mathematics of a forward pass: names, token ids, generation defaults, bookkeeping.
 HARMLESS = frozenset(
@@ -146,7 +146,7 @@ def read_rope(fields: ConfigFields, head_dim: int) -> RopeSpec:
     numbers = {k: float(scaling[k]) for k in required | optional if scaling.get(k) is not None}
     return RopeSpec(
         theta=float(theta),
-        head_dim=head_dim,
+        dim=head_dim,
         kind=kind,
         parameters=tuple(sorted(numbers.items())),
         original_length=int(scaling.get("original_max_position_embeddings") or longest),

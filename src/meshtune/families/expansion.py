@@ -11,7 +11,8 @@ from typing import Any
 
 from meshtune.errors import UserError
 from meshtune.families import model_spec, module_names
-from meshtune.model.spec import LayerSpec, ModelSpec, Stack, stacks_of
+from meshtune.model.layer import LayerSpec
+from meshtune.model.spec import ModelSpec, Stack, stacks_of
 
 SILENT = ("attn/o", "mlp/down")  # sites whose weights and biases are zero in a new layer
 
@@ -46,7 +47,10 @@ def expanded_config(config: dict[str, Any], blocks: int) -> dict[str, Any]:
     if isinstance(config.get("layer_types"), list):
         new["layer_types"] = [config["layer_types"][source] for source, _ in made]
     elif len(set(kinds)) > 1:
-        new["layer_types"] = ["full_attention" if kinds[n].window is None else "sliding_attention" for n, _ in made]
+        new["layer_types"] = [
+            "full_attention" if getattr(kinds[n].mixer, "window", None) is None else "sliding_attention"
+            for n, _ in made
+        ]
     found = model_spec(new)
     if [layer for stack in found.stacks for _ in range(stack.repeats) for layer in stack.pattern] != [
         kinds[source] for source, _ in made

@@ -6,9 +6,19 @@ from typing import Any
 
 from meshtune.families.config_fields import ConfigFields, read_rope
 from meshtune.families.tensors import TensorMap, one_to_one
-from meshtune.model.spec import LayerSpec, ModelSpec, stacks_of
+from meshtune.model.attention import AttentionSpec
+from meshtune.model.layer import LayerSpec
+from meshtune.model.mlp import ActivationName, MlpSpec
+from meshtune.model.norm import NormSpec
+from meshtune.model.spec import ModelSpec, stacks_of
 
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+ACTIVATIONS: dict[str, ActivationName] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
 MODULES = {
     "attn_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
@@ -27,16 +37,16 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     """LlamaConfig -> ModelSpec."""
     fields = ConfigFields(config, where)
     bias = bool(fields.get("attention_bias", False))
-    layers = [LayerSpec()] * fields.integer("num_hidden_layers")
-    spec = common_spec(
-        fields, "llama", layers, qkv_bias=bias, out_bias=bias, mlp_bias=bool(fields.get("mlp_bias", False))
-    )
+    attention = attention_spec(fields, qkv_bias=bias, out_bias=bias)
+    mlp = mlp_spec(fields, bias=bool(fields.get("mlp_bias", False)))
+    layer = LayerSpec(attention, mlp, norm_spec(fields))
+    spec = decoder_spec(fields, "llama", [layer] * fields.integer("num_hidden_layers"))
     fields.finish("LlamaForCausalLM")
     return spec
 
 
-def common_spec(fields: ConfigFields, family: str, layers: list[LayerSpec], **switches: Any) -> ModelSpec:
-    """What all families with Llama's layout share. `switches` are ModelSpec fields."""
+def attention_spec(fields: ConfigFields, **switches: Any) -> AttentionSpec:
+    """Rotary attention from the usual fields. `switches` are fields of AttentionSpec."""
     embed, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -48,23 +58,31 @@ def common_spec(fields: ConfigFields, family: str, layers: list[LayerSpec], **sw
     head_dim = fields.integer("head_dim", embed // heads)
     if head_dim % 2:
         raise fields.error("head_dim", f"head_dim {head_dim} is odd; rotary embedding needs pairs")
-    activation = fields.get("hidden_act", "silu")
-    if activation not in ACTIVATIONS:
-        raise fields.error(
-            "hidden_act", f"hidden_act {activation!r} is not implemented", f"known: {', '.join(ACTIVATIONS)}"
-        )
+    return AttentionSpec(heads, kv_heads, head_dim, rope=read_rope(fields, head_dim), **switches)
+
+
+def mlp_spec(fields: ConfigFields, field: str = "hidden_act", **switches: Any) -> MlpSpec:
+    """A gated feed-forward network; `field` names its activation. `switches` are fields of MlpSpec."""
+    name = fields.get(field, "silu")
+    if name not in ACTIVATIONS:
+        raise fields.error(field, f"{field} {name!r} is not implemented", f"known: {', '.join(ACTIVATIONS)}")
+    return MlpSpec(fields.integer("intermediate_size"), ACTIVATIONS[name], **switches)
+
+
+def norm_spec(fields: ConfigFields) -> NormSpec:
+    """Root mean square normalisation with rms_norm_eps."""
+    return NormSpec(fields.number("rms_norm_eps", 1e-6))
+
+
+def decoder_spec(fields: ConfigFields, family: str, layers: list[LayerSpec], **switches: Any) -> ModelSpec:
+    """The model around its layers, from the usual fields. `switches` are fields of ModelSpec."""
     return ModelSpec(
         family=family,
         vocab=fields.integer("vocab_size"),
-        embed=embed,
-        ffn=fields.integer("intermediate_size"),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        rope=read_rope(fields, head_dim),
+        embed=fields.integer("hidden_size"),
         stacks=stacks_of(layers),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        activation=ACTIVATIONS[activation],  # pyright: ignore[reportArgumentType]  (values are the literals)
+        norm=layers[0].norm,
+        max_length=fields.integer("max_position_embeddings"),
         tied=bool(fields.get("tie_word_embeddings", False)),
         init_std=fields.number("initializer_range", 0.02),
         **switches,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from meshtune.families.config_fields import ConfigFields
-from meshtune.families.llama import common_spec, tensors
-from meshtune.model.spec import LayerSpec, ModelSpec
+from meshtune.families.llama import attention_spec, decoder_spec, mlp_spec, norm_spec, tensors
+from meshtune.model.layer import LayerSpec
+from meshtune.model.spec import ModelSpec
 
 __all__ = ["model_spec", "tensors"]
 
@@ -17,6 +18,7 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     window = fields.get("sliding_window")
     if "sliding_window" not in config:
         window = 4096
-    spec = common_spec(fields, "mistral", [LayerSpec(window)] * fields.integer("num_hidden_layers"))
+    layer = LayerSpec(attention_spec(fields, window=window), mlp_spec(fields), norm_spec(fields))
+    spec = decoder_spec(fields, "mistral", [layer] * fields.integer("num_hidden_layers"))
     fields.finish("MistralForCausalLM")
     return spec

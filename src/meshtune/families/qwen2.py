@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from meshtune.families.config_fields import ConfigFields
-from meshtune.families.llama import common_spec, tensors
-from meshtune.model.spec import LayerSpec, ModelSpec
+from meshtune.families.llama import attention_spec, decoder_spec, mlp_spec, norm_spec, tensors
+from meshtune.model.attention import AttentionSpec
+from meshtune.model.layer import LayerSpec
+from meshtune.model.spec import ModelSpec
 
 __all__ = ["model_spec", "tensors", "windowed_layers"]
 
@@ -14,21 +17,23 @@ __all__ = ["model_spec", "tensors", "windowed_layers"]
 def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     """Qwen2Config -> ModelSpec."""
     fields = ConfigFields(config, where)
-    spec = common_spec(fields, "qwen2", windowed_layers(fields), qkv_bias=True)
+    spec = decoder_spec(fields, "qwen2", windowed_layers(fields, attention_spec(fields, qkv_bias=True)))
     fields.finish("Qwen2ForCausalLM")
     return spec
 
 
-def windowed_layers(fields: ConfigFields) -> list[LayerSpec]:
+def windowed_layers(fields: ConfigFields, attention: AttentionSpec) -> list[LayerSpec]:
     """Layers from max_window_layers on slide, where use_sliding_window says so; layer_types says it layer by layer."""
+    full = LayerSpec(attention, mlp_spec(fields), norm_spec(fields))
     count = fields.integer("num_hidden_layers")
     first, kinds = fields.get("max_window_layers", 28), fields.get("layer_types")
     window = fields.get("sliding_window", 4096) if fields.get("use_sliding_window", False) else None
+    sliding = dataclasses.replace(full, mixer=dataclasses.replace(attention, window=window))
     if kinds is None:
-        return [LayerSpec(window if i >= first else None) for i in range(count)]
+        return [sliding if i >= first else full for i in range(count)]
     known = {"full_attention", "sliding_attention"}
     if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= known:
         raise fields.error(
             "layer_types", f"layer_types must list one of {sorted(known)} for each of the {count} layers"
         )
-    return [LayerSpec(window if kind == "sliding_attention" else None) for kind in kinds]
+    return [sliding if kind == "sliding_attention" else full for kind in kinds]

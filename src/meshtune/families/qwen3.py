@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshtune.families.config_fields import ConfigFields
-from meshtune.families.llama import MODULES, OUTSIDE, common_spec
+from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, norm_spec
 from meshtune.families.qwen2 import windowed_layers
 from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.spec import ModelSpec
@@ -18,7 +18,8 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     config = {"head_dim": 128} | {key: value for key, value in config.items() if value is not None}
     fields = ConfigFields(config, where)
     bias = bool(fields.get("attention_bias", False))
-    spec = common_spec(fields, "qwen3", windowed_layers(fields), qkv_bias=bias, out_bias=bias, qk_norm=True)
+    attention = attention_spec(fields, qkv_bias=bias, out_bias=bias, qk_norm=norm_spec(fields))
+    spec = decoder_spec(fields, "qwen3", windowed_layers(fields, attention))
     fields.finish("Qwen3ForCausalLM")
     return spec
 

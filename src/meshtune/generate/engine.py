@@ -1,8 +1,8 @@
 """Generation: a compiled prefill and a compiled decode loop over a key-value cache.
 
-Prompts of a batch stand at the left of their rows, filled up on the right with segment 0, which nothing sees; all rows
-then write their new tokens to the same slots. Lengths are rounded up, so that few programs are compiled, and the
-programs are shared by all engines of the same spec: parameters are arguments, so those of a run in training do.
+Prompts of a batch stand at the left of their rows, filled up on the right with segment 0, which nothing sees and no
+cache keeps: every row of the cache has a length of its own. Lengths are rounded up, so that few programs are compiled,
+and the programs are shared by all engines of the same spec: parameters are arguments, so those of a run in training do.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from meshtune.arrays.tree import Tree
 from meshtune.errors import UserError
 from meshtune.generate.sampling import Knobs, Sampling, Switches, compiled_form, next_token
 from meshtune.mesh.layout import constrain
+from meshtune.model.cache import Cache, grown
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import Cache, forward_cached, head_params, init_cache, logits
+from meshtune.model.decoder import cache_specs, forward, head_params, init_cache, logits
+from meshtune.model.inputs import Inputs
 from meshtune.model.spec import ModelSpec
 
 DEFAULT_TOKENS = 256  # generated at most when nobody says how many
@@ -36,7 +38,6 @@ class State:
     """A batch between two decode steps. `token` is the newest, not yet in the cache; `position` is its place."""
 
     cache: Cache
-    slot: Int[Array, ""]
     token: Int[Array, "B"]
     position: Int[Array, "B"]
     done: Bool[Array, "B"]
@@ -164,12 +165,13 @@ class Run:
         yield [[token] for token in np.asarray(state.token)[:count].tolist()]
         given, filled = 1, length
         slots = length + min(self._max_tokens, AHEAD)
-        state = _grown(state, slots=max(FEWEST_SLOTS, 1 << (slots - 1).bit_length()))
+        slots = max(FEWEST_SLOTS, 1 << (slots - 1).bit_length())
+        state = _grown(state, spec=self._engine.spec, slots=slots, dtype=self._engine.compute.dtype)
         while given < self._max_tokens and not (self._stopped | np.asarray(state.done)).all():
             steps = min(self._steps, self._max_tokens - given)
-            slots = state.cache.positions.shape[1]
             if filled + steps > slots:
-                state = _grown(state, slots=2 * slots)
+                slots *= 2
+                state = _grown(state, spec=self._engine.spec, slots=slots, dtype=self._engine.compute.dtype)
             state = dataclasses.replace(state, done=state.done | self._stopped)
             state, new = _decode(params, state, np.int32(steps), self._stop_ids, self._knobs, **self._static)
             self._check(state, given)
@@ -228,16 +230,15 @@ def _prefill(
     real = positions < lengths[:, None]
     cache = init_cache(spec, B, T, compute.dtype, compute.layout)
     positions = jnp.where(real, positions, 0)
-    hidden, cache = forward_cached(
-        params, spec, compute, tokens, positions, real.astype(jnp.int32), cache, jnp.int32(0)
-    )
+    hidden, cache, _ = forward(params, spec, compute, Inputs(tokens, positions, real.astype(jnp.int32)), cache=cache)
+    assert cache is not None
     last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)
     seen = jnp.zeros((B, spec.vocab if switches.penalty else 0), bool)
     if switches.penalty:
         # Padding is scattered out of bounds, which is dropped.
         seen = seen.at[jnp.arange(B)[:, None], jnp.where(real, tokens, spec.vocab)].set(True, mode="drop")
     nothing = jnp.zeros(B, bool)
-    before = State(cache, jnp.int32(T), tokens[:, 0], lengths - 1, nothing, seen, ~nothing)
+    before = State(cache, tokens[:, 0], lengths - 1, nothing, seen, ~nothing)
     return _on_all(_chosen(params, spec, before, last, stop_ids, switches, knobs), compute)
 
 
@@ -258,10 +259,9 @@ def _decode(
     def step(carry: tuple[Array, State, Array]) -> tuple[Array, State, Array]:
         i, state, new = carry
         alive = (~state.done).astype(jnp.int32)[:, None]
-        hidden, cache = forward_cached(
-            params, spec, compute, state.token[:, None], state.position[:, None], alive, state.cache, state.slot
-        )
-        after = dataclasses.replace(state, cache=cache, slot=state.slot + 1)
+        inputs = Inputs(state.token[:, None], state.position[:, None], alive)
+        hidden, cache, _ = forward(params, spec, compute, inputs, cache=state.cache)
+        after = dataclasses.replace(state, cache=cache)
         after = _chosen(params, spec, after, hidden, stop_ids, switches, knobs)
         return i + 1, after, new.at[:, i].set(jnp.where(state.done, -1, after.token))
 
@@ -299,23 +299,11 @@ def _chosen(
     # A finished row sees nothing, so what it computes does not matter.
     finite = state.finite & (state.done | jnp.isfinite(scores).all(-1))
     done = state.done | (token[:, None] == stop_ids).any(-1)
-    return State(state.cache, state.slot, token, position, done, seen, finite)
+    return State(state.cache, token, position, done, seen, finite)
 
 
-@partial(jax.jit, static_argnames=("slots",))
-def _grown(state: State, *, slots: int) -> State:
+@partial(jax.jit, static_argnames=("spec", "slots", "dtype"))
+def _grown(state: State, *, spec: ModelSpec, slots: int, dtype: str) -> State:
     """The same state with room for `slots` tokens a row."""
-
-    def grow(x: Array, axis: int) -> Array:
-        return jnp.pad(x, [(0, slots - n if i == axis else 0) for i, n in enumerate(x.shape)])
-
-    cache = state.cache
-    return dataclasses.replace(
-        state,
-        cache=Cache(
-            jax.tree.map(partial(grow, axis=2), cache.keys),
-            jax.tree.map(partial(grow, axis=2), cache.values),
-            grow(cache.positions, 1),
-            grow(cache.segment_ids, 1),
-        ),
-    )
+    specs = cache_specs(spec, state.token.shape[0], slots, dtype)
+    return dataclasses.replace(state, cache=grown(state.cache, specs))

@@ -13,20 +13,23 @@ from meshtune.kernels.attention import AttentionSplit
 # Logical axis -> the mesh axes that split it, alternatives in order of preference. Read from the top: an array's axis
 # gets the first alternative that no axis above it has taken. So a batch takes fsdp and leaves the embed axis of
 # activations whole, while in a weight, which has no batch, fsdp splits embed; and an adapter's rank takes tp, so that
-# the other side of A [rank, in] and B [out, rank] goes to fsdp. A weight [out, embed] is the exception: see OUT.
+# the other side of A [rank, in] and B [out, rank] goes to fsdp. A weight [out, embed] is the exception: see OUT. ep
+# splits experts; for whatever has none it is one more axis of fsdp, so rows and dense weights are split over it too.
+SHARDS = ("fsdp", "cp", "ep")  # the axes that split weights beside tp
 RULES: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
-    ("batch", (("dp", "fsdp"),)),
+    ("batch", (("dp", "fsdp", "ep"),)),
     ("length", (("cp",),)),
     ("experts", (("ep",),)),
     ("rank", (("tp",),)),
-    ("vocab", (("tp",), ("fsdp", "cp"))),
-    ("heads", (("tp",), ("fsdp", "cp"))),
-    ("kv_heads", (("tp",), ("fsdp", "cp"))),
-    ("packed_heads", (("tp",), ("fsdp", "cp"))),
-    ("ffn", (("tp",), ("fsdp", "cp"))),
-    ("embed", (("fsdp", "cp"),)),
+    ("vocab", (("tp",), SHARDS)),
+    ("heads", (("tp",), SHARDS)),
+    ("kv_heads", (("tp",), SHARDS)),
+    ("packed_heads", (("tp",), SHARDS)),
+    ("ffn", (("tp",), SHARDS)),
+    ("embed", (SHARDS,)),
     ("head_dim", ()),
     ("score", ()),
+    ("slots", ()),
     ("layers", ()),
     ("whole", ()),
 )
@@ -71,23 +74,29 @@ class Layout:
         if axes in (("embed",), ("layers", "embed")):  # norms and biases: not worth a message
             return PartitionSpec()
         if len(axes) > 1 and axes[-1] == "embed" and axes[-2] in OUT:
-            ways = ("fsdp", "cp") if axes[-2] in self.whole else ("tp", "fsdp", "cp")
+            leading = [
+                self._dividing(("ep",), size) if axis == "experts" else ()
+                for axis, size in zip(axes[:-2], shape[:-2], strict=True)
+            ]
+            ways = () if axes[-2] in self.whole else ("tp",)
+            ways += tuple(axis for axis in SHARDS if (axis,) not in leading)
             fitting = self._dividing(ways, shape[-2])
             if len(fitting) > 0:
-                return PartitionSpec(*[None] * (len(axes) - 2), fitting if len(fitting) > 1 else fitting[0])
+                return PartitionSpec(*(_entry(part) for part in (*leading, fitting)))
         parts: list[tuple[str, ...]] = [()] * len(axes)
         taken: set[str] = set()
         for place in sorted(range(len(axes)), key=lambda place: _ORDER[axes[place]]):
             axis, size = axes[place], shape[place]
             for alternative in RULES[_ORDER[axis]][1]:
-                if taken.isdisjoint(alternative):
+                alternative = tuple(axis for axis in alternative if axis != "ep" or "ep" not in taken)
+                if alternative and taken.isdisjoint(alternative):
                     taken |= set(alternative)
                     if not (axis in self.whole and "tp" in alternative):
                         parts[place] = self._dividing(alternative, size)
                     break
         while parts and not parts[-1]:
             parts.pop()
-        return PartitionSpec(*(part[0] if len(part) == 1 else part or None for part in parts))
+        return PartitionSpec(*map(_entry, parts))
 
     def _dividing(self, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
         used = tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
@@ -102,21 +111,26 @@ class Layout:
         return self.sharding(array.axes, array.units)
 
     def in_use(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
-        """How a parameter lies while it is computed with: split over tp and ep alone, an adapter's rank not at all."""
+        """How a parameter lies while it is computed with: split over tp, experts over ep too, an adapter's rank not."""
         axes = tuple("whole" if axis == "rank" else axis for axis in axes)
         parts = [(part,) if isinstance(part, str) else part or () for part in self.spec(axes, shape)]
-        kept = [next((axis for axis in part if axis in ("tp", "ep")), None) for part in parts]
-        return NamedSharding(self.mesh, PartitionSpec(*kept))
+        names = ["ep" if axis == "experts" else "tp" for axis in axes]
+        used = [name if name in part else None for name, part in zip(names, parts, strict=False)]
+        return NamedSharding(self.mesh, PartitionSpec(*used))
 
     def attention_split(self) -> AttentionSplit:
         """The axes that split attention's rows, heads and tokens."""
         kv_heads = None if "kv_heads" in self.whole else "tp"
-        return AttentionSplit(self.mesh, batch=("dp", "fsdp"), heads="tp", kv_heads=kv_heads, length="cp")
+        return AttentionSplit(self.mesh, batch=("dp", "fsdp", "ep"), heads="tp", kv_heads=kv_heads, length="cp")
 
     @property
     def replicated(self) -> NamedSharding:
         """The same on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
+
+
+def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    return axes[0] if len(axes) == 1 else axes or None
 
 
 def constrain(x: jax.Array, layout: Layout | None, *axes: str) -> jax.Array:

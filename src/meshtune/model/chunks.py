@@ -1,8 +1,8 @@
-"""A function of tokens computed a chunk of each row at a time, forward and backward.
+"""A function of tokens computed for one chunk of each row at a time, forward and backward.
 
-What the function needs inside exists for one chunk only. The backward pass makes a chunk again from the same input
-and turns it into gradients at once, in the place of the cotangent it has used up; gradients of what all chunks share
-are summed in float32. Rows are never copied: a chunk is cut out of them and written back.
+Intermediate arrays exist for one chunk only. The backward pass computes a chunk again from the same input and turns it
+into gradients at once, which overwrite the cotangent they were computed from; gradients of what all chunks share are
+summed in float32. Rows are never copied: a chunk is sliced out of them and written back.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,86 +20,102 @@ from jaxtyping import Array, Float
 
 from meshtune.arrays.tree import Tree
 
-# (what is shared, a chunk of x, a chunk of the tokens' data, its number: None where the row is whole) -> results
-Chunk = Callable[[Any, Array, Tree, Array | None], Any]
+# (what is shared, a chunk of x, of what is beside it, of the tokens' data, its number: None where the row is whole)
+# -> (results, sums)
+Chunk = Callable[[Any, Array, Tree, Any, Array | None], tuple[Any, Any]]
 
 
 def over_chunks(
-    function: Chunk, shared: Any, x: Float[Array, "B T D"], tokens: Tree, *, chunk: int | None, ways: int = 1
-) -> Any:
-    """function(shared, x, tokens, None), computed by chunks of `chunk` tokens of a row.
+    function: Chunk,
+    shared: Any,
+    x: Float[Array, "B T D"],
+    beside: Tree,
+    tokens: Any,
+    *,
+    chunk: int | None,
+    ways: int = 1,
+) -> tuple[Any, Any]:
+    """function(shared, x, beside, tokens, None), computed by chunks of `chunk` tokens of a row.
 
-    x is [B, T, D], the leaves of `tokens` [B, T, ..] (data, not differentiated), each result [B, T, ..], a row's tokens
-    in the same order. The function may not mix the tokens of x; whatever they are to see of each other is in `shared`.
-    It must be pure and close over no array. Where the chunk does not divide a row, rows are filled up with zeros, whose
-    results are cut off. `ways` is the number of devices that hold a row's parts in turn: a chunk then takes its share
-    from each. None, or a chunk as long as the row: the function itself.
+    x is [B, T, D]; the leaves of `beside` are [B, T, ..] and differentiated, those of `tokens` are [B, T, ..] and not.
+    The function gives (results, sums): each result is [B, T, ..], a row's tokens in the same order; sums are added over
+    the chunks. It may not mix the tokens of x; whatever they are to see of each other is in `shared`. It must be pure
+    and close over no array. Where the chunk does not divide a row, rows are filled up with zeros (segment 0), whose
+    results are cut off, and which sums must leave out. `ways` is the number of devices that hold a row's parts in turn:
+    a chunk then takes its share from each. None, or a chunk as long as the row: the function itself.
     """
     length = x.shape[1] // ways
     if chunk is None or chunk * ways >= x.shape[1]:
-        return function(shared, x, tokens, None)
+        return function(shared, x, beside, tokens, None)
     count = math.ceil(length * ways / chunk)
     size = math.ceil(length / count)
     if missing := count * size - length:
-        x, tokens = jax.tree.map(lambda leaf: _padded(leaf, missing, ways), (x, tokens))
-    results = _chunked(function, count, ways, shared, x, tokens)
-    return jax.tree.map(lambda leaf: _cut_back(leaf, missing, ways), results) if missing else results
+        x, beside, tokens = jax.tree.map(lambda leaf: _padded(leaf, missing, ways), (x, beside, tokens))
+    results, sums = cast(tuple[Any, Any], _chunked(function, count, ways, shared, x, beside, tokens))
+    return (jax.tree.map(lambda leaf: _cut_back(leaf, missing, ways), results) if missing else results), sums
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _chunked(function: Chunk, count: int, ways: int, shared: Any, x: Array, tokens: Tree) -> Any:
-    def made(number: Any, source: Array) -> Any:
-        here, tokens_here = _chunk_of((source, tokens), number, count, ways)
-        return function(shared, here, tokens_here, number)
+def _chunked(function: Chunk, count: int, ways: int, shared: Any, x: Array, beside: Tree, tokens: Any) -> Any:
+    def compute(number: Any, source: Array) -> tuple[Any, Any]:
+        x_chunk, beside_chunk, tokens_chunk = _chunk_of((source, beside, tokens), number, count, ways)
+        return function(shared, x_chunk, beside_chunk, tokens_chunk, number)
 
-    def one(number: Array, results: Any) -> Any:
+    def step(number: Array, running: tuple[Any, Any]) -> tuple[Any, Any]:
+        results, totals = running
         # Where results take the place of x, a chunk of x is read before it is overwritten.
-        return _written(results, made(number, results if in_place else x), number, count, ways)
+        new, sums = compute(number, results if in_place else x)
+        return _written(results, new, number, count, ways), jax.tree.map(jnp.add, totals, sums)
 
-    shapes = jax.eval_shape(lambda: made(jnp.int32(0), x))
+    shapes, sum_shapes = jax.eval_shape(lambda: compute(jnp.int32(0), x))
     in_place = _same(shapes, _chunk_of(x, 0, count, ways))
     whole = (x.shape[0], x.shape[1])
     empty = x if in_place else jax.tree.map(lambda s: jnp.zeros((*whole, *s.shape[2:]), s.dtype), shapes)
-    return lax.fori_loop(0, count, one, empty)
+    return lax.fori_loop(0, count, step, (empty, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sum_shapes)))
 
 
 @jax.tree_util.register_static
-class _Learned(tuple[bool, ...]):
+class _Perturbed(tuple[bool, ...]):
     """Which leaves of what is shared are differentiated."""
 
 
-def _chunked_forward(function: Chunk, count: int, ways: int, shared: Any, x: Any, tokens: Any) -> Any:
-    learned = _Learned(leaf.perturbed for leaf in jax.tree.leaves(shared))
-    shared, value, tokens = jax.tree.map(lambda leaf: leaf.value, (shared, x, tokens))
-    return _chunked(function, count, ways, shared, value, tokens), (learned, shared, value, tokens)
+def _chunked_forward(
+    function: Chunk, count: int, ways: int, shared: Any, x: Any, beside: Any, tokens: Any
+) -> tuple[Any, Any]:
+    perturbed = _Perturbed(leaf.perturbed for leaf in jax.tree.leaves(shared))
+    shared, x, beside, tokens = jax.tree.map(lambda leaf: leaf.value, (shared, x, beside, tokens))
+    return _chunked(function, count, ways, shared, x, beside, tokens), (perturbed, shared, x, beside, tokens)
 
 
 def _chunked_backward(function: Chunk, count: int, ways: int, saved: Any, cotangents: Any) -> Any:
-    learned, shared, x, tokens = saved
+    perturbed, shared, x, beside, tokens = saved
     leaves, structure = jax.tree.flatten(shared)
-    mine = [leaf for leaf, yes in zip(leaves, learned, strict=True) if yes]
-    cotangents = jax.tree.map(_instantiated, cotangents, is_leaf=lambda leaf: isinstance(leaf, SymbolicZero))
-    in_place = _same(cotangents, x)
+    trained = [leaf for leaf, yes in zip(leaves, perturbed, strict=True) if yes]
+    d_results, d_totals = jax.tree.map(_instantiated, cotangents, is_leaf=lambda leaf: isinstance(leaf, SymbolicZero))
+    in_place = _same(d_results, x)
 
-    def one(number: Array, running: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
-        d_x, sums = running
-        here, tokens_here = _chunk_of((x, tokens), number, count, ways)
+    def step(number: Array, running: tuple[Array, Tree, list[Array]]) -> tuple[Array, Tree, list[Array]]:
+        d_x, d_beside, totals = running
+        x_chunk, beside_chunk, tokens_chunk = _chunk_of((x, beside, tokens), number, count, ways)
 
-        def of(given: list[Array], here: Array) -> Any:
+        def of(given: list[Array], x_chunk: Array, beside_chunk: Tree) -> Any:
             others = iter(given)
-            chosen = [next(others) if yes else leaf for leaf, yes in zip(leaves, learned, strict=True)]
-            return function(jax.tree.unflatten(structure, chosen), here, tokens_here, number)
+            chosen = [next(others) if yes else leaf for leaf, yes in zip(leaves, perturbed, strict=True)]
+            return function(jax.tree.unflatten(structure, chosen), x_chunk, beside_chunk, tokens_chunk, number)
 
-        _, pull = jax.vjp(of, mine, here)
-        d_shared, d_here = pull(_chunk_of(d_x if in_place else cotangents, number, count, ways))
-        sums = [total + part.astype(total.dtype) for total, part in zip(sums, d_shared, strict=True)]
-        return _written(d_x, d_here, number, count, ways), sums
+        _, pull = jax.vjp(of, trained, x_chunk, beside_chunk)
+        d_chunk = _chunk_of(d_x if in_place else d_results, number, count, ways)
+        d_shared, d_x_chunk, d_beside_chunk = pull((d_chunk, d_totals))
+        totals = [total + part.astype(total.dtype) for total, part in zip(totals, d_shared, strict=True)]
+        d_beside = _written(d_beside, d_beside_chunk, number, count, ways)
+        return _written(d_x, d_x_chunk, number, count, ways), d_beside, totals
 
-    zeros = [jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in mine]
-    d_x, sums = lax.fori_loop(0, count, one, (cotangents if in_place else jnp.zeros_like(x), zeros))
-    totals = iter(sums)
-    d_leaves = [next(totals).astype(leaf.dtype) if yes else None for leaf, yes in zip(leaves, learned, strict=True)]
-    return jax.tree.unflatten(structure, d_leaves), d_x, jax.tree.map(lambda _: None, tokens)
+    zeros = [jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in trained]
+    begin = (d_results if in_place else jnp.zeros_like(x), jax.tree.map(jnp.zeros_like, beside), zeros)
+    d_x, d_beside, totals = lax.fori_loop(0, count, step, begin)
+    rest = iter(totals)
+    d_leaves = [next(rest).astype(leaf.dtype) if yes else None for leaf, yes in zip(leaves, perturbed, strict=True)]
+    return jax.tree.unflatten(structure, d_leaves), d_x, d_beside, jax.tree.map(lambda _: None, tokens)
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward, symbolic_zeros=True)

@@ -1,84 +1,104 @@
-"""The decoder: embedding, scanned layers, final norm, head. Pure functions of a parameter tree.
-
-Layers of a stack run under `lax.scan` over groups of its pattern, so compile time does not grow with depth.
-"""
+"""The decoder: embedding, layers, final norm, head. Pure functions of a tree of parameters."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from meshtune.arrays.spec import stacked
 from meshtune.arrays.tree import Tree
-from meshtune.kernels.attention import LOG_SUM_EXP, OUTPUT
-from meshtune.mesh.layout import Layout, constrain
-from meshtune.model.attention import ROTATED, Rows, attend, queries_keys_values
+from meshtune.mesh.layout import Layout
+from meshtune.model.block import Hidden, Sums
+from meshtune.model.cache import Cache, empty
 from meshtune.model.compute import Compute
 from meshtune.model.embedding import embedded
-from meshtune.model.in_use import GATHERED, here, layer_in_use, on_host, with_shared
-from meshtune.model.layer import fold, laid_out, one_layer
-from meshtune.model.linear import NARROW, PRODUCT, linear
-from meshtune.model.mlp import mlp
-from meshtune.model.norm import rms_norm
-from meshtune.model.reverse import RESIDUAL, Layer, LayersWalked
-from meshtune.model.rope import angles
-from meshtune.model.spec import LayerSpec, ModelSpec
+from meshtune.model.in_use import here, with_shared
+from meshtune.model.inputs import Inputs, Rows, rows_of
+from meshtune.model.linear import linear
+from meshtune.model.reverse import LayerRunner
+from meshtune.model.spec import ModelSpec
+from meshtune.model.stacks import layer_functions, through_layers
 from meshtune.model.token_rows import ROWS, table
 
-Tokens = Int[Array, "B T"]
-Hidden = Float[Array, "B T D"]
 
-# The results of matrix products (with LoRA the sum, not its parts) and of attention.
-KEPT = (PRODUCT, NARROW, ROTATED, OUTPUT, LOG_SUM_EXP)
+class Forward(NamedTuple):
+    """What a pass through the layers gives: normalised hidden states in compute.dtype, the next cache, and the layers'
+    sums (see model.block.Output)."""
+
+    hidden: Hidden
+    cache: Cache | None
+    sums: Sums
+
+
+def forward(
+    params: Tree,
+    spec: ModelSpec,
+    compute: Compute,
+    inputs: Inputs,
+    *,
+    cache: Cache | None = None,
+    rng: Array | None = None,
+    perturb: Callable[[Hidden], Hidden] | None = None,
+) -> Forward:
+    """The hidden state of every token, ready for the head.
+
+    With a `cache` the tokens also see what it holds, and are added to it; their positions go on from there. `rng` turns
+    adapters' dropout on; `perturb` changes the embeddings.
+    """
+    rows, x, side = enter(params, spec, compute, inputs)
+    x = x if perturb is None else perturb(x)
+    if isinstance(params["layers"], dict):
+        x, caches, sums = through_layers(params, spec, compute, x, rows, side, rng, cache)
+    else:  # one of train.step's: without adapters, and so without dropout
+        runner: LayerRunner = params["layers"]
+        (x, sums), caches = runner.apply(layer_functions(spec, compute), spec, compute, x, rows, side), {}
+    if cache is not None:
+        cache = Cache(caches, cache.lengths + jnp.sum(inputs.segment_ids > 0, axis=1, dtype=jnp.int32))
+    return Forward(spec.norm(x, here(params["norm"])), cache, sums)
 
 
 def hidden_states(
     params: Tree,
     spec: ModelSpec,
     compute: Compute,
-    tokens: Tokens,
-    positions: Tokens,
-    segment_ids: Tokens,
+    tokens: Array,
+    positions: Array,
+    segment_ids: Array,
     *,
     rng: Array | None = None,
-    perturb: Callable[[Hidden], Hidden] | None = None,
 ) -> Hidden:
-    """The normalised hidden state of every token, in compute.dtype.
+    """`forward` of tokens, for whoever needs the hidden states alone."""
+    return forward(params, spec, compute, Inputs(tokens, positions, segment_ids), rng=rng).hidden
 
-    Tokens see earlier tokens of their own segment only; segment 0 is padding. `rng` turns adapters' dropout on;
-    `perturb` changes the embeddings.
+
+def enter(params: Tree, spec: ModelSpec, compute: Compute, inputs: Inputs) -> tuple[Rows, Hidden, Tree]:
+    """(what every layer knows of the tokens, their embeddings in compute.dtype, the side inputs of all layers).
+
+    Reads the nodes of params that `ModelSpec.before` names, and no others.
     """
-    rows, x = enter(params, spec, compute, tokens, positions, segment_ids)
-    x = x if perturb is None else perturb(x)
-    if isinstance(params["layers"], dict):
-        x = _through_layers(
-            params,
-            spec,
-            compute,
-            x,
-            lambda x, node, layer, number: one_layer(x, node, spec, layer, compute, rows, fold(rng, number)),
-        )
-    else:  # gone through by hand: see model.walk; without adapters, and so without dropout
-        walked: LayersWalked = params["layers"]
-        x = walked.through(functools.partial(_layer, spec, compute), spec, compute, x, vars(rows))
-    return rms_norm(x, here(params["norm"]["weight"]), spec.norm_eps)
+    rows = rows_of(inputs, spec.ropes)
+    x = inputs.embeds
+    if x is None:
+        x = embedded(table(here(params["embed"])), inputs.tokens, compute.layout)
+    x = x.astype(compute.dtype)
+    if spec.embed_scale is not None:
+        x = x * jnp.asarray(spec.embed_scale, x.dtype)
+    side = dict(inputs.side or {})
+    if spec.side is not None:
+        side |= spec.side.apply(here(params[spec.side.name]), inputs, x)
+    return rows, x, side
 
 
-def _layer(spec: ModelSpec, compute: Compute, stack: int) -> Layer:
-    """The function of a layer of a stack, by its place in the pattern."""
-
-    def layer(x: Hidden, node: Tree, place: int, row: Array, shared: Any) -> Hidden:
-        node = layer_in_use(node, spec, f"{stack}.{place}", compute)
-        return one_layer(x, node, spec, spec.stacks[stack].pattern[place], compute, Rows(**shared), None)
-
-    return layer
+def layers_loss(spec: ModelSpec, sums: Sums) -> Array | None:
+    """What the layers add to the mean loss, from the sums of a whole batch; None where they add nothing."""
+    losses = [loss for block in spec.blocks if (loss := block.loss(sums)) is not None]
+    return sum(losses[1:], losses[0]) if losses else None
 
 
 def head_params(params: Tree, spec: ModelSpec) -> Tree:
@@ -101,19 +121,31 @@ def row_scale(weight: Float[Array, "V D"]) -> Float[Array, "V"]:
     No length is taken to be less than 1e-12, as in torch.nn.functional.normalize.
     """
     squares = jnp.sum(jnp.square(weight.astype(jnp.float32)), axis=-1)
-    # Chosen before the root: the slope of a root at zero is infinite.
+    # Chosen before the root, whose derivative at zero is infinite.
     return jnp.where(squares > 1e-24, lax.rsqrt(jnp.maximum(squares, 1e-24)), 1e12)
 
 
-def head_logits(head: Tree, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+def head_logits(head: Tree, hidden: Float[Array, "*B D"], spec: ModelSpec) -> Float[Array, "*B V"]:
     """float32 logits. The product is accumulated and kept in float32 whatever hidden's dtype."""
-    made = linear(hidden, head, out=jnp.float32)
-    return made * head["scale"] if "scale" in head else made
+    logits = linear(hidden, head, out=jnp.float32)
+    if "scale" in head:
+        logits = logits * head["scale"]
+    if spec.logit_scale is not None:
+        logits = logits * spec.logit_scale
+    if spec.logit_softcap is not None:
+        logits = spec.logit_softcap * jnp.tanh(logits / spec.logit_softcap)
+    return logits
+
+
+@functools.cache
+def logits_of(spec: ModelSpec) -> Callable[[Tree, Array], Array]:
+    """`head_logits` of a model, always the same function for the same spec."""
+    return functools.partial(head_logits, spec=dataclasses.replace(spec, stacks=()))
 
 
 def logits(params: Tree, spec: ModelSpec, hidden: Hidden) -> Float[Array, "B T V"]:
     """float32 logits of every token; one score each in a scored model."""
-    return head_logits(head_params(params, spec), hidden)
+    return head_logits(head_params(params, spec), hidden, spec)
 
 
 def scores(params: Tree, hidden: Hidden) -> Float[Array, "B T"]:
@@ -121,124 +153,14 @@ def scores(params: Tree, hidden: Hidden) -> Float[Array, "B T"]:
     return linear(hidden, here(params["score"]), out=jnp.float32)[..., 0]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Cache:
-    """Keys and values of the past, per key of params["layers"] [L', B, S, K, h]; position and segment of each slot."""
-
-    keys: dict[str, Array]
-    values: dict[str, Array]
-    positions: Int[Array, "B S"]
-    segment_ids: Int[Array, "B S"]
+def cache_specs(spec: ModelSpec, batch: int, slots: int, dtype: str) -> dict[str, Tree]:
+    """The ArraySpecs of the caches of all layers, by key of params["layers"], for rows of up to `slots` tokens."""
+    return {
+        key: stacked({} if kind.mixer is None else kind.mixer.cache(batch, slots, dtype), repeats)
+        for key, repeats, kind, _ in spec.positions()
+    }
 
 
-def init_cache(spec: ModelSpec, batch: int, length: int, dtype: str, layout: Layout | None = None) -> Cache:
-    """An empty cache of `length` slots a row; empty slots belong to segment 0, which nothing sees."""
-
-    def empty() -> dict[str, Array]:
-        shape, axes = (
-            (batch, length, spec.kv_heads, spec.head_dim),
-            ("layers", "batch", "whole", "kv_heads", "head_dim"),
-        )
-        zeros = {key: jnp.zeros((repeats, *shape), dtype) for key, repeats, _, _ in spec.positions()}
-        return {key: constrain(array, layout, *axes) for key, array in zeros.items()}
-
-    slots = jnp.zeros((batch, length), jnp.int32)
-    return Cache(empty(), empty(), slots, slots)
-
-
-def forward_cached(
-    params: Tree,
-    spec: ModelSpec,
-    compute: Compute,
-    tokens: Tokens,
-    positions: Tokens,
-    segment_ids: Tokens,
-    cache: Cache,
-    start: Int[Array, ""],
-) -> tuple[Hidden, Cache]:
-    """`hidden_states` of T new tokens that also see what the cache holds; they are written to slots start..start+T."""
-    rows, x = enter(params, spec, compute, tokens, positions, segment_ids)
-    past = (
-        lax.dynamic_update_slice(cache.positions, positions, (0, start)),
-        lax.dynamic_update_slice(cache.segment_ids, segment_ids, (0, start)),
-    )
-
-    def layer(carry: tuple[Hidden, Tree, Tree], node: Tree, layer: LayerSpec, number: Array, key: str, row: Array):
-        x, keys, values = carry
-        h = rms_norm(x, node["attn_norm"]["weight"], spec.norm_eps)
-        q, k, v = queries_keys_values(h, node["attn"], spec, rows, None)
-        index = (row, 0, start, 0, 0)
-        new_k = lax.dynamic_update_slice(keys[key], k[None].astype(keys[key].dtype), index)
-        new_v = lax.dynamic_update_slice(values[key], v[None].astype(values[key].dtype), index)
-        k = lax.dynamic_index_in_dim(new_k, row, keepdims=False).astype(q.dtype)
-        v = lax.dynamic_index_in_dim(new_v, row, keepdims=False).astype(q.dtype)
-        x = x + attend(q, k, v, node["attn"], spec, layer, compute, rows, past, None)
-        x = x + mlp(rms_norm(x, node["mlp_norm"]["weight"], spec.norm_eps), node["mlp"], spec)
-        x = laid_out(x, compute.layout)
-        return x, keys | {key: new_k}, values | {key: new_v}
-
-    x, keys, values = _through_layers(params, spec, compute, (x, cache.keys, cache.values), layer, with_rows=True)
-    return rms_norm(x, here(params["norm"]["weight"]), spec.norm_eps), Cache(keys, values, *past)
-
-
-def enter(
-    params: Tree, spec: ModelSpec, compute: Compute, tokens: Tokens, positions: Tokens, segment_ids: Tokens
-) -> tuple[Rows, Hidden]:
-    """What every layer must know of the tokens, and their embeddings in compute.dtype. Reads params["embed"] alone."""
-    cos, sin = (None, None) if spec.rope is None else angles(spec.rope, positions, segment_ids)
-    x = embedded(table(here(params["embed"])), tokens, compute.layout).astype(compute.dtype)
-    return Rows(cos, sin, positions, segment_ids), x
-
-
-def _through_layers(
-    params: Tree, spec: ModelSpec, compute: Compute, carry: Any, layer: Callable[..., Any], *, with_rows: bool = False
-) -> Any:
-    """Carries `carry` through all layers: layer(carry, node, layer spec, number[, key, row]) -> carry."""
-    first, shared = 0, params.get("shared")
-    for s, stack in enumerate(spec.stacks):
-        width = len(stack.pattern)
-        nodes = {f"{s}.{p}": params["layers"][f"{s}.{p}"] for p in range(width)}
-
-        def group(carry: Any, x: tuple[Tree, Array], first: int = first, stack: Any = stack, s: int = s) -> Any:
-            nodes, row = x
-            carry = jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL), carry)
-            for p, layer_spec in enumerate(stack.pattern):
-                number = first + row * len(stack.pattern) + p
-                where = (f"{s}.{p}", row) if with_rows else ()
-                node = layer_in_use(nodes[f"{s}.{p}"], spec, f"{s}.{p}", compute, shared)
-                carry = layer(carry, node, layer_spec, number, *where)
-            return carry, None
-
-        group = _rematerialised(group, compute, nodes)
-        if compute.scan and stack.repeats > 1:
-            carry, _ = lax.scan(group, carry, (nodes, jnp.arange(stack.repeats)))
-        else:
-            for row in range(stack.repeats):
-                carry, _ = group(carry, (jax.tree.map(lambda leaf, row=row: leaf[row], nodes), jnp.int32(row)))
-        first += stack.layers
-    return carry
-
-
-def _rematerialised(group: Callable[..., Any], compute: Compute, nodes: Tree) -> Callable[..., Any]:
-    """Full keeps only the residual stream between groups; selective also keeps what `KEPT` names, each needed one once.
-
-    None leaves it to JAX, which keeps whatever any derivative reads: between two products several arrays as wide as
-    either. Making those again from the products costs less than storing and loading them. Weights that are brought
-    here for a layer, from other devices or from the host, are brought again in the backward pass.
-    """
-    policies = jax.checkpoint_policies
-    if compute.remat == "none":
-        if compute.layout is None and not any(on_host(leaf) for leaf in jax.tree.leaves(nodes)):
-            return group
-        policy = policies.save_anything_except_these_names(GATHERED)
-    elif RESIDUAL in compute.offload:
-        policy = policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=KEPT if compute.remat == "selective" else (),
-            names_which_can_be_offloaded=(RESIDUAL,),
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
-    else:
-        policy = policies.nothing_saveable if compute.remat == "full" else policies.save_only_these_names(*KEPT)
-    return jax.checkpoint(group, policy=policy, prevent_cse=not compute.scan)
+def init_cache(spec: ModelSpec, batch: int, slots: int, dtype: str, layout: Layout | None = None) -> Cache:
+    """An empty cache for rows of up to `slots` tokens."""
+    return empty(cache_specs(spec, batch, slots, dtype), batch, layout)

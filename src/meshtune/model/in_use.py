@@ -102,7 +102,7 @@ def layer_in_use(node: Tree, spec: ModelSpec, key: str, compute: Compute, shared
         split = layout.of(arrays[path])
         if split.is_fully_replicated:
             return x
-        if last == "weight" and x.ndim == 2 and f"{owner}/adapter" not in flat:
+        if arrays[path].role in ("matrix", "experts") and f"{owner}/adapter" not in flat:
             at_rest = NamedSharding(split.mesh, PartitionSpec(*split.spec[1:]))
             x = jax.lax.with_sharding_constraint(x.astype(compute.dtype), at_rest)
         return gathered(x, *axes)

@@ -1,107 +1,210 @@
-"""One layer of the decoder: on whole rows, or a chunk of each row's tokens at a time.
+"""One layer: a mixer and a feed-forward network around the residual stream. This body serves training, chunks of rows,
+the layer-by-layer backward pass, decoding over a cache and verifying.
 
-With chunks the keys and values of whole rows are made first; all else a layer makes of a token (its query, what it
-attends to, the feed-forward layer) exists for one chunk at a time, forward and backward. A long row then costs its
-residual stream, that stream's gradient, and keys and values with theirs, whatever the number of query heads.
+With chunks, what later tokens need of each token (keys and values) is computed for whole rows first. All else a layer
+computes of a token (its query, what it attends to, the feed-forward network) exists for one chunk at a time, forward
+and backward. A long row then costs its residual stream, that stream's gradient, and keys and values with theirs,
+whatever the number of query heads.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from meshtune.arrays.tree import Tree
 from meshtune.mesh.layout import Layout, constrain
-from meshtune.model.attention import Rows, attend, keys_values, queries, queries_keys_values
+from meshtune.model.block import Block, Context, FeedForward, Hidden, Mixer, Output, Sums
+from meshtune.model.cache import LayerCache
 from meshtune.model.chunks import over_chunks
 from meshtune.model.compute import Compute
+from meshtune.model.inputs import Rows
 from meshtune.model.linear import site_key
-from meshtune.model.mlp import mlp
-from meshtune.model.norm import rms_norm
-from meshtune.model.spec import LayerSpec, ModelSpec
+from meshtune.model.norm import NormSpec
 
-Hidden = Float[Array, "B T D"]
+# Where norms stand: before each block, after it (and before the residual sum), both; or both blocks read the same
+# normalised stream and are added to it together, with a norm for each of them or one for both.
+Placement = Literal["pre", "post", "both", "parallel", "parallel_shared"]
 
 
-def one_layer(
-    x: Hidden, node: Tree, spec: ModelSpec, layer: LayerSpec, compute: Compute, rows: Rows, key: Array | None
-) -> Hidden:
-    """The hidden state after a single layer, whose unstacked parameters are `node`; `key` turns dropout on."""
-    if compute.attention_chunk is not None and compute.attention_chunk < x.shape[1]:
-        return _by_chunks(x, node, spec, layer, compute, rows, key)
-    h = rms_norm(x, node["attn_norm"]["weight"], spec.norm_eps)
-    q, k, v = queries_keys_values(h, node["attn"], spec, rows, site_key(key, "attn"))
-    x = x + attend(q, k, v, node["attn"], spec, layer, compute, rows, None, site_key(key, "attn"))
-    return _fed(laid_out(x, compute.layout), node, spec, compute, site_key(key, "mlp"))
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """One layer: its blocks (either may be absent), their norms, and what multiplies their results (`scale`)."""
+
+    mixer: Mixer | None
+    ffn: FeedForward | None
+    norm: NormSpec
+    placement: Placement = "pre"
+    scale: float | None = None
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return tuple(block for block in (self.mixer, self.ffn) if block is not None)
+
+    def params(self, embed: int) -> Tree:
+        """ArraySpecs of one layer: {attn_norm, attn, mlp_norm, mlp}, and post-norms as {attn_post_norm, ..}."""
+        tree: Tree = {}
+        for block in self.blocks:
+            shared = self.placement == "parallel_shared" and block is not self.blocks[0]
+            if self.placement != "post" and not shared:
+                tree[f"{block.name}_norm"] = self.norm.params(embed, "embed")
+            tree[block.name] = block.params(embed)
+            if self.placement in ("post", "both"):
+                tree[f"{block.name}_post_norm"] = self.norm.params(embed, "embed")
+        return tree
+
+    def sums(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of the sums that the layer returns."""
+        return {name: shape for block in self.blocks for name, shape in block.sums().items()}
+
+    def input_norm(self, block: Block) -> str | None:
+        """The key of the norm that a block's input goes through, None if there is none."""
+        if self.placement == "post":
+            return None
+        return f"{(self.blocks[0] if self.placement == 'parallel_shared' else block).name}_norm"
+
+    def nodes(self, block: Block) -> set[str]:
+        """The keys of a layer's parameters that a block's part of it reads."""
+        keys = {block.name, self.input_norm(block)}
+        if self.placement in ("post", "both"):
+            keys.add(f"{block.name}_post_norm")
+        return {key for key in keys if key is not None}
+
+
+def layer(x: Hidden, node: Tree, spec: LayerSpec, context: Context, cache: LayerCache | None = None) -> Output:
+    """The hidden state after a single layer, whose unstacked parameters are `node`."""
+    mixer, chunk = spec.mixer, context.compute.attention_chunk
+    if mixer is None:
+        return _with_ffn(x, x, node, spec, context, cache, {})
+    if cache is None and chunk is not None and chunk < x.shape[1]:
+        return _by_chunks(x, node, spec, mixer, context)
+    mixed = _branch(x, node, spec, mixer, _keyed(context, mixer.name), cache)
+    return _with_ffn(x, x + mixed.y, node, spec, context, mixed.cache, mixed.sums)
 
 
 def laid_out(x: Hidden, layout: Layout | None) -> Hidden:
-    """The residual stream where the layout has it."""
+    """The residual stream, laid out over the mesh."""
     return constrain(x, layout, "batch", "length", "embed")
 
 
-def fold(rng: Array | None, number: Array | None) -> Array | None:
-    """The source of dropout of layer or chunk `number`."""
+def fold(rng: Array | None, number: Array | int | None) -> Array | None:
+    """The source of dropout of the layer or chunk with this number."""
     return rng if rng is None or number is None else jax.random.fold_in(rng, number)
 
 
-def _fed(x: Hidden, node: Tree, spec: ModelSpec, compute: Compute, key: Array | None) -> Hidden:
-    """With the feed-forward layer's result, made by chunks of compute.mlp_chunk tokens."""
-    mine = {name: node[name] for name in ("mlp_norm", "mlp")}
-    feed = functools.partial(_feed, spec=spec, layout=compute.layout)
-    return over_chunks(feed, (mine, key), x, {}, chunk=compute.mlp_chunk, ways=_ways(compute))
+def _keyed(context: Context, site: str) -> Context:
+    return dataclasses.replace(context, key=site_key(context.key, site))
+
+
+def _branch(x: Hidden, node: Tree, spec: LayerSpec, block: Block, context: Context, cache: LayerCache | None) -> Output:
+    """What a block adds to the stream x."""
+    norm = spec.input_norm(block)
+    h = x if norm is None else spec.norm(x, node[norm])
+    y, cache, sums = block.apply(h, node[block.name], context, cache)
+    if (post := node.get(f"{block.name}_post_norm")) is not None:
+        y = spec.norm(y, post)
+    return Output(y if spec.scale is None else y * spec.scale, cache, sums)
+
+
+def _with_ffn(
+    x: Hidden, total: Hidden, node: Tree, spec: LayerSpec, context: Context, cache: LayerCache | None, sums: Sums
+) -> Output:
+    """With the feed-forward network's result, computed by chunks of compute.mlp_chunk tokens.
+
+    x is the stream that enters the layer, `total` the one with the mixer's result.
+    """
+    total = laid_out(total, context.compute.layout)
+    if spec.ffn is None:
+        return Output(total, cache, sums)
+    parallel = spec.placement.startswith("parallel")
+    mine = {name: node[name] for name in spec.nodes(spec.ffn)}
+    feed = functools.partial(_feed, spec=spec, compute=context.compute)
+    y, more = over_chunks(
+        feed,
+        (mine, context.index, site_key(context.key, spec.ffn.name)),
+        x if parallel else total,
+        {"side": context.side} | ({"total": total} if parallel else {}),
+        context.rows,
+        chunk=context.compute.mlp_chunk,
+        ways=_ways(context.compute),
+    )
+    return Output(y, cache, {**sums, **more})
 
 
 def _feed(
-    shared: tuple[Tree, Array | None],
+    shared: Any, x: Hidden, beside: Tree, rows: Rows, number: Array | None, *, spec: LayerSpec, compute: Compute
+) -> tuple[Hidden, Sums]:
+    node, index, key = shared
+    assert spec.ffn is not None
+    context = Context(compute, rows, beside["side"], index, fold(key, number))
+    fed = _branch(x, node, spec, spec.ffn, context, None)
+    return laid_out(beside.get("total", x) + fed.y, compute.layout), fed.sums
+
+
+def _by_chunks(x: Hidden, node: Tree, spec: LayerSpec, mixer: Mixer, context: Context) -> Output:
+    reads, compute = mixer.row_params(), context.compute
+    assert reads is not None, f"{mixer.name} needs whole rows: attention_chunk must be None"
+    names = set(node[mixer.name])
+    assert reads.memory | reads.chunk == names, f"{mixer.name}: parameters that no pass reads"
+    size = {"chunk": compute.attention_chunk, "ways": _ways(compute)}
+    options = {"spec": spec, "mixer": mixer, "compute": compute}
+
+    def part(names: frozenset[str]) -> Tree:
+        return {name: leaf for name, leaf in node[mixer.name].items() if name in names}
+
+    norm = spec.input_norm(mixer)
+    mine = ({} if norm is None else {norm: node[norm]}) | {mixer.name: part(reads.memory)}
+    keys = (mine, context.index, site_key(context.key, mixer.name))
+    beside = {"side": context.side}
+    remember = functools.partial(_remember, **options)
+    memory, _ = over_chunks(remember, keys, x, beside, context.rows, **size)
+    shared = (node | {mixer.name: part(reads.chunk)}, context.index, context.key, memory, context.rows)
+    look_back = functools.partial(_look_back, **options)
+    y, sums = over_chunks(look_back, shared, x, beside, context.rows, **size)
+    return Output(y, None, sums)
+
+
+def _remember(
+    shared: Any,
     x: Hidden,
-    _: Tree,
+    beside: Tree,
+    rows: Rows,
     number: Array | None,
     *,
-    spec: ModelSpec,
-    layout: Layout | None,
-) -> Hidden:
-    node, key = shared
-    h = rms_norm(x, node["mlp_norm"]["weight"], spec.norm_eps)
-    return laid_out(x + mlp(h, node["mlp"], spec, fold(key, number)), layout)
-
-
-def _by_chunks(
-    x: Hidden, node: Tree, spec: ModelSpec, layer: LayerSpec, compute: Compute, rows: Rows, key: Array | None
-) -> Hidden:
-    tokens = {name: getattr(rows, name) for name in ("cos", "sin", "positions", "segment_ids")}
-    size = {"chunk": compute.attention_chunk, "ways": _ways(compute)}
-    options = {"spec": spec, "compute": compute}
-    # Where one projection makes all three, either half of the work makes it: with its share of the gradient.
-    both = {n: a for n, a in node["attn"].items() if n == "qkv"}
-    mine = {"attn_norm": node["attn_norm"], "attn": both | {n: a for n, a in node["attn"].items() if n[0] in "kv"}}
-    keys = (mine, site_key(key, "attn"))
-    k, v = over_chunks(functools.partial(_remember, **options), keys, x, tokens, **size)
-    mine = node | {"attn": {n: a for n, a in node["attn"].items() if n[0] in "qo"}}  # qkv, too
-    shared = (mine, key, k, v, rows.positions, rows.segment_ids)
-    return over_chunks(functools.partial(_look_back, layer=layer, **options), shared, x, tokens, **size)
-
-
-def _remember(shared, x: Hidden, tokens: Tree, number: Array | None, *, spec: ModelSpec, compute: Compute):
-    """Keys and values of a chunk."""
-    node, key = shared
-    h = rms_norm(x, node["attn_norm"]["weight"], spec.norm_eps)
-    return keys_values(h, node["attn"], spec, Rows(**tokens), fold(key, number))
+    spec: LayerSpec,
+    mixer: Mixer,
+    compute: Compute,
+) -> tuple[Tree, Sums]:
+    """What later tokens need of a chunk."""
+    node, index, key = shared
+    norm = spec.input_norm(mixer)
+    h = x if norm is None else spec.norm(x, node[norm])
+    context = Context(compute, rows, beside["side"], index, fold(key, number))
+    return mixer.memory(h, node[mixer.name], context), {}
 
 
 def _look_back(
-    shared, x: Hidden, tokens: Tree, number: Array | None, *, spec: ModelSpec, layer: LayerSpec, compute: Compute
-) -> Hidden:
-    """A chunk after the layer, from whole rows' keys and values."""
-    node, key, k, v, *past = shared
-    rows, key = Rows(**tokens), fold(key, number)
-    h = rms_norm(x, node["attn_norm"]["weight"], spec.norm_eps)
-    q = queries(h, node["attn"], spec, rows, site_key(key, "attn"))
-    past = (past[0], past[1])
-    x = x + attend(q, k, v, node["attn"], spec, layer, compute, rows, past, site_key(key, "attn"))
-    return _fed(laid_out(x, compute.layout), node, spec, compute, site_key(key, "mlp"))
+    shared: Any,
+    x: Hidden,
+    beside: Tree,
+    rows: Rows,
+    number: Array | None,
+    *,
+    spec: LayerSpec,
+    mixer: Mixer,
+    compute: Compute,
+) -> tuple[Hidden, Sums]:
+    """A chunk after the layer, from what was remembered of whole rows."""
+    node, index, key, memory, all_rows = shared
+    context = Context(compute, rows, beside["side"], index, fold(key, number), (memory, all_rows))
+    mixed = _branch(x, node, spec, mixer, _keyed(context, mixer.name), None)
+    output = _with_ffn(x, x + mixed.y, node, spec, dataclasses.replace(context, memory=None), None, mixed.sums)
+    return output.y, output.sums
 
 
 def _ways(compute: Compute) -> int:

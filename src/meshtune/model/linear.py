@@ -12,12 +12,20 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.quantize.weight import QuantisedWeight
 
 # Names a rematerialisation policy may keep: the result of a linear layer, its adapter and bias included, and the narrow
 # product inside an adapter.
 PRODUCT, NARROW = "linear_product", "adapter_narrow"
+
+
+def linear_params(out: tuple[int, str], into: tuple[int, str], bias: bool, head_rows: int = 1) -> Tree:
+    """The parameters of a linear layer: weight [out, in] and perhaps bias [out]; sizes with their logical axes."""
+    shape, axes = (out[0], into[0]), (out[1], into[1])
+    weight = {"weight": ArraySpec(shape, "float32", axes, role="matrix", head_rows=head_rows)}
+    return weight | {"bias": ArraySpec(out[:1], "float32", out[1:], "zeros", role="vector")} if bias else weight
 
 
 def precision(dtype: jnp.dtype) -> lax.Precision | None:

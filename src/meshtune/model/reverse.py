@@ -1,9 +1,8 @@
-"""A stack of layers gone through by hand: forward keeping the stream that enters each layer and nothing else, and back
-again with the gradient of every layer's parameters handed over as soon as it is made.
+"""Explicit forward and backward over a stack of layers: saves only each layer's input, and passes each layer's
+gradients to a callback as soon as they are computed.
 
-A step that uses gradients up in the backward pass, or that wants those of a single layer, puts something of its own at
-params["layers"]: `LayersWalked`. The decoder hands its layers over to that; all else of a model, and every objective,
-is as ever.
+A step that consumes gradients during the backward pass, or that needs those of a single layer, puts a `LayerRunner` at
+params["layers"]. The decoder hands its layers over to that; all else of a model, and every objective, stays as it is.
 """
 
 from __future__ import annotations
@@ -14,105 +13,124 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from meshtune.arrays.tree import Tree
+from meshtune.model.block import Hidden, Sums
 from meshtune.model.compute import Compute
 from meshtune.model.in_use import here, on_host
+from meshtune.model.inputs import Rows
 from meshtune.model.spec import ModelSpec, Stack
 
-Hidden = Float[Array, "B T D"]
-# (x, one layer's parameters as they are stored, place in the pattern, row, what all layers share) -> x
-Layer = Callable[[Hidden, Tree, int, Array, Any], Hidden]
-# (carry, place in the pattern, row, what is trained there, its gradient) -> carry
+# (x, one layer's parameters as they are stored, place in the pattern, row in the stack, rows, side inputs) -> (x, sums)
+Layer = Callable[[Hidden, Tree, int, Array, Rows, Tree], tuple[Hidden, Sums]]
+# (carry, place in the pattern, row, the layer's trained parameters, their gradient) -> carry
 Visit = Callable[[Any, int, Array, Tree, Tree], Any]
 
 RESIDUAL = "residual"  # the stream that enters a group of layers
 HOST = jax.memory.Space.Host
 
 
-class LayersWalked(Protocol):
+class LayerRunner(Protocol):
     """What may stand at params["layers"] in the place of stacked parameters, for one pass of the model."""
 
-    def through(
-        self, layer: Callable[[int], Layer], spec: ModelSpec, compute: Compute, x: Hidden, shared: Any
-    ) -> Hidden:
-        """x after all layers; `layer(s)` is the function of a layer of stack s, `shared` what it needs of the rows."""
+    def apply(
+        self, layers: Callable[[int], Layer], spec: ModelSpec, compute: Compute, x: Hidden, rows: Rows, side: Tree
+    ) -> tuple[Hidden, Sums]:
+        """(x after all layers, their sums); `layers(s)` is the function of a layer of stack s."""
         ...
 
 
 def forward(
-    layer: Layer, stack: Stack, nodes: list[Tree], x: Hidden, shared: Any, compute: Compute
-) -> tuple[Hidden, list[Array]]:
-    """(x after the stack, the stream that enters each layer: [repeats, B, T, D] for every place in the pattern).
+    layer: Layer,
+    stack: Stack,
+    nodes: list[Tree],
+    x: Hidden,
+    rows: Rows,
+    side: Tree,
+    sums: Sums,
+    compute: Compute,
+) -> tuple[Hidden, Sums, list[Array]]:
+    """(x after the stack, `sums` with the stack's, the layers' inputs: [repeats, B, T, D] by place in the pattern).
 
-    `nodes` are the stacked parameters of every place. With "residual" in compute.offload the streams wait on the host.
+    `nodes` are the stacked parameters of every place. With "residual" in compute.offload the inputs are kept in the
+    host's memory.
     """
-    away = RESIDUAL in compute.offload
+    offload = RESIDUAL in compute.offload
 
-    def group(x: Hidden, row: Array) -> tuple[Hidden, list[Array]]:
-        entering = []
+    def group(stream: tuple[Hidden, Sums], row: Array) -> tuple[tuple[Hidden, Sums], list[Array]]:
+        x, sums = stream
+        layer_inputs = []
         for place in range(len(stack.pattern)):
-            entering.append(jax.device_put(x, HOST) if away else x)
-            x = layer(x, row_of(nodes[place], row), place, row, shared)
-        return x, entering
+            layer_inputs.append(jax.device_put(x, HOST) if offload else x)
+            x, new = layer(x, row_of(nodes[place], row), place, row, rows, side)
+            sums = jax.tree.map(jnp.add, sums, new)
+        return (x, sums), layer_inputs
 
-    return lax.scan(group, x, jnp.arange(stack.repeats))
+    (x, sums), layer_inputs = lax.scan(group, (x, sums), jnp.arange(stack.repeats))
+    return x, sums, layer_inputs
 
 
 def backward(
     layer: Layer,
     stack: Stack,
     node: Callable[[Any, int, Array], tuple[Tree, Tree]],
-    entering: list[Array],
-    cotangent: Hidden,
-    shared: Any,
+    layer_inputs: list[Array],
+    cotangents: tuple[Hidden, Tree, Sums],
+    rows: Rows,
+    side: Tree,
     visit: Visit,
     carry: Any,
     *,
     merged: Callable[[Tree, Tree], Tree],
-    wanted: Callable[[int, Array], Array] | None = None,
+    selected: Callable[[int, Array], Array] | None = None,
     lowest: Int[Array, ""] | int = 0,
     between: Callable[[Any, int, Array, Hidden, Hidden], tuple[Any, Hidden]] | None = None,
-) -> tuple[Hidden, Any]:
-    """(the cotangent of the stream that enters row `lowest`, carry) from that of the stream that leaves the stack.
+) -> tuple[tuple[Hidden, Tree, Sums], Any]:
+    """(cotangents, carry) after the layers from the top of a stack down to row `lowest`.
 
-    `node(carry, place, row)` is a layer's parameters, (trained, frozen), which `merged` puts together. Every layer is
-    made again from the stream that entered it; gradients are made only where `wanted(place, row)` says so.
-    `between(carry, place, row, cotangent, stream)`, (carry, cotangent), comes when a layer is made again and its
-    gradient is not begun; `stream` is what leaves it.
+    `cotangents` are those of the residual stream that leaves the stack, of the side inputs as far as layers above have
+    added to them, and of the sums, which are the same for every layer. `node(carry, place, row)` is a layer's
+    parameters, (trained, frozen), which `merged` puts together. Every layer is computed again from its input; gradients
+    of parameters are computed only where `selected(place, row)` says so. `between(carry, place, row, cotangent,
+    output)`, (carry, cotangent), is called when a layer has been computed again and its gradient is not yet begun.
     """
+    d_sums = cotangents[2]
 
-    def back(place: int, row: Array, carry: Any, cotangent: Hidden) -> tuple[Hidden, Any]:
+    def back(place: int, row: Array, carry: Any, d_x: Hidden, d_side: Tree) -> tuple[Hidden, Tree, Any]:
         trained, frozen = node(carry, place, row)
-        x = here(row_of(entering[place], row))
-        # Whatever is made again belongs here: left alone, the compiler would share it with the forward pass.
-        x, cotangent = lax.optimization_barrier((x, cotangent))
+        x = here(row_of(layer_inputs[place], row))
+        # What is computed again must not be shared with the forward pass, as the compiler would do if left alone.
+        x, d_x = lax.optimization_barrier((x, d_x))
 
-        def with_gradient(carry: Any) -> tuple[Hidden, Any]:
-            leaving, pull = jax.vjp(lambda t, x: layer(x, merged(t, frozen), place, row, shared), trained, x)
-            slope = cotangent
+        def with_gradient(carry: Any) -> tuple[Hidden, Tree, Any]:
+            (output, _), pull = jax.vjp(
+                lambda t, x, side: layer(x, merged(t, frozen), place, row, rows, side), trained, x, side
+            )
+            d_output = d_x
             if between is not None:
-                carry, slope = between(carry, place, row, slope, leaving)
-            gradient, below = pull(slope)
-            return below, visit(carry, place, row, trained, gradient)
+                carry, d_output = between(carry, place, row, d_output, output)
+            gradient, d_input, more = pull((d_output, d_sums))
+            return d_input, jax.tree.map(jnp.add, d_side, more), visit(carry, place, row, trained, gradient)
 
-        def without(carry: Any) -> tuple[Hidden, Any]:
-            _, pull = jax.vjp(lambda x: layer(x, merged(trained, frozen), place, row, shared), x)
-            return pull(cotangent)[0], carry
+        def without(carry: Any) -> tuple[Hidden, Tree, Any]:
+            _, pull = jax.vjp(lambda x, side: layer(x, merged(trained, frozen), place, row, rows, side), x, side)
+            d_input, more = pull((d_x, d_sums))
+            return d_input, jax.tree.map(jnp.add, d_side, more), carry
 
-        if wanted is None:
+        if selected is None:
             return with_gradient(carry)
-        return lax.cond(wanted(place, row), with_gradient, without, carry)
+        return lax.cond(selected(place, row), with_gradient, without, carry)
 
-    def group(number: Array, running: tuple[Hidden, Any]) -> tuple[Hidden, Any]:
-        cotangent, carry = running
+    def group(number: Array, running: tuple[Hidden, Tree, Any]) -> tuple[Hidden, Tree, Any]:
+        d_x, d_side, carry = running
         row = stack.repeats - 1 - number
         for place in reversed(range(len(stack.pattern))):
-            cotangent, carry = back(place, row, carry, cotangent)
-        return cotangent, carry
+            d_x, d_side, carry = back(place, row, carry, d_x, d_side)
+        return d_x, d_side, carry
 
-    return lax.fori_loop(0, stack.repeats - lowest, group, (cotangent, carry))
+    d_x, d_side, carry = lax.fori_loop(0, stack.repeats - lowest, group, (cotangents[0], cotangents[1], carry))
+    return (d_x, d_side, d_sums), carry
 
 
 def row_of(tree: Any, row: Array) -> Any:

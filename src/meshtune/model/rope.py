@@ -6,19 +6,37 @@ interpolation, https://arxiv.org/abs/2306.15595), dynamic NTK, YaRN (https://arx
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from meshtune.model.spec import RopeSpec
+
+@dataclasses.dataclass(frozen=True, order=True)
+class RopeSpec:
+    """Rotary position embedding of the first `dim` numbers of a head.
+
+    `kind` is the HF rope type. `parameters` holds that type's own numbers (factor, low_freq_factor, ...), sorted by
+    name. `original_length` is the context the base frequencies were trained for, `max_length` the model's
+    max_position_embeddings. Pairs are (i, i + dim/2) or, `interleaved`, (2i, 2i + 1).
+    """
+
+    theta: float
+    dim: int
+    kind: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
+    parameters: tuple[tuple[str, float], ...] = ()
+    original_length: int = 0
+    max_length: int = 0
+    interleaved: bool = False
 
 
 def frequencies(rope: RopeSpec) -> tuple[np.ndarray, float]:
     """(inverse frequencies float64 [h/2], factor on cos and sin); 'dynamic' rescales them later, by length."""
-    inverse = 1.0 / rope.theta ** (np.arange(0, rope.head_dim, 2, dtype=np.float64) / rope.head_dim)
+    inverse = 1.0 / rope.theta ** (np.arange(0, rope.dim, 2, dtype=np.float64) / rope.dim)
     numbers = dict(rope.parameters)
     match rope.kind:
         case "default" | "dynamic":
@@ -49,12 +67,25 @@ def angles(
 
 
 def rotate(
-    x: Float[Array, "B T H h"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
+    x: Float[Array, "B T H h"],
+    cos: Float[Array, "B T half"],
+    sin: Float[Array, "B T half"],
+    *,
+    interleaved: bool = False,
 ) -> Float[Array, "B T H h"]:
-    """Rotates the pairs (i, i + h/2) of each head, computed in float32, in x's dtype."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    """Rotates the pairs (i, i + half) of each head, or (2i, 2i + 1) if `interleaved`; numbers beyond stay as they are.
+
+    Computed in float32, returned in x's dtype.
+    """
+    width = 2 * cos.shape[-1]
+    x, rest = x[..., :width], x[..., width:]
+    wide = x.astype(jnp.float32)
+    first, second = (wide[..., 0::2], wide[..., 1::2]) if interleaved else jnp.split(wide, 2, axis=-1)
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    pair = first * cos - second * sin, second * cos + first * sin
+    turned = jnp.stack(pair, axis=-1).reshape(x.shape) if interleaved else jnp.concatenate(pair, axis=-1)
+    turned = turned.astype(x.dtype)
+    return turned if rest.shape[-1] == 0 else jnp.concatenate([turned, rest], axis=-1)
 
 
 def _llama3(inverse: np.ndarray, rope: RopeSpec, numbers: dict[str, float]) -> np.ndarray:
@@ -79,18 +110,18 @@ def _yarn(inverse: np.ndarray, rope: RopeSpec, numbers: dict[str, float]) -> tup
         attention = magnitude(factor, m) / magnitude(factor, m_all) if m and m_all else magnitude(factor)
 
     def dimension(rotations: float) -> float:
-        return rope.head_dim * math.log(rope.original_length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return rope.dim * math.log(rope.original_length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(numbers.get("beta_fast") or 32.0), dimension(numbers.get("beta_slow") or 1.0)
     if numbers.get("truncate", 1.0):
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rope.head_dim - 1)
-    ramp = np.clip((np.arange(rope.head_dim // 2) - low) / max(high - low, 0.001), 0, 1)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    ramp = np.clip((np.arange(rope.dim // 2) - low) / max(high - low, 0.001), 0, 1)
     return inverse / factor * ramp + inverse * (1 - ramp), attention
 
 
 def _dynamic(rope: RopeSpec, lengths: Int[Array, "B T"]) -> Float[Array, "B T half"]:
-    factor, dim = dict(rope.parameters)["factor"], rope.head_dim
+    factor, dim = dict(rope.parameters)["factor"], rope.dim
     longest = jnp.maximum(lengths, rope.original_length).astype(jnp.float32)
     theta = rope.theta * (factor * longest / rope.original_length - (factor - 1)) ** (dim / (dim - 2))
     return 1.0 / theta[..., None] ** (jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)

@@ -1,4 +1,4 @@
-"""Whether a model fits a mesh: what does not divide is said before anything is allocated."""
+"""Checks that a mesh divides what it splits of a model, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 from meshtune.errors import UserError
 from meshtune.mesh.axes import MeshConfig
 from meshtune.mesh.layout import Layout
+from meshtune.model.block import Divisor
 from meshtune.model.spec import ModelSpec
 
 
@@ -28,38 +29,43 @@ def layout_for(mesh: Mesh | AbstractMesh, spec: ModelSpec) -> tuple[Layout, list
     divide raises UserError, naming the sizes that work, as does an axis that nothing in the model can be split along.
     """
     size = dict(mesh.shape)
-    tp, sharded = size["tp"], size["fsdp"] * size["cp"]
-    for name, count in (("attention heads", spec.heads), ("ffn width", spec.ffn), ("vocabulary", spec.vocab)):
-        if count % tp:
-            raise _uneven("tp", tp, name, count, math.gcd(spec.heads, spec.ffn, spec.vocab))
-    if spec.embed % sharded:
-        axis = "fsdp" if size["cp"] == 1 else "fsdp x cp"
-        raise _uneven(axis, sharded, "embedding width", spec.embed, spec.embed)
-    if size["ep"] > 1:
+    divisors = [divisor for block in spec.blocks for divisor in block.divisors()]
+    divisors.append(Divisor("tp", "vocabulary", spec.vocab))
+    if size["ep"] > 1 and not any(divisor.axis == "ep" for divisor in divisors):
         raise UserError(
             f"ep={size['ep']} splits experts, and {spec.family} has none",
             where="mesh.ep",
             fix="leave ep at 1 and give its devices to fsdp or tp",
         )
     whole, notes = set[str](), []
-    if spec.kv_heads % tp:
-        whole.add("kv_heads")
+    for axis, name, count, else_whole in dict.fromkeys(divisors):
+        if count % size[axis] == 0:
+            continue
+        if else_whole is None:
+            required = [one.size for one in divisors if one.axis == axis and one.else_whole is None]
+            raise _uneven(axis, size[axis], name, count, math.gcd(*required))
+        whole.add(else_whole)
         notes.append(
             Note(
-                "tp",
-                f"the {spec.kv_heads} key and value heads do not divide by tp={tp}: their projections are kept whole "
-                f"on each of the {tp} devices, and each uses the heads its own queries need",
+                axis,
+                f"the {count} {name} do not divide by {axis}={size[axis]}: their projections are kept whole "
+                f"on each of the {size[axis]} devices, and each uses the heads its own queries need",
             )
         )
+    sharded = size["fsdp"] * size["cp"] * size["ep"]
+    if spec.embed % sharded:
+        axis = " x ".join(["fsdp", *(axis for axis in ("cp", "ep") if size[axis] > 1)])
+        raise _uneven(axis, sharded, "embedding width", spec.embed, spec.embed)
     return Layout(mesh, frozenset(whole)), notes
 
 
 def check_batch(config: MeshConfig, rows: int, length: int) -> None:
     """Raises UserError if micro-batches of `rows` rows of `length` positions (0: any) cannot be split over the mesh."""
-    ways = config.dp * config.fsdp
+    ways = config.dp * config.fsdp * config.ep
+    axes = "dp x fsdp" if config.ep == 1 else "dp x fsdp x ep"
     if rows % ways:
         raise UserError(
-            f"a micro-batch of {rows} row{'' if rows == 1 else 's'} cannot be split over dp x fsdp = {ways}",
+            f"a micro-batch of {rows} row{'' if rows == 1 else 's'} cannot be split over {axes} = {ways}",
             where="train.batch_size, train.micro_batch",
             fix=f"use a multiple of {ways} rows, such as {-(-rows // ways) * ways}, or give devices to tp or cp",
         )

@@ -11,48 +11,36 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Literal
+from typing import Protocol
 
-from meshtune.arrays.spec import ArraySpec, Role
+import jax
+from jaxtyping import Array
+
+from meshtune.arrays.spec import ArraySpec, Role, stacked
 from meshtune.arrays.tree import Tree
+from meshtune.model.block import Block
+from meshtune.model.inputs import Inputs
+from meshtune.model.layer import LayerSpec
+from meshtune.model.norm import NormSpec
+from meshtune.model.rope import RopeSpec
 
-PACKED = "packed_heads"  # the logical axis of rows of queries, keys and values, head by head
 
+class SideSpec(Protocol):
+    """What a model computes of its tokens once, for all layers to read: per-layer embeddings, for example.
 
-@dataclasses.dataclass(frozen=True)
-class RopeSpec:
-    """Rotary position embedding.
-
-    `kind` is the HF rope type. `parameters` holds that type's own numbers (factor, low_freq_factor, ...), sorted by
-    name. `original_length` is the context the base frequencies were trained for, `max_length` the model's
-    max_position_embeddings.
+    `name` is the key of its parameters at the top of the tree.
     """
 
-    theta: float
-    head_dim: int
-    kind: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
-    parameters: tuple[tuple[str, float], ...] = ()
-    original_length: int = 0
-    max_length: int = 0
+    @property
+    def name(self) -> str: ...
 
+    def params(self, spec: ModelSpec) -> Tree:
+        """Its parameters as ArraySpecs."""
+        ...
 
-@dataclasses.dataclass(frozen=True)
-class AlibiSpec:
-    """Attention with linear biases (https://arxiv.org/abs/2108.12409) in the place of rotary positions.
-
-    A score loses its head's slope, one of `slopes`, for every position from query back to key. `max_length` is the
-    context that the model is for.
-    """
-
-    slopes: tuple[float, ...]
-    max_length: int
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerSpec:
-    """What differs from layer to layer. `window` is the sliding window in tokens; None sees the whole past."""
-
-    window: int | None = None
+    def apply(self, node: Tree, inputs: Inputs, embeds: Array) -> Tree:
+        """Arrays [B, T, ..] by name, from the tokens and their embeddings [B, T, D]."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,36 +57,30 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
-    """A decoder-only transformer, as pure data. `dtype` is the dtype the weights are kept in.
+    """A decoder-only model, as pure data. `dtype` is the dtype the weights are kept in.
 
-    A `scored` model gives every token one score instead of the next token's logits: a reward model. Positions are
-    rotary (`rope`) or biases (`alibi`). With `packed_qkv` one projection makes queries, keys and values (see
-    abstract_params). With `norm_head` the rows of the output head are divided by their length before logits are made
-    of them; what is stored and trained are the rows as they are.
+    `norm` normalises the last hidden state. `max_length` is the context that the model is for, in tokens (0: unknown).
+    A `scored` model gives every token one score instead of the next token's logits: a reward model. Embeddings are
+    multiplied by `embed_scale`, logits by `logit_scale` and squashed by tanh at `logit_softcap`. With `norm_head` the
+    rows of the output head are divided by their length before logits are computed; what is stored and trained are the
+    rows as they are. `side` computes inputs for all layers from the tokens (see SideSpec).
     """
 
     family: str
     vocab: int
     embed: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rope: RopeSpec | None
     stacks: tuple[Stack, ...]
-    norm_eps: float
+    norm: NormSpec
+    max_length: int = 0
     dtype: str = "float32"
-    activation: Literal["silu", "gelu_tanh", "gelu", "relu"] = "silu"
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
     tied: bool = False
     init_std: float = 0.02
     scored: bool = False
-    packed_qkv: bool = False
     norm_head: bool = False
-    alibi: AlibiSpec | None = None
+    embed_scale: float | None = None
+    logit_scale: float | None = None
+    logit_softcap: float | None = None
+    side: SideSpec | None = None
 
     @property
     def layers(self) -> int:
@@ -106,15 +88,36 @@ class ModelSpec:
         return sum(stack.layers for stack in self.stacks)
 
     @property
-    def max_length(self) -> int:
-        """The context that the model is for, in tokens; 0 where its config does not say."""
-        places = self.alibi or self.rope
-        return 0 if places is None else places.max_length
-
-    @property
     def output(self) -> str:
         """Path of the weight that makes logits, or a scored model's score, of hidden states."""
         return "score/weight" if self.scored else "embed/weight" if self.tied else "head/weight"
+
+    @property
+    def before(self) -> frozenset[str]:
+        """The top-level nodes of parameters that the input of the first layer, or the side inputs, depend on."""
+        return frozenset(("embed",)) | (frozenset() if self.side is None else frozenset((self.side.name,)))
+
+    @property
+    def after(self) -> frozenset[str]:
+        """The top-level nodes that are read after the last layer."""
+        return frozenset(("norm", "head", "score")) | (frozenset(("embed",)) if self.tied else frozenset())
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The different rotary embeddings of its layers."""
+        mixers = [kind.mixer for kind in self.layer_kinds if kind.mixer is not None]
+        return tuple(dict.fromkeys(rope for mixer in mixers for rope in mixer.ropes))
+
+    @property
+    def layer_kinds(self) -> tuple[LayerSpec, ...]:
+        """The different layers, in order of appearance."""
+        return tuple(dict.fromkeys(layer for stack in self.stacks for layer in stack.pattern))
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The different mixers and feed-forward networks."""
+        blocks = (block for layer in self.layer_kinds for block in layer.blocks)
+        return tuple(dict.fromkeys(blocks))
 
     def positions(self) -> Iterator[tuple[str, int, LayerSpec, list[int]]]:
         """Yields (key in params["layers"], repeats, layer spec, the model's layer numbers in scan order).
@@ -148,68 +151,23 @@ def stacks_of(layers: list[LayerSpec]) -> tuple[Stack, ...]:
     return tuple(runs)
 
 
-def split_stacks(spec: ModelSpec, at: int) -> ModelSpec:
-    """The same model with a stack boundary before layer `at`, so that the layers on either side are separate arrays."""
-    flat = [layer for stack in spec.stacks for _ in range(stack.repeats) for layer in stack.pattern]
-    assert 0 <= at <= len(flat), (at, len(flat))
-    parts = [part for part in (flat[:at], flat[at:]) if part]
-    return dataclasses.replace(spec, stacks=tuple(s for part in parts for s in stacks_of(part)))
-
-
 def abstract_params(spec: ModelSpec) -> Tree:
     """The tree of `ArraySpec` for a model. Linear weights are [out, in], as Hugging Face stores them.
 
-    embed/weight [V, D]; layers/"s.p"/{attn_norm, attn/{q,k,v,o,q_norm,k_norm}, mlp_norm, mlp/{gate,up,down}} with a
-    leading `layers` axis each; norm/weight [D]; head/weight [V, D] unless tied, or score/weight [1, D] if scored.
-
-    With `packed_qkv` attn/qkv [3 H h, D] stands for q, k and v: for each head its h rows of queries, of keys and of
-    values, so that tp, which splits the rows, gives every device whole heads (families.baichuan maps them to files).
+    embed/weight [V, D]; layers/"s.p"/.. of every layer's blocks and norms, with a leading `layers` axis each; norm [D];
+    head/weight [V, D] unless tied, or score/weight [1, D] if scored; and what `side` has.
     """
-    D, F, Hh, Kh, h = spec.embed, spec.ffn, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.head_dim
 
-    def array(
-        *dims: tuple[int, str], role: Role, init: Literal["normal", "ones", "zeros"] = "normal", head_rows: int = 1
-    ) -> ArraySpec:
-        shape, axes = tuple(n for n, _ in dims), tuple(a for _, a in dims)
-        return ArraySpec(shape, spec.dtype, axes, init, role=role, head_rows=head_rows)
+    def rows(count: int, axis: str, role: Role) -> Tree:
+        return {"weight": ArraySpec((count, spec.embed), "float32", (axis, "embed"), role=role)}
 
-    def layer(repeats: int) -> Tree:
-        L = (repeats, "layers")
-
-        def norm(n: int, axis: str) -> Tree:
-            return {"weight": array(L, (n, axis), role="vector", init="ones")}
-
-        def linear(out: tuple[int, str], into: tuple[int, str], bias: bool, head_rows: int = 1) -> Tree:
-            tree = {"weight": array(L, out, into, role="matrix", head_rows=head_rows)}
-            return tree | {"bias": array(L, out, role="vector", init="zeros")} if bias else tree
-
-        d, f, heads, kv = (D, "embed"), (F, "ffn"), (Hh, "heads"), (Kh, "kv_heads")
-        if spec.packed_qkv:
-            assert spec.heads == spec.kv_heads, "packed queries, keys and values are of the same heads"
-            attn = {"qkv": linear((3 * Hh, PACKED), d, spec.qkv_bias, h)}
-        else:
-            attn = {
-                "q": linear(heads, d, spec.qkv_bias, h),
-                "k": linear(kv, d, spec.qkv_bias, h),
-                "v": linear(kv, d, spec.qkv_bias),
-            }
-        attn["o"] = linear(d, heads, spec.out_bias)
-        if spec.qk_norm:
-            attn |= {"q_norm": norm(h, "head_dim"), "k_norm": norm(h, "head_dim")}
-        mlp = {
-            "gate": linear(f, d, spec.mlp_bias),
-            "up": linear(f, d, spec.mlp_bias),
-            "down": linear(d, f, spec.mlp_bias),
-        }
-        return {"attn_norm": norm(D, "embed"), "attn": attn, "mlp_norm": norm(D, "embed"), "mlp": mlp}
-
-    tree: Tree = {
-        "embed": {"weight": array((spec.vocab, "vocab"), (D, "embed"), role="table")},
-        "layers": {key: layer(repeats) for key, repeats, _, _ in spec.positions()},
-        "norm": {"weight": array((D, "embed"), role="vector", init="ones")},
-    }
+    tree: Tree = {"embed": rows(spec.vocab, "vocab", "table")}
+    if spec.side is not None:
+        tree[spec.side.name] = spec.side.params(spec)
+    tree["layers"] = {key: stacked(kind.params(spec.embed), repeats) for key, repeats, kind, _ in spec.positions()}
+    tree["norm"] = spec.norm.params(spec.embed, "embed")
     if spec.scored:
-        tree["score"] = {"weight": array((1, "score"), (D, "embed"), role="head")}
+        tree["score"] = rows(1, "score", "head")
     elif not spec.tied:
-        tree["head"] = {"weight": array((spec.vocab, "vocab"), (D, "embed"), role="head")}
-    return tree
+        tree["head"] = rows(spec.vocab, "vocab", "head")
+    return jax.tree.map(lambda leaf: dataclasses.replace(leaf, dtype=spec.dtype), tree)

@@ -11,8 +11,9 @@ from jaxtyping import Array, Float
 from meshtune.arrays.tree import Tree, split
 from meshtune.kernels.log_probs import log_probs
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import head_logits, head_params, hidden_states
+from meshtune.model.decoder import forward, head_params, layers_loss, logits_of
 from meshtune.model.in_use import loss_split
+from meshtune.model.inputs import Inputs
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.score import Batch
 from meshtune.objectives.segments import max_segments, segment_min, segment_sum, to_tokens
@@ -23,7 +24,7 @@ class AnswerLogProbs(NamedTuple):
 
     `first` and `second` [B, U] are the log-probabilities of the answers, `lengths` a pair of [B, U] with the answers'
     lengths in tokens, `unit_mask` [B, U] is 1 where a unit exists. `nll` is the batch's weighted cross-entropy (see
-    score.Batch), summed.
+    score.Batch), summed. `layers_loss` is what the layers add to the mean loss, or None.
     """
 
     first: Float[Array, "B U"]
@@ -31,6 +32,7 @@ class AnswerLogProbs(NamedTuple):
     lengths: tuple[Float[Array, "B U"], Float[Array, "B U"]]
     unit_mask: Float[Array, "B U"]
     nll: Float[Array, ""]
+    layers_loss: Float[Array, ""] | None
 
 
 def answer_log_probs(
@@ -44,7 +46,7 @@ def answer_log_probs(
     """
     segments, trained = batch["segment_ids"], batch["weights"] > 0
     mask = trained | (batch["nll"] > 0) if "nll" in batch else trained
-    token_log_probs = _log_probs(params, spec, compute, batch, mask, rng)
+    token_log_probs, added = _log_probs(params, spec, compute, batch, mask, rng)
     count, unit_mask = max_segments(batch), batch["units"]
     lengths = segment_sum(trained.astype(jnp.float32), segments, count)
     factors = trained.astype(jnp.float32)
@@ -54,7 +56,7 @@ def answer_log_probs(
     first, second = (jnp.where(unit_mask > 0, side, -1.0) for side in by_side(sums))
     first_length, second_length = (jnp.maximum(side, 1.0) for side in by_side(lengths))
     nll = -jnp.sum(token_log_probs * batch["nll"]) if "nll" in batch else jnp.float32(0.0)
-    return AnswerLogProbs(first, second, (first_length, second_length), unit_mask, nll)
+    return AnswerLogProbs(first, second, (first_length, second_length), unit_mask, nll, added)
 
 
 def reference_log_probs(
@@ -86,11 +88,16 @@ def by_side(values: Float[Array, "B S"]) -> tuple[Float[Array, "B U"], Float[Arr
     return sides[..., 0], sides[..., 1]
 
 
-def _log_probs(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, mask: Array, rng: Array | None):
-    hidden = hidden_states(params, spec, compute, batch["tokens"], batch["positions"], batch["segment_ids"], rng=rng)
+def _log_probs(
+    params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, mask: Array, rng: Array | None
+) -> tuple[Float[Array, "B T"], Float[Array, ""] | None]:
+    """The log-probability of every target in `mask`, and what the layers add to the mean loss."""
+    inputs = Inputs(batch["tokens"], batch["positions"], batch["segment_ids"])
+    hidden, _, sums = forward(params, spec, compute, inputs, rng=rng)
     head = head_params(params, spec)
     vocab_split = loss_split(head, spec, compute.layout, mask.shape)
-    return log_probs(head_logits, head, hidden, batch["targets"], mask, chunk=compute.loss_chunk, split=vocab_split)
+    options = {"chunk": compute.loss_chunk, "split": vocab_split}
+    return log_probs(logits_of(spec), head, hidden, batch["targets"], mask, **options), layers_loss(spec, sums)
 
 
 def _tail_factors(batch: Batch, lengths: Float[Array, "B S"], tail: float) -> Float[Array, "B T"]:

@@ -52,7 +52,7 @@ def sample_targets(
 
     def sample_chunk(index: Array, targets: Array) -> Array:
         start = jnp.minimum(index * chunk, length - chunk)  # the last chunk may overlap the one before
-        logits = head_logits(head, lax.dynamic_slice_in_dim(hidden, start, chunk, axis=1))
+        logits = head_logits(head, lax.dynamic_slice_in_dim(hidden, start, chunk, axis=1), spec)
         tokens = jax.random.categorical(jax.random.fold_in(key, index), logits).astype(targets.dtype)
         return lax.dynamic_update_slice_in_dim(targets, tokens, start, axis=1)
 

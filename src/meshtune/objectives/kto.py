@@ -13,7 +13,7 @@ from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.answers import answer_log_probs, reference_log_probs
 from meshtune.objectives.preference import masked_sum
-from meshtune.objectives.score import Batch, Objective, Score, WeightedMetric
+from meshtune.objectives.score import Batch, Objective, Score, WeightedMetric, add_layers_loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +64,6 @@ def make(config: KtoConfig) -> Objective:
             "logps/rejected": mean_over(~good, answers.first),
             "kl": kl * count,
         }
-        return Score(masked_sum(losses, unit_mask), count, metrics)
+        return add_layers_loss(Score(masked_sum(losses, unit_mask), count, metrics), answers.layers_loss)
 
     return objective

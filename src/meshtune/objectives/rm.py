@@ -11,11 +11,12 @@ from jaxtyping import Array, Float
 
 from meshtune.arrays.tree import Tree
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import hidden_states, scores
+from meshtune.model.decoder import forward, layers_loss, scores
+from meshtune.model.inputs import Inputs
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.answers import by_side
 from meshtune.objectives.preference import masked_sum, reward_metrics
-from meshtune.objectives.score import Batch, Objective, Score
+from meshtune.objectives.score import Batch, Objective, Score, add_layers_loss
 from meshtune.objectives.segments import max_segments, segment_sum
 
 
@@ -35,22 +36,24 @@ def make(config: RmConfig) -> Objective:
     """
 
     def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score:
-        chosen, rejected = by_side(segment_scores(params, spec, compute, batch, rng))
+        values, added = segment_scores(params, spec, compute, batch, rng)
+        chosen, rejected = by_side(values)
         unit_mask = batch["units"]
         losses = -jax.nn.log_sigmoid(chosen - rejected - batch["values"])
         if config.centre:
             losses = losses + config.centre * (chosen + rejected) ** 2
         per_pair = reward_metrics(*map(jax.lax.stop_gradient, (chosen, rejected)))
         metrics = {name: masked_sum(values, unit_mask) for name, values in per_pair.items()}
-        return Score(masked_sum(losses, unit_mask), jnp.sum(unit_mask), metrics)
+        return add_layers_loss(Score(masked_sum(losses, unit_mask), jnp.sum(unit_mask), metrics), added)
 
     return objective
 
 
 def segment_scores(
     params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None
-) -> Float[Array, "B S"]:
-    """The score of every segment, read at its only token with a weight above 0."""
-    hidden = hidden_states(params, spec, compute, batch["tokens"], batch["positions"], batch["segment_ids"], rng=rng)
+) -> tuple[Float[Array, "B S"], Float[Array, ""] | None]:
+    """The score of every segment, read at its only token with a weight above 0, and what the layers add to the loss."""
+    inputs = Inputs(batch["tokens"], batch["positions"], batch["segment_ids"])
+    hidden, _, sums = forward(params, spec, compute, inputs, rng=rng)
     token_scores = jnp.where(batch["weights"] > 0, scores(params, hidden), 0.0)
-    return segment_sum(token_scores, batch["segment_ids"], max_segments(batch))
+    return segment_sum(token_scores, batch["segment_ids"], max_segments(batch)), layers_loss(spec, sums)

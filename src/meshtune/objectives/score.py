@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -46,6 +47,15 @@ class Objective(Protocol):
     """Computes the Score of one micro-batch. `rng` is None where nothing is random, as in evaluation."""
 
     def __call__(self, params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score: ...
+
+
+def add_layers_loss(score: Score, layers_loss: Float[Array, ""] | None) -> Score:
+    """The score with what the layers add to the mean loss (`model.decoder.layers_loss`), and the metric `aux_loss`."""
+    if layers_loss is None:
+        return score
+    loss = layers_loss * score.weight
+    metrics = {**score.metrics, "aux_loss": jax.lax.stop_gradient(loss)}
+    return Score(score.loss + loss, score.weight, metrics)
 
 
 def metric_means(score: Score) -> dict[str, Float[Array, ""]]:

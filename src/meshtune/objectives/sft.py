@@ -13,10 +13,11 @@ from meshtune.arrays.tree import Tree
 from meshtune.errors import UserError
 from meshtune.kernels.cross_entropy import cross_entropy
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import head_logits, head_params, hidden_states
+from meshtune.model.decoder import forward, head_params, layers_loss, logits_of
 from meshtune.model.in_use import loss_split
+from meshtune.model.inputs import Inputs
 from meshtune.model.spec import ModelSpec
-from meshtune.objectives.score import Batch, Objective, Score
+from meshtune.objectives.score import Batch, Objective, Score, add_layers_loss
 from meshtune.objectives.segments import max_segments, segment_sum, to_tokens
 
 
@@ -44,13 +45,12 @@ def make(config: SftConfig) -> Objective:
         perturb = None
         if config.neftune_alpha is not None and rng is not None:
             perturb = _embedding_noise(config.neftune_alpha, batch, jax.random.fold_in(rng, _NEFTUNE))
-        hidden = hidden_states(
-            params, spec, compute, batch["tokens"], batch["positions"], batch["segment_ids"], rng=rng, perturb=perturb
-        )
+        inputs = Inputs(batch["tokens"], batch["positions"], batch["segment_ids"])
+        hidden, _, sums = forward(params, spec, compute, inputs, rng=rng, perturb=perturb)
         head, weights = head_params(params, spec), batch["weights"]
         split = loss_split(head, spec, compute.layout, weights.shape)
         loss, correct = cross_entropy(
-            head_logits,
+            logits_of(spec),
             head,
             hidden,
             batch["targets"],
@@ -59,7 +59,8 @@ def make(config: SftConfig) -> Objective:
             split=split,
             smoothing=config.label_smoothing,
         )
-        return Score(loss, jnp.sum(weights), {"accuracy": correct})
+        score = Score(loss, jnp.sum(weights), {"accuracy": correct})
+        return add_layers_loss(score, layers_loss(spec, sums))
 
     return objective
 

@@ -15,7 +15,7 @@ import math
 from meshtune.model.spec import ModelSpec
 from meshtune.plan.candidate import Candidate
 from meshtune.plan.collectives import Collective
-from meshtune.plan.work import residual_bytes
+from meshtune.plan.work import mean_heads, mean_width, residual_bytes
 
 ROLES = ("weights", "adapters", "gradients", "optimizer", "activations", "output")
 
@@ -109,15 +109,14 @@ def activation_bytes(candidate: Candidate) -> float:
 def policy_bytes(candidate: Candidate) -> float:
     """What `remat` saves of every layer beside the residual at its input."""
     spec, tp, itemsize = candidate.workload.spec, candidate.mesh.tp, candidate.activation_itemsize
-    heads, kv = spec.heads * spec.head_dim / tp, spec.kv_heads * spec.head_dim / min(tp, spec.kv_heads)
-    ffn = spec.ffn / tp
+    heads, kv, ffn = (mean_width(spec, axis, tp) for axis in ("heads", "kv_heads", "ffn"))
     match candidate.remat:
         case "full":
             return 0.0
         case "selective":
             # Rotated q and k, v, attention's output and log-sum-exp; the output of o; gate and up; A x of adapters.
             elements = 2 * heads + 2 * kv + spec.embed + 2 * ffn + adapter_width(candidate)
-            per_token = itemsize * elements + 4 * spec.heads / tp
+            per_token = itemsize * elements + 4 * mean_heads(spec) / tp
         case _:
             per_token = itemsize * (NONE_EMBED * spec.embed + NONE_FFN * ffn + 4 * heads + 4 * kv)
     return candidate.tokens * spec.layers * per_token
@@ -146,10 +145,10 @@ def _layer_peak(candidate: Candidate) -> float:
         min(candidate.tokens, rows * chunk) if chunk else candidate.tokens
         for chunk in (candidate.mlp_chunk or candidate.attention_chunk, candidate.attention_chunk)
     )
-    queries, keys = spec.heads * spec.head_dim / tp, 2 * spec.kv_heads * spec.head_dim / min(tp, spec.kv_heads)
+    queries, keys = mean_width(spec, "heads", tp), 2 * mean_width(spec, "kv_heads", tp)
     whole_rows = WHOLE_ROWS_ATTENTION_CHUNK if candidate.attention_chunk else WHOLE_ROWS_MLP_CHUNK
     elements = (candidate.tokens * whole_rows + mlp_tokens * (1 - whole_rows)) * peak.embed * spec.embed
-    elements += mlp_tokens * peak.ffn * spec.ffn / tp
+    elements += mlp_tokens * peak.ffn * mean_width(spec, "ffn", tp)
     elements += peak.heads * (query_tokens * queries + candidate.tokens * keys)
     scale = 1.0 if candidate.target.device.platform != "tpu" else TPU_LAYER if tp == 1 else TPU_LAYER_TP
     return scale * elements * candidate.activation_itemsize + peak.weights * layer_weight_bytes(candidate)
@@ -204,7 +203,7 @@ def estimated_collectives(candidate: Candidate) -> list[Collective]:
     add("all-reduce", candidate.update_gradient_bytes * shards * itemsize / 4 - scattered, data, 1)
     residual = candidate.tokens * spec.embed * itemsize
     add("all-reduce", residual, ("tp",), spec.layers * (8 if candidate.remat == "full" else 6))
-    ring = 2 * candidate.tokens * spec.kv_heads * spec.head_dim / min(mesh.tp, spec.kv_heads)
+    ring = 2 * candidate.tokens * mean_width(spec, "kv_heads", mesh.tp)
     passes = 2 if candidate.remat == "full" else 1
     add("collective-permute", ring * itemsize, ("cp",), spec.layers * (mesh.cp - 1) * passes)
     add("collective-permute", ring * (itemsize + 4), ("cp",), spec.layers * mesh.cp)

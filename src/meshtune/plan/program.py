@@ -25,7 +25,7 @@ from meshtune.setup.choices import Choice, compute_of
 from meshtune.setup.machine import Machine, this_machine
 from meshtune.setup.resolved import Settled, settle
 from meshtune.setup.stage import row_length
-from meshtune.train.step.build import TrainState
+from meshtune.train.step.state import TrainState
 
 DEFAULT_STEPS = 1000  # for a recipe in epochs; only a constant of the learning-rate schedule depends on it
 

@@ -24,7 +24,7 @@ from meshtune.plan.local_target import local_target
 from meshtune.setup.choices import Choice, mesh_choices, mesh_of, optimizer_of, precision_of
 from meshtune.setup.machine import this_machine
 from meshtune.setup.start import start_of
-from meshtune.train.step.build import abstract_state
+from meshtune.train.step.state import abstract_state
 from meshtune.weights.hub import CONFIG, locate
 from meshtune.weights.load import load_config, stored_dtype
 

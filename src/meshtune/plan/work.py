@@ -104,16 +104,35 @@ def attention_flops(spec: ModelSpec, length: int) -> float:
     """Forward operations per token of attention's two products in all layers, at half the square or in the window."""
     total = 0.0
     for _, repeats, layer, _ in spec.positions():
-        keys = length / 2 if layer.window is None else min(length / 2, layer.window)
-        total += repeats * 4 * keys * spec.heads * spec.head_dim
+        for cost in (block.cost(spec.embed) for block in layer.blocks):
+            keys = length / 2 if cost.window is None else min(length / 2, cost.window)
+            total += repeats * cost.pairs * keys
     return total
+
+
+def mean_width(spec: ModelSpec, axis: str, tp: int) -> float:
+    """Elements per token and layer, on one device of tp, of the widest array along a logical axis: the layers' mean."""
+    total = 0.0
+    for _, repeats, layer, _ in spec.positions():
+        arrays = [one for block in layer.blocks for one in block.cost(spec.embed).activations if one.axis == axis]
+        total += repeats * max((one.width / min(tp, one.units) for one in arrays), default=0.0)
+    return total / spec.layers
+
+
+def mean_heads(spec: ModelSpec) -> float:
+    """Attention heads of a layer: the layers' mean."""
+    total = 0.0
+    for _, repeats, layer, _ in spec.positions():
+        arrays = [one for block in layer.blocks for one in block.cost(spec.embed).activations if one.axis == "heads"]
+        total += repeats * max((one.units for one in arrays), default=0)
+    return total / spec.layers
 
 
 def _activation_traffic(candidate: Candidate) -> tuple[float, float]:
     """Bytes of one micro-batch through device memory in all passes: (of matrix products, of what lies between them)."""
     spec, tp = candidate.workload.spec, candidate.mesh.tp
-    heads = (spec.heads + 2 * spec.kv_heads) * spec.head_dim / tp
-    ffn, mixed = spec.ffn / tp, spec.heads * spec.head_dim / tp
+    mixed, ffn = mean_width(spec, "heads", tp), mean_width(spec, "ffn", tp)
+    heads = mixed + 2 * mean_width(spec, "kv_heads", 1) / tp
     # Elements per token and layer: q, k, v; attention; o; gate and up; down.
     products = (
         (spec.embed + heads) + (heads + mixed) + (mixed + spec.embed) + (spec.embed + 2 * ffn) + (ffn + spec.embed)

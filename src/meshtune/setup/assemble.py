@@ -16,7 +16,8 @@ from meshtune.optim.build import Optimizer, make_optimizer
 from meshtune.setup.choices import optimizer_of
 from meshtune.setup.resolved import Settled
 from meshtune.setup.stage import batch_arrays, draws, objective_of
-from meshtune.train.step.build import TrainState, abstract_state, make_train_step
+from meshtune.train.step.build import make_train_step
+from meshtune.train.step.state import TrainState, abstract_state
 
 
 def optimizer_for(recipe: Recipe, settled: Settled, steps: int) -> tuple[Optimizer, Callable[[Any], Any]]:

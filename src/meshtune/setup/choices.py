@@ -146,25 +146,14 @@ def compute_of(
 
 def attention_requests(compute: Compute, spec: ModelSpec, rows: int, length: int) -> list[AttentionRequest]:
     """What one device is asked in each kind of layer, for micro-batches of `rows` rows of `length` positions."""
-    windows = {layer.window for stack in spec.stacks for layer in stack.pattern}
-    asked = AttentionRequest(
-        batch=rows,
-        q_length=compute.attention_chunk or length,
-        kv_length=length,
-        heads=spec.heads,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        dtype=compute.dtype,
-        platform=compute.platform,
-        chip=compute.chip,
-        packed=compute.packed,
-        alibi=spec.alibi is not None,
-        scale=spec.head_dim**-0.5,
-        aligned=compute.attention_chunk is None,
-    )
+    q_length = compute.attention_chunk or length
+    mixers = (kind.mixer for kind in spec.layer_kinds)
+    requests = [mixer.attention_request(rows, q_length, length, compute) for mixer in mixers if mixer is not None]
+    requests = [request for request in dict.fromkeys(requests) if request is not None]
     if compute.layout is not None:
-        asked = compute.layout.attention_split().fitted(asked).local(asked)
-    return [dataclasses.replace(asked, window=w) for w in sorted(windows, key=lambda w: (w is not None, w))]
+        split = compute.layout.attention_split()
+        requests = [split.fitted(request).local(request) for request in requests]
+    return sorted(requests, key=lambda request: (request.window is not None, request.window or 0))
 
 
 def method_of(recipe: Recipe) -> Method:

@@ -26,7 +26,7 @@ from meshtune.model.spec import abstract_params
 from meshtune.setup.assemble import frozen_like, optimizer_for, state_like, waiting_weights
 from meshtune.setup.memory import size_in_words
 from meshtune.setup.resolved import Settled
-from meshtune.train.step.build import TrainState, init_state
+from meshtune.train.step.state import TrainState, init_state
 from meshtune.weights.load import load_params, load_weight, with_score
 from meshtune.weights.load_report import LoadReport
 

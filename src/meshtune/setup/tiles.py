@@ -27,7 +27,15 @@ def chunks_of(
             where="compute.attention_chunk, mesh.cp",
             fix="leave out attention_chunk (mlp_chunk works with cp), or give cp's devices to fsdp or tp",
         )
-    here = max(1, rows // (layout.size("dp", "fsdp") if layout is not None else 1))
+    if asked.attention_chunk is not None and (whole := _whole_rows(spec)):
+        if asked.attention_chunk != "auto":
+            raise UserError(
+                f"this model has {whole} layers, which need whole rows",
+                where="compute.attention_chunk",
+                fix="leave out attention_chunk; mlp_chunk works",
+            )
+        asked = asked.model_copy(update={"attention_chunk": None})
+    here = max(1, rows // (layout.size("dp", "fsdp", "ep") if layout is not None else 1))
     heads = layout.size("tp") if layout is not None else 1
     choices = []
 
@@ -43,6 +51,18 @@ def chunks_of(
         choices.append((name, "the whole row" if whole else f"{chunk} of {length} tokens", reason))
         return None if whole else int(chunk)
 
-    mlp = settled("mlp_chunk", asked.mlp_chunk, spec.ffn, WIDE_BYTES)
-    attention = settled("attention_chunk", asked.attention_chunk, spec.heads * spec.head_dim, ATTENTION_BYTES)
+    mlp = settled("mlp_chunk", asked.mlp_chunk, _widest(spec, "ffn"), WIDE_BYTES)
+    attention = settled("attention_chunk", asked.attention_chunk, _widest(spec, "heads"), ATTENTION_BYTES)
     return mlp, attention, choices
+
+
+def _widest(spec: ModelSpec, axis: str) -> int:
+    """The width of the widest array along a logical axis that any block computes."""
+    costs = (block.cost(spec.embed) for block in spec.blocks)
+    return max((one.width for cost in costs for one in cost.activations if one.axis == axis), default=1)
+
+
+def _whole_rows(spec: ModelSpec) -> str | None:
+    """The name of a mixer that cannot be computed by chunks, if there is one."""
+    mixers = (kind.mixer for kind in spec.layer_kinds)
+    return next((mixer.name for mixer in mixers if mixer is not None and mixer.row_params() is None), None)

@@ -27,7 +27,7 @@ from meshtune.train.evaluation.evaluate import Evaluation
 from meshtune.train.interrupt import Interrupt
 from meshtune.train.report.device_metrics import DeviceMetrics
 from meshtune.train.report.events import Evaluated, Event, Events, Sampled, Saved, Started, Stepped, Stopped
-from meshtune.train.step.build import Metrics, TrainState
+from meshtune.train.step.state import Metrics, TrainState
 
 MOST_RECORDS = 12  # named in a message
 

@@ -48,7 +48,7 @@ from meshtune.train.report.plot import LossPlot
 from meshtune.train.report.progress import ProgressBar
 from meshtune.train.result.final import export_result
 from meshtune.train.result.result import Result
-from meshtune.train.step.build import TrainState
+from meshtune.train.step.state import TrainState
 from meshtune.train.task import Parts, make_task
 from meshtune.weights.fingerprint import base_hash
 

@@ -28,7 +28,8 @@ from meshtune.train.evaluation.cadence import Cadence, evaluations, every, save_
 from meshtune.train.evaluation.early_stopping import EarlyStopping
 from meshtune.train.evaluation.evaluate import Evaluation, evaluate
 from meshtune.train.loop import Task
-from meshtune.train.step.build import TrainState, make_eval_step
+from meshtune.train.step.build import make_eval_step
+from meshtune.train.step.state import TrainState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

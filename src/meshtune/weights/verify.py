@@ -22,12 +22,13 @@ from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import place_batch
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
-from meshtune.model.attention import Rows
+from meshtune.model.block import Context
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import enter, head_logits, head_params, one_layer
+from meshtune.model.decoder import enter, head_logits, head_params
 from meshtune.model.in_use import here, with_shared
-from meshtune.model.norm import rms_norm
-from meshtune.model.spec import LayerSpec, ModelSpec
+from meshtune.model.inputs import Inputs, Rows
+from meshtune.model.layer import LayerSpec, layer
+from meshtune.model.spec import ModelSpec, Stack
 from meshtune.weights.check import check
 from meshtune.weights.load import load_spec
 from meshtune.weights.safetensors_files import TensorInfo, headers
@@ -69,10 +70,10 @@ def probe_logits(params: Tree, spec: ModelSpec, layout: Layout | None = None) ->
     `params` lie as `layout` says; all processes of its mesh call this, and each gets all logits.
     """
     layers = (
-        (layer, with_shared(_row(params["layers"][key], row), params.get("shared")))
-        for _, key, row, layer in _by_layer(spec)
+        (kind, with_shared(_row(params["layers"][key], row), params.get("shared")))
+        for _, key, row, kind in _by_layer(spec)
     )
-    return _logits(spec, layout, lambda: {"embed": params["embed"]}, layers, lambda: params)
+    return _logits(spec, layout, lambda: {name: params[name] for name in spec.before}, layers, lambda: params)
 
 
 @jax.jit
@@ -88,35 +89,35 @@ def _logits(
     ends: Callable[[], Tree],
 ) -> Float[np.ndarray, "B T V"]:
     """Logits of the probe from parameters that are handed over part by part: one layer at a time is in float32."""
-    spec = dataclasses.replace(spec, stacks=(), dtype="float32")  # no part of one layer's numbers: one compilation
+    # The number of layers is no part of what is compiled: one program for each kind of layer.
+    spec = dataclasses.replace(spec, stacks=tuple(Stack((kind,), 1) for kind in spec.layer_kinds), dtype="float32")
     compute = COMPUTE if layout is None else dataclasses.replace(COMPUTE, attention="auto", layout=layout)
     names = ("tokens", "positions", "segment_ids")
     batch = place_batch(dict(zip(names, map(np.asarray, probe(spec)), strict=True)), layout)
-    rows, x = _enter(embedding(), batch, spec, compute)
-    for layer, node in layers:
-        x = _step(x, node, rows, spec, layer, compute).block_until_ready()
+    rows, x, side = _enter(embedding(), batch, spec, compute)
+    for index, (kind, node) in enumerate(layers):
+        x = _step(x, node, rows, side, np.int32(index), kind, compute).block_until_ready()
     params = ends()
     head = {name: leaf for name, leaf in params.items() if name in ("embed", "head", "score")}
     return np.asarray(_finish(x, here(params["norm"]), head_params(head, spec), spec, compute).addressable_data(0))
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "compute"))
-def _enter(params: Tree, batch: Tree, spec: ModelSpec, compute: Compute) -> tuple[tuple[Any, ...], jax.Array]:
-    rows, x = enter(params, spec, compute, batch["tokens"], batch["positions"], batch["segment_ids"])
-    return (rows.cos, rows.sin, rows.positions, rows.segment_ids), x
+def _enter(params: Tree, batch: Tree, spec: ModelSpec, compute: Compute) -> tuple[Rows, jax.Array, Tree]:
+    return enter(params, spec, compute, Inputs(batch["tokens"], batch["positions"], batch["segment_ids"]))
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "layer", "compute"))
+@functools.partial(jax.jit, static_argnames=("kind", "compute"))
 def _step(
-    x: jax.Array, node: Tree, rows: tuple[Any, ...], spec: ModelSpec, layer: LayerSpec, compute: Compute
+    x: jax.Array, node: Tree, rows: Rows, side: Tree, index: jax.Array, kind: LayerSpec, compute: Compute
 ) -> jax.Array:
-    return one_layer(x, node, spec, layer, compute, Rows(*rows), None)
+    return layer(x, node, kind, Context(compute, rows, side, index)).y
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "compute"))
 def _finish(x: jax.Array, norm: Tree, head: Tree, spec: ModelSpec, compute: Compute) -> jax.Array:
-    found = head_logits(head, rms_norm(x, norm["weight"], spec.norm_eps))
-    return found if compute.layout is None else jax.lax.with_sharding_constraint(found, compute.layout.replicated)
+    logits = head_logits(head, spec.norm(x, norm), spec)
+    return logits if compute.layout is None else jax.lax.with_sharding_constraint(logits, compute.layout.replicated)
 
 
 def verify_export(
@@ -153,7 +154,7 @@ def verify_export(
 
 def _spec_difference(spec: ModelSpec, written: ModelSpec) -> str | None:
     if [entry[3] for entry in _by_layer(spec)] != [entry[3] for entry in _by_layer(written)]:
-        return "its layers differ in number or window"
+        return "its layers differ in number or kind"
     same = dataclasses.replace(spec, stacks=written.stacks, dtype=written.dtype)
     for field in dataclasses.fields(spec):
         ours, theirs = getattr(same, field.name), getattr(written, field.name)
@@ -195,21 +196,22 @@ def written_logits(directory: Path, layout: Layout | None = None) -> Float[np.nd
     """float32 logits of the probe from a model directory's files, one layer at a time, each laid out on the mesh."""
     spec, _ = load_spec(directory)
     infos, table = headers(directory), table_of(spec)
-    embedding = _read([entry for entry in table if entry.path.startswith("embed/")], infos, layout)
     in_layer: dict[tuple[str, int], list[TensorMap]] = {}
-    outside: list[TensorMap] = []
+    before: list[TensorMap] = []
+    after: list[TensorMap] = []
     for entry in table:
         if entry.array.is_stacked:
             in_layer.setdefault((entry.path.split("/")[1], entry.index[0]), []).append(entry)
-        elif not entry.path.startswith("embed/"):
-            outside.append(entry)
+        else:
+            (before if entry.path.partition("/")[0] in spec.before else after).append(entry)
+    embedding = _read(before, infos, layout)
 
     def layers() -> Iterator[tuple[LayerSpec, Tree]]:
-        for _, key, row, layer in _by_layer(spec):
-            yield layer, _read(in_layer[key, row], infos, layout)["layers"][key]
+        for _, key, row, kind in _by_layer(spec):
+            yield kind, _read(in_layer[key, row], infos, layout)["layers"][key]
 
     def ends() -> Tree:
-        return embedding | _read(outside, infos, layout) if spec.tied else _read(outside, infos, layout)
+        return embedding | _read(after, infos, layout) if spec.tied else _read(after, infos, layout)
 
     return _logits(spec, layout, lambda: embedding, layers(), ends)
 

@@ -33,7 +33,7 @@ from meshtune.setup.memory import size_in_words
 from meshtune.train.checkpoint.directory import UNFINISHED, check_same_steps, prepare_directory, set_aside
 from meshtune.train.checkpoint.disk import disk_errors, disk_reason
 from meshtune.train.checkpoint.record import Best, Record, versions
-from meshtune.train.step.build import TrainState
+from meshtune.train.step.state import TrainState
 
 __all__ = ["Best", "Checkpoints", "Record", "disk_reason", "versions"]
 

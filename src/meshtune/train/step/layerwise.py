@@ -1,315 +1,192 @@
-"""A step that uses every layer's gradient up as soon as the backward pass has made it (https://arxiv.org/abs/2306.09782).
+"""A step that consumes every layer's gradient as soon as the backward pass has computed it (LOMO,
+https://arxiv.org/abs/2306.09782).
 
 No gradient of the whole model ever exists: only those of one layer, or of what is in no layer (output head and final
-norm, before the layers' turn; the embedding, after it). So nothing may need them all at once, such as their norm before
-the update, or the sum over several micro-batches. Parameters and optimizer state are updated in their place. Where they
-wait in the host's memory, a layer of them is brought for the forward pass and for its backward, updated on the device,
-and written back.
+norm, before the layers; the embedding and what feeds side inputs, after them). So nothing may need them all at once,
+such as their norm before the update, or the sum over several micro-batches. Parameters and optimizer state are updated
+in place. Where they are kept in the host's memory, one layer of them is fetched for the forward pass and for its
+backward, updated on the device, and written back.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from meshtune.arrays.paths import named_leaves
 from meshtune.arrays.tree import Tree, merge
 from meshtune.errors import UserError
+from meshtune.model.block import Hidden, Sums
 from meshtune.model.compute import Compute
-from meshtune.model.in_use import here, on_host
-from meshtune.model.reverse import Hidden, Layer, backward, forward, row_of, with_row
-from meshtune.model.spec import ModelSpec, Stack
+from meshtune.model.in_use import here
+from meshtune.model.inputs import Rows
+from meshtune.model.reverse import Layer
+from meshtune.model.spec import ModelSpec
+from meshtune.model.stacks import layer_functions, no_sums
 from meshtune.objectives.score import Batch, Objective, Score, metric_means
 from meshtune.optim.optimizer import Optimizer
 from meshtune.optim.param_optimizer import COUNT, PARAM_STATE
-from meshtune.train.step.block_coordinate import laid_out
+from meshtune.train.step.block_coordinate import placed_as
 from meshtune.train.step.host_state import updated_at_once
-
-Metrics = dict[str, Array]
+from meshtune.train.step.layer_updates import LayerUpdates, Norm
+from meshtune.train.step.state import Metrics, TrainState
 
 
 @dataclasses.dataclass
-class Cut:
-    """Stands at params["layers"] and cuts the model there: it notes what enters the layers, and lets `leaving` leave
-    them (None: what enters, where nothing after the layers matters)."""
+class LayerBoundary:
+    """Stands at params["layers"] (model.reverse.LayerRunner) and cuts the model there: it captures what enters the
+    layers, and returns `leaving` as what leaves them (None: what enters, where nothing after the layers matters)."""
 
-    leaving: Hidden | None = None
-    entered: tuple[Callable[[int], Layer], Hidden, Any] | None = None
+    leaving: tuple[Hidden, Sums] | None = None
+    captured: tuple[Hidden, Rows, Tree] | None = None
 
-    def through(
-        self, layer: Callable[[int], Layer], spec: ModelSpec, compute: Compute, x: Hidden, shared: Any
-    ) -> Hidden:
-        """`leaving`; `layer`, x and `shared` are noted."""
-        if self.entered is not None:
+    def apply(
+        self, layers: Callable[[int], Layer], spec: ModelSpec, compute: Compute, x: Hidden, rows: Rows, side: Tree
+    ) -> tuple[Hidden, Sums]:
+        """`leaving`; the arguments are captured."""
+        if self.captured is not None:
             raise UserError(
-                "a fused update uses gradients up in one backward pass, and this stage goes through the model twice",
+                "an update in the backward pass consumes gradients in one pass, and this stage goes through the model "
+                "twice",
                 where="optimizer.in_backward, stage",
                 fix="set optimizer.in_backward=false; optimizer.name=adamw8bit or galore also takes less memory",
             )
-        self.entered = (layer, x, shared)
-        return x if self.leaving is None else self.leaving
+        self.captured = (x, rows, side)
+        return (x, no_sums(spec)) if self.leaving is None else self.leaving
 
 
-def fused_step(
-    objective: Objective, spec: ModelSpec, compute: Compute, optimizer: Optimizer, abstract: Tree | None
-) -> Callable[..., tuple[Tree, Any, Metrics]]:
-    """A function (trainable, optimizer state, frozen, batch [1, B, T], rng) -> (trainable, state, metrics).
+def layerwise_step(
+    objective: Objective,
+    spec: ModelSpec,
+    compute: Compute,
+    optimizer: Optimizer,
+    abstract: Tree | None,
+    dropout: bool,
+) -> Callable[[TrainState, Tree, Batch, Int[Array, ""]], tuple[TrainState, Metrics]]:
+    """The step of make_train_step for an optimizer that updates in the backward pass, for one micro-batch.
 
-    Metrics are those of train.step.make_train_step. Where a gradient is not finite, nothing below it in the backward
-    pass is updated; what is above already was. `finite` is then False, and the state of no further use.
+    Where a gradient is not finite, nothing below it in the backward pass is updated; what is above already was.
+    `finite` is then False, and the state of no further use.
     """
-    layout = compute.layout
     assert optimizer.update_param is not None, "an update that needs all gradients cannot be made while they come"
 
-    def step(trainable: Tree, state: Any, frozen: Tree, batch: Batch, rng: Array | None) -> tuple[Tree, Any, Metrics]:
-        assert batch["tokens"].shape[0] == 1, "a gradient that is used up cannot be added to the next micro-batch's"
-        micro, count = jax.tree.map(lambda x: x[0], batch), state[COUNT]
-        outer = {name: node for name, node in trainable.items() if name != "layers"}
-        around = {name: node for name, node in frozen.items() if name != "layers"}
-        first = {name: node for name, node in outer.items() if name == "embed"}
-        last = outer if spec.tied else {name: node for name, node in outer.items() if name != "embed"}
-        noted: list[Callable[[int], Layer]] = []
-
-        def run(outer: Tree, cut: Cut) -> Score:
-            return objective(merge(outer, around) | {"layers": cut}, spec, compute, micro, rng)
-
-        def before(learned: Tree) -> tuple[Hidden, Any]:
-            cut = Cut()
-            run(here(outer) | learned, cut)
-            assert cut.entered is not None
-            layer, x, shared = cut.entered
-            noted.append(layer)
-            return x, shared
-
-        def after(learned: Tree, x: Hidden) -> tuple[Array, Score]:
-            scored = run(here(outer) | learned, Cut(x))
-            return scored.loss, scored
-
-        x, enter, shared = jax.vjp(before, here(first), has_aux=True)
-        walk = _Walk(noted[0], spec, compute, optimizer, abstract, count, shared)
-        x, streams = walk.ahead(trainable["layers"], frozen.get("layers", {}), x, through=bool(first))
-        loss, leave, scored = jax.vjp(after, here(last), x, has_aux=True)
-        weight = jnp.where(scored.weight > 0, scored.weight, 1.0)
-        gradient, cotangent = leave(1 / weight)
-        parts = {name: gradient.pop(name) for name in list(gradient) if name in first}  # of a tied embedding
-        kept, parameters = dict(state[PARAM_STATE]), dict(outer)
-        seen = {"square": jnp.float32(0), "finite": jnp.isfinite(loss)}
-
-        def update(gradient: Tree, seen: Any) -> Any:
-            names = list(gradient)
-            if layout is not None:
-                assert abstract is not None
-                gradient = laid_out(gradient, {name: abstract[name] for name in names}, layout)
-            seen = noticed(seen, gradient)
-            mine = {name: outer[name] for name in names}
-            new = []
-            for (path, slope), parameter in zip(named_leaves(gradient), jax.tree.leaves(mine), strict=True):
-                after, kept[path] = updated_at_once(
-                    optimizer, path, slope, state[PARAM_STATE][path], parameter, count, seen["finite"], layout
-                )
-                new.append(after)
-            parameters.update(jax.tree.unflatten(jax.tree.structure(mine), new))
-            return seen
-
-        seen = update(gradient, seen)
-        carry = {
-            "trained": trainable["layers"],
-            "state": {path: mine for path, mine in state[PARAM_STATE].items() if path in optimizer.stacked},
-            "seen": seen,
-        }
-        cotangent, carry = walk.back(carry, frozen.get("layers", {}), streams, cotangent)
-        seen = carry["seen"]
-        if first:
-            (found,) = enter(cotangent)
-            seen = update(jax.tree.map(jnp.add, found, parts) if parts else found, seen)
-        kept |= carry["state"]
-        metrics = metric_means(scored) | {
+    def step(state: TrainState, frozen: Tree, batch: Batch, seed: Int[Array, ""]) -> tuple[TrainState, Metrics]:
+        assert batch["tokens"].shape[0] == 1, "a gradient that is consumed cannot be added to the next micro-batch's"
+        rng = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), state.step), 0) if dropout else None
+        micro, count = jax.tree.map(lambda x: x[0], batch), state.opt_state[COUNT]
+        cut = _CutModel(objective, spec, compute, state.trainable, frozen, micro, rng)
+        (x, side), enter, rows = jax.vjp(cut.before, here(cut.trained_before), has_aux=True)
+        updates = LayerUpdates(layer_functions(spec, compute), spec, compute, optimizer, abstract, count, rows, side)
+        stacks = state.trainable["layers"], frozen.get("layers", {})
+        x, sums, layer_inputs = updates.forward(*stacks, x, through=bool(cut.trained_before))
+        loss, leave, score = jax.vjp(cut.after, here(cut.trained_after), x, sums, has_aux=True)
+        weight = jnp.where(score.weight > 0, score.weight, 1.0)
+        gradient, d_x, d_sums = leave(1 / weight)
+        # Of a tied embedding: its gradient as a head waits for its gradient as an embedding.
+        tied = {name: gradient.pop(name) for name in list(gradient) if name in cut.trained_before}
+        outer = _OuterUpdates(optimizer, abstract, compute, cut.outer, state.opt_state[PARAM_STATE], count)
+        norm = outer.update(gradient, Norm(jnp.float32(0), jnp.isfinite(loss)))
+        cotangents = d_x, jax.tree.map(jnp.zeros_like, side), d_sums
+        (d_x, d_side, _), trained, kept, norm = updates.backward(
+            *stacks, state.opt_state[PARAM_STATE], layer_inputs, cotangents, norm
+        )
+        if cut.trained_before:
+            (gradient,) = enter((d_x, d_side))
+            norm = outer.update(jax.tree.map(jnp.add, gradient, tied) if tied else gradient, norm)
+        metrics = metric_means(score) | {
             "loss": loss / weight,
-            "weight": scored.weight,
-            "grad_norm": jnp.sqrt(seen["square"]),
-            "finite": seen["finite"],
-            "finite_micro": seen["finite"][None],
+            "weight": score.weight,
+            "grad_norm": jnp.sqrt(norm.square),
+            "finite": norm.finite,
+            "finite_micro": norm.finite[None],
         }
-        made = {COUNT: jnp.where(seen["finite"], count + 1, count), PARAM_STATE: kept}
-        return parameters | {"layers": carry["trained"]}, made, metrics
+        opt_state = {COUNT: jnp.where(norm.finite, count + 1, count), PARAM_STATE: outer.kept | kept}
+        updated = jnp.where(norm.finite, state.step + 1, state.step)
+        return TrainState(updated, outer.parameters | {"layers": trained}, opt_state), metrics
 
     return step
 
 
-@dataclasses.dataclass(frozen=True)
-class _Walk:
-    """Forward through all layers, and back again with each layer's update."""
+class _CutModel:
+    """A model cut before and after its layers, as functions of what is trained outside them.
 
-    layer: Callable[[int], Layer]
-    spec: ModelSpec
-    compute: Compute
-    optimizer: Optimizer
-    abstract: Tree | None
-    count: Array
-    shared: Any
+    Raises UserError for a trained leaf that is on neither side of the cut: it would get no gradient.
+    """
 
-    def ahead(self, trained: Tree, frozen: Tree, x: Hidden, *, through: bool) -> tuple[Hidden, list[Any]]:
-        """(x after all layers, the streams that enter every stack's: None of one that no gradient passes `through`)."""
-        streams = []
-        for number, stack in enumerate(self.spec.stacks):
-            keys = keys_of(number, stack)
-            through = through or any(key in trained for key in keys)
-            nodes = [merge(trained.get(key, {}), frozen.get(key, {})) for key in keys]
-            if through:
-                x, entering = forward(self.layer(number), stack, nodes, x, self.shared, self.compute)
-                streams.append(entering)
-            else:
-                x = _frozen_stack(self.layer(number), stack, nodes, x, self.shared)
-                streams.append(None)
-        return x, streams
-
-    def back(self, carry: Any, frozen: Tree, streams: list[Any], cotangent: Hidden) -> tuple[Hidden, Any]:
-        """(the cotangent of what enters the lowest stack that was gone through, carry with all trained updated)."""
-        for number in reversed(range(len(self.spec.stacks))):
-            if streams[number] is None:
-                break
-            stack = self.spec.stacks[number]
-            keys = keys_of(number, stack)
-
-            def node(carry: Any, place: int, row: Array, keys: list[str] = keys) -> tuple[Tree, Tree]:
-                mine = carry["trained"].get(keys[place], {})
-                ahead = iter(carry["ahead"].get(keys[place], ()))
-                leaves, structure = jax.tree.flatten(mine)
-                parts = [next(ahead) if on_host(leaf) else row_of(leaf, row) for leaf in leaves]
-                return jax.tree.unflatten(structure, parts), row_of(frozen.get(keys[place], {}), row)
-
-            def visit(carry: Any, place: int, row: Array, trained: Tree, gradient: Tree, keys: list[str] = keys) -> Any:
-                return self._used_up(carry, keys[place], row, trained, gradient) if gradient else carry
-
-            last = jnp.int32(stack.repeats - 1)
-            ahead = {key: self._brought(carry, key, last) for key in keys if key in carry["trained"]}
-            layer = self.layer(number)
-            cotangent, carry = backward(
-                layer,
-                stack,
-                node,
-                streams[number],
-                cotangent,
-                self.shared,
-                visit,
-                carry | {"ahead": ahead, "away": ahead, "last": last},
-                merged=merge,
-                between=functools.partial(self._moved, keys) if any(ahead.values()) else None,
+    def __init__(
+        self,
+        objective: Objective,
+        spec: ModelSpec,
+        compute: Compute,
+        trainable: Tree,
+        frozen: Tree,
+        micro: Batch,
+        rng: Array | None,
+    ):
+        self.outer = {name: node for name, node in trainable.items() if name != "layers"}
+        self.trained_before = {name: node for name, node in self.outer.items() if name in spec.before}
+        self.trained_after = {name: node for name, node in self.outer.items() if name in spec.after}
+        for name in self.outer.keys() - self.trained_before.keys() - self.trained_after.keys():
+            raise UserError(
+                f"'{name}' is trained, and an update in the backward pass would give it no gradient",
+                where="optimizer.in_backward, method",
+                fix="set optimizer.in_backward=false, or do not train it",
             )
-            for key in ahead:
-                carry = self._sent(carry, key)
-            carry = {name: part for name, part in carry.items() if name not in ("ahead", "away", "last")}
-        return cotangent, carry
+        around = {name: node for name, node in frozen.items() if name != "layers"}
 
-    def _used_up(self, carry: Any, key: str, row: Array, trained: Tree, gradient: Tree) -> Any:
-        """Parameters and state with one layer updated, if its gradient and all before were finite.
+        def run(trained: Tree, boundary: LayerBoundary) -> Score:
+            params = merge(here(self.outer) | trained, around) | {"layers": boundary}
+            return objective(params, spec, compute, micro, rng)
 
-        `trained` is the layer as it is computed with, on the device. Of what waits in the host's memory, that of the
-        layer above is sent there and that of the layer below comes from there while this layer is computed: these are
-        carry["away"] and carry["ahead"].
-        """
-        if self.compute.layout is not None:
-            assert self.abstract is not None
-            arrays = jax.tree.map(lambda leaf: leaf.layer, self.abstract["layers"].get(key, {}))
-            gradient = laid_out(gradient, arrays, self.compute.layout)
-        seen = noticed(carry["seen"], gradient)
-        names, one = self._names(carry, key), self.optimizer.update_param
-        assert one is not None
-        stacks, structure = jax.tree.flatten(self._stacks(carry, key))
-        waiting = [on_host(stack) for stack in stacks]
-        ahead = iter(carry["ahead"][key])
-        parts = [next(ahead) if waits else row_of(stack, row) for stack, waits in zip(stacks, waiting, strict=True)]
+        self._run = run
 
-        def updated() -> list[Array]:
-            parameters, states = jax.tree.unflatten(structure, parts)
-            slopes, leaves = jax.tree.leaves(gradient), jax.tree.leaves(parameters)
-            every = zip(names, slopes, states, leaves, strict=True)
-            made = [one(name, slope, state, leaf, self.count, row) for name, slope, state, leaf in every]
-            return jax.tree.leaves(([new for new, _ in made], [new for _, new in made]))
+    def before(self, trained: Tree) -> tuple[tuple[Hidden, Tree], Rows]:
+        """((what enters the layers, side inputs), rows)."""
+        boundary = LayerBoundary()
+        self._run(trained, boundary)
+        assert boundary.captured is not None
+        x, rows, side = boundary.captured
+        return (x, side), rows
 
-        # A branch and not a choice between numbers: its results are there before any is written to a stack. Left to
-        # itself the compiler may read one stack while it writes another, and must then copy whole stacks.
-        parts = lax.cond(seen["finite"], updated, lambda: parts)
-        for place, stack in enumerate(stacks):
-            if not waiting[place]:
-                stacks[place] = with_row(stack, parts[place], row)
-        left = [part for part, waits in zip(parts, waiting, strict=True) if waits]
-        following = {"away": carry["away"] | {key: left}, "ahead": carry["ahead"] | {key: carry.get("below", [])}}
-        carry = {name: part for name, part in carry.items() if name != "below"} | {"seen": seen} | following
-        return self._with(carry, key, jax.tree.unflatten(structure, stacks))
-
-    def _moved(
-        self, keys: list[str], carry: Any, place: int, row: Array, cotangent: Hidden, leaving: Hidden
-    ) -> tuple[Any, Hidden]:
-        """(carry, cotangent) with the layer above sent to the host while this one is made again, and the layer below
-        fetched from there, as carry["below"], while this one's gradient is made."""
-        key = keys[place]
-        if key not in carry["trained"]:
-            return carry, cotangent
-        stacks, structure = jax.tree.flatten(self._stacks(carry, key))
-        away, there = iter(carry["away"][key]), [place for place, stack in enumerate(stacks) if on_host(stack)]
-        above, below = jnp.minimum(row + 1, carry["last"]), jnp.maximum(row - 1, 0)
-        # Written first and read then: the other way round the compiler would copy the stack.
-        written = [with_row(stacks[place], next(away), above) for place in there]
-        written, cotangent, _ = lax.optimization_barrier((written, cotangent, leaving))
-        for place, stack in zip(there, written, strict=True):
-            stacks[place] = stack
-        carry = self._with(carry, key, jax.tree.unflatten(structure, stacks))
-        return carry | {"below": [here(row_of(stack, below)) for stack in written]}, cotangent
-
-    def _names(self, carry: Any, key: str) -> list[str]:
-        return [f"layers/{key}/{path}" for path, _ in named_leaves(carry["trained"][key])]
-
-    def _stacks(self, carry: Any, key: str) -> tuple[Tree, list[Any]]:
-        """What is trained in all layers of a key, and the state of that."""
-        return carry["trained"][key], [carry["state"][name] for name in self._names(carry, key)]
-
-    def _with(self, carry: Any, key: str, stacks: tuple[Tree, list[Any]]) -> Any:
-        """carry with the stacks of a key replaced."""
-        states = dict(zip(self._names(carry, key), stacks[1], strict=True))
-        return carry | {"trained": carry["trained"] | {key: stacks[0]}, "state": carry["state"] | states}
-
-    def _brought(self, carry: Any, key: str, row: Array) -> list[Array]:
-        """A row, on the device, of every stack that lies in the host's memory."""
-        return [here(row_of(stack, row)) for stack in jax.tree.leaves(self._stacks(carry, key)) if on_host(stack)]
-
-    def _sent(self, carry: Any, key: str) -> Any:
-        """carry with what is left of its lowest layer written to the host's memory."""
-        away = iter(carry["away"][key])
-        stacks, structure = jax.tree.flatten(self._stacks(carry, key))
-        stacks = [with_row(stack, next(away), jnp.int32(0)) if on_host(stack) else stack for stack in stacks]
-        return self._with(carry, key, jax.tree.unflatten(structure, stacks))
+    def after(self, trained: Tree, x: Hidden, sums: Sums) -> tuple[Array, Score]:
+        """(the summed loss, the score) from what leaves the layers."""
+        score = self._run(trained, LayerBoundary((x, sums)))
+        return score.loss, score
 
 
-def noticed(seen: Any, gradient: Tree) -> Any:
-    """`seen`, the sum of squares of all gradients so far and whether all were finite, with some more."""
-    square = seen["square"] + sum_of_squares(gradient)
-    return {"square": square, "finite": seen["finite"] & jnp.isfinite(square)}
+class _OuterUpdates:
+    """What is in no layer, updated as its gradients come: `parameters` and the state `kept` of them."""
 
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        abstract: Tree | None,
+        compute: Compute,
+        outer: Tree,
+        state: dict[str, Any],
+        count: Array,
+    ):
+        self._optimizer, self._abstract, self._layout = optimizer, abstract, compute.layout
+        self._outer, self._state, self._count = outer, state, count
+        self.parameters, self.kept = dict(outer), {}
 
-def sum_of_squares(tree: Tree) -> Array:
-    """Of all numbers, in float32."""
-    return sum((jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)), jnp.float32(0))
-
-
-def keys_of(number: int, stack: Stack) -> list[str]:
-    """The keys of a stack's layers in params["layers"], one for each place in its pattern."""
-    return [f"{number}.{place}" for place in range(len(stack.pattern))]
-
-
-def _frozen_stack(layer: Layer, stack: Stack, nodes: list[Tree], x: Hidden, shared: Any) -> Hidden:
-    """Layers that no gradient passes: nothing is kept of them."""
-
-    def group(x: Hidden, row: Array) -> tuple[Hidden, None]:
-        for place, node in enumerate(nodes):
-            x = layer(x, row_of(node, row), place, row, shared)
-        return x, None
-
-    return lax.scan(group, x, jnp.arange(stack.repeats))[0]
+    def update(self, gradient: Tree, norm: Norm) -> Norm:
+        """Updates the parameters of `gradient`, if it and all before it were finite."""
+        if self._layout is not None:
+            assert self._abstract is not None
+            gradient = placed_as(gradient, {name: self._abstract[name] for name in gradient}, self._layout)
+        norm = norm.with_gradient(gradient)
+        parameters = {name: self._outer[name] for name in gradient}
+        new = []
+        for (path, grad), parameter in zip(named_leaves(gradient), jax.tree.leaves(parameters), strict=True):
+            after, self.kept[path] = updated_at_once(
+                self._optimizer, path, grad, self._state[path], parameter, self._count, norm.finite, self._layout
+            )
+            new.append(after)
+        self.parameters.update(jax.tree.unflatten(jax.tree.structure(parameters), new))
+        return norm

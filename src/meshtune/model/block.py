@@ -1,0 +1,159 @@
+"""What a layer is made of: a mixer (attention, a recurrence, a convolution) and a feed-forward network, both blocks.
+
+A block is a frozen dataclass of numbers with its code beside it in one file. It lists its parameters, computes, keeps a
+cache for decoding, and says what it costs and what a mesh must divide. Nothing outside `model/` and `families/` knows
+what is inside one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple, Protocol
+
+from jaxtyping import Array, Float
+
+from meshtune.arrays.tree import Tree
+from meshtune.kernels.attention import AttentionRequest
+from meshtune.model.cache import LayerCache
+from meshtune.model.compute import Compute
+from meshtune.model.inputs import Rows
+from meshtune.model.rope import RopeSpec
+
+Hidden = Float[Array, "B T D"]
+Sums = Mapping[str, Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What a block may read beside its input and its parameters.
+
+    `rows` describes the tokens of the input; `side` holds arrays [B, T, ..] that the model computes once for all layers
+    and that are differentiated (ModelSpec.side). `index` is the number of the layer in the model, `key` the source of
+    dropout (None: no dropout). `memory` is what `Mixer.memory` returned for whole rows, with a description of these
+    rows, where the input is only a chunk of each.
+    """
+
+    compute: Compute
+    rows: Rows
+    side: Tree
+    index: Array | int = 0
+    key: Array | None = None
+    memory: tuple[Tree, Rows] | None = None
+
+
+class Output(NamedTuple):
+    """What a block or a layer returns: the next hidden state, the next cache, and sums over the tokens.
+
+    `sums` are float32 arrays by name, in the shapes that `Block.sums` declares. They are added over chunks, layers of a
+    model and devices, and are differentiated: router losses, loads of experts, statistics.
+    """
+
+    y: Hidden
+    cache: LayerCache | None
+    sums: Sums
+
+
+@dataclasses.dataclass(frozen=True)
+class RowParams:
+    """The parameters of a block (top-level names of its node) by when they are read, where rows come in chunks.
+
+    `memory` are read to compute what all later tokens need of each token (keys and values), for whole rows;
+    `chunk` to compute the result for one chunk. A name may be in both.
+    """
+
+    memory: frozenset[str]
+    chunk: frozenset[str]
+
+
+class Divisor(NamedTuple):
+    """A size that a mesh axis must divide. Where it need not, the logical axis `else_whole` is then kept whole."""
+
+    axis: str
+    name: str
+    size: int
+    else_whole: str | None = None
+
+
+class Activation(NamedTuple):
+    """An array [tokens, width] that a block computes.
+
+    `units` is the number of parts that tp can split its width into; `kept` says that the remat policy `selective` keeps
+    it for the backward pass.
+    """
+
+    axis: str
+    width: int
+    units: int
+    kept: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a block costs for one token, over all devices.
+
+    `weights` are the multiplications with its weights in the forward pass (of experts: the active ones alone), `pairs`
+    the operations for each earlier token that is attended to, of which `window` limits the number (None: no limit).
+    """
+
+    weights: int
+    activations: tuple[Activation, ...]
+    pairs: int = 0
+    window: int | None = None
+
+
+class Block(Protocol):
+    """A mixer or a feed-forward network. `name` is the key of its parameters in the node of a layer."""
+
+    name: ClassVar[str]
+
+    def params(self, embed: int) -> Tree:
+        """Its parameters as ArraySpecs of one layer, without the axis of stacked layers, in float32."""
+        ...
+
+    def apply(self, x: Hidden, node: Tree, context: Context, cache: LayerCache | None) -> Output:
+        """Its result for normalised input, not yet added to the residual stream."""
+        ...
+
+    def sums(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of the sums that `apply` returns."""
+        ...
+
+    def loss(self, sums: Sums) -> Array | None:
+        """A float32 scalar to add to the mean loss, from the sums of the whole model; None where there is none."""
+        ...
+
+    def row_params(self) -> RowParams | None:
+        """What is read when, where rows come in chunks; None for a block that needs whole rows at once."""
+        ...
+
+    def divisors(self) -> tuple[Divisor, ...]:
+        """What mesh axes must divide."""
+        ...
+
+    def cost(self, embed: int) -> Cost: ...
+
+
+class Mixer(Block, Protocol):
+    """A block that lets tokens see earlier ones of their segment."""
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The rotary embeddings whose angles it reads in the context's rows."""
+        ...
+
+    def memory(self, x: Hidden, node: Tree, context: Context) -> Tree:
+        """What later tokens need of each token, as arrays [B, T, ..]. Called only where `row_params` is not None."""
+        ...
+
+    def cache(self, batch: int, slots: int, dtype: str) -> Tree:
+        """An empty cache for one layer, as ArraySpecs: `slots` tokens a row, or less where it needs no more."""
+        ...
+
+    def attention_request(self, rows: int, q_length: int, kv_length: int, compute: Compute) -> AttentionRequest | None:
+        """What `apply` asks of the attention kernels for rows in training; None for a mixer that uses none of them."""
+        ...
+
+
+class FeedForward(Block, Protocol):
+    """A block that treats every token by itself."""

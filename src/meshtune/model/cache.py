@@ -1,0 +1,89 @@
+"""What a model remembers of the tokens it has read: every mixer's own arrays, and the length of each row.
+
+A row's token at position p is kept in slot p modulo the number of slots: a cache of a sliding window needs one window
+of slots, rows of one batch have lengths of their own, and padding takes no slot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import Tree
+from meshtune.mesh.layout import Layout, constrain
+
+SLOTS = "slots"  # the logical axis that grows with the rows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """`layers` holds the caches of every key of params["layers"], stacked; `lengths` the tokens each row has so far."""
+
+    layers: dict[str, Tree]
+    lengths: Int[Array, "B"]
+
+
+def empty(specs: dict[str, Tree], batch: int, layout: Layout | None) -> Cache:
+    """A cache of zeros from its ArraySpecs."""
+    layers = jax.tree.map(lambda spec: constrain(jnp.zeros(spec.shape, spec.dtype), layout, *spec.axes), specs)
+    return Cache(layers, jnp.zeros(batch, jnp.int32))
+
+
+def grown(cache: Cache, specs: dict[str, Tree]) -> Cache:
+    """The same cache in larger arrays, `specs`: their new slots are empty.
+
+    No row may be longer than a cache whose slots become more.
+    """
+
+    def grow(array: Array, spec: ArraySpec) -> Array:
+        return jnp.pad(array, [(0, new - old) for old, new in zip(array.shape, spec.shape, strict=True)])
+
+    return Cache(jax.tree.map(grow, cache.layers, specs), cache.lengths)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """One layer's part of a cache: row `index` of the stacked `arrays`.
+
+    `lengths` are the tokens that the rows had before; tokens being read have their positions from there on.
+    """
+
+    arrays: Tree
+    index: Array | int
+    lengths: Int[Array, "B"]
+
+    def read(self, name: str) -> Array:
+        """This layer's array, [B, ..]."""
+        return lax.dynamic_index_in_dim(self.arrays[name], self.index, keepdims=False)
+
+    def replace(self, name: str, value: Array) -> LayerCache:
+        """With this layer's array replaced by `value`, in its dtype."""
+        array = self.arrays[name]
+        new = lax.dynamic_update_index_in_dim(array, value.astype(array.dtype), self.index, 0)
+        return dataclasses.replace(self, arrays=self.arrays | {name: new})
+
+    def write(self, name: str, positions: Int[Array, "B T"], real: Array, values: Array) -> LayerCache:
+        """With `values` [B, T, ..] in the slots of their positions; of tokens that are not `real` nothing is kept.
+
+        Of more tokens than there are slots the last ones are kept.
+        """
+        array = self.arrays[name]
+        slots = array.shape[2]
+        last = jnp.max(jnp.where(real, positions, -1), axis=1, keepdims=True)
+        slot = jnp.where(real & (positions > last - slots), positions % slots, slots)  # beyond the end: dropped
+        rows = jnp.arange(values.shape[0])[:, None]
+        new = array.at[self.index, rows, slot].set(values.astype(array.dtype), mode="drop", unique_indices=False)
+        return dataclasses.replace(self, arrays=self.arrays | {name: new})
+
+    def slot_positions(self, name: str, lengths: Int[Array, "B"]) -> Int[Array, "B S"]:
+        """The position of the token in every slot once the rows have `lengths` tokens; -1 in an empty slot."""
+        slots = self.arrays[name].shape[2]
+        newest = lengths[:, None] - 1
+        position = newest - (newest - jnp.arange(slots)) % slots
+        return jnp.where((newest >= 0) & (position >= 0), position, -1)

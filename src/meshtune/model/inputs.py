@@ -1,0 +1,46 @@
+"""What goes into a model: tokens or embeddings, where they stand in their documents, and side inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from meshtune.arrays.tree import Tree
+from meshtune.model.rope import RopeSpec, angles
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """A batch of rows. Tokens see earlier tokens of their own segment only; segment 0 is padding.
+
+    `embeds`, where given, are used in place of the embeddings of `tokens`. `side` holds arrays [B, T, ..] that layers
+    read by name. Both are differentiated.
+    """
+
+    tokens: Int[Array, "B T"]
+    positions: Int[Array, "B T"]
+    segment_ids: Int[Array, "B T"]
+    embeds: Float[Array, "B T D"] | None = None
+    side: Tree | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What all layers know of the tokens. It is not differentiated.
+
+    `angles` holds cos and sin, float32 [B, T, d/2], for every kind of rotary embedding in the model.
+    """
+
+    positions: Int[Array, "B T"]
+    segment_ids: Int[Array, "B T"]
+    angles: dict[RopeSpec, tuple[Array, Array]]
+
+
+def rows_of(inputs: Inputs, ropes: tuple[RopeSpec, ...]) -> Rows:
+    """The rows of a batch, with the rotations of every rope in `ropes`."""
+    cos_sin = {rope: angles(rope, inputs.positions, inputs.segment_ids) for rope in ropes}
+    return Rows(inputs.positions, inputs.segment_ids, cos_sin)

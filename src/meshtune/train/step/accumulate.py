@@ -1,0 +1,87 @@
+"""The gradient of a whole batch: micro-batches are computed in turn, and divided once by their whole weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from meshtune.arrays.tree import Tree
+from meshtune.model.compute import Compute
+from meshtune.model.spec import ModelSpec
+from meshtune.objectives.score import Batch, Objective, Score, metric_means
+from meshtune.train.step.state import Metrics
+
+
+class Gradient(NamedTuple):
+    """The gradient of the mean loss over a batch, float32, its norm, and whether all of it is finite."""
+
+    tree: Tree
+    norm: Float[Array, ""]
+    finite: Bool[Array, ""]
+    metrics: Metrics
+
+
+def mean_gradient(
+    objective: Objective,
+    spec: ModelSpec,
+    compute: Compute,
+    trained: Tree,
+    params: Callable[[Tree], Tree],
+    batch: Batch,
+    rng: Array | None,
+    placed: Callable[[Tree], Tree],
+) -> Gradient:
+    """The gradient with respect to `trained`, of which `params` makes all parameters.
+
+    Every array of the batch is [A, B, T], of A micro-batches. `placed` lays a gradient out over the mesh.
+    """
+
+    def loss(trained: Tree, micro: Batch, rng: Array | None) -> tuple[Array, Score]:
+        score = objective(params(trained), spec, compute, micro, rng)
+        return score.loss, score
+
+    def micro_batch(index: Array, micro: Batch) -> tuple[Score, Tree, Array]:
+        key = None if rng is None else jax.random.fold_in(rng, index)
+        (_, score), gradient = jax.value_and_grad(loss, has_aux=True)(trained, micro, key)
+        gradient = placed(jax.tree.map(lambda g: g.astype(jnp.float32), gradient))
+        return score, gradient, jnp.isfinite(score.loss) & jnp.isfinite(optax.global_norm(gradient))
+
+    total, gradient, finite_micro = _accumulate(micro_batch, batch)
+    weight = jnp.where(total.weight > 0, total.weight, 1.0)
+    gradient = jax.tree.map(lambda g: g / weight, gradient)
+    norm = optax.global_norm(gradient)
+    finite = jnp.all(finite_micro) & jnp.isfinite(norm)
+    metrics = metric_means(total) | {
+        "loss": total.loss / weight,
+        "weight": total.weight,
+        "grad_norm": norm,
+        "finite": finite,
+        "finite_micro": finite_micro,
+    }
+    return Gradient(gradient, norm, finite, metrics)
+
+
+def _accumulate(
+    micro_batch: Callable[[Array, Batch], tuple[Score, Tree, Array]], batch: Batch
+) -> tuple[Score, Tree, Float[Array, "A"]]:
+    """(summed scores, summed gradients, finite flag of each micro-batch)."""
+    count = batch["tokens"].shape[0]
+    if count == 1:
+        score, gradient, finite = micro_batch(jnp.int32(0), jax.tree.map(lambda x: x[0], batch))
+        return score, gradient, finite[None]
+
+    def add(carry: tuple[Score, Tree], x: tuple[Array, Batch]) -> tuple[tuple[Score, Tree], Array]:
+        score, gradient, finite = micro_batch(*x)
+        return jax.tree.map(jnp.add, carry, (score, gradient)), finite
+
+    indices = jnp.arange(count)
+    shapes = jax.eval_shape(micro_batch, indices[0], jax.tree.map(lambda x: x[0], batch))[:2]
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    (score, gradient), finite = lax.scan(add, zeros, (indices, batch))
+    return score, gradient, finite

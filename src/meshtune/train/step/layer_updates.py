@@ -1,0 +1,241 @@
+"""Forward through all layers, and back again with each layer's update: the inner part of a layerwise step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from meshtune.arrays.paths import named_leaves
+from meshtune.arrays.tree import Tree, merge
+from meshtune.model.block import Hidden, Sums
+from meshtune.model.compute import Compute
+from meshtune.model.in_use import here, on_host
+from meshtune.model.inputs import Rows
+from meshtune.model.reverse import Layer, backward, forward, row_of, with_row
+from meshtune.model.spec import ModelSpec, Stack
+from meshtune.model.stacks import add_sums, no_sums
+from meshtune.optim.optimizer import Optimizer
+from meshtune.train.step.block_coordinate import placed_as
+
+
+class Norm(NamedTuple):
+    """The sum of squares of all gradients so far, float32, and whether all of them were finite."""
+
+    square: Float[Array, ""]
+    finite: Bool[Array, ""]
+
+    def with_gradient(self, gradient: Tree) -> Norm:
+        """With some more gradients."""
+        leaves = jax.tree.leaves(gradient)
+        square = self.square + sum((jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in leaves), jnp.float32(0))
+        return Norm(square, self.finite & jnp.isfinite(square))
+
+
+class Carry(NamedTuple):
+    """What the backward pass changes: all that is trained in the layers, its state by path, and the gradients' norm.
+
+    Of what is kept in the host's memory, by key of params["layers"]: `prefetched` is this layer's, on the device,
+    `fetching` that of the layer below, and `writeback` that of the layer above, not yet written to the host. `top` is
+    the highest row of the stack.
+    """
+
+    trained: Tree
+    state: dict[str, Any]
+    norm: Norm
+    prefetched: dict[str, list[Array]] = {}  # noqa: RUF012  (never changed)
+    writeback: dict[str, list[Array]] = {}  # noqa: RUF012
+    fetching: tuple[list[Array], ...] = ()
+    top: Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerUpdates:
+    """The layers of a model with their optimizer. `count` are the updates made before."""
+
+    layers: Callable[[int], Layer]
+    spec: ModelSpec
+    compute: Compute
+    optimizer: Optimizer
+    abstract: Tree | None
+    count: Array
+    rows: Rows
+    side: Tree
+
+    def forward(
+        self, trained: Tree, frozen: Tree, x: Hidden, *, through: bool
+    ) -> tuple[Hidden, Sums, list[list[Array] | None]]:
+        """(x after all layers, their sums, the layer inputs of every stack: None of one that needs no gradient).
+
+        `through` says that something below the layers is trained.
+        """
+        layer_inputs: list[list[Array] | None] = []
+        sums: Sums = no_sums(self.spec)
+        for number, stack in enumerate(self.spec.stacks):
+            keys = keys_of(number, stack)
+            through = through or any(key in trained for key in keys)
+            nodes = [merge(trained.get(key, {}), frozen.get(key, {})) for key in keys]
+            if through:
+                x, sums, saved = forward(self.layers(number), stack, nodes, x, self.rows, self.side, sums, self.compute)
+                layer_inputs.append(saved)
+            else:
+                x, sums = self._frozen_stack(number, stack, nodes, x, sums)
+                layer_inputs.append(None)
+        return x, sums, layer_inputs
+
+    def backward(
+        self,
+        trained: Tree,
+        frozen: Tree,
+        state: dict[str, Any],
+        layer_inputs: list[list[Array] | None],
+        cotangents: tuple[Hidden, Tree, Sums],
+        norm: Norm,
+    ) -> tuple[tuple[Hidden, Tree, Sums], Tree, dict[str, Any], Norm]:
+        """(cotangents below the layers, all that is trained in them, its state by path, the norm), updated."""
+        names = [f"layers/{path}" for path, _ in named_leaves(trained)]
+        carry = Carry(trained, {name: state[name] for name in names}, norm)
+        for number in reversed(range(len(self.spec.stacks))):
+            saved = layer_inputs[number]
+            if saved is None:
+                break
+            cotangents, carry = self._stack_backward(number, frozen, saved, cotangents, carry)
+        return cotangents, carry.trained, carry.state, carry.norm
+
+    def _stack_backward(
+        self, number: int, frozen: Tree, layer_inputs: list[Array], cotangents: tuple[Hidden, Tree, Sums], carry: Carry
+    ) -> tuple[tuple[Hidden, Tree, Sums], Carry]:
+        stack = self.spec.stacks[number]
+        keys = keys_of(number, stack)
+
+        def node(carry: Carry, place: int, row: Array) -> tuple[Tree, Tree]:
+            leaves, structure = jax.tree.flatten(carry.trained.get(keys[place], {}))
+            prefetched = iter(carry.prefetched.get(keys[place], ()))
+            parts = [next(prefetched) if on_host(leaf) else row_of(leaf, row) for leaf in leaves]
+            return jax.tree.unflatten(structure, parts), row_of(frozen.get(keys[place], {}), row)
+
+        def visit(carry: Carry, place: int, row: Array, trained: Tree, gradient: Tree) -> Carry:
+            return self._apply_layer_update(carry, keys[place], row, gradient) if gradient else carry
+
+        top = jnp.int32(stack.repeats - 1)
+        first = {key: self._fetched(carry, key, top) for key in keys if key in carry.trained}
+        cotangents, carry = backward(
+            self.layers(number),
+            stack,
+            node,
+            layer_inputs,
+            cotangents,
+            self.rows,
+            self.side,
+            visit,
+            carry._replace(prefetched=first, writeback=first, top=top),
+            merged=merge,
+            between=functools.partial(self._prefetch, keys) if any(first.values()) else None,
+        )
+        for key in first:
+            carry = self._write_back(carry, key)
+        return cotangents, carry._replace(prefetched={}, writeback={}, top=None)
+
+    def _frozen_stack(self, number: int, stack: Stack, nodes: list[Tree], x: Hidden, sums: Sums) -> tuple[Hidden, Sums]:
+        """Layers that no gradient passes: nothing is saved of them."""
+        layer = self.layers(number)
+
+        def group(stream: tuple[Hidden, Sums], row: Array) -> tuple[tuple[Hidden, Sums], None]:
+            x, sums = stream
+            for place, node in enumerate(nodes):
+                x, new = layer(x, row_of(node, row), place, row, self.rows, self.side)
+                sums = add_sums(sums, new)
+            return (x, sums), None
+
+        return lax.scan(group, (x, sums), jnp.arange(stack.repeats))[0]
+
+    def _apply_layer_update(self, carry: Carry, key: str, row: Array, gradient: Tree) -> Carry:
+        """Parameters and state with one layer updated, if its gradient and all before were finite."""
+        if self.compute.layout is not None:
+            assert self.abstract is not None
+            arrays = jax.tree.map(lambda leaf: leaf.layer, self.abstract["layers"].get(key, {}))
+            gradient = placed_as(gradient, arrays, self.compute.layout)
+        norm = carry.norm.with_gradient(gradient)
+        names, update_one = self._names(carry, key), self.optimizer.update_param
+        assert update_one is not None
+        stacks, structure = jax.tree.flatten(self._stacks(carry, key))
+        offloaded = [on_host(stack) for stack in stacks]
+        prefetched = iter(carry.prefetched[key])
+        parts = [next(prefetched) if away else row_of(leaf, row) for leaf, away in zip(stacks, offloaded, strict=True)]
+
+        def updated() -> list[Array]:
+            parameters, states = jax.tree.unflatten(structure, parts)
+            grads, leaves = jax.tree.leaves(gradient), jax.tree.leaves(parameters)
+            every = zip(names, grads, states, leaves, strict=True)
+            new = [update_one(name, grad, state, leaf, self.count, row) for name, grad, state, leaf in every]
+            return jax.tree.leaves(([leaf for leaf, _ in new], [state for _, state in new]))
+
+        # A branch and not a choice between numbers: its results exist before any is written to a stack. Left to itself
+        # the compiler may read one stack while it writes another, and must then copy whole stacks.
+        parts = lax.cond(norm.finite, updated, lambda: parts)
+        for place, stack in enumerate(stacks):
+            if not offloaded[place]:
+                stacks[place] = with_row(stack, parts[place], row)
+        writeback = [part for part, away in zip(parts, offloaded, strict=True) if away]
+        following = list(carry.fetching[0]) if carry.fetching else []
+        carry = carry._replace(
+            norm=norm,
+            prefetched=carry.prefetched | {key: following},
+            writeback=carry.writeback | {key: writeback},
+            fetching=(),
+        )
+        return self._with_stacks(carry, key, jax.tree.unflatten(structure, stacks))
+
+    def _prefetch(
+        self, keys: list[str], carry: Carry, place: int, row: Array, cotangent: Hidden, output: Hidden
+    ) -> tuple[Carry, Hidden]:
+        """(carry, cotangent) with the layer above written to the host while this one is computed again, and the layer
+        below fetched from there, as `fetching`, while this one's gradient is computed."""
+        key = keys[place]
+        if key not in carry.trained:
+            return carry, cotangent
+        assert carry.top is not None
+        stacks, structure = jax.tree.flatten(self._stacks(carry, key))
+        writeback, places = iter(carry.writeback[key]), [i for i, stack in enumerate(stacks) if on_host(stack)]
+        above, below = jnp.minimum(row + 1, carry.top), jnp.maximum(row - 1, 0)
+        # Written first and read then: the other way round the compiler would copy the stack.
+        written = [with_row(stacks[i], next(writeback), above) for i in places]
+        written, cotangent, _ = lax.optimization_barrier((written, cotangent, output))
+        for i, stack in zip(places, written, strict=True):
+            stacks[i] = stack
+        carry = self._with_stacks(carry, key, jax.tree.unflatten(structure, stacks))
+        return carry._replace(fetching=([here(row_of(stack, below)) for stack in written],)), cotangent
+
+    def _names(self, carry: Carry, key: str) -> list[str]:
+        return [f"layers/{key}/{path}" for path, _ in named_leaves(carry.trained[key])]
+
+    def _stacks(self, carry: Carry, key: str) -> tuple[Tree, list[Any]]:
+        """What is trained in all layers of a key, and the state of that."""
+        return carry.trained[key], [carry.state[name] for name in self._names(carry, key)]
+
+    def _with_stacks(self, carry: Carry, key: str, stacks: tuple[Tree, list[Any]]) -> Carry:
+        """carry with the stacks of a key replaced."""
+        states = dict(zip(self._names(carry, key), stacks[1], strict=True))
+        return carry._replace(trained=carry.trained | {key: stacks[0]}, state=carry.state | states)
+
+    def _fetched(self, carry: Carry, key: str, row: Array) -> list[Array]:
+        """A row, on the device, of every stack that is kept in the host's memory."""
+        return [here(row_of(stack, row)) for stack in jax.tree.leaves(self._stacks(carry, key)) if on_host(stack)]
+
+    def _write_back(self, carry: Carry, key: str) -> Carry:
+        """carry with what is left of its lowest layer written to the host's memory."""
+        writeback = iter(carry.writeback[key])
+        stacks, structure = jax.tree.flatten(self._stacks(carry, key))
+        stacks = [with_row(stack, next(writeback), jnp.int32(0)) if on_host(stack) else stack for stack in stacks]
+        return self._with_stacks(carry, key, jax.tree.unflatten(structure, stacks))
+
+
+def keys_of(number: int, stack: Stack) -> list[str]:
+    """The keys of a stack's layers in params["layers"], one for each place in its pattern."""
+    return [f"{number}.{place}" for place in range(len(stack.pattern))]

@@ -1,0 +1,75 @@
+"""What a train step changes: the trained parameters and what the optimizer keeps of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import Tree
+from meshtune.mesh.layout import Layout
+from meshtune.mesh.placement import is_on_host, real, waiting
+from meshtune.optim.optimizer import Optimizer
+
+Metrics = dict[str, Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """The number of updates so far, the trained leaves, the optimizer's state."""
+
+    step: Int[Array, ""]
+    trainable: Tree
+    opt_state: Any
+
+
+def abstract_state(
+    abstract: Tree, optimizer: Optimizer, layout: Layout | None = None, offload: Collection[str] = ()
+) -> TrainState:
+    """The state of trainable ArraySpecs, as ShapeDtypeStructs; with a layout, each with its sharding.
+
+    With "optimizer" in `offload` the optimizer's state lies in the host's memory; with "weights", and an optimizer that
+    updates layer by layer, the trained weights do.
+    """
+    state = TrainState(ArraySpec((), "int32", ()), abstract, optimizer.specs(abstract))  # pyright: ignore[reportArgumentType]
+
+    def shape_of(array: ArraySpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=None if layout is None else layout.of(array))
+
+    like = jax.tree.map(shape_of, state)
+    if "weights" in offload and optimizer.in_backward:
+        like = dataclasses.replace(like, trainable=waiting(like.trainable))
+    if "optimizer" in offload:
+        like = dataclasses.replace(like, opt_state=waiting(like.opt_state))
+    return like
+
+
+def init_state(trainable: Tree, optimizer: Optimizer, like: TrainState | None = None) -> TrainState:
+    """The state before the first update; the optimizer's state lies as in `like`, an `abstract_state`."""
+    init = optimizer.init
+    if like is not None and any(is_on_host(leaf.sharding) for leaf in jax.tree.leaves(like.opt_state)):
+        init = functools.partial(_init_by_leaf, init, like=like.opt_state)
+    elif like is not None:
+        init = jax.jit(init, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, like.opt_state))
+    zero = np.zeros((), np.int32)
+    step = jnp.asarray(zero) if like is None else jax.device_put(zero, like.step.sharding)
+    return TrainState(step, trainable, init(trainable))
+
+
+def _init_by_leaf(init: Callable[[Tree], Any], trainable: Tree, like: Any) -> Any:
+    """An optimizer's first state, leaf by leaf: the device may not have room for all that the host has."""
+    leaves, structure = jax.tree.flatten(like)
+
+    def leaf(index: int) -> Array:
+        sharding = real(leaves[index].sharding)
+        return jax.jit(lambda tree: jax.tree.leaves(init(tree))[index], out_shardings=sharding)(trainable)
+
+    return jax.tree.unflatten(structure, [leaf(index).block_until_ready() for index in range(len(leaves))])
