@@ -56,7 +56,7 @@ def test_adapters_start_as_peft_starts_them():
 
 def arrays(written: Written) -> dict[str, np.ndarray]:
     """The tensors of an adapter's file."""
-    return {t.name: np.asarray(t.leaf if t.row is None else t.leaf[t.row]) for t in written.tensors}
+    return {t.name: np.asarray(part.leaf[part.index]) for t in written.tensors for part in t.parts}
 
 
 def test_an_adapter_starts_the_same_whatever_else_is_adapted_and_however_layers_are_stacked():

@@ -48,7 +48,7 @@ def spec_of(path, leaf):
     if last in ("bias", "magnitude", "lambda_b", "lambda_d") or "norm" in path or leaf.ndim == 1:
         role, axes = "vector", ("out",)
     axes = (("layers",) if name == "layers" else ()) + axes
-    heads = SPEC.head_dim if path.endswith(("/q/weight", "/k/weight")) else 1
+    heads = SPEC.layer_kinds[0].mixer.head_dim if path.endswith(("/q/weight", "/k/weight")) else 1
     return ArraySpec(tuple(leaf.shape), str(leaf.dtype), axes, role=role, head_rows=heads)
 
 

@@ -252,8 +252,8 @@ def test_one_flipped_bit_is_found_and_the_export_not_called_done(make_model, tmp
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"rope_theta": 5.0, "rope_parameters": None}, "rope is"),
-        ({"num_hidden_layers": 3}, "its layers differ"),
+        ({"rope_theta": 5.0, "rope_parameters": None}, "theta is 5.0, trained was"),
+        ({"num_hidden_layers": 3}, "it has 3 layers, trained were"),
         ({"hidden_act": "gelu"}, "activation is gelu, trained was silu"),
     ],
 )

@@ -153,13 +153,24 @@ def verify_export(
 
 
 def _spec_difference(spec: ModelSpec, written: ModelSpec) -> str | None:
-    if [entry[3] for entry in _by_layer(spec)] != [entry[3] for entry in _by_layer(written)]:
-        return "its layers differ in number or kind"
-    same = dataclasses.replace(spec, stacks=written.stacks, dtype=written.dtype)
-    for field in dataclasses.fields(spec):
-        ours, theirs = getattr(same, field.name), getattr(written, field.name)
+    """The first field in which two specs differ, but for the dtype and how layers are stacked; None if they agree."""
+    layers = [[entry[3] for entry in _by_layer(one)] for one in (spec, written)]
+    if len(layers[0]) != len(layers[1]):
+        return f"it has {len(layers[1])} layers, trained were {len(layers[0])}"
+    for number, (trained, theirs) in enumerate(zip(*layers, strict=True)):
+        if (difference := _field_difference(trained, theirs)) is not None:
+            return f"in layer {number}, {difference}"
+    return _field_difference(dataclasses.replace(spec, stacks=written.stacks, dtype=written.dtype), written)
+
+
+def _field_difference(trained: Any, written: Any) -> str | None:
+    """The innermost field in which two dataclasses of one kind differ."""
+    for field in dataclasses.fields(trained):
+        ours, theirs = getattr(trained, field.name), getattr(written, field.name)
         if ours != theirs:
-            return f"{field.name} is {theirs}, trained was {ours}"
+            nested = dataclasses.is_dataclass(ours) and type(ours) is type(theirs)
+            inner = _field_difference(ours, theirs) if nested else None
+            return f"{field.name} is {theirs}, trained was {ours}" if inner is None else inner
     return None
 
 
