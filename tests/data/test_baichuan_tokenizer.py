@@ -7,8 +7,8 @@ import pytest
 from baichuan_files import TEXTS, trained
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.conversation import Conversation, Origin
-from meshtune.data.formats import choose
-from meshtune.data.masks import Learn, mark
+from meshtune.data.formats import select_format
+from meshtune.data.masks import LossPolicy, mask_conversation
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.data.tokens import Tokenize, TokenOptions
 from meshtune.errors import UserError
@@ -50,7 +50,7 @@ CHAT = {
 
 
 def conversation() -> Conversation:
-    chosen = choose("auto", [CHAT], "data.json")
+    chosen = select_format("auto", [CHAT], "data.json")
     found = chosen.convert(CHAT, chosen.resolve({}), {}, Origin("data.json", 1))
     assert isinstance(found, Conversation)
     return found
@@ -72,7 +72,7 @@ def test_a_conversation_is_what_the_original_reads(both):
     assert ids == [*theirs.Encode("Once"), 195, *theirs.Encode("a"), 196]
 
 
-def test_an_answer_that_is_not_the_last_is_not_taught_to_end(both):
+def test_only_the_last_answer_ends_with_the_end_of_text(both):
     """Each answer's words are learned, and </s> where it is written: the original learns it also in the place of the
     next question's first token."""
     theirs, ours = both
@@ -80,11 +80,11 @@ def test_an_answer_that_is_not_the_last_is_not_taught_to_end(both):
     answers = [theirs.Encode(CHAT["conversations"][n]["value"]) for n in (1, 3)]
     learned = [int(id_) for id_, weight in zip(example.ids, example.weights, strict=True) if weight]
     assert learned == [*answers[0], *answers[1], 2]
-    marked = mark(ChatTemplate(ours), conversation(), Learn())
+    marked = mask_conversation(ChatTemplate(ours), conversation(), LossPolicy())
     assert (marked.prompts_differ, marked.unended) == (0, 1)
 
 
-def test_speakers_are_those_of_the_generation_config(tmp_path):
+def test_speaker_ids_come_from_the_generation_config(tmp_path):
     trained(tmp_path / "other")
     (tmp_path / "other/generation_config.json").write_text('{"user_token_id": 191, "assistant_token_id": 192}')
     tokenizer = load_tokenizer(tmp_path / "other")
@@ -100,11 +100,11 @@ def test_a_damaged_file_is_named(tmp_path, cut):
     trained(tmp_path / "cut")
     file = tmp_path / "cut/tokenizer.model"
     file.write_bytes(file.read_bytes()[:cut])
-    with pytest.raises(UserError, match="not a whole sentencepiece model"):
+    with pytest.raises(UserError, match="not a complete sentencepiece model"):
         load_tokenizer(tmp_path / "cut")
 
 
-def test_a_pointer_is_no_model(tmp_path):
+def test_a_git_lfs_pointer_is_named(tmp_path):
     trained(tmp_path / "pointer")
     (tmp_path / "pointer/tokenizer.model").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4e1c\n")
     with pytest.raises(UserError, match="Git LFS"):

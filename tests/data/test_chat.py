@@ -7,9 +7,10 @@ import datetime
 import pytest
 
 from meshtune.data.chat import ChatTemplate, as_dicts
+from meshtune.data.chat_templates import template_names
 from meshtune.data.conversation import Conversation, Message, Origin
-from meshtune.data.masks import mark
-from meshtune.data.tokenizer import load_tokenizer, template_names
+from meshtune.data.masks import mask_conversation
+from meshtune.data.tokenizer import load_tokenizer
 from meshtune.data.tokens import Tokenize, TokenOptions
 from meshtune.errors import UserError
 
@@ -29,7 +30,7 @@ def stories(shared):
     return load_tokenizer(shared / "assets/models/stories260K")
 
 
-def test_a_date_in_a_template_stands_still(llama, shared):
+def test_a_template_writes_a_fixed_date(llama, shared):
     file = shared / "assets/tokenizers/chat_templates/meta-llama-Llama-3.2-3B-Instruct.jinja"
     llama.chat_template = file.read_text()
     chat = ChatTemplate(llama)
@@ -41,14 +42,14 @@ def test_a_date_in_a_template_stands_still(llama, shared):
     assert ours == theirs.replace(today, "26 Jul 2024")
 
 
-def test_every_part_of_a_date_stands_still(stories):
+def test_every_part_of_the_date_is_fixed(stories):
     form = "%A %a %d %B %b %m %Y %y %H:%M:%S"
     stories.chat_template = "\n{{ strftime_now('" + form + "') }}|{{ messages[0].content }}"
     want = datetime.datetime(2024, 7, 26, 12).strftime(form)
     assert ChatTemplate(stories).render([{"role": "user", "content": "x"}]) == f"\n{want}|x"
 
 
-def test_no_template_names_the_remedy(stories):
+def test_a_tokenizer_without_a_template_names_the_remedy(stories):
     tokenize = Tokenize(stories, TokenOptions(100))
     with pytest.raises(UserError, match=r"no chat template, but the data are conversations[\s\S]*plain"):
         list(tokenize([CHAT]))
@@ -63,17 +64,17 @@ def test_no_template_names_the_remedy(stories):
         ("{{ nothing.at.all }}", "'nothing' is undefined"),
     ],
 )
-def test_a_template_fails_in_its_own_words(stories, template, words):
+def test_an_error_has_the_templates_own_message(stories, template, words):
     stories.chat_template = template
     with pytest.raises(UserError, match=words) as error:
-        mark(ChatTemplate(stories), CHAT)
+        mask_conversation(ChatTemplate(stories), CHAT)
     assert error.value.where == str(HERE)
 
 
-def test_a_template_without_the_assistants_words_is_refused(stories):
+def test_a_template_that_omits_assistant_turns_is_refused(stories):
     stories.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
-    with pytest.raises(UserError, match="writes the assistant's words 0 times"):
-        mark(ChatTemplate(stories), CHAT)
+    with pytest.raises(UserError, match="writes the content of an assistant turn 0 times"):
+        mask_conversation(ChatTemplate(stories), CHAT)
 
 
 # What each template that ships with Meshtune makes of a conversation, by the models' published formats.
@@ -101,7 +102,7 @@ def test_shipped_templates_render_and_prompt(shared, name):
 
 
 @pytest.mark.parametrize("name", template_names())
-def test_shipped_templates_put_a_system_prompt_somewhere(shared, name):
+def test_shipped_templates_write_a_system_prompt_once(shared, name):
     chat = ChatTemplate(load_tokenizer(shared / "assets/models/stories260K", name))
     text = chat.render([{"role": "system", "content": "BRIEF"}, *as_dicts(CHAT)])
     assert text.count("BRIEF") == 1
@@ -109,7 +110,7 @@ def test_shipped_templates_put_a_system_prompt_somewhere(shared, name):
 
 
 @pytest.mark.parametrize("name", template_names())
-def test_shipped_templates_teach_every_answer(shared, name):
+def test_shipped_templates_train_on_every_answer(shared, name):
     tokenizer = load_tokenizer(shared / "assets/models/stories260K", name)
     tokenize = Tokenize(tokenizer, TokenOptions(1000))
     (example,) = tokenize([CHAT])

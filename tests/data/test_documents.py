@@ -66,7 +66,7 @@ def test_bad_records_are_skipped_counted_and_listed_when_asked(tmp_path):
     assert found.train[1].origin.record == 5
 
 
-def test_a_source_with_nothing_left_is_an_error(tmp_path):
+def test_a_source_without_a_usable_record_is_an_error(tmp_path):
     path = write(tmp_path / "a.jsonl", [GOOD | {"output": ""}] * 3)
     error = fails(train=[path], on_bad="skip")
     assert "all 3 were skipped" in error.what
@@ -118,7 +118,7 @@ def test_documents_are_read_by_index_slice_and_iteration(tmp_path):
     assert found.formats == {str(tmp_path / "a.jsonl"): "text"}
 
 
-def test_documents_can_be_sent_to_another_process(tmp_path):
+def test_documents_can_be_pickled(tmp_path):
     found = load_documents(DataSection(train=[numbered(tmp_path / "a.jsonl", 4)]), seed=0)
     assert texts(pickle.loads(pickle.dumps(found.train))) == texts(found.train)
 
@@ -168,7 +168,7 @@ def test_holding_out_everything_is_an_error(tmp_path):
     assert "a share of 0.5 of 1 records" in fails(train=[numbered(tmp_path / "b.jsonl", 1)], validation=0.5).what
 
 
-def test_validation_has_sources_of_its_own(tmp_path):
+def test_validation_may_have_separate_sources(tmp_path):
     train, other = numbered(tmp_path / "a.jsonl", 3, "a"), numbered(tmp_path / "b.jsonl", 9, "b")
     found = load_documents(DataSection(train=[train], validation=[{"path": other, "cap": 2}]), seed=0)
     assert texts(found.validation) == ["b0", "b1"]

@@ -35,7 +35,7 @@ def chosen(*args, **options) -> UserError:
     return caught.value
 
 
-def test_unknown_records_show_their_fields_and_what_each_format_wants():
+def test_unknown_records_list_their_fields_and_those_of_each_format():
     error = chosen("auto", [{"question": "q", "answer": "a"}], "data.json")
     assert "question, answer" in error.what
     for form in DOCUMENT_FORMATS.values():

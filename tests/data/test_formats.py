@@ -96,7 +96,7 @@ def test_a_bad_alpaca_field_is_named(change, at, what):
     assert what in error.what
 
 
-def test_a_missing_field_lists_those_that_are_there():
+def test_a_missing_field_lists_the_fields_of_the_record():
     error = refuses("alpaca", {"instruction": "i", "answer": "o"})
     assert field(error) == "output"
     assert "instruction, answer" in error.what
@@ -201,7 +201,7 @@ def test_messages_keep_weights_names_tool_calls_and_reasoning():
     assert document.tools == tuple(record["tools"])
 
 
-def test_messages_of_parts_hold_reasoning_and_tool_calls():
+def test_message_parts_may_be_reasoning_and_tool_calls():
     record = {
         "messages": [
             {"role": "user", "content": [{"type": "text", "value": "q"}], "loss_weight": 0.0},
@@ -297,7 +297,7 @@ def test_a_bad_prompt_or_completion_is_named(record, at, what):
     assert what in error.what
 
 
-def test_text_is_one_document_a_record():
+def test_text_is_one_document_per_record():
     assert convert("text", {"text": "once"}) == Text("once", ORIGIN)
     assert convert("text", {"body": "once"}, {"text": "body"}) == Text("once", ORIGIN)
     assert field(refuses("text", {"text": " "})) == "text"

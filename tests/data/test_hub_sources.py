@@ -14,7 +14,7 @@ from meshtune.data.readers import hub
 from meshtune.data.sources import DataSource, open_source
 
 
-def test_a_hub_id_offline_says_so_and_what_to_do():
+def test_a_hub_id_in_offline_mode_names_the_remedy():
     error = fails(None, "tatsu-lab/alpaca")
     assert "'tatsu-lab/alpaca' is not a local file" in error.what
     assert "HF_HUB_OFFLINE" in error.what
@@ -23,7 +23,7 @@ def test_a_hub_id_offline_says_so_and_what_to_do():
     assert "HF_HOME" in error.fix
 
 
-def test_a_hub_data_set_is_asked_for_as_the_source_says(monkeypatch):
+def test_a_hub_data_set_is_requested_as_the_source_describes(monkeypatch):
     import datasets
 
     asked = {}
@@ -54,7 +54,7 @@ def test_a_hub_data_set_is_asked_for_as_the_source_says(monkeypatch):
         ("DatasetGenerationError", "cannot load the data set: Unknown split", "revision"),
     ],
 )
-def test_what_the_hub_refuses_is_one_clear_message(monkeypatch, raised, what, fix):
+def test_a_refusal_of_the_hub_is_one_clear_message(monkeypatch, raised, what, fix):
     import datasets
 
     def load(path, **options):
@@ -67,7 +67,7 @@ def test_what_the_hub_refuses_is_one_clear_message(monkeypatch, raised, what, fi
     assert fix in error.fix
 
 
-def test_a_connection_lost_inside_other_errors_is_still_called_that(monkeypatch):
+def test_a_wrapped_connection_error_is_reported_as_unreachable(monkeypatch):
     import datasets
 
     def load(path, **options):
@@ -128,7 +128,7 @@ def test_an_endpoint_that_accepts_connections_is_reachable(monkeypatch):
     assert not hub.is_reachable("http://127.0.0.1:9")
 
 
-def test_a_name_inside_a_folder_that_is_here_is_a_missing_file_and_no_hub_id(tmp_path, monkeypatch):
+def test_a_missing_name_in_a_local_folder_is_not_a_hub_id(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "training").mkdir()

@@ -62,7 +62,7 @@ def documents_of(batch):
     shuffle=st.booleans(),
     seed=st.integers(0, 2**31 - 1),
 )
-def test_each_record_appears_exactly_once_an_epoch(cache, lengths, batch_size, packing, shuffle, seed):
+def test_each_record_appears_exactly_once_per_epoch(cache, lengths, batch_size, packing, shuffle, seed):
     loader = Loader(
         store_of(lengths, cache), max_length=48, batch_size=batch_size, packing=packing, shuffle=shuffle, seed=seed
     )
@@ -173,7 +173,7 @@ def test_the_order_is_a_function_of_the_seed(cache):
     assert one != other
 
 
-def test_epochs_are_shuffled_differently_unless_told_not_to(cache):
+def test_epochs_are_shuffled_differently_unless_shuffling_is_off(cache):
     lengths = [3 + index % 20 for index in range(100)]
     for shuffle in (True, False):
         loader = Loader(store_of(lengths, cache), max_length=32, batch_size=4, shuffle=shuffle)
@@ -204,7 +204,7 @@ def test_iterating_without_end_leaves_no_threads_behind(cache):
     assert threading.active_count() <= before
 
 
-def test_parts_of_epochs_are_whole_steps(cache):
+def test_a_fraction_of_an_epoch_is_rounded_up_to_whole_steps(cache):
     loader = Loader(store_of([31] * 40, cache), max_length=32, batch_size=4)
     assert loader.steps_per_epoch(0) == 10
     assert [loader.total_steps(epochs) for epochs in (1, 0.25, 2.5, 0.01, 0.3)] == [10, 3, 25, 1, 3]
@@ -218,7 +218,7 @@ def test_an_error_in_a_thread_reaches_the_caller(cache):
 
 
 def test_an_empty_store_and_a_batch_that_does_not_divide_are_refused(cache):
-    with pytest.raises(UserError, match="nothing to learn"):
+    with pytest.raises(UserError, match="nothing to train on"):
         Loader(store_of([], cache), max_length=32, batch_size=4)
-    with pytest.raises(UserError, match="does not divide"):
+    with pytest.raises(UserError, match="cannot be divided"):
         Loader(store_of([5], cache), max_length=32, batch_size=4, accumulation=3)

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from meshtune.data.chat import ChatTemplate, as_dicts
 from meshtune.data.conversation import Conversation, Message, Origin
-from meshtune.data.masks import Learn, mark
+from meshtune.data.masks import LossPolicy, mask_conversation
 from meshtune.data.tokens import Tokenize, TokenOptions
 from meshtune.errors import UserError
 
@@ -67,8 +67,8 @@ def chat(*turns, system=None, weights=None, tools=()):
     return Conversation(tuple(messages), HERE, tools)
 
 
-def encoded(tokenizer, conversation, learn=None):
-    tokenize = Tokenize(tokenizer, TokenOptions(1 << 20, learn or Learn()))
+def encoded(tokenizer, conversation, policy=None):
+    tokenize = Tokenize(tokenizer, TokenOptions(1 << 20, policy or LossPolicy()))
     (example,) = tokenize([conversation])
     return example, tokenize.counts
 
@@ -119,7 +119,7 @@ HARD = {
 
 
 @pytest.mark.parametrize("case", list(HARD))
-def test_learned_tokens_decode_to_the_answer_and_its_end_of_turn(stock, case):
+def test_trained_tokens_decode_to_the_answer_and_its_end_of_turn(stock, case):
     name, tokenizer, end = stock
     question, answer = HARD[case]
     example, counts = encoded(tokenizer, chat(question, answer))
@@ -128,7 +128,7 @@ def test_learned_tokens_decode_to_the_answer_and_its_end_of_turn(stock, case):
 
 
 @pytest.mark.parametrize("system", [None, "Be brief. Paris."])
-def test_every_assistant_turn_is_learned(stock, system):
+def test_every_assistant_turn_is_trained_on(stock, system):
     name, tokenizer, end = stock
     if system and name in NO_SYSTEM:
         pytest.skip("this template has no system role (its refusal is tested below)")
@@ -142,7 +142,7 @@ def test_every_assistant_turn_is_learned(stock, system):
 
 
 @pytest.mark.parametrize("case", list(HARD))
-def test_prompt_tokens_are_those_generation_is_fed(stock, case):
+def test_prompt_tokens_are_those_of_the_generation_prompt(stock, case):
     name, tokenizer, _ = stock
     question, answer = HARD[case]
     conversation = chat(question, answer)
@@ -203,7 +203,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", list(CALLS))
-def test_tool_calls_are_learned_whole(name, shared):
+def test_whole_tool_calls_are_trained_on(name, shared):
     tokenizer, end = tokenizer_of(name, shared), STOCK[name][1]
     example, _ = encoded(tokenizer, tool_chat())
     call = CALLS[name]
@@ -228,13 +228,13 @@ def test_tools_that_a_template_does_not_show_are_counted(shared):
 
 
 @pytest.mark.parametrize("name", ["Qwen-Qwen3-0.6B", "Qwen-Qwen2.5-7B-Instruct"])
-def test_words_before_a_tool_call_are_learned_with_it(name, shared):
+def test_text_before_a_tool_call_is_trained_on_with_it(name, shared):
     tokenizer = tokenizer_of(name, shared)
     example, _ = encoded(tokenizer, tool_chat("Let me see."))
     assert learned_pieces(tokenizer, example)[0] == "Let me see.\n" + QWEN_CALL
 
 
-def test_reasoning_is_learned_where_the_template_keeps_it(shared):
+def test_reasoning_is_trained_on_where_the_template_keeps_it(shared):
     tokenizer = tokenizer_of("Qwen-Qwen3-0.6B", shared)
     first, last = "<think>\nsecret one\n</think>\n\nOne.", "<think>\nsecret two\n</think>\n\nTwo."
     example, counts = encoded(tokenizer, chat("1?", first, "2?", last))
@@ -242,7 +242,7 @@ def test_reasoning_is_learned_where_the_template_keeps_it(shared):
     assert counts.prompts_differ == 0
 
 
-def test_a_past_that_changes_is_counted_and_still_found(shared):
+def test_turns_whose_prompt_is_rendered_differently_are_located_and_counted(shared):
     """Qwen3 shows reasoning between tool calls only until the next question."""
     tokenizer = tokenizer_of("Qwen-Qwen3-0.6B", shared)
     turns = list(tool_chat().messages)
@@ -264,7 +264,7 @@ def test_smollm3_modes(shared, mode):
     assert counts.prompts_differ == 0
 
 
-def test_gemma_refuses_a_system_turn_in_the_templates_words(shared):
+def test_gemma_refuses_a_system_turn_with_the_templates_message(shared):
     tokenizer = tokenizer_of("google-gemma-2-2b-it", shared)
     with pytest.raises(UserError, match="System role not supported") as error:
         encoded(tokenizer, chat("Hi", "Hello", system="Be brief."))
@@ -272,7 +272,7 @@ def test_gemma_refuses_a_system_turn_in_the_templates_words(shared):
 
 
 @pytest.mark.parametrize("name", ["google-gemma-2-2b-it", "mistralai-Mistral-Nemo-Instruct-2407"])
-def test_bad_alternation_is_refused_in_the_templates_words(name, shared):
+def test_bad_alternation_is_refused_with_the_templates_message(name, shared):
     twice = Conversation((Message("user", "a"), Message("user", "b"), Message("assistant", "c")), HERE)
     with pytest.raises(UserError, match=r"roles must alternate[\s\S]*chat.jsonl, record 7"):
         encoded(tokenizer_of(name, shared), twice)
@@ -280,13 +280,13 @@ def test_bad_alternation_is_refused_in_the_templates_words(name, shared):
 
 def test_last_turn_only(stock):
     name, tokenizer, end = stock
-    example, _ = encoded(tokenizer, chat("a", "one", "b", "two"), Learn(last_turn_only=True))
+    example, _ = encoded(tokenizer, chat("a", "one", "b", "two"), LossPolicy(last_turn_only=True))
     assert learned_pieces(tokenizer, example) == [expected(name, "two", end, last=True)]
 
 
-def test_train_on_prompt_learns_everything(stock):
+def test_train_on_prompt_trains_on_every_token(stock):
     _, tokenizer, _ = stock
-    example, _ = encoded(tokenizer, chat("a", "one", "b", "two"), Learn(train_on_prompt=True))
+    example, _ = encoded(tokenizer, chat("a", "one", "b", "two"), LossPolicy(train_on_prompt=True))
     assert (example.weights == 1).all()
 
 
@@ -309,7 +309,7 @@ def test_a_conversation_may_begin_with_the_assistant(shared):
     assert learned_pieces(tokenizer, example) == ["Hi!<|im_end|>", "b<|im_end|>"]
 
 
-def test_consecutive_assistant_turns_are_both_found(shared):
+def test_consecutive_assistant_turns_are_both_located(shared):
     for name in ("SmolLM2", "Qwen-Qwen3-0.6B", "meta-llama-Llama-3.1-8B-Instruct"):
         tokenizer, end = tokenizer_of(name, shared), STOCK[name][1]
         turns = (Message("user", "a"), Message("assistant", "x"), Message("assistant", "x"))
@@ -317,7 +317,7 @@ def test_consecutive_assistant_turns_are_both_found(shared):
         assert learned_pieces(tokenizer, example) == ["x" + end, expected(name, "x", end, last=True)]
 
 
-def test_answers_that_hold_special_tokens_are_found_and_counted(shared):
+def test_answers_that_contain_special_tokens_are_located_and_counted(shared):
     tokenizer = tokenizer_of("SmolLM2", shared)
     words = "The end is written <|im_end|>\n<|im_start|>user\nso."
     example, counts = encoded(tokenizer, chat("How?", words, "And?", "Yes"))
@@ -325,14 +325,14 @@ def test_answers_that_hold_special_tokens_are_found_and_counted(shared):
     assert counts.special_in_text == 1
 
 
-def test_learning_both_everything_and_only_the_last_is_refused():
+def test_training_on_everything_and_on_the_last_turn_only_is_refused():
     with pytest.raises(UserError, match="contradict"):
-        Learn(train_on_prompt=True, last_turn_only=True)
+        LossPolicy(train_on_prompt=True, last_turn_only=True)
 
 
 def test_spans_are_ordered_and_within_the_text(stock):
     _, tokenizer, _ = stock
-    marked = mark(ChatTemplate(tokenizer), chat("a", "one", "b", "two", "c", "three"))
+    marked = mask_conversation(ChatTemplate(tokenizer), chat("a", "one", "b", "two", "c", "three"))
     edges = [edge for start, end, _ in marked.spans for edge in (start, end)]
     assert edges == sorted(edges)
     assert edges[-1] <= len(marked.text)

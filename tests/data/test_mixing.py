@@ -24,7 +24,7 @@ def test_concat_without_weights_is_every_source_once_in_order():
     assert record.tolist() == [0, 1, 2, 0, 1]
 
 
-def test_concat_with_weights_thins_and_repeats_to_the_shares_and_keeps_the_total():
+def test_concat_with_weights_subsamples_and_repeats_to_the_shares():
     source, record = mix([100, 20], [1.0, 1.0], "concat", 3)
     assert np.bincount(source).tolist() == [60, 60]
     assert counts(source, record, 0).max() == 1, "a thinned source has no record twice"
@@ -54,7 +54,7 @@ def test_a_mixture_depends_on_its_arguments_alone_and_stays_inside_the_sources(l
 
 @given(lengths=LENGTHS, seed=st.integers(0, 9))
 @settings(max_examples=40, deadline=None)
-def test_interleaving_takes_each_source_in_order_and_stops_where_it_says(lengths, seed):
+def test_interleaving_takes_each_source_in_order_until_one_or_all_are_exhausted(lengths, seed):
     """Against the definition, walked one draw at a time."""
     for strategy in ("interleave_under", "interleave_over"):
         source, record = mix(lengths, [None] * len(lengths), strategy, seed)
@@ -73,7 +73,7 @@ def test_interleaving_draws_by_weight():
     assert abs((source == 0).mean() - 0.75) < 0.01
 
 
-def test_interleaving_crosses_the_block_of_draws_without_a_seam():
+def test_interleaving_is_continuous_across_blocks_of_draws():
     source, record = mix([100_000, 100_000], [None, None], "interleave_over", 1)
     assert len(source) > 1 << 16
     for which in (0, 1):
@@ -100,7 +100,7 @@ def test_apportionment_sums_to_the_total_and_is_within_one_of_the_exact_share(to
     assert (np.abs(given_out - total * share) < 1 + 1e-6).all()
 
 
-def test_a_draw_is_whole_passes_and_a_part_without_repeats():
+def test_a_draw_is_whole_passes_and_a_sample_without_repeats():
     drawn = draw(7, 17, np.random.default_rng(0))
     assert len(drawn) == 17
     assert set(np.bincount(drawn)) == {2, 3}

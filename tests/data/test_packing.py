@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshtune.data.packing import _mix, one_a_row, pack, padded_length, random_keys, shuffled
+from meshtune.data.packing import _mix, pack, padded_length, random_keys, shuffled, unpacked_rows
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=200), st.integers(0, 2**31 - 1), st.integers(1, 50))
-def test_every_document_lies_in_exactly_one_row_that_holds_it(lengths, seed, window):
+def test_every_document_is_in_exactly_one_row(lengths, seed, window):
     lengths = np.asarray(lengths)
     rows = pack(lengths, shuffled(len(lengths), seed, 0), 64, window=window)
     assert sorted(rows.documents.tolist()) == list(range(len(lengths)))
@@ -43,7 +43,7 @@ def test_rows_are_nearly_full_on_lengths_like_chat():
     assert lengths.sum() / (len(rows) * 1024) > 0.97
 
 
-def test_long_documents_are_not_crowded_at_either_end_of_an_epoch():
+def test_long_documents_are_spread_over_the_epoch():
     """The mean number of documents a row is the same in both halves of an epoch, within 10% (standard error 2%)."""
     lengths = np.clip(np.random.default_rng(1).lognormal(5, 0.8, 4000).astype(int), 1, 1024)
     rows = pack(lengths, shuffled(len(lengths), 3, 0), 1024)
@@ -62,7 +62,7 @@ def test_packing_is_the_same_every_time_and_differs_by_seed_and_epoch():
     assert one.tolist() != epoch.tolist()
 
 
-def test_without_shuffling_rows_keep_the_order_inside():
+def test_without_shuffling_rows_keep_the_order_of_documents():
     lengths = np.asarray([10, 20, 30, 40])
     rows = pack(lengths, np.arange(4), 100)
     assert rows.documents.tolist() == [0, 1, 2, 3]
@@ -92,7 +92,7 @@ def test_shuffles_are_uniform():
 
 
 def test_padded_rows_hold_one_document():
-    rows = one_a_row(np.asarray([2, 0, 1]))
+    rows = unpacked_rows(np.asarray([2, 0, 1]))
     assert [rows[row].tolist() for row in range(3)] == [[2], [0], [1]]
 
 

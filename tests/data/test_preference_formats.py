@@ -27,7 +27,7 @@ def read(tmp_path, records, learns, **source):
     ("name", "learns", "kind"),
     [("dpo_en_demo", "pairs", Pair), ("dpo_zh_demo", "pairs", Pair), ("kto_en_demo", "labelled", Labelled)],
 )
-def test_the_demo_files_are_read_by_their_registry_and_alone(name, learns, kind, shared):
+def test_demo_files_are_read_through_the_registry_and_by_path(name, learns, kind, shared):
     folder = shared / "assets/data/llamafactory"
     records = json.loads((folder / f"{name}.json").read_text())
     named = DataSection.model_validate({"registry": str(folder), "train": [{"name": name}]})
@@ -45,7 +45,7 @@ def test_the_demo_files_are_read_by_their_registry_and_alone(name, learns, kind,
         assert [found[n].good for n in range(300)] == [record["label"] for record in records]
 
 
-def test_transcripts_of_hh_rlhf(shared):
+def test_hh_rlhf_transcripts_become_pairs(shared):
     import gzip
 
     file = shared / "assets/data/hh-rlhf/harmless-base-test.jsonl.gz"
@@ -131,7 +131,7 @@ def test_a_label_is_true_or_false(label, tmp_path):
         read(tmp_path, [{"prompt": "a", "completion": "b", "label": label}], "labelled")
 
 
-def test_data_of_another_stage_say_which(tmp_path):
+def test_data_of_another_stage_name_that_stage(tmp_path):
     pairs = [{"prompt": "a", "chosen": "x", "rejected": "y"}]
     with pytest.raises(UserError) as caught:
         read(tmp_path, pairs, "documents")
@@ -140,6 +140,6 @@ def test_data_of_another_stage_say_which(tmp_path):
         read(tmp_path, pairs, "labelled")
 
 
-def test_every_kind_has_its_formats():
+def test_every_dataset_type_has_its_formats():
     assert set(FORMATS_BY_TYPE["pairs"]) == {"alpaca", "sharegpt", "messages", "preference", "openai", "hh"}
     assert set(FORMATS_BY_TYPE["labelled"]) == {"alpaca", "sharegpt", "messages", "prompt_completion"}

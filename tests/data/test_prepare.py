@@ -52,7 +52,7 @@ def test_real_records_fill_their_rows(smol, alpaca, tmp_path):
         assert learned == answers[example.origin.record] + "<|im_end|>"
 
 
-def test_tokens_are_made_once(smol, tmp_path):
+def test_tokens_are_cached(smol, tmp_path):
     file = write(tmp_path / "a.jsonl", [pair(answer=f"answer {index}") for index in range(5)])
     first = prepare_data(recipe(file), smol, cache=tmp_path)
     again = prepare_data(recipe(file), smol, cache=tmp_path)
@@ -64,16 +64,16 @@ def test_tokens_are_made_once(smol, tmp_path):
 @pytest.mark.parametrize(
     "change", [{"max_length": 9}, {"train_on_prompt": True}, {"system": "Be brief."}, {"overlong": "drop"}]
 )
-def test_tokens_are_made_anew_when_what_they_depend_on_changes(smol, tmp_path, change):
+def test_tokens_are_rebuilt_when_an_option_changes(smol, tmp_path, change):
     file = write(tmp_path / "a.jsonl", [pair(answer=f"answer {index}") for index in range(5)])
     first = prepare_data(recipe(file), smol, cache=tmp_path)
     try:
         assert prepare_data(recipe(file, **change), smol, cache=tmp_path).fingerprint != first.fingerprint
     except UserError as error:
-        assert "nothing to learn" in str(error)  # noqa: PT017 - all are longer than nine tokens
+        assert "nothing to train on" in str(error)  # noqa: PT017 - all are longer than nine tokens
 
 
-def test_another_template_is_another_cache(shared, tmp_path):
+def test_each_template_has_its_own_cache(shared, tmp_path):
     file = write(tmp_path / "a.jsonl", [pair()])
     folder = shared / "assets/models/stories260K"
     prints = {
@@ -91,7 +91,7 @@ def test_changed_records_are_read_again(smol, tmp_path):
     assert smol.decode(example.ids[example.weights > 0].tolist()) == "five<|im_end|>"
 
 
-def test_validation_has_its_own_order_and_micro_batches(smol, tmp_path):
+def test_validation_keeps_its_order_and_has_micro_batches(smol, tmp_path):
     file = write(tmp_path / "a.jsonl", [pair(answer=f"answer {index}") for index in range(40)])
     given = Recipe.model_validate(
         {
@@ -121,14 +121,16 @@ def test_a_system_prompt_goes_before_conversations_that_have_none(smol, tmp_path
     assert ["Mine." in text for text in texts] == [False, True]
 
 
-def test_nothing_to_learn_anywhere_is_an_error_with_reasons(smol, tmp_path):
+def test_data_without_anything_to_train_on_are_an_error_with_reasons(smol, tmp_path):
     file = write(tmp_path / "a.jsonl", [pair("word " * 50) for _ in range(3)])
-    with pytest.raises(UserError, match=r"nothing to learn anywhere[\s\S]*3 have nothing to learn after truncation"):
+    with pytest.raises(
+        UserError, match=r"contain nothing to train on[\s\S]*3 have nothing to train on after truncation"
+    ):
         prepare_data(recipe(file, max_length=40), smol, cache=tmp_path)
 
 
 def test_a_vocabulary_larger_than_the_embedding_is_an_error_before_anything_is_read(smol, tmp_path):
-    with pytest.raises(UserError, match="embedding has 1000 rows"):
+    with pytest.raises(UserError, match="embedding has 1000 entries"):
         prepare_data(recipe("not there"), smol, vocab=1000, cache=tmp_path)
 
 
@@ -143,7 +145,7 @@ def test_the_report_lists_skipped_records_of_formats_and_templates(shared, tmp_p
     assert made.report.counts.examples == 2
 
 
-def test_progress_is_told(smol, tmp_path):
+def test_progress_is_reported(smol, tmp_path):
     told = []
     file = write(tmp_path / "a.jsonl", [pair(answer=f"answer {index}") for index in range(300)])
     prepare_data(recipe(file), smol, cache=tmp_path, progress=lambda *one: told.append(one))
@@ -151,7 +153,7 @@ def test_progress_is_told(smol, tmp_path):
     assert told[-1] == ("tokenising train data", 300, 300)
 
 
-def test_inspect_shows_what_is_learned(shared, tmp_path, monkeypatch):
+def test_inspect_shows_what_is_trained_on(shared, tmp_path, monkeypatch):
     monkeypatch.setenv("MESHTUNE_CACHE", str(tmp_path / "cache"))
     file = write(tmp_path / "a.jsonl", [pair(answer="four apples")])
     model = shared / "assets/models/stories260K"
@@ -170,11 +172,11 @@ def test_inspect_checks_the_vocabulary_of_the_model(shared, tmp_path, monkeypatc
     file = write(tmp_path / "a.jsonl", [pair()])
     tokenizer = shared / "assets/tokenizers/smollm2"
     arguments = ["inspect", f"model.path={tmp_path}", f"model.tokenizer={tokenizer}", f"data={file}", "output=out"]
-    with pytest.raises(UserError, match="embedding has 100 rows"):
+    with pytest.raises(UserError, match="embedding has 100 entries"):
         CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
-def test_the_first_batch_holds_what_the_records_say(smol, alpaca, tmp_path):
+def test_the_first_batch_has_the_contents_of_its_records(smol, alpaca, tmp_path):
     """The whole way, against plain transformers: every segment is a record's own `apply_chat_template`, shifted."""
     made = prepare_data(recipe(alpaca), smol, cache=tmp_path)
     batch, records = made.train.batch(0), json.loads(pathlib.Path(alpaca).read_text())

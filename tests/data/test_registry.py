@@ -36,7 +36,7 @@ def refuses(entries, name: str = "mine", **section) -> UserError:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_every_text_entry_whose_file_is_there_loads_whole(shared, name):
+def test_every_text_entry_with_a_local_file_loads_completely(shared, name):
     found = load(shared / "assets/data/llamafactory", name)
     assert len(found.train) == SIZES[name]
     assert found.skipped == []
@@ -54,7 +54,7 @@ def test_no_text_entry_of_the_shared_registry_is_left_untested(shared):
     assert here == set(SIZES)
 
 
-def test_every_entry_of_the_shared_registry_is_described_or_refused_with_a_reason(shared):
+def test_every_entry_of_the_shared_registry_is_understood_or_refused_with_a_reason(shared):
     """Also those of the hub, whose data are not here; over 60 of the 104 entries are text to tune on."""
     registry = Registry.load(str(shared / "assets/data/llamafactory/dataset_info.json"))
     described = 0
@@ -88,7 +88,7 @@ def test_documents_of_the_registry_hold_what_the_files_hold(shared):
     assert calls.tools[0]["function"]["name"] == "search_recipes"
 
 
-def test_columns_name_all_the_fields_there_are(tmp_path):
+def test_an_entry_with_columns_has_only_those_fields(tmp_path):
     """LLaMA-Factory: with `columns`, an input that is not named is not read; without, the defaults are."""
     (tmp_path / "a.json").write_text(json.dumps([{"instruction": "q", "input": "more", "output": "a"}]))
     entries = {

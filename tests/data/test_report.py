@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from rich.console import Console
 
 from meshtune.data.conversation import Conversation, Message, Origin, Text
-from meshtune.data.inspection import coloured
+from meshtune.data.documents import SkippedRecord
+from meshtune.data.inspection import coloured_tokens
 from meshtune.data.loader import Loader
-from meshtune.data.report import SkippedRecord, TemplateInfo, histogram, make_report, render
+from meshtune.data.report import TemplateInfo, histogram, make_report, render
 from meshtune.data.store import open_or_build
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.data.tokens import Example, TokenCounts, Tokenize, TokenOptions
@@ -23,7 +26,7 @@ def report_of(tmp_path, lengths=(10, 20, 30), counts=None, skipped=(), template=
     made = Loader(store, max_length=64, batch_size=batch_size, **loader)
     total = sum(lengths)
     counts = counts or TokenCounts(
-        documents=len(lengths), examples=len(lengths), tokens=total, learned=total - len(lengths)
+        documents=len(lengths), examples=len(lengths), tokens=total, trained_tokens=total - len(lengths)
     )
     return make_report("train", made, counts, skipped, max_length=64, template=template)
 
@@ -46,32 +49,37 @@ def test_histogram_bins_hold_everything():
     ("field", "words"),
     [
         ("truncated", "are cut at max_length 64"),
-        ("nothing_after_truncation", "nothing to learn after truncation"),
-        ("dropped", "dropped for being longer"),
-        ("nothing_to_learn", "nothing in them is learned"),
+        ("nothing_after_truncation", "nothing to train on after truncation"),
+        ("dropped", "dropped because they exceed"),
+        ("nothing_to_train", "nothing to train on"),
         ("unended", "no end of turn"),
         ("without_eos", "no end-of-sequence token"),
-        ("prompts_differ", "differently when generating"),
+        ("prompts_differ", "differently in generation"),
         ("tools_unseen", "offer tools"),
         ("double_bos", "two beginning-of-sequence"),
-        ("straddling", "spans the edge"),
+        ("straddling", "spans the end of a prompt"),
         ("special_in_text", "special tokens in their own text"),
     ],
 )
 def test_each_count_has_its_warning(tmp_path, field, words):
-    counts = TokenCounts(documents=3, examples=3, tokens=60, learned=50, **{field: 2})
+    counts = TokenCounts(documents=3, examples=3, tokens=60, trained_tokens=50, **{field: 2})
     (warning,) = report_of(tmp_path, counts=counts).warnings
     assert words in warning
     assert "2" in warning or field == "without_eos"
 
 
-def test_waste_is_warned_of(tmp_path):
+def test_a_replaced_damaged_store_is_reported(tmp_path):
+    report = dataclasses.replace(report_of(tmp_path), cache_damage="the tokenised data in X are damaged")
+    assert report.warnings[0] == "the tokenised data in X are damaged; they were made anew"
+
+
+def test_inefficiencies_are_warned_of(tmp_path):
     padded = report_of(tmp_path, (5, 6, 64), packing=False).warnings
     assert any("data.packing=true" in warning for warning in padded)
     assert any("copies of others" in warning for warning in report_of(tmp_path, (30, 30, 30)).warnings)
     assert any("smaller train.batch_size" in warning for warning in report_of(tmp_path, batch_size=8).warnings)
-    few = TokenCounts(documents=3, examples=3, tokens=1000, learned=5)
-    assert any("0.5% of the tokens are learned" in warning for warning in report_of(tmp_path, counts=few).warnings)
+    few = TokenCounts(documents=3, examples=3, tokens=1000, trained_tokens=5)
+    assert any("0.5% of the tokens are trained on" in warning for warning in report_of(tmp_path, counts=few).warnings)
 
 
 def test_skips_are_listed_with_reasons(tmp_path):
@@ -83,9 +91,9 @@ def test_skips_are_listed_with_reasons(tmp_path):
     assert "and 2 more" in shown
 
 
-def test_templates_that_cannot_stop_or_tell_the_date_are_told_of(tmp_path):
+def test_templates_without_an_end_token_or_with_a_date_are_reported(tmp_path):
     report = report_of(tmp_path, template=TemplateInfo("<|im_end|>", False, True))
-    assert "no token" in report.warnings[0]
+    assert "not a token" in report.warnings[0]
     assert "26 Jul 2024" in report.notes[0]
 
 
@@ -95,25 +103,25 @@ def text_of(renderable):
     return console.export_text()
 
 
-def test_the_picture_holds_the_numbers(tmp_path):
+def test_the_rendered_report_has_the_numbers(tmp_path):
     shown = text_of(render(report_of(tmp_path)))
     for words in ("documents", "packing efficiency", "89.1%", "16 to 31", "95.0% of all"):
         assert words in shown
 
 
-def test_colours_show_exactly_what_is_learned(shared):
+def test_colours_mark_exactly_the_trained_tokens(shared):
     tokenizer = load_tokenizer(shared / "assets/tokenizers/smollm2")
     conversation = Conversation((Message("user", "héllo 👩‍👧"), Message("assistant", "yes 🤖 sir")), Origin("f", 0))
     (example,) = Tokenize(tokenizer, TokenOptions(100))([conversation])
-    text = coloured(tokenizer, example, 100)
+    text = coloured_tokens(tokenizer, example, 100)
     green = "".join(text.plain[span.start : span.end] for span in text.spans if "green" in str(span.style))
     assert green == "yes 🤖 sir<|im_end|>"
     assert text.plain.replace("↵", "") == tokenizer.decode(example.ids.tolist())
-    plain = coloured(tokenizer, example, 100, brackets=True).plain.replace("·", "")
+    plain = coloured_tokens(tokenizer, example, 100, brackets=True).plain.replace("·", "")
     assert plain[plain.index("⟦") : plain.index("⟧") + 1] == "⟦yes 🤖 sir<|im_end|>⟧"
 
 
-def test_long_documents_are_shown_in_part(shared):
+def test_only_the_first_tokens_of_long_documents_are_shown(shared):
     tokenizer = load_tokenizer(shared / "assets/models/stories260K")
     (example,) = Tokenize(tokenizer, TokenOptions(1000))([Text("once upon a time " * 40, Origin("f", 0))])
-    assert f"... {len(example.ids) - 50} more tokens" in coloured(tokenizer, example, 50).plain
+    assert f"... {len(example.ids) - 50} more tokens" in coloured_tokens(tokenizer, example, 50).plain

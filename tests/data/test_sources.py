@@ -66,7 +66,7 @@ def test_any_json_records_survive_as_the_standard_library_reads_them(tmp_path, r
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_json_cut_or_changed_anywhere_is_read_right_or_reported_with_a_line(tmp_path, data):
+def test_damaged_json_is_read_correctly_or_reported_with_a_line(tmp_path, data):
     """The oracle is json.loads on the whole file: what it refuses, the reader must refuse too, and never with another
     kind of error."""
     text = json.dumps(RECORDS, indent=1, ensure_ascii=False)
@@ -99,7 +99,7 @@ def test_json_cut_or_changed_anywhere_is_read_right_or_reported_with_a_line(tmp_
         ('[{"a": ' + "9" * 5000 + "}]", "line 1, column 2", "digits"),
     ],
 )
-def test_malformed_json_says_line_column_and_what_stands_there(tmp_path, text, where, what):
+def test_malformed_json_names_line_column_and_surrounding_text(tmp_path, text, where, what):
     """Mistakes inside a record are where json.loads of the whole file puts them; those between records are our own."""
     path = tmp_path / "bad.json"
     path.write_text(text)
@@ -114,7 +114,7 @@ def test_malformed_json_says_line_column_and_what_stands_there(tmp_path, text, w
         assert where == f"line {caught.value.lineno}, column {caught.value.colno}"
 
 
-def test_a_bad_line_of_jsonl_says_its_line_and_leaves_the_others_readable(tmp_path):
+def test_a_malformed_jsonl_line_is_named_and_the_others_stay_readable(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"a": "1"}\n\n{"a": "2\n{"a": "3"}\n')
     swept = read(path)
@@ -125,7 +125,7 @@ def test_a_bad_line_of_jsonl_says_its_line_and_leaves_the_others_readable(tmp_pa
     assert '{"a": ▸"2⏎' in swept[1].what
 
 
-def test_bytes_that_are_not_utf8_say_where(tmp_path):
+def test_bytes_that_are_not_utf8_are_located(tmp_path):
     path = tmp_path / "latin.jsonl"
     path.write_bytes('{"a": "x"}\n{"a": "käse"}\n'.encode("latin-1"))
     error = fails(path)
@@ -176,7 +176,7 @@ def test_csv_keeps_every_value_as_the_text_that_was_written(tmp_path):
         ("a,b\n", "", "no records"),
     ],
 )
-def test_malformed_csv_says_the_line(tmp_path, text, where, what):
+def test_malformed_csv_names_the_line(tmp_path, text, where, what):
     path = tmp_path / "data.csv"
     path.write_text(text)
     error = fails(path)
@@ -184,7 +184,7 @@ def test_malformed_csv_says_the_line(tmp_path, text, where, what):
     assert where in (error.where or "")
 
 
-def test_a_line_of_text_is_a_record_and_blank_lines_are_none(tmp_path):
+def test_every_line_of_text_that_is_not_blank_is_a_record(tmp_path):
     path = tmp_path / "data.txt"
     path.write_bytes(b"one\r\n\r\n  \ntwo\xc2\x85still two\nthree")
     assert [record["text"] for record in read(path)] == ["one", "two\x85still two", "three"]
@@ -227,7 +227,7 @@ def test_an_unsupported_extension_lists_the_supported_ones(tmp_path):
         assert ".parquet" in error.fix
 
 
-def test_a_folder_of_one_kind_is_read_file_after_file(tmp_path):
+def test_a_folder_of_one_file_type_is_read_in_order(tmp_path):
     folder = tmp_path / "parts"
     folder.mkdir()
     (folder / "b.jsonl").write_text('{"n": 2}\n{"n": 3}\n')
@@ -258,7 +258,7 @@ def hf_home(tmp_path, monkeypatch):
     return tmp_path / "hf"
 
 
-def test_parquet_and_arrow_give_the_rows_written(tmp_path, hf_home):
+def test_parquet_and_arrow_give_the_records_written(tmp_path, hf_home):
     import datasets
     import pyarrow
     import pyarrow.parquet
@@ -277,7 +277,7 @@ def test_parquet_and_arrow_give_the_rows_written(tmp_path, hf_home):
     assert any(hf_home.rglob("*.arrow")), "parquet is cached where HF_HOME says"
 
 
-def test_broken_parquet_and_arrow_say_so(tmp_path, hf_home):
+def test_damaged_parquet_and_arrow_are_reported(tmp_path, hf_home):
     import pyarrow
     import pyarrow.parquet
 
@@ -294,7 +294,7 @@ def test_broken_parquet_and_arrow_say_so(tmp_path, hf_home):
     assert "cannot read the arrow file" in fails(arrow).what
 
 
-def test_a_saved_data_set_with_splits_wants_one_of_them(tmp_path):
+def test_a_saved_data_set_with_splits_lists_them(tmp_path):
     import datasets
 
     one = datasets.Dataset.from_list([{"text": "x"}])
@@ -304,7 +304,7 @@ def test_a_saved_data_set_with_splits_wants_one_of_them(tmp_path):
     assert error.fix == "set split to one of: test, train"
 
 
-def test_records_can_be_sent_to_another_process(tmp_path):
+def test_records_can_be_pickled(tmp_path):
     for name, text in (("a.json", json.dumps(RECORDS)), ("b.csv", "a\n1\n"), ("c.txt", "x\n")):
         path = tmp_path / name
         path.write_text(text)

@@ -12,7 +12,7 @@ import pytest
 import meshtune.quickstart
 from meshtune.config.load import load_recipe
 from meshtune.data.prepare import prepare_data
-from meshtune.data.stream import EVERY
+from meshtune.data.stream import JOURNAL_INTERVAL
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
 
@@ -83,8 +83,8 @@ def test_pieces_of_a_document_are_segments_of_their_own(text, tokenizer):
         assert (positions[:, 0] == 0).all()
 
 
-@pytest.mark.parametrize("start", [1, EVERY, EVERY + 5, 3 * EVERY])
-def test_it_goes_on_inside_the_stream(start, text, tokenizer):
+@pytest.mark.parametrize("start", [1, JOURNAL_INTERVAL, JOURNAL_INTERVAL + 5, 3 * JOURNAL_INTERVAL])
+def test_a_resumed_stream_continues_at_its_position(start, text, tokenizer):
     whole = arrays(streamed(text, tokenizer).train.iterate(0, 60))
     again = streamed(text, tokenizer).train
     read = []
@@ -92,11 +92,25 @@ def test_it_goes_on_inside_the_stream(start, text, tokenizer):
     again.documents.__class__ = type("Counted", (type(again.documents),), {})
     type(again.documents).__getitem__ = lambda self, index: (read.append(index), original(self, index))[1]
     same(arrays(again.iterate(start, start + 2)), whole[start : start + 2])
-    if start == 3 * EVERY:
+    if start == 3 * JOURNAL_INTERVAL:
         noted = [json.loads(line) for line in again.journal.read_text().splitlines()]
-        assert 3 * EVERY in [one["step"] for one in noted]
+        assert 3 * JOURNAL_INTERVAL in [one["step"] for one in noted]
     (text.parent / "run/stream.jsonl").unlink()
     same(arrays(streamed(text, tokenizer).train.iterate(start, start + 2)), whole[start : start + 2])
+
+
+def test_no_flipped_bit_or_truncation_of_the_journal_changes_a_batch(text, tokenizer):
+    expected = arrays(streamed(text, tokenizer).train.iterate(40, 41))
+    list(streamed(text, tokenizer).train.iterate(0, 60))
+    journal = text.parent / "run/stream.jsonl"
+    pristine = journal.read_bytes()
+    rng = np.random.default_rng(0)
+    for index in range(30):
+        data = bytearray(pristine)
+        bit = int(rng.integers(8 * len(data)))
+        data[bit // 8] ^= 1 << bit % 8
+        journal.write_bytes(data[: bit // 8] if index % 3 == 2 else data)
+        same(arrays([streamed(text, tokenizer).train.batch(40)]), expected)
 
 
 def test_epochs_are_shuffled_differently(text, tokenizer):
@@ -105,7 +119,7 @@ def test_epochs_are_shuffled_differently(text, tokenizer):
     assert not np.array_equal(plain[0]["tokens"], mixed[0]["tokens"])
 
 
-def test_another_journal_is_not_followed(text, tokenizer):
+def test_a_journal_of_other_data_is_ignored(text, tokenizer):
     expected = arrays(streamed(text, tokenizer, "data.max_length=48").train.iterate(20, 22))
     list(streamed(text, tokenizer).train.iterate(0, 40))
     same(arrays(streamed(text, tokenizer, "data.max_length=48").train.iterate(20, 22)), expected)
@@ -120,13 +134,13 @@ def test_another_journal_is_not_followed(text, tokenizer):
         (["data.packing=false"], "fills its rows"),
     ],
 )
-def test_what_a_stream_cannot_do_is_said(more, said, text, tokenizer):
+def test_options_impossible_with_a_stream_are_refused(more, said, text, tokenizer):
     with pytest.raises(UserError, match=said):
         streamed(text, tokenizer, *more)
 
 
 def test_a_bad_record_is_named_or_left_out(text, tokenizer, monkeypatch):
-    monkeypatch.setattr("meshtune.data.prepare._SAMPLE", 30)  # only these are looked at before training
+    monkeypatch.setattr("meshtune.data.prepare._REPORT_SAMPLE", 30)  # only these are looked at before training
     with text.open("a") as file:
         file.write('\n{"text": 7}')
     with pytest.raises(UserError) as caught:
@@ -135,7 +149,7 @@ def test_a_bad_record_is_named_or_left_out(text, tokenizer, monkeypatch):
     assert len(list(streamed(text, tokenizer, "data.shuffle=false", "data.on_bad=skip").train.iterate(0, 100))) == 100
 
 
-def test_plain_text_alone_is_pretrained_on(tmp_path, tokenizer):
+def test_pretraining_refuses_conversations(tmp_path, tokenizer):
     file = tmp_path / "chat.json"
     file.write_text(
         json.dumps([{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}])

@@ -8,7 +8,8 @@ import shutil
 
 import pytest
 
-from meshtune.data.tokenizer import check_vocabulary, load_tokenizer, template_names, template_text
+from meshtune.data.chat_templates import template_names, template_text
+from meshtune.data.tokenizer import check_vocabulary, load_tokenizer
 from meshtune.errors import UserError
 
 
@@ -81,7 +82,7 @@ def test_code_beside_a_tokenizer_is_not_run(tmp_path, shared):
     assert not (tmp_path / "ran").exists()
 
 
-def test_templates_have_names_and_files(tmp_path, shared):
+def test_a_template_is_a_shipped_name_or_a_file(tmp_path, shared):
     assert {"chatml", "llama3", "mistral", "gemma", "plain", "alpaca"} <= set(template_names())
     own = tmp_path / "own.jinja"
     own.write_text("{{ messages }}")
@@ -97,5 +98,5 @@ def test_an_unknown_template_names_the_nearest():
 def test_a_vocabulary_larger_than_the_embedding_is_refused(shared):
     tokenizer = load_tokenizer(shared / "assets/models/stories260K")
     check_vocabulary(tokenizer, 512)
-    with pytest.raises(UserError, match="ids up to 511, but the model's embedding has 511 rows"):
+    with pytest.raises(UserError, match="ids up to 511, but the model's embedding has 511 entries"):
         check_vocabulary(tokenizer, 511)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshtune.data.conversation import Conversation, Message, Origin, Text
-from meshtune.data.masks import Learn
+from meshtune.data.masks import LossPolicy
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.data.tokens import Tokenize, TokenOptions
 from meshtune.errors import UserError
@@ -40,7 +40,7 @@ def chat(answer="four", question="2+2?", record=0):
     return Conversation((Message("user", question), Message("assistant", answer)), here(record))
 
 
-def test_text_begins_as_the_tokenizer_does_and_always_ends(smol, stories, llama):
+def test_text_gets_the_tokenizers_bos_and_always_an_eos(smol, stories, llama):
     for tokenizer, begins in ((smol, False), (stories, True), (llama, True)):
         (example,), _ = run(tokenizer, [Text("Once upon a time", here())])
         ids = tokenizer("Once upon a time")["input_ids"]
@@ -49,13 +49,13 @@ def test_text_begins_as_the_tokenizer_does_and_always_ends(smol, stories, llama)
         assert (example.weights[1:] == 1).all()
 
 
-def test_ends_and_beginnings_are_not_doubled(llama):
+def test_bos_and_eos_are_not_doubled(llama):
     words = f"{llama.bos_token}Once{llama.eos_token}"
     (example,), _ = run(llama, [Text(words, here())])
     assert example.ids.tolist() == llama("Once")["input_ids"] + [llama.eos_token_id]
 
 
-def test_the_end_is_learned_although_it_is_the_padding_token(smol):
+def test_eos_is_trained_on_even_if_it_is_the_padding_token(smol):
     assert smol.pad_token_id == smol.eos_token_id
     for document in (Text("Once", here()), chat()):
         (example,), _ = run(smol, [document])
@@ -63,7 +63,7 @@ def test_the_end_is_learned_although_it_is_the_padding_token(smol):
         assert example.weights[last] == 1
 
 
-def test_prompts_are_given_and_completions_learned(smol, stories):
+def test_completions_are_trained_on_and_prompts_are_not(smol, stories):
     for tokenizer in (smol, stories):
         (example,), _ = run(tokenizer, [Text(" Paris is it.", here(), prompt="The capital of France?")])
         given = tokenizer("The capital of France?")["input_ids"]
@@ -91,7 +91,7 @@ def test_prompts_are_tokenised_without_looking_ahead(smol):
     assert counts.split == 1
 
 
-def test_where_a_tokenizer_cannot_be_split_the_token_on_the_edge_is_learned(stories):
+def test_a_token_across_the_edge_is_trained_on_where_text_cannot_be_split(stories):
     (example,), counts = run(stories, [Text("e day", here(), prompt="Onc")])
     whole = stories("Once day")["input_ids"]
     assert example.ids.tolist() == [*whole, stories.eos_token_id]
@@ -100,8 +100,8 @@ def test_where_a_tokenizer_cannot_be_split_the_token_on_the_edge_is_learned(stor
     assert "e day" in learned
 
 
-def test_train_on_prompt_learns_prompts_too(smol):
-    (example,), _ = run(smol, [Text(" b", here(), prompt="a")], learn=Learn(train_on_prompt=True))
+def test_train_on_prompt_includes_prompts(smol):
+    (example,), _ = run(smol, [Text(" b", here(), prompt="a")], policy=LossPolicy(train_on_prompt=True))
     assert (example.weights == 1).all()
 
 
@@ -127,7 +127,7 @@ def test_a_template_without_an_end_is_counted(shared):
     assert tokenizer.decode(example.ids[example.weights > 0].tolist()).strip() == "four"
 
 
-def test_long_documents_are_cut_counted_and_checked_again(smol):
+def test_long_documents_are_truncated_and_counted(smol):
     long_answer, long_question = chat("word " * 100), chat("four", "word " * 100, 1)
     examples, counts = run(smol, [long_answer, long_question, chat()], max_length=60)
     assert [len(example.ids) for example in examples][:1] == [60]
@@ -154,11 +154,11 @@ def test_a_document_of_exactly_max_length_is_whole(smol):
         assert run(smol, [chat()], max_length=most)[1].truncated == cut
 
 
-def test_documents_with_nothing_to_learn_are_counted(smol):
+def test_documents_without_anything_to_train_on_are_counted(smol):
     silent = Conversation((Message("user", "a"), Message("assistant", "b", weight=0.0)), here())
     examples, counts = run(smol, [silent, chat(), Conversation((Message("user", "a"),), here())])
     assert len(examples) == 1
-    assert counts.nothing_to_learn == 2
+    assert counts.nothing_to_train == 2
 
 
 def test_records_that_a_template_refuses_can_be_skipped_and_are_listed(smol, shared):
@@ -179,7 +179,7 @@ def test_a_missing_template_is_never_skipped(stories):
         run(stories, [chat()], skip_bad=True)
 
 
-def test_a_tokenizer_that_asks_for_truncation_and_padding_gets_neither(shared):
+def test_truncation_and_padding_in_tokenizer_json_are_ignored(shared):
     tokenizer = load_tokenizer(shared / "assets/tokenizers/smollm2")
     tokenizer.backend_tokenizer.enable_truncation(4)
     tokenizer.backend_tokenizer.enable_padding(length=50)

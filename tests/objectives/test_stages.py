@@ -62,7 +62,8 @@ def loss_and_gradient(stage, options, spec, trainable, frozen, arrays):
 
 
 @pytest.mark.parametrize(
-    "stage", [stage if stage in ("dpo", "kto") else pytest.param(stage, marks=pytest.mark.slow) for stage in OPTIONS]
+    "stage",
+    [stage if stage in ("dpo", "kto") else pytest.param(stage, marks=pytest.mark.slow) for stage in OPTIONS],
 )
 def test_packed_units_equal_units_in_rows_of_their_own(stage, tmp_path):
     """Loss, metrics and gradients of six units: in six rows, and packed into two. Float32 sums in another order."""
@@ -82,7 +83,7 @@ def test_packed_units_equal_units_in_rows_of_their_own(stage, tmp_path):
 
 
 @pytest.mark.parametrize("stage", ["dpo", "kto"])
-def test_adapters_off_are_the_start_that_is_cached(stage, tmp_path):
+def test_disabled_adapters_equal_the_cached_reference(stage, tmp_path):
     spec, params = same_weights(torch_model("llama3"))
     made = prepare(LoraConfig(rank=4), spec, params, jax.random.key(0))
     documents = random_pairs(97, 4, seed=4)
@@ -175,7 +176,7 @@ def test_a_reward_model_reloads_in_transformers_with_equal_scores(method, model,
 
 
 @pytest.mark.slow
-def test_a_full_run_compares_with_its_start_kept_on_disk(model, tmp_path, monkeypatch):
+def test_a_full_run_is_compared_with_its_cached_start(model, tmp_path, monkeypatch):
     monkeypatch.setenv("MESHTUNE_CACHE", str(tmp_path / "cache"))
     run(model, tmp_path, "stage=dpo", "method=full")
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
@@ -206,7 +207,7 @@ def test_a_reference_with_another_tokenizer_is_refused(model, tmp_path):
 
 
 @pytest.mark.parametrize(("rows", "same"), [(0, True), (4, False)])
-def test_a_start_measured_on_the_first_rows_is_another_with_other_rows(rows, same):
+def test_a_start_calibrated_on_data_depends_on_the_rows(rows, same):
     """What is kept of a reference on disk is found again by what made the start."""
     method = {"adapter": "loftq", "loftq_calibration": rows}
     raw = {"model": "m", "data": "d.json", "output": "o", "quantize": "nf4", "stage": "dpo", "method": method}
@@ -214,12 +215,12 @@ def test_a_start_measured_on_the_first_rows_is_another_with_other_rows(rows, sam
     assert (first == second) is same
 
 
-def test_adapters_off_are_no_reference_where_weights_are_trained(model, tmp_path):
+def test_the_base_is_refused_as_reference_where_its_weights_are_trained(model, tmp_path):
     with pytest.raises(UserError, match="no reference here"):
         run(model, tmp_path, "stage=dpo", "stage.reference=base", "method=full")
 
 
-def test_a_scored_model_trains_its_score_whatever_the_method():
+def test_the_score_head_is_trained_with_every_method():
     import dataclasses
 
     from meshtune.adapters.config import FreezeConfig

@@ -24,6 +24,6 @@ def inspect(
 ) -> None:
     """Show tokens, which of them are learned, packing efficiency, lengths, and every warning."""
     from meshtune.config.load import load_recipe
-    from meshtune.data.inspection import inspect as show
+    from meshtune.data.inspection import inspect_data
 
-    show(load_recipe(*split(arguments)), records=records, tokens=tokens)
+    inspect_data(load_recipe(*split(arguments)), records=records, tokens=tokens)

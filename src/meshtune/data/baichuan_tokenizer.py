@@ -1,7 +1,7 @@
-"""The tokenizer of Baichuan and Baichuan2 from their tokenizer.model: the code they ship with is never run.
+"""Loads the tokenizer of Baichuan and Baichuan2 from tokenizer.model, without running the code in their repositories.
 
-They have no chat template: their code writes the ids of two reserved pieces before what user and assistant say, and
-what ends an answer after the last one alone. The template here says the same.
+They have no chat template: their code puts the ids of two reserved pieces before user and assistant turns, and the
+end-of-sequence token after the last turn alone. The template here does the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 CLASSES = ("BaichuanTokenizer", "BaiChuanTokenizer")
 FILE = "tokenizer.model"
 TEMPLATE = "baichuan2"
-# The fields of generation_config.json, the ids where they are absent, and the pieces that the template names.
+# Fields of generation_config.json: the default id of each, and the piece that stands for it in the template.
 SPEAKERS = {"user_token_id": (195, "<reserved_106>"), "assistant_token_id": (196, "<reserved_107>")}
 
 
@@ -26,15 +26,15 @@ def is_baichuan(directory: pathlib.Path) -> bool:
     """Whether a model directory has Baichuan's own tokenizer."""
     if not (directory / FILE).is_file():
         return False
-    named = _json(directory / "tokenizer_config.json").get("tokenizer_class")
-    return (named or _json(directory / "config.json").get("tokenizer_class")) in CLASSES
+    name = _json(directory / "tokenizer_config.json").get("tokenizer_class")
+    return (name or _json(directory / "config.json").get("tokenizer_class")) in CLASSES
 
 
 def load_baichuan(directory: pathlib.Path, template: str) -> PreTrainedTokenizerFast:
-    """The fast tokenizer of a directory, with the chat template it was saved with; else, if it has pieces that mark its
-    speakers, with `template` for those.
+    """Loads the fast tokenizer of a directory.
 
-    Raises UserError where tokenizer.model is damaged.
+    Its chat template is the one it was saved with, or else `template`, if the vocabulary has reserved pieces for user
+    and assistant. Raises UserError where tokenizer.model is damaged.
     """
     from tokenizers import AddedToken, processors
     from transformers import PreTrainedTokenizerFast
@@ -68,13 +68,13 @@ def load_baichuan(directory: pathlib.Path, template: str) -> PreTrainedTokenizer
     )
 
 
-def _saved_template(directory: pathlib.Path, settings: dict[str, Any]) -> Any:
+def _saved_template(directory: pathlib.Path, settings: dict[str, Any]) -> str | None:
     file = directory / "chat_template.jinja"
     return file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
 
 
 def _speakers(directory: pathlib.Path, model: Pieces) -> dict[str, str] | None:
-    """The pieces before what each says; None for a vocabulary that has none reserved there."""
+    """The pieces that begin the turns of user and assistant; None for a vocabulary that reserves none."""
     settings = _json(directory / "generation_config.json")
     ids = {name: settings.get(name, default) for name, (default, _) in SPEAKERS.items()}
     defined = set(model.ids(USER_DEFINED))
@@ -89,7 +89,7 @@ def _content(token: Any) -> str | None:
 
 def _json(file: pathlib.Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # whoever needs the file says so
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # reported by the code that requires the file
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

@@ -1,4 +1,4 @@
-"""A tokenizer's chat template: rendering conversations, and what a turn ends with."""
+"""A tokenizer's chat template: rendering of conversations, and the end-of-turn marker."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from meshtune.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# Some templates write today's date into the prompt. Training must not depend on the day it is resumed, so the clock
-# of the template stands still at the date that Meta's templates fall back to.
+# Some templates write today's date into the prompt. Training must not depend on the day it is resumed, so templates get
+# a fixed date, the one that Meta's templates fall back to.
 FIXED_DATE = {"%d": "26", "%b": "Jul", "%B": "July", "%m": "07", "%Y": "2024", "%y": "24", "%A": "Friday", "%a": "Fri"}
 FIXED_DATE |= {"%H": "12", "%I": "12", "%M": "00", "%S": "00", "%p": "PM", "%-d": "26", "%-m": "7", "%Z": "UTC"}
 
-# What a template, which is a program, can fail with: its own raise_exception, or Python's errors inside expressions.
+# A template is a program: it can raise an exception of its own, or Python's errors inside expressions.
 _FAILURES = (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
 
 
 @dataclasses.dataclass(frozen=True)
 class EndOfTurn:
-    """What a template writes after an assistant's words. `head` must be learned for the model to stop; `tail` not.
+    """What a template writes after the content of an assistant turn.
 
-    `token` is the id of the special token that ends `head`, None where a template ends turns with plain text.
+    `head` must be trained on for the model to learn to stop; `tail` is not. `token` is the id of the special token that
+    ends `head`, None where the template ends turns with plain text.
     """
 
     head: str
@@ -51,7 +52,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def writes_date(self) -> bool:
-        """Whether the template asks for today's date."""
+        """Whether the template writes today's date."""
         return "strftime_now" in str(self.tokenizer.chat_template)
 
     @functools.cached_property
@@ -60,14 +61,14 @@ class ChatTemplate:
 
     @functools.cached_property
     def _with_tools(self) -> str:
-        """A tokenizer may have a template of its own for tools."""
+        """The template for conversations with tools, which some tokenizers have separately."""
         return self._with_fixed_date(self.tokenizer.get_chat_template(None, tools=[{}]))
 
     def _with_fixed_date(self, text: str) -> str:
         if "strftime_now" not in text:
             return text
         value = "format" + "".join(f".replace({key!r}, {value!r})" for key, value in sorted(FIXED_DATE.items()))
-        # The newline is swallowed by trim_blocks, which transformers sets.
+        # transformers sets trim_blocks, which removes the newline.
         return "{%- macro strftime_now(format) -%}{{ " + value + " }}{%- endmacro %}\n" + text
 
     def render(
@@ -77,10 +78,7 @@ class ChatTemplate:
         *,
         generation_prompt: bool = False,
     ) -> str:
-        """The text of `messages`; with `generation_prompt`, ready for the assistant to answer.
-
-        Raises jinja2.TemplateError, and whatever else a template can fail with: see `failures`.
-        """
+        """Renders `messages`, followed by the generation prompt if asked for. Raises one of `failures`."""
         return self.tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType] - a str, since tokenize=False
             list(messages),  # pyright: ignore[reportArgumentType]
             tools=list(tools) or None,  # pyright: ignore[reportArgumentType]
@@ -93,56 +91,57 @@ class ChatTemplate:
 
     @functools.cached_property
     def end_of_turn(self) -> EndOfTurn:
-        """What the template writes after the last assistant turn, found by rendering a small conversation."""
-        words = "\ue000answer\ue001"
-        chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": words}]
+        """What the template writes after the last assistant turn, found by rendering a short conversation."""
+        content = "\ue000answer\ue001"
+        chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": content}]
         try:
             text = self.render(chat)
         except _FAILURES as problem:
             raise template_error(problem, where=str(self.tokenizer.name_or_path)) from problem
-        if text.count(words) != 1:
+        if text.count(content) != 1:
             raise UserError(
-                f"the chat template writes the assistant's words {text.count(words)} times, not once",
+                f"the chat template writes the content of an assistant turn {text.count(content)} times, not once",
                 where=str(self.tokenizer.name_or_path),
                 fix="set model.chat_template to a template that renders assistant turns",
             )
-        after = text[text.index(words) + len(words) :]
-        first: tuple[int, int, int] | None = None
-        for id_, added in self.tokenizer.added_tokens_decoder.items():
-            at = after.find(added.content)
-            if at >= 0 and added.content.strip() and (first is None or (at, -len(added.content)) < first[:2]):
-                first = (at, -len(added.content), id_)
-        if first is not None:
-            end = first[0] - first[1]
-            return EndOfTurn(after[:end], after[end:], first[2])
-        head = after.rstrip()
-        return EndOfTurn(head, after[len(head) :], None)
+        ending = text[text.index(content) + len(content) :]
+        occurrences = [
+            (ending.find(added.content), -len(added.content), id_)
+            for id_, added in self.tokenizer.added_tokens_decoder.items()
+            if added.content.strip() and added.content in ending
+        ]
+        if occurrences:
+            start, negative_length, id_ = min(occurrences)  # the first special token, the longest of several there
+            end = start - negative_length
+            return EndOfTurn(ending[:end], ending[end:], id_)
+        head = ending.rstrip()
+        return EndOfTurn(head, ending[len(head) :], None)
 
 
 def template_error(problem: Exception, *, where: str) -> UserError:
-    """A template's failure as a UserError that carries the template's own words."""
-    words = str(problem) or type(problem).__name__
+    """A template's failure as a UserError with the template's own message."""
+    message = str(problem) or type(problem).__name__
     line = getattr(problem, "lineno", None)
     if line:
-        words = f"{words} (line {line} of the template)"
+        message = f"{message} (line {line} of the template)"
     if isinstance(problem, jinja2.TemplateSyntaxError):
         return UserError(
-            f"the chat template is not valid Jinja: {words}", where=where, fix="correct model.chat_template"
+            f"the chat template is not valid Jinja: {message}", where=where, fix="correct model.chat_template"
         )
     return UserError(
-        f"the chat template cannot render this conversation: {words}",
+        f"the chat template cannot render this conversation: {message}",
         where=where,
-        fix="change the record, set model.chat_template to one that allows it, or data.on_bad=skip to leave it out",
+        fix="change the record, set model.chat_template to one that allows it, or set data.on_bad=skip to leave it out",
     )
 
 
 def as_dicts(conversation: Conversation) -> list[dict[str, Any]]:
-    """The messages as a chat template reads them: OpenAI's form."""
+    """The messages in OpenAI's form, which chat templates read."""
     return [_as_dict(message) for message in conversation.messages]
 
 
 def _as_dict(message: Message) -> dict[str, Any]:
-    plain: dict[str, Any] = {"role": message.role, "content": message.content, **dict(message.extra)}
+    fields: dict[str, Any] = {"role": message.role, "content": message.content, **dict(message.extra)}
     if message.tool_calls:
-        plain["tool_calls"] = list(message.tool_calls)
-    return plain
+        fields["tool_calls"] = list(message.tool_calls)
+    return fields

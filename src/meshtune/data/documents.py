@@ -54,8 +54,8 @@ class CheckedSource:
 
 def _convert(record: object, checked: CheckedSource, origin: Origin) -> Sample:
     if not isinstance(record, dict):
-        what = f"the record is not an object, found {describe(record)}"
-        raise UserError(what, where=str(origin), fix='write it as {"field": value}')
+        problem = f"the record is not an object, found {describe(record)}"
+        raise UserError(problem, where=str(origin), fix='write it as {"field": value}')
     named: Record = record
     return checked.format.convert(named, checked.fields, checked.source.tags, origin)
 

@@ -1,4 +1,4 @@
-"""A recipe's data on a terminal: documents token by token with what is learned of them, then the report."""
+"""Shows a recipe's data on a terminal: documents token by token, with what is trained on, and the report."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ from meshtune.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# Neighbouring tokens differ in shade, so that their edges are seen.
-_LEARNED, _GIVEN, _SCALED = ("black on green", "black on bright_green"), ("grey62", "grey42"), ("black on yellow",) * 2
+# Neighbouring tokens differ in shade, so that their boundaries are visible.
+_TRAINED, _PROMPT, _SCALED = ("black on green", "black on bright_green"), ("grey62", "grey42"), ("black on yellow",) * 2
 
 
-def inspect(recipe: Recipe, *, records: int = 3, tokens: int = 400, console: Console | None = None) -> None:
-    """Print the first documents token by token and the report of every split. Raises UserError as `prepare` does."""
+def inspect_data(recipe: Recipe, *, records: int = 3, tokens: int = 400, console: Console | None = None) -> None:
+    """Prints the first documents token by token and the report on every split. Raises UserError as `prepare_data`."""
     console = console or Console(highlight=False)
     model = recipe.model
-    tokenizer = load_tokenizer(model.tokenizer or model.path, model.chat_template, revision=_revision(recipe))
+    revision = None if model.tokenizer else model.revision
+    tokenizer = load_tokenizer(model.tokenizer or model.path, model.chat_template, revision=revision)
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("reading data", total=None)
 
-        def progress(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
+        def progress(activity: str, done: int, total: int) -> None:
+            bar.update(task, description=activity, completed=done, total=total)
 
         prepared = prepare_data(recipe, tokenizer, vocab=_vocabulary(model.path), progress=progress)
     if not isinstance(prepared.train, Loader):
         raise UserError(
-            "a stream is tokenised while it is trained on, so there is nothing to inspect yet",
+            "a stream is tokenised during training, so there is nothing to inspect yet",
             where="data.streaming",
             fix="inspect with data.streaming=false and a cap on the source",
         )
@@ -50,7 +51,7 @@ def inspect(recipe: Recipe, *, records: int = 3, tokens: int = 400, console: Con
     for index in range(min(records, len(store))):
         example = store[index]
         console.print(Rule(f"{example.origin}: {len(example.ids)} tokens", style="dim", align="left"))
-        console.print(coloured(tokenizer, example, tokens, brackets=console.color_system is None))
+        console.print(coloured_tokens(tokenizer, example, tokens, brackets=console.color_system is None))
     console.print(Rule(style="dim"))
     console.print(render(prepared.report))
     if prepared.validation_report is not None:
@@ -58,59 +59,58 @@ def inspect(recipe: Recipe, *, records: int = 3, tokens: int = 400, console: Con
 
 
 def legend(console: Console) -> Text:
-    """What the colours mean; without colours, what the brackets mean."""
+    """The meaning of the colours or, without colours, of the brackets."""
     if console.color_system is None:
         return Text(
-            "⟦ learned ⟧ (⟦0.5: learned with a weight of 0.5⟧), the rest is given; ↵ is a newline, · ends a token"
+            "⟦ trained on ⟧ (⟦0.5: trained on with a weight of 0.5⟧), the rest is prompt; ↵ is a newline, "
+            "· ends a token"
         )
-    parts = [(" learned ", _LEARNED[0]), "  ", (" learned with a weight other than 1 ", _SCALED[0]), "  "]
-    return Text.assemble(*parts, (" given ", _GIVEN[0]), "  shades change at every token; ↵ is a newline")
+    parts = [(" trained on ", _TRAINED[0]), "  ", (" trained on with a weight other than 1 ", _SCALED[0]), "  "]
+    return Text.assemble(*parts, (" prompt ", _PROMPT[0]), "  shades change at every token; ↵ is a newline")
 
 
-def coloured(tokenizer: PreTrainedTokenizerFast, example: Example, most: int, *, brackets: bool = False) -> Text:
-    """A document's tokens, coloured by whether they are learned; `brackets` also says it without colour."""
+def coloured_tokens(
+    tokenizer: PreTrainedTokenizerFast, example: Example, limit: int, *, brackets: bool = False
+) -> Text:
+    """The first `limit` tokens of a document, coloured by loss weight; with `brackets` also marked without colour."""
     text = Text()
-    before, shade = 0.0, 0
+    previous, shade = 0.0, 0
     weights = example.weights.copy()
     weights[:1] = 0  # nothing predicts the first token
-    for piece, weight in _pieces(tokenizer, example.ids[:most].tolist(), weights[:most].tolist()):
-        if brackets and weight != before:
-            text.append(("⟧" if before else "") + ("" if not weight else "⟦" if weight == 1 else f"⟦{weight:g}: "))
-        styles = _GIVEN if not weight else _LEARNED if weight == 1 else _SCALED
+    for piece, weight in _pieces(tokenizer, example.ids[:limit].tolist(), weights[:limit].tolist()):
+        if brackets and weight != previous:
+            text.append(("⟧" if previous else "") + ("" if not weight else "⟦" if weight == 1 else f"⟦{weight:g}: "))
+        styles = _PROMPT if not weight else _TRAINED if weight == 1 else _SCALED
         text.append(piece.replace("\n", "↵\n") + ("·" if brackets else ""), styles[shade % 2])
-        before, shade = weight, shade + 1
-    if brackets and before:
+        previous, shade = weight, shade + 1
+    if brackets and previous:
         text.append("⟧")
-    if len(example.ids) > most:
-        text.append(f"\n... {len(example.ids) - most} more tokens", "dim")
+    if len(example.ids) > limit:
+        text.append(f"\n... {len(example.ids) - limit} more tokens", "dim")
     return text
 
 
 def _pieces(tokenizer: PreTrainedTokenizerFast, ids: list[int], weights: list[float]) -> list[tuple[str, float]]:
-    """The text of each token; tokens that only together make a character are one piece."""
-    pieces, held, said = [], [], ""
-    for place, (id_, weight) in enumerate(zip(ids, weights, strict=True)):
-        held.append(id_)
-        whole = str(tokenizer.decode(held, clean_up_tokenization_spaces=False))
-        if whole.endswith("�") and place + 1 < len(ids):
+    """The text of each token. Tokens that only together make a character are one piece."""
+    pieces, window, decoded = [], [], ""
+    for index, (id_, weight) in enumerate(zip(ids, weights, strict=True)):
+        window.append(id_)
+        text = str(tokenizer.decode(window, clean_up_tokenization_spaces=False))
+        if text.endswith("�") and index + 1 < len(ids):
             continue
-        pieces.append((whole[len(said) :], weight))
-        said = whole
-        if len(held) > 64:  # a window is enough: decoders look back one token, for the space before a word
-            held = held[-1:]
-            said = str(tokenizer.decode(held, clean_up_tokenization_spaces=False))
+        pieces.append((text[len(decoded) :], weight))
+        decoded = text
+        if len(window) > 64:  # decoders look back one token at most, for the space before a word
+            window = window[-1:]
+            decoded = str(tokenizer.decode(window, clean_up_tokenization_spaces=False))
     return pieces
 
 
-def _revision(recipe: Recipe) -> str | None:
-    return None if recipe.model.tokenizer else recipe.model.revision
-
-
 def _vocabulary(path: str) -> int | None:
-    """The rows of the embedding by the model's config, if the model is a local directory."""
+    """The vocabulary size in the model's config; None unless the model is a local directory with one."""
     file = pathlib.Path(path).expanduser() / "config.json"
     try:
         vocab = json.loads(file.read_text(encoding="utf-8")).get("vocab_size")
     except (OSError, ValueError, AttributeError):
-        return None  # a tokenizer alone can be inspected too
+        return None  # a tokenizer can be inspected without a model
     return vocab if isinstance(vocab, int) else None

@@ -1,4 +1,4 @@
-"""Tokens that a tokenizer does not have yet."""
+"""Adds tokens to a tokenizer."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class NewTokens:
-    """`ids` of the new tokens, and of each the `pieces` (ids) that its text was cut into before."""
+    """The ids of new tokens, and for each the ids that its text was tokenised to before (`pieces`)."""
 
     ids: tuple[int, ...] = ()
     pieces: tuple[tuple[int, ...], ...] = ()
 
     def padded_vocab(self, vocab: int, multiple: int | None = None) -> int:
-        """The rows that an embedding of `vocab` rows needs, a multiple of `multiple`."""
-        need = max(vocab, *(one + 1 for one in self.ids)) if self.ids else vocab
-        return need if multiple is None else -(-need // multiple) * multiple
+        """The size that an embedding of `vocab` tokens needs with the new ones, rounded up to a multiple."""
+        size = max(vocab, *(id_ + 1 for id_ in self.ids)) if self.ids else vocab
+        return size if multiple is None else -(-size // multiple) * multiple
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerFast, plain: Sequence[str], special: Sequence[str]) -> NewTokens:
-    """Adds tokens to a tokenizer: plain ones are text, special ones are left out where text is decoded without them.
+    """Adds tokens to a tokenizer: plain ones are text; special ones can be left out when decoding.
 
-    Raises UserError for a token that is there already, is given twice, or is empty.
+    Raises UserError for a token that exists already, is given twice, or is blank.
     """
-    wanted = [*plain, *special]
+    tokens = [*plain, *special]
     known = tokenizer.get_vocab()
-    for number, token in enumerate(wanted):
-        where = "model.new_tokens" if number < len(plain) else "model.new_special_tokens"
+    for index, token in enumerate(tokens):
+        where = "model.new_tokens" if index < len(plain) else "model.new_special_tokens"
         if not token.strip():
             raise UserError(f"a new token is {token!r}", where=where, fix="give text that is not blank")
-        if token in wanted[:number]:
+        if token in tokens[:index]:
             raise UserError(f"the new token {token!r} is given twice", where=where, fix="give it once")
         if token in known:
             raise UserError(
-                f"{token!r} is a token already, number {known[token]}", where=where, fix="leave it out: it can be used"
+                f"{token!r} is a token already, with id {known[token]}", where=where, fix="leave it out: it can be used"
             )
-    pieces = tuple(tuple(tokenizer(token, add_special_tokens=False)["input_ids"]) for token in wanted)
+    pieces = tuple(tuple(tokenizer(token, add_special_tokens=False)["input_ids"]) for token in tokens)
     tokenizer.add_tokens(list(plain))
     tokenizer.add_tokens(list(special), special_tokens=True)
-    ids = tokenizer.convert_tokens_to_ids(wanted) if wanted else []
-    return NewTokens(tuple(ids), pieces)  # pyright: ignore[reportArgumentType] - ids, of a list
+    ids = tokenizer.convert_tokens_to_ids(tokens) if tokens else []
+    return NewTokens(tuple(ids), pieces)  # pyright: ignore[reportArgumentType] - a list of ids

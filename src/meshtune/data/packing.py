@@ -1,7 +1,7 @@
-"""Which documents share a row: best-fit packing of a seeded order, and the padded alternative.
+"""Assigns documents to rows: best-fit packing of a shuffled order, or one padded document per row.
 
-Orders come from splitmix64 keys, not from a library's generator, so that they never change with a version.
-Best-fit decreasing (Johnson 1973) inside windows of the shuffled order keeps rows full and the order random.
+Orders come from splitmix64 keys, not from a library's generator, so that they do not change with its version. Best-fit
+decreasing (Johnson 1973) within windows of the shuffled order keeps rows full and the order random.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import dataclasses
 import numpy as np
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-WINDOW = 4096  # documents that may end up beside each other
+WINDOW = 4096  # documents that may share a row
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
-    """Rows of documents: row r holds `documents[starts[r] : starts[r + 1]]` in that order; both int64."""
+    """The documents of each row: row r has `documents[starts[r] : starts[r + 1]]` in that order; both int64."""
 
     documents: np.ndarray
     starts: np.ndarray
@@ -29,7 +29,7 @@ class PackedRows:
 
 
 def random_keys(seed: int, stream: int, n: int) -> np.ndarray:
-    """n uint64 numbers, a pure function of seed and stream: splitmix64 (Steele, Lea, Flood 2014)."""
+    """n random uint64, a pure function of seed and stream: splitmix64 (Steele, Lea, Flood 2014)."""
     with np.errstate(over="ignore"):
         state = _mix(_mix(np.asarray([seed], np.uint64)) + np.uint64(stream))
         return _mix(state + np.arange(1, n + 1, dtype=np.uint64) * _GOLDEN)
@@ -43,24 +43,23 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 
 def shuffled(n: int, seed: int, stream: int) -> np.ndarray:
-    """A permutation of 0..n-1, int64."""
+    """A random permutation of 0..n-1, int64."""
     return np.argsort(random_keys(seed, stream, n), kind="stable")
 
 
 def pack(lengths: np.ndarray, order: np.ndarray, row_length: int, *, window: int = WINDOW) -> PackedRows:
-    """Put the documents of `order` into rows of `row_length` positions.
+    """Packs the documents of `order` into rows of `row_length` positions, each document into exactly one row.
 
-    `lengths` int [n] are positions a document takes, each between 1 and `row_length`. Documents lie in a row as in
-    `order`, and rows follow the places of their longest documents, so a shuffled order gives shuffled rows. Each
-    document is in exactly one row.
+    `lengths` int [n] are the positions that each document takes, between 1 and `row_length`. Documents of a row keep
+    their order, and rows are ordered by their longest documents, so that a shuffled order gives shuffled rows.
     """
-    row_of = np.empty(len(order), np.int64)  # by place in the order
+    row_of = np.empty(len(order), np.int64)  # indexed by position in the order
     openers: list[int] = []
     for start in range(0, len(order), window):
         sizes = np.asarray(lengths[order[start : start + window]], np.int64)
-        found, opened_by = _best_fit_decreasing(sizes, row_length)
-        row_of[start : start + window] = found + len(openers)
-        openers += [start + place for place in opened_by]
+        window_rows, window_openers = _best_fit_decreasing(sizes, row_length)
+        row_of[start : start + window] = window_rows + len(openers)
+        openers += [start + opener for opener in window_openers]
     rows = len(openers)
     rank = np.empty(rows, np.int64)
     # By the longest document: by the first one, rows of many short documents would come early in every epoch.
@@ -70,37 +69,38 @@ def pack(lengths: np.ndarray, order: np.ndarray, row_length: int, *, window: int
     return PackedRows(np.asarray(order, np.int64)[by_row], starts)
 
 
-def one_a_row(order: np.ndarray) -> PackedRows:
-    """The padded alternative: every document alone."""
+def unpacked_rows(order: np.ndarray) -> PackedRows:
+    """One document per row."""
     return PackedRows(np.asarray(order, np.int64), np.arange(len(order) + 1, dtype=np.int64))
 
 
 def padded_length(longest: int, max_length: int, *, multiple: int = 64) -> int:
-    """Positions of a padded row: the longest document rounded up, but never above `max_length`."""
+    """Positions of a padded row: the longest document rounded up to a multiple, at most `max_length`."""
     return min(max_length, -(-max(longest, 1) // multiple) * multiple)
 
 
 def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, list[int]]:
-    """The row of each document, and each row's first: longest first, each into the fullest row with room for it."""
+    """The row of each document, and the first document of each row. Documents are placed longest first, each into the
+    fullest row with room for it."""
     row_of = np.empty(len(sizes), np.int64)
-    rows_with_room: dict[int, list[int]] = {}  # room -> rows
-    rooms = 0  # bit r is set if some row has room r: the least sufficient room is found by integer arithmetic
+    rows_with_room: dict[int, list[int]] = {}
+    rooms = 0  # bit r is set if some row has room r, so the least sufficient room is found by integer arithmetic
     openers: list[int] = []
     order = np.argsort(-sizes, kind="stable")
-    for place, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
-        enough = rooms >> size
-        if enough:
-            room = size + (enough & -enough).bit_length() - 1
-            same = rows_with_room[room]
-            row = same.pop()
-            if not same:
+    for document, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
+        sufficient = rooms >> size
+        if sufficient:
+            room = size + (sufficient & -sufficient).bit_length() - 1
+            candidates = rows_with_room[room]
+            row = candidates.pop()
+            if not candidates:
                 rooms &= ~(1 << room)
         else:
             room, row = capacity, len(openers)
-            openers.append(place)
-        row_of[place] = row
-        left = room - size
-        if left:
-            rows_with_room.setdefault(left, []).append(row)
-            rooms |= 1 << left
+            openers.append(document)
+        row_of[document] = row
+        remaining = room - size
+        if remaining:
+            rows_with_room.setdefault(remaining, []).append(row)
+            rooms |= 1 << remaining
     return row_of, openers

@@ -134,11 +134,11 @@ class Registry:
         raise UserError("the entry names no data", where=where, fix="add file_name or hf_hub_url")
 
 
-def _check_keys(keys: Iterable[str], known: Sequence[str], what: str, where: str) -> None:
+def _check_keys(keys: Iterable[str], known: Sequence[str], problem: str, where: str) -> None:
     for key in keys:
         if key not in known:
             fix = f"{nearest(key, known)}known: {', '.join(known)}"
-            raise UserError(f"unknown {what} '{key}'", where=where, fix=fix)
+            raise UserError(f"unknown {problem} '{key}'", where=where, fix=fix)
 
 
 def _check_entry(entry: Any, where: str, dataset_type: DatasetType) -> None:
@@ -158,8 +158,8 @@ def _check_entry(entry: Any, where: str, dataset_type: DatasetType) -> None:
     for section, names in (("columns", columns), ("tags", tags)):
         for key, value in names.items():
             if not isinstance(value, str):
-                what = f"expected the name of a field, found {json.dumps(value)[:60]}"
-                raise UserError(what, where=f"{where}, {section} '{key}'", fix="correct it")
+                problem = f"expected the name of a field, found {json.dumps(value)[:60]}"
+                raise UserError(problem, where=f"{where}, {section} '{key}'", fix="correct it")
     media = [key for key in MEDIA if key in columns]
     if media:
         raise UserError(

@@ -1,4 +1,4 @@
-"""What became of the data: counts, a length histogram, and every warning, as a dataclass and as a picture of it."""
+"""The report on prepared data: counts, a length histogram and warnings, as a dataclass and for a terminal."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from meshtune.data.tokens import TokenCounts
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_SHARE_CUT, _SHARE_COPIES, _SHARE_LEARNED, _SHARE_FULL = 0.05, 0.05, 0.02, 0.8  # beyond which a warning is due
+# Shares beyond which there is a warning.
+_SHARE_CUT, _SHARE_COPIES, _SHARE_TRAINED, _SHARE_FULL = 0.05, 0.05, 0.02, 0.8
 
 
 @dataclasses.dataclass(frozen=True)
 class TemplateInfo:
-    """What is known of the chat template; None of it for plain text."""
+    """Properties of the chat template that was used."""
 
     end_of_turn: str
     end_is_token: bool
@@ -30,11 +31,12 @@ class TemplateInfo:
 
 @dataclasses.dataclass(frozen=True)
 class DataReport:
-    """Counts of one split. `tokens` are ids of kept documents, `learned` those with a weight above 0.
+    """The report on one split of the data.
 
-    `efficiency` is the share of the first epoch's positions that hold a token, padding rows of the last batch left
-    out. `histogram` lists (tokens from, tokens to, documents), both inclusive. `copies` are documents whose tokens are
-    those of an earlier one.
+    `efficiency` is the share of positions in the rows of the first epoch that hold a token, without the padding rows of
+    its last batch. `histogram` lists (shortest, longest, documents) of each bin of lengths in tokens, both inclusive.
+    `copies` counts documents with the same tokens as an earlier one. `template` is None for plain text. `cache_damage`
+    describes a damaged store that was replaced.
     """
 
     split: str
@@ -51,24 +53,26 @@ class DataReport:
     copies: int
     max_length: int
     template: TemplateInfo | None = None
+    cache_damage: str | None = None
 
     @property
     def notes(self) -> list[str]:
-        """What is good to know and no cause for worry."""
-        counts, found = self.counts, []
+        """Facts worth knowing that are no cause for concern."""
+        counts, notes = self.counts, []
         if counts.split:
-            found.append(
-                f"{counts.split} documents are tokenised apart at the edge of an answer, where the tokenizer would "
-                "merge it with the prompt: this is how generation will see them"
+            notes.append(
+                f"{counts.split} documents are tokenised in parts at the start of an answer, where the tokenizer would "
+                "merge it with the prompt: generation will see the same tokens"
             )
         if self.template and self.template.writes_date:
-            found.append("the chat template writes today's date; in training it always writes 26 Jul 2024")
-        return found
+            notes.append("the chat template writes today's date; in training it always writes 26 Jul 2024")
+        return notes
 
     @property
     def warnings(self) -> list[str]:
         """Everything that makes the result worse than it could be, each with its remedy."""
-        return [*_lost(self), *_mistaught(self), *_wasted(self)]
+        damage = [f"{self.cache_damage}; they were made anew"] if self.cache_damage else []
+        return [*damage, *_losses(self), *_training_problems(self), *_inefficiencies(self)]
 
 
 def make_report(
@@ -80,14 +84,14 @@ def make_report(
     max_length: int,
     template: TemplateInfo | None = None,
 ) -> DataReport:
-    """The report of a loader's store, its first epoch's rows included."""
+    """The report on a loader's store and the rows of its first epoch."""
     store, rows = loader.store, loader.rows(0)
     lengths = store.lengths
-    every = [*skipped, *(SkippedRecord(origin, reason) for origin, reason in counts.skipped)]
+    unrendered = (SkippedRecord(origin, reason) for origin, reason in counts.skipped)
     return DataReport(
         split=split,
         counts=counts,
-        skipped=tuple(every),
+        skipped=(*skipped, *unrendered),
         rows=len(rows),
         row_length=loader.row_length,
         packing=loader.packing,
@@ -99,17 +103,18 @@ def make_report(
         copies=len(store) - len(np.unique(store.digests)),
         max_length=max_length,
         template=template,
+        cache_damage=store.damage,
     )
 
 
 def stream_report(stream: Stream, counts: TokenCounts, lengths: np.ndarray) -> DataReport:
-    """The report of a stream of which only a sample is known: its counts and lengths are the sample's, its tokens and
-    documents those of the run."""
+    """The report on a stream: counts and lengths of a sample of its documents, tokens and documents of the run."""
     rows = stream.steps * stream.batch_size
-    whole = dataclasses.replace(counts, examples=len(stream.documents), tokens=rows * stream.row_length)
+    tokens = rows * stream.row_length
+    counts = dataclasses.replace(counts, examples=len(stream.documents), tokens=tokens, trained_tokens=tokens)
     return DataReport(
         split="train",
-        counts=dataclasses.replace(whole, learned=whole.tokens),
+        counts=counts,
         skipped=(),
         rows=rows,
         row_length=stream.row_length,
@@ -125,88 +130,92 @@ def stream_report(stream: Stream, counts: TokenCounts, lengths: np.ndarray) -> D
 
 
 def histogram(lengths: np.ndarray) -> tuple[tuple[int, int, int], ...]:
-    """(from, to, documents) in bins that double, from the shortest document's to the longest's; both ends inclusive."""
+    """(shortest, longest, documents) of bins that double in width, from the shortest document to the longest."""
     powers = np.floor(np.log2(np.maximum(lengths, 1))).astype(int)
-    found = np.bincount(powers)
-    return tuple((2**p, 2 ** (p + 1) - 1, int(found[p])) for p in range(int(powers.min()), int(powers.max()) + 1))
+    counts = np.bincount(powers)
+    return tuple((2**p, 2 ** (p + 1) - 1, int(counts[p])) for p in range(int(powers.min()), int(powers.max()) + 1))
 
 
-def _lost(report: DataReport) -> list[str]:
-    counts, found = report.counts, []
+def _losses(report: DataReport) -> list[str]:
+    """Warnings about data that are left out."""
+    counts, warnings = report.counts, []
     if report.skipped:
-        found.append(f"{len(report.skipped)} records were skipped; the first: {_first(report)}")
+        first = report.skipped[0]
+        warnings.append(f"{len(report.skipped)} records were skipped; the first: {first.origin}: {first.reason}")
     if counts.truncated:
         share = counts.truncated / max(counts.documents, 1)
-        cut = f"{counts.truncated} of {counts.documents} documents ({share:.1%}) are cut at max_length "
-        cut += f"{report.max_length}, {counts.tokens_cut} tokens in all: cut answers do not teach the end of turn"
-        found.append(cut + ("; raise data.max_length" if share > _SHARE_CUT else ""))
+        warnings.append(
+            f"{counts.truncated} of {counts.documents} documents ({share:.1%}) are cut at max_length "
+            f"{report.max_length}, {counts.tokens_cut} tokens in all: cut answers do not teach the end of turn"
+            + ("; raise data.max_length" if share > _SHARE_CUT else "")
+        )
     if counts.nothing_after_truncation:
-        found.append(
-            f"{counts.nothing_after_truncation} documents are left out: nothing to learn after truncation (their "
+        warnings.append(
+            f"{counts.nothing_after_truncation} documents are left out: nothing to train on after truncation (their "
             f"prompts alone fill {report.max_length} tokens); raise data.max_length"
         )
     if counts.dropped:
-        found.append(f"{counts.dropped} documents are dropped for being longer than {report.max_length} tokens")
-    if counts.nothing_to_learn:
-        found.append(f"{counts.nothing_to_learn} documents are left out: nothing in them is learned")
-    return found
+        warnings.append(f"{counts.dropped} documents are dropped because they exceed {report.max_length} tokens")
+    if counts.nothing_to_train:
+        warnings.append(f"{counts.nothing_to_train} documents are left out: they contain nothing to train on")
+    return warnings
 
 
-def _mistaught(report: DataReport) -> list[str]:
-    counts, found = report.counts, []
+def _training_problems(report: DataReport) -> list[str]:
+    """Warnings about documents that do not teach what they should."""
+    counts, warnings = report.counts, []
     if counts.unended:
-        found.append(f"{counts.unended} answers have no end of turn in the chat template: they do not teach to stop")
+        warnings.append(f"{counts.unended} answers have no end of turn in the chat template: they do not teach to stop")
     if report.template and not report.template.end_is_token and report.template.end_of_turn:
-        found.append(
-            f"the chat template ends turns with the text {report.template.end_of_turn!r}, which is no token of this "
+        warnings.append(
+            f"the chat template ends turns with the text {report.template.end_of_turn!r}, which is not a token of this "
             "tokenizer: generation will not know where to stop; choose a template that writes eos_token, such as plain"
         )
     if counts.without_eos:
-        found.append("the tokenizer has no end-of-sequence token: the model does not learn to stop")
+        warnings.append("the tokenizer has no end-of-sequence token: the model does not learn to stop")
     if counts.prompts_differ:
-        found.append(
-            f"{counts.prompts_differ} answers follow a prompt that the template writes differently when generating "
-            "(such as a system prompt shown only with the last message)"
+        warnings.append(
+            f"{counts.prompts_differ} answers follow a prompt that the template writes differently in generation (such "
+            "as a system prompt shown only with the last message)"
         )
     if counts.tools_unseen:
-        found.append(
+        warnings.append(
             f"{counts.tools_unseen} conversations offer tools that the chat template does not show to the model"
         )
     if counts.double_bos:
-        found.append(f"{counts.double_bos} conversations begin with two beginning-of-sequence tokens: see the template")
+        warnings.append(
+            f"{counts.double_bos} conversations begin with two beginning-of-sequence tokens: check the chat template"
+        )
     if counts.straddling:
-        found.append(
-            f"in {counts.straddling} documents a token spans the edge between prompt and answer, and is learned whole"
+        warnings.append(
+            f"in {counts.straddling} documents a token spans the end of a prompt and the start of an answer, and is "
+            "trained on as part of the answer"
         )
     if counts.special_in_text:
-        found.append(
-            f"{counts.special_in_text} documents hold special tokens in their own text, such as an end of turn"
+        warnings.append(
+            f"{counts.special_in_text} documents contain special tokens in their own text, such as an end of turn"
         )
-    return found
+    return warnings
 
 
-def _wasted(report: DataReport) -> list[str]:
-    counts, found = report.counts, []
+def _inefficiencies(report: DataReport) -> list[str]:
+    """Warnings about wasted computation."""
+    counts, warnings = report.counts, []
     if counts.examples and report.copies / counts.examples > _SHARE_COPIES:
-        found.append(
-            f"{report.copies} of {counts.examples} documents ({report.copies / counts.examples:.0%}) are copies of "
-            "others"
-        )
-    if counts.tokens and counts.learned / counts.tokens < _SHARE_LEARNED:
-        found.append(f"only {counts.learned / counts.tokens:.1%} of the tokens are learned: prompts dwarf the answers")
+        share = report.copies / counts.examples
+        warnings.append(f"{report.copies} of {counts.examples} documents ({share:.0%}) are copies of others")
+    if counts.tokens and counts.trained_tokens / counts.tokens < _SHARE_TRAINED:
+        share = counts.trained_tokens / counts.tokens
+        warnings.append(f"only {share:.1%} of the tokens are trained on: prompts are much longer than answers")
     if report.efficiency < _SHARE_FULL:
         remedy = "a shorter data.max_length wastes less" if report.packing else "data.packing=true would fill the rows"
-        found.append(f"{1 - report.efficiency:.0%} of the positions are padding; {remedy}")
+        warnings.append(f"{1 - report.efficiency:.0%} of the positions are padding; {remedy}")
     if report.split == "train" and report.rows < report.batch_rows:
-        found.append(
+        warnings.append(
             f"an epoch has {report.rows} rows, fewer than the {report.batch_rows} of a batch: a smaller "
             "train.batch_size wastes less"
         )
-    return found
-
-
-def _first(report: DataReport) -> str:
-    return f"{report.skipped[0].origin}: {report.skipped[0].reason}"
+    return warnings
 
 
 def render(report: DataReport) -> RenderableType:
@@ -225,22 +234,24 @@ def render(report: DataReport) -> RenderableType:
     if report.skipped:
         table.add_row("skipped records", f"{len(report.skipped):,}", "")
     table.add_row("tokens", f"{counts.tokens:,}", f"longest document {report.longest:,}")
-    table.add_row("learned tokens", f"{counts.learned:,}", f"{counts.learned / max(counts.tokens, 1):.1%} of all")
-    kind = "packed" if report.packing else "padded"
-    table.add_row("rows", f"{report.rows:,}", f"{kind}, {report.row_length:,} positions each")
+    share = counts.trained_tokens / max(counts.tokens, 1)
+    table.add_row("trained tokens", f"{counts.trained_tokens:,}", f"{share:.1%} of all")
+    layout = "packed" if report.packing else "padded"
+    table.add_row("rows", f"{report.rows:,}", f"{layout}, {report.row_length:,} positions each")
     table.add_row("packing efficiency" if report.packing else "positions used", f"{report.efficiency:.1%}", "")
-    table.add_row("steps an epoch", f"{report.steps_per_epoch:,}", f"{report.batch_rows:,} rows each")
-    bars = Table(title="tokens a document", title_justify="left", show_header=False, box=None, pad_edge=False)
+    table.add_row("steps per epoch", f"{report.steps_per_epoch:,}", f"{report.batch_rows:,} rows each")
+    bars = Table(title="tokens per document", title_justify="left", show_header=False, box=None, pad_edge=False)
     bars.add_column(justify="right", style="cyan")
     bars.add_column(justify="right")
     bars.add_column()
-    most = max(number for *_, number in report.histogram)
-    for low, high, number in report.histogram:
-        bars.add_row(f"{low:,} to {high:,}", f"{number:,}", Text("█" * -(-number * 40 // most), style="green"))
+    largest = max(count for *_, count in report.histogram)
+    for shortest, longest, count in report.histogram:
+        bar = Text("█" * -(-count * 40 // largest), style="green")
+        bars.add_row(f"{shortest:,} to {longest:,}", f"{count:,}", bar)
     lines = [Text(f"note: {note}", style="dim") for note in report.notes]
     lines += [Text.assemble(("warning: ", "bold yellow"), warning) for warning in report.warnings]
-    for one in report.skipped[:10]:
-        lines.append(Text(f"  skipped {one.origin}: {one.reason}", style="dim"))
+    for skipped in report.skipped[:10]:
+        lines.append(Text(f"  skipped {skipped.origin}: {skipped.reason}", style="dim"))
     if len(report.skipped) > 10:
         lines.append(Text(f"  ... and {len(report.skipped) - 10} more", style="dim"))
     return Group(table, Text(), bars, Text(), *lines)

@@ -1,7 +1,7 @@
-"""A sentencepiece model file (tokenizer.model) as a fast tokenizer, without the code or the package that made it.
+"""Converts a sentencepiece model file (tokenizer.model) to a fast tokenizer, without the sentencepiece package.
 
 The file is one protocol buffer, sentencepiece_model.proto of https://github.com/google/sentencepiece (Apache 2.0); its
-fields are read by number. Only byte pair encoding (BPE) is turned into a fast tokenizer.
+fields are read by their tags. Only byte pair encoding (BPE) is supported.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 BPE = 2
-SPACE = "\u2581"  # what stands for a space in pieces
+SPACE = "\u2581"  # the character that stands for a space in pieces
 
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """What a file holds: (piece, score, kind) by id, and how text is prepared."""
+    """The content of a model file: (piece, score, type) by id, and how text is normalised."""
 
     pieces: list[tuple[str, float, int]]
     algorithm: int
@@ -35,20 +35,21 @@ class Pieces:
     single_spaces: bool
     escaped_spaces: bool
 
-    def ids(self, *kinds: int) -> list[int]:
-        return [id_ for id_, (_, _, kind) in enumerate(self.pieces) if kind in kinds]
+    def ids(self, *types: int) -> list[int]:
+        """The ids of all pieces of these types."""
+        return [id_ for id_, (_, _, piece_type) in enumerate(self.pieces) if piece_type in types]
 
 
 def read_pieces(file: pathlib.Path) -> Pieces:
-    """A file's pieces. Raises UserError where it is not a sentencepiece model, or is cut short."""
+    """Reads the pieces of a file. Raises UserError where it is not a sentencepiece model, or is truncated."""
     try:
         fields = list(_fields(memoryview(file.read_bytes())))
-        pieces = [_piece(value) for number, value in fields if number == 1]
-        trainer = dict(_fields(next(value for number, value in fields if number == 2)))
-        normalizer = dict(_fields(next(value for number, value in fields if number == 3)))
+        pieces = [_piece(value) for tag, value in fields if tag == 1]
+        trainer = dict(_fields(next(value for tag, value in fields if tag == 2)))
+        normalizer = dict(_fields(next(value for tag, value in fields if tag == 3)))
     except (ValueError, IndexError, struct.error, StopIteration, TypeError, OSError) as problem:
         raise UserError(
-            f"this is not a whole sentencepiece model: {problem or type(problem).__name__}",
+            f"this is not a complete sentencepiece model: {problem or type(problem).__name__}",
             where=str(file),
             fix="download tokenizer.model again (a small text file is a pointer of Git LFS)",
         ) from problem
@@ -66,24 +67,23 @@ def read_pieces(file: pathlib.Path) -> Pieces:
 
 
 def fast_tokenizer(model: Pieces, where: str) -> Tokenizer:
-    """A tokenizer with the ids that sentencepiece gives; the pieces people defined are found in the text first.
+    """A tokenizer that produces the same ids as sentencepiece. User-defined pieces are matched in the text first.
 
-    Every stretch of text between such pieces is prepared alone, as if it had been encoded by itself.
-    Raises UserError for models that are not byte pair encoding.
+    Each stretch of text between such pieces is normalised as if it had been encoded alone. Raises UserError for models
+    that are not byte pair encoding.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers
-    from tokenizers import models as kinds
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
 
     if model.algorithm != BPE or model.ids(UNUSED):
         raise UserError(
-            "only sentencepiece models of byte pair encoding, with all pieces in use, can be made fast",
+            "only sentencepiece models of byte pair encoding, without unused pieces, have a fast version",
             where=where,
             fix="save the tokenizer once with transformers as a fast one, so that there is a tokenizer.json",
         )
     vocabulary = {piece: id_ for id_, (piece, _, _) in enumerate(model.pieces)}
     unknown = next(iter(model.ids(UNKNOWN)), None)
     tokenizer = Tokenizer(
-        kinds.BPE(
+        models.BPE(
             vocab=vocabulary,
             merges=_merges(model),
             unk_token=None if unknown is None else model.pieces[unknown][0],
@@ -99,10 +99,10 @@ def fast_tokenizer(model: Pieces, where: str) -> Tokenizer:
     if model.escaped_spaces:
         steps.append(normalizers.Replace(" ", SPACE))
     tokenizer.normalizer = normalizers.Sequence(steps)  # pyright: ignore[reportAttributeAccessIssue]
-    words: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    decoding: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if model.dummy_prefix:
-        words.append(decoders.Strip(" ", 1, 0))
-    tokenizer.decoder = decoders.Sequence(words)  # pyright: ignore[reportAttributeAccessIssue]
+        decoding.append(decoders.Strip(" ", 1, 0))
+    tokenizer.decoder = decoders.Sequence(decoding)  # pyright: ignore[reportAttributeAccessIssue]
     controls = [AddedToken(model.pieces[id_][0], special=True, normalized=False) for id_ in model.ids(CONTROL, UNKNOWN)]
     defined = [model.pieces[id_][0] for id_ in model.ids(USER_DEFINED)]
     tokenizer.add_special_tokens(controls)
@@ -111,15 +111,17 @@ def fast_tokenizer(model: Pieces, where: str) -> Tokenizer:
 
 
 def _merges(model: Pieces) -> list[tuple[str, str]]:
-    """Pairs of pieces that make a piece, in the order in which sentencepiece makes them: the best score first."""
-    scores = {piece: (score, id_) for id_, (piece, score, kind) in enumerate(model.pieces) if kind == NORMAL}
-    found: list[tuple[float, int, int, str, str]] = []
+    """Pairs of pieces that merge into a piece, in the order in which sentencepiece merges: the best score first."""
+    scores = {
+        piece: (score, id_) for id_, (piece, score, piece_type) in enumerate(model.pieces) if piece_type == NORMAL
+    }
+    merges: list[tuple[float, int, int, str, str]] = []
     for piece, (score, id_) in scores.items():
         for cut in range(1, len(piece)):
             left, right = piece[:cut], piece[cut:]
             if left in scores and right in scores:
-                found.append((-score, id_, cut, left, right))
-    return [(left, right) for *_, left, right in sorted(found)]
+                merges.append((-score, id_, cut, left, right))
+    return [(left, right) for *_, left, right in sorted(merges)]
 
 
 def _piece(message: Any) -> tuple[str, float, int]:
@@ -131,29 +133,33 @@ def _piece(message: Any) -> tuple[str, float, int]:
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, Any]]:
-    """(number, value) of each field of a protocol buffer: integers as such, all else as bytes."""
-    at = 0
-    while at < len(message):
-        key, at = _varint(message, at)
-        number, form = key >> 3, key & 7
-        if form == 0:
-            value, at = _varint(message, at)
-            yield number, value
+    """(tag, value) of each field of a protocol buffer: integers as such, everything else as bytes."""
+    offset = 0
+    while offset < len(message):
+        key, offset = _varint(message, offset)
+        tag, wire_type = key >> 3, key & 7
+        if wire_type == 0:
+            value, offset = _varint(message, offset)
+            yield tag, value
             continue
-        size, at = _varint(message, at) if form == 2 else ({1: 8, 5: 4}[form], at) if form in (1, 5) else (-1, at)
-        if size < 0 or at + size > len(message):
-            raise ValueError("a field goes beyond its end")
-        yield number, message[at : at + size]
-        at += size
+        if wire_type == 2:
+            size, offset = _varint(message, offset)
+        else:
+            size = {1: 8, 5: 4}.get(wire_type, -1)
+        if size < 0 or offset + size > len(message):
+            raise ValueError("a field extends beyond the end of the file")
+        yield tag, message[offset : offset + size]
+        offset += size
 
 
-def _varint(message: memoryview, at: int) -> tuple[int, int]:
+def _varint(message: memoryview, offset: int) -> tuple[int, int]:
+    """The variable-length integer at `offset`, and the offset after it."""
     value = shift = 0
     while True:
-        byte = message[at]
+        byte = message[offset]
         value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
+        offset, shift = offset + 1, shift + 7
         if byte < 0x80:
-            return value, at
+            return value, offset
         if shift > 63:
-            raise ValueError("a number is too long")
+            raise ValueError("an integer is too long")

@@ -1,4 +1,8 @@
-"""Tokenised documents on disk: flat memory-mapped arrays, written once, found again by what they were made from."""
+"""The on-disk cache of tokenised documents: flat memory-mapped arrays, keyed by a hash of everything they depend on.
+
+Every array has a checksum in meta.json, and meta.json a digest of its own. Both are checked as a store is opened; a
+damaged store is built anew, and says so.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +16,19 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 import numpy as np
 
-from meshtune.cache import cache_folder
 from meshtune.data.conversation import Origin
 from meshtune.data.tokens import Example
 from meshtune.errors import UserError
 
-VERSION = 4  # of the files' layout and of everything that turns documents into tokens: raise it when either changes
+# Of everything that turns documents into tokens. It is part of every fingerprint: raising it makes earlier runs
+# impossible to resume. Stores with other metadata are recognised by their digest.
+VERSION = 3
+META = "meta.json"
 _ARRAYS = {
     "ids": np.int32,  # [tokens]
     "weights": np.float32,  # [tokens]
@@ -34,9 +40,17 @@ _ARRAYS = {
 }
 
 
+class DamagedStore(Exception):
+    """A store whose files are not those that were written."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Store:
-    """Examples by index. Arrays are memory maps; `meta` is what the builder noted (counts)."""
+    """Examples by index, from memory-mapped arrays.
+
+    `meta` is what the builder recorded beside them (counts). `damage` describes the damaged store that this one
+    replaced, if there was one.
+    """
 
     path: pathlib.Path
     ids: np.ndarray
@@ -48,6 +62,7 @@ class Store:
     values: np.ndarray
     names: tuple[str, ...]
     meta: dict[str, Any]
+    damage: str | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -57,7 +72,7 @@ class Store:
         return Example(self.ids[start:end], self.weights[start:end], self.origin(index), float(self.values[index]))
 
     def origin(self, index: int) -> Origin:
-        """Where document `index` came from."""
+        """The record that document `index` was made from."""
         return Origin(self.names[self.sources[index]], int(self.records[index]))
 
     @property
@@ -67,18 +82,18 @@ class Store:
 
 
 def cache_directory(override: str | os.PathLike[str] | None = None) -> pathlib.Path:
-    """Where tokenised data are kept: `override`, $MESHTUNE_CACHE, or ~/.cache/meshtune."""
-    base = cache_folder() if override is None else pathlib.Path(override).expanduser()
-    return base / "tokens"
+    """The directory of tokenised data, in `override`, $MESHTUNE_CACHE or ~/.cache/meshtune."""
+    base = override or os.environ.get("MESHTUNE_CACHE") or pathlib.Path.home() / ".cache" / "meshtune"
+    return pathlib.Path(base).expanduser() / "tokens"
 
 
-def fingerprint(documents: Iterable[Any], *parts: str) -> str:
-    """A hash of the documents' contents and of everything else that decides their tokens."""
+def fingerprint(documents: Iterable[object], *parts: str) -> str:
+    """A hash of the documents' contents and of everything else that their tokens depend on."""
     digest = hashlib.sha256(f"meshtune tokens {VERSION}".encode())
     for part in parts:
         digest.update(hashlib.sha256(part.encode()).digest())
     for document in documents:
-        # Dataclasses of strings, numbers, tuples and dicts: repr is their whole content.
+        # The repr of dataclasses of strings, numbers, tuples and dicts is their complete content.
         digest.update(repr(document).encode("utf-8", "surrogatepass"))
         digest.update(b"\0")
     return digest.hexdigest()[:32]
@@ -89,132 +104,170 @@ def open_or_build(
     build: Callable[[], tuple[Iterable[Example], Callable[[], dict[str, Any]]]],
     cache: str | os.PathLike[str] | None = None,
 ) -> Store:
-    """The store named `key`, built if it is not there whole.
+    """The store of `key`, built if it does not exist or is damaged.
 
-    `build()` gives the examples and a function that is called after the last of them and gives what to note beside
-    them. A build becomes visible only when it is complete; one that died, or whose files do not match their checksums,
-    is built again. Raises UserError if the cache cannot be written.
+    `build()` returns the examples and a function that is called after the last of them, for the metadata to record. A
+    store becomes visible only once it is complete. Raises UserError if the cache cannot be written.
     """
     path = cache_directory(cache) / key
-    found = open_store(path)
-    if found is not None:
-        return found
-    with _writing(path.parent):
+    damage = None
+    try:
+        store = open_store(path)
+    except DamagedStore as problem:
+        store, damage = None, f"the tokenised data in {path} are damaged ({problem})"
+    if store is not None:
+        return store
+    with _cache_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _clear_abandoned(path.parent)
+        _remove_abandoned(path.parent)
         draft = pathlib.Path(tempfile.mkdtemp(dir=path.parent, prefix=".building-"))
     try:
-        examples, note = build()
-        _write(draft, examples, note)
-        if path.exists() and open_store(path) is None:
-            shutil.rmtree(path, ignore_errors=True)
-        with _writing(path.parent):
+        examples, meta = build()
+        _write(draft, examples, meta)
+        with _cache_errors(path.parent):
             _publish(draft, path)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    built = open_store(path)
+    try:
+        built = open_store(path)
+    except DamagedStore as problem:
+        built, damage = None, str(problem)
     if built is None:
         raise UserError(
-            "tokenised data were written but read back differently",
+            f"tokenised data cannot be read back as they were written: {damage or 'they are gone'}",
             where=str(path),
-            fix="check the disk, or MESHTUNE_CACHE",
+            fix="check the disk, or set MESHTUNE_CACHE to a directory on another one",
         )
-    return built
+    return dataclasses.replace(built, damage=damage)
 
 
 def open_store(path: pathlib.Path) -> Store | None:
-    """The store in `path`, or None if it is not there, not whole, or not what was written."""
-    try:
-        meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
-        arrays = {}
-        for name, dtype in _ARRAYS.items():
-            file = path / f"{name}.bin"
-            noted = meta["files"][name]
-            if file.stat().st_size != noted["bytes"] or _checksum(file) != noted["crc32"]:
-                return None
-            arrays[name] = np.memmap(file, dtype, "r") if noted["bytes"] else np.zeros(0, dtype)
-        return Store(path, **arrays, names=tuple(meta["sources"]), meta=meta["notes"])
-    except (OSError, ValueError, KeyError, TypeError):
+    """The store in `path`; None if it does not exist, or is of an earlier version, without a digest.
+
+    Raises DamagedStore, naming the file, if its contents are not those that were written.
+    """
+    if not path.exists():
         return None
+    meta = _read_meta(path / META)
+    if meta is None:
+        return None
+    arrays = {}
+    for name, dtype in _ARRAYS.items():
+        file = path / f"{name}.bin"
+        recorded = meta["files"][name]
+        try:
+            size = file.stat().st_size
+            if size != recorded["bytes"]:
+                raise DamagedStore(f"{file.name} has {size:,} bytes, not {recorded['bytes']:,}")
+            if _checksum(file) != recorded["crc32"]:
+                raise DamagedStore(f"{file.name} does not match its checksum")
+            arrays[name] = np.memmap(file, dtype, "r") if size else np.zeros(0, dtype)
+        except OSError as problem:
+            raise DamagedStore(f"{file.name}: {problem.strerror or problem}") from problem
+    return Store(path, **arrays, names=tuple(meta["sources"]), meta=meta["notes"])
+
+
+def _read_meta(file: pathlib.Path) -> dict[str, Any] | None:
+    try:
+        meta = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise DamagedStore(f"{file.name}: {problem.strerror or problem}") from problem
+    except (ValueError, RecursionError) as problem:
+        raise DamagedStore(f"{file.name} is not JSON") from problem
+    if not isinstance(meta, dict) or "digest" not in meta:
+        return None
+    if meta.pop("digest") != _digest(meta):
+        raise DamagedStore(f"{file.name} does not match its digest")
+    return meta
+
+
+def _digest(meta: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
 
 
 def _publish(draft: pathlib.Path, path: pathlib.Path) -> None:
+    """Moves a complete draft to its place, unless another process was faster: its store has the same contents."""
     try:
         os.rename(draft, path)
     except OSError:
         if not path.exists():
             raise
-        # Another process was faster; its store holds the same.
+        with contextlib.suppress(DamagedStore):
+            if open_store(path) is not None:
+                return
+        shutil.rmtree(path)
+        os.rename(draft, path)
 
 
 @contextlib.contextmanager
-def _writing(directory: pathlib.Path) -> Iterator[None]:
+def _cache_errors(directory: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
         raise UserError(
             f"tokenised data cannot be written: {problem.strerror or problem}",
             where=str(directory),
-            fix="make room there, or set MESHTUNE_CACHE to a directory that can be written",
+            fix="free space there, or set MESHTUNE_CACHE to a directory that can be written",
         ) from problem
 
 
-def _write(draft: pathlib.Path, examples: Iterable[Example], note: Callable[[], dict[str, Any]]) -> None:
+def _write(draft: pathlib.Path, examples: Iterable[Example], meta: Callable[[], dict[str, Any]]) -> None:
     sources: dict[str, int] = {}
     with contextlib.ExitStack() as stack:
-        with _writing(draft.parent):
+        with _cache_errors(draft.parent):
             files = {name: (draft / f"{name}.bin").open("wb", 1 << 20) for name in _ARRAYS}
         for file in files.values():
             stack.callback(_close, file)
-        sums = dict.fromkeys(_ARRAYS, 0)
+        checksums = dict.fromkeys(_ARRAYS, 0)
         sizes = dict.fromkeys(_ARRAYS, 0)
 
-        def put(name: str, values: Sequence[float] | np.ndarray) -> None:
+        def append(name: str, values: Sequence[float] | np.ndarray) -> None:
             data = np.asarray(values, _ARRAYS[name]).tobytes()
-            with _writing(draft.parent):
+            with _cache_errors(draft.parent):
                 files[name].write(data)
-            sums[name] = zlib.crc32(data, sums[name])
+            checksums[name] = zlib.crc32(data, checksums[name])
             sizes[name] += len(data)
 
         end = 0
-        put("offsets", [0])
+        append("offsets", [0])
         for example in examples:
-            put("ids", example.ids)
-            put("weights", example.weights)
-            put("offsets", [end := end + len(example.ids)])
-            put("sources", [sources.setdefault(example.origin.source, len(sources))])
-            put("records", [example.origin.record])
+            append("ids", example.ids)
+            append("weights", example.weights)
+            append("offsets", [end := end + len(example.ids)])
+            append("sources", [sources.setdefault(example.origin.source, len(sources))])
+            append("records", [example.origin.record])
             hashed = hashlib.blake2b(example.ids.tobytes(), digest_size=8).digest()
-            put("digests", np.frombuffer(hashed, np.uint64))
-            put("values", [example.value])
-        with _writing(draft.parent):
+            append("digests", np.frombuffer(hashed, np.uint64))
+            append("values", [example.value])
+        with _cache_errors(draft.parent):
             for file in files.values():
                 file.flush()
                 os.fsync(file.fileno())
-    written = {name: {"bytes": sizes[name], "crc32": sums[name]} for name in _ARRAYS}
-    meta = {"version": VERSION, "files": written, "sources": list(sources), "notes": note()}
-    with _writing(draft.parent), (draft / "meta.json").open("w", encoding="utf-8") as file:
-        json.dump(meta, file)
+    recorded = {name: {"bytes": sizes[name], "crc32": checksums[name]} for name in _ARRAYS}
+    content = {"version": VERSION, "files": recorded, "sources": list(sources), "notes": meta()}
+    content = json.loads(json.dumps(content))  # as it will be read, so that the digest is of what is read
+    with _cache_errors(draft.parent), (draft / META).open("w", encoding="utf-8") as file:
+        json.dump({**content, "digest": _digest(content)}, file)
         file.flush()
         os.fsync(file.fileno())
 
 
 def _close(file: IO[bytes]) -> None:
-    # What counts was flushed and synchronised before; after a failed write, closing fails once more on what is left.
+    # The contents were flushed and synchronised before; after a failed write, closing fails again on what is left.
     with contextlib.suppress(OSError):
         file.close()
 
 
 def _checksum(file: pathlib.Path) -> int:
-    total = 0
+    checksum = 0
     with file.open("rb") as stream:
         while data := stream.read(1 << 22):
-            total = zlib.crc32(data, total)
-    return total
+            checksum = zlib.crc32(data, checksum)
+    return checksum
 
 
-def _clear_abandoned(directory: pathlib.Path) -> None:
-    """Remove what builds that were killed left behind, once it is a day old."""
+def _remove_abandoned(directory: pathlib.Path) -> None:
+    """Removes drafts of builds that were killed, once they are a day old."""
     for draft in directory.glob(".building-*"):
         with contextlib.suppress(OSError):
             if time.time() - draft.stat().st_mtime > 86400:

@@ -1,9 +1,9 @@
-"""Plain text tokenised while it is trained on: nothing is read, checked or kept beforehand, however large the files.
+"""Plain text tokenised during training: nothing is read, checked or cached beforehand, however large the files are.
 
-Documents follow each other in a seeded order and fill rows to the last position: one that does not fit goes on in the
-next row, as a segment of its own whose first token is the last one before, so that every token but a document's first
-is predicted exactly once. Where each update begins is a function of the data, the order and the row length; a journal
-notes it now and then, so that a run goes on inside the stream without reading what it has read.
+Documents follow each other in a seeded order and fill every position of every row. A document that does not fit is
+continued in the next row, as a segment of its own that begins with the previous token, so that every token but a
+document's first is predicted exactly once. The position at which an update begins is a function of the data, the order
+and the row length; a journal records it regularly, so that a resumed run need not read the data before it again.
 """
 
 from __future__ import annotations
@@ -13,35 +13,37 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from meshtune.data.conversation import Origin
+from meshtune.data.conversation import Conversation, Origin, Text
 from meshtune.data.documents import DocumentList
-from meshtune.data.loader import TOKEN_ARRAYS, HostBatch
+from meshtune.data.loader import TOKEN_ARRAYS, HostBatch, micro_batches
 from meshtune.data.packing import shuffled
 from meshtune.data.tokens import Example, Tokenize
 from meshtune.errors import UserError
 
-EVERY = 16  # updates between two notes in the journal
+JOURNAL_INTERVAL = 16  # updates between two entries of the journal
 _GROUP = 64  # documents tokenised at once
 
 
 @dataclasses.dataclass(frozen=True)
-class Spot:
-    """A place in the stream: the epoch, the document by its place in the epoch's order, and its positions used."""
+class StreamPosition:
+    """A position in the stream: the epoch, the index of the document in the epoch's order, and how many of its
+    positions are used."""
 
     epoch: int = 0
-    place: int = 0
+    index: int = 0
     used: int = 0
 
 
 class Stream:
-    """Batches as data.loader.Loader gives them, for a run of `steps` updates. `journal` is a file, or None.
+    """Batches like those of data.loader.Loader, for a run of `steps` updates. `journal` is a file, or None.
 
-    `skip` leaves out records that cannot be read instead of raising UserError, which names the record.
+    With `skip` records that cannot be read are left out, instead of raising UserError with the record's name.
     """
 
     units = None
@@ -67,153 +69,167 @@ class Stream:
         self.fingerprint, self.journal = fingerprint, journal
 
     def steps_per_epoch(self, epoch: int) -> int:
-        """The whole run's: how long an epoch is, is known at its end."""
+        """The updates of the whole run, since the length of an epoch is unknown before its end."""
         return self.steps
 
     def total_steps(self, epochs: float) -> int:
         raise UserError(
-            "how many updates an epoch of a stream has is known only at its end", where="train", fix="give train.steps"
+            "the number of updates in an epoch of a stream is unknown before its end",
+            where="train",
+            fix="give train.steps",
         )
 
     def epoch_position(self, step: int) -> tuple[int, int]:
-        """As if the run were one epoch."""
+        """The position of a step as if the run were one epoch."""
         return divmod(step, self.steps)
 
     def batch(self, step: int) -> HostBatch:
-        """The batch of update `step`, counting from 0."""
-        return next(self._from(step))
+        """The batch of update `step`, counted from 0."""
+        return next(self._batches(step))
 
-    def iterate(self, start: int = 0, stop: int | None = None, *, ahead: int = 4) -> Iterator[HostBatch]:
-        """Batches start, start + 1, ... to before `stop`, prepared `ahead` by a thread."""
-        batches = self._from(start, note=True)
-        left = itertools.count() if stop is None else iter(range(stop - start))
+    def iterate(self, start: int = 0, stop: int | None = None, *, prefetch: int = 4) -> Iterator[HostBatch]:
+        """Batches from `start` up to, not including, `stop`. A thread prepares `prefetch` ahead."""
+        batches = self._batches(start, write_journal=True)
+        remaining = itertools.count() if stop is None else iter(range(stop - start))
         with ThreadPoolExecutor(1, "stream") as thread:
             pending: collections.deque[Future[HostBatch]] = collections.deque()
 
-            def order() -> None:
-                if next(left, None) is not None:
+            def submit() -> None:
+                if next(remaining, None) is not None:
                     pending.append(thread.submit(next, batches))
 
-            for _ in range(ahead):
-                order()
+            for _ in range(prefetch):
+                submit()
             try:
                 while pending:
                     batch = pending.popleft().result()
-                    order()
+                    submit()
                     yield batch
             finally:
-                for waiting in pending:
-                    waiting.cancel()
+                for future in pending:
+                    future.cancel()
 
-    def _from(self, step: int, *, note: bool = False) -> Iterator[HostBatch]:
-        number, spot = self._known(step)
-        stream = _Documents(self, spot)
+    def _batches(self, first_step: int, *, write_journal: bool = False) -> Iterator[HostBatch]:
+        step, position = self._latest_entry(first_step)
+        cursor = _DocumentCursor(self, position)
         while True:
-            if note and number % EVERY == 0:
-                self._note(number, stream.spot)
-            batch = self._filled(stream, number)
-            if number >= step:
+            if write_journal and step % JOURNAL_INTERVAL == 0:
+                self._append_entry(step, cursor.position)
+            batch = self._fill(cursor, step)
+            if step >= first_step:
                 yield batch
-            number += 1
+            step += 1
 
-    def _filled(self, stream: _Documents, step: int) -> HostBatch:
+    def _fill(self, cursor: _DocumentCursor, step: int) -> HostBatch:
         shape = (self.batch_size, self.row_length)
         arrays = {name: np.zeros(shape, dtype) for name, dtype in TOKEN_ARRAYS.items()}
         origins: list[list[Origin]] = []
         for row in range(self.batch_size):
-            at, held = 0, list[Origin]()
-            while at < self.row_length:
-                example, used = stream.current()
-                count = min(len(example.ids) - 1 - used, self.row_length - at)
-                here, there = slice(at, at + count), slice(used + 1, used + 1 + count)
-                held.append(example.origin)
-                arrays["tokens"][row, here] = example.ids[used : used + count]
-                arrays["targets"][row, here] = example.ids[there]
-                arrays["weights"][row, here] = example.weights[there]
-                arrays["positions"][row, here] = np.arange(count)
-                arrays["segment_ids"][row, here] = len(held)
-                at += count
-                stream.advance(count)
-            origins.append(held)
-        each = self.batch_size // self.accumulation
-        return HostBatch(
-            {name: array.reshape(self.accumulation, each, self.row_length) for name, array in arrays.items()},
-            [origins[start : start + each] for start in range(0, self.batch_size, each)],
-            step,
-            stream.spot.epoch,
-        )
+            filled, row_origins = 0, list[Origin]()
+            while filled < self.row_length:
+                example, used = cursor.current()
+                count = min(len(example.ids) - 1 - used, self.row_length - filled)
+                span, targets = slice(filled, filled + count), slice(used + 1, used + 1 + count)
+                row_origins.append(example.origin)
+                arrays["tokens"][row, span] = example.ids[used : used + count]
+                arrays["targets"][row, span] = example.ids[targets]
+                arrays["weights"][row, span] = example.weights[targets]
+                arrays["positions"][row, span] = np.arange(count)
+                arrays["segment_ids"][row, span] = len(row_origins)
+                filled += count
+                cursor.advance(count)
+            origins.append(row_origins)
+        return micro_batches(arrays, origins, self.accumulation, step, cursor.position.epoch)
 
-    def _known(self, step: int) -> tuple[int, Spot]:
-        """The latest update at or before `step` whose beginning was noted."""
-        best = (0, Spot())
+    def _latest_entry(self, step: int) -> tuple[int, StreamPosition]:
+        """The last step at or before `step` that the journal has, with its position; the start if there is none.
+
+        Entries that are incomplete or damaged are ignored: the data after an earlier entry are read again.
+        """
+        latest = (0, StreamPosition())
         if self.journal is None or not self.journal.is_file():
-            return best
-        for line in self.journal.read_text(encoding="utf-8").splitlines():
-            try:
-                noted = json.loads(line)
-                found = (int(noted["step"]), Spot(*map(int, noted["spot"])))
-            except (ValueError, KeyError, TypeError):
-                continue  # half a line, of a run that was killed while it wrote
-            if noted.get("data") == self.fingerprint and best[0] <= found[0] <= step:
-                best = found
-        return best
+            return latest
+        for line in self.journal.read_bytes().splitlines():
+            entry = _parse_entry(line)
+            if entry is None or entry["data"] != self.fingerprint:
+                continue
+            if latest[0] <= entry["step"] <= step:
+                latest = (entry["step"], StreamPosition(*entry["spot"]))
+        return latest
 
-    def _note(self, step: int, spot: Spot) -> None:
+    def _append_entry(self, step: int, position: StreamPosition) -> None:
         if self.journal is not None:
-            noted = {"step": step, "spot": dataclasses.astuple(spot), "data": self.fingerprint}
+            entry = {"step": step, "spot": dataclasses.astuple(position), "data": self.fingerprint}
             with self.journal.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(noted) + "\n")
+                file.write(json.dumps({**entry, "crc32": _entry_checksum(entry)}) + "\n")
 
 
-class _Documents:
-    """Tokenised documents one after the other, epoch after epoch, from a place on."""
+def _entry_checksum(entry: dict) -> int:
+    return zlib.crc32(json.dumps(entry, sort_keys=True).encode())
 
-    def __init__(self, stream: Stream, spot: Spot):
-        self.stream, self.spot = stream, spot
+
+def _parse_entry(line: bytes) -> dict | None:
+    """An entry of the journal; None if it is incomplete, because its run was killed, or does not match its checksum."""
+    try:
+        entry = json.loads(line)
+        return entry if entry.pop("crc32") == _entry_checksum(entry) else None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+class _DocumentCursor:
+    """A cursor over tokenised documents, epoch after epoch."""
+
+    def __init__(self, stream: Stream, position: StreamPosition):
+        self.stream, self.position = stream, position
         self._group: list[Example | None] = []
-        self._first = 0  # the place of the group's first document
-        self._order = self._of(spot.epoch)
+        self._group_start = 0  # the index of the group's first document
+        self._order = self._epoch_order(position.epoch)
 
     def current(self) -> tuple[Example, int]:
-        """The document that is being read, and how many of its positions are used."""
+        """The document at the cursor, and how many of its positions are used."""
         empty = 0
         while True:
-            if self.spot.place >= len(self._order):
-                self.spot = Spot(self.spot.epoch + 1)
-                self._order, self._group = self._of(self.spot.epoch), []
-            inside = self.spot.place - self._first
-            if not 0 <= inside < len(self._group):
-                self._read()
-                inside = 0
-            example = self._group[inside]
+            if self.position.index >= len(self._order):
+                self.position = StreamPosition(self.position.epoch + 1)
+                self._order, self._group = self._epoch_order(self.position.epoch), []
+            offset = self.position.index - self._group_start
+            if not 0 <= offset < len(self._group):
+                self._read_group()
+                offset = 0
+            example = self._group[offset]
             if example is not None and len(example.ids) > 1:
-                return example, self.spot.used
+                return example, self.position.used
             empty += 1
             if empty > len(self._order):
-                raise UserError("there is nothing to learn anywhere in the data", where="data.train")
-            self.spot = Spot(self.spot.epoch, self.spot.place + 1)
+                raise UserError(
+                    "the data contain nothing to train on", where="data.train", fix="give records with text"
+                )
+            self.position = StreamPosition(self.position.epoch, self.position.index + 1)
 
     def advance(self, count: int) -> None:
         """Uses `count` positions of the current document."""
         example, used = self.current()
-        done = used + count == len(example.ids) - 1
-        self.spot = (
-            Spot(self.spot.epoch, self.spot.place + 1) if done else dataclasses.replace(self.spot, used=used + count)
-        )
+        if used + count == len(example.ids) - 1:
+            self.position = StreamPosition(self.position.epoch, self.position.index + 1)
+        else:
+            self.position = dataclasses.replace(self.position, used=used + count)
 
-    def _of(self, epoch: int) -> np.ndarray:
+    def _epoch_order(self, epoch: int) -> np.ndarray:
         count = len(self.stream.documents)
         return shuffled(count, self.stream.seed, epoch) if self.stream.shuffle else np.arange(count)
 
-    def _read(self) -> None:
-        self._first = self.spot.place
-        found = []
-        for index in self._order[self._first : self._first + _GROUP]:
+    def _read_group(self) -> None:
+        self._group_start = self.position.index
+        documents: list[Conversation | Text | None] = []
+        for index in self._order[self._group_start : self._group_start + _GROUP]:
             try:
-                found.append(self.stream.documents[int(index)])
+                document = self.stream.documents[int(index)]
             except UserError:
                 if not self.stream.skip:
                     raise
-                found.append(None)
-        made = iter(self.stream.tokenize.each(one for one in found if one is not None))
-        self._group = [None if one is None else next(made) for one in found]
+                document = None
+            assert document is None or isinstance(document, Conversation | Text)
+            documents.append(document)
+        examples = self.stream.tokenize.aligned(document for document in documents if document is not None)
+        self._group = [None if document is None else next(examples) for document in documents]

@@ -1,9 +1,9 @@
-"""Documents -> token ids with a loss weight for every token.
+"""Tokenises documents, with a loss weight for every token.
 
-The tokens of a prompt are those that generation would be fed, and the tokens learned are exactly the words and the end
-of turn: where the tokenizer would merge the last character of a prompt with the first of an answer, both are tokenised
-apart (counted in `Counts.split`). Otherwise the ids are those of `apply_chat_template(tokenize=True)`.
-Weights follow positions, never token ids: an end-of-sequence token is learned even if it doubles as padding.
+Prompt tokens are those that generation would be given, and the tokens trained on are exactly the answer and its end of
+turn: where the tokenizer would merge the last character of a prompt with the first of an answer, the two are tokenised
+apart (counted in `TokenCounts.split`). Otherwise the ids are those of `apply_chat_template(tokenize=True)`. Weights
+follow positions, never token ids: an end-of-sequence token is trained on even if it doubles as padding.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import numpy as np
 
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.conversation import Conversation, Document, Origin
-from meshtune.data.masks import Learn, Marked, mark
+from meshtune.data.masks import LossPolicy, MaskedText, mask_conversation
 from meshtune.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_BATCH = 256  # documents given to the tokenizer at once: it works on them in parallel
+_BATCH = 256  # documents given to the tokenizer at once, which works on them in parallel
 
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A tokenised document: `ids` int32 [n], `weights` float32 [n] of learning each id, and where it came from.
+    """A tokenised document: `ids` int32 [n], and `weights` float32 [n], the loss weight of predicting each id.
 
-    `value` is a pair's margin, or 1 for an answer labelled good.
+    `value` is the margin of a pair, or 1 for an answer labelled good.
     """
 
     ids: np.ndarray
@@ -42,26 +42,39 @@ class Example:
 
 @dataclasses.dataclass(frozen=True)
 class TokenOptions:
-    """How documents become tokens. `max_length` is the most tokens a document may have."""
+    """How documents are tokenised. `max_length` is the largest number of tokens of a document."""
 
     max_length: int
-    learn: Learn = dataclasses.field(default_factory=Learn)
+    policy: LossPolicy = dataclasses.field(default_factory=LossPolicy)
     overlong: Literal["truncate", "drop", "error"] = "truncate"
     skip_bad: bool = False
+
+    def cache_key(self) -> str:
+        """A text that identifies the options. It must not change with the names of classes or fields: stores would be
+        built anew, and earlier runs could not be resumed."""
+        policy = f"train_on_prompt={self.policy.train_on_prompt}, last_turn_only={self.policy.last_turn_only}"
+        return (
+            f"TokenOptions(max_length={self.max_length}, learn=Learn({policy}), overlong={self.overlong!r}, "
+            f"skip_bad={self.skip_bad})"
+        )
 
 
 @dataclasses.dataclass
 class TokenCounts:
-    """What happened on the way. Tokens are ids; `learned` are those with a weight above 0."""
+    """What tokenising did to the documents.
+
+    `examples` are documents that were kept, `tokens` their ids and `trained_tokens` those with a weight above 0. The
+    fields below `tokens_cut` count documents; reasons to leave one out come first, then warnings about those kept.
+    """
 
     documents: int = 0
     examples: int = 0
     tokens: int = 0
-    learned: int = 0
+    trained_tokens: int = 0
     truncated: int = 0
     tokens_cut: int = 0
     dropped: int = 0
-    nothing_to_learn: int = 0
+    nothing_to_train: int = 0
     nothing_after_truncation: int = 0
     prompts_differ: int = 0
     split: int = 0
@@ -75,24 +88,24 @@ class TokenCounts:
 
 
 class Tokenize:
-    """Turns documents into examples, and counts. Iterating is lazy: memory stays at one batch of documents."""
+    """Converts documents to examples lazily, holding one batch of documents in memory, and counts what happens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, options: TokenOptions):
         self.tokenizer, self.options, self.counts = tokenizer, options, TokenCounts()
         self._backend = tokenizer.backend_tokenizer
-        self._backend.no_truncation()  # a tokenizer.json may ask for both
+        self._backend.no_truncation()  # a tokenizer.json may enable both
         self._backend.no_padding()
         self._chat: ChatTemplate | None = None
-        self._tails: dict[str, list[int]] = {}
+        self._prompt_ends: dict[str, list[int]] = {}
         added = tokenizer.added_tokens_decoder
-        self._special = np.zeros(len(tokenizer) + 1, bool)
-        self._special[[id_ for id_ in added if id_ < len(self._special)]] = True
+        self._is_special = np.zeros(len(tokenizer) + 1, bool)
+        self._is_special[[id_ for id_ in added if id_ < len(self._is_special)]] = True
         specials = sorted((token.content for token in added.values() if token.special), key=len, reverse=True)
-        self._specials = re.compile("|".join(map(re.escape, specials)) or "(?!)")
+        self._special_pattern = re.compile("|".join(map(re.escape, specials)) or "(?!)")
         bare = tokenizer("a", add_special_tokens=False)["input_ids"]
-        dressed = tokenizer("a")["input_ids"]
-        begins = dressed[:1] if dressed[:1] == [tokenizer.bos_token_id] != bare[:1] else []
-        self._begin = np.asarray(begins, np.int32)
+        complete = tokenizer("a")["input_ids"]
+        begins_with_bos = complete[:1] == [tokenizer.bos_token_id] != bare[:1]
+        self._bos = np.asarray(complete[:1] if begins_with_bos else [], np.int32)
 
     @property
     def chat(self) -> ChatTemplate:
@@ -102,57 +115,56 @@ class Tokenize:
         return self._chat
 
     @property
-    def met_conversations(self) -> bool:
+    def saw_conversation(self) -> bool:
         """Whether any document so far was a conversation."""
         return self._chat is not None
 
     def __call__(self, documents: Iterable[Document]) -> Iterator[Example]:
-        """Examples of the documents that have something to learn, in order.
+        """Examples of the documents that have something to train on, in order.
 
-        Raises UserError, naming the record, if a template cannot render it (unless bad records are skipped), or if it
+        Raises UserError, naming the record, if a template cannot render it (unless such records are skipped), or if it
         is too long and that is an error.
         """
-        return (example for example in self.each(documents) if example is not None)
+        return (example for example in self.aligned(documents) if example is not None)
 
-    def each(self, documents: Iterable[Document]) -> Iterator[Example | None]:
-        """As calling does, with None for every document that has nothing to learn."""
+    def aligned(self, documents: Iterable[Document]) -> Iterator[Example | None]:
+        """One item per document: its example, or None if it has nothing to train on. Raises as calling does."""
         remaining = iter(documents)
         while batch := list(itertools.islice(remaining, _BATCH)):
             self.counts.documents += len(batch)
-            marked = [(document, self._marked(document)) for document in batch]
-            encoded = self._encode([one for _, one in marked if one is not None])
-            for document, one in marked:
-                if one is None:
+            masked = [(document, self._mask(document)) for document in batch]
+            encoded = self._encode([text for _, text in masked if text is not None])
+            for document, text in masked:
+                if text is None:
                     yield None
                 else:
                     ids, weights = next(encoded)
-                    yield self._fitted(*self._dressed(document, ids, weights), document.origin)
+                    yield self._fit(*self._with_bos_and_eos(document, ids, weights), document.origin)
 
-    def _marked(self, document: Document) -> Marked | None:
+    def _mask(self, document: Document) -> MaskedText | None:
         counts = self.counts
         if not isinstance(document, Conversation):
             text = document.prompt + document.text
-            counts.special_in_text += self._specials.search(text) is not None
-            return Marked(
-                text, ((len(document.prompt), len(text), 1.0),), rest=float(self.options.learn.train_on_prompt)
-            )
+            counts.special_in_text += self._special_pattern.search(text) is not None
+            spans = ((len(document.prompt), len(text), 1.0),)
+            return MaskedText(text, spans, default=float(self.options.policy.train_on_prompt))
         try:
-            marked = mark(self.chat, document, self.options.learn)
+            masked = mask_conversation(self.chat, document, self.options.policy)
         except UserError as problem:
             if not self.options.skip_bad or problem.where != str(document.origin):
                 raise
             counts.skipped.append((str(document.origin), problem.what))
             return None
-        counts.prompts_differ += marked.prompts_differ
-        counts.unended += marked.unended
-        counts.tools_unseen += marked.tools_unseen
-        counts.special_in_text += any(self._specials.search(message.content) for message in document.messages)
-        return marked
+        counts.prompts_differ += masked.prompts_differ
+        counts.unended += masked.unended
+        counts.tools_unseen += masked.tools_unseen
+        counts.special_in_text += any(self._special_pattern.search(message.content) for message in document.messages)
+        return masked
 
-    def _encode(self, marked: list[Marked]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """ids int32 and weights float32 of each text, without any token that the text does not hold."""
-        encodings = self._backend.encode_batch([one.text for one in marked], add_special_tokens=False)
-        for one, encoding in zip(marked, encodings, strict=True):
+    def _encode(self, texts: list[MaskedText]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """ids int32 and weights float32 of each text, without any token that is not in the text."""
+        encodings = self._backend.encode_batch([masked.text for masked in texts], add_special_tokens=False)
+        for masked, encoding in zip(texts, encodings, strict=True):
             ids = np.asarray(encoding.ids, np.int32)
             if not len(ids):
                 yield ids, np.zeros(0, np.float32)
@@ -161,76 +173,80 @@ class Tokenize:
             # Tokens tile the text, so a token begins where the one before it ends: byte-level tokenizers may leave
             # white space out of the offsets, and give every part of a split character the whole character's.
             ends = np.maximum.accumulate(offsets[:, 1])
-            weights = np.full(len(ids), one.rest, np.float32)
+            weights = np.full(len(ids), masked.default, np.float32)
             clean = True
-            for start, end, weight in one.spans:
+            for start, end, weight in masked.spans:
                 first, last = np.searchsorted(ends, [start, end], side="right")
                 clean &= (first == 0 or ends[first - 1] == start) and (last == 0 or ends[last - 1] == end)
-                clean &= self._as_prompted(one.text, ids, ends, start, int(first))
+                clean &= self._is_prompts_own(masked.text, ids, ends, start, int(first))
                 if last < len(ids) and offsets[last, 0] < end:
                     last += 1
                 weights[first:last] = weight
-            yield (ids, weights) if clean else self._apart(one, ids, weights)
+            yield (ids, weights) if clean else self._encode_apart(masked, ids, weights)
 
-    def _as_prompted(self, text: str, ids: np.ndarray, ends: np.ndarray, start: int, first: int) -> bool:
-        """Whether the tokens before `first` are those of the prompt alone: a tokenizer may look at what follows."""
-        special = np.flatnonzero(self._special[np.minimum(ids[:first], len(self._special) - 1)])
-        after = int(special[-1]) + 1 if len(special) else 0  # special tokens part the text: only the tail can differ
-        tail = text[ends[after - 1] if after else 0 : start]
-        if not tail:
+    def _is_prompts_own(self, text: str, ids: np.ndarray, ends: np.ndarray, start: int, first: int) -> bool:
+        """Whether the tokens before `first` are those of the prompt alone, since a tokenizer may look ahead."""
+        special = np.flatnonzero(self._is_special[np.minimum(ids[:first], len(self._is_special) - 1)])
+        after = int(special[-1]) + 1 if len(special) else 0  # special tokens split the text: only the end can differ
+        prompt_end = text[ends[after - 1] if after else 0 : start]
+        if not prompt_end:
             return first == after
-        if (expected := self._tails.get(tail)) is None:
-            expected = self._backend.encode(tail, add_special_tokens=False).ids
-            if len(tail) < 64:
-                if len(self._tails) > 4096:
-                    self._tails.clear()
-                self._tails[tail] = expected
+        if (expected := self._prompt_ends.get(prompt_end)) is None:
+            expected = self._backend.encode(prompt_end, add_special_tokens=False).ids
+            if len(prompt_end) < 64:
+                if len(self._prompt_ends) > 4096:
+                    self._prompt_ends.clear()
+                self._prompt_ends[prompt_end] = expected
         return expected == ids[after:first].tolist()
 
-    def _apart(self, one: Marked, ids: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The text tokenised in pieces, at the edges of its spans; together where the tokenizer cannot do pieces."""
-        edges = sorted({0, len(one.text), *(edge for start, end, _ in one.spans for edge in (start, end))})
-        weight_at = {start: weight for start, _, weight in one.spans}
+    def _encode_apart(self, masked: MaskedText, ids: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokenises the text in pieces, split at the edges of its spans, unless the pieces would decode to another
+        text."""
+        edges = sorted({0, len(masked.text), *(edge for start, end, _ in masked.spans for edge in (start, end))})
+        weight_at = {start: weight for start, _, weight in masked.spans}
         pieces = self._backend.encode_batch(
-            [one.text[start:end] for start, end in itertools.pairwise(edges)], add_special_tokens=False
+            [masked.text[start:end] for start, end in itertools.pairwise(edges)], add_special_tokens=False
         )
         split = np.asarray([id_ for piece in pieces for id_ in piece.ids], np.int32)
         lengths = [len(piece.ids) for piece in pieces]
-        each = np.asarray([weight_at.get(start, one.rest) for start in edges[:-1]], np.float32)
+        piece_weights = np.asarray([weight_at.get(start, masked.default) for start in edges[:-1]], np.float32)
         if np.array_equal(split, ids):
-            return ids, np.repeat(each, lengths)
+            return ids, np.repeat(piece_weights, lengths)
         if self._backend.decode(split.tolist(), skip_special_tokens=False) != self._backend.decode(
             ids.tolist(), skip_special_tokens=False
         ):
-            # Such as SentencePiece, which puts a space before every piece. The token across the edge is learned.
+            # SentencePiece, for one, puts a space before every piece. The token across the edge is trained on.
             self.counts.straddling += 1
             return ids, weights
         self.counts.split += 1
-        return split, np.repeat(each, lengths)
+        return split, np.repeat(piece_weights, lengths)
 
-    def _dressed(self, document: Document, ids: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Plain text gets the tokenizer's beginning and an end; a conversation's template owns its special tokens."""
-        begin, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+    def _with_bos_and_eos(
+        self, document: Document, ids: np.ndarray, weights: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Adds the tokenizer's beginning and end to plain text; a conversation's template writes its own."""
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         if isinstance(document, Conversation):
-            self.counts.double_bos += begin is not None and ids[:2].tolist() == [begin, begin]
+            self.counts.double_bos += bos is not None and ids[:2].tolist() == [bos, bos]
             return ids, weights
-        if len(self._begin) and not np.array_equal(ids[:1], self._begin):
-            ids, weights = np.concatenate([self._begin, ids]), np.concatenate([[0], weights])
-        if end is None:
+        if len(self._bos) and not np.array_equal(ids[:1], self._bos):
+            ids, weights = np.concatenate([self._bos, ids]), np.concatenate([[0], weights])
+        if eos is None:
             self.counts.without_eos += 1
-        elif ids[-1:].tolist() != [end]:
-            ids, weights = np.concatenate([ids, [end]]), np.concatenate([weights, [1]])
+        elif ids[-1:].tolist() != [eos]:
+            ids, weights = np.concatenate([ids, [eos]]), np.concatenate([weights, [1]])
         return ids.astype(np.int32), weights.astype(np.float32)
 
-    def _fitted(self, ids: np.ndarray, weights: np.ndarray, origin: Origin) -> Example | None:
-        counts, most = self.counts, self.options.max_length
+    def _fit(self, ids: np.ndarray, weights: np.ndarray, origin: Origin) -> Example | None:
+        """The example, truncated to `max_length`; None where nothing is left to train on, or it is dropped."""
+        counts, max_length = self.counts, self.options.max_length
         if not np.any(weights[1:]):  # the first token is never predicted
-            counts.nothing_to_learn += 1
+            counts.nothing_to_train += 1
             return None
-        if len(ids) > most:
+        if len(ids) > max_length:
             if self.options.overlong == "error":
                 raise UserError(
-                    f"a document of {len(ids)} tokens, more than max_length {most}",
+                    f"a document of {len(ids)} tokens, more than max_length {max_length}",
                     where=str(origin),
                     fix="raise data.max_length, or set data.overlong to truncate or drop",
                 )
@@ -239,12 +255,12 @@ class Tokenize:
                 counts.tokens_cut += len(ids)
                 return None
             counts.truncated += 1
-            counts.tokens_cut += len(ids) - most
-            ids, weights = ids[:most], weights[:most]
+            counts.tokens_cut += len(ids) - max_length
+            ids, weights = ids[:max_length], weights[:max_length]
             if not np.any(weights[1:]):
                 counts.nothing_after_truncation += 1
                 return None
         counts.examples += 1
         counts.tokens += len(ids)
-        counts.learned += int(np.count_nonzero(weights[1:]))
+        counts.trained_tokens += int(np.count_nonzero(weights[1:]))
         return Example(ids, weights, origin)

@@ -1,13 +1,13 @@
-"""Documents that are learned from two by two: a chosen and a rejected answer, or an example and its companion.
+"""Units of two documents that are trained on together: a chosen and a rejected answer, or an example and its companion.
 
-Document 2i and 2i + 1 of a store are unit i; in a packed row they are neighbouring segments. What is known of units,
-beside their tokens, are further arrays of a batch (objectives.score.Batch says which).
+Documents 2i and 2i + 1 of a store are unit i; in a packed row they are neighbouring segments. Properties of units are
+further arrays of a batch (see objectives.score.Batch).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -19,11 +19,11 @@ from meshtune.data.tokens import Example, Tokenize
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-    """What a batch of units holds beside tokens.
+    """Options of the arrays that a batch of units has beside tokens.
 
-    `reference` float32 [documents] are log-probabilities of a reference model. `nll` asks for the cross-entropy of
-    first documents: of their answers, or of all their tokens; its weights add up to the number of units, in an update
-    or, with `nll_share` (units per token of the whole store), in all updates together.
+    `reference` float32 [documents] are log-probabilities of a reference model. `nll` requests the weights of the first
+    documents' cross-entropy, over their answers or all their tokens. The weights add up to the number of units, in one
+    update or, with `nll_share` (units per token of the whole store), in all updates of an epoch together.
     """
 
     reference: np.ndarray | None = None
@@ -31,28 +31,29 @@ class Units:
     nll_share: float | None = None
 
     def arrays(
-        self, store: Store, members: Sequence[np.ndarray], most: int, tokens: dict[str, np.ndarray]
+        self, store: Store, row_units: Sequence[np.ndarray], max_units: int, tokens: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """The arrays of rows that hold the units `members`: [rows, most], [rows, 2 * most] or, nll, [rows, T]."""
-        rows = len(members)
-        made = {name: np.zeros((rows, most), np.float32) for name in ("units", "values")}
+        """The arrays of rows with the units `row_units`, float32: units and values [rows, max_units], reference
+        [rows, 2 * max_units], nll [rows, T]."""
+        rows = len(row_units)
+        arrays = {name: np.zeros((rows, max_units), np.float32) for name in ("units", "values")}
         if self.reference is not None:
-            made["reference"] = np.zeros((rows, 2 * most), np.float32)
-        for row, held in enumerate(members):
-            made["units"][row, : len(held)] = 1.0
-            made["values"][row, : len(held)] = store.values[2 * held]
+            arrays["reference"] = np.zeros((rows, 2 * max_units), np.float32)
+        for row, units in enumerate(row_units):
+            arrays["units"][row, : len(units)] = 1.0
+            arrays["values"][row, : len(units)] = store.values[2 * units]
             if self.reference is not None:
-                made["reference"][row, : 2 * len(held)] = self.reference.reshape(-1, 2)[held].ravel()
+                arrays["reference"][row, : 2 * len(units)] = self.reference.reshape(-1, 2)[units].ravel()
         if self.nll is not None:
             first = tokens["segment_ids"] % 2 == 1
             counted = first if self.nll == "all" else first & (tokens["weights"] > 0)
-            share = self.nll_share or float(made["units"].sum()) / max(1, int(counted.sum()))
-            made["nll"] = np.where(counted, np.float32(share), np.float32(0.0))
-        return made
+            share = self.nll_share or float(arrays["units"].sum()) / max(1, int(counted.sum()))
+            arrays["nll"] = np.where(counted, np.float32(share), np.float32(0.0))
+        return arrays
 
 
 def nll_share(store: Store, nll: Literal["answer", "all"] | None) -> float | None:
-    """Units per token that `nll` counts, over a whole store."""
+    """Units per token that `nll` counts, over a whole store; None without `nll`."""
     if nll is None:
         return None
     tokens = 0
@@ -62,33 +63,36 @@ def nll_share(store: Store, nll: Literal["answer", "all"] | None) -> float | Non
     return len(store) / 2 / max(1, tokens)
 
 
-def tokenised_pairs(tokenize: Tokenize, pairs: Iterable[Pair], *, scored: bool = False) -> Iterator[Example]:
-    """Two examples a pair, the chosen answer first; a pair of which one side has nothing to learn is left out.
+def tokenise_pairs(tokenize: Tokenize, pairs: Iterable[Pair], *, score_position: bool = False) -> Iterator[Example]:
+    """Two examples per pair, the chosen answer first. A pair with nothing to train on in either side is left out.
 
-    With `scored` only the place after an answer's last token has a weight: there its score is read.
+    With `score_position` only the position after an answer's last token has a weight, where its score is read.
     """
-    waiting: list[Pair] = []
+    pending: list[Pair] = []
 
     def sides():
         for pair in pairs:
-            waiting.append(pair)
+            pending.append(pair)
             yield pair.chosen
             yield pair.rejected
 
-    found = tokenize.each(sides())
-    for chosen in found:
-        rejected, pair = next(found), waiting.pop(0)
+    examples = tokenize.aligned(sides())
+    for chosen in examples:
+        rejected, pair = next(examples), pending.pop(0)
         if chosen is None or rejected is None or np.array_equal(chosen.ids, rejected.ids):
             _uncount(tokenize, chosen, rejected)
             continue
         for side in (chosen, rejected):
-            made = dataclasses.replace(side, value=pair.margin)
-            yield _read_at_the_end(made) if scored else made
+            example = dataclasses.replace(side, value=pair.margin)
+            yield _with_score_position(example) if score_position else example
 
 
-def tokenised_labelled(tokenize: Tokenize, samples: Iterable[Labelled]) -> Iterator[Example]:
-    """Two examples a labelled answer: it, and its prompt with the answer of the example before (the first one's is the
-    last of its window): what the KL baseline of KTO is estimated from (https://arxiv.org/abs/2402.01306)."""
+def tokenise_labelled(tokenize: Tokenize, samples: Iterable[Labelled]) -> Iterator[Example]:
+    """Two examples per labelled answer: the answer itself, and its prompt with the previous example's answer.
+
+    The second one estimates the KL baseline of KTO (https://arxiv.org/abs/2402.01306). The first example takes the last
+    answer of its window.
+    """
     labels: list[bool] = []
 
     def documents():
@@ -97,37 +101,37 @@ def tokenised_labelled(tokenize: Tokenize, samples: Iterable[Labelled]) -> Itera
             yield sample.document
 
     window: list[Example] = []
-    before: Example | None = None
-    for example in tokenize.each(documents()):
+    previous: Example | None = None
+    for example in tokenize.aligned(documents()):
         good = labels.pop(0)
         if example is None:
             continue
         window.append(dataclasses.replace(example, value=float(good)))
         if len(window) == _WINDOW:
-            yield from _with_companions(window, before, tokenize.options.max_length)
-            before, window = window[-1], []
-    yield from _with_companions(window, before, tokenize.options.max_length)
+            yield from _with_companions(window, previous, tokenize.options.max_length)
+            previous, window = window[-1], []
+    yield from _with_companions(window, previous, tokenize.options.max_length)
 
 
 _WINDOW = 256
 
 
-def _with_companions(window: list[Example], before: Example | None, max_length: int) -> Iterator[Example]:
-    before = before or (window[-1] if window else None)
+def _with_companions(window: list[Example], previous: Example | None, max_length: int) -> Iterator[Example]:
+    previous = previous or (window[-1] if window else None)
     for example in window:
-        assert before is not None
+        assert previous is not None
         yield example
-        here, there = (int(np.argmax(one.weights > 0)) for one in (example, before))
-        # However long the prompt, one token of an answer must be left of it.
-        prompt = min(here, max_length - 1)
-        ids = np.concatenate([example.ids[:prompt], before.ids[there:]])[:max_length]
-        weights = np.concatenate([example.weights[:prompt], before.weights[there:]])[:max_length]
+        answer_start, previous_start = (int(np.argmax(side.weights > 0)) for side in (example, previous))
+        # However long the prompt, at least one token of the answer must fit.
+        prompt = min(answer_start, max_length - 1)
+        ids = np.concatenate([example.ids[:prompt], previous.ids[previous_start:]])[:max_length]
+        weights = np.concatenate([example.weights[:prompt], previous.weights[previous_start:]])[:max_length]
         yield dataclasses.replace(example, ids=ids, weights=weights)
-        before = example
+        previous = example
 
 
-def _read_at_the_end(example: Example) -> Example:
-    # A target beyond the last token makes a position of that token; what is predicted there is not looked at.
+def _with_score_position(example: Example) -> Example:
+    # Positions are made of targets, so a further target makes a position of the last token; its id does not matter.
     ids = np.append(example.ids, example.ids[-1])
     weights = np.zeros(len(ids), np.float32)
     weights[-1] = 1.0
@@ -135,10 +139,11 @@ def _read_at_the_end(example: Example) -> Example:
 
 
 def _uncount(tokenize: Tokenize, *sides: Example | None) -> None:
+    """Takes the sides of a pair that is left out back out of the counts."""
     for side in sides:
         if side is not None:
             tokenize.counts.examples -= 1
             tokenize.counts.tokens -= len(side.ids)
-            tokenize.counts.learned -= int(np.count_nonzero(side.weights[1:]))
+            tokenize.counts.trained_tokens -= int(np.count_nonzero(side.weights[1:]))
     if all(side is not None for side in sides):
-        tokenize.counts.nothing_after_truncation += 1  # equal once they are cut
+        tokenize.counts.nothing_after_truncation += 1  # equal once truncated

@@ -76,9 +76,9 @@ def _stage_hint(
     records: Sequence[Record], columns: FieldNames, tags: Mapping[str, str], dataset_type: DatasetType
 ) -> str:
     """A line that names a stage whose formats fit the records, if there is one."""
-    for other, formats in FORMATS_BY_TYPE.items():
-        if other != dataset_type and _any_fits(formats.values(), records, columns, tags):
-            return f"\n(they would fit stage {EXAMPLE_STAGE[other]})"
+    for suitable, formats in FORMATS_BY_TYPE.items():
+        if suitable != dataset_type and _any_fits(formats.values(), records, columns, tags):
+            return f"\n(they would fit stage {EXAMPLE_STAGE[suitable]})"
     return ""
 
 
@@ -100,8 +100,8 @@ def _candidates(
     known = FORMATS_BY_TYPE[dataset_type]
     if name != "auto" and name not in known:
         elsewhere = any(name in formats for formats in FORMATS_BY_TYPE.values())
-        what = f"format '{name}' does not hold {dataset_type}" if elsewhere else f"unknown format '{name}'"
-        raise UserError(what, where=where, fix=f"{nearest(name, known)}known: {', '.join(['auto', *known])}")
+        problem = f"format '{name}' does not hold {dataset_type}" if elsewhere else f"unknown format '{name}'"
+        raise UserError(problem, where=where, fix=f"{nearest(name, known)}known: {', '.join(['auto', *known])}")
     formats = list(known.values()) if name == "auto" else [known[name]]
     owner = "any format" if name == "auto" else f"format {name}"
     known_columns = list(dict.fromkeys(key for form in formats for key in (*form.fields, *form.aliases)))

@@ -41,8 +41,8 @@ def _history(record: Record, field: str, origin: Origin) -> list[Message]:
     for index, pair in enumerate(list_field(record, field, origin, "[user, assistant] pairs")):
         item = f"{field}[{index}]"
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            what = f"expected a pair, found {describe(pair)}"
-            raise field_error(what, origin, item, 'write ["the user\'s message", "the answer"]')
+            problem = f"expected a pair, found {describe(pair)}"
+            raise field_error(problem, origin, item, 'write ["the user\'s message", "the answer"]')
         messages.append(Message("user", check_text(pair[0], origin, f"{item}[0]")))
         messages.append(Message("assistant", check_text(pair[1], origin, f"{item}[1]")))
     return messages

@@ -22,8 +22,8 @@ def with_label(base: RecordFormat) -> RecordFormat:
         if good is None:
             raise missing_field_error(record, field, origin)
         if not isinstance(good, bool):
-            what = f"expected true or false, found {describe(good)}"
-            raise field_error(what, origin, field, "write true or false")
+            problem = f"expected true or false, found {describe(good)}"
+            raise field_error(problem, origin, field, "write true or false")
         document = base.convert(record, fields, tags, origin)
         assert isinstance(document, Conversation | Text)
         return Labelled(document, good, origin)

@@ -56,8 +56,8 @@ def read_messages(turns: Sequence[object], origin: Origin, field: str) -> list[M
 
 def _message(turn: object, origin: Origin, field: str) -> Message:
     if not isinstance(turn, dict):
-        what = f"expected a message, found {describe(turn)}"
-        raise field_error(what, origin, field, 'write {"role": ..., "content": ...}')
+        problem = f"expected a message, found {describe(turn)}"
+        raise field_error(problem, origin, field, 'write {"role": ..., "content": ...}')
     role = _role(turn, origin, field)
     extra = {key: value for key, value in turn.items() if key not in KNOWN_KEYS and value is not None}
     calls = [
@@ -68,8 +68,8 @@ def _message(turn: object, origin: Origin, field: str) -> Message:
     if isinstance(content, list):
         content = _parts(content, origin, f"{field}.content", calls, extra)
     if calls and role != "assistant":
-        what = f"tool calls in a message of {turn['role']}"
-        raise field_error(what, origin, f"{field}.tool_calls", "only an assistant calls tools")
+        problem = f"tool calls in a message of {turn['role']}"
+        raise field_error(problem, origin, f"{field}.tool_calls", "only an assistant calls tools")
     if content is None:
         if "content" not in turn and not calls:
             fix = "add it, or remove the record"
@@ -86,19 +86,19 @@ def _role(turn: Mapping[str, object], origin: Origin, field: str) -> Role:
     if role is not None:
         return role
     if "role" not in turn:
-        what = f"the message has no role; its fields are: {', '.join(turn) or 'none'}"
+        problem = f"the message has no role; its fields are: {', '.join(turn) or 'none'}"
     else:
-        what = f"unknown role {json.dumps(name, ensure_ascii=False, default=str)}"
+        problem = f"unknown role {json.dumps(name, ensure_ascii=False, default=str)}"
     hint = nearest(name, ROLES) if isinstance(name, str) else ""
     sharegpt = "; for turns of from and value, set format: sharegpt" if "from" in turn else ""
-    raise field_error(what, origin, f"{field}.role", f"{hint}known: {', '.join(ROLES)}{sharegpt}")
+    raise field_error(problem, origin, f"{field}.role", f"{hint}known: {', '.join(ROLES)}{sharegpt}")
 
 
 def _unparsed_calls(turn: Mapping[str, object], origin: Origin, field: str) -> list[object]:
     calls = turn.get("tool_calls") or []
     if not isinstance(calls, list):
-        what = f"expected a list of tool calls, found {describe(calls)}"
-        raise field_error(what, origin, f"{field}.tool_calls", "write a list")
+        problem = f"expected a list of tool calls, found {describe(calls)}"
+        raise field_error(problem, origin, f"{field}.tool_calls", "write a list")
     return [*calls, turn["function_call"]] if turn.get("function_call") else list(calls)
 
 
@@ -114,8 +114,8 @@ def _parts(
         part_type = part["type"]
         value = next((part[key] for key in ("text", "value") if part.get(key) is not None), None)
         if part_type in MEDIA:
-            what = f"a part of type '{part_type}'"
-            raise field_error(what, origin, item, "only text can be trained on: remove images, audio and video")
+            problem = f"a part of type '{part_type}'"
+            raise field_error(problem, origin, item, "only text can be trained on: remove images, audio and video")
         if part_type in ("text", "input_text", "output_text"):
             texts.append(check_text(value, origin, item, required=False))
         elif part_type == "reasoning":

@@ -83,8 +83,8 @@ def ranked_turns(base: RecordFormat, turns: str, expects: str) -> RecordFormat:
         if answer is None:
             raise missing_field_error(record, field, origin)
         if not isinstance(answer, dict | list) or not answer:
-            what = f"expected a turn, found {describe(answer)}"
-            raise field_error(what, origin, field, "write it like the other turns")
+            problem = f"expected a turn, found {describe(answer)}"
+            raise field_error(problem, origin, field, "write it like the other turns")
         prompt = list_field(record, fields[turns] or turns, origin, "turns")
         conversation = [*prompt, *(answer if isinstance(answer, list) else [answer])]
         document = base.convert({**record, fields[turns] or turns: conversation}, fields, tags, origin)
@@ -126,8 +126,8 @@ def _convert_preference(record: Record, fields: FieldNames, tags: Mapping[str, s
 def _check_same_prompt(sides: Sequence[Conversation], origin: Origin, field: str) -> None:
     chosen, rejected = (side.messages for side in sides)
     if chosen[:-1] != rejected[:-1]:
-        what = "chosen and rejected are answers to different conversations"
-        raise field_error(what, origin, field, "they may differ in the last turn alone; or remove the record")
+        problem = "chosen and rejected are answers to different conversations"
+        raise field_error(problem, origin, field, "they may differ in the last turn alone; or remove the record")
 
 
 def _messages(record: Record, field: str, role: Role, origin: Origin) -> list[Message]:
@@ -146,8 +146,8 @@ def _detect_openai(record: Record, fields: FieldNames, tags: Mapping[str, str]) 
 def _convert_openai(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin) -> Pair:
     prompt = record.get(fields["input"] or "input")
     if not isinstance(prompt, dict):
-        what = f"expected an object, found {describe(prompt)}"
-        raise field_error(what, origin, "input", 'write {"messages": [...]}')
+        problem = f"expected an object, found {describe(prompt)}"
+        raise field_error(problem, origin, "input", 'write {"messages": [...]}')
     flat = {"prompt": prompt.get("messages"), "tools": prompt.get("tools")}
     flat |= {side: record.get(fields[side] or side) for side in SIDES}
     names = {"prompt": "prompt", "tools": "tools", "margin": None, **{side: side for side in SIDES}}
@@ -169,8 +169,8 @@ def _transcript(record: Record, field: str, origin: Origin) -> Conversation:
     transcript = text_field(record, field, origin)
     preamble, *parts = SPEAKER.split(transcript)
     if preamble.strip() or not parts:
-        what = f"the transcript does not begin with a speaker: {transcript[:40]!r}"
-        raise field_error(what, origin, field, r"write \n\nHuman: ... \n\nAssistant: ...")
+        problem = f"the transcript does not begin with a speaker: {transcript[:40]!r}"
+        raise field_error(problem, origin, field, r"write \n\nHuman: ... \n\nAssistant: ...")
     turns: list[Message] = []
     for speaker, content in zip(parts[::2], parts[1::2], strict=True):
         role: Role = "user" if speaker == "Human" else "assistant"

@@ -31,9 +31,9 @@ def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin:
     ]
     tail = _messages(record, completion, "assistant", origin)
     if tail[0].role != "assistant":
-        what = f"the completion begins with {tail[0].role}"
+        problem = f"the completion begins with {tail[0].role}"
         fix = "begin it with an assistant turn; the turns before belong to the prompt"
-        raise field_error(what, origin, f"{completion}[0]", fix)
+        raise field_error(problem, origin, f"{completion}[0]", fix)
     check_turns([*head, *tail], origin, f"{prompt} + {completion}")
     return Conversation((*head, *tail), origin, parse_tools(record, fields["tools"], origin))
 

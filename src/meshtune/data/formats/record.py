@@ -13,9 +13,9 @@ from meshtune.errors import UserError
 JSON_TYPES = {str: "text", bool: "true/false", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 
-def field_error(what: str, origin: Origin, field: str, fix: str) -> UserError:
+def field_error(problem: str, origin: Origin, field: str, fix: str) -> UserError:
     """The error for one field of one record."""
-    return UserError(what, where=f"{origin}, field '{field}'", fix=fix)
+    return UserError(problem, where=f"{origin}, field '{field}'", fix=fix)
 
 
 def json_type(value: object) -> str:
@@ -49,8 +49,8 @@ def missing_field_error(record: Record, field: str, origin: Origin) -> UserError
     if field in record:
         return field_error("the field is null", origin, field, "fill it, or remove the record")
     names = ", ".join(map(str, record)) or "none"
-    what = f"the field is missing; the record's fields are: {names}"
-    return field_error(what, origin, field, f"map it: columns: {{{field}: NAME}}")
+    problem = f"the field is missing; the record's fields are: {names}"
+    return field_error(problem, origin, field, f"map it: columns: {{{field}: NAME}}")
 
 
 def check_text(value: object, origin: Origin, field: str, *, required: bool = True) -> str:
@@ -63,8 +63,8 @@ def check_text(value: object, origin: Origin, field: str, *, required: bool = Tr
         value.encode()
     except UnicodeEncodeError as error:
         surrogate = f"\\u{ord(value[error.start]):04x}"
-        what = f"half of a character ({surrogate}) at position {error.start}"
-        raise field_error(what, origin, field, "write whole characters") from None
+        problem = f"half of a character ({surrogate}) at position {error.start}"
+        raise field_error(problem, origin, field, "write whole characters") from None
     return value
 
 
@@ -75,8 +75,8 @@ def list_field(record: Record, field: str, origin: Origin, holds: str) -> Sequen
     if value is None:
         raise missing_field_error(record, field, origin)
     if not isinstance(value, list | tuple):
-        what = f"expected a list of {holds}, found {describe(value)}"
-        raise field_error(what, origin, field, f"write a list of {holds}")
+        problem = f"expected a list of {holds}, found {describe(value)}"
+        raise field_error(problem, origin, field, f"write a list of {holds}")
     if not value:
         raise field_error("the list is empty", origin, field, "fill it, or remove the record")
     return value
@@ -89,8 +89,8 @@ def weight_field(turn: Mapping[str, object], origin: Origin, field: str) -> floa
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        what = f"expected a number >= 0, found {describe(value)}"
-        raise field_error(what, origin, f"{field}.{key}", "0 excludes the turn from the loss, 1 counts it in full")
+        problem = f"expected a number >= 0, found {describe(value)}"
+        raise field_error(problem, origin, f"{field}.{key}", "0 excludes the turn from the loss, 1 counts it in full")
     return float(value)
 
 
@@ -105,15 +105,15 @@ def parse_tools(record: Record, field: str | None, origin: Origin) -> tuple[Mapp
     if value is None or not field:
         return ()
     if not isinstance(value, list):
-        what = f"expected a list of tools, found {describe(value)}"
-        raise field_error(what, origin, field, "write a JSON list of function schemas")
+        problem = f"expected a list of tools, found {describe(value)}"
+        raise field_error(problem, origin, field, "write a JSON list of function schemas")
     return tuple(_parse_tool(tool, origin, f"{field}[{index}]") for index, tool in enumerate(value))
 
 
 def _parse_tool(tool: object, origin: Origin, field: str) -> Mapping[str, object]:
     if not isinstance(tool, dict):
-        what = f"expected a function schema, found {describe(tool)}"
-        raise field_error(what, origin, field, "write an object with a name")
+        problem = f"expected a function schema, found {describe(tool)}"
+        raise field_error(problem, origin, field, "write an object with a name")
     wrapped = isinstance(tool.get("function"), dict)
     function = tool["function"] if wrapped else tool
     if not isinstance(function.get("name"), str):
@@ -130,20 +130,20 @@ def parse_tool_call(value: object, origin: Origin, field: str) -> dict[str, obje
     if isinstance(value, str):
         value = _parse_json(value, origin, field)
     if not isinstance(value, dict):
-        what = f"expected a function call, found {describe(value)}"
-        raise field_error(what, origin, field, 'write {"name": ..., "arguments": {...}}')
+        problem = f"expected a function call, found {describe(value)}"
+        raise field_error(problem, origin, field, 'write {"name": ..., "arguments": {...}}')
     function = value["function"] if isinstance(value.get("function"), dict) else value
     name, arguments = function.get("name"), function.get("arguments", function.get("parameters"))
     if not isinstance(name, str) or not name:
-        what = "the function call has no name"
-        raise field_error(what, origin, f"{field}.name", 'write {"name": ..., "arguments": {...}}')
+        problem = "the function call has no name"
+        raise field_error(problem, origin, f"{field}.name", 'write {"name": ..., "arguments": {...}}')
     if isinstance(arguments, str):
         arguments = _parse_json(arguments, origin, f"{field}.arguments") if arguments.strip() else {}
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        what = f"expected an object of arguments, found {describe(arguments)}"
-        raise field_error(what, origin, f"{field}.arguments", "write them as {name: value}")
+        problem = f"expected an object of arguments, found {describe(arguments)}"
+        raise field_error(problem, origin, f"{field}.arguments", "write them as {name: value}")
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return {"id": value["id"], **call} if isinstance(value.get("id"), str) else call
 

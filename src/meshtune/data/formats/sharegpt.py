@@ -63,8 +63,8 @@ def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin:
         role_names.append(role_name)
     if fields["system"] and (system := text_field(record, fields["system"], origin, required=False)):
         if messages[0].role == "system":
-            what = "there is a system prompt here and another as the first turn"
-            raise field_error(what, origin, fields["system"], "remove one of the two")
+            problem = "there is a system prompt here and another as the first turn"
+            raise field_error(problem, origin, fields["system"], "remove one of the two")
         messages.insert(0, Message("system", system))
         role_names.insert(0, "system")
     check_turns(messages, origin, field, role_names, calls_in_text=True)
@@ -97,13 +97,13 @@ def _message(
     """The message of a turn, and its speaker as the record names it."""
     role_key, content_key = keys
     if not isinstance(turn, dict):
-        what = f"expected a turn, found {describe(turn)}"
-        raise field_error(what, origin, field, f'write {{"{role_key}": ..., "{content_key}": ...}}')
+        problem = f"expected a turn, found {describe(turn)}"
+        raise field_error(problem, origin, field, f'write {{"{role_key}": ..., "{content_key}": ...}}')
     for key in keys:
         if key not in turn:
-            what = f"the turn has no '{key}'; its fields are: {', '.join(turn) or 'none'}"
+            problem = f"the turn has no '{key}'; its fields are: {', '.join(turn) or 'none'}"
             fix = "add it, or set tags: {role_tag: ..., content_tag: ...}"
-            raise field_error(what, origin, f"{field}.{key}", fix)
+            raise field_error(problem, origin, f"{field}.{key}", fix)
     name = turn[role_key]
     tag = speakers.get(name) if isinstance(name, str) else None
     if tag is None:
@@ -128,13 +128,13 @@ def _calls(content: object, origin: Origin, field: str) -> tuple[JsonObject, ...
         try:
             content = json.loads(content)
         except (ValueError, RecursionError) as error:
-            what = f"the function call is not JSON ({error}): {str(content)[:60]!r}"
+            problem = f"the function call is not JSON ({error}): {str(content)[:60]!r}"
             fix = 'write {"name": ..., "arguments": {...}}, or a list of such objects'
-            raise field_error(what, origin, field, fix) from None
+            raise field_error(problem, origin, field, fix) from None
     calls = content if isinstance(content, list) else [content]
     if not calls:
-        what = "the list of function calls is empty"
-        raise field_error(what, origin, field, "write the call, or remove the turn")
+        problem = "the list of function calls is empty"
+        raise field_error(problem, origin, field, "write the call, or remove the turn")
     return tuple(parse_tool_call(call, origin, field) for call in calls)
 
 

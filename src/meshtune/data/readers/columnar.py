@@ -58,8 +58,10 @@ def open_parquet(path: pathlib.Path, name: str) -> ColumnarRecords:
         tail = file.read(4)
     _check_not_empty(size, name)
     if head != b"PAR1" or tail != b"PAR1":
-        what = "truncated: its end marker is missing" if head == b"PAR1" else "not parquet: it does not begin with PAR1"
-        raise UserError(f"the parquet file is {what}", where=name, fix="write or download it again")
+        problem = (
+            "truncated: its end marker is missing" if head == b"PAR1" else "not parquet: it does not begin with PAR1"
+        )
+        raise UserError(f"the parquet file is {problem}", where=name, fix="write or download it again")
     import datasets
     import pyarrow
     from datasets.exceptions import DatasetsError

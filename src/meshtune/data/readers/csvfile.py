@@ -43,12 +43,12 @@ def open_csv(path: pathlib.Path, name: str, *, delimiter: str = ",") -> FileReco
 def _check_header(header: Sequence[str], name: str) -> None:
     repeated = {field for field in header if header.count(field) > 1}
     if repeated:
-        what = f"the header names {', '.join(sorted(map(repr, repeated)))} more than once"
+        problem = f"the header names {', '.join(sorted(map(repr, repeated)))} more than once"
     elif "" in header:
-        what = "the header has a column without a name"
+        problem = "the header has a column without a name"
     else:
         return
-    raise UserError(what, where=f"{name}, line 1", fix="give every column a name of its own")
+    raise UserError(problem, where=f"{name}, line 1", fix="give every column a name of its own")
 
 
 def _lines(file: MappedFile) -> Iterator[tuple[int, int]]:
@@ -76,7 +76,7 @@ def _spans(file: MappedFile, delimiter: str) -> Iterator[tuple[int, int]]:
             fields = next(reader, None)
         except csv.Error as error:
             raise UserError(
-                f"malformed CSV: {error}, in the record near: {file.around(begin)}",
+                f"malformed CSV: {error}, in the record near: {file.excerpt(begin)}",
                 where=f"{file.name}, line {file.line(begin)}",
                 fix='close every quote; write a quote inside quotes as ""',
             ) from None

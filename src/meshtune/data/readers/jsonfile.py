@@ -53,9 +53,9 @@ def parse(file: MappedFile, begin: int, end: int) -> Any:
         raise _malformed(file, begin, str(error)) from None
 
 
-def _malformed(file: MappedFile, offset: int, what: str) -> UserError:
+def _malformed(file: MappedFile, offset: int, problem: str) -> UserError:
     return UserError(
-        f"malformed JSON: {what[:1].lower()}{what[1:]}, near: {file.around(offset)}",
+        f"malformed JSON: {problem[:1].lower()}{problem[1:]}, near: {file.excerpt(offset)}",
         where=f"{file.name}, {file.position(offset)}",
         fix="correct the file at the mark (▸); .jsonl needs one complete object on every line",
     )
@@ -107,8 +107,8 @@ def _spans(file: MappedFile) -> np.ndarray:
     if in_array and not closed:
         raise _first_mistake(file, spans, trailing, "the list of records is not closed by ]")
     if trailing < len(file.view):
-        what = "expected a list of records" if not spans else "expected nothing more"
-        raise _first_mistake(file, spans, trailing, what)
+        problem = "expected a list of records" if not spans else "expected nothing more"
+        raise _first_mistake(file, spans, trailing, problem)
     return np.array(spans, np.int64).reshape(-1, 2)
 
 
@@ -125,15 +125,15 @@ def _check_gap(
     if gap[:1] == b"," and separator:
         mistake = _skip_space(file, mistake + 1)
     if closing and gap == b",":
-        what = "a comma after the last record"
+        problem = "a comma after the last record"
     elif not gap and separator:
-        what = "expected a comma between records"
+        problem = "expected a comma between records"
     else:
-        what = "expected a record"
-    raise _first_mistake(file, spans, mistake, what)
+        problem = "expected a record"
+    raise _first_mistake(file, spans, mistake, problem)
 
 
-def _first_mistake(file: MappedFile, spans: array.array[int], offset: int, what: str) -> UserError:
+def _first_mistake(file: MappedFile, spans: array.array[int], offset: int, problem: str) -> UserError:
     """The error to report. A missing quote far above makes nonsense of everything after it, so malformed records before
     `offset` are reported first."""
     for begin, end in zip(spans[::2], spans[1::2], strict=True):
@@ -141,12 +141,12 @@ def _first_mistake(file: MappedFile, spans: array.array[int], offset: int, what:
             parse(file, begin, end)
         except UserError as error:
             return error
-    if what.startswith("the last record") and len(file.view) - offset <= MAX_REPARSED:
+    if problem.startswith("the last record") and len(file.view) - offset <= MAX_REPARSED:
         try:
             parse(file, offset, len(file.view))
         except UserError as error:
             return error
-    return _malformed(file, min(offset, len(file.view)), what)
+    return _malformed(file, min(offset, len(file.view)), problem)
 
 
 def _skip_space(file: MappedFile, offset: int) -> int:

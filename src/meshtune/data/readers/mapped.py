@@ -50,7 +50,7 @@ class MappedFile:
         column = len(self.view[line_begin:offset].decode("utf-8", "replace")) + 1
         return f"line {self.line(offset)}, column {column}"
 
-    def around(self, offset: int) -> str:
+    def excerpt(self, offset: int) -> str:
         """The text on both sides of `offset`, which is marked by ▸."""
         left = self.view[max(self.start, offset - 4 * CONTEXT) : offset].decode("utf-8", "replace")[-CONTEXT:]
         right = self.view[offset : offset + 4 * CONTEXT].decode("utf-8", "replace")[:CONTEXT]

@@ -1,0 +1,42 @@
+"""The chat templates that ship with Meshtune, by name."""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import pathlib
+
+from meshtune.errors import UserError, nearest
+
+_FOLDER = importlib.resources.files("meshtune.data") / "templates"
+
+
+@functools.cache
+def template_names() -> tuple[str, ...]:
+    """Names of the chat templates that ship with Meshtune."""
+    files = (file.name for file in _FOLDER.iterdir())
+    return tuple(sorted(name.removesuffix(".jinja") for name in files if name.endswith(".jinja")))
+
+
+@functools.cache
+def tool_template_names() -> tuple[str, ...]:
+    """Names of the shipped templates that write tools, tool calls and tool results."""
+    return tuple(name for name in template_names() if "tool_calls" in template_text(name))
+
+
+def template_text(name_or_path: str) -> str:
+    """The Jinja text of a shipped template, or of a file. Raises UserError if it is neither."""
+    if name_or_path in template_names():
+        return (_FOLDER / f"{name_or_path}.jinja").read_text(encoding="utf-8")
+    file = pathlib.Path(name_or_path).expanduser()
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as problem:
+            raise UserError(f"the chat template cannot be read: {problem}", where=str(file)) from problem
+    names = template_names()
+    raise UserError(
+        f"'{name_or_path}' is neither a file nor the name of a chat template",
+        where="model.chat_template",
+        fix=f"{nearest(name_or_path, names)}give a Jinja file, or one of: {', '.join(names)}",
+    )

@@ -1,0 +1,40 @@
+"""Adds the recipe's system prompt to conversations that have none."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from meshtune.data.conversation import Conversation, Document, Labelled, Message, Pair, Sample
+
+
+@dataclasses.dataclass(frozen=True)
+class WithSystemPrompt(Sequence[Sample]):
+    """Samples with `system` before every conversation that has no system turn, added as each is read."""
+
+    samples: Sequence[Sample]
+    system: str | None
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Sample:  # pyright: ignore[reportIncompatibleMethodOverride]: no slices
+        sample = self.samples[index]
+        match sample:
+            case Pair():
+                chosen, rejected = self._add(sample.chosen), self._add(sample.rejected)
+                return dataclasses.replace(sample, chosen=chosen, rejected=rejected)
+            case Labelled():
+                return dataclasses.replace(sample, document=self._add(sample.document))
+            case _:
+                return self._add(sample)
+
+    def _add(self, document: Document) -> Document:
+        if self.system is None or not isinstance(document, Conversation):
+            return document
+        if any(message.role == "system" for message in document.messages):
+            return document
+        return dataclasses.replace(document, messages=(Message("system", self.system), *document.messages))
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self[index] for index in range(len(self)))

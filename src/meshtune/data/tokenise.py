@@ -1,0 +1,138 @@
+"""Tokenises the samples of a split for a stage, or opens the cached result."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from meshtune.config.data import DataSection
+from meshtune.data.conversation import Conversation, Document, Sample
+from meshtune.data.masks import LossPolicy
+from meshtune.data.report import TemplateInfo
+from meshtune.data.store import Store, fingerprint, open_or_build
+from meshtune.data.tokens import Example, TokenCounts, Tokenize, TokenOptions
+from meshtune.data.units import tokenise_labelled, tokenise_pairs
+from meshtune.errors import UserError
+from meshtune.objectives import STAGES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Progress = Callable[[str, int, int], None]
+"""(activity, documents done, documents in all)"""
+
+
+def token_options(data: DataSection, stage: str = "sft") -> TokenOptions:
+    """The tokenising options of a recipe. Stages that compare answers train on the last turn, stage pt on all text."""
+    policy = LossPolicy(train_on_prompt=data.train_on_prompt, last_turn_only=data.last_turn_only)
+    if STAGES[stage].dataset_type != "documents":
+        policy = LossPolicy(last_turn_only=True)
+    elif stage == "pt":
+        policy = LossPolicy(train_on_prompt=True)
+    return TokenOptions(
+        max_length=data.max_length,
+        policy=policy,
+        overlong=data.overlong,
+        skip_bad=data.on_bad == "skip",
+    )
+
+
+def tokenised_store(
+    split: str,
+    samples: Sequence[Sample],
+    tokenizer: PreTrainedTokenizerFast,
+    options: TokenOptions,
+    stage: str,
+    cache: str | os.PathLike[str] | None,
+    progress: Progress | None,
+) -> tuple[Store, TokenCounts, TemplateInfo | None]:
+    """The store of the tokenised samples, what was counted, and the chat template's properties (None for plain text).
+
+    Raises UserError where a template cannot render a conversation, and where the cache cannot be written.
+    """
+
+    def build() -> tuple[Iterable[Example], Callable[[], dict[str, Any]]]:
+        tokenize = Tokenize(tokenizer, options)
+
+        def meta() -> dict[str, Any]:
+            return {"counts": dataclasses.asdict(tokenize.counts), "template": _template_info(tokenize)}
+
+        return _examples(tokenize, _with_progress(samples, f"tokenising {split} data", progress), stage), meta
+
+    # Stages that make the same examples of the same records share a store.
+    score_position = ("scored",) if STAGES[stage].has_score_head else ()
+    parts = (tokenizer_hash(tokenizer), options.cache_key(), *score_position)
+    key = fingerprint(_with_progress(samples, f"reading {split} data", progress), *parts)
+    store = open_or_build(key, build, cache)
+    counts, template = store.meta["counts"], store.meta["template"]
+    counts = TokenCounts(**{**counts, "skipped": [(origin, reason) for origin, reason in counts["skipped"]]})
+    return store, counts, TemplateInfo(**template) if template else None
+
+
+def _examples(tokenize: Tokenize, samples: Iterable[Any], stage: str) -> Iterator[Example]:
+    match STAGES[stage].dataset_type:
+        case "pairs":
+            return tokenise_pairs(tokenize, samples, score_position=STAGES[stage].has_score_head)
+        case "labelled":
+            return tokenise_labelled(tokenize, samples)
+        case "documents":
+            return tokenize(require_plain_text(samples) if stage == "pt" else samples)
+
+
+def require_plain_text(documents: Iterable[Document]) -> Iterator[Document]:
+    """Passes texts through. Raises UserError for a conversation."""
+    for document in documents:
+        if isinstance(document, Conversation):
+            raise UserError(
+                "stage pt trains on plain text, but the record is a conversation",
+                where=str(document.origin),
+                fix="set stage: sft, or name the column that holds the text: format: text, columns: {text: NAME}",
+            )
+        yield document
+
+
+def _template_info(tokenize: Tokenize) -> dict[str, Any] | None:
+    if not tokenize.saw_conversation:
+        return None
+    end = tokenize.chat.end_of_turn
+    return dataclasses.asdict(TemplateInfo(end.head, end.token is not None, tokenize.chat.writes_date))
+
+
+def _with_progress(samples: Sequence[Sample], activity: str, progress: Progress | None) -> Iterator[Sample]:
+    for index, sample in enumerate(samples):
+        if progress is not None and index % 256 == 0:
+            progress(activity, index, len(samples))
+        yield sample
+    if progress is not None:
+        progress(activity, len(samples), len(samples))
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
+    """A hash of everything in a tokenizer that affects ids."""
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    special = {name: str(value) for name, value in sorted(tokenizer.special_tokens_map.items())}
+    example = str(tokenizer("a")["input_ids"])
+    parts = [backend.to_str(), json.dumps(tokenizer.chat_template), json.dumps(special), example]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def nothing_to_train_error(split: str, counts: TokenCounts) -> UserError:
+    """The error for a split of which no document is left, with the reasons."""
+    reasons = {
+        "contain nothing to train on": counts.nothing_to_train,
+        "have nothing to train on after truncation": counts.nothing_after_truncation,
+        "are longer than max_length": counts.dropped,
+        "cannot be rendered": len(counts.skipped),
+    }
+    listed = ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count)
+    return UserError(
+        f"the {split} data contain nothing to train on: of {counts.documents} documents, {listed or 'none'}",
+        where=f"data.{split}",
+        fix="see `meshtune data inspect`; raise data.max_length, or check roles and message weights",
+    )
