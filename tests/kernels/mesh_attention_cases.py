@@ -1,4 +1,4 @@
-"""Attention over meshes of 8 simulated devices: the cases, and the program that runs them in a process of its own.
+"""Attention over meshes of 8 simulated devices: the cases, and the program that computes them in a separate process.
 
 python mesh_attention_cases.py RESULTS.npz CASE ...     writes the output and the gradients of q, k and v for each
 """
@@ -18,13 +18,13 @@ class Case:
     T: int
     H: int = 4
     K: int = 2
-    kv_whole: bool = False
-    balanced: bool = True
+    kv_replicated: bool = False
+    zigzag: bool = True
     backend: str = "auto"
     dtype: str = "float64"
     window: int | None = None
     softcap: float | None = None
-    new: int | None = None  # these last tokens alone ask, of a cache of T
+    new: int | None = None  # if given, only these last tokens are queries, with a cache of T
 
     def arrays(self):
         """q, k, v, the output's cotangent, then segments and positions of the row."""
@@ -55,18 +55,18 @@ class Case:
 PACKED = [[70, 1, 90, 60], [200, 56], [30] * 8, [256]]
 CASES = {
     "one document, cp=4": Case({"cp": 4}, [[256], [200]], 256),
-    "in its own order": Case({"cp": 4}, [[256], [200]], 256, balanced=False),
+    "contiguous shards": Case({"cp": 4}, [[256], [200]], 256, zigzag=False),
     "packed": Case({"fsdp": 4, "cp": 2}, PACKED, 256),
-    "packed over all of them": Case({"dp": 2, "cp": 2, "tp": 2}, PACKED, 256),
+    "packed over dp, cp and tp": Case({"dp": 2, "cp": 2, "tp": 2}, PACKED, 256),
     "many segments": Case({"cp": 8}, [[3] * 50, [7] * 22], 160),
-    "padding, and a row of nothing else": Case({"cp": 4}, [[20], [41, 3], []], 64),
+    "padding, and a row of padding only": Case({"cp": 4}, [[20], [41, 3], []], 64),
     "window": Case({"cp": 8}, [[256], [100, 150]], 256, window=40),
     "softcap": Case({"cp": 4}, [[100, 28]], 128, softcap=1.5),
     "window and softcap": Case({"cp": 4, "tp": 2}, PACKED, 256, window=19, softcap=2.0),
-    "chunks that blocks do not fit": Case({"cp": 2}, [[104], [50, 40]], 104),
-    "two tokens a device": Case({"cp": 8}, [[16], [9, 7]], 16),
+    "chunks that are not multiples of blocks": Case({"cp": 2}, [[104], [50, 40]], 104),
+    "two tokens per device": Case({"cp": 8}, [[16], [9, 7]], 16),
     "fewer key heads than tp": Case({"cp": 2, "tp": 4}, PACKED, 256, H=8, K=2),
-    "key heads whole though tp divides them": Case({"cp": 2, "tp": 2}, [[64]], 64, H=8, K=4, kv_whole=True),
+    "replicated key heads that tp divides": Case({"cp": 2, "tp": 2}, [[64]], 64, H=8, K=4, kv_replicated=True),
     "groups that tp cuts": Case({"cp": 2, "tp": 2}, [[60]], 64, H=6, K=3),
     "groups that tp cuts, direct": Case({"dp": 2, "tp": 2}, [[60], [30]], 64, H=6, K=3, backend="direct"),
     "fewer key heads than tp, direct": Case({"dp": 2, "tp": 4}, [[60], [30]], 64, H=8, K=2, backend="direct"),
@@ -74,7 +74,7 @@ CASES = {
     "heads that tp does not divide": Case({"dp": 2, "tp": 4}, [[60], [30]], 64, H=6, K=3, backend="blockwise"),
     "rows that dp does not divide": Case({"dp": 2, "tp": 2}, [[60], [30], [64]], 64, backend="blockwise"),
     "rows that dp does not divide, direct": Case({"dp": 2, "tp": 2}, [[60], [30], [64]], 64, backend="direct"),
-    "a length that cp does not divide": Case({"cp": 4}, [[37], [30]], 37, balanced=False, backend="direct"),
+    "a length that cp does not divide": Case({"cp": 4}, [[37], [30]], 37, zigzag=False, backend="direct"),
     "one new token": Case({"dp": 2, "cp": 2, "tp": 2}, [[57], [40, 17]], 57, new=1),
     "one new token, fewer key heads than tp": Case({"dp": 2, "tp": 4}, [[57], [40, 17]], 57, H=8, new=1),
     "new tokens in blocks": Case({"cp": 2, "tp": 4}, [[64], [40, 24]], 64, H=8, new=32, backend="blockwise"),
@@ -91,38 +91,38 @@ def mesh_of(sizes: dict[str, int]):
     return jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names), devices=devices)
 
 
-def split_of(sizes: dict[str, int], H: int, K: int, kv_whole: bool = False):
+def split_of(sizes: dict[str, int], H: int, K: int, kv_replicated: bool = False):
     from meshtune.kernels.attention import AttentionSplit
 
     tp = sizes.get("tp", 1)
-    return AttentionSplit(mesh_of(sizes), ("dp", "fsdp"), "tp", None if kv_whole or K % tp else "tp", "cp")
+    return AttentionSplit(mesh_of(sizes), ("dp", "fsdp"), "tp", None if kv_replicated or K % tp else "tp", "cp")
 
 
-def ours(case: Case):
-    """Output and gradients, in the row's own order."""
+def output_and_gradients(case: Case):
+    """The output and the gradients of q, k and v, in the original order of the tokens."""
     import jax
 
     from meshtune.kernels.attention import attention, zigzag_order
 
     q, k, v, g, segments, positions, start = case.arrays()
-    order = zigzag_order(case.T, case.mesh.get("cp", 1)) if case.balanced and case.new is None else np.arange(case.T)
-    split = split_of(case.mesh, case.H, case.K, case.kv_whole)
+    order = zigzag_order(case.T, case.mesh.get("cp", 1)) if case.zigzag and case.new is None else np.arange(case.T)
+    split = split_of(case.mesh, case.H, case.K, case.kv_replicated)
 
-    # Half the time to compile; the structure of the program is tested with the compiler's own choice.
+    # Compiles in half the time; tests of the compiled programs use the compiler's default optimisation.
     @jax.jit(compiler_options={"xla_backend_optimization_level": 0})
-    def both(q, k, v, g, segments, positions):
-        def run(q, k, v):
+    def forward_and_backward(q, k, v, g, segments, positions):
+        def attend(q, k, v):
             tokens = case.tokens(segments, positions, start)
             aligned = case.new is None
             return attention(q, k, v, **tokens, **case.options, backend=case.backend, aligned=aligned, split=split)
 
-        out, pull = jax.vjp(run, q, k, v)
-        return out, *pull(g)
+        out, vjp = jax.vjp(attend, q, k, v)
+        return out, *vjp(g)
 
     if case.new is None:
         arrays = [x[:, order] for x in (q, k, v, g, segments, positions)]
-        return [np.asarray(x)[:, np.argsort(order)] for x in both(*arrays)]
-    return [np.asarray(x) for x in both(q, k, v, g, segments, positions)]
+        return [np.asarray(x)[:, np.argsort(order)] for x in forward_and_backward(*arrays)]
+    return [np.asarray(x) for x in forward_and_backward(q, k, v, g, segments, positions)]
 
 
 def main() -> None:
@@ -132,10 +132,10 @@ def main() -> None:
     jax.config.update("jax_enable_x64", True)
     from meshtune.kernels.attention import blocks
 
-    # Small blocks of two different sizes, so that small rows have many, whole and broken.
+    # Small blocks of two different sizes, so that small rows have many, both full and partial.
     blocks.block_sizes = lambda request: (min(8, request.q_length), min(12, request.kv_length))
     file, *names = sys.argv[1:]
-    results = {f"{name}/{n}": x for name in names for n, x in enumerate(ours(CASES[name]))}
+    results = {f"{name}/{n}": x for name in names for n, x in enumerate(output_and_gradients(CASES[name]))}
     np.savez(file, **results)
 
 

@@ -104,11 +104,11 @@ def test_rows_that_see_nothing_give_zero_and_no_gradient(backend):
 @pytest.mark.parametrize("backend", [*XLA_BACKENDS, pytest.param("triton", marks=pytest.mark.slow)])
 def test_nan_reaches_exactly_the_tokens_that_see_it(backend):
     """A NaN must reach the loss, however the maximum score is computed; other tokens are unchanged, bit for bit."""
-    q, k, v, *others = case("packed")
-    clean = BACKENDS[backend](q, k, v, *others, aligned=True)[0]
+    q, k, v, *arguments = case("packed")
+    clean = BACKENDS[backend](q, k, v, *arguments, aligned=True)[0]
     k = k.copy()
     k[0, 25] = np.nan  # a token of the third document of the first row
-    out = BACKENDS[backend](q, k, v, *others, aligned=True)[0]
+    out = BACKENDS[backend](q, k, v, *arguments, aligned=True)[0]
     sees_it = np.zeros(out.shape[:2], bool)
     sees_it[0, 25:51] = True
     assert np.isnan(out[sees_it]).all()

@@ -1,4 +1,4 @@
-"""Attention compiled by the real compilers of chips that are not here: it compiles, and its memory grows with tokens.
+"""Attention compiled by the real compilers for chips that are not attached, and the memory that it needs there.
 
 Every kernel, forward and backward, for each chip; shapes and figures of more cases: benchmarks/kernels_deviceless.
 """
@@ -22,16 +22,16 @@ request = AttentionRequest(
     batch=B, q_length=T, kv_length=T, heads=H, kv_heads=K, head_dim=h, dtype=dtype, scale=h**-0.5, window=window,
     softcap=softcap, aligned=True, platform=target.device.platform, chip=target.device.arch,
 )
-chosen = choose_backend(request, backend)[0]
-result = chosen.name
+implementation = choose_backend(request, backend)[0]
+result = implementation.name
 
-def both(q, k, v, g, positions, segments):
+def forward_and_backward(q, k, v, g, positions, segments):
     tokens = positions, positions, segments, segments
-    out, pull = jax.vjp(lambda q, k, v: chosen.run(AttentionInputs(q, k, v, *tokens), request), q, k, v)
-    return out, *pull(g)
+    out, vjp = jax.vjp(lambda q, k, v: implementation.run(AttentionInputs(q, k, v, *tokens), request), q, k, v)
+    return out, *vjp(g)
 
 q, k, tokens = array((B, T, H, h), dtype), array((B, T, K, h), dtype), array((B, T), "int32")
-f, args = jax.jit(both), (q, k, k, q, tokens, tokens)
+f, args = jax.jit(forward_and_backward), (q, k, k, q, tokens, tokens)
 """
 
 
@@ -43,14 +43,14 @@ def compiled(target, sizes, dtype="bfloat16", window=None, softcap=None, backend
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("target", GPUS)
 def test_triton_kernels_compile(target, head_dim):
-    found = compiled(target, (1, 1000, 4, 2, head_dim), window=300, softcap=30.0, text=True)
-    assert found["result"] == "triton"
+    program = compiled(target, (1, 1000, 4, 2, head_dim), window=300, softcap=30.0, text=True)
+    assert program["result"] == "triton"
     for kernel in ("attention_forward_kernel", "attention_query_grads", "attention_key_grads"):
-        assert kernel in found["text"]
+        assert kernel in program["text"]
 
 
 @pytest.mark.parametrize("target", ["H100", "MI300X"])
-def test_triton_kernels_in_float32_compile_where_asked_for(target):
+def test_triton_kernels_compile_in_float32_if_forced(target):
     assert compiled(target, (1, 256, 2, 1, 64), dtype="float32", backend="triton")["result"] == "triton"
 
 
@@ -60,21 +60,21 @@ def test_splash_attention_compiles(target, head_dim):
     assert compiled(target, (1, 1000, 4, 2, head_dim), window=300, softcap=30.0)["result"] == "splash"
 
 
-@pytest.mark.parametrize(("target", "each"), [("H100", 16), ("MI300X", 16), ("TPUv5e", 2048)])
-def test_memory_beside_arguments_and_results_is_some_numbers_a_token(target, each):
-    """Bytes a token and head: two float32 numbers of the Triton kernels; splash spreads one over 128 lanes, both ways.
+@pytest.mark.parametrize(("target", "bytes_per_token_and_head"), [("H100", 16), ("MI300X", 16), ("TPUv5e", 2048)])
+def test_temporary_memory_is_a_few_numbers_per_token(target, bytes_per_token_and_head):
+    """Two float32 numbers per token and head in the Triton kernels; splash broadcasts each over 128 lanes.
 
-    All scores of a head would be 512 KiB a token.
+    All scores of a head would be 512 KiB per token.
     """
     T, H = 131072, 2
-    assert compiled(target, (1, T, H, 1, 128))["temp_bytes"] < T * H * each
+    assert compiled(target, (1, T, H, 1, 128))["temp_bytes"] < T * H * bytes_per_token_and_head
 
 
 def test_a_row_of_a_million_tokens_compiles():
-    """Offsets beyond 2^32 bytes, and tables of blocks that must not be held: 16,384 x 16,384 of them are 256 MiB."""
-    found = compiled("H100", (1, 2**20, 32, 8, 128))
-    numbers = 2 * 4 * 32 * 2**20  # log-sum-exp and its companion, float32, a head and token
-    assert found["temp_bytes"] < numbers + 2**27
+    """Offsets beyond 2^32 bytes, and a table of blocks that must not be materialised: 16,384 x 16,384 are 256 MiB."""
+    program = compiled("H100", (1, 2**20, 32, 8, 128))
+    scalars = 2 * 4 * 32 * 2**20  # log-sum-exp and delta, float32 per head and token
+    assert program["temp_bytes"] < scalars + 2**27
 
 
 RING = """
@@ -84,24 +84,24 @@ m = mesh(dp=2, cp=4)
 split = AttentionSplit(m, ("dp",), None, None, "cp")
 rows = jax.sharding.NamedSharding(m, jax.sharding.PartitionSpec("dp", "cp"))
 
-def both(q, k, v, g, positions, segments):
+def forward_and_backward(q, k, v, g, positions, segments):
     def run(q, k, v):
         return attention(
             q, k, v, q_positions=positions, kv_positions=positions, q_segments=segments, kv_segments=segments,
             scale=0.1, aligned=True, split=split, platform=target.device.platform, chip=target.device.arch,
         )
 
-    out, pull = jax.vjp(run, q, k, v)
-    return out, *pull(g)
+    out, vjp = jax.vjp(run, q, k, v)
+    return out, *vjp(g)
 
 q, k, tokens = (array(shape, dtype, rows) for shape, dtype in (
     ((2, 4096, 8, 128), "bfloat16"), ((2, 4096, 2, 128), "bfloat16"), ((2, 4096), "int32")))
-f, args = jax.jit(both), (q, k, k, q, tokens, tokens)
+f, args = jax.jit(forward_and_backward), (q, k, k, q, tokens, tokens)
 """
 
 
 @pytest.mark.parametrize("target", ["8xH100", "8xMI300X"])
-def test_the_kernels_meet_the_parts_of_a_ring(target):
-    found = compiled_for(target, RING, text=True)
-    assert "attention_forward_kernel" in found["text"]
-    assert "collective-permute" in found["text"]
+def test_the_kernels_compile_in_a_ring(target):
+    program = compiled_for(target, RING, text=True)
+    assert "attention_forward_kernel" in program["text"]
+    assert "collective-permute" in program["text"]

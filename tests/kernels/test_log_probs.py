@@ -1,4 +1,4 @@
-"""Log-probabilities of targets and smoothed cross-entropy against torch in float64, and what is never held."""
+"""Log-probabilities of targets and smoothed cross-entropy against torch in float64, and the compiled programs."""
 
 from __future__ import annotations
 
@@ -13,63 +13,63 @@ from meshtune.kernels.cross_entropy import cross_entropy
 from meshtune.kernels.log_probs import log_probs
 
 
-def torchs(params, hidden, targets):
+def torch_log_probs(params, hidden, targets):
+    """log p(target) [B,T] in float64, and the differentiable head weight, bias and hidden states."""
     weight, bias, states = (
         torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (params["weight"], params["bias"], hidden)
     )
-    each = (states @ weight.T + bias).log_softmax(-1)
-    found = each.gather(-1, torch.tensor(targets).long()[..., None])[..., 0]
-    return found, each, (weight, bias, states)
+    log_probs = (states @ weight.T + bias).log_softmax(-1)
+    return log_probs.gather(-1, torch.tensor(targets).long()[..., None])[..., 0], (weight, bias, states)
 
 
 @pytest.mark.parametrize("chunk", [1, 8, 1000])
 @pytest.mark.parametrize("weights", ["all", "half", "uneven rows", "none"])
-def test_log_probs_and_any_function_of_them_are_torchs_in_float64(weights, chunk):
+def test_log_probs_and_the_gradients_of_a_function_of_them_equal_torchs_in_float64(weights, chunk):
     params, hidden, targets, weights = case(weights)
 
-    def ours(params, hidden):
-        found = log_probs(head, params, hidden, targets, weights > 0, chunk=chunk)
-        return jnp.sum(jnp.tanh(found.sum(1) / 40)), found  # what is made of a row's sum is not linear
+    def nonlinear_loss(params, hidden):
+        results = log_probs(head, params, hidden, targets, weights > 0, chunk=chunk)
+        return jnp.sum(jnp.tanh(results.sum(1) / 40)), results
 
-    (value, found), gradients = jax.jit(jax.value_and_grad(ours, (0, 1), has_aux=True))(params, hidden)
-    theirs, _, (weight, bias, states) = torchs(params, hidden, targets)
-    masked = theirs * torch.tensor(weights > 0)
+    (value, results), gradients = jax.jit(jax.value_and_grad(nonlinear_loss, (0, 1), has_aux=True))(params, hidden)
+    expected, (weight, bias, states) = torch_log_probs(params, hidden, targets)
+    masked = expected * torch.tensor(weights > 0)
     loss = torch.tanh(masked.sum(1) / 40).sum()
     loss.backward()
-    np.testing.assert_allclose(found, masked.detach(), **CLOSE)
+    np.testing.assert_allclose(results, masked.detach(), **CLOSE)
     np.testing.assert_allclose(value, loss.item(), **CLOSE)
     np.testing.assert_allclose(gradients[0]["weight"], weight.grad, **CLOSE)
     np.testing.assert_allclose(gradients[0]["bias"], bias.grad, **CLOSE)
     np.testing.assert_allclose(gradients[1], states.grad, **CLOSE)
 
 
-def test_neither_logits_nor_the_gradient_of_a_frozen_head_are_ever_whole():
+def test_the_compiled_program_has_neither_all_logits_nor_the_gradient_of_a_frozen_head():
     T, chunk, D, V = 16, 4, 128, 1024  # V * D is the head itself, and T * V the logits: eight times fewer
     params = {"weight": np.ones((V, D), np.float32), "bias": np.ones(V, np.float32)}
-    hidden, targets, wanted = np.ones((1, T, D), np.float32), np.ones((1, T), np.int32), np.ones((1, T), bool)
+    hidden, targets, mask = np.ones((1, T, D), np.float32), np.ones((1, T), np.int32), np.ones((1, T), bool)
 
     def gradient(wrt):
-        return jax.grad(lambda p, h: jnp.sum(log_probs(head, p, h, targets, wanted, chunk=chunk) ** 2), wrt)
+        return jax.grad(lambda p, h: jnp.sum(log_probs(head, p, h, targets, mask, chunk=chunk) ** 2), wrt)
 
     assert T * V not in float_sizes(gradient(1), params, hidden)
     assert chunk * V in float_sizes(gradient(1), params, hidden)
-    one = V * D * 4
+    head_bytes = V * D * 4
     compiled = [jax.jit(gradient(wrt)).lower(params, hidden).compile() for wrt in ((0, 1), 1)]
-    both, alone = (program.memory_analysis().temp_size_in_bytes for program in compiled)
-    assert both > one  # the test can see it
-    assert alone < one / 2
+    full, frozen = (program.memory_analysis().temp_size_in_bytes for program in compiled)
+    assert full > head_bytes  # the test detects such an array
+    assert frozen < head_bytes / 2
 
 
 @pytest.mark.parametrize("smoothing", [0.1, 0.5])
-def test_smoothed_cross_entropy_is_torchs(smoothing):
-    """torch's label_smoothing, which transformers' LabelSmoother also is: the mean over the vocabulary."""
+def test_smoothed_cross_entropy_equals_torchs(smoothing):
+    """torch's label_smoothing, like transformers' LabelSmoother, averages over the vocabulary."""
     params, hidden, targets, weights = case("fractions")
 
-    def ours(params, hidden):
+    def loss_of(params, hidden):
         return cross_entropy(head, params, hidden, targets, weights, chunk=8, smoothing=smoothing)[0]
 
-    value, gradients = jax.jit(jax.value_and_grad(ours, (0, 1)))(params, hidden)
-    _, _, (weight, bias, states) = torchs(params, hidden, targets)
+    value, gradients = jax.jit(jax.value_and_grad(loss_of, (0, 1)))(params, hidden)
+    _, (weight, bias, states) = torch_log_probs(params, hidden, targets)
     logits = states @ weight.T + bias
     losses = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), torch.tensor(targets).long().flatten(), reduction="none", label_smoothing=smoothing

@@ -1,4 +1,4 @@
-"""What the ring does: which collectives, how much memory, how even the work, and what a policy can save."""
+"""The ring of attention: its collectives, memory, balance of work, and what a rematerialisation policy saves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kernels.attention_oracle import packed
 from meshtune.errors import UserError
 from meshtune.kernels.attention import AttentionRequest, blocks, choose_backend, zigzag_order
 
-# Its own process: the number of CPU devices is settled when JAX starts.
+# Runs in a separate process, because the number of CPU devices is fixed when JAX starts.
 PROGRAM = """
 import json, re, sys
 import jax
@@ -34,11 +34,11 @@ def attend(q, k, v, positions, segments, split, **options):
     return attention(q, k, v, q_positions=positions, kv_positions=positions, q_segments=segments, kv_segments=segments,
                      scale=0.25, aligned=True, split=split, backend="blockwise", **options)
 
-def gradients(split, policy=None):
+def forward_and_backward(split, policy=None):
     def run(q, k, v, g, positions, segments):
         function = lambda *qkv: attend(*qkv, positions, segments, split)
-        out, pull = jax.vjp(function if policy is None else jax.checkpoint(function, policy=policy), q, k, v)
-        return out, pull(g)
+        out, vjp = jax.vjp(function if policy is None else jax.checkpoint(function, policy=policy), q, k, v)
+        return out, vjp(g)
     return run
 
 def shapes(T, cp, split):
@@ -49,78 +49,81 @@ def shapes(T, cp, split):
 
 def compiled(T, cp):
     split = split_of({"cp": cp}, H, K)
-    return jax.jit(gradients(split)).lower(*shapes(T, cp, split)).compile()
+    return jax.jit(forward_and_backward(split)).lower(*shapes(T, cp, split)).compile()
 
 """
 
 
-def ask(program: str):
+def run(program: str):
     tests = str(pathlib.Path(mesh_attention_cases.__file__).parents[1])
     source = PROGRAM.replace("TESTS", repr(tests)) + program
-    ran = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=500)
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout.splitlines()[-1])
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_keys_are_passed_on_and_never_gathered():
-    """Of the compiled forward and backward for cp=4: every collective, and the largest array in the program."""
+def test_keys_are_rotated_and_never_gathered():
+    """In the compiled forward and backward for cp=4 the only collective is a permute, and no array holds all keys."""
     T, cp, H, h = 2048, 4, 2, 16
-    text = ask(f"print(json.dumps(compiled({T}, {cp}).as_text()))")
+    text = run(f"print(json.dumps(compiled({T}, {cp}).as_text()))")
     collectives = set(re.findall(r"\b(all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute)\(", text))
     assert collectives == {"collective-permute"}
     arrays = re.findall(r"\b(?:f32|s32|pred)\[([\d,]+)\]", text)
     largest = max(np.prod([int(n) for n in shape.split(",")]) for shape in arrays)
-    assert largest <= T // cp * H * h  # a device's own queries; all keys would be twice as much
+    assert largest <= T // cp * H * h  # the queries of a device; all keys would be twice as large
     assert largest < (T // cp) ** 2
 
 
 MEMORY = """
-found = {{cp: compiled({T}, cp).memory_analysis().temp_size_in_bytes for cp in {parts}}}
-print(json.dumps(found))
+bytes_by_cp = {{cp: compiled({T}, cp).memory_analysis().temp_size_in_bytes for cp in {parts}}}
+print(json.dumps(bytes_by_cp))
 """
 
 
-def falls_with_cp(found):
-    """Bytes by cp: half for each doubling. Against one device the ring adds what travels and the running sums."""
-    assert found["4"] <= 0.55 * found["2"]
-    assert found["8"] <= 0.52 * found["4"]
-    assert found["8"] <= 0.25 * found["1"]
+def assert_halves_with_cp(bytes_by_cp):
+    """The memory halves with each doubling of cp. Compared with one device, a ring adds the shard in transit and the
+    running sums."""
+    assert bytes_by_cp["4"] <= 0.55 * bytes_by_cp["2"]
+    assert bytes_by_cp["8"] <= 0.52 * bytes_by_cp["4"]
+    assert bytes_by_cp["8"] <= 0.25 * bytes_by_cp["1"]
 
 
-def test_memory_of_a_device_falls_with_cp():
-    """Temporary memory of forward and backward for 32k tokens, as compiled."""
-    falls_with_cp(ask(MEMORY.format(T=32 * 1024, parts=(1, 2, 4, 8))))
+def test_the_memory_of_a_device_halves_with_each_doubling_of_cp():
+    """Temporary memory of the compiled forward and backward for 32k tokens."""
+    assert_halves_with_cp(run(MEMORY.format(T=32 * 1024, parts=(1, 2, 4, 8))))
 
 
 @pytest.mark.slow
-def test_rows_of_128k_tokens_compile_and_their_memory_falls_with_cp():
-    falls_with_cp(ask(MEMORY.format(T=128 * 1024, parts=(1, 2, 4, 8))))
+def test_rows_of_128k_tokens_compile_and_their_memory_halves_with_each_doubling_of_cp():
+    assert_halves_with_cp(run(MEMORY.format(T=128 * 1024, parts=(1, 2, 4, 8))))
 
 
-def test_a_policy_that_saves_the_names_keeps_the_forward_ring_from_running_again():
-    found = ask("""
+def test_a_policy_that_saves_the_names_avoids_a_second_forward_ring():
+    permutes = run("""
 split = split_of({"cp": 4, "tp": 2}, H, K)
 policies = jax.checkpoint_policies
 arguments = shapes(256, 4, split)
 def permutes(policy):
-    return str(jax.make_jaxpr(gradients(split, policy))(*arguments)).count("ppermute")
+    return str(jax.make_jaxpr(forward_and_backward(split, policy))(*arguments)).count("ppermute")
 print(json.dumps([permutes(policies.nothing_saveable), permutes(policies.save_only_these_names(OUTPUT, LOG_SUM_EXP)),
                   permutes(None)]))
 """)
-    nothing, names, none = found
-    assert names == none
-    assert names < nothing
+    nothing_saved, names_saved, without_remat = permutes
+    assert names_saved == without_remat
+    assert names_saved < nothing_saved
 
 
 def work(segments, positions, order, parts, window=None):
-    """Visible blocks [device, step] of a ring of `parts`."""
+    """The number of visible blocks [device, step] of a ring of `parts` devices."""
     T = len(order)
     request = AttentionRequest(1, T // parts, T // parts, 1, 1, 8, "float32", "cpu", 1.0, window)
     pieces = [(x[:, order].reshape(1, parts, -1)) for x in (positions, segments)]
 
     def tokens(device):
-        own = [jnp.asarray(x[:, device].reshape(1, -1, blocks.block_sizes(request)[0]).swapaxes(0, 1)) for x in pieces]
-        return blocks.TokenBlocks(*own)
+        device_tokens = [
+            jnp.asarray(x[:, device].reshape(1, -1, blocks.block_sizes(request)[0]).swapaxes(0, 1)) for x in pieces
+        ]
+        return blocks.TokenBlocks(*device_tokens)
 
     return np.array(
         [
@@ -131,33 +134,33 @@ def work(segments, positions, order, parts, window=None):
 
 
 @pytest.mark.parametrize("parts", [2, 4, 8])
-def test_the_balanced_order_gives_every_device_the_same_work(parts):
+def test_zigzag_order_gives_every_device_the_same_work(parts):
     T = 64 * 8 * parts
     segments, positions = packed([[T]], T)
     even = work(segments, positions, zigzag_order(T, parts), parts)
     uneven = work(segments, positions, np.arange(T), parts)
     assert even.sum() == uneven.sum()
     assert even.sum(1).max() == even.sum(1).min()
-    # A ring goes at the pace of the slowest device of each step.
+    # Each step of a ring takes as long as its slowest device.
     assert even.max(0).sum() <= 1.02 * even.sum() / parts
     assert uneven.max(0).sum() >= 1.4 * uneven.sum() / parts
 
 
-def test_parts_that_no_query_sees_are_skipped():
-    """Documents of an eighth of the row, in the row's own order on 8 devices: only a device's own part is computed."""
+def test_shards_that_no_query_sees_are_skipped():
+    """With documents of an eighth of the row and contiguous shards, each of 8 devices computes only its own shard."""
     segments, positions = packed([[512] * 8], 4096)
-    each = work(segments, positions, np.arange(4096), 8)
-    assert (each[:, 0] > 0).all()
-    assert not each[:, 1:].any()
+    visible = work(segments, positions, np.arange(4096), 8)
+    assert (visible[:, 0] > 0).all()
+    assert not visible[:, 1:].any()
 
 
-def test_blocks_of_many_documents_are_as_triangular_as_those_of_one():
-    """Judged by segment and position together, a later block of the same row is never taken for visible."""
+def test_the_blocks_of_packed_documents_are_causal():
+    """Compared by (segment, position), a later block of the same row is never considered visible."""
     segments, positions = packed([[24] * 85], 2048)
-    each = work(segments, positions, np.arange(2048), 1)
-    assert each.sum() <= 2 * 2048 // 64
-    once = work(*packed([[2048]], 2048), np.arange(2048), 1)
-    assert once.sum() == 32 * 33 // 2
+    visible = work(segments, positions, np.arange(2048), 1)
+    assert visible.sum() <= 2 * 2048 // 64
+    one_document = work(*packed([[2048]], 2048), np.arange(2048), 1)
+    assert one_document.sum() == 32 * 33 // 2
 
 
 @pytest.mark.parametrize(("length", "parts"), [(8, 2), (48, 4), (128, 8), (7, 1)])
@@ -169,12 +172,12 @@ def test_balanced_order_pairs_an_early_chunk_with_a_late_one(length, parts):
         assert (order == np.arange(length)).all()
         return
     chunk = length // (2 * parts)
-    for i, held in enumerate(order.reshape(parts, -1)):
+    for i, shard in enumerate(order.reshape(parts, -1)):
         late = (2 * parts - 1 - i) * chunk
-        assert list(held) == [*range(i * chunk, (i + 1) * chunk), *range(late, late + chunk)]
+        assert list(shard) == [*range(i * chunk, (i + 1) * chunk), *range(late, late + chunk)]
 
 
-def test_a_length_that_cannot_be_balanced_names_lengths_that_can():
+def test_a_length_that_cannot_be_cut_into_chunks_is_an_error_with_lengths_that_can():
     with pytest.raises(UserError) as error:
         zigzag_order(1000, 8)
     assert error.value.where == "mesh.cp"
@@ -183,7 +186,7 @@ def test_a_length_that_cannot_be_balanced_names_lengths_that_can():
         zigzag_order(5, 8)
 
 
-def test_a_backend_that_serves_no_ring_says_so():
+def test_a_backend_without_a_ring_refuses_sharded_rows():
     request = AttentionRequest(1, 64, 64, 2, 1, 8, "float32", "cpu", 1.0, aligned=True, ring=4)
     backend, reason = choose_backend(request)
     assert backend.name == "blockwise"

@@ -1,4 +1,4 @@
-"""Attention and loss together on a mesh: the same numbers, and nothing wide leaves its device."""
+"""Attention and loss on a mesh: the results are those of one device, and only sums are exchanged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-# Its own process: the number of CPU devices is settled when JAX starts.
+# Runs in a separate process, because the number of CPU devices is fixed when JAX starts.
 PROGRAM = """
 import json, re
 import jax
@@ -26,7 +26,7 @@ random = np.random.default_rng(0)
 B, T, H, K, h, V = 8, 130, 4, 2, 8, 96
 q, k, v = (random.normal(size=(B, T, n, h)).astype(np.float32) for n in (H, K, K))
 head = {"weight": random.normal(size=(V, H * h)).astype(np.float32), "bias": random.normal(size=V).astype(np.float32)}
-head["weight"][5] = head["weight"][70] = head["weight"][71]  # equal logits: the first of them is the guess
+head["weight"][5] = head["weight"][70] = head["weight"][71]  # equal logits: the first one is the prediction
 head["bias"][5] = head["bias"][70] = head["bias"][71] = 2.0
 segments = np.sort(random.integers(0, 3, (B, T)), 1).astype(np.int32)
 positions = np.tile(np.arange(T, dtype=np.int32), (B, 1))
@@ -46,43 +46,43 @@ def make(split, loss_split):
     return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
 
 arguments = (q, k, v), head, (segments, positions, targets, weights)
-alone = make(None, None)(*arguments)
+single = make(None, None)(*arguments)
 vocab = "tp" if TP > 1 else None
 step = make(AttentionSplit(mesh, ("dp",), vocab), LossSplit(mesh, P("dp"), (P(vocab), P(vocab)), vocab))
-place = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
-split = place(arguments[0], P("dp")), place(head, P(vocab)), place(arguments[2], P("dp"))
-text = step.lower(*split).compile().as_text()
-together = step(*split)
-moved = re.findall(r"= (.*?) (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)\\(", text)
-shapes = [shape for result, _ in moved for shape in re.findall(r"\\[([\\d,]*)\\]", result)]
-pairs = zip(jax.tree.leaves(alone[1]), jax.tree.leaves(together[1]))
+put = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
+sharded = put(arguments[0], P("dp")), put(head, P(vocab)), put(arguments[2], P("dp"))
+text = step.lower(*sharded).compile().as_text()
+multiple = step(*sharded)
+collectives = re.findall(r"= (.*?) (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)\\(", text)
+shapes = [shape for result, _ in collectives for shape in re.findall(r"\\[([\\d,]*)\\]", result)]
+pairs = zip(jax.tree.leaves(single[1]), jax.tree.leaves(multiple[1]))
 print(json.dumps({
-    "collectives": sorted({name for _, name in moved}), "shapes": sorted(set(shapes)),
-    "sums": [[float(x) for x in one[0][:1]] + [float(one[0][1])] for one in (alone, together)],
-    "apart": max(float(abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs),
+    "collectives": sorted({name for _, name in collectives}), "shapes": sorted(set(shapes)),
+    "sums": [[float(result[0][0]), float(result[0][1])] for result in (single, multiple)],
+    "difference": max(float(abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs),
 }))
 """
 
 
-def ran(sizes, backend):
+def run(sizes, backend):
     program = PROGRAM.replace("BACKEND", backend).replace("SIZES", str(sizes))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    # Sums in another order, of up to 8 x 130 terms of size one.
-    assert found["apart"] < 2e-5
-    assert found["sums"][1] == pytest.approx(found["sums"][0], rel=1e-6)
-    return found
+    results = json.loads(done.stdout.splitlines()[-1])
+    # Sums of up to 8 x 130 terms of size one in another order.
+    assert results["difference"] < 2e-5
+    assert results["sums"][1] == pytest.approx(results["sums"][0], rel=1e-6)
+    return results
 
 
 @pytest.mark.parametrize("backend", ["direct", "blockwise"])
-def test_rows_stay_on_their_devices(backend):
-    """Only the sums and the gradient of the head, which all rows share, are added up."""
-    found = ran((4, 1), backend)
-    assert found["collectives"] == ["all-reduce"]
-    assert set(found["shapes"]) <= {"", "96", "96,32"}
+def test_rows_are_not_exchanged_between_devices(backend):
+    """Only the sums and the gradient of the head, which all rows share, are reduced."""
+    results = run((4, 1), backend)
+    assert results["collectives"] == ["all-reduce"]
+    assert set(results["shapes"]) <= {"", "96", "96,32"}
 
 
-def test_a_split_vocabulary_exchanges_sums_over_it_and_never_logits():
-    found = ran((2, 4), "blockwise")
-    assert not [shape for shape in found["shapes"] if "96" in shape.split(",")], "the whole vocabulary on a device"
+def test_a_sharded_vocabulary_exchanges_sums_and_never_logits():
+    results = run((2, 4), "blockwise")
+    assert not [shape for shape in results["shapes"] if "96" in shape.split(",")], "a device has the whole vocabulary"

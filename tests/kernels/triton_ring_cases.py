@@ -1,4 +1,4 @@
-"""The Triton kernels over meshes of 8 simulated devices, interpreted, in a process of its own.
+"""The Triton kernels over meshes of 8 simulated devices, interpreted, in a separate process.
 
 python triton_ring_cases.py RESULTS.npz     writes for each case the output and the gradients of q, k and v
 """
@@ -10,16 +10,16 @@ import sys
 
 import numpy as np
 
-from kernels.mesh_attention_cases import PACKED, Case, ours
+from kernels.mesh_attention_cases import PACKED, Case, output_and_gradients
 
 FORCED = {"backend": "triton", "dtype": "float32"}
 CASES = {
-    "packed in balanced order, cp=4": Case({"cp": 4}, [[70, 1, 40, 10], [128]], 128, **FORCED),
-    "rows, heads and tokens split": Case({"dp": 2, "cp": 2, "tp": 2}, PACKED[:2], 256, window=90, **FORCED),
+    "packed in zig-zag order, cp=4": Case({"cp": 4}, [[70, 1, 40, 10], [128]], 128, **FORCED),
+    "sharded rows, heads and tokens": Case({"dp": 2, "cp": 2, "tp": 2}, PACKED[:2], 256, window=90, **FORCED),
     "padding, soft cap, fewer key heads than tp": Case(
         {"cp": 2, "tp": 4}, [[41, 3], []], 64, H=8, K=2, softcap=1.5, **FORCED
     ),
-    "no ring, key heads whole": Case({"dp": 2, "tp": 2}, [[60], [20, 30]], 64, H=6, K=3, **FORCED),
+    "no ring, replicated key heads": Case({"dp": 2, "tp": 2}, [[60], [20, 30]], 64, H=6, K=3, **FORCED),
 }
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     triton_tiles.tiles_of = lambda request: Tiles(tile, tile, tile)
     run, run_sharded = (functools.partial(f, interpret=True) for f in (triton.run, triton_ring.run))
     BACKENDS[BACKENDS.index(triton.TRITON)] = Backend("triton", run, run_sharded=run_sharded)
-    results = {f"{name}/{n}": x for name, case in CASES.items() for n, x in enumerate(ours(case))}
+    results = {f"{name}/{n}": x for name, case in CASES.items() for n, x in enumerate(output_and_gradients(case))}
     np.savez(sys.argv[1], **results)
 
 
