@@ -1,4 +1,4 @@
-"""Training steps of models that fit on no test machine, traced for meshes of simulated devices.
+"""Training steps of models that no test machine could hold, traced for meshes of simulated devices.
 
 A program: `lowering_cases.py OUT.json DEVICES CASE ...`.
 """
@@ -50,7 +50,7 @@ CASES = {
 
 
 def lowered(case: Case, layers: int | None = None) -> tuple[Any, dict[str, Any]]:
-    """(the lowered step, bytes of each kind of argument on one device)."""
+    """The lowered step, and the bytes on one device of each kind of argument."""
     import jax
     import numpy as np
 
@@ -78,38 +78,41 @@ def lowered(case: Case, layers: int | None = None) -> tuple[Any, dict[str, Any]]
         OBJECTIVES["sft"], arrays.spec, compute, optimizer, max_grad_norm=1.0, abstract=arrays.trainable
     )
     shape = (1, case.rows, case.length)
-    where = layout.sharding(("whole", "batch", "length"), shape)
+    batch_sharding = layout.sharding(("whole", "batch", "length"), shape)
     dtypes = {"weights": np.float32} | dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), np.int32)
-    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=where) for name, dtype in dtypes.items()}
+    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding) for name, dtype in dtypes.items()}
 
-    def here(tree: Any) -> int:
+    def local_bytes(tree: Any) -> int:
         leaves = jax.tree.leaves(tree)
         return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
-    sizes = {"frozen": here(frozen), "trainable": here(state.trainable), "optimizer": here(state.opt_state)}
+    sizes = {
+        "frozen": local_bytes(frozen),
+        "trainable": local_bytes(state.trainable),
+        "optimizer": local_bytes(state.opt_state),
+    }
     step: Any = step
     return step.lower(state, frozen, batch, jax.ShapeDtypeStruct((), np.int32)), sizes
 
 
 def collectives(text: str) -> dict[str, list[list[int]]]:
-    """Shapes of the results of every collective operation in a compiled program."""
-    found: dict[str, list[list[int]]] = {}
+    """The shapes of the results of every collective operation in a compiled program."""
+    shapes_by_name: dict[str, list[list[int]]] = {}
     pattern = r"= (.*?) (all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute)(?:-start)?\("
     for result, name in re.findall(pattern, text):
         shapes = [[int(n) for n in dims.split(",") if n] for dims in re.findall(r"\[([\d,]*)\]", result)]
-        found.setdefault(name, []).extend(shapes)
-    return found
+        shapes_by_name.setdefault(name, []).extend(shapes)
+    return shapes_by_name
 
 
 def main(out: str, names: list[str], compiled: bool) -> None:
-    found = {}
+    results = {}
     for name in names:
         program, sizes = lowered(CASES[name], layers=4 if compiled else None)
-        found[name] = sizes | {"text": len(program.as_text())}
+        results[name] = sizes | {"text": len(program.as_text())}
         if compiled:
-            done = program.compile()
-            found[name]["collectives"] = collectives(done.as_text())
-    pathlib.Path(out).write_text(json.dumps(found))
+            results[name]["collectives"] = collectives(program.compile().as_text())
+    pathlib.Path(out).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
