@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
 from meshtune.families import FAMILIES, model_spec, module_names
+from meshtune.families.unsupported import KNOWN
 from meshtune.model.spec import Stack, abstract_params, stacks_of
 from model_specs import llama_layer, split_stacks
 from tiny_models import tensor_names
@@ -28,7 +30,14 @@ LLAMA = {
     ("changes", "message"),
     [
         ({"model_type": "lama"}, "did you mean 'llama'"),
-        ({"model_type": "mamba2"}, "model_type 'mamba2' is not supported"),
+        ({"model_type": "mamba2"}, "model_type 'mamba2' is a known model that Meshtune does not support"),
+        ({"model_type": "qwen9"}, "model_type 'qwen9' is not supported"),
+        ({"model_type": None}, "model_type is None"),
+        ({"rope_parameters": {"rope_theta": 2.0}}, "rope_theta is 10000.0, and 2.0 in rope_parameters"),
+        (
+            {"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}},
+            "rope_type 'yarn' and type 'linear'",
+        ),
         ({"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' is not implemented"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not implemented"),
         ({"rope_scaling": {"type": "linear"}}, "needs factor"),
@@ -68,6 +77,53 @@ def test_old_and_new_rope_fields_mean_the_same():
     new["rope_parameters"] = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}
     assert model_spec(old) == model_spec(new)
     assert model_spec(old).ropes[0].theta == 5e5
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def test_a_rope_block_beside_another_is_refused_where_they_disagree():
+    """A saved Qwen3 has rope_parameters; its model card says to add YaRN as rope_scaling, which transformers obeys."""
+    saved = LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    with pytest.raises(UserError, match=r"only one of them can hold\nwhere: config\.json, field rope_scaling") as error:
+        model_spec(saved | {"rope_scaling": YARN})
+    assert "under rope_parameters and remove rope_scaling" in str(error.value)
+    yarn = YARN | {"rope_theta": 10000.0}
+    both = model_spec(LLAMA | {"rope_parameters": yarn, "rope_scaling": {**YARN, "attention_factor": None}})
+    assert both == model_spec(LLAMA | {"rope_parameters": yarn})
+
+
+def test_layer_types_that_slide_without_a_window_are_refused():
+    config = LLAMA | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 2}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    spec = model_spec(config | kinds | {"use_sliding_window": True})
+    assert [layer.mixer.window for stack in spec.stacks for layer in stack.pattern] == [8, None]
+    with pytest.raises(UserError, match="there is no window: use_sliding_window is not true"):
+        model_spec(config | kinds)
+    assert model_spec(config | {"sliding_window": 8, "use_sliding_window": False}) == model_spec(config)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mistral3", "ministral3", "gemma3_text", "llama4", "qwen2_5_vl"])
+def test_a_name_like_that_of_a_family_is_not_taken_for_a_misspelling(name):
+    """`did you mean 'qwen3'?` for qwen3_moe was advice that would be wrong to follow."""
+    with pytest.raises(UserError) as error:
+        model_spec({**LLAMA, "model_type": name})
+    assert "did you mean" not in str(error.value)
+
+
+def test_a_composite_is_named_with_the_text_model_that_it_wraps():
+    def message(text_type: str) -> str:
+        with pytest.raises(UserError) as error:
+            model_spec({"model_type": "mistral3", "text_config": {"model_type": text_type}, "vision_config": {}})
+        return str(error.value)
+
+    assert "model_type 'mistral3' is a composite around the text model 'mistral' (text_config)" in message("mistral")
+    assert "as a model of type 'mistral', and give that" in message("mistral")
+    assert "use a model without images or audio; supported: " in message("gemma3_text")
+
+
+def test_the_known_models_are_those_of_transformers():
+    assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - FAMILIES.keys() <= KNOWN
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -1,6 +1,7 @@
 """Who may write into an output directory, and what a resumed run may change."""
 
 import copy
+import pathlib
 
 import pytest
 
@@ -39,6 +40,25 @@ def test_a_file_in_the_way_is_an_error(tmp_path):
         check_output(tmp_path / "out", resume=False, overwrite=True)
     with pytest.raises(UserError, match="its parent is a file"):
         check_output(tmp_path / "out/deeper", resume=False, overwrite=False)
+
+
+@pytest.mark.parametrize(
+    ("output", "what", "fix"),
+    [
+        ("/proc/meshtune-run", "the output cannot be created: ", "where directories can be made"),
+        ("x" * 300, "the output cannot be created: File name too long", "parts are below 256 bytes"),
+        ("loop/run", "{folder}/loop is a symbolic link to loop, where nothing is", "remove the link"),
+        ("loop", "loop is a symbolic link to loop, where nothing is", "remove the link"),
+    ],
+)
+def test_a_path_that_cannot_become_a_directory_is_a_users_mistake(tmp_path, monkeypatch, output, what, fix):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UserError) as error:
+        check_output(pathlib.Path(output), resume=False, overwrite=False)
+    assert error.value.what.startswith(what.format(folder=tmp_path))
+    assert fix in str(error.value.fix)
+    assert [path.name for path in tmp_path.iterdir()] == ["loop"]
 
 
 def test_overwrite_moves_the_old_run_aside_and_deletes_nothing(tmp_path):

@@ -11,9 +11,10 @@ from types import ModuleType
 from typing import Any
 
 from meshtune.arrays.tree import flatten
-from meshtune.errors import UserError, nearest
+from meshtune.errors import UserError
 from meshtune.families import baichuan, llama, mistral, qwen2, qwen3
 from meshtune.families.tensors import TensorMap, validate
+from meshtune.families.unsupported import unsupported
 from meshtune.model.spec import ModelSpec, abstract_params
 
 LANGUAGE, SCORED = "ForCausalLM", "ForSequenceClassification"
@@ -36,11 +37,7 @@ def model_spec(config: dict[str, Any], dtype: str = "float32", where: str = "con
     if scored := (config.get("architectures") or [""])[0].endswith(SCORED):
         config = _of_one_score(config, where)
     if kind not in FAMILIES:
-        raise UserError(
-            f"model_type {kind!r} is not supported",
-            where=f"{where}, field model_type",
-            fix=f"{nearest(str(kind), FAMILIES)}supported: {', '.join(sorted(FAMILIES))}",
-        )
+        raise unsupported(config, FAMILIES, where)
     spec = dataclasses.replace(FAMILIES[kind].model_spec(config, where), dtype=dtype)
     return scored_spec(spec) if scored else spec
 

@@ -116,13 +116,41 @@ ROPE_NUMBERS: dict[str, tuple[set[str], set[str]]] = {  # kind -> (required, opt
 ALWAYS = {"rope_type", "type", "rope_theta", "original_max_position_embeddings", "partial_rotary_factor"}
 
 
+def _rope_block(fields: ConfigFields) -> tuple[str, dict[str, Any]]:
+    """(the field's name, its value): rope_parameters, or rope_scaling of older configs; both only where they agree.
+
+    transformers 5 lets rope_scaling win where a config has both, so that to ignore either changes the logits.
+    """
+    blocks = {name: fields.get(name) for name in ("rope_parameters", "rope_scaling")}
+    blocks = {name: block for name, block in blocks.items() if block is not None}
+    for name, block in blocks.items():
+        if not isinstance(block, dict):
+            raise fields.error(name, f"{name} must be a mapping, found {block!r}")
+        if block.get("type", block.get("rope_type")) != block.get("rope_type", block.get("type")):
+            raise fields.error(name, f"{name} has rope_type {block['rope_type']!r} and type {block['type']!r}")
+    if len(blocks) == 2:
+        new, old = (_normalised(block) for block in blocks.values())
+        differing = sorted(key for key in old if old[key] != new.get(key))
+        if differing or new.keys() - old.keys() - {"rope_theta"}:
+            raise fields.error(
+                "rope_scaling",
+                f"rope_parameters is {blocks['rope_parameters']!r} and rope_scaling is {blocks['rope_scaling']!r}: "
+                "only one of them can hold",
+                "put the block that is meant, with its rope_theta, under rope_parameters and remove rope_scaling",
+            )
+    return next(iter(blocks.items())) if blocks else ("rope_scaling", {})
+
+
+def _normalised(block: dict[str, Any]) -> dict[str, Any]:
+    """A rope block with its kind under one name, without keys that are null."""
+    kind = block.get("rope_type", block.get("type", "default"))
+    return {"rope_type": kind} | {k: v for k, v in block.items() if k not in ("type", "rope_type") and v is not None}
+
+
 def read_rope(fields: ConfigFields, head_dim: int) -> RopeSpec:
     """rope_parameters (transformers 5), or rope_theta and rope_scaling (before), as a RopeSpec."""
     theta = fields.get("rope_theta")
-    new, old = fields.get("rope_parameters"), fields.get("rope_scaling")
-    source, scaling = ("rope_parameters", new) if new is not None else ("rope_scaling", old or {})
-    if not isinstance(scaling, dict):
-        raise fields.error(source, f"{source} must be a mapping, found {scaling!r}")
+    source, scaling = _rope_block(fields)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ROPE_NUMBERS:
         known = ", ".join(ROPE_NUMBERS)
@@ -137,6 +165,12 @@ def read_rope(fields: ConfigFields, head_dim: int) -> RopeSpec:
         raise fields.error(source, f"rope type '{kind}' needs {', '.join(missing)}")
     if scaling.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
         raise fields.error(source, "partial_rotary_factor other than 1 is not implemented")
+    if theta is not None and scaling.get("rope_theta", theta) != theta:
+        raise fields.error(
+            "rope_theta",
+            f"rope_theta is {theta!r}, and {scaling['rope_theta']!r} in {source}",
+            f"keep the one the model was trained with, in {source}",
+        )
     theta = scaling.get("rope_theta", theta)
     if theta is None:
         raise fields.error(

@@ -27,7 +27,8 @@ def windowed_layers(fields: ConfigFields, attention: AttentionSpec) -> list[Laye
     full = LayerSpec(attention, mlp_spec(fields), norm_spec(fields))
     count = fields.integer("num_hidden_layers")
     first, kinds = fields.get("max_window_layers", 28), fields.get("layer_types")
-    window = fields.get("sliding_window", 4096) if fields.get("use_sliding_window", False) else None
+    given = fields.get("sliding_window", 4096)
+    window = given if fields.get("use_sliding_window", False) else None
     sliding = dataclasses.replace(full, mixer=dataclasses.replace(attention, window=window))
     if kinds is None:
         return [sliding if i >= first else full for i in range(count)]
@@ -35,5 +36,12 @@ def windowed_layers(fields: ConfigFields, attention: AttentionSpec) -> list[Laye
     if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= known:
         raise fields.error(
             "layer_types", f"layer_types must list one of {sorted(known)} for each of the {count} layers"
+        )
+    if window is None and "sliding_attention" in kinds:
+        raise fields.error(
+            "layer_types",
+            "layer_types has layers with sliding_attention, and there is no window: use_sliding_window is not true, or "
+            "sliding_window is null",
+            "set use_sliding_window and sliding_window, or make every layer full_attention, as the model was trained",
         )
     return [sliding if kind == "sliding_attention" else full for kind in kinds]

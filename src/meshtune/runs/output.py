@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import fcntl
 import json
 import os
@@ -23,7 +24,39 @@ LOGS = "logs"  # what the processes print, written by what launches them: before
 
 
 def check_output(output: pathlib.Path, *, resume: bool, overwrite: bool) -> None:
-    """Raises UserError, before anything is done, if a run may not be written to `output`. Creates nothing."""
+    """Raises UserError, before anything is done, if a run may not be written to `output`.
+
+    Creates nothing, but for a directory that is removed at once: only the file system knows what it refuses.
+    """
+    try:
+        _check_creatable(output)
+    except OSError as error:
+        raise _unusable(output, error) from error
+    names = _content(output)
+    if not names or overwrite:
+        return
+    if not resume:
+        raise UserError(
+            f"the output directory is not empty: it holds {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}",
+            where=str(output),
+            fix="resume=true continues the run in it, overwrite=true moves it aside; or give another output",
+        )
+    if not any((output / name).exists() for name in (RUN, RECIPE, CHECKPOINTS)):
+        raise UserError(
+            f"there is no run to resume: the directory holds {', '.join(names[:4])}, but no {RUN}",
+            where=str(output),
+            fix="give the output of a run, or an empty or new directory",
+        )
+
+
+def _check_creatable(output: pathlib.Path) -> None:
+    for path in (output, *output.absolute().parents):
+        if path.is_symlink() and not path.exists():
+            raise UserError(
+                f"{path} is a symbolic link to {os.readlink(path)}, where nothing is",
+                where=str(output),
+                fix="remove the link or make the directory it leads to; or give another output",
+            )
     if output.exists() and not output.is_dir():
         raise UserError("the output is a file, and must be a directory", where=str(output), fix="give another output")
     parent = next(path for path in (output, *output.absolute().parents) if path.exists())
@@ -33,21 +66,21 @@ def check_output(output: pathlib.Path, *, resume: bool, overwrite: bool) -> None
             where=str(parent),
             fix="give another output, or make this directory writable",
         )
-    held = _content(output)
-    if not held or overwrite:
-        return
-    if not resume:
-        raise UserError(
-            f"the output directory is not empty: it holds {', '.join(held[:4])}{', ...' if len(held) > 4 else ''}",
-            where=str(output),
-            fix="resume=true goes on with the run in it, overwrite=true moves it aside; or give another output",
-        )
-    if not any((output / name).exists() for name in (RUN, RECIPE, CHECKPOINTS)):
-        raise UserError(
-            f"there is no run to resume: the directory holds {', '.join(held[:4])}, but no {RUN}",
-            where=str(output),
-            fix="give the output of a run, or an empty or new directory",
-        )
+    if not output.exists():
+        first = next(path for path in reversed((output, *output.absolute().parents)) if not path.exists())
+        first.mkdir()
+        first.rmdir()
+
+
+def _unusable(output: pathlib.Path, error: OSError) -> UserError:
+    fixes = {
+        errno.ENAMETOOLONG: "give an output whose parts are below 256 bytes",
+    }
+    return UserError(
+        f"the output cannot be created: {error.strerror}",
+        where=str(output),
+        fix=fixes.get(error.errno or 0, "give an output on a file system where directories can be made"),
+    )
 
 
 @contextlib.contextmanager
