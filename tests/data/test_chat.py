@@ -1,20 +1,25 @@
-"""Chat templates: rendered as transformers renders them, with a clock that stands still, failing in their own words."""
+"""Chat templates render as in transformers, with a fixed date, and fail with their own messages."""
 
 from __future__ import annotations
 
 import datetime
+import itertools
+import json
 
 import pytest
 
+from meshtune.config.data import DataSection
 from meshtune.data.chat import ChatTemplate, as_dicts
-from meshtune.data.chat_templates import template_names
+from meshtune.data.chat_templates import template_names, tool_template_names
 from meshtune.data.conversation import Conversation, Message, Origin
+from meshtune.data.documents import load_documents
 from meshtune.data.masks import mask_conversation
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.data.tokens import Tokenize, TokenOptions
 from meshtune.errors import UserError
 
 HERE = Origin("chat.jsonl", 3)
+ADD = {"name": "add", "arguments": {"a": 1, "b": 2}}
 CHAT = Conversation(
     (Message("user", "Hi"), Message("assistant", "Hello"), Message("user", "a"), Message("assistant", "b")), HERE
 )
@@ -99,6 +104,69 @@ def test_shipped_templates_render_and_prompt(shared, name):
     prompt = chat.render(as_dicts(CHAT)[:1], generation_prompt=True)
     assert text.startswith(prompt)
     assert text[len(prompt) :].startswith("Hello" + chat.end_of_turn.head)
+
+
+CALLS = Conversation(
+    (
+        Message("system", "Be brief."),
+        Message("user", "Add 1 and 2."),
+        Message("assistant", "", tool_calls=({"type": "function", "id": "abcdefghi", "function": ADD},)),
+        Message("tool", '{"sum": 3}', extra=(("tool_call_id", "abcdefghi"),)),
+        Message("assistant", "It is 3."),
+    ),
+    HERE,
+    ({"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}},),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokenizer", "official"),
+    [
+        ("chatml", "hf-qwen3", "Qwen-Qwen2.5-7B-Instruct"),
+        ("llama3", "hf-llama3_1", "meta-llama-Llama-3.1-8B-Instruct"),
+        ("mistral", "hf-llama3_1", "mistralai-Mistral-Nemo-Instruct-2407"),
+    ],
+)
+def test_shipped_templates_write_tools_as_the_familys_official_template(shared, name, tokenizer, official):
+    folder = shared / "assets/tokenizers"
+    loaded = load_tokenizer(folder / tokenizer, name)
+    ours = ChatTemplate(loaded).render(as_dicts(CALLS), CALLS.tools)
+    messages = as_dicts(CALLS)
+    if name == "mistral":  # the official one shows the system prompt in the last user message, and only if it is last
+        ours, messages = ours.replace("Be brief.\n\n", ""), messages[1:]
+    loaded.chat_template = (folder / f"chat_templates/{official}.jinja").read_text()
+    assert ours == loaded.apply_chat_template(messages, tools=list(CALLS.tools), tokenize=False)
+
+
+@pytest.fixture(scope="module")
+def tool_conversations(shared):
+    """Twenty conversations with tool calls of each of two public files."""
+    found = []
+    for name in ("glaive_toolcall_en_demo", "glaive_toolcall_zh_demo"):
+        section = {"registry": str(shared / "assets/data/llamafactory"), "train": {"name": name}}
+        documents = load_documents(DataSection.model_validate(section), seed=0).train
+        with_calls = (document for document in documents if any(message.tool_calls for message in document.messages))
+        found += itertools.islice(with_calls, 20)
+    return found
+
+
+@pytest.mark.parametrize("name", template_names())
+def test_tool_calls_are_trained_on_or_refused_with_templates_that_work(shared, tool_conversations, name):
+    chat = ChatTemplate(load_tokenizer(shared / "assets/models/stories260K", name))
+    assert len(tool_conversations) == 40
+    for conversation in tool_conversations:
+        if name not in tool_template_names():
+            with pytest.raises(UserError) as caught:
+                mask_conversation(chat, conversation)
+            assert "chatml, llama3, mistral, plain" in caught.value.fix
+            continue
+        masked = mask_conversation(chat, conversation)
+        trained = "".join(masked.text[start:end] for start, end, weight in masked.spans if weight)
+        for message in conversation.messages:
+            for call in message.tool_calls:
+                assert call["function"]["name"] in trained
+                assert json.dumps(call["function"]["arguments"], ensure_ascii=False) in trained
+        assert not masked.tools_unseen
 
 
 @pytest.mark.parametrize("name", template_names())

@@ -118,7 +118,7 @@ class ChatTemplate:
         return EndOfTurn(head, ending[len(head) :], None)
 
 
-def template_error(problem: Exception, *, where: str) -> UserError:
+def template_error(problem: Exception, *, where: str, fix: str | None = None) -> UserError:
     """A template's failure as a UserError with the template's own message."""
     message = str(problem) or type(problem).__name__
     line = getattr(problem, "lineno", None)
@@ -131,7 +131,8 @@ def template_error(problem: Exception, *, where: str) -> UserError:
     return UserError(
         f"the chat template cannot render this conversation: {message}",
         where=where,
-        fix="change the record, set model.chat_template to one that allows it, or set data.on_bad=skip to leave it out",
+        fix=fix
+        or "change the record, set model.chat_template to one that allows it, or set data.on_bad=skip to leave it out",
     )
 
 

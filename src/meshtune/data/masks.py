@@ -69,7 +69,7 @@ def mask_conversation(chat: ChatTemplate, conversation: Conversation, policy: Lo
     try:
         text = chat.render(messages, conversation.tools)
     except chat.failures as problem:
-        raise template_error(problem, where=where) from problem
+        raise template_error(problem, where=where, fix=_tool_fix() if _uses_tools(conversation) else None) from problem
     assistants = [index for index, message in enumerate(conversation.messages) if message.role == "assistant"]
     trained = assistants[-1:] if policy.last_turn_only else assistants
     spans, floor, differ, unended = [], 0, 0, 0
@@ -96,9 +96,20 @@ def _check_calls_are_written(calls: Sequence[JsonObject], turn: str, where: str)
         raise UserError(
             f"the chat template does not write the assistant's tool calls: {', '.join(lost)}",
             where=where,
-            fix=f"set model.chat_template to one that does: {', '.join(tool_template_names())} ship with Meshtune; or "
-            "set data.on_bad=skip to leave such records out",
+            fix=_tool_fix(),
         )
+
+
+def _tool_fix() -> str:
+    names = ", ".join(tool_template_names())
+    return (
+        f"set model.chat_template to one that writes tool calls: {names} ship with Meshtune, and the templates of most "
+        "instruct models do; or set data.on_bad=skip to leave such records out"
+    )
+
+
+def _uses_tools(conversation: Conversation) -> bool:
+    return any(message.tool_calls or message.role == "tool" for message in conversation.messages)
 
 
 def _tool_name(tool: JsonObject) -> str:
