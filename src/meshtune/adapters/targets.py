@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import ALL_LINEAR, FreezeConfig, LoraConfig
-from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.roles import PARAMETER_ROLES, unknown_role
+from meshtune.arrays.spec import ArraySpec, Role
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError, nearest
 from meshtune.families import module_names, tensors
@@ -18,10 +19,10 @@ from meshtune.model.spec import ModelSpec, abstract_params
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """One Hugging Face module: its name, the tree node and row that hold it, its leaves (without a layers axis), and
-    which view of its tensors in files they are.
+    """A Hugging Face module: its name, the tree node and row that hold it, its leaves (without a layers axis), and the
+    views of its tensors in files.
 
-    `plain` says that it multiplies by its weight as it is.
+    `plain` says that it multiplies by its weight itself, not by normalised rows of it.
     """
 
     name: str
@@ -33,9 +34,14 @@ class Module:
     views: dict[str, View] = dataclasses.field(default_factory=dict)
 
     @property
+    def role(self) -> Role | None:
+        """The role of its weight; None without a leaf of that name."""
+        return self.leaves["weight"].role if "weight" in self.leaves else None
+
+    @property
     def linear(self) -> bool:
-        """Whether an adapter can sit beside it: every matrix but the embedding table and a head of normalised rows."""
-        return self.node != "embed" and self.plain and "weight" in self.leaves and len(self.leaves["weight"].shape) == 2
+        """Whether it can have an adapter: a matrix, or a head that is not normalised."""
+        return self.plain and self.role in ("matrix", "head")
 
     @property
     def site(self) -> str:
@@ -98,9 +104,10 @@ def choose(wanted: Sequence[str], among: dict[str, Module], where: str) -> list[
 
 
 def adapter_targets(config: LoraConfig, among: dict[str, Module]) -> list[str]:
-    """The linear modules to adapt. A pattern means the linear layers among what it matches.
+    """The linear modules to adapt. A pattern selects the linear layers among its matches, 'all-linear' every matrix.
 
-    Raises UserError for unknown names, for names of what is not a linear layer, and for what the kind cannot be there.
+    Raises UserError for unknown names, for modules that are not linear layers, for the weights of experts, which would
+    otherwise be left out silently, and where this type of adapter is not possible.
     """
     linear = {name: module for name, module in among.items() if module.linear}
     wanted = (config.targets,) if isinstance(config.targets, str) else config.targets
@@ -111,18 +118,20 @@ def adapter_targets(config: LoraConfig, among: dict[str, Module]) -> list[str]:
     chosen: dict[str, Module] = {}
     for target in wanted:
         if target.lower() == ALL_LINEAR:
-            found = [name for name, module in linear.items() if module.node not in ("head", "score")]
+            _check_roles(target, among.values())
+            selected = [name for name, module in linear.items() if module.role == "matrix"]
         else:
-            found = [name for name in linear if matches(target, name)]
-        if not found and any(matches(target, name) for name in among):
+            _check_roles(target, [module for name, module in among.items() if matches(target, name)])
+            selected = [name for name in linear if matches(target, name)]
+        if not selected and any(matches(target, name) for name in among):
             raise UserError(
                 f"'{target}' is not a linear layer, so it cannot have an adapter",
                 where="method.targets",
                 fix=f"train it in full instead: method.train_modules: ['{target}']",
             )
-        if not found:
+        if not selected:
             raise _unknown(target, linear, "method.targets")
-        chosen |= {name: linear[name] for name in found}
+        chosen |= {name: linear[name] for name in selected}
     kind = ADAPTERS[config.adapter]
     kind.check(config)
     for name, module in chosen.items():
@@ -134,6 +143,22 @@ def adapter_targets(config: LoraConfig, among: dict[str, Module]) -> list[str]:
             fix="set dropout to 0, or leave lm_head out of method.targets",
         )
     return [name for name in among if name in chosen]
+
+
+def _check_roles(target: str, modules: Iterable[Module]) -> None:
+    """Raises UserError for experts, which cannot have adapters yet, and for a role that adapters do not know."""
+    for module in modules:
+        if module.role == "experts":
+            raise UserError(
+                f"'{target}' includes {module.name}, an array of role 'experts', and adapters on the weights of "
+                "experts are not implemented",
+                where="method.targets",
+                fix="name the other linear layers, such as [q_proj, k_proj, v_proj, o_proj], or use method: freeze",
+            )
+        for name, leaf in module.leaves.items():
+            if leaf.role not in PARAMETER_ROLES:
+                fix = "name the modules to adapt in method.targets, without this one"
+                raise unknown_role("lora", f"{module.node}/{name}", leaf, where="method.targets", fix=fix)
 
 
 def fully_trained(method: LoraConfig | FreezeConfig, spec: ModelSpec, among: dict[str, Module]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which weights of a model are quantised, and in which format: modules go by their Hugging Face names."""
+"""Which weights of a model are quantised, and in which format, chosen by Hugging Face module names."""
 
 from __future__ import annotations
 
@@ -6,32 +6,34 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from meshtune.arrays.roles import unknown_role
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.errors import UserError, nearest
 from meshtune.families import module_names
 from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.quantize import FORMATS
-from meshtune.quantize.config import BLOCK_SIZES, WHOLE, QuantizeConfig, check_format
+from meshtune.quantize.config import BLOCK_SIZES, UNQUANTISED, QuantizeConfig, check_format
 from meshtune.quantize.weight import QuantisedWeight
 
 
 def quantised_params(spec: ModelSpec, config: QuantizeConfig | None) -> Tree:
-    """`abstract_params`, with the form of a quantised weight where one will stand. Raises as `quantised_leaves`."""
+    """`abstract_params` with QuantisedWeights for the weights to quantise. Raises as `quantised_leaves`."""
     return unflatten(quantised_leaves(flatten(abstract_params(spec)), config, spec))
 
 
 def quantised_leaves(leaves: Mapping[str, ArraySpec], config: QuantizeConfig | None, spec: ModelSpec) -> dict[str, Any]:
-    """Leaves of a model by path, with the form of a quantised weight for every linear layer of the decoder's layers.
+    """Leaves of a model by path, with a QuantisedWeight of ArraySpecs for every linear layer in a stack, experts
+    included.
 
-    Embeddings, norms, biases and the head stay as they are, and so does what the config leaves whole.
-    Raises UserError for an unknown format, a module that is not quantised anyway, and for a block that does not divide
-    the rows of some weight.
+    Embeddings, the head, norms, biases, routers and short convolutions are not quantised, nor are modules that the
+    config excludes. Raises UserError for an unknown format or role, for a module in the config that is not quantised
+    anyway, and for a block size that does not divide the rows of some weight.
     """
     if config is None:
         return dict(leaves)
     formats = _formats(config, spec)
-    chosen = {path: array for path, array in leaves.items() if formats.get(path, WHOLE) != WHOLE}
+    chosen = {path: array for path, array in leaves.items() if formats.get(path, UNQUANTISED) != UNQUANTISED}
     _check_rows(chosen, config)
     return {
         path: QuantisedWeight.abstract(array, config.within(formats[path])) if path in chosen else array
@@ -40,33 +42,45 @@ def quantised_leaves(leaves: Mapping[str, ArraySpec], config: QuantizeConfig | N
 
 
 def _formats(config: QuantizeConfig, spec: ModelSpec) -> dict[str, str]:
-    """The format of each linear layer of the decoder's layers, by path."""
+    """The format of each linear layer in a stack, by path."""
     named = module_names(spec)
     linear = {
-        path: [f".{name}." for name in named[path.removesuffix("/weight")]]
+        path: [f".{name}." for name in named[path.rpartition("/")[0]]]
         for path, array in flatten(abstract_params(spec)).items()
-        if path.startswith("layers/") and path.endswith("/weight") and len(array.shape) >= 3
+        if is_quantised(path, array)
     }
     check_format(config.format, tuple(FORMATS))
     formats = dict.fromkeys(linear, config.format)
-    for written, format in config.modules.items():
-        check_format(format, (*FORMATS, WHOLE), f"quantize.modules.{written}")
-        meant = {path: sum(f".{written}." in name for name in names) for path, names in linear.items()}
-        if not any(meant.values()):
+    for module, format in config.modules.items():
+        check_format(format, (*FORMATS, UNQUANTISED), f"quantize.modules.{module}")
+        matches = {path: sum(f".{module}." in name for name in names) for path, names in linear.items()}
+        if not any(matches.values()):
             known = {part for names in linear.values() for name in names for part in name.strip(".").split(".")[3:]}
             raise UserError(
-                f"'{written}' is no module that is quantised",
+                f"'{module}' is no module that is quantised",
                 where="quantize.modules",
-                fix=f"{nearest(written, known)}modules: {', '.join(sorted(known))}",
+                fix=f"{nearest(module, known)}modules: {', '.join(sorted(known))}",
             )
-        if single := [path for path, count in meant.items() if 0 < count < len(linear[path])]:
+        if single := [path for path, count in matches.items() if 0 < count < len(linear[path])]:
             raise UserError(
-                f"'{written}' is a part of the {len(linear[single[0]])} layers that are kept together",
+                f"'{module}' is a part of the {len(linear[single[0]])} layers that are stored together",
                 where="quantize.modules",
                 fix="name a module without its layer, such as down_proj: all layers have the same format",
             )
-        formats |= {path: format for path, count in meant.items() if count}
+        formats |= {path: format for path, count in matches.items() if count}
     return formats
+
+
+def is_quantised(path: str, array: ArraySpec) -> bool:
+    """Whether quantisation applies to an array, by its role: to matrices and experts in a stack. Raises UserError for
+    an unknown role."""
+    match array.role:
+        case "matrix" | "experts":
+            return array.is_stacked
+        case "router" | "vector" | "table" | "head" | "conv":
+            return False
+        case _:
+            raise unknown_role("quantize", path, array, where="quantize", fix="leave quantize out for this model")
 
 
 def _check_rows(chosen: Mapping[str, ArraySpec], config: QuantizeConfig) -> None:
@@ -75,7 +89,7 @@ def _check_rows(chosen: Mapping[str, ArraySpec], config: QuantizeConfig) -> None
         if row % config.block_size:
             common = math.gcd(*(array.shape[-1] for array in chosen.values()))
             fitting = [size for size in BLOCK_SIZES if common % size == 0]
-            site = path.removesuffix("/weight").split("/", 2)[2]
+            site = path.removesuffix("/weight").split("/", 2)[-1]
             raise UserError(
                 f"blocks of {config.block_size} do not divide the rows of {site}, which have {row} numbers",
                 where="quantize.block_size",

@@ -1,4 +1,4 @@
-"""Weights in few bits, as pytrees that stand where the weight stood.
+"""Quantised weights, as pytrees that replace the weights in a parameter tree.
 
 A new format is one module with a `format.Format` and one line in FORMATS.
 """

@@ -1,4 +1,4 @@
-"""How a base is quantised, as plain data."""
+"""The quantisation of a base model, as plain data."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from collections.abc import Mapping
 from meshtune.errors import UserError, nearest
 
 BLOCK_SIZES = tuple(2**n for n in range(3, 13))
-WHOLE = "none"  # in `modules`: not quantised
+UNQUANTISED = "none"  # the format in `modules` of a module that is not quantised
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeConfig:
     """`format` is a key of `meshtune.quantize.FORMATS`; `block_size` neighbours along a row of a weight share a scale.
 
-    `double`: the scales are quantised too, to 8 bits (https://arxiv.org/abs/2305.14314). `modules` are the formats of
-    single modules by Hugging Face name (k_proj, mlp), WHOLE for those that stay as they are; of several that mean a
-    module the last written counts.
-    Raises UserError for a block size that cannot be.
+    With `double` the scales are quantised too, to 8 bits (https://arxiv.org/abs/2305.14314). `modules` maps Hugging
+    Face module names (k_proj, mlp) to formats, UNQUANTISED to exclude a module; the last match applies.
+    Raises UserError for a block size that is not a power of two in BLOCK_SIZES.
     """
 
     format: str
@@ -35,12 +34,16 @@ class QuantizeConfig:
             )
 
     def within(self, format: str) -> QuantizeConfig:
-        """The same blocks in one format for all."""
+        """The same block size and scales, with one format for all modules."""
         return dataclasses.replace(self, format=format, modules={})
 
     def __str__(self) -> str:
-        own = "".join(f", {name} {'whole' if format == WHOLE else format}" for name, format in self.modules.items())
-        return f"{self.format}{own}, blocks of {self.block_size}" + (", scales quantised too" if self.double else "")
+        modules = "".join(
+            f", {name} {'whole' if format == UNQUANTISED else format}" for name, format in self.modules.items()
+        )
+        return f"{self.format}{modules}, blocks of {self.block_size}" + (
+            ", scales quantised too" if self.double else ""
+        )
 
 
 def check_format(name: str, known: tuple[str, ...], where: str = "quantize.format") -> None:

@@ -1,4 +1,4 @@
-"""What a quantised format is: numbers in [-1, 1] to codes and back. A format is one value of this class."""
+"""The interface of a quantised format: numbers in [-1, 1] to codes and back."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jaxtyping import Array, Float
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """`encode` takes float32 [.., n] in [-1, 1] to codes [.., n / per] of `dtype`; `decode` gives float32 [.., n] back.
+    """`encode` maps float32 [.., n] in [-1, 1] to codes [.., n / per] of `dtype`; `decode` maps them back to float32.
 
-    `dtype` is what codes are kept in, `per` the numbers in one element of it.
+    `dtype` is the storage dtype of codes, `per` how many numbers one element of it holds.
     """
 
     name: str
@@ -37,9 +37,9 @@ def pairs_unpacked(packed: Array) -> Array:
 
 
 def shares(blocks: Float[Array, "*B n"], absmax: Float[Array, "*B"]) -> Float[Array, "*B n"]:
-    """Every number as a share, in [-1, 1], of the largest of its block; zeros where that is zero.
+    """Every number divided by the largest magnitude of its block, so in [-1, 1]; zeros where that is zero.
 
-    The reciprocal is taken first, as bitsandbytes does, so that the last bits are the same too.
+    The reciprocal is computed first, as in bitsandbytes, so that results are equal to the last bit.
     """
     reciprocal = jnp.where(absmax > 0, 1 / jnp.where(absmax > 0, absmax, 1), 0)
     return jnp.clip(blocks * reciprocal[..., None], -1, 1)

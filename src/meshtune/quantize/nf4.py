@@ -20,7 +20,7 @@ VALUES = np.array(
     np.float32,
 )  # fmt: skip
 BOUNDS = (VALUES[:-1] + VALUES[1:]) / np.float32(2)
-PAIRS = np.stack([np.repeat(VALUES, 16), np.tile(VALUES, 16)], axis=1)  # of every byte, its two values
+PAIRS = np.stack([np.repeat(VALUES, 16), np.tile(VALUES, 16)], axis=1)  # the two values of every byte
 
 
 def _encode(share: jax.Array) -> jax.Array:
@@ -35,17 +35,17 @@ def _decode(codes: jax.Array) -> jax.Array:
 
 
 def _by_lookup(codes: jax.Array) -> jax.Array:
-    """On a CPU a twentieth of what comparing takes."""
+    """A table lookup, 20 times as fast as `_by_comparing` on a CPU."""
     return jnp.asarray(PAIRS)[codes.astype(jnp.int32)].reshape(*codes.shape[:-1], 2 * codes.shape[-1])
 
 
 def _by_comparing(codes: jax.Array) -> jax.Array:
-    """For TPUs, which have no fast way to look up single numbers."""
+    """Comparisons alone, for TPUs, where looking up single numbers is slow."""
     code = pairs_unpacked(codes).astype(jnp.int32)
-    found = jnp.full(code.shape, VALUES[0], jnp.float32)
-    for number, value in enumerate(VALUES[1:], 1):
-        found = jnp.where(code >= number, value, found)
-    return found
+    values = jnp.full(code.shape, VALUES[0], jnp.float32)
+    for index, value in enumerate(VALUES[1:], 1):
+        values = jnp.where(code >= index, value, values)
+    return values
 
 
 NF4 = Format("nf4", "uint8", 2, _encode, _decode)

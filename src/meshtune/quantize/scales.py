@@ -1,7 +1,7 @@
-"""Scales quantised in their turn, to 8 bits, as bitsandbytes does it (https://arxiv.org/abs/2305.14314, section 3).
+"""Double quantisation: 8-bit scales, as in bitsandbytes (https://arxiv.org/abs/2305.14314, section 3).
 
-The scales of a matrix, in row-major order, less their mean, in blocks of 256, each block relative to its largest, as
-one of 256 values that lie denser near zero (https://arxiv.org/abs/1511.04561).
+The scales of a matrix, in row-major order and minus their mean, are divided into blocks of 256; each is stored relative
+to the largest magnitude of its block, as one of 256 values that are denser near zero (https://arxiv.org/abs/1511.04561).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def dynamic_map(signed: bool = True) -> Float[np.ndarray, "256"]:
 
 
 def _line(points: int) -> Float[np.ndarray, "points"]:
-    """From 0.1 to 1, as torch.linspace makes it: from both ends, each sum rounded once."""
+    """`points` values from 0.1 to 1, as torch.linspace computes them: from both ends, each sum rounded once."""
     first, last = np.float32(0.1), np.float32(1)
     step = np.float64(np.float32((last - first) / np.float32(points - 1)))
     at = np.arange(points)
@@ -38,10 +38,10 @@ def _line(points: int) -> Float[np.ndarray, "points"]:
 
 
 def nearest_codes(shares: Float[Array, "..."], *, signed: bool = True) -> UInt8[Array, "..."]:
-    """The code of the value nearest to each share of [-1, 1]; in the middle between two, the lower.
+    """The code of the value nearest to each number in [-1, 1]; halfway between two values, the lower.
 
-    The upper half of a float32's bits leaves at most two values to choose between: a table says the lower of the two,
-    one comparison which. Two lookups a number where a binary search takes eight.
+    The upper half of a float32's bits leaves at most two candidates: a table gives the lower one, and a comparison
+    decides. That is two lookups per number, where a binary search takes eight.
     """
     first, bounds = _choices(signed)
     halves = jax.lax.bitcast_convert_type(shares, jnp.uint32) >> 16
@@ -51,7 +51,7 @@ def nearest_codes(shares: Float[Array, "..."], *, signed: bool = True) -> UInt8[
 
 @functools.cache
 def _choices(signed: bool) -> tuple[UInt8[np.ndarray, "65536"], Float[np.ndarray, "256"]]:
-    """(the first code that numbers with these upper 16 bits can have, the bound above which a code is too low)."""
+    """(the lowest code of numbers with these upper 16 bits, the bound above which each code is too low)."""
     values = dynamic_map(signed)
     bounds = (values[:-1] + values[1:]) / np.float32(2)
     uppers = np.arange(2**16, dtype=np.uint32) << 16
@@ -62,16 +62,16 @@ def _choices(signed: bool) -> tuple[UInt8[np.ndarray, "65536"], Float[np.ndarray
 
 
 def nested_blocks(scales: int) -> int:
-    """Blocks that so many scales make."""
+    """The number of blocks for this many scales."""
     return -(-scales // NESTED_BLOCK)
 
 
 def twice_quantised(
     absmax: Float[np.ndarray, "o n"],
 ) -> tuple[UInt8[np.ndarray, "o n"], Float[np.ndarray, "m"], np.float32]:
-    """(codes, the largest of each block of 256, the mean) of the scales of one matrix.
+    """(codes, the largest magnitude of each block of 256, the mean) of the scales of one matrix.
 
-    On the host, and the mean in float64: whatever the mesh, the numbers are the same.
+    Computed on the host, the mean in float64, so that the result does not depend on the mesh.
     """
     offset = np.float32(absmax.mean(dtype=np.float64))
     centred = (absmax - offset).reshape(-1)
@@ -86,10 +86,10 @@ def twice_quantised(
     return codes.reshape(-1)[: centred.size].reshape(absmax.shape), largest, offset
 
 
-def twice_quantised_here(
+def twice_quantised_on_device(
     absmax: Float[Array, "o n"],
 ) -> tuple[UInt8[Array, "o n"], Float[Array, "m"], Float[Array, ""]]:
-    """`twice_quantised` inside a program, the mean in float32."""
+    """`twice_quantised` inside jit, with the mean in float32."""
     offset = absmax.mean(dtype=jnp.float32)
     centred = (absmax - offset).reshape(-1)
     blocks = jnp.pad(centred, (0, -centred.size % NESTED_BLOCK)).reshape(-1, NESTED_BLOCK)
@@ -102,8 +102,8 @@ def twice_quantised_here(
 def restored(
     codes: UInt8[Array, "*L o n"], largest: Float[Array, "*L m"], offset: Float[Array, "*L"]
 ) -> Float[Array, "*L o n"]:
-    """The scales that `twice_quantised` stored, but for what it rounded."""
-    *lead, rows, each = codes.shape
+    """The scales that `twice_quantised` stored, up to its rounding."""
+    *lead, rows, per_row = codes.shape
     spread = jnp.broadcast_to(largest[..., None], (*largest.shape, NESTED_BLOCK)).reshape(*lead, -1)
-    spread = spread[..., : rows * each].reshape(codes.shape)
+    spread = spread[..., : rows * per_row].reshape(codes.shape)
     return jnp.asarray(dynamic_map())[codes.astype(jnp.int32)] * spread + offset[..., None, None]

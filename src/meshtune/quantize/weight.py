@@ -1,4 +1,4 @@
-"""A quantised weight: codes and scales, as a pytree that stands where the weight stood."""
+"""A quantised weight: codes and scales, as a pytree that replaces the weight."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from meshtune.arrays.spec import ArraySpec
 from meshtune.quantize import FORMATS
 from meshtune.quantize.config import QuantizeConfig, check_format
 from meshtune.quantize.format import Format, shares
-from meshtune.quantize.scales import nested_blocks, restored, twice_quantised, twice_quantised_here
+from meshtune.quantize.scales import nested_blocks, restored, twice_quantised, twice_quantised_on_device
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantisedWeight:
-    """A weight [.., out, in] in blocks along `in`, each number a share of the largest of its block.
+    """A weight [.., out, in] in blocks along `in`, each number stored relative to the largest magnitude of its block.
 
-    `codes` [.., out, in / per], in the format's dtype; `scales` [.., out, in / block_size]: the largest of each block,
-    float32, or uint8 where they are quantised too: then `nested` [.., m] and `offset` [..], float32, restore them
-    (else both are None). A block never crosses a row, so codes and scales are split over devices by the rules of the
-    weight they replace, in whole blocks; `nested` is on every device, a number for 256 blocks.
-    Stacked layers lead every array, so a scan slices a quantised weight as it slices any other.
+    `codes` [.., out, in / per] have the format's dtype. `scales` [.., out, in / block_size], the largest magnitude of
+    each block, are float32, or uint8 where they are quantised too; `nested` [.., m] and `offset` [..], float32, then
+    restore them (else both are None). A block never crosses a row, so codes and scales are sharded by the rules of the
+    weight they replace, in whole blocks; `nested` is replicated, one number for 256 blocks. Leading axes (layers,
+    experts) lead every array, so that a scan slices a quantised weight like any other.
     """
 
     codes: Any
@@ -43,31 +43,34 @@ class QuantisedWeight:
 
     @classmethod
     def abstract(cls, weight: ArraySpec, config: QuantizeConfig) -> QuantisedWeight:
-        """The form of a weight [.., out, in], with ArraySpecs for arrays. Raises UserError for an unknown format."""
+        """The quantised form of a weight [.., out, in], with ArraySpecs for arrays. Raises UserError for an unknown
+        format."""
         check_format(config.format, tuple(FORMATS))
-        made = FORMATS[config.format]
+        format = FORMATS[config.format]
         *lead, out, into = weight.shape
         assert into % config.block_size == 0, (weight.shape, config)
-        lead_axes, each = weight.axes[:-2], into // config.block_size
-        codes = ArraySpec((*lead, out, into // made.per), made.dtype, weight.axes, unit=config.block_size // made.per)
-        scales = ArraySpec((*lead, out, each), "uint8" if config.double else "float32", weight.axes)
+        lead_axes, blocks = weight.axes[:-2], into // config.block_size
+        unit = config.block_size // format.per
+        codes = ArraySpec((*lead, out, into // format.per), format.dtype, weight.axes, unit=unit, role=weight.role)
+        scales_dtype = "uint8" if config.double else "float32"
+        scales = ArraySpec((*lead, out, blocks), scales_dtype, weight.axes, role=weight.role)
         nested = offset = None
         if config.double:
-            nested = ArraySpec((*lead, nested_blocks(out * each)), "float32", (*lead_axes, "whole"))
+            nested = ArraySpec((*lead, nested_blocks(out * blocks)), "float32", (*lead_axes, "whole"))
             offset = ArraySpec(tuple(lead), "float32", lead_axes)
         return cls(codes, scales, nested, offset, config.format, config.block_size, weight.dtype)
 
     @classmethod
     def quantise(cls, weight: Float[Array, "*L o i"], config: QuantizeConfig) -> QuantisedWeight:
-        """A weight in this form. Loading does the same block by block. Not for use inside jit."""
+        """Quantises a weight; loading does the same block by block. Not for use inside jit."""
         check_format(config.format, tuple(FORMATS))
         codes, absmax = encoded(weight, format=config.format, block_size=config.block_size)
         fixed = {"format": config.format, "block_size": config.block_size, "dtype": str(weight.dtype)}
         if not config.double:
             return cls(codes, absmax, None, None, **fixed)
         lead = absmax.shape[:-2]
-        every = np.asarray(absmax).reshape(-1, *absmax.shape[-2:])
-        scales, nested, offset = (np.stack(part) for part in zip(*map(twice_quantised, every), strict=True))
+        matrices = np.asarray(absmax).reshape(-1, *absmax.shape[-2:])
+        scales, nested, offset = (np.stack(part) for part in zip(*map(twice_quantised, matrices), strict=True))
         return cls(
             codes,
             jnp.asarray(scales.reshape(absmax.shape)),
@@ -77,12 +80,12 @@ class QuantisedWeight:
         )
 
     def requantised(self, numbers: Float[Array, "o i"]) -> QuantisedWeight:
-        """Other numbers of one matrix in this weight's form. Unlike `quantise` also inside jit: where scales are
-        quantised too, their mean is then taken by the device."""
+        """Quantises other numbers of one matrix in this weight's format. Works inside jit, unlike `quantise`: with
+        doubly quantised scales, their mean is then computed on the device."""
         codes, absmax = encoded(numbers, format=self.format, block_size=self.block_size)
         if self.nested is None:
             return dataclasses.replace(self, codes=codes, scales=absmax)
-        scales, nested, offset = twice_quantised_here(absmax)
+        scales, nested, offset = twice_quantised_on_device(absmax)
         return dataclasses.replace(self, codes=codes, scales=scales, nested=nested, offset=offset)
 
     @property
@@ -108,21 +111,21 @@ class QuantisedWeight:
         return QuantizeConfig(self.format, self.block_size, self.nested is not None)
 
     def dequantise(self, dtype: DTypeLike | None = None) -> Float[Array, "*L o i"]:
-        """The weight, its products made in float32, in `dtype` (default: the dtype it had)."""
+        """The weight in `dtype` (default: its original dtype), computed in float32."""
         scales = self.scales if self.nested is None else restored(self.scales, self.nested, self.offset)
         shape = self.shape
         blocks = self._kind.decode(self.codes).reshape(*shape[:-1], -1, self.block_size)
         return (blocks * scales[..., None]).reshape(shape).astype(dtype or self.dtype)
 
     def in_use(self, gathered: Callable[..., Array], axes: tuple[str, ...]) -> QuantisedWeight:
-        """The weight laid out for computing by `gathered(array, *axes, unit=...)`; `axes` are the weight's own."""
+        """The weight gathered for computing by `gathered(array, *axes, unit=...)`; `axes` are the weight's own."""
         codes = gathered(self.codes, *axes, unit=self.block_size // self._kind.per)
         return dataclasses.replace(self, codes=codes, scales=gathered(self.scales, *axes))
 
 
 @functools.partial(jax.jit, static_argnames=("format", "block_size"))
 def encoded(numbers: Float[Array, "*L i"], *, format: str, block_size: int) -> tuple[Array, Float[Array, "*L n"]]:
-    """(codes [.., in / per], float32 scales [.., in / block_size]) of rows made of whole blocks."""
+    """(codes [.., in / per], float32 scales [.., in / block_size]); the block size must divide the rows."""
     blocks = numbers.astype(jnp.float32).reshape(*numbers.shape[:-1], -1, block_size)
     absmax = jnp.abs(blocks).max(axis=-1)
     codes = FORMATS[format].encode(shares(blocks, absmax))
