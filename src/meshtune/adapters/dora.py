@@ -80,7 +80,7 @@ class DoRA:
         """A and B as LoRA's; every length is that of the weight's row, so that the model is the base."""
         lora = adapter.lora.drawn(keys)
         near = here(weight)
-        length = lax.map(_length, near) if len(weight.shape) > 2 else _length(near)
+        length = lax.map(_length, near) if keys.ndim else _length(near)
         made = dataclasses.replace(adapter, a=lora.a, b=lora.b, magnitude=length.astype(adapter.magnitude.dtype))
         return Started(made, weight)
 

@@ -67,7 +67,7 @@ class PiSSA:
             return principal(at[0], adapter.rank, adapter.scale, config.svd_iterations, at[1])
 
         near = here(weight)
-        a, b = lax.map(one, (near, keys)) if weight.ndim > 2 else one((near, keys))
+        a, b = lax.map(one, (near, keys)) if keys.ndim else one((near, keys))
         begun = LoRA(a.astype(adapter.a.dtype), b.astype(adapter.b.dtype), adapter.scale)
         # Arrays of its own: what is trained is given up to every update.
         trained = dataclasses.replace(jax.tree.map(jnp.copy, begun), dropout=adapter.dropout)

@@ -1,7 +1,7 @@
-"""A deeper model that computes the same: LLaMA-Pro's block expansion (https://arxiv.org/abs/2401.02415).
+"""A deeper model that computes the same function: LLaMA-Pro's block expansion (https://arxiv.org/abs/2401.02415).
 
-The layers are divided into as many groups as there are new ones; after each group comes a copy of its last layer whose
-output projections are zero, so that it adds nothing until it is trained.
+The layers are divided into as many groups as there are new layers; each group is followed by a copy of its last layer
+whose output projections are zero, so that the copy adds nothing before it is trained.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
 from meshtune.families import model_spec, module_names
 from meshtune.model.layer import LayerSpec
-from meshtune.model.spec import ModelSpec, Stack, stacks_of
-
-SILENT = ("attn/o", "mlp/down")  # sites whose weights and biases are zero in a new layer
+from meshtune.model.spec import ModelSpec, Stack, abstract_params, stacks_of
 
 
 def origins(layers: int, blocks: int) -> list[tuple[int, bool]]:
-    """For each layer of the deeper model, the layer it is made from and whether it is a new one.
+    """(source layer, whether it is new) of each layer of the deeper model.
 
     Raises UserError where the new layers cannot be spread evenly.
     """
@@ -34,29 +34,29 @@ def origins(layers: int, blocks: int) -> list[tuple[int, bool]]:
 
 
 def new_layers(layers: int, blocks: int) -> list[int]:
-    """The numbers of the new layers in a model of `layers`, these included."""
-    return [number for number, (_, new) in enumerate(origins(layers - blocks, blocks)) if new]
+    """The indices of the new layers in a model of `layers`, new ones included."""
+    return [index for index, (_, new) in enumerate(origins(layers - blocks, blocks)) if new]
 
 
 def expanded_config(config: dict[str, Any], blocks: int) -> dict[str, Any]:
-    """The Hugging Face config of the deeper model. Raises UserError where it cannot say which of its layers slide."""
+    """The Hugging Face config of the deeper model. Raises UserError where the config format cannot express it."""
     old = model_spec(config)
-    made = origins(old.layers, blocks)
+    sources = [source for source, _ in origins(old.layers, blocks)]
     kinds = [layer for stack in old.stacks for _ in range(stack.repeats) for layer in stack.pattern]
-    new = config | {"num_hidden_layers": len(made)}
+    new = config | {"num_hidden_layers": len(sources)}
     if isinstance(config.get("layer_types"), list):
-        new["layer_types"] = [config["layer_types"][source] for source, _ in made]
+        new["layer_types"] = [config["layer_types"][source] for source in sources]
     elif len(set(kinds)) > 1:
         new["layer_types"] = [
             "full_attention" if getattr(kinds[n].mixer, "window", None) is None else "sliding_attention"
-            for n, _ in made
+            for n in sources
         ]
-    found = model_spec(new)
-    if [layer for stack in found.stacks for _ in range(stack.repeats) for layer in stack.pattern] != [
-        kinds[source] for source, _ in made
+    deeper = model_spec(new)
+    if [layer for stack in deeper.stacks for _ in range(stack.repeats) for layer in stack.pattern] != [
+        kinds[source] for source in sources
     ]:
         raise UserError(
-            "this model's layers differ in a way that its config cannot say of more layers",
+            "this model's layers differ in a way that its config cannot express for more layers",
             where="method.blocks",
             fix="use method: lora, full or freeze",
         )
@@ -64,8 +64,8 @@ def expanded_config(config: dict[str, Any], blocks: int) -> dict[str, Any]:
 
 
 def grouped(spec: ModelSpec, blocks: int) -> ModelSpec:
-    """The deeper model's spec with its layers stacked group by group, the new layer of each last: all new layers are
-    then arrays of their own. As it is where the groups differ in more than their weights."""
+    """The deeper model's spec with its layers stacked group by group, each with its new layer last, so that all new
+    layers are arrays of their own. Unchanged stacks where the groups differ in more than their weights."""
     flat: list[LayerSpec] = [layer for stack in spec.stacks for _ in range(stack.repeats) for layer in stack.pattern]
     size = len(flat) // blocks
     if blocks > 1 and flat == flat[:size] * blocks:
@@ -74,11 +74,26 @@ def grouped(spec: ModelSpec, blocks: int) -> ModelSpec:
 
 
 def silent_modules(spec: ModelSpec, blocks: int) -> set[str]:
-    """HF names of the modules of a deeper model that are zero to begin with."""
-    numbers = {key: numbers for key, _, _, numbers in spec.positions()}
+    """Hugging Face names of the modules of a deeper model whose weights and biases start at zero: those of its new
+    layers that add to the residual stream. Raises UserError for experts."""
+    layers = {key: numbers for key, _, _, numbers in spec.positions()}
     new = set(new_layers(spec.layers, blocks))
-    found = set()
+    leaves = flatten(abstract_params(spec))
+    silent: set[str] = set()
     for node, names in module_names(spec).items():
-        if node.startswith("layers/") and node.split("/", 2)[2] in SILENT:
-            found |= {name for name, number in zip(names, numbers[node.split("/")[1]], strict=True) if number in new}
-    return found
+        if f"{node}/weight" in leaves and _adds_to_residual(node, leaves[f"{node}/weight"]):
+            numbers = layers[node.split("/")[1]]
+            silent |= {name for name, number in zip(names, numbers, strict=True) if number in new}
+    return silent
+
+
+def _adds_to_residual(node: str, weight: ArraySpec) -> bool:
+    """Whether it is the output projection of a mixer or a feed-forward: a stacked matrix [embed, in]."""
+    output = weight.is_stacked and weight.axes[-2] == "embed"
+    if output and weight.role == "experts":
+        raise UserError(
+            f"{node} are the weights of experts, and layers with experts cannot be added yet",
+            where="method",
+            fix="use method: lora, full or freeze",
+        )
+    return output and weight.role == "matrix"
