@@ -65,6 +65,16 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
     ),
+    "gemma2": (
+        "gemma2",
+        {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 11,
+            "sliding_window": 6,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
     **{f"rope_{name}": ("llama", {"rope_parameters": {"rope_theta": 10000.0, **rope}}) for name, rope in ROPE.items()},
 }
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
-from meshtune.families import baichuan, llama, mistral, qwen2, qwen3
+from meshtune.families import baichuan, gemma2, llama, mistral, qwen2, qwen3
 from meshtune.families.tensors import TensorMap, validate
 from meshtune.families.unsupported import unsupported
 from meshtune.model.spec import ModelSpec, abstract_params
@@ -24,6 +24,7 @@ FAMILIES: dict[str, ModuleType] = {
     "qwen2": qwen2,
     "qwen3": qwen3,
     "baichuan": baichuan,
+    "gemma2": gemma2,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from meshtune.errors import UserError, nearest
@@ -75,6 +76,17 @@ class ConfigFields:
             found = "is missing" if value is None else f"is {value!r}, not a positive number"
             raise self.error(field, f"{field} {found}")
         return float(value)
+
+    def layer_types(self, known: tuple[str, ...], default: Callable[[int], str]) -> list[str]:
+        """The kind of every layer: `layer_types`, or by the layer's index where the config does not list them."""
+        count, kinds = self.integer("num_hidden_layers"), self.get("layer_types")
+        if kinds is None:
+            return [default(index) for index in range(count)]
+        if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= set(known):
+            raise self.error(
+                "layer_types", f"layer_types must list one of {sorted(known)} for each of the {count} layers"
+            )
+        return kinds
 
     def only(self, field: str, *values: Any) -> None:
         """Refuses any other value of a field that this family does not implement otherwise."""

@@ -25,23 +25,21 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
 def windowed_layers(fields: ConfigFields, attention: AttentionSpec) -> list[LayerSpec]:
     """Layers from max_window_layers on slide, where use_sliding_window says so; layer_types says it layer by layer."""
     full = LayerSpec(attention, mlp_spec(fields), norm_spec(fields))
-    count = fields.integer("num_hidden_layers")
-    first, kinds = fields.get("max_window_layers", 28), fields.get("layer_types")
-    given = fields.get("sliding_window", 4096)
-    window = given if fields.get("use_sliding_window", False) else None
-    sliding = dataclasses.replace(full, mixer=dataclasses.replace(attention, window=window))
-    if kinds is None:
-        return [sliding if i >= first else full for i in range(count)]
-    known = {"full_attention", "sliding_attention"}
-    if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= known:
-        raise fields.error(
-            "layer_types", f"layer_types must list one of {sorted(known)} for each of the {count} layers"
-        )
-    if window is None and "sliding_attention" in kinds:
+    first, window = fields.get("max_window_layers", 28), fields.get("sliding_window", 4096)
+    if not fields.get("use_sliding_window", False):
+        window = None
+    if window is None and "sliding_attention" in fields.get("layer_types", ()):
         raise fields.error(
             "layer_types",
             "layer_types has layers with sliding_attention, and there is no window: use_sliding_window is not true, or "
             "sliding_window is null",
             "set use_sliding_window and sliding_window, or make every layer full_attention, as the model was trained",
         )
-    return [sliding if kind == "sliding_attention" else full for kind in kinds]
+    layers = {
+        "full_attention": full,
+        "sliding_attention": dataclasses.replace(full, mixer=dataclasses.replace(attention, window=window)),
+    }
+    kinds = fields.layer_types(
+        tuple(layers), default=lambda index: "sliding_attention" if index >= first else "full_attention"
+    )
+    return [layers[kind] for kind in kinds]
