@@ -134,6 +134,9 @@ class AttentionSpec:
         array = ArraySpec(shape, dtype, ("batch", SLOTS, "kv_heads", "head_dim"), "zeros")
         return {"k": array, "v": array}
 
+    def side_inputs(self) -> frozenset[str]:
+        return frozenset()
+
     def sums(self) -> Mapping[str, tuple[int, ...]]:
         return {}
 

@@ -115,8 +115,12 @@ class Block(Protocol):
         """Its result for normalised input, not yet added to the residual stream."""
         ...
 
+    def side_inputs(self) -> frozenset[str]:
+        """The names of the side inputs that `apply` reads."""
+        ...
+
     def sums(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of the sums that `apply` returns."""
+        """The shapes of the sums that `apply` returns; padding (segment 0) must have no part in them."""
         ...
 
     def loss(self, sums: Sums) -> Array | None:

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from meshtune.arrays.spec import stacked
 from meshtune.arrays.tree import Tree
+from meshtune.errors import UserError
 from meshtune.mesh.layout import Layout
 from meshtune.model.block import Hidden, Sums
 from meshtune.model.cache import Cache, empty
@@ -92,7 +93,18 @@ def enter(params: Tree, spec: ModelSpec, compute: Compute, inputs: Inputs) -> tu
     side = dict(inputs.side or {})
     if spec.side is not None:
         side |= spec.side.apply(here(params[spec.side.name]), inputs, x)
+    _check_side(spec, side)
     return rows, x, side
+
+
+def _check_side(spec: ModelSpec, side: Tree) -> None:
+    read = frozenset(name for block in spec.blocks for name in block.side_inputs())
+    if side.keys() != read:
+        unread, missing = sorted(side.keys() - read), sorted(read - side.keys())
+        problem = f"side input '{unread[0]}' is read by no layer" if unread else f"side input '{missing[0]}' is missing"
+        raise UserError(
+            f"{problem} of this {spec.family}", where="Inputs.side", fix=f"it takes: {sorted(read) or 'none'}"
+        )
 
 
 def layers_loss(spec: ModelSpec, sums: Sums) -> Array | None:

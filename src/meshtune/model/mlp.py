@@ -53,6 +53,9 @@ class MlpSpec:
             wide = activation(linear(x, node["up"], site_key(key, "up")))
         return Output(linear(wide, node["down"], site_key(key, "down")), cache, {})
 
+    def side_inputs(self) -> frozenset[str]:
+        return frozenset()
+
     def sums(self) -> Mapping[str, tuple[int, ...]]:
         return {}
 
