@@ -26,8 +26,9 @@ class Format:
 
 def pairs_packed(codes: Array) -> Array:
     """Codes below 16 [.., n] as uint8 [.., n / 2], the first of each pair in the upper half."""
-    codes = codes.astype(jnp.uint8)
-    return (codes[..., ::2] << 4) | codes[..., 1::2]
+    # As 16-bit integers, whose lower byte is the first code: XLA's CPU backend does not vectorise strided slices.
+    pairs = jax.lax.bitcast_convert_type(codes.astype(jnp.uint8).reshape(*codes.shape[:-1], -1, 2), jnp.uint16)
+    return ((pairs << 4) | (pairs >> 8)).astype(jnp.uint8)
 
 
 def pairs_unpacked(packed: Array) -> Array:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import jax
@@ -17,6 +19,7 @@ from jax.sharding import SingleDeviceSharding
 
 from meshtune.weights.read_plan import Cut
 
+GROUP_BYTES = 256 << 20
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -104,11 +107,28 @@ def allocate(arrays: dict[str, tuple[tuple[int, ...], str]], device: jax.Device 
     """The memory of some leaves (path -> shape and dtype), all zero, on one device (None: the default device)."""
     sharding = None if device is None else SingleDeviceSharding(device)
 
-    def zeros() -> dict[str, jax.Array]:
-        return {path: jnp.zeros(shape, dtype) for path, (shape, dtype) in arrays.items()}
+    def zeros(paths: tuple[str, ...]) -> dict[str, jax.Array]:
+        return {path: jnp.zeros(*arrays[path]) for path in paths}
 
-    # One program for all: a compilation for every shape would take longer than reading a small model.
-    return jax.jit(zeros, out_shardings=sharding)()
+    program = jax.jit(zeros, static_argnums=0, out_shardings=sharding)
+    # One program for many leaves: a compilation for every shape would take longer than reading a small model. Several
+    # for a large one: the first write to a page of host memory costs three times what reading it from a file does.
+    groups = _groups({path: math.prod(shape) * jnp.dtype(dtype).itemsize for path, (shape, dtype) in arrays.items()})
+    with ThreadPoolExecutor(len(groups), "allocate") as threads:
+        parts = list(threads.map(lambda paths: jax.block_until_ready(program(tuple(paths))), groups))
+    return {path: array for part in parts for path, array in part.items()}
+
+
+def _groups(sizes: dict[str, int]) -> list[list[str]]:
+    """Leaves in groups of about equal bytes: one for each processor, but none for less than GROUP_BYTES."""
+    count = max(1, min(os.cpu_count() or 1, 8, sum(sizes.values()) // GROUP_BYTES))
+    groups: list[list[str]] = [[] for _ in range(count)]
+    filled = [0] * count
+    for path in sorted(sizes, key=lambda path: -sizes[path]):
+        smallest = filled.index(min(filled))
+        groups[smallest].append(path)
+        filled[smallest] += sizes[path]
+    return [group for group in groups if group]
 
 
 def row_ranges(shape: tuple[int, ...], itemsize: int, limit: int) -> list[tuple[int, int]]:
