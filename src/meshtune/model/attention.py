@@ -157,13 +157,16 @@ class AttentionSpec:
 
     def cost(self, embed: int) -> Cost:
         H, K = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        widths = (
+        past = Activation("kv_heads", K, self.kv_heads, kept=True, elementwise=2, whole_rows=True)
+        activations = (
+            Activation("heads", H, self.heads, kept=True, elementwise=2),
+            past,
+            past,
             Activation("heads", H, self.heads, kept=True),
-            Activation("kv_heads", K, self.kv_heads, kept=True),
-            Activation("kv_heads", K, self.kv_heads, kept=True),
-            Activation("heads", H, self.heads, kept=True),
+            # The log-sum-exp of every head's scores, in float32.
+            Activation("heads", self.heads, self.heads, kept=True, products=0, itemsize=4),
         )
-        return Cost(embed * (2 * H + 2 * K), widths, pairs=4 * H, window=self.window)
+        return Cost(embed * (2 * H + 2 * K), activations, pairs=4 * H, window=self.window)
 
     def attention_request(self, rows: int, q_length: int, kv_length: int, compute: Compute) -> AttentionRequest:
         return AttentionRequest(

@@ -79,13 +79,19 @@ class Activation(NamedTuple):
     """An array [tokens, width] that a block computes.
 
     `units` is the number of parts that tp can split its width into; `kept` says that the remat policy `selective` keeps
-    it for the backward pass.
+    it for the backward pass. In the forward pass it is read or written by `products` matrix products and `elementwise`
+    operations between them. With `whole_rows` it exists for whole rows even where a layer is computed by chunks, and
+    goes round the ring over cp: keys and values. `itemsize` is in bytes, None for that of the compute dtype.
     """
 
     axis: str
     width: int
     units: int
     kept: bool
+    products: int = 2
+    elementwise: int = 0
+    whole_rows: bool = False
+    itemsize: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +100,14 @@ class Cost:
 
     `weights` are the multiplications with its weights in the forward pass (of experts: the active ones alone), `pairs`
     the operations for each earlier token that is attended to, of which `window` limits the number (None: no limit).
+    `dispatched` are the numbers sent to experts on other devices of ep, and as many come back.
     """
 
     weights: int
     activations: tuple[Activation, ...]
     pairs: int = 0
     window: int | None = None
+    dispatched: int = 0
 
 
 class Block(Protocol):

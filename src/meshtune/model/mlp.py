@@ -70,5 +70,5 @@ class MlpSpec:
 
     def cost(self, embed: int) -> Cost:
         matrices = 3 if self.gated else 2
-        wide = Activation("ffn", self.width, self.width, kept=True)
-        return Cost(matrices * embed * self.width, (wide,) * (matrices - 1))
+        wide = Activation("ffn", self.width, self.width, kept=True, products=1, elementwise=1)
+        return Cost(matrices * embed * self.width, (wide,) * (matrices - 1) + (wide._replace(kept=False),))

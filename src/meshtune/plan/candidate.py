@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from meshtune.adapters.config import Method
 from meshtune.adapters.method import Prepared, abstract
 from meshtune.arrays.paths import named_leaves
-from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.spec import LAYERS, ArraySpec
 from meshtune.arrays.tree import flatten
 from meshtune.config.recipe import Recipe
 from meshtune.mesh.axes import MeshConfig, abstract_mesh
@@ -19,6 +19,7 @@ from meshtune.model.sharding import layout_for
 from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.optim.build import make_optimizer
 from meshtune.plan.hardware import Target
+from meshtune.plan.layer_costs import LayerCost, layer_costs
 from meshtune.setup.choices import Precision, optimizer_of, precision_of
 from meshtune.setup.quantization import quantize_of
 from meshtune.setup.start import start_of
@@ -43,6 +44,16 @@ class PersistentArray:
     axes: tuple[str, ...]
     units: tuple[int, ...]
 
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether it holds an array of every layer of a stack."""
+        return self.axes[:1] == (LAYERS,)
+
     def local_bytes(self, layout: Layout) -> float:
         """Bytes on one device."""
         shards = math.prod(
@@ -50,14 +61,15 @@ class PersistentArray:
             for part in layout.spec(self.axes, self.units)
             if part is not None
         )
-        return math.prod(self.shape) * self.itemsize / shards
+        return self.size * self.itemsize / shards
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
     """The mesh-independent part of a plan: the model as the method splits it, dtypes, and all persistent arrays.
 
-    `parameters` are the model's by path, before quantisation; `local_sizes` caches bytes per device by mesh.
+    `parameters` are the model's by path, before quantisation, and `layers` their costs by position in the stacks;
+    `local_sizes` caches bytes per device by mesh.
     """
 
     recipe: Recipe
@@ -66,6 +78,7 @@ class Workload:
     arrays: Prepared
     persistent: tuple[PersistentArray, ...]
     parameters: dict[str, ArraySpec]
+    layers: tuple[LayerCost, ...]
     local_sizes: dict[tuple[MeshConfig, frozenset[str]], dict[str, float]] = dataclasses.field(
         default_factory=dict, repr=False
     )
@@ -98,7 +111,17 @@ class Candidate:
     @property
     def tokens(self) -> float:
         """Tokens of one micro-batch on one device."""
-        return self.rows * self.length / (self.mesh.dp * self.mesh.fsdp * self.mesh.cp)
+        return self.local_rows * self.length / self.mesh.cp
+
+    @property
+    def local_rows(self) -> float:
+        """Rows of one micro-batch on one device, each split over cp."""
+        return self.rows / (self.mesh.dp * self.mesh.fsdp * self.mesh.ep)
+
+    @property
+    def weight_shards(self) -> int:
+        """Devices that a dense weight is split over and gathered from, beside tp."""
+        return self.mesh.fsdp * self.mesh.cp * self.mesh.ep
 
     @property
     def activation_itemsize(self) -> int:
@@ -133,7 +156,7 @@ class Candidate:
             for array in self.workload.persistent:
                 size = array.local_bytes(self.layout)
                 sizes[array.role] += size
-                if array.role == "frozen" and array.path.startswith("layers/"):
+                if array.role == "frozen" and array.is_stacked:
                     sizes["stacked"] += size
             self.workload.local_sizes[key] = sizes
         return sum(sizes[role] for role in roles)
@@ -147,11 +170,16 @@ def workload_of(recipe: Recipe, backend: str) -> Workload:
     source = locate(recipe.model.path, recipe.model.revision, allow=CONFIG)
     precision, _ = precision_of(recipe, stored_dtype(source, load_config(source)), backend)
     start = start_of(recipe, source, precision.frozen)
-    method = start.method
-    arrays = abstract(method, start.spec, precision.trainable, quantize_of(recipe))
+    arrays = abstract(start.method, start.spec, precision.trainable, quantize_of(recipe))
+    return workload_on(arrays, recipe, start.method, precision)
+
+
+def workload_on(arrays: Prepared, recipe: Recipe, method: Method, precision: Precision) -> Workload:
+    """The workload of a recipe on abstract weights; the recipe's own model and method are not read."""
     parameters = flatten(abstract_params(arrays.spec))
     persistent = (*_weights(arrays, parameters), *_training_state(recipe, precision, arrays))
-    return Workload(recipe, method, precision, arrays, persistent, parameters)
+    layers = layer_costs(arrays.spec, parameters)
+    return Workload(recipe, method, precision, arrays, persistent, parameters, layers)
 
 
 def layout_on(mesh: MeshConfig, spec: ModelSpec) -> Layout:

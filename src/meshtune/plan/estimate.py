@@ -10,12 +10,12 @@ estimates are within 10% of them (tests/plan/test_estimate.py).
 from __future__ import annotations
 
 import dataclasses
-import math
 
-from meshtune.model.spec import ModelSpec
+from meshtune.mesh.layout import SHARDS
 from meshtune.plan.candidate import Candidate
 from meshtune.plan.collectives import Collective
-from meshtune.plan.work import mean_heads, mean_width, residual_bytes
+from meshtune.plan.layer_costs import LayerCost
+from meshtune.plan.work import residual_bytes
 
 ROLES = ("weights", "adapters", "gradients", "optimizer", "activations", "output")
 
@@ -25,20 +25,20 @@ class Peak:
     """How many arrays of each width exist at once at the peak of a layer's backward pass, or of the head's."""
 
     embed: float  # [tokens, embed]
-    ffn: float  # [tokens, ffn]
-    heads: float  # [tokens, heads + 2 kv_heads]
+    ffn: float  # [tokens, the widest array of the feed-forward network]
+    mixer: float  # [tokens, the widest array of the mixer and what it needs of whole rows (keys and values)]
     weights: float  # a layer's weights or the head's, gathered or sliced out of their stack
     logits: float  # [chunk, vocab] in float32
 
 
 LAYER = {
-    "none": Peak(embed=11.0, ffn=2.5, heads=3.0, weights=1.0, logits=0.0),
-    "selective": Peak(embed=11.0, ffn=1.0, heads=1.0, weights=1.0, logits=0.0),
-    "full": Peak(embed=11.0, ffn=2.5, heads=3.0, weights=1.0, logits=0.0),
+    "none": Peak(embed=11.0, ffn=2.5, mixer=3.0, weights=1.0, logits=0.0),
+    "selective": Peak(embed=11.0, ffn=1.0, mixer=1.0, weights=1.0, logits=0.0),
+    "full": Peak(embed=11.0, ffn=2.5, mixer=3.0, weights=1.0, logits=0.0),
 }
 # The share of the [tokens, embed] arrays that still exist for whole rows where mlp_chunk, or attention_chunk, is set.
 WHOLE_ROWS_MLP_CHUNK, WHOLE_ROWS_ATTENTION_CHUNK = 0.36, 0.2
-HEAD = Peak(embed=4.0, ffn=0.0, heads=0.0, weights=2.0, logits=3.0)
+HEAD = Peak(embed=4.0, ffn=0.0, mixer=0.0, weights=2.0, logits=3.0)
 # Copies of a trained head's matrix, its float32 gradient included: gathered on a mesh, on a single device, and on a
 # mesh with the optimizer's state on the host.
 HEAD_TRAINED, HEAD_TRAINED_ONE_DEVICE, HEAD_TRAINED_OFFLOADED = 4.8, 3.0, 3.4
@@ -47,8 +47,9 @@ STREAMED = 2.0
 # On TPUs: the share of a layer's activations, the same where tp splits it (v5e's compiler takes a tenth less, v6e's a
 # tenth more), and copies of a gathered head.
 TPU_LAYER, TPU_LAYER_TP, TPU_HEAD = 0.63, 1.2, 1.0
-# Saved by `remat: none` beside q, k, v and attention's output: arrays as wide as embed and as ffn.
-NONE_EMBED, NONE_FFN = 8.0, 5.0
+# Saved by `remat: none`: arrays as wide as embed, as the feed-forward's widest, as the mixer's widest, and as keys and
+# values together.
+NONE_EMBED, NONE_FFN, NONE_MIXER, NONE_WHOLE_ROWS = 8.0, 5.0, 4.0, 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,58 +110,63 @@ def activation_bytes(candidate: Candidate) -> float:
 def policy_bytes(candidate: Candidate) -> float:
     """What `remat` saves of every layer beside the residual at its input."""
     spec, tp, itemsize = candidate.workload.spec, candidate.mesh.tp, candidate.activation_itemsize
-    heads, kv, ffn = (mean_width(spec, axis, tp) for axis in ("heads", "kv_heads", "ffn"))
-    match candidate.remat:
-        case "full":
-            return 0.0
-        case "selective":
-            # Rotated q and k, v, attention's output and log-sum-exp; the output of o; gate and up; A x of adapters.
-            elements = 2 * heads + 2 * kv + spec.embed + 2 * ffn + adapter_width(candidate)
-            per_token = itemsize * elements + 4 * mean_heads(spec) / tp
-        case _:
-            per_token = itemsize * (NONE_EMBED * spec.embed + NONE_FFN * ffn + 4 * heads + 4 * kv)
-    return candidate.tokens * spec.layers * per_token
+    per_token = 0.0
+    for layer in candidate.workload.layers:
+        match candidate.remat:
+            case "full":
+                saved = 0.0
+            case "selective":
+                # The activations that the blocks mark as kept, the mixer's output, and A x of adapters.
+                saved = sum(block.saved_bytes(tp, itemsize) for block in layer.blocks)
+                saved += itemsize * (spec.embed + adapter_width(candidate))
+            case _:
+                elements = NONE_EMBED * spec.embed
+                elements += NONE_FFN * layer.ffn.widest(tp) if layer.ffn else 0.0
+                if layer.mixer:
+                    elements += NONE_MIXER * layer.mixer.widest(tp) + NONE_WHOLE_ROWS * layer.mixer.whole_rows(tp)
+                saved = itemsize * elements
+        per_token += layer.repeats * saved
+    return candidate.tokens * per_token
 
 
 def adapter_width(candidate: Candidate) -> float:
     """Elements per token and layer of the low-rank activations inside adapters."""
     workload = candidate.workload
     ranks = [a.shape[-2] for a in workload.persistent if a.role == "adapter" and a.axes[-2:-1] == ("rank",)]
-    stacks = max(1, len(list(workload.spec.positions())))
-    return sum(ranks) / stacks
-
-
-def layer_weight_bytes(candidate: Candidate) -> float:
-    """One layer's matrices in the compute dtype, on one device."""
-    workload = candidate.workload
-    elements = sum(leaf.size / leaf.shape[0] for leaf in workload.parameters.values() if len(leaf.shape) > 2)
-    layers = max(1, len(list(workload.spec.positions())))
-    return elements / layers * candidate.activation_itemsize / candidate.mesh.tp
+    return sum(ranks) / max(1, len(workload.layers))
 
 
 def _layer_peak(candidate: Candidate) -> float:
-    spec, tp, peak = candidate.workload.spec, candidate.mesh.tp, LAYER[candidate.remat]
-    rows = candidate.rows / (candidate.mesh.dp * candidate.mesh.fsdp)
+    """The peak of the layer that needs most."""
+    return max((_peak_of(layer, candidate) for layer in candidate.workload.layers), default=0.0)
+
+
+def _peak_of(layer: LayerCost, candidate: Candidate) -> float:
+    spec, mesh, peak = candidate.workload.spec, candidate.mesh, LAYER[candidate.remat]
     mlp_tokens, query_tokens = (
-        min(candidate.tokens, rows * chunk) if chunk else candidate.tokens
+        min(candidate.tokens, candidate.local_rows * chunk) if chunk else candidate.tokens
         for chunk in (candidate.mlp_chunk or candidate.attention_chunk, candidate.attention_chunk)
     )
-    queries, keys = mean_width(spec, "heads", tp), 2 * mean_width(spec, "kv_heads", tp)
     whole_rows = WHOLE_ROWS_ATTENTION_CHUNK if candidate.attention_chunk else WHOLE_ROWS_MLP_CHUNK
     elements = (candidate.tokens * whole_rows + mlp_tokens * (1 - whole_rows)) * peak.embed * spec.embed
-    elements += mlp_tokens * peak.ffn * mean_width(spec, "ffn", tp)
-    elements += peak.heads * (query_tokens * queries + candidate.tokens * keys)
-    scale = 1.0 if candidate.target.device.platform != "tpu" else TPU_LAYER if tp == 1 else TPU_LAYER_TP
-    return scale * elements * candidate.activation_itemsize + peak.weights * layer_weight_bytes(candidate)
+    if layer.ffn:
+        elements += mlp_tokens * peak.ffn * layer.ffn.widest(mesh.tp)
+    if layer.mixer:
+        past = candidate.tokens * layer.mixer.whole_rows(mesh.tp)
+        elements += peak.mixer * (query_tokens * layer.mixer.widest(mesh.tp) + past)
+    scale = 1.0
+    if candidate.target.device.platform == "tpu":
+        scale = TPU_LAYER if mesh.tp == 1 else TPU_LAYER_TP
+    weights = sum(block.local_weights(mesh.tp, mesh.ep) for block in layer.blocks)
+    return (scale * elements + peak.weights * weights) * candidate.activation_itemsize
 
 
 def _head_peak(candidate: Candidate) -> float:
     spec, mesh = candidate.workload.spec, candidate.mesh
-    rows = candidate.rows / (mesh.dp * mesh.fsdp)
-    logits = 4 * rows * candidate.loss_chunk * spec.vocab / mesh.tp
+    logits = 4 * candidate.local_rows * candidate.loss_chunk * spec.vocab / mesh.tp
     matrix = spec.vocab * spec.embed * candidate.activation_itemsize / mesh.tp
-    trained = any(a.role == "full" and a.path == head_path(spec) for a in candidate.workload.persistent)
-    if mesh.fsdp * mesh.cp == 1:
+    trained = any(a.role == "full" and a.path == spec.output for a in candidate.workload.persistent)
+    if candidate.weight_shards == 1:
         copies = HEAD_TRAINED_ONE_DEVICE * trained
     elif trained:
         copies = HEAD_TRAINED_OFFLOADED if "optimizer" in candidate.offload else HEAD_TRAINED
@@ -168,11 +174,6 @@ def _head_peak(candidate: Candidate) -> float:
         copies = TPU_HEAD if candidate.target.device.platform == "tpu" else HEAD.weights
     hidden = candidate.tokens * spec.embed * candidate.activation_itemsize
     return HEAD.logits * logits + copies * matrix + HEAD.embed * hidden
-
-
-def head_path(spec: ModelSpec) -> str:
-    """The path of the output head's matrix in the tree of parameters."""
-    return spec.output
 
 
 def estimated_collectives(candidate: Candidate) -> list[Collective]:
@@ -185,15 +186,10 @@ def estimated_collectives(candidate: Candidate) -> list[Collective]:
         if len(members) > 1 and size > 0:
             collectives.append(Collective(kind, int(size), members, int(count * candidate.accumulation)))
 
-    sharded, data = ("fsdp", "cp"), ("dp", "fsdp", "cp")
-    shards = mesh.fsdp * mesh.cp
+    sharded, data, shards = SHARDS, ("dp", *SHARDS), candidate.weight_shards
     # Frozen weights are gathered as they are stored (quantised codes if so), trained ones in the compute dtype.
     add("all-gather", candidate.local_bytes("stacked") * shards / spec.layers, sharded, 2 * spec.layers)
-    trained = sum(
-        math.prod(array.shape)
-        for array in candidate.workload.persistent
-        if array.role == "full" and array.path.startswith("layers/")
-    )
+    trained = sum(array.size for array in candidate.workload.persistent if array.role == "full" and array.is_stacked)
     add("all-gather", trained * itemsize / mesh.tp / spec.layers, sharded, 2 * spec.layers)
     head = spec.vocab * spec.embed * itemsize / mesh.tp
     add("all-gather", head, sharded, 1)
@@ -201,12 +197,18 @@ def estimated_collectives(candidate: Candidate) -> list[Collective]:
     scattered = trained * itemsize / mesh.tp if mesh.dp == 1 and candidate.target.device.platform != "tpu" else 0.0
     add("reduce-scatter", scattered / spec.layers, sharded, spec.layers)
     add("all-reduce", candidate.update_gradient_bytes * shards * itemsize / 4 - scattered, data, 1)
+    passes = 2 if candidate.remat == "full" else 1  # forward passes
     residual = candidate.tokens * spec.embed * itemsize
-    add("all-reduce", residual, ("tp",), spec.layers * (8 if candidate.remat == "full" else 6))
-    ring = 2 * candidate.tokens * mean_width(spec, "kv_heads", mesh.tp)
-    passes = 2 if candidate.remat == "full" else 1
-    add("collective-permute", ring * itemsize, ("cp",), spec.layers * (mesh.cp - 1) * passes)
-    add("collective-permute", ring * (itemsize + 4), ("cp",), spec.layers * mesh.cp)
+    blocks = sum(layer.repeats * len(layer.blocks) for layer in candidate.workload.layers)
+    add("all-reduce", residual, ("tp",), blocks * (2 + passes))
+    for layer in candidate.workload.layers:
+        for block in layer.blocks:
+            ring = candidate.tokens * block.whole_rows(mesh.tp)
+            add("collective-permute", ring * itemsize, ("cp",), layer.repeats * (mesh.cp - 1) * passes)
+            add("collective-permute", ring * (itemsize + 4), ("cp",), layer.repeats * mesh.cp)
+            # To the experts and back, in every forward pass and in the backward pass.
+            dispatched = candidate.tokens * block.cost.dispatched * itemsize
+            add("all-to-all", dispatched, ("ep",), layer.repeats * 2 * (passes + 1))
     return collectives
 
 

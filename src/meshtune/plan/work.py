@@ -9,11 +9,11 @@ backward pass recomputes is counted separately.
 from __future__ import annotations
 
 import dataclasses
-import math
+from collections.abc import Sequence
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.model.spec import ModelSpec
-from meshtune.plan.candidate import Candidate
+from meshtune.plan.candidate import Candidate, PersistentArray, Workload
+from meshtune.plan.layer_costs import MATRICES, LayerCost
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,50 +41,63 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True)
-class MatrixSizes:
-    """Elements of the matrices of all layers, of the output head, of those trained in full, and of adapters.
+class ActiveWeights:
+    """Elements of weights by which a token is multiplied, of experts only those that are active.
 
-    `backward_fraction` is the share of the layers' elements through which a gradient passes.
+    Of all layers, of the output head, of what is trained in full, and of adapters. A gradient passes through the share
+    `backward_fraction` of the layers' elements.
     """
 
     layers: int
     head: int
-    trained: int
-    adapters: int
+    trained: float
+    adapters: float
     backward_fraction: float
 
 
-def matrix_sizes(candidate: Candidate) -> MatrixSizes:
-    """Counts the elements of the model's matrices by what is done with them."""
+def active_weights(candidate: Candidate) -> ActiveWeights:
+    """Counts the active elements of the model's weights by what is done with them."""
     workload = candidate.workload
-    spec = workload.spec
-    matrices = {path: leaf for path, leaf in workload.parameters.items() if is_matrix(path)}
-    in_layers = {path: leaf.size for path, leaf in matrices.items() if path.startswith("layers/")}
-    head = matrices[spec.output].size
-    trained_paths = {array.path for array in workload.persistent if array.role == "full"}
-    trained = sum(size for path, size in in_layers.items() if path in trained_paths)
-    trained += head if spec.output in trained_paths else 0
-    adapters = sum(math.prod(array.shape) for array in workload.persistent if array.role == "adapter")
-    fraction = _backward_fraction(candidate, in_layers, trained_paths)
-    return MatrixSizes(sum(in_layers.values()), head, trained, adapters, fraction)
+    blocks = [block for layer in workload.layers for block in layer.blocks]
+
+    def active_size(array: PersistentArray) -> float:
+        block = next((block for block in blocks if array.path.startswith(block.prefix)), None)
+        return array.size * (block.active_experts if block is not None and "experts" in array.axes else 1.0)
+
+    full = [array for array in workload.persistent if array.role == "full"]
+    multiplied = [array for array in full if array.path == workload.spec.output or _is_multiplied(workload, array)]
+    adapters = sum(active_size(array) for array in workload.persistent if array.role == "adapter")
+    return ActiveWeights(
+        layers=sum(layer.repeats * layer.active_weights for layer in workload.layers),
+        head=workload.parameters[workload.spec.output].size,
+        trained=sum(active_size(array) for array in multiplied),
+        adapters=adapters,
+        backward_fraction=_backward_fraction(workload, {array.path for array in full}),
+    )
+
+
+def _is_multiplied(workload: Workload, array: PersistentArray) -> bool:
+    return array.is_stacked and workload.parameters[array.path].role in (*MATRICES, "experts")
 
 
 def work_of(candidate: Candidate) -> Work:
     """The work of one update, split evenly over the devices."""
-    spec, sizes = candidate.workload.spec, matrix_sizes(candidate)
+    workload, mesh, weights = candidate.workload, candidate.mesh, active_weights(candidate)
     tokens = candidate.rows * candidate.length * candidate.accumulation
-    device_tokens = tokens / candidate.mesh.devices
-    scores = attention_flops(spec, candidate.length)
-    forward = 2 * (sizes.layers + sizes.head) + scores
-    input_gradients = 2 * (sizes.layers * sizes.backward_fraction + sizes.head) + 2 * scores * sizes.backward_fraction
-    flops = device_tokens * (forward + input_gradients + 2 * sizes.trained + 6 * sizes.adapters)
+    device_tokens = tokens / mesh.devices
+    scores = attention_flops(workload.layers, candidate.length)
+    fraction = weights.backward_fraction
+    forward = 2 * (weights.layers + weights.head) + scores
+    input_gradients = 2 * (weights.layers * fraction + weights.head) + 2 * scores * fraction
+    flops = device_tokens * (forward + input_gradients + 2 * weights.trained + 6 * weights.adapters)
     recompute = device_tokens * scores / 2  # attention's scores are recomputed in its backward pass
     if candidate.remat == "full":
-        recompute += device_tokens * (2 * sizes.layers + scores) * sizes.backward_fraction
+        recompute += device_tokens * (2 * weights.layers + scores) * fraction
     products, elementwise = _activation_traffic(candidate)
-    layers, head = (n * candidate.activation_itemsize / candidate.mesh.tp for n in (sizes.layers, sizes.head))
-    weight_reads = 1 + sizes.backward_fraction * (2 if candidate.remat == "full" else 1)
-    gather_traffic = 2 if candidate.mesh.fsdp * candidate.mesh.cp > 1 else 0  # gathered weights are written and read
+    layers = _layer_weights(candidate) * candidate.activation_itemsize
+    head = weights.head * candidate.activation_itemsize / mesh.tp
+    weight_reads = 1 + fraction * (2 if candidate.remat == "full" else 1)
+    gather_traffic = 2 if candidate.weight_shards > 1 else 0  # gathered weights are written and read
     per_micro_batch = layers * (weight_reads + gather_traffic) + 3 * head + products
     update = 2 * candidate.local_bytes("full", "adapter", "optimizer")
     update += candidate.update_gradient_bytes * (2 + 2 * candidate.accumulation)
@@ -100,47 +113,37 @@ def work_of(candidate: Candidate) -> Work:
     )
 
 
-def attention_flops(spec: ModelSpec, length: int) -> float:
-    """Forward operations per token of attention's two products in all layers, at half the square or in the window."""
+def attention_flops(layers: Sequence[LayerCost], length: int) -> float:
+    """Forward operations per token on pairs of tokens in all layers, at half the square or within the window."""
     total = 0.0
-    for _, repeats, layer, _ in spec.positions():
-        for cost in (block.cost(spec.embed) for block in layer.blocks):
-            keys = length / 2 if cost.window is None else min(length / 2, cost.window)
-            total += repeats * cost.pairs * keys
+    for layer in layers:
+        for block in layer.blocks:
+            keys = length / 2 if block.cost.window is None else min(length / 2, block.cost.window)
+            total += layer.repeats * block.cost.pairs * keys
     return total
 
 
-def mean_width(spec: ModelSpec, axis: str, tp: int) -> float:
-    """Elements per token and layer, on one device of tp, of the widest array along a logical axis: the layers' mean."""
-    total = 0.0
-    for _, repeats, layer, _ in spec.positions():
-        arrays = [one for block in layer.blocks for one in block.cost(spec.embed).activations if one.axis == axis]
-        total += repeats * max((one.width / min(tp, one.units) for one in arrays), default=0.0)
-    return total / spec.layers
-
-
-def mean_heads(spec: ModelSpec) -> float:
-    """Attention heads of a layer: the layers' mean."""
-    total = 0.0
-    for _, repeats, layer, _ in spec.positions():
-        arrays = [one for block in layer.blocks for one in block.cost(spec.embed).activations if one.axis == "heads"]
-        total += repeats * max((one.units for one in arrays), default=0)
-    return total / spec.layers
+def _layer_weights(candidate: Candidate) -> float:
+    """Elements of the weights of all layers that one device reads, all experts of its share of ep included."""
+    mesh = candidate.mesh
+    return sum(
+        layer.repeats * block.local_weights(mesh.tp, mesh.ep)
+        for layer in candidate.workload.layers
+        for block in layer.blocks
+    )
 
 
 def _activation_traffic(candidate: Candidate) -> tuple[float, float]:
     """Bytes of one micro-batch through device memory in all passes: (of matrix products, of what lies between them)."""
     spec, tp = candidate.workload.spec, candidate.mesh.tp
-    mixed, ffn = mean_width(spec, "heads", tp), mean_width(spec, "ffn", tp)
-    heads = mixed + 2 * mean_width(spec, "kv_heads", 1) / tp
-    # Elements per token and layer: q, k, v; attention; o; gate and up; down.
-    products = (
-        (spec.embed + heads) + (heads + mixed) + (mixed + spec.embed) + (spec.embed + 2 * ffn) + (ffn + spec.embed)
-    )
-    # Two norms, rotation, the activation between gate and up, two residual sums.
-    elementwise = 2 * 2 * spec.embed + 2 * heads + 3 * ffn + 2 * 3 * spec.embed
+    products = elementwise = 0.0  # elements per token
+    for layer in candidate.workload.layers:
+        for block in layer.blocks:
+            products += layer.repeats * (2 * spec.embed + block.product_width(tp))
+            # A norm reads and writes the residual stream; the residual sum reads two arrays and writes one.
+            elementwise += layer.repeats * (5 * spec.embed + block.elementwise_width(tp))
     passes = 3 + {"none": 0.0, "selective": 0.5, "full": 1.0}[candidate.remat]
-    scale = candidate.activation_itemsize * candidate.tokens * spec.layers * passes
+    scale = candidate.activation_itemsize * candidate.tokens * passes
     # Float32 logits are written, read for the loss, turned into their gradient, and read by the backward products.
     logits = 4 * candidate.tokens * spec.vocab / tp * 4
     return scale * products, scale * elementwise + logits
@@ -156,7 +159,7 @@ def _host_bytes(candidate: Candidate, weight_bytes: float) -> float:
     if candidate.streams_trained_weights:  # fetched forward and backward, and written back after the update
         total += 3 * candidate.local_bytes("full") + 2 * candidate.local_bytes("stacked")
     elif "weights" in candidate.offload:
-        total += candidate.accumulation * weight_bytes / (candidate.mesh.fsdp * candidate.mesh.cp)
+        total += candidate.accumulation * weight_bytes / candidate.weight_shards
     return total
 
 
@@ -176,19 +179,14 @@ def residual_bytes(candidate: Candidate) -> float:
     return candidate.tokens * spec.embed * candidate.activation_itemsize * groups
 
 
-def _backward_fraction(candidate: Candidate, sizes: dict[str, int], trained: set[str]) -> float:
-    """The share of the layers' elements at or above the lowest layer with anything trained."""
-    workload = candidate.workload
-    if "embed/weight" in trained or isinstance(workload.method, LoraConfig):
+def _backward_fraction(workload: Workload, trained: set[str]) -> float:
+    """The share of the layers' active weights at or above the lowest layer with anything trained."""
+    if isinstance(workload.method, LoraConfig) or any(path.split("/")[0] in workload.spec.before for path in trained):
         return 1.0
-    reached, passed = False, 0
-    for key, _, _, _ in workload.spec.positions():
-        prefix = f"layers/{key}/"
-        reached = reached or any(path.startswith(prefix) for path in trained)
-        passed += sum(size for path, size in sizes.items() if path.startswith(prefix)) if reached else 0
-    return passed / max(1, sum(sizes.values()))
-
-
-def is_matrix(path: str) -> bool:
-    """Whether the parameter at a path multiplies tokens."""
-    return path.endswith("/weight") and "norm" not in path
+    reached, passed, total = False, 0, 0
+    for layer in workload.layers:
+        reached = reached or any(path.startswith(layer.prefix) for path in trained)
+        weights = layer.repeats * layer.active_weights
+        passed += weights if reached else 0
+        total += weights
+    return passed / max(1, total)
