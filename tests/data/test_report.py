@@ -73,6 +73,13 @@ def test_a_replaced_damaged_store_is_reported(tmp_path):
     assert report.warnings[0] == "the tokenised data in X are damaged; they were made anew"
 
 
+def test_pairs_are_counted_as_pairs(tmp_path):
+    counts = TokenCounts(documents=12, examples=10, tokens=600, trained_tokens=500)
+    report = dataclasses.replace(report_of(tmp_path, counts=counts), dataset_type="pairs")
+    assert (report.samples, report.samples_left_out, report.noun) == (5, 1, "pairs")
+    assert "pairs" in text_of(render(report))
+
+
 def test_inefficiencies_are_warned_of(tmp_path):
     padded = report_of(tmp_path, (5, 6, 64), packing=False).warnings
     assert any("data.packing=true" in warning for warning in padded)

@@ -100,6 +100,16 @@ def test_disabled_adapters_equal_the_cached_reference(stage, tmp_path):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradient, same)
 
 
+def test_every_headline_metric_is_one_that_the_objective_reports(tmp_path):
+    spec, trainable, frozen = adapted()
+    documents = random_pairs(97, 2, longest=6, seed=5)
+    for name in ("dpo", "kto"):
+        arrays = loader_of(documents, tmp_path).batch(0).arrays
+        _, metrics = loss_and_gradient(name, {}, spec, trainable, frozen, arrays)[0]
+        assert {metric for metric, _ in STAGES[name].headline} <= set(metrics)
+        assert STAGES[name].unit in ("pair", "answer")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     root = tmp_path_factory.mktemp("model")

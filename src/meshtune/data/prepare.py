@@ -140,7 +140,16 @@ class _Preparation:
             seed=self.recipe.seed,
             units=self._units(split, store),
         )
-        return loader, make_report(split, loader, counts, skipped, max_length=data.max_length, template=template)
+        report = make_report(
+            split,
+            loader,
+            counts,
+            skipped,
+            max_length=data.max_length,
+            template=template,
+            dataset_type=STAGES[stage].dataset_type,
+        )
+        return loader, report
 
     def _units(self, split: str, store: Store) -> Units | None:
         if STAGES[self.recipe.stage.kind].dataset_type == "documents":

@@ -16,6 +16,8 @@ from meshtune.data.tokens import TokenCounts
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from meshtune.objectives import DatasetType
+
 # Shares beyond which there is a warning.
 _SHARE_CUT, _SHARE_COPIES, _SHARE_TRAINED, _SHARE_FULL = 0.05, 0.05, 0.02, 0.8
 
@@ -36,7 +38,7 @@ class DataReport:
     `efficiency` is the share of positions in the rows of the first epoch that hold a token, without the padding rows of
     its last batch. `histogram` lists (shortest, longest, documents) of each bin of lengths in tokens, both inclusive.
     `copies` counts documents with the same tokens as an earlier one. `template` is None for plain text. `cache_damage`
-    describes a damaged store that was replaced.
+    describes a damaged store that was replaced. A sample of `dataset_type` pairs is two documents.
     """
 
     split: str
@@ -54,6 +56,23 @@ class DataReport:
     max_length: int
     template: TemplateInfo | None = None
     cache_damage: str | None = None
+    dataset_type: DatasetType = "documents"
+
+    @property
+    def samples(self) -> int:
+        """The number of documents, pairs or labelled answers to train on."""
+        return self.counts.examples // 2 if self.dataset_type == "pairs" else self.counts.examples
+
+    @property
+    def samples_left_out(self) -> int:
+        """The number of documents, pairs or labelled answers that were read and left out."""
+        left_out = self.counts.documents - self.counts.examples
+        return left_out // 2 if self.dataset_type == "pairs" else left_out
+
+    @property
+    def noun(self) -> str:
+        """What `samples` counts, in the plural."""
+        return "labelled answers" if self.dataset_type == "labelled" else self.dataset_type
 
     @property
     def notes(self) -> list[str]:
@@ -83,6 +102,7 @@ def make_report(
     *,
     max_length: int,
     template: TemplateInfo | None = None,
+    dataset_type: DatasetType = "documents",
 ) -> DataReport:
     """The report on a loader's store and the rows of its first epoch."""
     store, rows = loader.store, loader.rows(0)
@@ -104,6 +124,7 @@ def make_report(
         max_length=max_length,
         template=template,
         cache_damage=store.damage,
+        dataset_type=dataset_type,
     )
 
 
@@ -229,8 +250,8 @@ def render(report: DataReport) -> RenderableType:
     table.add_column(style="cyan")
     table.add_column(justify="right")
     table.add_column(style="dim")
-    left_out = counts.documents - counts.examples
-    table.add_row("documents", f"{counts.examples:,}", f"{left_out:,} left out" if left_out else "")
+    left_out = report.samples_left_out
+    table.add_row(report.noun, f"{report.samples:,}", f"{left_out:,} left out" if left_out else "")
     if report.skipped:
         table.add_row("skipped records", f"{len(report.skipped):,}", "")
     table.add_row("tokens", f"{counts.tokens:,}", f"longest document {report.longest:,}")

@@ -35,7 +35,7 @@ class Stage:
     title: str
     dataset_type: DatasetType = "documents"
     unit: str = "token"
-    headline: tuple[tuple[str, str], ...] = (("accuracy", "accuracy"),)
+    headline: tuple[tuple[str, str], ...] = ()
     needs_reference: bool = False
     has_score_head: bool = False
     uses_nll: Callable[[Any], bool] = lambda options: False

@@ -249,7 +249,7 @@ class _Run:
             accumulation=recipe.train.accumulation,
             length=loader.row_length,
             tokens=report.counts.tokens / max(1, report.steps_per_epoch),
-            records=report.counts.examples,
+            records=f"{report.samples:,} {report.noun}",
             optimizer=f"{optimizer.name}, learning rate {optimizer.learning_rate:g}, {optimizer.schedule}",
             state_bytes=state_bytes,
         )

@@ -32,7 +32,7 @@ class Plan:
     accumulation: int
     length: int
     tokens: float
-    records: int
+    records: str
     optimizer: str
     state_bytes: int
 
@@ -50,7 +50,7 @@ def show_plan(console: Console, plan: Plan, choices: Sequence[Choice]) -> None:
     table.add_row(
         "plan",
         f"{plan.steps} updates of {plan.rows} x {plan.length} tokens{micro} "
-        f"[dim](about {in_words(plan.tokens)} real tokens each, from {plan.records} documents)[/]",
+        f"[dim](about {in_words(plan.tokens)} real tokens each, from {plan.records})[/]",
     )
     table.add_row("optimizer", plan.optimizer)
     table.add_row(
