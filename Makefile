@@ -1,13 +1,18 @@
 # Everything a clone needs: `make quickstart` to see it work, `make test` to prove it, `make check` for all that CI runs.
 # Exact versions come from constraints.txt; the environment is .venv and is made again only when they change.
+# `make test PYTHON=python3.12 JAX=0.11.2` does the same with another interpreter, another JAX, or both, in an environment
+# of its own (.venv-python3.12-jax0.11.2).
 
-VENV    := .venv
-PYTHON  := $(VENV)/bin/python
-PIP     := $(PYTHON) -m pip install --quiet --quiet --disable-pip-version-check --no-input -c constraints.txt
+PYTHON  :=
+JAX     :=
+VENV    := .venv$(if $(PYTHON),-$(notdir $(PYTHON)))$(if $(JAX),-jax$(JAX))
+PY      := $(VENV)/bin/python
+PINS    := $(if $(JAX),$(VENV)/constraints.txt,constraints.txt)
+PIP     := $(PY) -m pip install --quiet --quiet --disable-pip-version-check --no-input -c $(PINS)
 RUN     := $(VENV)/.installed-run
 TEST    := $(VENV)/.installed-test
 OUTPUT  ?= runs/quickstart
-PYTEST  := $(PYTHON) -m pytest
+PYTEST  := $(PY) -m pytest
 JOBS    ?= 2
 # Apart from .venv: JAX would load every plugin it finds there, in runs that have no use for it.
 COMPILERS := .compilers
@@ -49,12 +54,12 @@ format: $(TEST) ## Format, and fix what lint can fix
 	$(VENV)/bin/ruff format .
 
 lock: $(TEST) ## Write the versions in .venv to constraints.txt
-	@{ sed -n '/^#/p' constraints.txt; $(PYTHON) -m pip freeze --disable-pip-version-check --exclude-editable 2>/dev/null \
+	@{ sed -n '/^#/p' constraints.txt; $(PY) -m pip freeze --disable-pip-version-check --exclude-editable 2>/dev/null \
 	  | grep -E '^[A-Za-z0-9._-]+==' | sed 's/+.*//'; } > constraints.new
 	@mv constraints.new constraints.txt
 
 wheel: $(TEST) ## Build the wheel into dist/
-	$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
+	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
 
 $(COMPILERS)/.installed: constraints.txt | $(TEST)
 	@echo "Getting XLA's compilers for NVIDIA, AMD and TPU into $(COMPILERS) (half a gigabyte each, once)"
@@ -65,23 +70,28 @@ clean: ## Remove what was built; .venv and runs stay
 	rm -rf build dist .pytest_cache .ruff_cache src/*.egg-info
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(PYTHON):
-	@for name in python3.11 python3.12 python3.13 python3 python; do \
+$(PY):
+	@for name in $(or $(PYTHON),python3.11 python3.12 python3.13 python3 python); do \
 	  if $$name -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1; then found=$$name; break; fi; \
 	done; \
 	if [ -z "$$found" ]; then \
-	  echo "Meshtune needs Python 3.11, 3.12 or 3.13, and none of python3.11 ... python3 on the PATH is one." >&2; \
+	  echo "Meshtune needs Python 3.11, 3.12 or 3.13, and $(or $(PYTHON),none of python3.11 ... python3 on the PATH) is $(if $(PYTHON),not )one." >&2; \
 	  echo "Install one (such as: apt install python3.11 python3.11-venv), then run make again." >&2; exit 1; \
 	fi; \
 	echo "Making $(VENV) with $$found"; \
 	$$found -m venv $(VENV) || { echo "Could not make $(VENV): on Debian and Ubuntu, apt install $$found-venv" >&2; rm -rf $(VENV); exit 1; }
 
-$(RUN): pyproject.toml constraints.txt | $(PYTHON)
+ifneq ($(JAX),)
+$(PINS): constraints.txt | $(PY)
+	@sed -E 's/^(jax|jaxlib)==.*/\1==$(JAX)/' constraints.txt > $@
+endif
+
+$(RUN): pyproject.toml $(PINS) | $(PY)
 	@echo "Installing Meshtune and what it needs (minutes, the first time)"
 	@$(PIP) -e .
 	@touch $@
 
-$(TEST): pyproject.toml constraints.txt | $(PYTHON)
+$(TEST): pyproject.toml $(PINS) | $(PY)
 	@echo "Installing Meshtune, what it needs and what its tests need (minutes, the first time)"
 	@$(PIP) -e '.[test,dev]'
 	@touch $@ $(RUN)

@@ -48,7 +48,8 @@ TILES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", help="write everything measured here")
+    parser.add_argument("--json", help="write everything measured here; -: as the last line of the output")
+    parser.add_argument("--shape", help="this one alone")
     parser.add_argument("--tiny", action="store_true", help="small shapes on a CPU, kernels interpreted")
     parser.add_argument("--tiles", action="store_true", help="time other block sizes for the Triton kernels")
     parser.add_argument("--rounds", type=int, default=20)
@@ -57,8 +58,12 @@ def main() -> None:
     print(f"{device.device_kind} {arch_of(device)}, jax {jax.__version__}, {device.client.platform_version}")
     found: dict[str, Any] = {"device": device.device_kind, "jax": jax.__version__, "shapes": {}}
     for name, shape in (TINY if asked.tiny else SHAPES).items():
+        if asked.shape not in (None, name):
+            continue
         found["shapes"][name] = measured(name, shape, asked)
-    if asked.json:
+    if asked.json == "-":
+        print(json.dumps(found))
+    elif asked.json:
         with open(asked.json, "w", encoding="utf-8") as file:
             json.dump(found, file, indent=1)
 
