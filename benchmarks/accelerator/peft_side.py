@@ -82,7 +82,7 @@ def tune(args: argparse.Namespace) -> dict[str, Any]:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
     if args.quantize == "nf4":
-        model = peft.prepare_model_for_kbit_training(model)
+        model = peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
     adapter = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
     model = peft.get_peft_model(model, adapter)
     model.train()
@@ -101,7 +101,7 @@ def tune(args: argparse.Namespace) -> dict[str, Any]:
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(float(loss))  # waits for the update
+        losses.append(float(loss.detach()))  # waits for the update
         seconds.append(time.perf_counter() - start)
     count = args.rows * args.length
     return {
