@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtune.kernels.attention import AttentionSplit, attention, zigzag_order
+from meshtune.kernels.attention import AttentionSharding, attention, zigzag_order
 
 H, K, h = 9, 3, 64
 
@@ -31,7 +31,7 @@ def ring_run(T: int, parts: int, order: np.ndarray):
         def run(q, k, v):
             return attention(
                 q, k, v, q_positions=positions, kv_positions=positions, q_segments=segments, kv_segments=segments,
-                scale=h**-0.5, backend="blockwise", aligned=True, split=AttentionSplit(mesh, length="cp"),
+                scale=h**-0.5, backend="blockwise", aligned=True, sharding=AttentionSharding(mesh, length="cp"),
             )  # fmt: skip
 
         out, pull = jax.vjp(run, q, k, v)

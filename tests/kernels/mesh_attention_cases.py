@@ -91,11 +91,11 @@ def mesh_of(sizes: dict[str, int]):
     return jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names), devices=devices)
 
 
-def split_of(sizes: dict[str, int], H: int, K: int, kv_replicated: bool = False):
-    from meshtune.kernels.attention import AttentionSplit
+def sharding_of(sizes: dict[str, int], H: int, K: int, kv_replicated: bool = False):
+    from meshtune.kernels.attention import AttentionSharding
 
     tp = sizes.get("tp", 1)
-    return AttentionSplit(mesh_of(sizes), ("dp", "fsdp"), "tp", None if kv_replicated or K % tp else "tp", "cp")
+    return AttentionSharding(mesh_of(sizes), ("dp", "fsdp"), "tp", None if kv_replicated or K % tp else "tp", "cp")
 
 
 def output_and_gradients(case: Case):
@@ -106,7 +106,7 @@ def output_and_gradients(case: Case):
 
     q, k, v, g, segments, positions, start = case.arrays()
     order = zigzag_order(case.T, case.mesh.get("cp", 1)) if case.zigzag and case.new is None else np.arange(case.T)
-    split = split_of(case.mesh, case.H, case.K, case.kv_replicated)
+    sharding = sharding_of(case.mesh, case.H, case.K, case.kv_replicated)
 
     # Compiles in half the time; tests of the compiled programs use the compiler's default optimisation.
     @jax.jit(compiler_options={"xla_backend_optimization_level": 0})
@@ -114,7 +114,9 @@ def output_and_gradients(case: Case):
         def attend(q, k, v):
             tokens = case.tokens(segments, positions, start)
             aligned = case.new is None
-            return attention(q, k, v, **tokens, **case.options, backend=case.backend, aligned=aligned, split=split)
+            return attention(
+                q, k, v, **tokens, **case.options, backend=case.backend, aligned=aligned, sharding=sharding
+            )
 
         out, vjp = jax.vjp(attend, q, k, v)
         return out, *vjp(g)

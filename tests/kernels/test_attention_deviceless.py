@@ -78,17 +78,17 @@ def test_a_row_of_a_million_tokens_compiles():
 
 
 RING = """
-from meshtune.kernels.attention import AttentionSplit, attention
+from meshtune.kernels.attention import AttentionSharding, attention
 
 m = mesh(dp=2, cp=4)
-split = AttentionSplit(m, ("dp",), None, None, "cp")
+sharding = AttentionSharding(m, ("dp",), None, None, "cp")
 rows = jax.sharding.NamedSharding(m, jax.sharding.PartitionSpec("dp", "cp"))
 
 def forward_and_backward(q, k, v, g, positions, segments):
     def run(q, k, v):
         return attention(
             q, k, v, q_positions=positions, kv_positions=positions, q_segments=segments, kv_segments=segments,
-            scale=0.1, aligned=True, split=split, platform=target.device.platform, chip=target.device.arch,
+            scale=0.1, aligned=True, sharding=sharding, platform=target.device.platform, chip=target.device.arch,
         )
 
     out, vjp = jax.vjp(run, q, k, v)

@@ -25,31 +25,31 @@ jax.config.update("jax_num_cpu_devices", 8)
 import jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 sys.path.insert(0, TESTS)
-from kernels.mesh_attention_cases import split_of
+from kernels.mesh_attention_cases import sharding_of
 from meshtune.kernels.attention import LOG_SUM_EXP, OUTPUT, attention
 
 H, K, h = 2, 1, 16
 
-def attend(q, k, v, positions, segments, split, **options):
+def attend(q, k, v, positions, segments, sharding, **options):
     return attention(q, k, v, q_positions=positions, kv_positions=positions, q_segments=segments, kv_segments=segments,
-                     scale=0.25, aligned=True, split=split, backend="blockwise", **options)
+                     scale=0.25, aligned=True, sharding=sharding, backend="blockwise", **options)
 
-def forward_and_backward(split, policy=None):
+def forward_and_backward(sharding, policy=None):
     def run(q, k, v, g, positions, segments):
-        function = lambda *qkv: attend(*qkv, positions, segments, split)
+        function = lambda *qkv: attend(*qkv, positions, segments, sharding)
         out, vjp = jax.vjp(function if policy is None else jax.checkpoint(function, policy=policy), q, k, v)
         return out, vjp(g)
     return run
 
-def shapes(T, cp, split):
+def shapes(T, cp, sharding):
     def of(shape, dtype):
         spec = P(None, "cp") if cp > 1 else P()
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(split.mesh, spec))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(sharding.mesh, spec))
     return [of((1, T, n, h), jnp.float32) for n in (H, K, K, H)] + [of((1, T), jnp.int32)] * 2
 
 def compiled(T, cp):
-    split = split_of({"cp": cp}, H, K)
-    return jax.jit(forward_and_backward(split)).lower(*shapes(T, cp, split)).compile()
+    sharding = sharding_of({"cp": cp}, H, K)
+    return jax.jit(forward_and_backward(sharding)).lower(*shapes(T, cp, sharding)).compile()
 
 """
 
@@ -100,11 +100,11 @@ def test_rows_of_128k_tokens_compile_and_their_memory_halves_with_each_doubling_
 
 def test_a_policy_that_saves_the_names_avoids_a_second_forward_ring():
     permutes = run("""
-split = split_of({"cp": 4, "tp": 2}, H, K)
+sharding = sharding_of({"cp": 4, "tp": 2}, H, K)
 policies = jax.checkpoint_policies
-arguments = shapes(256, 4, split)
+arguments = shapes(256, 4, sharding)
 def permutes(policy):
-    return str(jax.make_jaxpr(forward_and_backward(split, policy))(*arguments)).count("ppermute")
+    return str(jax.make_jaxpr(forward_and_backward(sharding, policy))(*arguments)).count("ppermute")
 print(json.dumps([permutes(policies.nothing_saveable), permutes(policies.save_only_these_names(OUTPUT, LOG_SUM_EXP)),
                   permutes(None)]))
 """)

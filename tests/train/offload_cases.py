@@ -94,7 +94,7 @@ def updates(case: Case, *, offloaded: bool) -> dict[str, Any]:
         "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
         "tie_word_embeddings": case.tied, "attention_bias": False, "mlp_bias": False, "initializer_range": 0.1,
     }  # fmt: skip
-    placement.WORTH = 1  # this model's arrays are all small
+    placement.MIN_OFFLOAD_BYTES = 1  # this model's arrays are all small
     update.PIECE = 4 * 64 * 48  # 48 rows of the embedding
     spec = model_spec(config, "float32")
     params = init_params(spec, jax.random.key(1))
@@ -124,11 +124,11 @@ def updates(case: Case, *, offloaded: bool) -> dict[str, Any]:
     offload = fields.get("offload", ())
     if "weights" in offload:
         like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), frozen)
-        frozen = placement.moved(frozen, placement.waiting(like, stacked_only=True))
+        frozen = placement.offload_arrays(frozen, placement.offload_abstract(like, stacked_only=True))
     compute = Compute(loss_chunk=16, layout=layout, **fields)
     like = abstract_state(arrays.trainable, optimizer, layout, offload) if layout or offload else None
     if like is not None:
-        trainable = placement.moved(trainable, like.trainable)
+        trainable = placement.offload_arrays(trainable, like.trainable)
     state = init_state(trainable, optimizer, like)
     step = make_train_step(
         OBJECTIVES["sft"],

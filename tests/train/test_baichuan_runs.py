@@ -73,7 +73,7 @@ def test_a_run_ends_in_a_model_of_the_originals_form(tmp_path, size):
 @pytest.mark.parametrize("offload", [(), ("weights", "optimizer", "residual")], ids=["here", "host"])
 def test_a_fused_full_update_equals_one_with_all_gradients_at_hand(tmp_path, offload, monkeypatch):
     """Through the layers gone through by hand, and the head's division. Adam turns rounding into some 1e-5: 2e-5."""
-    monkeypatch.setattr(placement, "WORTH", 1)
+    monkeypatch.setattr(placement, "MIN_OFFLOAD_BYTES", 1)
     folder, _ = directory(tmp_path, SEVEN)
     spec, _ = load_spec(folder)
     tiny = spec, load_params(folder, spec)

@@ -17,7 +17,7 @@ STEP = """
 from meshtune.adapters.config import FullConfig, LoraConfig
 from meshtune.adapters.method import abstract
 from meshtune.families import model_spec
-from meshtune.mesh.placement import is_on_host, waiting
+from meshtune.mesh.placement import is_offloaded, offload_abstract
 from meshtune.model.compute import Compute
 from meshtune.objectives import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer

@@ -30,7 +30,7 @@ CLOSE = 2e-5
 @pytest.fixture(scope="module", autouse=True)
 def small_arrays_wait_too():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placement, "WORTH", 1)
+        patch.setattr(placement, "MIN_OFFLOAD_BYTES", 1)
         yield
 
 

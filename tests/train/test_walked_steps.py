@@ -14,7 +14,7 @@ from meshtune.adapters.config import FreezeConfig, FullConfig
 from meshtune.adapters.method import abstract, prepare
 from meshtune.arrays.tree import flatten
 from meshtune.mesh import placement
-from meshtune.mesh.placement import moved
+from meshtune.mesh.placement import offload_arrays
 from meshtune.model.compute import Compute
 from meshtune.objectives import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
@@ -48,7 +48,7 @@ def run(tiny, batches, config, method=None, steps=3, compute=COMPUTE, offload=()
     trained, like = made.trainable, None
     if offload:
         like = abstract_state(arrays.trainable, optimizer, None, offload)
-        trained = moved(trained, like.trainable)
+        trained = offload_arrays(trained, like.trainable)
     state, seen = init_state(trained, optimizer, like), []
     for number in range(steps):
         state, metrics = step(state, made.frozen, batches[number % len(batches)], jnp.int32(0))
@@ -68,7 +68,7 @@ def run(tiny, batches, config, method=None, steps=3, compute=COMPUTE, offload=()
     ],
 )
 def test_a_fused_update_equals_one_with_all_gradients_at_hand(tiny, batches, name, method, atol, offload, monkeypatch):
-    monkeypatch.setattr(placement, "WORTH", 1)
+    monkeypatch.setattr(placement, "MIN_OFFLOAD_BYTES", 1)
     monkeypatch.setattr(update, "PIECE", 4 * 64 * 40)  # some rows of the embedding at a time
     config = OptimizerConfig(name, 1e-2, CONSTANT, weight_decay=0.1, rank=4, eps=1e-4)
     usual = run(tiny, batches, config, method)

@@ -29,7 +29,7 @@ from meshtune.errors import UserError
 from meshtune.families.expansion import new_layers
 from meshtune.families.quantised import quantised_leaves
 from meshtune.mesh.layout import Layout
-from meshtune.mesh.placement import cast_there, is_on_host
+from meshtune.mesh.placement import cast_offloaded, is_offloaded
 from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.model.token_rows import ROWS
 from meshtune.quantize.config import QuantizeConfig
@@ -190,8 +190,8 @@ def cast(leaf: Any, like: Any, layout: Layout | None) -> Any:
     def one(array: Array, wanted: ArraySpec) -> Array:
         if array.dtype == wanted.dtype:
             return array
-        if is_on_host(array.sharding):
-            return cast_there(array, wanted.dtype)
+        if is_offloaded(array.sharding):
+            return cast_offloaded(array, wanted.dtype)
         if layout is None:
             return array.astype(wanted.dtype)
         made = jax.jit(lambda array: array.astype(wanted.dtype), out_shardings=layout.of(wanted))

@@ -20,7 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int, PyTree
 
 from meshtune.kernels.loss_chunks import ChunkSchedule, Head, flatten_rows, score_targets
-from meshtune.kernels.loss_split import LossSplit, over_mesh
+from meshtune.kernels.loss_sharding import LossSharding, over_mesh
 
 
 def cross_entropy(
@@ -31,7 +31,7 @@ def cross_entropy(
     weights: Float[Array, "B T"],
     *,
     chunk: int,
-    split: LossSplit | None = None,
+    sharding: LossSharding | None = None,
     smoothing: float = 0.0,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The weighted sums of -log p(target) and of correct predictions: float32 scalars, to be divided by sum(weights).
@@ -39,19 +39,19 @@ def cross_entropy(
     `head(head_params, hidden[..,D])` gives float32 logits [..,V]; `chunk` is the number of positions of each row whose
     logits exist at a time, so the peak is B * chunk * V float32 numbers. hidden and the differentiated leaves of
     head_params get gradients; none is computed for the other leaves. Positions of weight 0 may have any target.
-    With a `split` each device of its mesh computes its own rows and its own shard of the vocabulary: `head` then gets
-    that shard of head_params.
+    With a `sharding` each device of its mesh computes its own rows and its own shard of the vocabulary: `head` then
+    gets that shard of head_params.
 
     With `smoothing` e the loss of a position is (1 - e) * -log p(target) + e * the mean of -log p over the vocabulary
     (label smoothing, arXiv:1512.00567).
     Raises: ValueError if the weights are differentiated.
     """
-    return _cross_entropy(head, min(chunk, hidden.shape[1]), split, smoothing, head_params, hidden, targets, weights)
+    return _cross_entropy(head, min(chunk, hidden.shape[1]), sharding, smoothing, head_params, hidden, targets, weights)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _cross_entropy(
-    head: Head, chunk: int, split: LossSplit | None, smoothing: float, head_params, hidden, targets, weights
+    head: Head, chunk: int, sharding: LossSharding | None, smoothing: float, head_params, hidden, targets, weights
 ):
     leaves, treedef = jax.tree.flatten(head_params)
 
@@ -68,11 +68,11 @@ def _cross_entropy(
 
         return jax.lax.fori_loop(0, schedule.count, add_chunk, (jnp.float32(0.0), jnp.float32(0.0)))
 
-    return over_mesh(local_sums, split, ("sum", "sum"))(leaves, hidden, targets, weights)
+    return over_mesh(local_sums, sharding, ("sum", "sum"))(leaves, hidden, targets, weights)
 
 
 def _cross_entropy_forward(
-    head: Head, chunk: int, split: LossSplit | None, smoothing: float, head_params, hidden, targets, weights
+    head: Head, chunk: int, sharding: LossSharding | None, smoothing: float, head_params, hidden, targets, weights
 ):
     """The sums, and the gradients of the loss: of hidden and of the differentiated leaves (None for the others)."""
     if weights.perturbed:
@@ -118,7 +118,7 @@ def _cross_entropy_forward(
 
     values = [leaf.value for leaf in leaves]
     results = ("sum", "sum", [("head", n) for n in trainable], "hidden" if hidden_grad else None)
-    loss, correct, d_params, d_hidden = over_mesh(local_sums_and_grads, split, results)(
+    loss, correct, d_params, d_hidden = over_mesh(local_sums_and_grads, sharding, results)(
         values, hidden.value, targets.value, weights.value
     )
     d_leaves: list[jax.Array | None] = [None] * len(leaves)
@@ -127,7 +127,7 @@ def _cross_entropy_forward(
     return (loss, correct), (jax.tree.unflatten(treedef, d_leaves), d_hidden)
 
 
-def _cross_entropy_backward(head: Head, chunk: int, split: LossSplit | None, smoothing: float, grads, cotangents):
+def _cross_entropy_backward(head: Head, chunk: int, sharding: LossSharding | None, smoothing: float, grads, cotangents):
     d_loss = cotangents[0]  # the other cotangent is irrelevant: the number of correct predictions has no gradient
     if isinstance(d_loss, SymbolicZero):
         d_loss = jnp.float32(0.0)

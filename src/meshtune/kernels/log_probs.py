@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from meshtune.kernels.cross_entropy import cross_entropy
 from meshtune.kernels.loss_chunks import ChunkSchedule, Head, flatten_rows, score_targets
-from meshtune.kernels.loss_split import LossSplit, over_mesh
+from meshtune.kernels.loss_sharding import LossSharding, over_mesh
 
 
 def log_probs(
@@ -27,19 +27,19 @@ def log_probs(
     mask: Bool[Array, "B T"],
     *,
     chunk: int,
-    split: LossSplit | None = None,
+    sharding: LossSharding | None = None,
 ) -> Float[Array, "B T"]:
     """float32 log p(target) where `mask` is True, and 0 elsewhere; masked positions cost nothing.
 
-    `head`, `chunk` and `split` as for `cross_entropy`. hidden and the differentiated leaves of head_params get
+    `head`, `chunk` and `sharding` as for `cross_entropy`. hidden and the differentiated leaves of head_params get
     gradients; none is computed for the other leaves, nor for positions whose cotangent is 0.
     """
     mask = jnp.asarray(mask, jnp.float32)
-    return _log_probs(head, min(chunk, hidden.shape[1]), split, head_params, hidden, targets, mask)
+    return _log_probs(head, min(chunk, hidden.shape[1]), sharding, head_params, hidden, targets, mask)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _log_probs(head: Head, chunk: int, split: LossSplit | None, head_params, hidden, targets, mask):
+def _log_probs(head: Head, chunk: int, sharding: LossSharding | None, head_params, hidden, targets, mask):
     leaves, treedef = jax.tree.flatten(head_params)
 
     def local_log_probs(vocab_axis, leaves, hidden, targets, mask):
@@ -57,18 +57,18 @@ def _log_probs(head: Head, chunk: int, split: LossSplit | None, head_params, hid
         results = jax.lax.fori_loop(0, schedule.count, add_chunk, results)
         return schedule.unsort(results, mask.shape[0]).reshape(shape)
 
-    return over_mesh(local_log_probs, split, "token")(leaves, hidden, targets, mask)
+    return over_mesh(local_log_probs, sharding, "token")(leaves, hidden, targets, mask)
 
 
-def _forward(head: Head, chunk: int, split: LossSplit | None, head_params, hidden, targets, mask):
+def _forward(head: Head, chunk: int, sharding: LossSharding | None, head_params, hidden, targets, mask):
     leaves, treedef = jax.tree.flatten(head_params)
     trainable = {n: () for n, leaf in enumerate(leaves) if leaf.perturbed}  # keys are static: known while tracing
     params = jax.tree.unflatten(treedef, [leaf.value for leaf in leaves])
-    results = _log_probs(head, chunk, split, params, hidden.value, targets.value, mask.value)
+    results = _log_probs(head, chunk, sharding, params, hidden.value, targets.value, mask.value)
     return results, (params, hidden.value, targets.value, mask.value, trainable)
 
 
-def _backward(head: Head, chunk: int, split: LossSplit | None, residuals, cotangent):
+def _backward(head: Head, chunk: int, sharding: LossSharding | None, residuals, cotangent):
     head_params, hidden, targets, mask, trainable = residuals
     leaves, treedef = jax.tree.flatten(head_params)
     if isinstance(cotangent, SymbolicZero):
@@ -78,7 +78,7 @@ def _backward(head: Head, chunk: int, split: LossSplit | None, residuals, cotang
 
     def loss(trained_leaves: dict[int, Array], hidden: Array) -> Array:
         params = jax.tree.unflatten(treedef, [trained_leaves.get(n, leaf) for n, leaf in enumerate(leaves)])
-        return cross_entropy(head, params, hidden, targets, weights, chunk=chunk, split=split)[0]
+        return cross_entropy(head, params, hidden, targets, weights, chunk=chunk, sharding=sharding)[0]
 
     d_leaves, d_hidden = jax.grad(loss, argnums=(0, 1))({n: leaves[n] for n in trainable}, hidden)
     return jax.tree.unflatten(treedef, [d_leaves.get(n) for n in range(len(leaves))]), d_hidden, None, None

@@ -1,21 +1,24 @@
-"""From logical axes to mesh axes: one table says how every array of a run lies on the devices."""
+"""The sharding rules: one table maps the logical axes of every array of a run to mesh axes."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Protocol
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from meshtune.kernels.attention import AttentionSplit
+from meshtune.kernels.attention import AttentionSharding
 
-# Logical axis -> the mesh axes that split it, alternatives in order of preference. Read from the top: an array's axis
-# gets the first alternative that no axis above it has taken. So a batch takes fsdp and leaves the embed axis of
-# activations whole, while in a weight, which has no batch, fsdp splits embed; and an adapter's rank takes tp, so that
-# the other side of A [rank, in] and B [out, rank] goes to fsdp. A weight [out, embed] is the exception: see OUT. ep
-# splits experts; for whatever has none it is one more axis of fsdp, so rows and dense weights are split over it too.
-SHARDS = ("fsdp", "cp", "ep")  # the axes that split weights beside tp
+# The axes that shard weights in addition to tp. ep shards experts; for arrays without experts it is one more axis of
+# fsdp, so that rows and dense weights are sharded over it too.
+SHARDS = ("fsdp", "cp", "ep")
+# Logical axis -> the mesh axes that shard it, alternatives in order of preference. Applied from the top: a logical axis
+# gets the first alternative that no axis above it uses. So a batch uses fsdp, and the embed axis of activations is not
+# sharded, while in a weight, which has no batch, fsdp shards embed. An adapter's rank uses tp, so that the other
+# dimension of A [rank, in] and B [out, rank] is sharded over fsdp. Weights [.., out, embed] are an exception: see
+# OUTPUT_AXES.
 RULES: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("batch", (("dp", "fsdp", "ep"),)),
     ("length", (("cp",),)),
@@ -33,15 +36,16 @@ RULES: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("layers", ()),
     ("whole", ()),
 )
-# Of a weight [.., one of these, embed] fsdp and cp split the first, within tp's part, where they divide it. To gather
-# a weight along its last dimension XLA for GPUs makes a transposed copy of its whole stack: 60 GiB on each of eight
-# devices for 405B.
-OUT = ("heads", "kv_heads", "packed_heads", "ffn")
-_ORDER = {name: place for place, (name, _) in enumerate(RULES)}
+# In a weight [.., one of these, embed] the axes of SHARDS shard the former dimension, within the shards of tp, if they
+# divide it. To gather a weight along its last dimension, XLA for GPUs makes a transposed copy of its whole stack: 60
+# GiB on each of eight devices for 405B.
+OUTPUT_AXES = ("heads", "kv_heads", "packed_heads", "ffn")
+_PRIORITY = {name: index for index, (name, _) in enumerate(RULES)}
 
 
-class Shaped(Protocol):
-    """Anything with a shape, counted in what may be split, and a logical axis a dimension, as model.spec.ArraySpec."""
+class Shardable(Protocol):
+    """An array with a logical axis for each dimension, and its shape in units that may not be split further (see
+    ArraySpec)."""
 
     @property
     def units(self) -> tuple[int, ...]: ...
@@ -52,87 +56,91 @@ class Shaped(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How arrays lie on a mesh. `whole` names logical axes that tp does not split in this model, though RULES would.
+    """The sharding of arrays on a mesh. `whole` names logical axes that tp does not shard in this model, in spite of
+    RULES.
 
-    A dimension that its mesh axes do not divide is left whole too: `mesh.fit.layout_for` has made sure that this
-    befalls no parameter it should not, and a batch of generation may be of any size.
+    A dimension that its mesh axes do not divide is replicated. model.sharding.layout_for rejects meshes for which this
+    would replicate a large parameter; the batch of a generation may have any size.
     """
 
     mesh: Mesh | AbstractMesh
     whole: frozenset[str] = frozenset()
 
     def size(self, *axes: str) -> int:
-        """Devices along some mesh axes together."""
-        total = 1
-        for axis in axes:
-            total *= self.mesh.shape[axis]
-        return total
+        """The product of the sizes of some mesh axes."""
+        return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def spec(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
-        """The mesh axes of each dimension of an array. Raises KeyError for a logical axis that no rule names."""
+        """The mesh axes of each dimension of an array. Raises: KeyError for a logical axis that has no rule."""
         assert len(axes) == len(shape), (axes, shape)
-        if axes in (("embed",), ("layers", "embed")):  # norms and biases: not worth a message
+        if axes in (("embed",), ("layers", "embed")):  # norms and biases: too small to be worth a message
             return PartitionSpec()
-        if len(axes) > 1 and axes[-1] == "embed" and axes[-2] in OUT:
-            leading = [
-                self._dividing(("ep",), size) if axis == "experts" else ()
-                for axis, size in zip(axes[:-2], shape[:-2], strict=True)
-            ]
-            ways = () if axes[-2] in self.whole else ("tp",)
-            ways += tuple(axis for axis in SHARDS if (axis,) not in leading)
-            fitting = self._dividing(ways, shape[-2])
-            if len(fitting) > 0:
-                return PartitionSpec(*(_entry(part) for part in (*leading, fitting)))
-        parts: list[tuple[str, ...]] = [()] * len(axes)
-        taken: set[str] = set()
-        for place in sorted(range(len(axes)), key=lambda place: _ORDER[axes[place]]):
-            axis, size = axes[place], shape[place]
-            for alternative in RULES[_ORDER[axis]][1]:
-                alternative = tuple(axis for axis in alternative if axis != "ep" or "ep" not in taken)
-                if alternative and taken.isdisjoint(alternative):
-                    taken |= set(alternative)
-                    if not (axis in self.whole and "tp" in alternative):
-                        parts[place] = self._dividing(alternative, size)
+        if len(axes) > 1 and axes[-1] == "embed" and axes[-2] in OUTPUT_AXES:
+            output_spec = self._output_weight_spec(axes, shape)
+            if output_spec is not None:
+                return output_spec
+        entries: list[tuple[str, ...]] = [()] * len(axes)
+        used: set[str] = set()
+        for dimension in sorted(range(len(axes)), key=lambda dimension: _PRIORITY[axes[dimension]]):
+            logical_axis = axes[dimension]
+            for alternative in RULES[_PRIORITY[logical_axis]][1]:
+                alternative = tuple(axis for axis in alternative if axis != "ep" or "ep" not in used)
+                if alternative and used.isdisjoint(alternative):
+                    used |= set(alternative)
+                    if not (logical_axis in self.whole and "tp" in alternative):
+                        entries[dimension] = self._if_divides(alternative, shape[dimension])
                     break
-        while parts and not parts[-1]:
-            parts.pop()
-        return PartitionSpec(*map(_entry, parts))
+        while entries and not entries[-1]:
+            entries.pop()
+        return PartitionSpec(*map(_entry, entries))
 
-    def _dividing(self, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
-        used = tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
-        return used if size % self.size(*used) == 0 else ()
+    def _output_weight_spec(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec | None:
+        """The spec of a weight [.., out, embed] by OUTPUT_AXES; None if the mesh does not divide `out`."""
+        leading = [
+            self._if_divides(("ep",), size) if axis == "experts" else ()
+            for axis, size in zip(axes[:-2], shape[:-2], strict=True)
+        ]
+        mesh_axes = () if axes[-2] in self.whole else ("tp",)
+        mesh_axes += tuple(axis for axis in SHARDS if (axis,) not in leading)
+        output_entry = self._if_divides(mesh_axes, shape[-2])
+        return PartitionSpec(*(_entry(entry) for entry in (*leading, output_entry))) if output_entry else None
+
+    def _if_divides(self, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+        """Those of `axes` with more than one device, if their product divides `size`; none otherwise."""
+        larger = tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
+        return larger if size % self.size(*larger) == 0 else ()
 
     def sharding(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
-        """`spec` on this mesh."""
         return NamedSharding(self.mesh, self.spec(axes, shape))
 
-    def of(self, array: Shaped) -> NamedSharding:
-        """The sharding of a parameter."""
+    def of(self, array: Shardable) -> NamedSharding:
+        """The sharding of a parameter at rest."""
         return self.sharding(array.axes, array.units)
 
     def in_use(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
-        """How a parameter lies while it is computed with: split over tp, experts over ep too, an adapter's rank not."""
+        """The sharding of a parameter during computation: gathered over all axes but tp, and ep for experts; the rank
+        of an adapter is gathered too."""
         axes = tuple("whole" if axis == "rank" else axis for axis in axes)
-        parts = [(part,) if isinstance(part, str) else part or () for part in self.spec(axes, shape)]
-        names = ["ep" if axis == "experts" else "tp" for axis in axes]
-        used = [name if name in part else None for name, part in zip(names, parts, strict=False)]
-        return NamedSharding(self.mesh, PartitionSpec(*used))
+        entries = [(entry,) if isinstance(entry, str) else entry or () for entry in self.spec(axes, shape)]
+        mesh_axes = ["ep" if axis == "experts" else "tp" for axis in axes]
+        gathered = [axis if axis in entry else None for axis, entry in zip(mesh_axes, entries, strict=False)]
+        return NamedSharding(self.mesh, PartitionSpec(*gathered))
 
-    def attention_split(self) -> AttentionSplit:
-        """The axes that split attention's rows, heads and tokens."""
+    def attention_sharding(self) -> AttentionSharding:
+        """The mesh axes that shard attention's rows, heads and tokens."""
         kv_heads = None if "kv_heads" in self.whole else "tp"
-        return AttentionSplit(self.mesh, batch=("dp", "fsdp", "ep"), heads="tp", kv_heads=kv_heads, length="cp")
+        return AttentionSharding(self.mesh, batch=("dp", "fsdp", "ep"), heads="tp", kv_heads=kv_heads, length="cp")
 
     @property
     def replicated(self) -> NamedSharding:
-        """The same on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
 
 def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    """The axes of one dimension as PartitionSpec takes them."""
     return axes[0] if len(axes) == 1 else axes or None
 
 
 def constrain(x: jax.Array, layout: Layout | None, *axes: str) -> jax.Array:
-    """x laid out by its logical axes, inside a jitted function; as it is where there is no layout."""
+    """Constrains the sharding of x by its logical axes, inside a jitted function; no effect without a layout."""
     return x if layout is None else jax.lax.with_sharding_constraint(x, layout.sharding(axes, x.shape))

@@ -1,4 +1,4 @@
-"""Where whole trees of arrays lie: parameters, what an optimizer keeps of them, and batches."""
+"""Shardings and host offloading of whole trees of arrays (parameters, optimizer state), and placement of batches."""
 
 from __future__ import annotations
 
@@ -14,65 +14,65 @@ from meshtune.arrays.paths import named_leaves, path_name
 from meshtune.mesh.layout import Layout
 
 Tree = dict[str, Any]
-HOST = "pinned_host"
-WORTH = 2**14  # bytes of an array from which it may wait on the host
-BATCH_AXES = ("whole", "batch", "length")  # of [A, B, T]; [B, T] leaves out the first
-OF_TOKENS = frozenset(("tokens", "targets", "positions", "segment_ids", "weights", "nll"))  # the others: of documents
+HOST = "pinned_host"  # JAX's memory kind
+MIN_OFFLOAD_BYTES = 2**14  # smaller arrays stay on the device: a transfer costs more than their memory
+BATCH_AXES = ("whole", "batch", "length")  # of [A, B, T]; [B, T] has no first axis
+TOKEN_FIELDS = frozenset(("tokens", "targets", "positions", "segment_ids", "weights", "nll"))  # others: per document
 
 
 def batch_axes(name: str, dimensions: int = 3) -> tuple[str, ...]:
-    """The logical axes of an array of a batch: its last one is positions, or the documents of a row."""
-    axes = BATCH_AXES if name in OF_TOKENS else (*BATCH_AXES[:2], "whole")
+    """The logical axes of an array of a batch; the last one is positions, or the documents of a row."""
+    axes = BATCH_AXES if name in TOKEN_FIELDS else (*BATCH_AXES[:2], "whole")
     return axes[-dimensions:]
 
 
 def shardings(abstract: Tree, layout: Layout) -> Tree:
-    """A NamedSharding for every ArraySpec of a tree."""
+    """The NamedSharding of every ArraySpec of a tree."""
     return jax.tree.map(layout.of, abstract)
 
 
-def on_host(sharding: Sharding | None) -> NamedSharding:
-    """The same split, in the host's memory; of None, one device. For ShapeDtypeStructs and shardings of results.
+def offloaded(sharding: Sharding | None) -> NamedSharding:
+    """The same sharding in the host's memory (None is a single device), for ShapeDtypeStructs and out_shardings.
 
-    A described device has no memories that could be named, and a sharding of one device alone does not tell its memory
-    to a program that is traced with no array there: both are said of the mesh without its devices.
+    Devices of a described target have no memory kinds, and a program that is traced without arrays does not learn the
+    memory kind of a SingleDeviceSharding; both cases use an abstract mesh.
     """
     if not isinstance(sharding, NamedSharding):
-        return NamedSharding(AbstractMesh((1,), ("one",)), PartitionSpec(), memory_kind=HOST)
-    there = sharding.with_memory_kind(HOST)
-    if there.memory_kind == HOST:
-        return there
+        return NamedSharding(AbstractMesh((1,), ("single",)), PartitionSpec(), memory_kind=HOST)
+    on_host = sharding.with_memory_kind(HOST)
+    if on_host.memory_kind == HOST:
+        return on_host
     return NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=HOST)
 
 
-def waiting(like: Any, *, stacked_only: bool = False) -> Any:
-    """A tree of ShapeDtypeStructs with its arrays in the host's memory: all but those too small to be worth a message.
+def offload_abstract(tree: Any, *, stacked_only: bool = False) -> Any:
+    """A tree of ShapeDtypeStructs with arrays of at least MIN_OFFLOAD_BYTES in the host's memory.
 
-    `stacked_only` leaves out what is no layer's.
+    `stacked_only` offloads only arrays of layers.
     """
 
-    def one(path: tuple[Any, ...], leaf: Any) -> Any:
-        small = not leaf.shape or math.prod(leaf.shape) * leaf.dtype.itemsize < WORTH
+    def offload(path: tuple[Any, ...], leaf: Any) -> Any:
+        small = not leaf.shape or math.prod(leaf.shape) * leaf.dtype.itemsize < MIN_OFFLOAD_BYTES
         if small or (stacked_only and not path_name(path).startswith("layers/")):
             return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host(leaf.sharding))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=offloaded(leaf.sharding))
 
-    return jax.tree_util.tree_map_with_path(one, like)
-
-
-def names_on_host(like: Any) -> list[str]:
-    """The paths of the arrays that lie in the host's memory."""
-    return [name for name, leaf in named_leaves(like) if is_on_host(leaf.sharding)]
+    return jax.tree_util.tree_map_with_path(offload, tree)
 
 
-def is_on_host(sharding: Sharding | None) -> bool:
+def offloaded_names(tree: Any) -> list[str]:
+    """The paths of the arrays in the host's memory."""
+    return [name for name, leaf in named_leaves(tree) if is_offloaded(leaf.sharding)]
+
+
+def is_offloaded(sharding: Sharding | None) -> bool:
     return sharding is not None and sharding.memory_kind == HOST
 
 
-def real(sharding: Sharding | None) -> Sharding | None:
-    """Where an array is put that a ShapeDtypeStruct says lies there: on this process's device, where no mesh is.
+def concrete_sharding(sharding: Sharding | None) -> Sharding | None:
+    """The concrete sharding for that of a ShapeDtypeStruct: an abstract mesh becomes this process's first device.
 
-    Of a mesh of one: a sharding of one device alone leaves its memory out of the array's type.
+    It remains a NamedSharding, because a SingleDeviceSharding does not put its memory kind into an array's type.
     """
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
         mesh = Mesh(np.array(jax.local_devices()[:1]), sharding.mesh.axis_names)
@@ -80,41 +80,42 @@ def real(sharding: Sharding | None) -> Sharding | None:
     return sharding
 
 
-def moved(tree: Tree, like: Tree) -> Tree:
-    """`tree` with what `like` has in the host's memory brought there, array by array; each is given up where it was."""
+def offload_arrays(tree: Tree, like: Tree) -> Tree:
+    """Moves the arrays of `tree` that `like` has in the host's memory there, one by one, and deletes the originals."""
 
-    def one(leaf: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-        where = real(wanted.sharding)
-        if where is None or not is_on_host(where) or is_on_host(leaf.sharding):
+    def offload(leaf: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
+        sharding = concrete_sharding(target.sharding)
+        if sharding is None or not is_offloaded(sharding) or is_offloaded(leaf.sharding):
             return leaf
-        there = jax.device_put(leaf, where).block_until_ready()
+        moved = jax.device_put(leaf, sharding).block_until_ready()
         leaf.delete()
-        return there
+        return moved
 
-    return jax.tree.map(one, tree, like)
+    return jax.tree.map(offload, tree, like)
 
 
-def cast_there(array: jax.Array, dtype: str) -> jax.Array:
-    """An array in the host's memory in another dtype, made there by the host itself."""
-    parts = []
+def cast_offloaded(array: jax.Array, dtype: str) -> jax.Array:
+    """An array in the host's memory converted to another dtype by the host."""
+    shards = []
     for shard in array.addressable_shards:
-        wide = np.asarray(shard.data).astype(dtype)
-        parts.append(jax.device_put(wide, SingleDeviceSharding(shard.device, memory_kind=HOST)).block_until_ready())
-    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+        converted = np.asarray(shard.data).astype(dtype)
+        sharding = SingleDeviceSharding(shard.device, memory_kind=HOST)
+        shards.append(jax.device_put(converted, sharding).block_until_ready())
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
 def place_batch(arrays: Mapping[str, np.ndarray], layout: Layout | None, order: np.ndarray | None = None) -> Any:
-    """A batch's arrays, [A, B, T] or [B, T] and whole on every process, as global arrays split by rows and positions;
-    those of the documents in a row are [A, B, S] or [B, S].
+    """The arrays of a batch as global arrays, sharded by rows and positions.
 
-    Each process hands to its devices only the rows and positions they hold. `order` rearranges the positions of every
+    `arrays` are complete on every process: [A, B, T] or [B, T], or [A, B, S] or [B, S] for those of the S documents of
+    a row. Each process transfers to its devices only their rows and positions. `order` permutes the positions of every
     row first (see kernels.attention.zigzag_order).
     """
     if layout is None:
         return dict(arrays)
     placed = {}
     for name, array in arrays.items():
-        if order is not None and name in OF_TOKENS:
+        if order is not None and name in TOKEN_FIELDS:
             array = array[..., order]
         sharding = layout.sharding(batch_axes(name, array.ndim), array.shape)
         placed[name] = jax.make_array_from_callback(array.shape, sharding, lambda index, array=array: array[index])

@@ -109,7 +109,7 @@ class AttentionSpec:
             kv_segments=kv_segments,
             backend=compute.attention,
             aligned=past is None,
-            split=None if compute.layout is None else compute.layout.attention_split(),
+            sharding=None if compute.layout is None else compute.layout.attention_sharding(),
             platform=compute.platform,
             chip=compute.chip,
             packed=compute.packed,

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, flatten, unflatten
-from meshtune.kernels.loss_split import LossSplit
+from meshtune.kernels.loss_sharding import LossSharding
 from meshtune.mesh.layout import Layout
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec, abstract_params
@@ -21,7 +21,7 @@ from meshtune.quantize.weight import QuantisedWeight
 GATHERED = "gathered_parameter"
 
 
-def loss_split(head: Tree, spec: ModelSpec, layout: Layout | None, shape: tuple[int, ...]) -> LossSplit | None:
+def loss_sharding(head: Tree, spec: ModelSpec, layout: Layout | None, shape: tuple[int, ...]) -> LossSharding | None:
     """How the loss of rows of `shape` [B, T] is computed on a mesh; `head` is what `decoder.head_params` gives."""
     if layout is None:
         return None
@@ -41,7 +41,7 @@ def loss_split(head: Tree, spec: ModelSpec, layout: Layout | None, shape: tuple[
     specs = jax.tree.leaves({name: leaf(name, x) for name, x in head.items()})
     vocab = "tp" if "tp" in layout.in_use(weight.axes, weight.shape).spec else None
     rows = layout.spec(("batch", "length"), shape)
-    return LossSplit(layout.mesh, rows, tuple(specs), vocab)
+    return LossSharding(layout.mesh, rows, tuple(specs), vocab)
 
 
 def on_host(x: jax.Array) -> bool:

@@ -12,7 +12,7 @@ from meshtune.arrays.tree import Tree, split
 from meshtune.kernels.log_probs import log_probs
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, head_params, layers_loss, logits_of
-from meshtune.model.in_use import loss_split
+from meshtune.model.in_use import loss_sharding
 from meshtune.model.inputs import Inputs
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.score import Batch
@@ -95,8 +95,8 @@ def _log_probs(
     inputs = Inputs(batch["tokens"], batch["positions"], batch["segment_ids"])
     hidden, _, sums = forward(params, spec, compute, inputs, rng=rng)
     head = head_params(params, spec)
-    vocab_split = loss_split(head, spec, compute.layout, mask.shape)
-    options = {"chunk": compute.loss_chunk, "split": vocab_split}
+    sharding = loss_sharding(head, spec, compute.layout, mask.shape)
+    options = {"chunk": compute.loss_chunk, "sharding": sharding}
     return log_probs(logits_of(spec), head, hidden, batch["targets"], mask, **options), layers_loss(spec, sums)
 
 

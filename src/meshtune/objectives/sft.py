@@ -14,7 +14,7 @@ from meshtune.errors import UserError
 from meshtune.kernels.cross_entropy import cross_entropy
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, head_params, layers_loss, logits_of
-from meshtune.model.in_use import loss_split
+from meshtune.model.in_use import loss_sharding
 from meshtune.model.inputs import Inputs
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.score import Batch, Objective, Score, add_layers_loss
@@ -48,7 +48,7 @@ def make(config: SftConfig) -> Objective:
         inputs = Inputs(batch["tokens"], batch["positions"], batch["segment_ids"])
         hidden, _, sums = forward(params, spec, compute, inputs, rng=rng, perturb=perturb)
         head, weights = head_params(params, spec), batch["weights"]
-        split = loss_split(head, spec, compute.layout, weights.shape)
+        sharding = loss_sharding(head, spec, compute.layout, weights.shape)
         loss, correct = cross_entropy(
             logits_of(spec),
             head,
@@ -56,7 +56,7 @@ def make(config: SftConfig) -> Objective:
             batch["targets"],
             weights,
             chunk=compute.loss_chunk,
-            split=split,
+            sharding=sharding,
             smoothing=config.label_smoothing,
         )
         score = Score(loss, jnp.sum(weights), {"accuracy": correct})

@@ -14,7 +14,7 @@ from jax.sharding import SingleDeviceSharding
 from meshtune.config.recipe import Recipe
 from meshtune.mesh.axes import MeshConfig
 from meshtune.mesh.layout import Layout
-from meshtune.mesh.placement import is_on_host
+from meshtune.mesh.placement import is_offloaded
 from meshtune.model.compute import Compute
 from meshtune.model.sharding import check_batch
 from meshtune.plan.autotune import autotune, merge_choices
@@ -105,7 +105,7 @@ def step_of(
 
 
 def _on(leaf: jax.ShapeDtypeStruct, device: Any) -> jax.ShapeDtypeStruct:
-    if is_on_host(leaf.sharding):
+    if is_offloaded(leaf.sharding):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=SingleDeviceSharding(device))
 

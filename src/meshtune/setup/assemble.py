@@ -10,7 +10,7 @@ import jax
 from meshtune.arrays.tree import Tree
 from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
-from meshtune.mesh.placement import batch_axes, names_on_host, shardings, waiting
+from meshtune.mesh.placement import batch_axes, offload_abstract, offloaded_names, shardings
 from meshtune.model.compute import Compute
 from meshtune.optim.build import Optimizer, make_optimizer
 from meshtune.setup.choices import optimizer_of
@@ -63,12 +63,12 @@ def frozen_like(settled: Settled) -> Tree:
             frozen,
             shardings(frozen, settled.layout),
         )
-    return waiting(like, stacked_only=True) if "weights" in settled.offload else like
+    return offload_abstract(like, stacked_only=True) if "weights" in settled.offload else like
 
 
 def waiting_weights(settled: Settled, optimizer: Optimizer) -> list[str]:
     """The paths of the weights that wait in the host's memory, trained ones too."""
-    return names_on_host(frozen_like(settled)) + names_on_host(state_like(settled, optimizer).trainable)
+    return offloaded_names(frozen_like(settled)) + offloaded_names(state_like(settled, optimizer).trainable)
 
 
 def batch_like(recipe: Recipe, settled: Settled, shape: tuple[int, int, int]) -> Tree:

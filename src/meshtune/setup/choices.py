@@ -151,8 +151,8 @@ def attention_requests(compute: Compute, spec: ModelSpec, rows: int, length: int
     requests = [mixer.attention_request(rows, q_length, length, compute) for mixer in mixers if mixer is not None]
     requests = [request for request in dict.fromkeys(requests) if request is not None]
     if compute.layout is not None:
-        split = compute.layout.attention_split()
-        requests = [split.fitted(request).local(request) for request in requests]
+        sharding = compute.layout.attention_sharding()
+        requests = [sharding.fitted(request).local(request) for request in requests]
     return sorted(requests, key=lambda request: (request.window is not None, request.window or 0))
 
 

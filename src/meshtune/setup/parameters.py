@@ -19,7 +19,7 @@ from meshtune.arrays.tree import Tree, flatten
 from meshtune.config.recipe import Recipe
 from meshtune.data.prepare import PreparedData
 from meshtune.kernels.attention import zigzag_order
-from meshtune.mesh.placement import moved, place_batch
+from meshtune.mesh.placement import offload_arrays, place_batch
 from meshtune.mesh.processes import Job
 from meshtune.model.compute import Compute
 from meshtune.model.spec import abstract_params
@@ -68,7 +68,8 @@ class Parameters:
             made = begun(goes_on, settled.arrays, settled.spec, params, settled.layout)
         like = None if settled.layout is None and not settled.offload else state_like(settled, optimizer)
         if like is not None and "weights" in settled.offload:
-            trainable, frozen = moved(made.trainable, like.trainable), moved(made.frozen, frozen_like(settled))
+            trainable = offload_arrays(made.trainable, like.trainable)
+            frozen = offload_arrays(made.frozen, frozen_like(settled))
             made = dataclasses.replace(made, trainable=trainable, frozen=frozen)
         return Begun(made, init_state(made.trainable, optimizer, like), optimizer, schedule)
 

@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from meshtune.arrays.spec import ArraySpec
 from meshtune.families.tensors import TensorMap
 from meshtune.mesh.layout import Layout
-from meshtune.mesh.placement import on_host, real
+from meshtune.mesh.placement import concrete_sharding, offloaded
 from meshtune.quantize.scales import twice_quantised
 from meshtune.quantize.weight import QuantisedWeight, encoded
 from meshtune.weights.buffers import Buffer, HostBuffer, allocate, buffer_for
@@ -175,7 +175,7 @@ class Shards:
         return {path: leaf(path, array) for path, array in self._arrays.items()}
 
     def _on_host(self, name: str) -> jax.Array:
-        sharding = real(on_host(self._shardings[name]))
+        sharding = concrete_sharding(offloaded(self._shardings[name]))
         assert sharding is not None
         parts = []
         for device, buffers in self._buffers.items():

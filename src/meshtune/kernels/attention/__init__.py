@@ -12,8 +12,8 @@ from meshtune.kernels.attention.cudnn import CUDNN
 from meshtune.kernels.attention.direct import DIRECT
 from meshtune.kernels.attention.online_softmax import LOG_SUM_EXP, OUTPUT
 from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
+from meshtune.kernels.attention.sharding import AttentionSharding
 from meshtune.kernels.attention.splash import SPLASH
-from meshtune.kernels.attention.split import AttentionSplit
 from meshtune.kernels.attention.triton import TRITON
 from meshtune.kernels.attention.zigzag import zigzag_order
 
@@ -23,7 +23,7 @@ __all__ = [
     "OUTPUT",
     "AttentionInputs",
     "AttentionRequest",
-    "AttentionSplit",
+    "AttentionSharding",
     "Backend",
     "attention",
     "choose_backend",
@@ -89,7 +89,7 @@ def attention(
     softcap: float | None = None,
     backend: str = "auto",
     aligned: bool = False,
-    split: AttentionSplit | None = None,
+    sharding: AttentionSharding | None = None,
     platform: str = "",
     chip: str = "",
     packed: bool = True,
@@ -102,10 +102,10 @@ def attention(
     values are never repeated in memory. A token that sees nothing gives 0 and contributes to no gradient.
 
     Scores are float32 (float64 for float64 inputs); the result has q's dtype. `softcap` squashes scaled scores by tanh.
-    `aligned=True` promises that T == S and that within a row no token sees one that comes after it. With a `split` each
-    device of its mesh computes its own rows and heads. Aligned rows may be sharded too: keys and values then circulate
-    in a ring of devices, and rows should be stored in `zigzag_order` ("comes after" refers to the original order). The
-    result is the same; a size that an axis does not divide is not sharded over it.
+    `aligned=True` promises that T == S and that within a row no token sees one that comes after it. With a `sharding`
+    each device of its mesh computes its own rows and heads. Aligned rows may be sharded too: keys and values then
+    circulate in a ring of devices, and rows should be stored in `zigzag_order` ("comes after" refers to the original
+    order). The result is the same; a size that an axis does not divide is not sharded over it.
     `platform` and `chip` say what the program is compiled for, if not for this process's first device (see chips).
     `packed=False` promises that a row is one document followed by padding. With `slopes` the scaled score of head n is
     reduced by slopes[n] for each position between query and key (ALiBi, arXiv:2108.12409); they get no gradient.
@@ -124,18 +124,18 @@ def attention(
         kv_heads=K,
         head_dim=h,
         dtype=str(q.dtype),
-        platform=platform or (jax.default_backend() if split is None else split.platform),
+        platform=platform or (jax.default_backend() if sharding is None else sharding.platform),
         scale=scale,
         window=window,
         softcap=softcap,
         aligned=aligned,
-        chip=chip or ("" if split is None else split.chip),
+        chip=chip or ("" if sharding is None else sharding.chip),
         packed=packed,
         alibi=slopes is not None,
     )
     inputs = AttentionInputs(q, k, v, q_positions, kv_positions, q_segments, kv_segments, slopes)
-    if split is None or split.mesh.size == 1:
+    if sharding is None or sharding.mesh.size == 1:
         return choose_backend(request, backend)[0].run(inputs, request)
-    split = split.fitted(request)
-    request = split.local(request)
-    return run_over_mesh(choose_backend(request, backend)[0], inputs, request, split)
+    sharding = sharding.fitted(request)
+    request = sharding.local(request)
+    return run_over_mesh(choose_backend(request, backend)[0], inputs, request, sharding)

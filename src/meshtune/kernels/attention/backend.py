@@ -9,7 +9,7 @@ from typing import Protocol
 import jax
 
 from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
-from meshtune.kernels.attention.split import AttentionSplit
+from meshtune.kernels.attention.sharding import AttentionSharding
 
 NO_ALIBI = "its kernels have no biases by distance (ALiBi)"
 
@@ -21,9 +21,11 @@ class Attend(Protocol):
 
 
 class AttendSharded(Protocol):
-    """Attention over a mesh: takes global arrays, a split that divides them, and the request of one device."""
+    """Attention over a mesh: takes global arrays, a fitted sharding, and the request of one device."""
 
-    def __call__(self, inputs: AttentionInputs, request: AttentionRequest, split: AttentionSplit) -> jax.Array: ...
+    def __call__(
+        self, inputs: AttentionInputs, request: AttentionRequest, sharding: AttentionSharding
+    ) -> jax.Array: ...
 
 
 def _no_reason(request: AttentionRequest) -> str | None:
@@ -54,14 +56,14 @@ class Backend:
 
 
 def run_over_mesh(
-    backend: Backend, inputs: AttentionInputs, request: AttentionRequest, split: AttentionSplit
+    backend: Backend, inputs: AttentionInputs, request: AttentionRequest, sharding: AttentionSharding
 ) -> jax.Array:
-    """`backend` on every device's own rows and heads; `split` is fitted, and `request` is that of one device."""
+    """`backend` on every device's own rows and heads; `sharding` is fitted, and `request` is that of one device."""
     if backend.run_sharded is not None:
-        return backend.run_sharded(inputs, request, split)
-    assert split.length is None, f"{backend.name} in a ring"
+        return backend.run_sharded(inputs, request, sharding)
+    assert sharding.length is None, f"{backend.name} in a ring"
 
     def run_local(*arrays: jax.Array) -> jax.Array:
-        return backend.run(split.with_local_key_heads(AttentionInputs(*arrays), request), request)
+        return backend.run(sharding.with_local_key_heads(AttentionInputs(*arrays), request), request)
 
-    return split.shard_map(run_local, (), split.specs[0])(*inputs)
+    return sharding.shard_map(run_local, (), sharding.specs[0])(*inputs)

@@ -42,7 +42,7 @@ from meshtune.kernels.attention.online_softmax import (
     output_delta,
 )
 from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
-from meshtune.kernels.attention.split import AttentionSplit
+from meshtune.kernels.attention.sharding import AttentionSharding
 from meshtune.kernels.attention.visibility import accumulator
 
 Tree = TypeVar("Tree")
@@ -56,33 +56,33 @@ class KeyShard(NamedTuple):
     tokens: TokenBlocks
 
 
-def run(inputs: AttentionInputs, request: AttentionRequest, split: AttentionSplit) -> jax.Array:
-    """[B,T,H,h] in q's dtype; `split` is fitted and `request` is that of one device. First derivatives only."""
-    return _attend(request, split, *inputs)
+def run(inputs: AttentionInputs, request: AttentionRequest, sharding: AttentionSharding) -> jax.Array:
+    """[B,T,H,h] in q's dtype; `sharding` is fitted and `request` is that of one device. First derivatives only."""
+    return _attend(request, sharding, *inputs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(request: AttentionRequest, split: AttentionSplit, *inputs: jax.Array):
-    return _forward(request, split, inputs)[0]
+def _attend(request: AttentionRequest, sharding: AttentionSharding, *inputs: jax.Array):
+    return _forward(request, sharding, inputs)[0]
 
 
-def _attend_forward(request: AttentionRequest, split: AttentionSplit, *inputs: jax.Array):
+def _attend_forward(request: AttentionRequest, sharding: AttentionSharding, *inputs: jax.Array):
     # The names are outside the shard_map, so that a rematerialisation policy sees them and saves nothing else.
-    out, log_sum_exp = _forward(request, split, inputs)
+    out, log_sum_exp = _forward(request, sharding, inputs)
     out = checkpoint_name(out, OUTPUT)
     log_sum_exp = checkpoint_name(log_sum_exp, LOG_SUM_EXP)
     return out, (inputs, out, log_sum_exp)
 
 
-def _attend_backward(request: AttentionRequest, split: AttentionSplit, residuals, d_out: jax.Array):
+def _attend_backward(request: AttentionRequest, sharding: AttentionSharding, residuals, d_out: jax.Array):
     inputs, out, log_sum_exp = residuals
-    queries, keys, _ = split.specs
+    queries, keys, _ = sharding.specs
 
     def backward_local(*arrays):
-        return _backward_local(request, split, AttentionInputs(*arrays[:8]), *arrays[8:])
+        return _backward_local(request, sharding, AttentionInputs(*arrays[:8]), *arrays[8:])
 
-    extra_in_specs = (queries, _log_sum_exp_spec(split), queries)
-    mapped = split.shard_map(backward_local, extra_in_specs, (queries, keys, keys))
+    extra_in_specs = (queries, _log_sum_exp_spec(sharding), queries)
+    mapped = sharding.shard_map(backward_local, extra_in_specs, (queries, keys, keys))
     dq, dk, dv = mapped(*inputs, out, log_sum_exp, d_out)
     return dq, dk, dv, None, None, None, None, None
 
@@ -90,21 +90,21 @@ def _attend_backward(request: AttentionRequest, split: AttentionSplit, residuals
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _forward(request: AttentionRequest, split: AttentionSplit, inputs: tuple[jax.Array, ...]):
+def _forward(request: AttentionRequest, sharding: AttentionSharding, inputs: tuple[jax.Array, ...]):
     def forward_local(*arrays):
-        return _forward_local(request, split, AttentionInputs(*arrays))
+        return _forward_local(request, sharding, AttentionInputs(*arrays))
 
-    return split.shard_map(forward_local, (), (split.specs[0], _log_sum_exp_spec(split)))(*inputs)
+    return sharding.shard_map(forward_local, (), (sharding.specs[0], _log_sum_exp_spec(sharding)))(*inputs)
 
 
-def _log_sum_exp_spec(split: AttentionSplit) -> PartitionSpec:
+def _log_sum_exp_spec(sharding: AttentionSharding) -> PartitionSpec:
     """Of the log-sum-exp of each row of scores, in blocks [n, B,K,R]."""
-    return PartitionSpec(split.length, split.batch or None, split.heads, None)
+    return PartitionSpec(sharding.length, sharding.batch or None, sharding.heads, None)
 
 
-def _forward_local(request: AttentionRequest, split: AttentionSplit, inputs: AttentionInputs):
+def _forward_local(request: AttentionRequest, sharding: AttentionSharding, inputs: AttentionInputs):
     """One device's output [B,T,H,h] and log-sum-exp, in blocks."""
-    inputs = split.with_local_key_heads(inputs, request)
+    inputs = sharding.with_local_key_heads(inputs, request)
     if request.ring == 1:
         return forward(request, inputs.q, inputs.k, inputs.v, inputs_mask(request, inputs))
     q, queries, shard = q_blocks(request, inputs.q), q_token_blocks(request, inputs), _key_shard(request, inputs)
@@ -124,7 +124,7 @@ def _forward_local(request: AttentionRequest, split: AttentionSplit, inputs: Att
 
     def step(carry, _):
         running, shard = carry
-        next_shard = rotate(shard, split)
+        next_shard = rotate(shard, sharding)
         return (accumulate_shard(running, shard), next_shard), None
 
     (running, shard), _ = jax.lax.scan(step, (empty_softmax(q), shard), None, length=request.ring - 1)
@@ -134,7 +134,7 @@ def _forward_local(request: AttentionRequest, split: AttentionSplit, inputs: Att
 
 def _backward_local(
     request: AttentionRequest,
-    split: AttentionSplit,
+    sharding: AttentionSharding,
     inputs: AttentionInputs,
     out: jax.Array,
     log_sum_exp: jax.Array,
@@ -142,19 +142,19 @@ def _backward_local(
 ):
     """One device's gradients of q, k and v."""
     kv_heads, kv_dtype, sum_dtype = inputs.k.shape[2], inputs.k.dtype, accumulator(inputs.k.dtype)
-    inputs = split.with_local_key_heads(inputs, request)
+    inputs = sharding.with_local_key_heads(inputs, request)
     if request.ring == 1:
         mask = inputs_mask(request, inputs)
         dq, *d_keys = backward(request, inputs.q, inputs.k, inputs.v, mask, out, log_sum_exp, d_out, sum_dtype)
     else:
-        dq, *d_keys = _backward_in_ring(request, split, inputs, out, log_sum_exp, d_out)
-    dk, dv = (split.sum_key_heads(x, kv_heads, request).astype(kv_dtype) for x in d_keys)
+        dq, *d_keys = _backward_in_ring(request, sharding, inputs, out, log_sum_exp, d_out)
+    dk, dv = (sharding.sum_key_heads(x, kv_heads, request).astype(kv_dtype) for x in d_keys)
     return dq, dk, dv
 
 
 def _backward_in_ring(
     request: AttentionRequest,
-    split: AttentionSplit,
+    sharding: AttentionSharding,
     inputs: AttentionInputs,
     out: jax.Array,
     log_sum_exp: jax.Array,
@@ -179,14 +179,14 @@ def _backward_in_ring(
     def step(carry, _):
         # A shard's gradients follow it one step behind, so that no computation waits for a transfer.
         dq, previous_grads, shard = carry
-        next_shard, shard_total = rotate((shard, previous_grads), split)
+        next_shard, shard_total = rotate((shard, previous_grads), sharding)
         dq, grads = shard_grads(dq, shard)
         return (dq, jax.tree.map(jnp.add, shard_total, grads), next_shard), None
 
     dq, grads = shard_grads(jnp.zeros(q.shape, sum_dtype), shard)
-    carry = dq, grads, rotate(shard, split)
+    carry = dq, grads, rotate(shard, sharding)
     (dq, grads, _), _ = jax.lax.scan(step, carry, None, length=request.ring - 1)
-    d_keys = rotate(grads, split)  # back to the device that the shard belongs to
+    d_keys = rotate(grads, sharding)  # back to the device that the shard belongs to
     return from_q_blocks(request, dq).astype(inputs.q.dtype), *(from_kv_blocks(request, x) for x in d_keys)
 
 
@@ -194,7 +194,7 @@ def _key_shard(request: AttentionRequest, inputs: AttentionInputs) -> KeyShard:
     return KeyShard(kv_blocks(request, inputs.k), kv_blocks(request, inputs.v), kv_token_blocks(request, inputs))
 
 
-def rotate(tree: Tree, split: AttentionSplit) -> Tree:
+def rotate(tree: Tree, sharding: AttentionSharding) -> Tree:
     """Passes the arrays to the next device of the ring; returns those of the previous one."""
-    size = split.size(split.length)
-    return jax.lax.ppermute(tree, split.length, [(i, (i + 1) % size) for i in range(size)])
+    size = sharding.size(sharding.length)
+    return jax.lax.ppermute(tree, sharding.length, [(i, (i + 1) % size) for i in range(size)])

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from meshtune.kernels.attention.online_softmax import LOG_SUM_EXP, OUTPUT
 from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
 from meshtune.kernels.attention.ring import rotate
-from meshtune.kernels.attention.split import AttentionSplit
+from meshtune.kernels.attention.sharding import AttentionSharding
 from meshtune.kernels.attention.triton_calls import backward, forward, padded_delta
 
 
@@ -32,34 +32,34 @@ class KeyShard(NamedTuple):
 
 
 def run(
-    inputs: AttentionInputs, request: AttentionRequest, split: AttentionSplit, *, interpret: bool = False
+    inputs: AttentionInputs, request: AttentionRequest, sharding: AttentionSharding, *, interpret: bool = False
 ) -> jax.Array:
-    """[B,T,H,h] in q's dtype; `split` is fitted and `request` is that of one device. First derivatives only."""
-    return _attend(request, split, interpret, *inputs)
+    """[B,T,H,h] in q's dtype; `sharding` is fitted and `request` is that of one device. First derivatives only."""
+    return _attend(request, sharding, interpret, *inputs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attend(request: AttentionRequest, split: AttentionSplit, interpret: bool, *inputs):
-    return _forward(request, split, interpret, inputs)[0]
+def _attend(request: AttentionRequest, sharding: AttentionSharding, interpret: bool, *inputs):
+    return _forward(request, sharding, interpret, inputs)[0]
 
 
-def _attend_forward(request: AttentionRequest, split: AttentionSplit, interpret: bool, *inputs):
+def _attend_forward(request: AttentionRequest, sharding: AttentionSharding, interpret: bool, *inputs):
     # The names are outside the shard_map, so that a rematerialisation policy sees them and saves nothing else.
-    out, log_sum_exp = _forward(request, split, interpret, inputs)
+    out, log_sum_exp = _forward(request, sharding, interpret, inputs)
     out = checkpoint_name(out, OUTPUT)
     log_sum_exp = checkpoint_name(log_sum_exp, LOG_SUM_EXP)
     return out, (inputs, out, log_sum_exp)
 
 
-def _attend_backward(request: AttentionRequest, split: AttentionSplit, interpret: bool, residuals, d_out):
+def _attend_backward(request: AttentionRequest, sharding: AttentionSharding, interpret: bool, residuals, d_out):
     inputs, out, log_sum_exp = residuals
-    queries, keys, _ = split.specs
+    queries, keys, _ = sharding.specs
 
     def backward_local(*arrays):
-        return _backward_local(request, split, interpret, AttentionInputs(*arrays[:8]), *arrays[8:])
+        return _backward_local(request, sharding, interpret, AttentionInputs(*arrays[:8]), *arrays[8:])
 
-    extra_in_specs = (queries, _log_sum_exp_spec(split), queries)
-    mapped = split.shard_map(backward_local, extra_in_specs, (queries, keys, keys))
+    extra_in_specs = (queries, _log_sum_exp_spec(sharding), queries)
+    mapped = sharding.shard_map(backward_local, extra_in_specs, (queries, keys, keys))
     dq, dk, dv = mapped(*inputs, out, log_sum_exp, d_out)
     return dq, dk, dv, None, None, None, None, None
 
@@ -67,21 +67,21 @@ def _attend_backward(request: AttentionRequest, split: AttentionSplit, interpret
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _forward(request: AttentionRequest, split: AttentionSplit, interpret: bool, inputs):
+def _forward(request: AttentionRequest, sharding: AttentionSharding, interpret: bool, inputs):
     def forward_local(*arrays):
-        return _forward_local(request, split, interpret, AttentionInputs(*arrays))
+        return _forward_local(request, sharding, interpret, AttentionInputs(*arrays))
 
-    return split.shard_map(forward_local, (), (split.specs[0], _log_sum_exp_spec(split)))(*inputs)
+    return sharding.shard_map(forward_local, (), (sharding.specs[0], _log_sum_exp_spec(sharding)))(*inputs)
 
 
-def _log_sum_exp_spec(split: AttentionSplit) -> PartitionSpec:
+def _log_sum_exp_spec(sharding: AttentionSharding) -> PartitionSpec:
     """Of the log-sum-exp of each query and head [B,H,T]."""
-    return PartitionSpec(split.batch or None, split.heads, split.length)
+    return PartitionSpec(sharding.batch or None, sharding.heads, sharding.length)
 
 
-def _forward_local(request: AttentionRequest, split: AttentionSplit, interpret: bool, inputs: AttentionInputs):
+def _forward_local(request: AttentionRequest, sharding: AttentionSharding, interpret: bool, inputs: AttentionInputs):
     """One device's output [B,T,H,h] and log-sum-exp [B,H,T padded]."""
-    inputs = split.with_local_key_heads(inputs, request)
+    inputs = sharding.with_local_key_heads(inputs, request)
     if request.ring == 1:
         return forward(request, inputs, inputs.q.dtype, interpret)
 
@@ -90,11 +90,11 @@ def _forward_local(request: AttentionRequest, split: AttentionSplit, interpret: 
 
     def step(carry, _):
         merged, shard = carry
-        next_shard = rotate(shard, split)
+        next_shard = rotate(shard, sharding)
         return (_merge(merged, attend_shard(shard)), next_shard), None
 
     shard = KeyShard(inputs.k, inputs.v, inputs.kv_positions, inputs.kv_segments)
-    carry = attend_shard(shard), rotate(shard, split)
+    carry = attend_shard(shard), rotate(shard, sharding)
     (merged, shard), _ = jax.lax.scan(step, carry, None, length=request.ring - 2)
     out, log_sum_exp = _merge(merged, attend_shard(shard))
     return out.astype(inputs.q.dtype), log_sum_exp
@@ -115,11 +115,11 @@ def _merge(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Arra
 
 
 def _backward_local(
-    request: AttentionRequest, split: AttentionSplit, interpret: bool, inputs: AttentionInputs, out, lse, d_out
+    request: AttentionRequest, sharding: AttentionSharding, interpret: bool, inputs: AttentionInputs, out, lse, d_out
 ):
     """One device's gradients of q, k and v."""
     kv_heads, kv_dtype = inputs.k.shape[2], inputs.k.dtype
-    inputs = split.with_local_key_heads(inputs, request)
+    inputs = sharding.with_local_key_heads(inputs, request)
     delta = padded_delta(out, d_out, lse.shape[2])
     dtypes = (jnp.float32,) * 3
 
@@ -130,17 +130,17 @@ def _backward_local(
     def step(carry, _):
         # A shard's gradients follow it one step behind, so that no computation waits for a transfer.
         dq, previous_grads, shard = carry
-        next_shard, shard_total = rotate((shard, previous_grads), split)
+        next_shard, shard_total = rotate((shard, previous_grads), sharding)
         dq_share, grads = shard_grads(shard)
         return (dq + dq_share, jax.tree.map(jnp.add, shard_total, grads), next_shard), None
 
     shard = KeyShard(inputs.k, inputs.v, inputs.kv_positions, inputs.kv_segments)
     dq, d_keys = shard_grads(shard)
     if request.ring > 1:
-        carry = dq, d_keys, rotate(shard, split)
+        carry = dq, d_keys, rotate(shard, sharding)
         (dq, d_keys, _), _ = jax.lax.scan(step, carry, None, length=request.ring - 1)
-        d_keys = rotate(d_keys, split)  # back to the device that the shard belongs to
-    dk, dv = (split.sum_key_heads(x, kv_heads, request).astype(kv_dtype) for x in d_keys)
+        d_keys = rotate(d_keys, sharding)  # back to the device that the shard belongs to
+    dk, dv = (sharding.sum_key_heads(x, kv_heads, request).astype(kv_dtype) for x in d_keys)
     return dq.astype(inputs.q.dtype), dk, dv
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.mesh.layout import Layout
-from meshtune.mesh.placement import is_on_host, real, waiting
+from meshtune.mesh.placement import concrete_sharding, is_offloaded, offload_abstract
 from meshtune.optim.optimizer import Optimizer
 
 Metrics = dict[str, Array]
@@ -46,16 +46,16 @@ def abstract_state(
 
     like = jax.tree.map(shape_of, state)
     if "weights" in offload and optimizer.in_backward:
-        like = dataclasses.replace(like, trainable=waiting(like.trainable))
+        like = dataclasses.replace(like, trainable=offload_abstract(like.trainable))
     if "optimizer" in offload:
-        like = dataclasses.replace(like, opt_state=waiting(like.opt_state))
+        like = dataclasses.replace(like, opt_state=offload_abstract(like.opt_state))
     return like
 
 
 def init_state(trainable: Tree, optimizer: Optimizer, like: TrainState | None = None) -> TrainState:
     """The state before the first update; the optimizer's state lies as in `like`, an `abstract_state`."""
     init = optimizer.init
-    if like is not None and any(is_on_host(leaf.sharding) for leaf in jax.tree.leaves(like.opt_state)):
+    if like is not None and any(is_offloaded(leaf.sharding) for leaf in jax.tree.leaves(like.opt_state)):
         init = functools.partial(_init_by_leaf, init, like=like.opt_state)
     elif like is not None:
         init = jax.jit(init, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, like.opt_state))
@@ -69,7 +69,7 @@ def _init_by_leaf(init: Callable[[Tree], Any], trainable: Tree, like: Any) -> An
     leaves, structure = jax.tree.flatten(like)
 
     def leaf(index: int) -> Array:
-        sharding = real(leaves[index].sharding)
+        sharding = concrete_sharding(leaves[index].sharding)
         return jax.jit(lambda tree: jax.tree.leaves(init(tree))[index], out_shardings=sharding)(trainable)
 
     return jax.tree.unflatten(structure, [leaf(index).block_until_ready() for index in range(len(leaves))])

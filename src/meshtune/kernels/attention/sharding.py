@@ -16,7 +16,7 @@ from meshtune.kernels.chips import arch_of
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionSplit:
+class AttentionSharding:
     """The mesh axes that split rows (B), query heads (H), key heads (K) and tokens (T) of attention.
 
     None, and axes of size 1, split nothing. `kv_heads` is `heads` or None. With None, keys and values are replicated
@@ -43,7 +43,7 @@ class AttentionSplit:
         """The architecture of the mesh's devices (see chips); "" if unknown."""
         return arch_of(self.mesh.devices.flat[0]) if isinstance(self.mesh, Mesh) else ""
 
-    def fitted(self, request: AttentionRequest) -> AttentionSplit:
+    def fitted(self, request: AttentionRequest) -> AttentionSharding:
         """Only those axes that divide the sizes of `request`: an axis that does not divide a size does not split it."""
 
         def splits(axis: str | None, *lengths: int) -> bool:

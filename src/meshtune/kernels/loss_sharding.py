@@ -16,7 +16,7 @@ ResultKind = str | tuple[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
-class LossSplit:
+class LossSharding:
     """The sharding of a loss's arrays. `rows` is the spec of [B, T], `head` those of the head's leaves in order.
 
     `vocab` is the mesh axis that splits the vocabulary, or None.
@@ -45,26 +45,26 @@ class LossSplit:
         return self.rows if kind in ("token", "hidden") else self.head[_leaf(kind)]
 
 
-def over_mesh(function: Callable[..., Any], split: LossSplit | None, results: Any) -> Callable[..., Any]:
+def over_mesh(function: Callable[..., Any], sharding: LossSharding | None, results: Any) -> Callable[..., Any]:
     """Maps `function(vocab axis, head leaves, hidden, targets, weights)` over devices and sums its partial results.
 
     `results` is the tree of kinds of what it returns (None for no result). Without a split the function is called as it
     is, with a vocab axis of None.
     """
-    if split is None:
+    if sharding is None:
         return functools.partial(function, None)
 
     def local(*arguments: Any) -> Any:
-        return jax.tree.map(sum_over_axes, results, function(split.vocab, *arguments), is_leaf=_is_kind)
+        return jax.tree.map(sum_over_axes, results, function(sharding.vocab, *arguments), is_leaf=_is_kind)
 
     def sum_over_axes(kind: ResultKind | None, partial: Any) -> Any:
-        axes = () if kind is None else split.reduction_axes(kind)
+        axes = () if kind is None else sharding.reduction_axes(kind)
         return jax.lax.psum(partial, axes) if axes else partial
 
-    specs = jax.tree.map(lambda kind: None if kind is None else split.spec(kind), results, is_leaf=_is_kind)
-    in_specs = (list(split.head), split.rows, split.rows, split.rows)
+    specs = jax.tree.map(lambda kind: None if kind is None else sharding.spec(kind), results, is_leaf=_is_kind)
+    in_specs = (list(sharding.head), sharding.rows, sharding.rows, sharding.rows)
     # Each result is summed over exactly the axes over which it is partial; the check cannot verify that through loops.
-    return jax.shard_map(local, mesh=split.mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
+    return jax.shard_map(local, mesh=sharding.mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
 
 
 def _is_kind(x: Any) -> bool:

@@ -15,9 +15,9 @@ import jax
 jax.config.update("jax_num_cpu_devices", 8)
 import jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from meshtune.kernels.attention import AttentionSplit, attention
+from meshtune.kernels.attention import AttentionSharding, attention
 from meshtune.kernels.cross_entropy import cross_entropy
-from meshtune.kernels.loss_split import LossSplit
+from meshtune.kernels.loss_sharding import LossSharding
 
 DP, TP = SIZES
 sizes, names = ((DP, TP), ("dp", "tp")) if TP > 1 else ((DP,), ("dp",))
@@ -34,21 +34,21 @@ targets = random.integers(0, V, (B, T)).astype(np.int32)
 targets[:, ::5], targets[:, 1::5] = 5, 70
 weights = random.integers(0, 2, (B, T)).astype(np.float32)
 
-def make(split, loss_split):
+def make(sharding, loss_sharding):
     def loss(qkv, head, rows):
         segments, positions, targets, weights = rows
         out = attention(*qkv, q_positions=positions, kv_positions=positions, q_segments=segments, kv_segments=segments,
-                        scale=0.3, backend="BACKEND", aligned=True, split=split)
+                        scale=0.3, backend="BACKEND", aligned=True, sharding=sharding)
         out = out.reshape(B, T, -1)
         loss, correct = cross_entropy(lambda p, x: x @ p["weight"].T + p["bias"], head, out, targets, weights,
-                                      chunk=32, split=loss_split)
+                                      chunk=32, sharding=loss_sharding)
         return loss, correct
     return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
 
 arguments = (q, k, v), head, (segments, positions, targets, weights)
 single = make(None, None)(*arguments)
 vocab = "tp" if TP > 1 else None
-step = make(AttentionSplit(mesh, ("dp",), vocab), LossSplit(mesh, P("dp"), (P(vocab), P(vocab)), vocab))
+step = make(AttentionSharding(mesh, ("dp",), vocab), LossSharding(mesh, P("dp"), (P(vocab), P(vocab)), vocab))
 put = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
 sharded = put(arguments[0], P("dp")), put(head, P(vocab)), put(arguments[2], P("dp"))
 text = step.lower(*sharded).compile().as_text()
