@@ -48,7 +48,7 @@ def test_every_described_device_is_accepted_by_its_compiler(name):
 PINNED = """
 from meshtune.mesh.placement import offloaded
 f = jax.jit(lambda a, b: jax.device_put(a, jax.memory.Space.Device) @ b)
-args = (array((1024, 512), "bfloat16", on_host(None)), array((512, 256), "bfloat16"))
+args = (array((1024, 512), "bfloat16", offloaded(None)), array((512, 256), "bfloat16"))
 """
 
 

@@ -35,13 +35,13 @@ knobs = knobs | {"offload": tuple(knobs.get("offload", ()))}
 compute = Compute("bfloat16", "full", loss_chunk=512, platform=target.device.platform, chip=target.device.arch, **knobs)
 
 def place(leaf):
-    return leaf if is_on_host(leaf.sharding) else array(leaf.shape, leaf.dtype)
+    return leaf if is_offloaded(leaf.sharding) else array(leaf.shape, leaf.dtype)
 
 f = make_train_step(OBJECTIVES["sft"], arrays.spec, compute, optimizer)
 state = jax.tree.map(place, abstract_state(arrays.trainable, optimizer, None, compute.offload))
 frozen = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arrays.frozen)
 if "weights" in compute.offload:
-    frozen = waiting(frozen, stacked_only=True)
+    frozen = offload_abstract(frozen, stacked_only=True)
 batch = {key: array((1, 1, length), "int32") for key in ("tokens", "targets", "positions", "segment_ids")}
 batch["weights"] = array((1, 1, length))
 args = (state, jax.tree.map(place, frozen), batch, array((), "int32"))

@@ -37,7 +37,7 @@ compute = Compute(
 )
 
 def place(leaf):
-    return leaf if is_on_host(leaf.sharding) else array(leaf.shape, leaf.dtype)
+    return leaf if is_offloaded(leaf.sharding) else array(leaf.shape, leaf.dtype)
 
 f = make_train_step(OBJECTIVES["sft"], arrays.spec, compute, optimizer)
 state = jax.tree.map(place, abstract_state(arrays.trainable, optimizer, None, compute.offload))
