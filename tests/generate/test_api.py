@@ -239,7 +239,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(stories260k, tmp
     fields = json.loads(file.read_text())
     fields["added_tokens"].append({**fields["added_tokens"][0], "id": 600, "content": "<|new|>"})
     file.write_text(json.dumps(fields))
-    with pytest.raises(UserError, match="512 rows"):
+    with pytest.raises(UserError, match="512 entries"):
         meshtune.load(tmp_path / "model")
 
 

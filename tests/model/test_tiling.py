@@ -122,9 +122,9 @@ def test_a_row_by_chunks_takes_less_memory(batch):
     assert temporaries({"mlp_chunk": 256, "attention_chunk": 256}, batch) < 0.75 * plain
 
 
-@pytest.mark.parametrize(("length", "chunk", "ways"), [(12, 4, 1), (13, 4, 1), (13, 12, 1), (12, 6, 2), (16, 5, 4)])
+@pytest.mark.parametrize(("length", "chunk", "ranks"), [(12, 4, 1), (13, 4, 1), (13, 12, 1), (12, 6, 2), (16, 5, 4)])
 @pytest.mark.parametrize("narrow", [False, True])
-def test_a_function_over_chunks_is_the_function(length, chunk, ways, narrow):
+def test_a_function_over_chunks_is_the_function(length, chunk, ranks, narrow):
     """Also where chunks do not divide a row, and where results have another shape than x: results, sums over tokens,
     and the gradients of shared arrays, of x and of what is beside it."""
     keys = jax.random.split(jax.random.key(length + chunk), 4)
@@ -138,7 +138,7 @@ def test_a_function_over_chunks_is_the_function(length, chunk, ways, narrow):
         return result, {"squares": jnp.sum((result * scale) ** 2)}
 
     def total(w, x, side, chunk):
-        result, sums = over_chunks(function, shared | {"w": w}, x, {"side": side}, tokens, chunk=chunk, ways=ways)
+        result, sums = over_chunks(function, shared | {"w": w}, x, {"side": side}, tokens, chunk=chunk, ranks=ranks)
         weights = jnp.cos(jnp.arange(result.size).reshape(result.shape))
         return (result * weights).sum() + 0.3 * sums["squares"], (result, sums)
 

@@ -21,7 +21,7 @@ from meshtune.adapters.lora import LoRA, dropped
 from meshtune.adapters.peft_lora import READ, lora_fields, lora_options
 from meshtune.adapters.refusals import check_rank, no_options
 from meshtune.arrays.spec import ArraySpec
-from meshtune.model.in_use import here
+from meshtune.model.gather import to_device
 from meshtune.model.linear import matmul
 from meshtune.quantize.weight import QuantisedWeight
 
@@ -79,7 +79,7 @@ class DoRA:
     def start(adapter: DoRA, config: LoraConfig, keys: Key[Array, "..."], weight: Any, original: Any = None) -> Started:
         """A and B as LoRA's; every length is that of the weight's row, so that the model is the base."""
         lora = adapter.lora.drawn(keys)
-        near = here(weight)
+        near = to_device(weight)
         length = lax.map(_length, near) if keys.ndim else _length(near)
         made = dataclasses.replace(adapter, a=lora.a, b=lora.b, magnitude=length.astype(adapter.magnitude.dtype))
         return Started(made, weight)

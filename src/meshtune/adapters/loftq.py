@@ -25,7 +25,7 @@ from meshtune.adapters.principal import principal
 from meshtune.adapters.refusals import check_rank, no_options, only_of_quantised
 from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
-from meshtune.model.in_use import here
+from meshtune.model.gather import to_device
 from meshtune.quantize.weight import QuantisedWeight
 
 
@@ -73,7 +73,7 @@ class LoftQ:
                 a, b = _rest(wide, quantised, inputs, adapter, config, key)
             return quantised, a, b
 
-        quantised, a, b = lax.map(one, (here(weight), original, keys))
+        quantised, a, b = lax.map(one, (to_device(weight), original, keys))
         made = dataclasses.replace(adapter, a=a.astype(adapter.a.dtype), b=b.astype(adapter.b.dtype))
         return Started(made, quantised if config.loftq_iterations > 1 else weight)
 

@@ -25,7 +25,7 @@ from meshtune.adapters.refusals import check_rank, no_options, not_of_quantised
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.errors import UserError
-from meshtune.model.in_use import here
+from meshtune.model.gather import to_device
 from meshtune.quantize.weight import QuantisedWeight
 
 
@@ -66,7 +66,7 @@ class PiSSA:
         def one(at: tuple[Array, Array]) -> tuple[Array, Array]:
             return principal(at[0], adapter.rank, adapter.scale, config.svd_iterations, at[1])
 
-        near = here(weight)
+        near = to_device(weight)
         a, b = lax.map(one, (near, keys)) if keys.ndim else one((near, keys))
         begun = LoRA(a.astype(adapter.a.dtype), b.astype(adapter.b.dtype), adapter.scale)
         # Arrays of its own: what is trained is given up to every update.

@@ -66,15 +66,15 @@ class ConfigFields:
         """A positive whole number, required unless there is a default."""
         value = self.get(field, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            found = "is missing" if value is None else f"is {value!r}, not a positive whole number"
-            raise self.error(field, f"{field} {found}")
+            problem = "is missing" if value is None else f"is {value!r}, not a positive whole number"
+            raise self.error(field, f"{field} {problem}")
         return value
 
     def number(self, field: str, default: float | None = None) -> float:
         value = self.get(field, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            found = "is missing" if value is None else f"is {value!r}, not a positive number"
-            raise self.error(field, f"{field} {found}")
+            problem = "is missing" if value is None else f"is {value!r}, not a positive number"
+            raise self.error(field, f"{field} {problem}")
         return float(value)
 
     def layer_types(self, known: tuple[str, ...], default: Callable[[int], str]) -> list[str]:
@@ -90,16 +90,16 @@ class ConfigFields:
 
     def only(self, field: str, *values: Any) -> None:
         """Refuses any other value of a field that this family does not implement otherwise."""
-        found = self.get(field, values[0])
-        if found not in values:
-            raise self.error(field, f"{field} = {found!r} is not implemented for this family")
+        value = self.get(field, values[0])
+        if value not in values:
+            raise self.error(field, f"{field} = {value!r} is not implemented for this family")
 
     def finish(self, architecture: str) -> None:
         """Refuses unread fields that may matter, and any architecture but the family's causal language model."""
-        found = self._config.get("architectures") or [architecture]
-        if found != [architecture]:
+        architectures = self._config.get("architectures") or [architecture]
+        if architectures != [architecture]:
             raise self.error(
-                "architectures", f"architecture {found!r} is not supported", f"expected ['{architecture}']"
+                "architectures", f"architecture {architectures!r} is not supported", f"expected ['{architecture}']"
             )
         for field, value in self._config.items():
             if field in self._used or field in HARMLESS or field.startswith(("_", "transformers.js")):

@@ -61,7 +61,7 @@ class View:
 
     def slice(self, dimension: int, start: int, stop: int, step: int = 1) -> View:
         """Only start..stop, every `step`, of one dimension."""
-        take = tuple((start, stop, step) if n == dimension else kept for n, kept in enumerate(self.take))
+        take = tuple((start, stop, step) if n == dimension else entry for n, entry in enumerate(self.take))
         return dataclasses.replace(self, take=take, shape=tuple(_count(entry) for entry in take))
 
     def transpose(self, *order: int) -> View:
@@ -113,8 +113,8 @@ class View:
     def of_rows(self, *columns: int) -> View:
         """The same arrangement of rows for an array [rows, *columns], where only rows are rearranged."""
         lead = len(self.split_shape) - (len(self.tensor) - 1)
-        whole = tuple((0, n, 1) for n in self.tensor[1:])
-        assert self.take[lead:] == whole, "columns are taken in part"
+        columns = tuple((0, n, 1) for n in self.tensor[1:])
+        assert self.take[lead:] == columns, "columns are taken in part"
         assert self.order[lead:] == tuple(range(lead, len(self.order))), "columns are rearranged as well"
         rows = (self.split_shape[:lead], self.take[:lead], self.order[:lead])
         extra = View.whole(columns)
@@ -213,15 +213,15 @@ def _validate_tensor(name: str, views: list[View]) -> None:
     shapes = {(view.tensor, view.split_shape) for view in views}
     _require(len(shapes) == 1, f"the views of tensor '{name}' disagree about its shape or split: {sorted(shapes)}")
     for n, view in enumerate(views):
-        for other in views[:n]:
-            _require(not _overlap(view, other), f"tensor '{name}' has a part that two leaves are written from")
+        for second in views[:n]:
+            _require(not _overlap(view, second), f"tensor '{name}' has a part that two leaves are written from")
     total = sum(math.prod(view.taken) for view in views)
     size = math.prod(views[0].tensor)
     _require(total == size, f"tensor '{name}' is left unread in part: {total:,} of {size:,} numbers are used")
 
 
-def _overlap(view: View, other: View) -> bool:
-    ranges = zip(view.take, other.take, strict=True)
+def _overlap(view: View, second: View) -> bool:
+    ranges = zip(view.take, second.take, strict=True)
     return all(not set(range(*a)).isdisjoint(range(*b)) for a, b in ranges)
 
 

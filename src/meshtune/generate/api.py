@@ -117,8 +117,8 @@ class Model:
         for start in range(0, len(prompt), batch_size):
             group = prompt[start : start + batch_size]
             # Prompt number i draws with seed + i, however many are computed at once.
-            own = dataclasses.replace(how, seed=how.seed + start)
-            rows = self._pieces(group, own, max_tokens=max_tokens, stop=stop, steps=None)
+            row_sampling = dataclasses.replace(how, seed=how.seed + start)
+            rows = self._pieces(group, row_sampling, max_tokens=max_tokens, stop=stop, steps=None)
             answers += map("".join, zip(*rows, strict=True))
         return answers
 
@@ -148,7 +148,7 @@ class Model:
         **sampling: Any,
     ) -> ChatSession:
         """A conversation with a memory: `.send`, `.stream`, `.messages`, `.reset`; see `ChatSession`."""
-        more = {} if notify is None else {"notify": notify}
+        options = {} if notify is None else {"notify": notify}
         return ChatSession(
             self,
             system,
@@ -156,7 +156,7 @@ class Model:
             max_tokens=_token_limit(max_tokens, max_new_tokens),
             stop=_strings(stop),
             overflow=overflow,
-            **more,
+            **options,
         )
 
     def _pieces(
@@ -220,7 +220,7 @@ def load(
         # Before the weights, which may take minutes.
         tokenizer = read_tokenizer()
         check_vocabulary(tokenizer, spec.vocab)
-        read_tokenizer = functools.partial(_same, tokenizer)
+        read_tokenizer = functools.partial(_identity, tokenizer)
     added = None
     if source.adapter is not None:
         added = load_adapter(source.adapter, spec)
@@ -239,13 +239,13 @@ def load(
     return Model(params, spec, Compute(dtype=dtype), source.base, read_tokenizer, stops)
 
 
-def _quantised(asked: QuantizeConfig | str | None, adapter: LoadedAdapter | None) -> QuantizeConfig | None:
-    if asked == "auto":
+def _quantised(quantize: QuantizeConfig | str | None, adapter: LoadedAdapter | None) -> QuantizeConfig | None:
+    if quantize == "auto":
         return None if adapter is None else adapter.base.quantised
-    if asked is None or isinstance(asked, QuantizeConfig):
-        return asked
-    check_format(asked, (*FORMATS, "none"))
-    return None if asked == "none" else QuantizeConfig(asked)
+    if quantize is None or isinstance(quantize, QuantizeConfig):
+        return quantize
+    check_format(quantize, (*FORMATS, "none"))
+    return None if quantize == "none" else QuantizeConfig(quantize)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "compute"))
@@ -296,5 +296,5 @@ def _strings(stop: str | Sequence[str]) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-def _same(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+def _identity(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     return tokenizer

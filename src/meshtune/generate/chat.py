@@ -55,18 +55,18 @@ class ChatSession:
         """Forgets everything but the system prompt."""
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
 
-    def send(self, words: str) -> str:
+    def send(self, text: str) -> str:
         """The answer to `words`, which both become history."""
-        return "".join(self.stream(words))
+        return "".join(self.stream(text))
 
-    def stream(self, words: str) -> Iterator[str]:
+    def stream(self, text: str) -> Iterator[str]:
         """The answer as it is made. What was made before an interruption stays in the history.
 
         Raises UserError, before the first piece, for empty words and for a context that is full.
         """
-        if not words.strip():
+        if not text.strip():
             raise UserError("the message is empty", fix="write something")
-        messages, ids = self._fitting([*self.messages, {"role": "user", "content": words}])
+        messages, ids = self._fitting([*self.messages, {"role": "user", "content": text}])
         generated = pieces(
             self._model.engine,
             self._model.tokenizer,
@@ -93,27 +93,27 @@ class ChatSession:
     def _fitting(self, messages: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[int]]:
         """The messages that fit beside an answer, and their ids."""
         context, tokenizer = self._model.engine.context, self._model.tokenizer
-        wanted = self.max_tokens if self.max_tokens is not None else min(DEFAULT_TOKENS, context // 4)
+        reserved = self.max_tokens if self.max_tokens is not None else min(DEFAULT_TOKENS, context // 4)
         first = 1 if messages[0]["role"] == "system" else 0
-        kept, ids = messages, chat_ids(tokenizer, messages)
-        while len(ids) + wanted > context and self.overflow == "drop_oldest" and len(kept) - first > 1:
-            later = next((i for i in range(first + 1, len(kept)) if kept[i]["role"] == "user"), None)
+        remaining, ids = messages, chat_ids(tokenizer, messages)
+        while len(ids) + reserved > context and self.overflow == "drop_oldest" and len(remaining) - first > 1:
+            later = next((i for i in range(first + 1, len(remaining)) if remaining[i]["role"] == "user"), None)
             if later is None:
                 break
-            kept = kept[:first] + kept[later:]
-            ids = chat_ids(tokenizer, kept)
-        if len(ids) + wanted > context:
-            whole = "the message" if len(kept) - first == 1 else "the conversation"
+            remaining = remaining[:first] + remaining[later:]
+            ids = chat_ids(tokenizer, remaining)
+        if len(ids) + reserved > context:
+            subject = "the message" if len(remaining) - first == 1 else "the conversation"
             fix = "send less at once, or give a smaller max_tokens"
-            if whole == "the conversation":
+            if subject == "the conversation":
                 fix = "begin anew (reset), give a smaller max_tokens, or overflow='drop_oldest'"
             raise UserError(
-                f"{whole} of {len(ids)} tokens and an answer of {wanted} are more than the context of {context}",
+                f"{subject} of {len(ids)} tokens and an answer of {reserved} are more than the context of {context}",
                 fix=fix,
             )
-        if dropped := len(messages) - len(kept):
+        if dropped := len(messages) - len(remaining):
             self._notify(f"The context of {context} tokens is full: the oldest {dropped} messages were forgotten.")
-        return kept, ids
+        return remaining, ids
 
     def with_sampling(self, **changes: float) -> None:
         """Changes how the next answers are sampled: temperature, top_k, top_p, min_p, repetition_penalty, seed."""

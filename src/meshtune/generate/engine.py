@@ -27,7 +27,7 @@ from meshtune.model.inputs import Inputs
 from meshtune.model.spec import ModelSpec
 
 DEFAULT_TOKENS = 256  # generated at most when nobody says how many
-AHEAD = 512  # slots made at first for tokens to come; a longer text lets the cache grow
+ROOM = 512  # slots made at first for tokens to come; a longer text lets the cache grow
 FEWEST_SLOTS = 128  # then powers of two: empty slots cost little, another length costs a compilation
 STEPS = 16  # decode steps of one call of the compiled loop
 
@@ -41,7 +41,7 @@ class State:
     token: Int[Array, "B"]
     position: Int[Array, "B"]
     done: Bool[Array, "B"]
-    seen: Bool[Array, "B V"]
+    used: Bool[Array, "B V"]
     finite: Bool[Array, "B"]
 
 
@@ -98,11 +98,11 @@ class Engine:
         stop_ids: Iterable[int] | None = None,
     ) -> list[list[int]]:
         """The new tokens of each prompt, a stop id included. See `run`."""
-        found: list[list[int]] = [[] for _ in prompts]
+        answers: list[list[int]] = [[] for _ in prompts]
         for piece in self.run(prompts, sampling, max_tokens=max_tokens, stop_ids=stop_ids):
-            for row, tokens in zip(found, piece, strict=True):
+            for row, tokens in zip(answers, piece, strict=True):
                 row.extend(tokens)
-        return found
+        return answers
 
     def _longest(self, rows: list[np.ndarray]) -> int:
         if not rows:
@@ -163,26 +163,26 @@ class Run:
         state = _prefill(params, tokens, lengths, self._stop_ids, self._knobs, **self._static)
         self._check(state, 0)
         yield [[token] for token in np.asarray(state.token)[:count].tolist()]
-        given, filled = 1, length
-        slots = length + min(self._max_tokens, AHEAD)
+        generated, filled = 1, length
+        slots = length + min(self._max_tokens, ROOM)
         slots = max(FEWEST_SLOTS, 1 << (slots - 1).bit_length())
         state = _grown(state, spec=self._engine.spec, slots=slots, dtype=self._engine.compute.dtype)
-        while given < self._max_tokens and not (self._stopped | np.asarray(state.done)).all():
-            steps = min(self._steps, self._max_tokens - given)
+        while generated < self._max_tokens and not (self._stopped | np.asarray(state.done)).all():
+            steps = min(self._steps, self._max_tokens - generated)
             if filled + steps > slots:
                 slots *= 2
                 state = _grown(state, spec=self._engine.spec, slots=slots, dtype=self._engine.compute.dtype)
             state = dataclasses.replace(state, done=state.done | self._stopped)
             state, new = _decode(params, state, np.int32(steps), self._stop_ids, self._knobs, **self._static)
-            self._check(state, given)
-            given, filled = given + steps, filled + steps
+            self._check(state, generated)
+            generated, filled = generated + steps, filled + steps
             yield [[token for token in row if token >= 0] for row in np.asarray(new)[:count].tolist()]
 
-    def _check(self, state: State, given: int) -> None:
+    def _check(self, state: State, generated: int) -> None:
         if not (finite := np.asarray(state.finite)).all():
             row = int(np.flatnonzero(~finite)[0])
             raise UserError(
-                f"the model's logits are not finite near new token {given}",
+                f"the model's logits are not finite near new token {generated}",
                 where=f"prompt {row}" if len(self._rows) > 1 else None,
                 fix="the weights overflow in this dtype (try float32), or hold NaN or infinity",
             )
@@ -233,12 +233,12 @@ def _prefill(
     hidden, cache, _ = forward(params, spec, compute, Inputs(tokens, positions, real.astype(jnp.int32)), cache=cache)
     assert cache is not None
     last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)
-    seen = jnp.zeros((B, spec.vocab if switches.penalty else 0), bool)
+    used = jnp.zeros((B, spec.vocab if switches.penalty else 0), bool)
     if switches.penalty:
         # Padding is scattered out of bounds, which is dropped.
-        seen = seen.at[jnp.arange(B)[:, None], jnp.where(real, tokens, spec.vocab)].set(True, mode="drop")
-    nothing = jnp.zeros(B, bool)
-    before = State(cache, tokens[:, 0], lengths - 1, nothing, seen, ~nothing)
+        used = used.at[jnp.arange(B)[:, None], jnp.where(real, tokens, spec.vocab)].set(True, mode="drop")
+    none_done = jnp.zeros(B, bool)
+    before = State(cache, tokens[:, 0], lengths - 1, none_done, used, ~none_done)
     return _on_all(_chosen(params, spec, before, last, stop_ids, switches, knobs), compute)
 
 
@@ -265,12 +265,12 @@ def _decode(
         after = _chosen(params, spec, after, hidden, stop_ids, switches, knobs)
         return i + 1, after, new.at[:, i].set(jnp.where(state.done, -1, after.token))
 
-    def more(carry: tuple[Array, State, Array]) -> Array:
+    def unfinished(carry: tuple[Array, State, Array]) -> Array:
         i, state, _ = carry
         return (i < steps) & ~state.done.all()
 
     new = jnp.full((state.token.shape[0], STEPS), -1, jnp.int32)
-    _, state, new = jax.lax.while_loop(more, step, (jnp.int32(0), state, new))
+    _, state, new = jax.lax.while_loop(unfinished, step, (jnp.int32(0), state, new))
     return _on_all(state, compute), constrain(new, compute.layout, "whole", "whole")
 
 
@@ -292,14 +292,14 @@ def _chosen(
     """The state with the token after `hidden` [B, 1, D] chosen."""
     scores = logits(params, spec, hidden)[:, 0]
     position = state.position + 1
-    token = next_token(scores, state.seen, position, switches, knobs)
-    seen = state.seen
+    token = next_token(scores, state.used, position, switches, knobs)
+    used = state.used
     if switches.penalty:
-        seen = seen.at[jnp.arange(token.shape[0]), token].set(True)
+        used = used.at[jnp.arange(token.shape[0]), token].set(True)
     # A finished row sees nothing, so what it computes does not matter.
     finite = state.finite & (state.done | jnp.isfinite(scores).all(-1))
     done = state.done | (token[:, None] == stop_ids).any(-1)
-    return State(state.cache, token, position, done, seen, finite)
+    return State(state.cache, token, position, done, used, finite)
 
 
 @partial(jax.jit, static_argnames=("spec", "slots", "dtype"))

@@ -80,9 +80,9 @@ def text_end(directory: Path, config: Mapping[str, Any], tokenizer: PreTrainedTo
             generation = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as problem:
             raise UserError(f"the file is not JSON: {problem}", where=str(file), fix="copy it again") from problem
-    found = generation.get("eos_token_id")
-    found = config.get("eos_token_id") if found is None else found
-    ids = frozenset(found if isinstance(found, list) else [] if found is None else [found])
+    stop_ids = generation.get("eos_token_id")
+    stop_ids = config.get("eos_token_id") if stop_ids is None else stop_ids
+    ids = frozenset(stop_ids if isinstance(stop_ids, list) else [] if stop_ids is None else [stop_ids])
     return ids if tokenizer is None else ids | tokenizer_end(tokenizer)
 
 

@@ -62,7 +62,7 @@ def compiled_form(sampling: Sampling, rows: int) -> tuple[Switches, Knobs]:
 
 
 def processed(
-    logits: Float[Array, "B V"], seen: Bool[Array, "B V"], switches: Switches, knobs: Knobs
+    logits: Float[Array, "B V"], used: Bool[Array, "B V"], switches: Switches, knobs: Knobs
 ) -> Float[Array, "B V"]:
     """The logits to draw from: float32, minus infinity where a token is ruled out.
 
@@ -72,7 +72,7 @@ def processed(
     if switches.penalty:
         # https://arxiv.org/abs/1909.05858, section 4.1; dividing a negative score would favour it.
         punished = jnp.where(scores < 0, scores * knobs.penalty, scores / knobs.penalty)
-        scores = jnp.where(seen, punished, scores)
+        scores = jnp.where(used, punished, scores)
     if switches.greedy:
         return scores
     scores = scores / knobs.temperature
@@ -87,13 +87,13 @@ def processed(
 
 def next_token(
     logits: Float[Array, "B V"],
-    seen: Bool[Array, "B V"],
+    used: Bool[Array, "B V"],
     positions: Int[Array, "B"],
     switches: Switches,
     knobs: Knobs,
 ) -> Int[Array, "B"]:
     """One token a row. `positions` are those the tokens will stand at; they and the seeds are all the randomness."""
-    scores = processed(logits, seen, switches, knobs)
+    scores = processed(logits, used, switches, knobs)
     if switches.greedy:
         return jnp.argmax(scores, axis=-1).astype(jnp.int32)
 
@@ -106,8 +106,8 @@ def next_token(
 def _top_k(scores: Float[Array, "B V"], k: Int[Array, ""]) -> Float[Array, "B V"]:
     """Keeps the k greatest, and all that equal the k-th."""
     keys = _ordered(scores)
-    wanted = jnp.minimum(k, scores.shape[-1])
-    least = _greatest(lambda key: jnp.sum(keys >= key[:, None], axis=-1) >= wanted, scores.shape[0])
+    count = jnp.minimum(k, scores.shape[-1])
+    least = _greatest(lambda key: jnp.sum(keys >= key[:, None], axis=-1) >= count, scores.shape[0])
     return jnp.where(keys < least[:, None], -jnp.inf, scores)
 
 
@@ -142,8 +142,8 @@ def _greatest(holds: Callable[[Array], Array], rows: int) -> UInt32[Array, "B"]:
     long as half a decode step of a 135M model.
     """
 
-    def step(i: Array, found: Array) -> Array:
-        tried = found | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
-        return jnp.where(holds(tried), tried, found)
+    def step(i: Array, threshold: Array) -> Array:
+        tried = threshold | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        return jnp.where(holds(tried), tried, threshold)
 
     return jax.lax.fori_loop(0, 32, step, jnp.zeros(rows, jnp.uint32))

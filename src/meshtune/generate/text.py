@@ -111,11 +111,11 @@ def pieces(
 
     def texts() -> Iterator[list[str]]:
         for piece in run:
-            shown = [ends.push(words.push(ids)) for ids, (words, ends) in zip(piece, rows, strict=True)]
+            shown = [ends.push(decoder.push(ids)) for ids, (decoder, ends) in zip(piece, rows, strict=True)]
             for number, (_, ends) in enumerate(rows):
                 if ends.found:
                     run.stop(number)
             yield shown
-        yield [ends.push(words.finish()) + ends.finish() for words, ends in rows]
+        yield [ends.push(decoder.finish()) + ends.finish() for decoder, ends in rows]
 
     return texts()

@@ -89,8 +89,8 @@ class AttentionSpec:
         """Attention and its output projection."""
         rows = context.rows
         if context.memory is not None:
-            q, (seen, seen_rows) = self._queries(x, node, context), context.memory
-            k, v, past = seen["k"], seen["v"], (seen_rows.positions, seen_rows.segment_ids)
+            q, (memory, memory_rows) = self._queries(x, node, context), context.memory
+            k, v, past = memory["k"], memory["v"], (memory_rows.positions, memory_rows.segment_ids)
         elif cache is None:
             q, k, v = self._queries_keys_values(x, node, context)
             past = None

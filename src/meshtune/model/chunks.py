@@ -33,7 +33,7 @@ def over_chunks(
     tokens: Any,
     *,
     chunk: int | None,
-    ways: int = 1,
+    ranks: int = 1,
 ) -> tuple[Any, Any]:
     """function(shared, x, beside, tokens, None), computed by chunks of `chunk` tokens of a row.
 
@@ -41,36 +41,36 @@ def over_chunks(
     The function gives (results, sums): each result is [B, T, ..], a row's tokens in the same order; sums are added over
     the chunks. It may not mix the tokens of x; whatever they are to see of each other is in `shared`. It must be pure
     and close over no array. Where the chunk does not divide a row, rows are filled up with zeros (segment 0), whose
-    results are cut off, and which sums must leave out. `ways` is the number of devices that hold a row's parts in turn:
+    results are cut off, and which sums must leave out. `ranks` is the number of devices that hold the parts of a row:
     a chunk then takes its share from each. None, or a chunk as long as the row: the function itself.
     """
-    length = x.shape[1] // ways
-    if chunk is None or chunk * ways >= x.shape[1]:
+    length = x.shape[1] // ranks
+    if chunk is None or chunk * ranks >= x.shape[1]:
         return function(shared, x, beside, tokens, None)
-    count = math.ceil(length * ways / chunk)
+    count = math.ceil(length * ranks / chunk)
     size = math.ceil(length / count)
     if missing := count * size - length:
-        x, beside, tokens = jax.tree.map(lambda leaf: _padded(leaf, missing, ways), (x, beside, tokens))
-    results, sums = cast(tuple[Any, Any], _chunked(function, count, ways, shared, x, beside, tokens))
-    return (jax.tree.map(lambda leaf: _cut_back(leaf, missing, ways), results) if missing else results), sums
+        x, beside, tokens = jax.tree.map(lambda leaf: _padded(leaf, missing, ranks), (x, beside, tokens))
+    results, sums = cast(tuple[Any, Any], _chunked(function, count, ranks, shared, x, beside, tokens))
+    return (jax.tree.map(lambda leaf: _cut_back(leaf, missing, ranks), results) if missing else results), sums
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _chunked(function: Chunk, count: int, ways: int, shared: Any, x: Array, beside: Tree, tokens: Any) -> Any:
+def _chunked(function: Chunk, count: int, ranks: int, shared: Any, x: Array, beside: Tree, tokens: Any) -> Any:
     def compute(number: Any, source: Array) -> tuple[Any, Any]:
-        x_chunk, beside_chunk, tokens_chunk = _chunk_of((source, beside, tokens), number, count, ways)
+        x_chunk, beside_chunk, tokens_chunk = _chunk_of((source, beside, tokens), number, count, ranks)
         return function(shared, x_chunk, beside_chunk, tokens_chunk, number)
 
     def step(number: Array, running: tuple[Any, Any]) -> tuple[Any, Any]:
         results, totals = running
         # Where results take the place of x, a chunk of x is read before it is overwritten.
         new, sums = compute(number, results if in_place else x)
-        return _written(results, new, number, count, ways), jax.tree.map(jnp.add, totals, sums)
+        return _written(results, new, number, count, ranks), jax.tree.map(jnp.add, totals, sums)
 
     shapes, sum_shapes = jax.eval_shape(lambda: compute(jnp.int32(0), x))
-    in_place = _same(shapes, _chunk_of(x, 0, count, ways))
-    whole = (x.shape[0], x.shape[1])
-    empty = x if in_place else jax.tree.map(lambda s: jnp.zeros((*whole, *s.shape[2:]), s.dtype), shapes)
+    in_place = _alike(shapes, _chunk_of(x, 0, count, ranks))
+    leading = (x.shape[0], x.shape[1])
+    empty = x if in_place else jax.tree.map(lambda s: jnp.zeros((*leading, *s.shape[2:]), s.dtype), shapes)
     return lax.fori_loop(0, count, step, (empty, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sum_shapes)))
 
 
@@ -80,84 +80,86 @@ class _Perturbed(tuple[bool, ...]):
 
 
 def _chunked_forward(
-    function: Chunk, count: int, ways: int, shared: Any, x: Any, beside: Any, tokens: Any
+    function: Chunk, count: int, ranks: int, shared: Any, x: Any, beside: Any, tokens: Any
 ) -> tuple[Any, Any]:
     perturbed = _Perturbed(leaf.perturbed for leaf in jax.tree.leaves(shared))
     shared, x, beside, tokens = jax.tree.map(lambda leaf: leaf.value, (shared, x, beside, tokens))
-    return _chunked(function, count, ways, shared, x, beside, tokens), (perturbed, shared, x, beside, tokens)
+    return _chunked(function, count, ranks, shared, x, beside, tokens), (perturbed, shared, x, beside, tokens)
 
 
-def _chunked_backward(function: Chunk, count: int, ways: int, saved: Any, cotangents: Any) -> Any:
+def _chunked_backward(function: Chunk, count: int, ranks: int, saved: Any, cotangents: Any) -> Any:
     perturbed, shared, x, beside, tokens = saved
     leaves, structure = jax.tree.flatten(shared)
     trained = [leaf for leaf, yes in zip(leaves, perturbed, strict=True) if yes]
     d_results, d_totals = jax.tree.map(_instantiated, cotangents, is_leaf=lambda leaf: isinstance(leaf, SymbolicZero))
-    in_place = _same(d_results, x)
+    in_place = _alike(d_results, x)
 
     def step(number: Array, running: tuple[Array, Tree, list[Array]]) -> tuple[Array, Tree, list[Array]]:
         d_x, d_beside, totals = running
-        x_chunk, beside_chunk, tokens_chunk = _chunk_of((x, beside, tokens), number, count, ways)
+        x_chunk, beside_chunk, tokens_chunk = _chunk_of((x, beside, tokens), number, count, ranks)
 
-        def of(given: list[Array], x_chunk: Array, beside_chunk: Tree) -> Any:
-            others = iter(given)
-            chosen = [next(others) if yes else leaf for leaf, yes in zip(leaves, perturbed, strict=True)]
+        def of(trained: list[Array], x_chunk: Array, beside_chunk: Tree) -> Any:
+            values = iter(trained)
+            chosen = [next(values) if yes else leaf for leaf, yes in zip(leaves, perturbed, strict=True)]
             return function(jax.tree.unflatten(structure, chosen), x_chunk, beside_chunk, tokens_chunk, number)
 
         _, pull = jax.vjp(of, trained, x_chunk, beside_chunk)
-        d_chunk = _chunk_of(d_x if in_place else d_results, number, count, ways)
+        d_chunk = _chunk_of(d_x if in_place else d_results, number, count, ranks)
         d_shared, d_x_chunk, d_beside_chunk = pull((d_chunk, d_totals))
         totals = [total + part.astype(total.dtype) for total, part in zip(totals, d_shared, strict=True)]
-        d_beside = _written(d_beside, d_beside_chunk, number, count, ways)
-        return _written(d_x, d_x_chunk, number, count, ways), d_beside, totals
+        d_beside = _written(d_beside, d_beside_chunk, number, count, ranks)
+        return _written(d_x, d_x_chunk, number, count, ranks), d_beside, totals
 
     zeros = [jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in trained]
     begin = (d_results if in_place else jnp.zeros_like(x), jax.tree.map(jnp.zeros_like, beside), zeros)
     d_x, d_beside, totals = lax.fori_loop(0, count, step, begin)
-    rest = iter(totals)
-    d_leaves = [next(rest).astype(leaf.dtype) if yes else None for leaf, yes in zip(leaves, perturbed, strict=True)]
+    remaining = iter(totals)
+    d_leaves = [
+        next(remaining).astype(leaf.dtype) if yes else None for leaf, yes in zip(leaves, perturbed, strict=True)
+    ]
     return jax.tree.unflatten(structure, d_leaves), d_x, d_beside, jax.tree.map(lambda _: None, tokens)
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward, symbolic_zeros=True)
 
 
-def _chunk_of(tree: Any, number: Any, count: int, ways: int) -> Any:
+def _chunk_of(tree: Any, number: Any, count: int, ranks: int) -> Any:
     def cut(leaf: Array) -> Array:
-        size = leaf.shape[1] // ways // count
-        parts = _in_parts(leaf, ways)
-        here = lax.dynamic_slice_in_dim(parts, number * size, size, axis=parts.ndim - leaf.ndim + 1)
-        return here.reshape(leaf.shape[0], ways * size, *leaf.shape[2:])
+        size = leaf.shape[1] // ranks // count
+        parts = _in_parts(leaf, ranks)
+        chunk = lax.dynamic_slice_in_dim(parts, number * size, size, axis=parts.ndim - leaf.ndim + 1)
+        return chunk.reshape(leaf.shape[0], ranks * size, *leaf.shape[2:])
 
     return jax.tree.map(cut, tree)
 
 
-def _written(tree: Any, chunk: Any, number: Array, count: int, ways: int) -> Any:
-    def write(leaf: Array, here: Array) -> Array:
-        size = leaf.shape[1] // ways // count
-        parts, here = _in_parts(leaf, ways), _in_parts(here.astype(leaf.dtype), ways)
+def _written(tree: Any, chunk: Any, number: Array, count: int, ranks: int) -> Any:
+    def write(leaf: Array, new: Array) -> Array:
+        size = leaf.shape[1] // ranks // count
+        parts, new = _in_parts(leaf, ranks), _in_parts(new.astype(leaf.dtype), ranks)
         axis = parts.ndim - leaf.ndim + 1
-        return lax.dynamic_update_slice_in_dim(parts, here, number * size, axis=axis).reshape(leaf.shape)
+        return lax.dynamic_update_slice_in_dim(parts, new, number * size, axis=axis).reshape(leaf.shape)
 
     return jax.tree.map(write, tree, chunk)
 
 
-def _in_parts(leaf: Array, ways: int) -> Array:
-    """[B, T, ..] as [B, ways, T / ways, ..]: a row's tokens by the device that holds them."""
-    return leaf if ways == 1 else leaf.reshape(leaf.shape[0], ways, leaf.shape[1] // ways, *leaf.shape[2:])
+def _in_parts(leaf: Array, ranks: int) -> Array:
+    """[B, T, ..] as [B, ranks, T / ranks, ..]: a row's tokens by the device that holds them."""
+    return leaf if ranks == 1 else leaf.reshape(leaf.shape[0], ranks, leaf.shape[1] // ranks, *leaf.shape[2:])
 
 
-def _padded(leaf: Array, missing: int, ways: int) -> Array:
-    parts = leaf.reshape(leaf.shape[0], ways, leaf.shape[1] // ways, *leaf.shape[2:])
+def _padded(leaf: Array, missing: int, ranks: int) -> Array:
+    parts = leaf.reshape(leaf.shape[0], ranks, leaf.shape[1] // ranks, *leaf.shape[2:])
     parts = jnp.pad(parts, [(0, 0), (0, 0), (0, missing)] + [(0, 0)] * (parts.ndim - 3))
     return parts.reshape(leaf.shape[0], -1, *leaf.shape[2:])
 
 
-def _cut_back(leaf: Array, missing: int, ways: int) -> Array:
-    parts = leaf.reshape(leaf.shape[0], ways, leaf.shape[1] // ways, *leaf.shape[2:])
+def _cut_back(leaf: Array, missing: int, ranks: int) -> Array:
+    parts = leaf.reshape(leaf.shape[0], ranks, leaf.shape[1] // ranks, *leaf.shape[2:])
     return parts[:, :, : parts.shape[2] - missing].reshape(leaf.shape[0], -1, *leaf.shape[2:])
 
 
-def _same(tree: Any, x: Any) -> bool:
+def _alike(tree: Any, x: Any) -> bool:
     return hasattr(tree, "shape") and (tree.shape, tree.dtype) == (x.shape, x.dtype)
 
 

@@ -19,7 +19,7 @@ from meshtune.model.block import Hidden, Sums
 from meshtune.model.cache import Cache, empty
 from meshtune.model.compute import Compute
 from meshtune.model.embedding import embedded
-from meshtune.model.in_use import here, with_shared
+from meshtune.model.gather import to_device, with_shared
 from meshtune.model.inputs import Inputs, Rows, rows_of
 from meshtune.model.linear import linear
 from meshtune.model.reverse import LayerRunner
@@ -61,7 +61,7 @@ def forward(
         (x, sums), caches = runner.apply(layer_functions(spec, compute), spec, compute, x, rows, side), {}
     if cache is not None:
         cache = Cache(caches, cache.lengths + jnp.sum(inputs.segment_ids > 0, axis=1, dtype=jnp.int32))
-    return Forward(spec.norm(x, here(params["norm"])), cache, sums)
+    return Forward(spec.norm(x, to_device(params["norm"])), cache, sums)
 
 
 def hidden_states(
@@ -86,13 +86,13 @@ def enter(params: Tree, spec: ModelSpec, compute: Compute, inputs: Inputs) -> tu
     rows = rows_of(inputs, spec.ropes)
     x = inputs.embeds
     if x is None:
-        x = embedded(table(here(params["embed"])), inputs.tokens, compute.layout)
+        x = embedded(table(to_device(params["embed"])), inputs.tokens, compute.layout)
     x = x.astype(compute.dtype)
     if spec.embed_scale is not None:
         x = x * jnp.asarray(spec.embed_scale, x.dtype)
     side = dict(inputs.side or {})
     if spec.side is not None:
-        side |= spec.side.apply(here(params[spec.side.name]), inputs, x)
+        side |= spec.side.apply(to_device(params[spec.side.name]), inputs, x)
     _check_side(spec, side)
     return rows, x, side
 
@@ -119,9 +119,9 @@ def head_params(params: Tree, spec: ModelSpec) -> Tree:
     by: the weight itself stays as it is, so that no second one is ever held, and its gradient goes through the scale.
     """
     if spec.scored:
-        return here(params["score"])
+        return to_device(params["score"])
     head = params.get("head", {})
-    head = here({**params["embed"], **head} if spec.tied else head)
+    head = to_device({**params["embed"], **head} if spec.tied else head)
     head = {"weight": table(head), **{name: leaf for name, leaf in head.items() if name not in ("weight", ROWS)}}
     head = with_shared(head, params.get("shared"))
     return head | {"scale": row_scale(head["weight"])} if spec.norm_head and "scale" not in head else head
@@ -162,7 +162,7 @@ def logits(params: Tree, spec: ModelSpec, hidden: Hidden) -> Float[Array, "B T V
 
 def scores(params: Tree, hidden: Hidden) -> Float[Array, "B T"]:
     """The float32 score that a model with a head of one score (ModelSpec.scored) gives at every token."""
-    return linear(hidden, here(params["score"]), out=jnp.float32)[..., 0]
+    return linear(hidden, to_device(params["score"]), out=jnp.float32)[..., 0]
 
 
 def cache_specs(spec: ModelSpec, batch: int, slots: int, dtype: str) -> dict[str, Tree]:

@@ -36,9 +36,9 @@ def _look_up(table: Array, tokens: Array, *, rows: tuple[str, ...], columns: tup
             tokens = lax.all_gather(tokens, axis)
     if rows:
         first = lax.axis_index(rows) * table.shape[0]
-        mine = (tokens >= first) & (tokens < first + table.shape[0])
-        found = jnp.take(table, jnp.where(mine, tokens - first, 0), axis=0)
-        x = lax.psum(jnp.where(mine[..., None], found, jnp.zeros((), table.dtype)), rows)
+        is_local = (tokens >= first) & (tokens < first + table.shape[0])
+        local_rows = jnp.take(table, jnp.where(is_local, tokens - first, 0), axis=0)
+        x = lax.psum(jnp.where(is_local[..., None], local_rows, jnp.zeros((), table.dtype)), rows)
     else:
         x = jnp.take(table, tokens, axis=0)
     for axis in reversed(columns):  # the innermost first: its blocks of columns are neighbours

@@ -22,7 +22,7 @@ def init_params(spec: ModelSpec, key: jax.Array) -> Tree:
             case "zeros":
                 return jnp.zeros(leaf.shape, leaf.dtype)
             case "normal":
-                own = jax.random.fold_in(key, zlib.crc32(path.encode()))
-                return (jax.random.normal(own, leaf.shape) * spec.init_std).astype(leaf.dtype)
+                leaf_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
+                return (jax.random.normal(leaf_key, leaf.shape) * spec.init_std).astype(leaf.dtype)
 
     return unflatten({path: make(path, leaf) for path, leaf in flatten(abstract_params(spec)).items()})

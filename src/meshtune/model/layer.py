@@ -122,18 +122,18 @@ def _with_ffn(
     if spec.ffn is None:
         return Output(total, cache, sums)
     parallel = spec.placement.startswith("parallel")
-    mine = {name: node[name] for name in spec.nodes(spec.ffn)}
+    params = {name: node[name] for name in spec.nodes(spec.ffn)}
     feed = functools.partial(_feed, spec=spec, compute=context.compute)
-    y, more = over_chunks(
+    y, ffn_sums = over_chunks(
         feed,
-        (mine, context.index, site_key(context.key, spec.ffn.name)),
+        (params, context.index, site_key(context.key, spec.ffn.name)),
         x if parallel else total,
         {"side": context.side} | ({"total": total} if parallel else {}),
         context.rows,
         chunk=context.compute.mlp_chunk,
-        ways=_ways(context.compute),
+        ranks=_ranks(context.compute),
     )
-    return Output(y, cache, {**sums, **more})
+    return Output(y, cache, {**sums, **ffn_sums})
 
 
 def _feed(
@@ -151,18 +151,18 @@ def _by_chunks(x: Hidden, node: Tree, spec: LayerSpec, mixer: Mixer, context: Co
     assert reads is not None, f"{mixer.name} needs whole rows: attention_chunk must be None"
     names = set(node[mixer.name])
     assert reads.memory | reads.chunk == names, f"{mixer.name}: parameters that no pass reads"
-    size = {"chunk": compute.attention_chunk, "ways": _ways(compute)}
+    size = {"chunk": compute.attention_chunk, "ranks": _ranks(compute)}
     options = {"spec": spec, "mixer": mixer, "compute": compute}
 
     def part(names: frozenset[str]) -> Tree:
         return {name: leaf for name, leaf in node[mixer.name].items() if name in names}
 
     norm = spec.input_norm(mixer)
-    mine = ({} if norm is None else {norm: node[norm]}) | {mixer.name: part(reads.memory)}
-    keys = (mine, context.index, site_key(context.key, mixer.name))
+    params = ({} if norm is None else {norm: node[norm]}) | {mixer.name: part(reads.memory)}
+    shared = (params, context.index, site_key(context.key, mixer.name))
     beside = {"side": context.side}
     remember = functools.partial(_remember, **options)
-    memory, _ = over_chunks(remember, keys, x, beside, context.rows, **size)
+    memory, _ = over_chunks(remember, shared, x, beside, context.rows, **size)
     shared = (node | {mixer.name: part(reads.chunk)}, context.index, context.key, memory, context.rows)
     look_back = functools.partial(_look_back, **options)
     y, sums = over_chunks(look_back, shared, x, beside, context.rows, **size)
@@ -207,6 +207,6 @@ def _look_back(
     return output.y, output.sums
 
 
-def _ways(compute: Compute) -> int:
-    """The devices that hold a row's parts in turn."""
+def _ranks(compute: Compute) -> int:
+    """The number of devices that hold the parts of a row."""
     return 1 if compute.layout is None else compute.layout.size("cp")

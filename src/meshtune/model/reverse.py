@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 from meshtune.arrays.tree import Tree
 from meshtune.model.block import Hidden, Sums
 from meshtune.model.compute import Compute
-from meshtune.model.in_use import here, on_host
+from meshtune.model.gather import is_offloaded, to_device
 from meshtune.model.inputs import Rows
 from meshtune.model.spec import ModelSpec, Stack
 
@@ -99,7 +99,7 @@ def backward(
 
     def back(place: int, row: Array, carry: Any, d_x: Hidden, d_side: Tree) -> tuple[Hidden, Tree, Any]:
         trained, frozen = node(carry, place, row)
-        x = here(row_of(layer_inputs[place], row))
+        x = to_device(row_of(layer_inputs[place], row))
         # What is computed again must not be shared with the forward pass, as the compiler would do if left alone.
         x, d_x = lax.optimization_barrier((x, d_x))
 
@@ -110,13 +110,13 @@ def backward(
             d_output = d_x
             if between is not None:
                 carry, d_output = between(carry, place, row, d_output, output)
-            gradient, d_input, more = pull((d_output, d_sums))
-            return d_input, jax.tree.map(jnp.add, d_side, more), visit(carry, place, row, trained, gradient)
+            gradient, d_input, d_side_input = pull((d_output, d_sums))
+            return d_input, jax.tree.map(jnp.add, d_side, d_side_input), visit(carry, place, row, trained, gradient)
 
         def without(carry: Any) -> tuple[Hidden, Tree, Any]:
             _, pull = jax.vjp(lambda x, side: layer(x, merged(trained, frozen), place, row, rows, side), x, side)
-            d_input, more = pull((d_x, d_sums))
-            return d_input, jax.tree.map(jnp.add, d_side, more), carry
+            d_input, d_side_input = pull((d_x, d_sums))
+            return d_input, jax.tree.map(jnp.add, d_side, d_side_input), carry
 
         if selected is None:
             return with_gradient(carry)
@@ -134,16 +134,16 @@ def backward(
 
 
 def row_of(tree: Any, row: Array) -> Any:
-    """One layer's part of stacked arrays, in the memory they lie in."""
+    """One layer's part of stacked arrays, in the same memory as they."""
     return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, row, keepdims=False), tree)
 
 
 def with_row(tree: Any, new: Any, row: Array) -> Any:
-    """Stacked arrays with one layer's part replaced, in the memory they lie in."""
+    """Stacked arrays with one layer's part replaced, in the same memory as before."""
 
-    def one(leaf: Array, part: Array) -> Array:
+    def write(leaf: Array, part: Array) -> Array:
         part = part.astype(leaf.dtype)
-        part = jax.device_put(part, HOST) if on_host(leaf) else part
+        part = jax.device_put(part, HOST) if is_offloaded(leaf) else part
         return lax.dynamic_update_index_in_dim(leaf, part, row, 0)
 
-    return jax.tree.map(one, tree, new)
+    return jax.tree.map(write, tree, new)

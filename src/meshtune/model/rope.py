@@ -78,14 +78,14 @@ def rotate(
     Computed in float32, returned in x's dtype.
     """
     width = 2 * cos.shape[-1]
-    x, rest = x[..., :width], x[..., width:]
+    x, unrotated = x[..., :width], x[..., width:]
     wide = x.astype(jnp.float32)
     first, second = (wide[..., 0::2], wide[..., 1::2]) if interleaved else jnp.split(wide, 2, axis=-1)
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     pair = first * cos - second * sin, second * cos + first * sin
     turned = jnp.stack(pair, axis=-1).reshape(x.shape) if interleaved else jnp.concatenate(pair, axis=-1)
     turned = turned.astype(x.dtype)
-    return turned if rest.shape[-1] == 0 else jnp.concatenate([turned, rest], axis=-1)
+    return turned if unrotated.shape[-1] == 0 else jnp.concatenate([turned, unrotated], axis=-1)
 
 
 def _llama3(inverse: np.ndarray, rope: RopeSpec, numbers: dict[str, float]) -> np.ndarray:

@@ -37,14 +37,14 @@ def layout_for(mesh: Mesh | AbstractMesh, spec: ModelSpec) -> tuple[Layout, list
             where="mesh.ep",
             fix="leave ep at 1 and give its devices to fsdp or tp",
         )
-    whole, notes = set[str](), []
+    replicated, notes = set[str](), []
     for axis, name, count, else_whole in dict.fromkeys(divisors):
         if count % size[axis] == 0:
             continue
         if else_whole is None:
-            required = [one.size for one in divisors if one.axis == axis and one.else_whole is None]
+            required = [divisor.size for divisor in divisors if divisor.axis == axis and divisor.else_whole is None]
             raise _uneven(axis, size[axis], name, count, math.gcd(*required))
-        whole.add(else_whole)
+        replicated.add(else_whole)
         notes.append(
             Note(
                 axis,
@@ -56,18 +56,18 @@ def layout_for(mesh: Mesh | AbstractMesh, spec: ModelSpec) -> tuple[Layout, list
     if spec.embed % sharded:
         axis = " x ".join(["fsdp", *(axis for axis in ("cp", "ep") if size[axis] > 1)])
         raise _uneven(axis, sharded, "embedding width", spec.embed, spec.embed)
-    return Layout(mesh, frozenset(whole)), notes
+    return Layout(mesh, frozenset(replicated)), notes
 
 
 def check_batch(config: MeshConfig, rows: int, length: int) -> None:
     """Raises UserError if micro-batches of `rows` rows of `length` positions (0: any) cannot be split over the mesh."""
-    ways = config.dp * config.fsdp * config.ep
+    shards = config.dp * config.fsdp * config.ep
     axes = "dp x fsdp" if config.ep == 1 else "dp x fsdp x ep"
-    if rows % ways:
+    if rows % shards:
         raise UserError(
-            f"a micro-batch of {rows} row{'' if rows == 1 else 's'} cannot be split over {axes} = {ways}",
+            f"a micro-batch of {rows} row{'' if rows == 1 else 's'} cannot be split over {axes} = {shards}",
             where="train.batch_size, train.micro_batch",
-            fix=f"use a multiple of {ways} rows, such as {-(-rows // ways) * ways}, or give devices to tp or cp",
+            fix=f"use a multiple of {shards} rows, such as {-(-rows // shards) * shards}, or give devices to tp or cp",
         )
     if config.cp > 1 and length % (2 * config.cp):
         per = 2 * config.cp

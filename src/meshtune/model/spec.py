@@ -137,11 +137,11 @@ def stacks_of(layers: list[LayerSpec]) -> tuple[Stack, ...]:
     assert layers
     n = len(layers)
     for width in range(1, min(n // 2, 16) + 1):
-        pattern, whole = layers[:width], n // width * width
-        if layers[:whole] == pattern * (n // width):
-            rest = layers[whole:]
+        pattern, covered = layers[:width], n // width * width
+        if layers[:covered] == pattern * (n // width):
+            remaining = layers[covered:]
             head = (Stack(tuple(pattern), n // width),)
-            return head + (stacks_of(rest) if rest else ())
+            return head + (stacks_of(remaining) if remaining else ())
     runs: list[Stack] = []
     for layer in layers:
         if runs and runs[-1].pattern == (layer,):

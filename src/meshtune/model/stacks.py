@@ -19,7 +19,7 @@ from meshtune.model.attention import ROTATED
 from meshtune.model.block import Context, Hidden, Sums
 from meshtune.model.cache import Cache, LayerCache
 from meshtune.model.compute import Compute
-from meshtune.model.in_use import GATHERED, layer_in_use, on_host
+from meshtune.model.gather import GATHERED, gather_layer_params, is_offloaded
 from meshtune.model.inputs import Rows
 from meshtune.model.layer import fold, layer
 from meshtune.model.linear import NARROW, PRODUCT
@@ -27,7 +27,7 @@ from meshtune.model.reverse import RESIDUAL, Layer
 from meshtune.model.spec import ModelSpec
 
 # The results of matrix products (with LoRA the sum, not its parts) and of attention.
-KEPT = (PRODUCT, NARROW, ROTATED, OUTPUT, LOG_SUM_EXP)
+SAVED = (PRODUCT, NARROW, ROTATED, OUTPUT, LOG_SUM_EXP)
 
 
 class Stream(NamedTuple):
@@ -73,7 +73,7 @@ def through_layers(
             x, caches = jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL), (x, caches))
             for p, kind in enumerate(stack.pattern):
                 key, number = f"{s}.{p}", first + row * len(stack.pattern) + p
-                node = layer_in_use(nodes[key], spec, key, compute, shared)
+                node = gather_layer_params(nodes[key], spec, key, compute, shared)
                 context = Context(compute, rows, side, number, fold(rng, number))
                 before = None if cache is None else LayerCache(caches[key], row, cache.lengths)
                 x, after, new = layer(x, node, kind, context, before)
@@ -93,11 +93,11 @@ def through_layers(
 
 def single_layer(spec: ModelSpec, compute: Compute, stack: int) -> Layer:
     """The function of one layer of a stack, by its place in the pattern, for the layer-by-layer backward pass."""
-    first = sum(one.layers for one in spec.stacks[:stack])
+    first = sum(earlier.layers for earlier in spec.stacks[:stack])
     pattern = spec.stacks[stack].pattern
 
     def apply(x: Hidden, node: Tree, place: int, row: Array, rows: Rows, side: Tree) -> tuple[Hidden, Sums]:
-        node = layer_in_use(node, spec, f"{stack}.{place}", compute)
+        node = gather_layer_params(node, spec, f"{stack}.{place}", compute)
         context = Context(compute, rows, side, first + row * len(pattern) + place)
         output = layer(x, node, pattern[place], context)
         return output.y, add_sums(no_sums(spec), output.sums)
@@ -111,7 +111,7 @@ def layer_functions(spec: ModelSpec, compute: Compute) -> Callable[[int], Layer]
 
 
 def _rematerialised(group: Callable[..., Any], compute: Compute, nodes: Tree) -> Callable[..., Any]:
-    """Full keeps only the residual stream between groups; selective also keeps what `KEPT` names, each needed one once.
+    """Full saves only the residual stream between groups; selective also what `SAVED` names, each needed one once.
 
     None leaves it to JAX, which keeps whatever any derivative reads: between two products several arrays as wide as
     either. Computing those again from the products costs less than storing and loading them. Weights that are fetched
@@ -119,16 +119,16 @@ def _rematerialised(group: Callable[..., Any], compute: Compute, nodes: Tree) ->
     """
     policies = jax.checkpoint_policies
     if compute.remat == "none":
-        if compute.layout is None and not any(on_host(leaf) for leaf in jax.tree.leaves(nodes)):
+        if compute.layout is None and not any(is_offloaded(leaf) for leaf in jax.tree.leaves(nodes)):
             return group
         policy = policies.save_anything_except_these_names(GATHERED)
     elif RESIDUAL in compute.offload:
         policy = policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=KEPT if compute.remat == "selective" else (),
+            names_which_can_be_saved=SAVED if compute.remat == "selective" else (),
             names_which_can_be_offloaded=(RESIDUAL,),
             offload_src="device",
             offload_dst="pinned_host",
         )
     else:
-        policy = policies.nothing_saveable if compute.remat == "full" else policies.save_only_these_names(*KEPT)
+        policy = policies.nothing_saveable if compute.remat == "full" else policies.save_only_these_names(*SAVED)
     return jax.checkpoint(group, policy=policy, prevent_cse=not compute.scan)

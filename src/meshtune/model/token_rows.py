@@ -49,5 +49,5 @@ def table(node: Tree) -> Array:
 def folded(params: Tree) -> Tree:
     """Parameters whose tables hold the rows that were trained apart: for many forward passes."""
     nodes = {name: node for name, node in params.items() if isinstance(node, dict) and ROWS in node}
-    whole = {name: node | {"weight": jax.jit(table)(node)} for name, node in nodes.items()}
-    return params | {name: {key: leaf for key, leaf in node.items() if key != ROWS} for name, node in whole.items()}
+    tables = {name: node | {"weight": jax.jit(table)(node)} for name, node in nodes.items()}
+    return params | {name: {key: leaf for key, leaf in node.items() if key != ROWS} for name, node in tables.items()}

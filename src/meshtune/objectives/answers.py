@@ -12,7 +12,7 @@ from meshtune.arrays.tree import Tree, split
 from meshtune.kernels.log_probs import log_probs
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, head_params, layers_loss, logits_of
-from meshtune.model.in_use import loss_sharding
+from meshtune.model.gather import loss_sharding
 from meshtune.model.inputs import Inputs
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.score import Batch

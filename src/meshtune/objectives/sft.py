@@ -14,7 +14,7 @@ from meshtune.errors import UserError
 from meshtune.kernels.cross_entropy import cross_entropy
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, head_params, layers_loss, logits_of
-from meshtune.model.in_use import loss_sharding
+from meshtune.model.gather import loss_sharding
 from meshtune.model.inputs import Inputs
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.score import Batch, Objective, Score, add_layers_loss

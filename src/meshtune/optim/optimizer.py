@@ -15,7 +15,7 @@ from jaxtyping import Array
 from meshtune.arrays.paths import named_leaves, path_name
 from meshtune.arrays.spec import LAYERS, ArraySpec
 from meshtune.arrays.tree import Tree
-from meshtune.model.in_use import here
+from meshtune.model.gather import to_device
 from meshtune.optim.blocks import BlockSchedule
 from meshtune.optim.param_optimizer import COUNT, PARAM_STATE, ParamOptimizer, State, UpdateContext, state_spec
 from meshtune.optim.schedules import Schedule
@@ -95,7 +95,7 @@ def by_parameter(
             start = optimizers[path].init
             if start is not None:
                 dtypes = jax.tree.map(lambda state: state.dtype, states[path])
-                new = (jax.vmap(start) if path in stacked else start)(_to_float32(here(leaf)))
+                new = (jax.vmap(start) if path in stacked else start)(_to_float32(to_device(leaf)))
                 states[path] = jax.tree.map(lambda new, dtype: new.astype(dtype), new, dtypes)
         return {COUNT: jnp.zeros((), jnp.int32), PARAM_STATE: states}
 

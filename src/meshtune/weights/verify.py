@@ -25,7 +25,7 @@ from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.block import Context
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import enter, head_logits, head_params
-from meshtune.model.in_use import here, with_shared
+from meshtune.model.gather import to_device, with_shared
 from meshtune.model.inputs import Inputs, Rows
 from meshtune.model.layer import LayerSpec, layer
 from meshtune.model.spec import ModelSpec, Stack
@@ -78,7 +78,7 @@ def probe_logits(params: Tree, spec: ModelSpec, layout: Layout | None = None) ->
 
 @jax.jit
 def _row(stacked: Tree, row: int) -> Tree:
-    return here(jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, row, keepdims=False), stacked))
+    return to_device(jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, row, keepdims=False), stacked))
 
 
 def _logits(
@@ -99,7 +99,7 @@ def _logits(
         x = _step(x, node, rows, side, np.int32(index), kind, compute).block_until_ready()
     params = ends()
     head = {name: leaf for name, leaf in params.items() if name in ("embed", "head", "score")}
-    return np.asarray(_finish(x, here(params["norm"]), head_params(head, spec), spec, compute).addressable_data(0))
+    return np.asarray(_finish(x, to_device(params["norm"]), head_params(head, spec), spec, compute).addressable_data(0))
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "compute"))

@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtune.families.tensors import Range, Shape, TensorMap, View
-from meshtune.model.in_use import here
+from meshtune.model.gather import to_device
 from meshtune.weights.buffers import row_ranges
 from meshtune.weights.read_plan import arranged, scattered, tensor_boxes
 from meshtune.weights.safetensors_files import BLOCK_BYTES, DTYPES, TensorInfo
@@ -164,7 +164,7 @@ def _cut(leaf: jax.Array, at: jax.Array, *, lead: int, rows: int, dtype: str, sp
     leaf = leaf.reshape(*shape, *rest)
     if split.sharding is not None:
         leaf = lax.with_sharding_constraint(leaf, split.sharding)
-    block = here(lax.dynamic_slice(leaf, tuple(at[i] for i in range(leaf.ndim)), (*size, *rest)))
+    block = to_device(lax.dynamic_slice(leaf, tuple(at[i] for i in range(leaf.ndim)), (*size, *rest)))
     # The barrier keeps float32 -> bfloat16 -> float32 from being simplified away by a caller that fuses this.
     block = lax.optimization_barrier(block.astype(dtype))
     return block if split.replicated is None else lax.with_sharding_constraint(block, split.replicated)

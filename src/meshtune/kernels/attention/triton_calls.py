@@ -129,16 +129,16 @@ class _KernelCall:
     def tokens_by_query_block(self) -> list[Operand]:
         """Positions and segments of a query block and of all keys, then the ranges of key blocks that it visits."""
         last = self.q_blocks - 1
-        own = pl.BlockSpec((None, self.tile.q), lambda i, n, b: (b, last - i))
-        specs = [own, own, *[_whole_row(self.kv_padded)] * 2]
+        block_spec = pl.BlockSpec((None, self.tile.q), lambda i, n, b: (b, last - i))
+        specs = [block_spec, block_spec, *[_whole_row(self.kv_padded)] * 2]
         ranges = visible_key_ranges(*self._token_blocks, self.request.window)
         ranges_spec = pl.BlockSpec((None, None, 4), lambda i, n, b: (b, last - i, 0))
         return [*zip([*self._queries, *self._keys], specs, strict=True), (ranges, ranges_spec)]
 
     def tokens_by_key_block(self) -> list[Operand]:
         """Positions and segments of all queries and of a key block, then the ranges of query blocks that it visits."""
-        own = pl.BlockSpec((None, self.tile.kv), lambda j, n, b: (b, j))
-        specs = [*[_whole_row(self.q_padded)] * 2, own, own]
+        block_spec = pl.BlockSpec((None, self.tile.kv), lambda j, n, b: (b, j))
+        specs = [*[_whole_row(self.q_padded)] * 2, block_spec, block_spec]
         ranges = visible_query_ranges(*self._token_blocks, self.request.window)
         ranges_spec = pl.BlockSpec((None, None, 4), lambda j, n, b: (b, j, 0))
         return [*zip([*self._queries, *self._keys], specs, strict=True), (ranges, ranges_spec)]

@@ -109,12 +109,12 @@ def active_block(
     """
     differentiated = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), blocks.layer)
     active = blocks.active(state[COUNT])
-    outside = {name: node for name, node in trainable.items() if name != "layers"}
-    around = merge(outside, {name: node for name, node in frozen.items() if name != "layers"})
+    trained_outside = {name: node for name, node in trainable.items() if name != "layers"}
+    outer_params = merge(trained_outside, {name: node for name, node in frozen.items() if name != "layers"})
 
     def params(differentiated: Tree) -> Tree:
         layers = (differentiated["layers"], trainable["layers"], frozen.get("layers", {}))
-        return around | {"layers": ActiveBlockRunner(*layers, active)}
+        return outer_params | {"layers": ActiveBlockRunner(*layers, active)}
 
     return differentiated, params
 

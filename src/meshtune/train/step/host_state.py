@@ -1,7 +1,7 @@
-"""An optimizer's update of state that waits in the host's memory: brought to the device a layer at a time.
+"""Optimizer updates of state that is kept in the host's memory, fetched to the device one layer at a time.
 
-What is there says so itself: an array's type names its memory. Each row of a stack is written back in its place before
-the next is brought, so that a device holds the state of one layer of one parameter.
+The type of an array names its memory. Each row of a stack is written back before the next is fetched, so that a device
+holds the state of one layer of one parameter.
 """
 
 from __future__ import annotations
@@ -16,108 +16,108 @@ from jaxtyping import Array
 from meshtune.arrays.paths import named_leaves
 from meshtune.arrays.tree import Tree
 from meshtune.mesh.layout import Layout
-from meshtune.model.in_use import here, on_host
+from meshtune.model.gather import is_offloaded, to_device
 from meshtune.optim.optimizer import Optimizer
 from meshtune.optim.param_optimizer import COUNT, PARAM_STATE
 
 HOST = jax.memory.Space.Host
-PIECE = 2**26  # bytes of float32 numbers of a matrix in the host's memory that are updated at once
+PIECE = 2**26  # bytes of float32 numbers of an offloaded matrix that are updated at once
 
 
 def any_on_host(tree: Any) -> bool:
-    return any(on_host(leaf) for leaf in jax.tree.leaves(tree))
+    """Whether some array of a tree is kept in the host's memory."""
+    return any(is_offloaded(leaf) for leaf in jax.tree.leaves(tree))
 
 
 def updated_by_rows(
     optimizer: Optimizer, gradients: Tree, state: Any, trainable: Tree, apply: Array
 ) -> tuple[Tree, Any]:
-    """(trainable leaves, optimizer state) after the update where `apply` (bool) says so, else as they came.
+    """(trainable leaves, optimizer state) after the update where `apply` (bool) is true, and unchanged elsewhere.
 
-    What came in the host's memory is returned in the host's memory. The optimizer must be one that treats every
-    parameter by itself (`Optimizer.update_param`).
+    Arrays stay in the memory they were given in. The optimizer must update every parameter separately
+    (`Optimizer.update_param`).
     """
-    assert optimizer.update_param is not None, "an update that needs all gradients cannot take rows in turn"
+    assert optimizer.update_param is not None, "an update that needs all gradients cannot take rows one by one"
     update, count = optimizer.update_param, state[COUNT]
 
-    def one(path: str, gradient: Array, kept: Any, parameter: Array, layer: Array) -> tuple[Array, Any]:
-        was = here(kept)
-        new, after = update(path, gradient, was, parameter, count, layer)
-        after = jax.tree.map(lambda made, was, like: _back(jnp.where(apply, made, was), like), after, was, kept)
+    def update_layer(path: str, gradient: Array, state: Any, parameter: Array, layer: Array) -> tuple[Array, Any]:
+        before = to_device(state)
+        new, after = update(path, gradient, before, parameter, count, layer)
+        after = jax.tree.map(
+            lambda new, old, like: _to_memory_of(like, jnp.where(apply, new, old)), after, before, state
+        )
         return jnp.where(apply, new, parameter), after
 
-    def by_rows(path: str, gradient: Array, kept: Any, parameter: Array) -> tuple[Array, Any]:
-        def row(number: Array, running: tuple[Array, Any]) -> tuple[Array, Any]:
-            parameter, kept = jax.tree.map(lambda leaf: _row(leaf, number), running)
-            made = one(path, _row(gradient, number), kept, parameter, number)
-            return jax.tree.map(lambda leaf, new: _put(leaf, new, number), running, made)
+    def update_stack(path: str, gradient: Array, state: Any, parameter: Array) -> tuple[Array, Any]:
+        def row(index: Array, running: tuple[Array, Any]) -> tuple[Array, Any]:
+            parameter, state = jax.tree.map(lambda leaf: _row(leaf, index), running)
+            updated = update_layer(path, _row(gradient, index), state, parameter, index)
+            return jax.tree.map(lambda leaf, new: _with_row(leaf, new, index), running, updated)
 
-        return lax.fori_loop(0, parameter.shape[0], row, (parameter, kept))
+        return lax.fori_loop(0, parameter.shape[0], row, (parameter, state))
 
     parameters, states = [], {}
     for (path, gradient), parameter in zip(named_leaves(gradients), jax.tree.leaves(trainable), strict=True):
+        before = state[PARAM_STATE][path]
         if path in optimizer.stacked:
-            parameter, states[path] = by_rows(path, gradient, state[PARAM_STATE][path], parameter)
+            parameter, states[path] = update_stack(path, gradient, before, parameter)
         else:
-            parameter, states[path] = one(path, gradient, state[PARAM_STATE][path], parameter, jnp.int32(0))
+            parameter, states[path] = update_layer(path, gradient, before, parameter, jnp.int32(0))
         parameters.append(parameter)
-    made = {COUNT: jnp.where(apply, count + 1, count), PARAM_STATE: states}
-    return jax.tree.unflatten(jax.tree.structure(trainable), parameters), made
+    opt_state = {COUNT: jnp.where(apply, count + 1, count), PARAM_STATE: states}
+    return jax.tree.unflatten(jax.tree.structure(trainable), parameters), opt_state
 
 
 def updated_at_once(
     optimizer: Optimizer,
     path: str,
     gradient: Array,
-    kept: Any,
+    state: Any,
     parameter: Array,
     count: Array,
     apply: Array,
     layout: Layout | None = None,
 ) -> tuple[Array, Any]:
-    """(parameter, state) of what is in no stack of layers, after the update where `apply` (bool) says so.
+    """(parameter, state) of an array outside the stacks of layers, after the update where `apply` (bool) is true.
 
-    What came in the host's memory is returned there. A matrix that waits there, an embedding or an output head, is
-    brought some rows at a time where its rule allows that; the gradient is on the device.
+    Arrays stay in the memory they were given in; the gradient is on the device. Of an offloaded matrix, an embedding or
+    an output head, some rows are fetched at a time where its optimizer allows that.
     """
-    one = optimizer.update_param
-    assert one is not None, "an update that needs all gradients cannot take parameters in turn"
+    update_param = optimizer.update_param
+    assert update_param is not None, "an update that needs all gradients cannot take parameters one by one"
 
-    def some(gradient: Array, kept: Any, parameter: Array) -> tuple[Array, Any]:
-        was = here((parameter, kept))
-        new, after = one(path, gradient, was[1], was[0], count, jnp.int32(0))
+    def update(gradient: Array, state: Any, parameter: Array) -> tuple[Array, Any]:
+        old_parameter, old_state = before = to_device((parameter, state))
+        after = update_param(path, gradient, old_state, old_parameter, count, jnp.int32(0))
         return jax.tree.map(
-            lambda made, was, like: _back(jnp.where(apply, made, was), like), (new, after), was, (parameter, kept)
+            lambda new, old, like: _to_memory_of(like, jnp.where(apply, new, old)), after, before, (parameter, state)
         )
 
-    if (
-        not any_on_host((parameter, kept))
-        or path not in optimizer.row_separable
-        or parameter.ndim < 2
-        or layout is not None
-    ):
-        return some(gradient, kept, parameter)
+    separable = path in optimizer.row_separable and parameter.ndim >= 2 and layout is None
+    if not separable or not any_on_host((parameter, state)):
+        return update(gradient, state, parameter)
     rows, width = parameter.shape[0], parameter.size // parameter.shape[0]
     size = max(1, min(rows, PIECE // (4 * width)))
 
-    def piece(start: Array, size: int, running: tuple[Array, Any]) -> tuple[Array, Any]:
-        parameter, kept = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start, size), running)
-        made = some(lax.dynamic_slice_in_dim(gradient, start, size), kept, parameter)
-        return jax.tree.map(lambda leaf, new: lax.dynamic_update_slice_in_dim(leaf, new, start, 0), running, made)
+    def update_piece(start: Array, size: int, running: tuple[Array, Any]) -> tuple[Array, Any]:
+        parameter, state = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start, size), running)
+        updated = update(lax.dynamic_slice_in_dim(gradient, start, size), state, parameter)
+        return jax.tree.map(lambda leaf, new: lax.dynamic_update_slice_in_dim(leaf, new, start, 0), running, updated)
 
     running = lax.fori_loop(
-        0, rows // size, lambda number, running: piece(number * size, size, running), (parameter, kept)
+        0, rows // size, lambda index, running: update_piece(index * size, size, running), (parameter, state)
     )
     left = rows % size
-    return piece(jnp.int32(rows - left), left, running) if left else running
+    return update_piece(jnp.int32(rows - left), left, running) if left else running
 
 
-def _row(leaf: Array, number: Array) -> Array:
-    return lax.dynamic_index_in_dim(leaf, number, keepdims=False)
+def _row(leaf: Array, index: Array) -> Array:
+    return lax.dynamic_index_in_dim(leaf, index, keepdims=False)
 
 
-def _put(leaf: Array, new: Array, number: Array) -> Array:
-    return lax.dynamic_update_index_in_dim(leaf, new, number, 0)
+def _with_row(leaf: Array, new: Array, index: Array) -> Array:
+    return lax.dynamic_update_index_in_dim(leaf, new, index, 0)
 
 
-def _back(leaf: Array, like: Array) -> Array:
-    return jax.device_put(leaf, HOST) if on_host(like) else leaf
+def _to_memory_of(like: Array, leaf: Array) -> Array:
+    return jax.device_put(leaf, HOST) if is_offloaded(like) else leaf

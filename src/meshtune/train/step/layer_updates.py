@@ -16,7 +16,7 @@ from meshtune.arrays.paths import named_leaves
 from meshtune.arrays.tree import Tree, merge
 from meshtune.model.block import Hidden, Sums
 from meshtune.model.compute import Compute
-from meshtune.model.in_use import here, on_host
+from meshtune.model.gather import is_offloaded, to_device
 from meshtune.model.inputs import Rows
 from meshtune.model.reverse import Layer, backward, forward, row_of, with_row
 from meshtune.model.spec import ModelSpec, Stack
@@ -117,7 +117,7 @@ class LayerUpdates:
         def node(carry: Carry, place: int, row: Array) -> tuple[Tree, Tree]:
             leaves, structure = jax.tree.flatten(carry.trained.get(keys[place], {}))
             prefetched = iter(carry.prefetched.get(keys[place], ()))
-            parts = [next(prefetched) if on_host(leaf) else row_of(leaf, row) for leaf in leaves]
+            parts = [next(prefetched) if is_offloaded(leaf) else row_of(leaf, row) for leaf in leaves]
             return jax.tree.unflatten(structure, parts), row_of(frozen.get(keys[place], {}), row)
 
         def visit(carry: Carry, place: int, row: Array, trained: Tree, gradient: Tree) -> Carry:
@@ -165,15 +165,17 @@ class LayerUpdates:
         names, update_one = self._names(carry, key), self.optimizer.update_param
         assert update_one is not None
         stacks, structure = jax.tree.flatten(self._stacks(carry, key))
-        offloaded = [on_host(stack) for stack in stacks]
+        offloaded = [is_offloaded(stack) for stack in stacks]
         prefetched = iter(carry.prefetched[key])
-        parts = [next(prefetched) if away else row_of(leaf, row) for leaf, away in zip(stacks, offloaded, strict=True)]
+        parts = [
+            next(prefetched) if is_away else row_of(leaf, row) for leaf, is_away in zip(stacks, offloaded, strict=True)
+        ]
 
         def updated() -> list[Array]:
             parameters, states = jax.tree.unflatten(structure, parts)
             grads, leaves = jax.tree.leaves(gradient), jax.tree.leaves(parameters)
-            every = zip(names, grads, states, leaves, strict=True)
-            new = [update_one(name, grad, state, leaf, self.count, row) for name, grad, state, leaf in every]
+            arguments = zip(names, grads, states, leaves, strict=True)
+            new = [update_one(name, grad, state, leaf, self.count, row) for name, grad, state, leaf in arguments]
             return jax.tree.leaves(([leaf for leaf, _ in new], [state for _, state in new]))
 
         # A branch and not a choice between numbers: its results exist before any is written to a stack. Left to itself
@@ -182,7 +184,7 @@ class LayerUpdates:
         for place, stack in enumerate(stacks):
             if not offloaded[place]:
                 stacks[place] = with_row(stack, parts[place], row)
-        writeback = [part for part, away in zip(parts, offloaded, strict=True) if away]
+        writeback = [part for part, is_away in zip(parts, offloaded, strict=True) if is_away]
         following = list(carry.fetching[0]) if carry.fetching else []
         carry = carry._replace(
             norm=norm,
@@ -202,7 +204,7 @@ class LayerUpdates:
             return carry, cotangent
         assert carry.top is not None
         stacks, structure = jax.tree.flatten(self._stacks(carry, key))
-        writeback, places = iter(carry.writeback[key]), [i for i, stack in enumerate(stacks) if on_host(stack)]
+        writeback, places = iter(carry.writeback[key]), [i for i, stack in enumerate(stacks) if is_offloaded(stack)]
         above, below = jnp.minimum(row + 1, carry.top), jnp.maximum(row - 1, 0)
         # Written first and read then: the other way round the compiler would copy the stack.
         written = [with_row(stacks[i], next(writeback), above) for i in places]
@@ -210,7 +212,7 @@ class LayerUpdates:
         for i, stack in zip(places, written, strict=True):
             stacks[i] = stack
         carry = self._with_stacks(carry, key, jax.tree.unflatten(structure, stacks))
-        return carry._replace(fetching=([here(row_of(stack, below)) for stack in written],)), cotangent
+        return carry._replace(fetching=([to_device(row_of(stack, below)) for stack in written],)), cotangent
 
     def _names(self, carry: Carry, key: str) -> list[str]:
         return [f"layers/{key}/{path}" for path, _ in named_leaves(carry.trained[key])]
@@ -226,13 +228,15 @@ class LayerUpdates:
 
     def _fetched(self, carry: Carry, key: str, row: Array) -> list[Array]:
         """A row, on the device, of every stack that is kept in the host's memory."""
-        return [here(row_of(stack, row)) for stack in jax.tree.leaves(self._stacks(carry, key)) if on_host(stack)]
+        return [
+            to_device(row_of(stack, row)) for stack in jax.tree.leaves(self._stacks(carry, key)) if is_offloaded(stack)
+        ]
 
     def _write_back(self, carry: Carry, key: str) -> Carry:
         """carry with what is left of its lowest layer written to the host's memory."""
         writeback = iter(carry.writeback[key])
         stacks, structure = jax.tree.flatten(self._stacks(carry, key))
-        stacks = [with_row(stack, next(writeback), jnp.int32(0)) if on_host(stack) else stack for stack in stacks]
+        stacks = [with_row(stack, next(writeback), jnp.int32(0)) if is_offloaded(stack) else stack for stack in stacks]
         return self._with_stacks(carry, key, jax.tree.unflatten(structure, stacks))
 
 

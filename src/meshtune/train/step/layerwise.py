@@ -23,7 +23,7 @@ from meshtune.arrays.tree import Tree, merge
 from meshtune.errors import UserError
 from meshtune.model.block import Hidden, Sums
 from meshtune.model.compute import Compute
-from meshtune.model.in_use import here
+from meshtune.model.gather import to_device
 from meshtune.model.inputs import Rows
 from meshtune.model.reverse import Layer
 from meshtune.model.spec import ModelSpec
@@ -80,24 +80,24 @@ def layerwise_step(
         rng = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), state.step), 0) if dropout else None
         micro, count = jax.tree.map(lambda x: x[0], batch), state.opt_state[COUNT]
         cut = _CutModel(objective, spec, compute, state.trainable, frozen, micro, rng)
-        (x, side), enter, rows = jax.vjp(cut.before, here(cut.trained_before), has_aux=True)
+        (x, side), enter, rows = jax.vjp(cut.before, to_device(cut.trained_before), has_aux=True)
         updates = LayerUpdates(layer_functions(spec, compute), spec, compute, optimizer, abstract, count, rows, side)
         stacks = state.trainable["layers"], frozen.get("layers", {})
         x, sums, layer_inputs = updates.forward(*stacks, x, through=bool(cut.trained_before))
-        loss, leave, score = jax.vjp(cut.after, here(cut.trained_after), x, sums, has_aux=True)
+        loss, leave, score = jax.vjp(cut.after, to_device(cut.trained_after), x, sums, has_aux=True)
         weight = jnp.where(score.weight > 0, score.weight, 1.0)
         gradient, d_x, d_sums = leave(1 / weight)
         # Of a tied embedding: its gradient as a head waits for its gradient as an embedding.
         tied = {name: gradient.pop(name) for name in list(gradient) if name in cut.trained_before}
-        outer = _OuterUpdates(optimizer, abstract, compute, cut.outer, state.opt_state[PARAM_STATE], count)
-        norm = outer.update(gradient, Norm(jnp.float32(0), jnp.isfinite(loss)))
+        outer_updates = _OuterUpdates(optimizer, abstract, compute, cut.outer, state.opt_state[PARAM_STATE], count)
+        norm = outer_updates.update(gradient, Norm(jnp.float32(0), jnp.isfinite(loss)))
         cotangents = d_x, jax.tree.map(jnp.zeros_like, side), d_sums
-        (d_x, d_side, _), trained, kept, norm = updates.backward(
+        (d_x, d_side, _), trained, layer_state, norm = updates.backward(
             *stacks, state.opt_state[PARAM_STATE], layer_inputs, cotangents, norm
         )
         if cut.trained_before:
             (gradient,) = enter((d_x, d_side))
-            norm = outer.update(jax.tree.map(jnp.add, gradient, tied) if tied else gradient, norm)
+            norm = outer_updates.update(jax.tree.map(jnp.add, gradient, tied) if tied else gradient, norm)
         metrics = metric_means(score) | {
             "loss": loss / weight,
             "weight": score.weight,
@@ -105,9 +105,9 @@ def layerwise_step(
             "finite": norm.finite,
             "finite_micro": norm.finite[None],
         }
-        opt_state = {COUNT: jnp.where(norm.finite, count + 1, count), PARAM_STATE: outer.kept | kept}
+        opt_state = {COUNT: jnp.where(norm.finite, count + 1, count), PARAM_STATE: outer_updates.kept | layer_state}
         updated = jnp.where(norm.finite, state.step + 1, state.step)
-        return TrainState(updated, outer.parameters | {"layers": trained}, opt_state), metrics
+        return TrainState(updated, outer_updates.parameters | {"layers": trained}, opt_state), metrics
 
     return step
 
@@ -137,10 +137,10 @@ class _CutModel:
                 where="optimizer.in_backward, method",
                 fix="set optimizer.in_backward=false, or do not train it",
             )
-        around = {name: node for name, node in frozen.items() if name != "layers"}
+        frozen_outer = {name: node for name, node in frozen.items() if name != "layers"}
 
         def run(trained: Tree, boundary: LayerBoundary) -> Score:
-            params = merge(here(self.outer) | trained, around) | {"layers": boundary}
+            params = merge(to_device(self.outer) | trained, frozen_outer) | {"layers": boundary}
             return objective(params, spec, compute, micro, rng)
 
         self._run = run

@@ -1,5 +1,5 @@
-"""Parameters as a layer computes with them: brought from the host where they wait there, gathered over the axes that
-split them at rest, still split over tp."""
+"""Parameters as a layer computes with them: fetched from the host's memory where they are kept there, and gathered over
+the mesh axes that split them at rest; only tp (and ep, for experts) still splits them."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def loss_sharding(head: Tree, spec: ModelSpec, layout: Layout | None, shape: tup
     return LossSharding(layout.mesh, rows, tuple(specs), vocab)
 
 
-def on_host(x: jax.Array) -> bool:
-    """Whether an array lies in the host's memory, from where a program on a device cannot compute with it."""
+def is_offloaded(x: jax.Array) -> bool:
+    """Whether an array is kept in the host's memory, where a program on a device cannot compute with it."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
-def here(tree: Any) -> Any:
-    """Arrays on the device, brought there from the host's memory where they lie in that."""
-    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if on_host(x) else x, tree)
+def to_device(tree: Any) -> Any:
+    """The arrays on the device: those kept in the host's memory are fetched."""
+    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if is_offloaded(x) else x, tree)
 
 
-def _brought(x: jax.Array) -> jax.Array:
-    if not on_host(x):
+def _fetch(x: jax.Array) -> jax.Array:
+    if not is_offloaded(x):
         return x
     return checkpoint_name(jax.device_put(x, jax.memory.Space.Device), GATHERED)
 
@@ -71,18 +71,18 @@ def with_shared(node: Tree, shared: Any) -> Tree:
     return unflatten(flat)
 
 
-def layer_in_use(node: Tree, spec: ModelSpec, key: str, compute: Compute, shared: Any = None) -> Tree:
+def gather_layer_params(node: Tree, spec: ModelSpec, key: str, compute: Compute, shared: Any = None) -> Tree:
     """One layer's parameters (`node`, without the axis of stacked layers), those of params["layers"][key].
 
-    `shared` is what adapters of all layers read in common.
+    `shared` holds the arrays that adapters of all layers have in common.
 
-    Left to itself, XLA may rather move activations between devices than gather a weight: for the gradient of a thin
-    adapter it would exchange cotangents of full width. Said explicitly, weights are gathered layer by layer, and
-    gradients, computed from each device's own rows, are summed and split again. A matrix is rounded to compute.dtype
-    before it is gathered, so that its gradient is split before it is made wide: XLA then leaves out what a device would
-    be sent of others' parts (a reduce-scatter in place of an all-reduce), which it does not find across the conversion.
+    Left to itself, XLA may move activations between devices rather than gather a weight: for the gradient of a thin
+    adapter it would exchange cotangents of full width. With explicit constraints, weights are gathered layer by layer,
+    and gradients, computed from each device's own rows, are summed and split again. A matrix is rounded to
+    compute.dtype before it is gathered, so that its gradient is split before it is widened: XLA then uses a
+    reduce-scatter in place of an all-reduce, which it does not find across the conversion.
     """
-    node = with_shared(jax.tree.map(_brought, node), shared)
+    node = with_shared(jax.tree.map(_fetch, node), shared)
     if (layout := compute.layout) is None:
         return node
     flat = flatten(node)
