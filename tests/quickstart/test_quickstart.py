@@ -38,6 +38,14 @@ def test_a_short_quickstart_shows_and_leaves_everything(tmp_path):
     losses = [one["loss"] for one in losses if "loss" in one]
     assert losses[-1] < losses[0]
     assert samples(run, 0) != []
+    log = (run / "console.log").read_text()
+    for line in ("devices", "compiled the training step", "update 6/6", "done: 6 updates", str(run / "adapter")):
+        assert line in log
+    # One smoothed loss: on the last line of progress and in the summary; and that of the last update beside it.
+    facts = json.loads((run / "run.json").read_text())
+    assert f"update 6/6  smoothed loss {facts['smoothed_loss']:.4f}" in out
+    assert f"smoothed loss {facts['smoothed_loss']:.4f} (of the last update alone {losses[-1]:.4f})" in out
+    assert facts["loss"] == losses[-1]
     generate, _, _ = suggested(out)
     assert ran_in_a_shell(f"{generate} -n 4") != ""
 

@@ -1,5 +1,6 @@
 """What is written while training can be read by what it is written for."""
 
+import io
 import json
 import sys
 import types
@@ -11,9 +12,11 @@ from rich.console import Console
 
 from meshtune.errors import UserError
 from meshtune.train.report import metrics_log, trackers
+from meshtune.train.report.console_log import logged
 from meshtune.train.report.events import Evaluated, Sampled, Started, Stepped, Stopped, opened
-from meshtune.train.report.plot import LossPlot, draw, smoothed
+from meshtune.train.report.plot import LossPlot, draw
 from meshtune.train.report.progress import ProgressBar
+from meshtune.train.report.smoothing import SmoothedLoss
 
 
 def stepped(step: int, loss: float = 2.0) -> Stepped:
@@ -66,8 +69,9 @@ def test_lines_are_on_disk_at_once(tmp_path):
 
 def test_the_plot_is_a_picture_of_both_curves(tmp_path):
     train = [(step, 3 * 0.99**step + 0.1 * np.sin(step)) for step in range(1, 300)]
-    draw(tmp_path / "a.png", train, [(100, 1.5), (200, 1.0)], title="x")
-    draw(tmp_path / "b.png", train, [])
+    curve = SmoothedLoss(300, [loss for _, loss in train]).history
+    draw(tmp_path / "a.png", train, curve, [(100, 1.5), (200, 1.0)], title="x")
+    draw(tmp_path / "b.png", train, curve, [])
     both, one = (matplotlib.image.imread(tmp_path / name) for name in ("a.png", "b.png"))
     assert both.shape == one.shape == (630, 1120, 4)
 
@@ -82,18 +86,58 @@ def test_the_plot_is_a_picture_of_both_curves(tmp_path):
 
 def test_the_plot_goes_on_after_a_resume(tmp_path):
     write(tmp_path, [*map(stepped, range(1, 4)), evaluated(3)])
-    plot = LossPlot(tmp_path, every=1, title="x", history=metrics_log.read(tmp_path / "metrics.jsonl"))
+    loss = SmoothedLoss(4, [2.0, 2.0, 2.0])
+    plot = LossPlot(tmp_path, loss, every=1, title="x", history=metrics_log.read(tmp_path / "metrics.jsonl"))
+    loss.receive(stepped(4))
     plot.receive(stepped(4))
+    assert plot._curve == [2.0] * 4
     assert plot._train == [(1, 2.0), (2, 2.0), (3, 2.0), (4, 2.0)]
     assert plot._validation == [(3, 1.5)]
     plot.close()
     assert (tmp_path / "loss.png").stat().st_size > 5000
 
 
-def test_smoothing_keeps_a_constant_and_halves_noise():
-    assert smoothed(np.full(100, 2.0)) == pytest.approx(np.full(100, 2.0))
+def test_smoothing_starts_at_the_first_loss_keeps_a_constant_and_quiets_noise():
+    assert SmoothedLoss(100, np.full(100, 2.0)).history == pytest.approx(np.full(100, 2.0))
     noise = np.random.default_rng(0).normal(size=2000)
-    assert smoothed(noise)[200:].std() < 0.2
+    assert np.std(SmoothedLoss(2000, noise).history[200:]) < 0.2
+    assert SmoothedLoss(2000, [7.0]).value == 7.0
+
+
+def test_smoothing_does_not_lag_behind_the_fall_at_the_start():
+    """With its full span of 50 from the start, the mean would be 0.8 above this loss after 20 updates."""
+    falling = 2.0 + 3.0 * 0.8 ** np.arange(1000)
+    curve = np.array(SmoothedLoss(1000, falling).history)
+    assert curve[0] == falling[0]
+    assert curve[20] - falling[20] < 0.25
+
+
+def test_what_is_printed_is_kept_without_colours_and_bars(tmp_path):
+    """On a terminal the bar is drawn over itself; the log has lines in its place, and the error that ended the run."""
+    console = Console(force_terminal=True, width=60, file=io.StringIO())
+    loss, path = SmoothedLoss(2), "/a/path/that/is/longer/than/the/terminal/is/wide/and/must/not/be/cut/anywhere"
+
+    def run():
+        with logged(console) as log:
+            console.print("[bold]before[/] the output is known")
+            log.open(tmp_path)
+            with opened([loss, ProgressBar(console, loss, log)]) as sinks:
+                for event in (Started(0, 2), stepped(1), evaluated(1), stepped(2), Stopped(2)):
+                    sinks.emit(event)
+            console.print(path)
+            raise UserError("the disk is full")
+
+    with pytest.raises(UserError):
+        run()
+    lines = (tmp_path / "console.log").read_text().splitlines()
+    assert [line.rstrip() for line in lines if line.strip()] == [
+        "before the output is known",
+        "update 1/2  smoothed loss 2.0000  200 tok/s  1.0 GiB",
+        "validation after 1: loss 1.5000, accuracy 50.0%  best so far",
+        "update 2/2  smoothed loss 2.0000  200 tok/s  1.0 GiB",
+        path,
+        "UserError: the disk is full",
+    ]
 
 
 def test_tensorboard_reads_what_is_written_and_neither_tensorflow_nor_torch_is_imported(tmp_path):
@@ -143,7 +187,8 @@ def test_a_resumed_run_is_the_same_run_for_wandb(tmp_path, monkeypatch):
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_screen_shows_loss_speed_memory_evaluation_and_sample(terminal):
     console = Console(force_terminal=terminal, width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    with opened([ProgressBar(console)]) as sinks:
+    loss = SmoothedLoss(2)
+    with opened([loss, ProgressBar(console, loss)]) as sinks:
         for event in (Started(0, 2), stepped(1), evaluated(1), Sampled(1, "prompt", "[bold]text"), stepped(2)):
             sinks.emit(event)
         sinks.emit(Stopped(2))
@@ -151,4 +196,4 @@ def test_the_screen_shows_loss_speed_memory_evaluation_and_sample(terminal):
     for part in ("loss 1.5000", "accuracy 50.0%", "best so far", "prompt", "[bold]text"):
         assert part in text
     if not terminal:
-        assert "update 2/2  loss 2.0000  200 tok/s  1.0 GiB" in text
+        assert "update 2/2  smoothed loss 2.0000  200 tok/s  1.0 GiB" in text

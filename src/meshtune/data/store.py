@@ -21,6 +21,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from meshtune.cache import cache_folder
 from meshtune.data.conversation import Origin
 from meshtune.data.tokens import Example
 from meshtune.errors import UserError
@@ -83,8 +84,7 @@ class Store:
 
 def cache_directory(override: str | os.PathLike[str] | None = None) -> pathlib.Path:
     """The directory of tokenised data, in `override`, $MESHTUNE_CACHE or ~/.cache/meshtune."""
-    base = override or os.environ.get("MESHTUNE_CACHE") or pathlib.Path.home() / ".cache" / "meshtune"
-    return pathlib.Path(base).expanduser() / "tokens"
+    return pathlib.Path(override or cache_folder()).expanduser() / "tokens"
 
 
 def fingerprint(documents: Iterable[object], *parts: str) -> str:

@@ -18,6 +18,7 @@ from meshtune.digests import DamagedError, digest_json
 from meshtune.errors import UserError
 
 RUN, RECIPE, CHECKPOINTS, LOCK = "run.json", "recipe.yaml", "checkpoints", ".lock"
+CONSOLE_LOG = "console.log"
 ADAPTER, MODEL, BASE = "adapter", "model", "base"
 DIGEST, RESULT_DIGEST = "digest", "result_digest"  # keys of run.json: of the rest of it, and of the result's files
 LOGS = "logs"  # what the processes print, written by what launches them: before the run begins
@@ -150,7 +151,7 @@ def _content(output: pathlib.Path) -> list[str]:
     if not output.is_dir():
         return []
     names = sorted(path.name for path in output.iterdir())
-    return [name for name in names if name not in (LOCK, LOGS) and not name.endswith(".partial")]
+    return [name for name in names if name not in (LOCK, LOGS, CONSOLE_LOG) and not name.endswith(".partial")]
 
 
 def _free_name(output: pathlib.Path) -> pathlib.Path:

@@ -48,7 +48,7 @@ def device_table(seen: Sequence[Seen] | None = None) -> Table:
     several = len(seen) > 1
     table = Table(title="devices", title_justify="left")
     for heading in (*(["host", "processes"] if several else []), "backend", "device", "count", "memory each"):
-        table.add_column(heading, justify="right" if heading == "count" else "left")
+        table.add_column(heading, justify="right" if heading == "count" else "left", overflow="fold")
     rows: dict[tuple[str, str, str], list[Seen]] = {}
     for one in seen:
         rows.setdefault((one.host, one.platform, one.kind), []).append(one)

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from meshtune import terminal
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import Prepared, count
 from meshtune.adapters.peft_format import BaseRecord, recorded
@@ -43,9 +44,11 @@ from meshtune.train.evaluation.reference import Reference
 from meshtune.train.interrupt import interruptible
 from meshtune.train.loop import Ended, Task, run_loop
 from meshtune.train.report import banner, metrics_log, prediction, trackers
+from meshtune.train.report.console_log import ConsoleLog, logged
 from meshtune.train.report.events import opened
 from meshtune.train.report.plot import LossPlot
 from meshtune.train.report.progress import ProgressBar
+from meshtune.train.report.smoothing import SmoothedLoss
 from meshtune.train.result.final import export_result
 from meshtune.train.result.result import Result
 from meshtune.train.step.state import TrainState
@@ -63,10 +66,11 @@ def train(recipe: Recipe, *, console: Console | None = None, job: Job | None = N
     after the update under way, saved, with `Result.interrupted` set.
     """
     job = job or Job(ProcessInfo())
-    console = console or Console(highlight=False, quiet=not job.is_main_process)
+    console = console or terminal.console(quiet=not job.is_main_process)
     output = pathlib.Path(recipe.output).expanduser()
     try:
-        return _Run(recipe, output, console, job).run()
+        with logged(console) as log:
+            return _Run(recipe, output, console, job, log).run()
     except OSError as error:
         if isinstance(error, UserError) or not (reason := disk_reason(error)):
             raise
@@ -78,10 +82,11 @@ def train(recipe: Recipe, *, console: Console | None = None, job: Job | None = N
 
 
 class _Run:
-    def __init__(self, recipe: Recipe, output: pathlib.Path, console: Console, job: Job):
-        self.recipe, self.output, self.console, self.job = recipe, output, console, job
+    def __init__(self, recipe: Recipe, output: pathlib.Path, console: Console, job: Job, log: ConsoleLog):
+        self.recipe, self.output, self.console, self.job, self.log = recipe, output, console, job, log
         self.began = time.monotonic()
         self.fields: dict[str, Any] = recipe.model_dump(mode="json")
+        self.loss = SmoothedLoss(1)
 
     def run(self) -> Result:
         recipe, console, job = self.recipe, self.console, self.job
@@ -126,7 +131,8 @@ class _Run:
             return
         with claimed(self.output, overwrite=self.recipe.overwrite) as aside:
             if aside is not None:
-                self.console.print(f"the old run is now in {aside}")
+                self.console.print(f"the old run is now in {aside}", soft_wrap=True)
+            self.log.open(self.output)
             self.job.exchange("output", None)
             yield
 
@@ -226,10 +232,12 @@ class _Run:
             return [metrics_log.ProcessLog(output, self.job.process_index, every=log.every)]
         history = metrics_log.read(output / metrics_log.METRICS)
         title = f"{self.settled.source.name}, {self.recipe.method.kind}"
+        self.loss = SmoothedLoss(self.total, [row["loss"] for row in history if row["kind"] == "train"])
         sinks: list[Any] = [
-            ProgressBar(self.console),
+            self.loss,
+            ProgressBar(self.console, self.loss, self.log),
             metrics_log.MetricsLog(output, every=log.every),
-            LossPlot(output, every=log.plot_every, title=title, history=history),
+            LossPlot(output, self.loss, every=log.plot_every, title=title, history=history),
         ]
         return sinks + [trackers.TRACKERS[name](output, log.project, self.fields, start) for name in log.trackers]
 
@@ -265,7 +273,10 @@ class _Run:
 
     def _note_resume(self, resumed: Resumed | None) -> None:
         if self.recipe.resume and resumed is None:
-            self.console.print("no checkpoint yet: starting from the first update")
+            self.console.print(
+                f"nothing to resume: {self.output} holds no checkpoint, so the run starts from the first update",
+                soft_wrap=True,
+            )
         if resumed is not None:
             self.console.print(f"[bold]resuming[/] after update {resumed.step}")
             for note in resumed.notes:
@@ -274,7 +285,8 @@ class _Run:
     def _interrupted(self, ended: Ended) -> Result:
         self._write_run({"status": "interrupted", "step": ended.step})
         self.console.print(f"[bold]saved[/] after update {ended.step} of {self.total}; to go on:")
-        self.console.print(f"  meshtune train {self.output}/recipe.yaml --resume", soft_wrap=True)
+        line = terminal.command("train", f"{self.output}/recipe.yaml", "--resume")
+        self.console.print(f"  {line}", markup=False, soft_wrap=True)
         return self._result(ended, None, ended.interrupted)
 
     def _finished(self, ended: Ended, made: Prepared, checkpoints: Checkpoints, record: Record, task: Task) -> Result:
@@ -294,6 +306,7 @@ class _Run:
                 job=self.job,
             )
         found = {"step": ended.step, "exported_step": exported, "loss": ended.last_loss, "result": path.name}
+        found["smoothed_loss"] = self.loss.value
         if self.job.is_main_process:
             found[RESULT_DIGEST] = read_digests(path)[1]
         if best is not None:
@@ -314,4 +327,5 @@ class _Run:
             path=path,
             seconds=time.monotonic() - self.began,
             interrupted=interrupted,
+            smoothed_loss=self.loss.value,
         )

@@ -10,13 +10,20 @@ from rich.console import Console
 from rich.table import Table
 
 from meshtune.adapters.method import Counts
+from meshtune.runs.output import CONSOLE_LOG
 from meshtune.setup.choices import Choice
 from meshtune.setup.memory import size_in_words
 
 if TYPE_CHECKING:
     from meshtune.train.run import Result
 
-WRITTEN = {"metrics.jsonl": "metrics", "loss.png": "plot", "samples.jsonl": "samples", "checkpoints": "checkpoints"}
+WRITTEN = {
+    "metrics.jsonl": "metrics",
+    "loss.png": "plot",
+    "samples.jsonl": "samples",
+    "checkpoints": "checkpoints",
+    CONSOLE_LOG: "console",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +51,9 @@ def show_plan(console: Console, plan: Plan, choices: Sequence[Choice]) -> None:
     table.add_column(overflow="fold")
     counts = plan.counts
     share = 100 * counts.trainable / max(1, counts.total)
-    table.add_row("model", f"{plan.model} [dim]({plan.family}, {in_words(counts.total)} parameters)[/]")
+    table.add_row(
+        "model", f"{plan.model} [dim]({plan.family}, {in_words(counts.total - counts.adapters)} parameters)[/]"
+    )
     table.add_row("method", f"{plan.method} [dim]({in_words(counts.trainable)} trainable, {share:.2g}%)[/]")
     micro = f" in {plan.accumulation} micro-batches" if plan.accumulation > 1 else ""
     table.add_row(
@@ -71,7 +80,9 @@ def in_words(count: float) -> str:
 
 def show_summary(console: Console, result: Result, exported: int) -> None:
     """How the run ended and where everything is."""
-    last = f", last loss {result.loss:.4f}" if result.loss is not None else ""
+    last = ""
+    if result.loss is not None and result.smoothed_loss is not None:
+        last = f", smoothed loss {result.smoothed_loss:.4f} (of the last update alone {result.loss:.4f})"
     console.print(f"\n[bold green]done[/]: {result.steps} updates in {result.seconds:.1f} s{last}")
     if result.best is not None:
         console.print(f"best validation loss {result.best.loss:.4f} after update {result.best.step}")

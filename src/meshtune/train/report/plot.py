@@ -12,6 +12,7 @@ import numpy as np
 
 from meshtune.plan.picture import GRID, INK
 from meshtune.train.report.events import Evaluated, Event, Stepped
+from meshtune.train.report.smoothing import SmoothedLoss
 
 PLOT = "loss.png"
 TRAIN, VALIDATION = "#2f6fde", "#d9480f"
@@ -20,10 +21,20 @@ POINTS = 2000  # more cannot be told apart in the picture
 
 
 class LossPlot:
-    """The sink that draws. `history` holds rows of metrics.jsonl from before a resume."""
+    """The sink that draws. `history` holds rows of metrics.jsonl from before a resume; `loss` is the smoothed loss,
+    which has received an event before this sink does."""
 
-    def __init__(self, output: pathlib.Path, *, every: int, title: str, history: Sequence[dict[str, Any]] = ()):
+    def __init__(
+        self,
+        output: pathlib.Path,
+        loss: SmoothedLoss,
+        *,
+        every: int,
+        title: str,
+        history: Sequence[dict[str, Any]] = (),
+    ):
         self._path, self._every, self._title = output / PLOT, every, title
+        self._loss, self._curve = loss, list(loss.history)
         self._train = [(row["step"], row["loss"]) for row in history if row["kind"] == "train"]
         self._validation = [(row["step"], row["loss"]) for row in history if row["kind"] == "eval"]
         self._not_before = 0.0
@@ -32,6 +43,7 @@ class LossPlot:
         match event:
             case Stepped():
                 self._train.append((event.step, event.loss))
+                self._curve.append(event.loss if self._loss.value is None else self._loss.value)
                 if event.step % self._every == 0 and time.monotonic() >= self._not_before:
                     self._draw()
             case Evaluated():
@@ -42,30 +54,24 @@ class LossPlot:
             self._draw()
 
     def _draw(self) -> None:
-        began = time.monotonic()
-        draw(self._path, self._train, self._validation, title=self._title)
-        took = time.monotonic() - began
+        start = time.monotonic()
+        draw(self._path, self._train, self._curve, self._validation, title=self._title)
+        took = time.monotonic() - start
         self._not_before = time.monotonic() + took / SHARE
-
-
-def smoothed(values: np.ndarray) -> np.ndarray:
-    """An exponential mean over about a twentieth of the run, corrected for its start; the same length."""
-    keep = 1.0 - 1.0 / max(1.0, min(50.0, len(values) / 20))
-    out, mean, weight = np.empty(len(values)), 0.0, 0.0
-    for at, value in enumerate(values):
-        mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
-        out[at] = mean / weight
-    return out
 
 
 def draw(
     path: pathlib.Path,
     train: Sequence[tuple[int, float]],
+    curve: Sequence[float],
     validation: Sequence[tuple[int, float]],
     *,
     title: str = "",
 ) -> None:
-    """Writes the picture as one atomic replacement. `train` and `validation` are (update, loss) pairs."""
+    """Writes the picture as one atomic replacement.
+
+    `train` and `validation` are (update, loss) pairs, `curve` the smoothed training loss at the updates of `train`.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # late: importing it takes a second
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -75,15 +81,17 @@ def draw(
     steps, losses = _columns(train)
     thin = max(1, len(steps) // POINTS)
     axes.plot(steps[::thin], losses[::thin], color=TRAIN, alpha=0.25, linewidth=1)
-    curve = smoothed(losses)
-    axes.plot(steps[::thin], curve[::thin], color=TRAIN, linewidth=2, label=f"training, {curve[-1]:.3f} (smoothed)")
-    shown = [losses[len(losses) // 50 :]]
+    label = f"training, smoothed: {curve[-1]:.4f}"
+    axes.plot(steps[::thin], curve[::thin], color=TRAIN, linewidth=2, label=label)
+    visible = [losses]
     if validation:
         at, values = _columns(validation)
         best = int(np.argmin(values))
-        axes.plot(at, values, color=VALIDATION, linewidth=2, marker="o", markersize=4, label="validation")
+        axes.plot(
+            at, values, color=VALIDATION, linewidth=2, marker="o", markersize=4, label=f"validation: {values[-1]:.4f}"
+        )
         axes.annotate(
-            f"{values[best]:.3f}",
+            f"{values[best]:.4f}",
             (at[best], values[best]),
             xytext=(0, -14),
             textcoords="offset points",
@@ -91,8 +99,8 @@ def draw(
             color=VALIDATION,
             fontsize=9,
         )
-        shown.append(values)
-    _limits(axes, np.concatenate(shown))
+        visible.append(values)
+    _limits(axes, np.concatenate(visible))
     axes.set_title(title, loc="left", color=INK, fontsize=11, pad=12)
     axes.set_xlabel("update", color=INK)
     axes.set_ylabel("loss per token (nats)", color=INK)
@@ -103,7 +111,8 @@ def draw(
         axes.spines[side].set_visible(side == "bottom")
     axes.spines["bottom"].set_color(GRID)
     axes.tick_params(colors=INK, length=0)
-    axes.legend(frameon=False, labelcolor=INK, loc="upper right")
+    # Above the axes, on the right: nowhere inside is sure to be free of the curves.
+    axes.legend(frameon=False, labelcolor=INK, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, borderaxespad=0.2)
     draft = path.with_name(f".{path.name}.partial")
     FigureCanvasAgg(figure).print_png(draft)
     os.replace(draft, path)
@@ -114,7 +123,7 @@ def _columns(pairs: Sequence[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray
 
 
 def _limits(axes: Any, values: np.ndarray) -> None:
-    """The range without the first fiftieth's spikes, with some air."""
+    """From the lowest to the highest value, the first one included, with some air."""
     low, high = float(values.min()), float(values.max())
-    air = 0.08 * (high - low) or 0.1 * abs(high) or 0.1
+    air = 0.05 * (high - low) or 0.1 * abs(high) or 0.1
     axes.set_ylim(low - air, high + air)

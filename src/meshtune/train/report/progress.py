@@ -19,17 +19,19 @@ from rich.progress import (
 from rich.text import Text
 
 from meshtune.setup.memory import size_in_words
+from meshtune.train.report.console_log import ConsoleLog
 from meshtune.train.report.events import Evaluated, Event, Note, Sampled, Started, Stepped, Stopped
+from meshtune.train.report.smoothing import SmoothedLoss
 
-WINDOW = 30  # updates that rates and the shown loss are averaged over
-LINE_SECONDS = 15.0  # between lines where there is no terminal
+WINDOW = 30  # updates that the rate is averaged over
+LINE_SECONDS = 15.0  # between lines where there is no terminal, and in the log
 
 
 class ProgressBar:
-    """The sink that shows a run."""
+    """The sink that shows a run: `loss` is the smoothed loss to show, `log` gets lines in place of the bar."""
 
-    def __init__(self, console: Console):
-        self._console = console
+    def __init__(self, console: Console, loss: SmoothedLoss, log: ConsoleLog | None = None):
+        self._console, self._loss, self._log = console, loss, log
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._total = 0
@@ -42,20 +44,19 @@ class ProgressBar:
                 self._start(event)
             case Stepped():
                 self._recent.append(event)
+                fields: dict[str, Any] = self._fields()
                 if self._progress is not None:
-                    fields: dict[str, Any] = self._fields()
                     self._progress.update(self._task, completed=event.step, **fields)
-                elif time.monotonic() - self._last_line > LINE_SECONDS or event.step in (1, self._total):
+                if time.monotonic() - self._last_line > LINE_SECONDS or event.step in (1, self._total):
                     self._last_line = time.monotonic()
-                    loss, rate, memory = self._fields().values()
-                    line = f"update {event.step}/{self._total}  loss {loss}  {rate}  {memory}"
-                    self._console.print(line, highlight=False)
+                    self._print_line(f"update {event.step}/{self._total}  smoothed loss " + "  ".join(fields.values()))
             case Evaluated():
                 accuracy = event.metrics.get("accuracy")
-                words = f", accuracy {accuracy:.1%}" if accuracy is not None else ""
+                accuracy_text = f", accuracy {accuracy:.1%}" if accuracy is not None else ""
                 best = "  [green]best so far[/]" if event.best else ""
                 self._console.print(
-                    f"[bold]validation[/] after {event.step}: loss {event.loss:.4f}{words}{best}", highlight=False
+                    f"[bold]validation[/] after {event.step}: loss {event.loss:.4f}{accuracy_text}{best}",
+                    highlight=False,
                 )
             case Sampled():
                 head = Text.assemble((f"sample after {event.step}  ", "bold magenta"), (event.prompt, "dim"))
@@ -73,6 +74,12 @@ class ProgressBar:
             self._progress.stop()
             self._progress = None
 
+    def _print_line(self, line: str) -> None:
+        if self._progress is None:
+            self._console.print(line, highlight=False, soft_wrap=True)
+        elif self._log is not None:
+            self._log.print(line)
+
     def _start(self, event: Started) -> None:
         self._total = event.total
         if not self._console.is_terminal:
@@ -81,7 +88,7 @@ class ProgressBar:
             TextColumn("[bold]training"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            TextColumn("loss [bold]{task.fields[loss]}"),
+            TextColumn("smoothed loss [bold]{task.fields[loss]}"),
             TextColumn("{task.fields[rate]}"),
             TextColumn("[dim]{task.fields[memory]}"),
             TimeElapsedColumn(),
@@ -96,8 +103,11 @@ class ProgressBar:
         )
 
     def _fields(self) -> dict[str, str]:
-        weight = sum(one.learned for one in self._recent) or 1
-        loss = sum(one.loss * one.learned for one in self._recent) / weight
-        seconds = sum(one.seconds for one in self._recent) or 1.0
-        rate = sum(one.tokens for one in self._recent) / seconds
-        return {"loss": f"{loss:.4f}", "rate": f"{rate:,.0f} tok/s", "memory": size_in_words(self._recent[-1].memory)}
+        seconds = sum(event.seconds for event in self._recent) or 1.0
+        rate = sum(event.tokens for event in self._recent) / seconds
+        loss = self._loss.value
+        return {
+            "loss": "-" if loss is None else f"{loss:.4f}",
+            "rate": f"{rate:,.0f} tok/s",
+            "memory": size_in_words(self._recent[-1].memory),
+        }

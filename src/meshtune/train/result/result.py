@@ -12,7 +12,8 @@ from meshtune.train.checkpoint.checkpoints import Best
 class Result:
     """What became of a run.
 
-    `steps` updates of `total` are made; `loss` is that of the last one, `eval_loss` of the last evaluation (None if
+    `steps` updates of `total` are made; `loss` is that of the last one, `smoothed_loss` the mean that progress
+    and plot show (train.report.smoothing), `eval_loss` that of the last evaluation (None if
     there was none in this process). `path` is the adapter or model, None if the run was interrupted; `interrupted` is
     then the signal's number.
     """
@@ -26,3 +27,4 @@ class Result:
     path: pathlib.Path | None
     seconds: float
     interrupted: int | None = None
+    smoothed_loss: float | None = None
