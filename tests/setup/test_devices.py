@@ -12,18 +12,18 @@ from rich.console import Console
 from meshtune.errors import UserError
 from meshtune.mesh.processes import Job
 from meshtune.mesh.rendezvous import ProcessInfo
-from meshtune.setup.devices import Seen, check_devices, device_table, seen_by_all
+from meshtune.setup.devices import ProcessDevices, check_devices, device_table, gather_devices
 from meshtune.train.report import device_metrics
 
 
-def gpus(*counts: int, per_host: int = 1) -> list[Seen]:
+def gpus(*counts: int, per_host: int = 1) -> list[ProcessDevices]:
     return [
-        Seen(number, f"node{number // per_host}", "gpu", "NVIDIA H100", count, "79.1 GiB")
+        ProcessDevices(number, f"node{number // per_host}", "gpu", "NVIDIA H100", count, "79.1 GiB")
         for number, count in enumerate(counts)
     ]
 
 
-def shown(seen: list[Seen]) -> str:
+def shown(seen: list[ProcessDevices]) -> str:
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(device_table(seen))
     return console.export_text()
@@ -59,12 +59,12 @@ def test_too_many_devices_and_cpus_have_their_own_advice():
     with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES"):
         check_devices(gpus(8), 4, mesh="fsdp=4")
     with pytest.raises(UserError, match="meshtune launch local --devices 4"):
-        check_devices([Seen(0, "here", "cpu", "x86_64", 1, "8 GiB")], 4, mesh="fsdp=4")
+        check_devices([ProcessDevices(0, "here", "cpu", "x86_64", 1, "8 GiB")], 4, mesh="fsdp=4")
 
 
 def test_a_process_alone_sees_itself():
-    (seen,) = seen_by_all(Job(ProcessInfo()))
-    assert (seen.process, seen.platform, seen.count) == (0, "cpu", 1)
+    (seen,) = gather_devices(Job(ProcessInfo()))
+    assert (seen.index, seen.platform, seen.count) == (0, "cpu", 1)
 
 
 class Device:

@@ -119,7 +119,7 @@ def test_a_run_is_not_resumed_with_what_would_make_it_another(finished, tmp_path
 
 def test_a_run_is_not_started_into_another(finished):
     result, _ = finished
-    with pytest.raises(UserError, match="resume=true goes on with the run in it"):
+    with pytest.raises(UserError, match="resume=true continues the run in it"):
         train(load_recipe(result.output / "recipe.yaml"))
 
 

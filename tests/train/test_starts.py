@@ -22,7 +22,8 @@ from meshtune.config.load import load_recipe
 from meshtune.errors import UserError
 from meshtune.generate.api import load
 from meshtune.mesh.processes import SINGLE_PROCESS
-from meshtune.setup.start import start_of, tokenizer_of, written_start
+from meshtune.setup.materialize import materialize_start
+from meshtune.setup.start import start_of, tokenizer_of
 from meshtune.train.result.result import Result
 from meshtune.train.run import train
 from meshtune.weights.load import load_spec
@@ -159,7 +160,7 @@ def made_start(source: pathlib.Path, output: pathlib.Path, /, **fields) -> pathl
     """The start of a recipe, written without a run."""
     recipe = load_recipe({"data": "d", "output": "o", **fields})
     start = start_of(recipe, source, "float32")
-    return written_start(start, recipe, output, tokenizer_of(recipe, source), "sha256:0", SINGLE_PROCESS, print)
+    return materialize_start(start, recipe, output, tokenizer_of(recipe, source), "sha256:0", SINGLE_PROCESS, print)
 
 
 def test_new_tokens_begin_as_the_mean_of_their_pieces(stories260k, tmp_path):

@@ -46,7 +46,7 @@ def _show(sharding: Sharding) -> None:
 
     console = open_console()
     console.print(_devices(sharding))
-    for choice in sharding.choices:
+    for choice in sharding.decisions:
         console.print(f"{choice.name:<10}  {choice.value} [dim]({choice.reason})[/]")
     console.print(_tensors(sharding))
     for shard in _examples(sharding.shards):
@@ -151,7 +151,7 @@ def _as_json(sharding: Sharding) -> dict[str, object]:
         "device_bytes": sharding.nbytes(),
         "device_capacity": sharding.capacity,
         "breakdown": {role: sharding.nbytes(role) for role in ROLES},
-        "notes": [f"{choice.name}: {choice.value} ({choice.reason})" for choice in sharding.choices],
+        "notes": [f"{choice.name}: {choice.value} ({choice.reason})" for choice in sharding.decisions],
         "arrays": [
             {
                 "role": shard.role,

@@ -10,14 +10,14 @@ from meshtune.errors import UserError
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.plan.hardware import Target
 from meshtune.plan.search import MESH, MICRO, REMAT, ScoredCandidate, apply_overrides, open_keys, rank_candidates
-from meshtune.setup.choices import Choice
+from meshtune.setup.choices import Decision
 from meshtune.setup.memory import size_in_words
 
 NAMES = {MESH: "mesh", MICRO: "micro_batch", REMAT: "remat"}
 
 
-def autotune(recipe: Recipe, target: Target, job: Job = SINGLE_PROCESS) -> tuple[Recipe, list[Choice]]:
-    """The recipe with the best candidate's values for its open keys, and a Choice with the reason for each.
+def autotune(recipe: Recipe, target: Target, job: Job = SINGLE_PROCESS) -> tuple[Recipe, list[Decision]]:
+    """The recipe with the best candidate's values for its open keys, and a Decision with the reason for each.
 
     Candidates are ranked by the analytic models, without compiling. All processes of `job` use the result of the first.
     Raises: UserError if no mesh of these devices is possible for the model and the batch.
@@ -33,15 +33,15 @@ def autotune(recipe: Recipe, target: Target, job: Job = SINGLE_PROCESS) -> tuple
         return recipe, []  # what the recipe asks for is impossible: its own check has the better message
     best = ranked[0]
     local = [(NAMES[key], _value(key, best), _reason(key, best, ranked)) for key in NAMES if key in keys]
-    overrides, choices = job.exchange("autotuned keys", [best.overrides, local])[0]
-    return apply_overrides(recipe, overrides), [Choice(*fields) for fields in choices]
+    overrides, decisions = job.exchange("autotuned keys", [best.overrides, local])[0]
+    return apply_overrides(recipe, overrides), [Decision(*fields) for fields in decisions]
 
 
-def merge_choices(autotuned: Sequence[Choice], choices: Sequence[Choice]) -> list[Choice]:
-    """`choices`, made from the autotuned recipe, with the reasons of those that were autotuned."""
+def merge_decisions(autotuned: Sequence[Decision], decisions: Sequence[Decision]) -> list[Decision]:
+    """`decisions`, made from the autotuned recipe, with the reasons of those that were autotuned."""
     reasons = {choice.name: choice.reason for choice in autotuned}
-    names = {choice.name for choice in choices}
-    merged = [dataclasses.replace(choice, reason=reasons.get(choice.name, choice.reason)) for choice in choices]
+    names = {choice.name for choice in decisions}
+    merged = [dataclasses.replace(choice, reason=reasons.get(choice.name, choice.reason)) for choice in decisions]
     return merged + [choice for choice in autotuned if choice.name not in names]
 
 

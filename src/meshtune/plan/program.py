@@ -17,13 +17,13 @@ from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import is_offloaded
 from meshtune.model.compute import Compute
 from meshtune.model.sharding import check_batch
-from meshtune.plan.autotune import autotune, merge_choices
+from meshtune.plan.autotune import autotune, merge_decisions
 from meshtune.plan.hardware import Target
 from meshtune.plan.local_target import local_target
 from meshtune.setup.assemble import batch_like, frozen_like, optimizer_for, state_like, step_for
-from meshtune.setup.choices import Choice, compute_of
+from meshtune.setup.choices import Decision, compute_of
 from meshtune.setup.machine import Machine, this_machine
-from meshtune.setup.resolved import Settled, settle
+from meshtune.setup.resolved import ResolvedRun, resolve_run
 from meshtune.setup.stage import row_length
 from meshtune.train.step.state import TrainState
 
@@ -40,9 +40,9 @@ class Program:
 
     step: Any
     arguments: tuple[TrainState, Any, Any, Any]
-    settled: Settled
+    resolved: ResolvedRun
     compute: Compute
-    choices: list[Choice]
+    decisions: list[Decision]
     rows: int
     length: int
     accumulation: int
@@ -50,7 +50,7 @@ class Program:
 
     @property
     def layout(self) -> Layout | None:
-        return self.settled.layout
+        return self.resolved.layout
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -82,26 +82,26 @@ def step_of(
         machine = Machine(target.device.platform, tuple(devices or ()), target.device.arch)
     assert machine.devices, f"no devices that describe {target}"
     recipe, autotuned = autotune(recipe, target or local_target(machine))
-    settled = settle(recipe, machine, weights=False)
+    resolved = resolve_run(recipe, machine, weights=False)
     accumulation = recipe.train.accumulation
     rows, length = recipe.train.batch_size // accumulation, length or row_length(recipe)
-    if settled.layout is not None:
-        check_batch(MeshConfig(**settled.layout.mesh.shape), rows, length)
-    compute, choices = compute_of(recipe, settled.spec, settled.precision, rows, length, settled.layout, machine)
+    if resolved.layout is not None:
+        check_batch(MeshConfig(**resolved.layout.mesh.shape), rows, length)
+    compute, decisions = compute_of(recipe, resolved.spec, resolved.precision, rows, length, resolved.layout, machine)
     steps = recipe.train.steps or DEFAULT_STEPS
-    optimizer, _ = optimizer_for(recipe, settled, steps)
+    optimizer, _ = optimizer_for(recipe, resolved, steps)
     arguments = (
-        state_like(settled, optimizer),
-        frozen_like(settled),
-        batch_like(recipe, settled, (accumulation, rows, length)),
+        state_like(resolved, optimizer),
+        frozen_like(resolved),
+        batch_like(recipe, resolved, (accumulation, rows, length)),
         jax.ShapeDtypeStruct((), np.dtype("int32")),
     )
-    if target is not None and settled.layout is None:
+    if target is not None and resolved.layout is None:
         # Without a mesh, the shardings of its arguments alone tell the compiler which device the step is for.
         arguments = jax.tree.map(lambda leaf: _on(leaf, machine.devices[0]), arguments)
-    step = step_for(recipe, settled, compute, optimizer)
-    choices = merge_choices(autotuned, [*settled.choices, *choices])
-    return Program(step, arguments, settled, compute, choices, rows, length, accumulation, steps)
+    step = step_for(recipe, resolved, compute, optimizer)
+    decisions = merge_decisions(autotuned, [*resolved.decisions, *decisions])
+    return Program(step, arguments, resolved, compute, decisions, rows, length, accumulation, steps)
 
 
 def _on(leaf: jax.ShapeDtypeStruct, device: Any) -> jax.ShapeDtypeStruct:

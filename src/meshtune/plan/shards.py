@@ -18,10 +18,10 @@ from meshtune.mesh.layout import Layout
 from meshtune.model.sharding import check_batch, layout_for
 from meshtune.model.spec import ModelSpec
 from meshtune.optim.build import make_optimizer
-from meshtune.plan.autotune import autotune, merge_choices
+from meshtune.plan.autotune import autotune, merge_decisions
 from meshtune.plan.hardware import Target
 from meshtune.plan.local_target import local_target
-from meshtune.setup.choices import Choice, mesh_choices, mesh_of, optimizer_of, precision_of
+from meshtune.setup.choices import Decision, mesh_decisions, mesh_of, optimizer_of, precision_of
 from meshtune.setup.machine import this_machine
 from meshtune.setup.start import start_of
 from meshtune.train.step.state import abstract_state
@@ -55,7 +55,7 @@ class Sharding:
     target: str
     capacity: int | None
     shards: list[Shard]
-    choices: list[Choice]
+    decisions: list[Decision]
     model: ModelSpec
 
     def nbytes(self, *roles: str) -> int:
@@ -79,7 +79,7 @@ def shardings_of(recipe: Recipe, target: Target | None) -> Sharding:
     resolve_mesh(mesh, devices)
     check_batch(mesh, recipe.train.batch_size // recipe.train.accumulation, 0)
     layout, notes = layout_for(abstract_mesh(mesh), arrays.spec)
-    choices = mesh_choices(mesh, reason, notes)
+    decisions = mesh_decisions(mesh, reason, notes)
     optimizer, _ = make_optimizer(
         optimizer_of(recipe, precision), recipe.train.steps or 1, arrays.trainable, arrays.spec
     )
@@ -91,8 +91,8 @@ def shardings_of(recipe: Recipe, target: Target | None) -> Sharding:
         *_of_state(state.opt_state, layout),
     ]
     name = str(target) if target else f"{devices} x {jax.devices()[0].device_kind}"
-    choices = merge_choices(autotuned, [precision_choice, *choices])
-    return Sharding(mesh, name, target.device.memory if target else None, shards, choices, arrays.spec)
+    decisions = merge_decisions(autotuned, [precision_choice, *decisions])
+    return Sharding(mesh, name, target.device.memory if target else None, shards, decisions, arrays.spec)
 
 
 def _of_specs(role: str, tree: Any, layout: Layout) -> Iterable[Shard]:

@@ -14,69 +14,69 @@ from meshtune.mesh.placement import batch_axes, offload_abstract, offloaded_name
 from meshtune.model.compute import Compute
 from meshtune.optim.build import Optimizer, make_optimizer
 from meshtune.setup.choices import optimizer_of
-from meshtune.setup.resolved import Settled
+from meshtune.setup.resolved import ResolvedRun
 from meshtune.setup.stage import batch_arrays, draws, objective_of
 from meshtune.train.step.build import make_train_step
 from meshtune.train.step.state import TrainState, abstract_state
 
 
-def optimizer_for(recipe: Recipe, settled: Settled, steps: int) -> tuple[Optimizer, Callable[[Any], Any]]:
+def optimizer_for(recipe: Recipe, resolved: ResolvedRun, steps: int) -> tuple[Optimizer, Callable[[Any], Any]]:
     """(the optimizer, its learning rate by step) of a run of `steps` updates."""
-    return make_optimizer(optimizer_of(recipe, settled.precision), steps, settled.arrays.trainable, settled.spec)
+    return make_optimizer(optimizer_of(recipe, resolved.precision), steps, resolved.arrays.trainable, resolved.spec)
 
 
-def step_for(recipe: Recipe, settled: Settled, compute: Compute, optimizer: Optimizer) -> Any:
+def step_for(recipe: Recipe, resolved: ResolvedRun, compute: Compute, optimizer: Optimizer) -> Any:
     """The jitted train step (see train.step.make_train_step)."""
     return make_train_step(
         objective_of(recipe),
-        settled.spec,
+        resolved.spec,
         compute,
         optimizer,
         max_grad_norm=recipe.optimizer.max_grad_norm,
-        dropout=draws(recipe, settled.method),
-        abstract=settled.arrays.trainable,
+        dropout=draws(recipe, resolved.method),
+        abstract=resolved.arrays.trainable,
     )
 
 
-def state_like(settled: Settled, optimizer: Optimizer) -> TrainState:
+def state_like(resolved: ResolvedRun, optimizer: Optimizer) -> TrainState:
     """The state as ShapeDtypeStructs, laid out where there is a layout.
 
     Raises: UserError for an optimizer whose state cannot wait in the host's memory, if it is asked to.
     """
-    if "optimizer" in settled.offload and optimizer.update_param is None:
+    if "optimizer" in resolved.offload and optimizer.update_param is None:
         raise UserError(
             "this optimizer looks at all gradients at once, so its state cannot be brought layer by layer",
             where="optimizer.name, compute.offload",
             fix="leave optimizer out of compute.offload, or use adamw, whose state can wait in the host's memory",
         )
-    return abstract_state(settled.arrays.trainable, optimizer, settled.layout, settled.offload)
+    return abstract_state(resolved.arrays.trainable, optimizer, resolved.layout, resolved.offload)
 
 
-def frozen_like(settled: Settled) -> Tree:
+def frozen_like(resolved: ResolvedRun) -> Tree:
     """The frozen weights as ShapeDtypeStructs, laid out where there is a layout."""
-    frozen = settled.arrays.frozen
-    if settled.layout is None:
+    frozen = resolved.arrays.frozen
+    if resolved.layout is None:
         like = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), frozen)
     else:
         like = jax.tree.map(
             lambda array, where: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where),
             frozen,
-            shardings(frozen, settled.layout),
+            shardings(frozen, resolved.layout),
         )
-    return offload_abstract(like, stacked_only=True) if "weights" in settled.offload else like
+    return offload_abstract(like, stacked_only=True) if "weights" in resolved.offload else like
 
 
-def waiting_weights(settled: Settled, optimizer: Optimizer) -> list[str]:
+def waiting_weights(resolved: ResolvedRun, optimizer: Optimizer) -> list[str]:
     """The paths of the weights that wait in the host's memory, trained ones too."""
-    return offloaded_names(frozen_like(settled)) + offloaded_names(state_like(settled, optimizer).trainable)
+    return offloaded_names(frozen_like(resolved)) + offloaded_names(state_like(resolved, optimizer).trainable)
 
 
-def batch_like(recipe: Recipe, settled: Settled, shape: tuple[int, int, int]) -> Tree:
+def batch_like(recipe: Recipe, resolved: ResolvedRun, shape: tuple[int, int, int]) -> Tree:
     """A batch [micro-batches, rows, positions] of the recipe's stage as mesh.placement.place_batch lays it."""
-    layout = settled.layout
+    layout = resolved.layout
     return {
         name: jax.ShapeDtypeStruct(
             size, dtype, sharding=None if layout is None else layout.sharding(batch_axes(name), size)
         )
-        for name, (size, dtype) in batch_arrays(recipe, settled.method, shape).items()
+        for name, (size, dtype) in batch_arrays(recipe, resolved.method, shape).items()
     }

@@ -38,7 +38,7 @@ class Precision:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class Decision:
     """A settled choice, for the banner."""
 
     name: str
@@ -46,7 +46,7 @@ class Choice:
     reason: str
 
 
-def precision_of(recipe: Recipe, stored: str, backend: str | None = None) -> tuple[Precision, Choice]:
+def precision_of(recipe: Recipe, stored: str, backend: str | None = None) -> tuple[Precision, Decision]:
     """The dtypes of a run from a model whose weights are stored in `stored`, on `backend` (default: the one here)."""
     asked = recipe.compute.precision
     backend = backend or jax.default_backend()
@@ -62,7 +62,7 @@ def precision_of(recipe: Recipe, stored: str, backend: str | None = None) -> tup
             # need not be wider than these.
             frozen = "bfloat16" if recipe.method.kind == "lora" or stored != "float32" else "float32"
             made = Precision(name, frozen, "float32", "bfloat16", "float32")
-    return made, Choice("precision", name, reason)
+    return made, Decision("precision", name, reason)
 
 
 def mesh_of(recipe: Recipe, devices: int) -> tuple[MeshConfig, str]:
@@ -72,7 +72,7 @@ def mesh_of(recipe: Recipe, devices: int) -> tuple[MeshConfig, str]:
     return (resolve_mesh(config, devices) if -1 in config.sizes.values() else config), "asked for"
 
 
-def layout_of(config: MeshConfig, why: str, spec: ModelSpec, machine: Machine) -> tuple[Layout | None, list[Choice]]:
+def layout_of(config: MeshConfig, why: str, spec: ModelSpec, machine: Machine) -> tuple[Layout | None, list[Decision]]:
     """How arrays lie on the machine's devices, None where there is only one, and the mesh in words.
 
     Raises: UserError for a mesh that the model does not allow.
@@ -80,12 +80,12 @@ def layout_of(config: MeshConfig, why: str, spec: ModelSpec, machine: Machine) -
     if config.devices == 1:
         return None, []
     layout, notes = layout_for(make_mesh(config, machine.devices), spec)
-    return layout, mesh_choices(config, why, notes)
+    return layout, mesh_decisions(config, why, notes)
 
 
-def mesh_choices(config: MeshConfig, why: str, notes: list[Note]) -> list[Choice]:
+def mesh_decisions(config: MeshConfig, why: str, notes: list[Note]) -> list[Decision]:
     """A mesh and what is remarkable about it, for the banner."""
-    return [Choice("mesh", str(config), why), *(Choice(note.axis, "whole", note.text) for note in notes)]
+    return [Decision("mesh", str(config), why), *(Decision(note.axis, "whole", note.text) for note in notes)]
 
 
 def compute_of(
@@ -96,7 +96,7 @@ def compute_of(
     length: int,
     layout: Layout | None = None,
     machine: Machine | None = None,
-) -> tuple[Compute, list[Choice]]:
+) -> tuple[Compute, list[Decision]]:
     """How numbers are computed for micro-batches of `rows` rows of `length` positions, over all devices of `layout`.
 
     Raises: UserError for a forced attention backend that cannot serve.
@@ -111,7 +111,7 @@ def compute_of(
         remat, why = "full", "auto: what would be kept is far more than the residual stream"
     elif remat == "auto":
         remat, why = "selective", "auto: products are kept"
-    choices = [Choice("remat", remat, why), *(Choice(*tile) for tile in tiles)]
+    decisions = [Decision("remat", remat, why), *(Decision(*tile) for tile in tiles)]
     if asked.loss_chunk is not None:
         chunk, reason = max(1, asked.loss_chunk // rows), "asked for"
     else:
@@ -119,7 +119,7 @@ def compute_of(
         chunk = max(16, 1 << (most.bit_length() - 1))
         reason = f"auto: about {LOGITS_BYTES >> 20} MiB of logits at once"
     chunk = min(chunk, length)
-    tokens = Choice("loss_chunk", f"{chunk * rows} tokens", reason)
+    tokens = Decision("loss_chunk", f"{chunk * rows} tokens", reason)
     compute = Compute(
         precision.compute,
         remat,
@@ -137,11 +137,11 @@ def compute_of(
     for request in attention_requests(compute, spec, rows, length):
         backend, reason = choose_backend(request, asked.attention)
         window = f" (window {request.window})" if request.window else ""
-        choices.append(Choice("attention", backend.name + window, reason))
-    choices.append(tokens)
+        decisions.append(Decision("attention", backend.name + window, reason))
+    decisions.append(tokens)
     if asked.offload:
-        choices.append(Choice("offload", ", ".join(asked.offload), "asked for"))
-    return compute, choices
+        decisions.append(Decision("offload", ", ".join(asked.offload), "asked for"))
+    return compute, decisions
 
 
 def attention_requests(compute: Compute, spec: ModelSpec, rows: int, length: int) -> list[AttentionRequest]:

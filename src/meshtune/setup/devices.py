@@ -18,10 +18,10 @@ GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
-class Seen:
-    """What one process sees: `count` local devices of one `kind` with `memory` each, on `host`."""
+class ProcessDevices:
+    """The devices of one process: `count` local ones of one `kind` with `memory` each, on `host`."""
 
-    process: int
+    index: int
     host: str
     platform: str
     kind: str
@@ -29,27 +29,27 @@ class Seen:
     memory: str
 
 
-def seen_here(process: int = 0, host: str = "") -> Seen:
+def local_devices(index: int = 0, host: str = "") -> ProcessDevices:
     """The devices of this process."""
     local = jax.local_devices()
-    kind, memory = _words(local[0])
-    return Seen(process, host or platform.node(), local[0].platform, kind, len(local), memory)
+    kind, memory = _describe(local[0])
+    return ProcessDevices(index, host or platform.node(), local[0].platform, kind, len(local), memory)
 
 
-def seen_by_all(job: Job) -> list[Seen]:
-    """What every process of the job sees, in order of process; every process calls it."""
-    mine = dataclasses.asdict(seen_here(job.process_index, job.host))
-    return [Seen(**fields) for fields in job.exchange("devices", mine)]
+def gather_devices(job: Job) -> list[ProcessDevices]:
+    """The devices of every process of the job, in order of process; all processes call this."""
+    own = dataclasses.asdict(local_devices(job.process_index, job.host))
+    return [ProcessDevices(**fields) for fields in job.exchange("devices", own)]
 
 
-def device_table(seen: Sequence[Seen] | None = None) -> Table:
+def device_table(processes: Sequence[ProcessDevices] | None = None) -> Table:
     """One row for each host and kind of device, with the processes there; of this process alone unless given."""
-    seen = seen or [seen_here()]
-    several = len(seen) > 1
+    processes = processes or [local_devices()]
+    several = len(processes) > 1
     table = Table(title="devices", title_justify="left")
     for heading in (*(["host", "processes"] if several else []), "backend", "device", "count", "memory each"):
         table.add_column(heading, justify="right" if heading == "count" else "left", overflow="fold")
-    rows: dict[tuple[str, str, str], list[Seen]] = {}
+    rows: dict[tuple[str, str, str], list[ProcessDevices]] = {}
     for one in seen:
         rows.setdefault((one.host, one.platform, one.kind), []).append(one)
     for (host, backend, kind), here in rows.items():
@@ -57,48 +57,51 @@ def device_table(seen: Sequence[Seen] | None = None) -> Table:
         where = [host, _ranges([one.process for one in here])] if several else []
         table.add_row(*where, backend, kind, str(count), here[0].memory)
     if several:
-        table.caption = f"{sum(one.count for one in seen)} devices, {len(seen)} processes, {len(hosts(seen))} host(s)"
+        devices = sum(process.count for process in processes)
+        table.caption = f"{devices} devices, {len(processes)} processes, {len(hosts(processes))} host(s)"
     return table
 
 
-def hosts(seen: Sequence[Seen]) -> list[str]:
+def hosts(processes: Sequence[ProcessDevices]) -> list[str]:
     """The names of the hosts, in order of process."""
-    return list(dict.fromkeys(one.host for one in seen))
+    return list(dict.fromkeys(process.host for process in processes))
 
 
-def check_devices(seen: Sequence[Seen], expected: int, *, mesh: str, launcher: str = "none") -> None:
+def check_devices(processes: Sequence[ProcessDevices], expected: int, *, mesh: str, launcher: str = "none") -> None:
     """Raises UserError, naming every process with what it sees, if the job has not `expected` devices.
 
     `mesh` is the mesh in words; `launcher` as mesh.rendezvous.ProcessInfo says it, for the advice.
     """
-    found = sum(one.count for one in seen)
-    if found == expected:
+    count = sum(process.count for process in processes)
+    if count == expected:
         return
-    kinds = {(one.platform, one.kind) for one in seen}
-    named = [f"process {one.process} on {one.host}: {one.count} x {one.kind}" for one in seen[:16]]
-    more = [f"and {len(seen) - 16} more processes"] if len(seen) > 16 else []
+    kinds = {(process.platform, process.kind) for process in processes}
+    named = [
+        f"process {process.index} on {process.host}: {process.count} x {process.kind}" for process in processes[:16]
+    ]
+    more = [f"and {len(processes) - 16} more processes"] if len(processes) > 16 else []
     raise UserError(
-        f"the mesh {mesh} needs {expected} devices, and the job has {found}"
+        f"the mesh {mesh} needs {expected} devices, and the job has {count}"
         + (f", of {len(kinds)} kinds" if len(kinds) > 1 else ""),
         where="; ".join([*named, *more]),
-        fix=_advice(seen, expected, found, launcher),
+        fix=_advice(processes, expected, count, launcher),
     )
 
 
-def _advice(seen: Sequence[Seen], expected: int, found: int, launcher: str) -> str:
-    other = f"or give a mesh whose axes multiply to {found}"
-    each = expected // len(seen)
-    if found < expected and launcher == "Slurm" and seen[0].platform != "cpu":
-        if all(one.count == 1 for one in seen):
-            per_node = max(1, expected // len(hosts(seen)))
+def _advice(processes: Sequence[ProcessDevices], expected: int, count: int, launcher: str) -> str:
+    other = f"or give a mesh whose axes multiply to {count}"
+    each = expected // len(processes)
+    if count < expected and launcher == "Slurm" and processes[0].platform != "cpu":
+        if all(process.count == 1 for process in processes):
+            per_node = max(1, expected // len(hosts(processes)))
             return (
                 "every process sees one GPU, as with --gpus-per-task=1, --gpu-bind or --gpus-per-node=1: ask sbatch "
                 f"for --gpus-per-node={per_node} --ntasks-per-node=1 and none of those, {other}"
             )
-        return f"ask sbatch for more: --nodes, or --gpus-per-node={expected // len(hosts(seen))}; {other}"
-    if seen[0].platform == "cpu":
+        return f"ask sbatch for more: --nodes, or --gpus-per-node={expected // len(hosts(processes))}; {other}"
+    if processes[0].platform == "cpu":
         return f"simulate {each} devices a process (meshtune launch local --devices {each}), {other}"
-    if found > expected:
+    if count > expected:
         return f"show the processes fewer devices (CUDA_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES), {other}"
     return f"check what each process is shown (nvidia-smi or rocm-smi, CUDA_VISIBLE_DEVICES), {other}"
 
@@ -114,7 +117,7 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join("-".join(map(str, run)) for run in runs)
 
 
-def _words(device: jax.Device) -> tuple[str, str]:
+def _describe(device: jax.Device) -> tuple[str, str]:
     if device.platform == "cpu":
         memory = psutil.virtual_memory()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

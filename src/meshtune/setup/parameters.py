@@ -25,7 +25,7 @@ from meshtune.model.compute import Compute
 from meshtune.model.spec import abstract_params
 from meshtune.setup.assemble import frozen_like, optimizer_for, state_like, waiting_weights
 from meshtune.setup.memory import size_in_words
-from meshtune.setup.resolved import Settled
+from meshtune.setup.resolved import ResolvedRun
 from meshtune.train.step.state import TrainState, init_state
 from meshtune.weights.load import load_params, load_weight, with_score
 from meshtune.weights.load_report import LoadReport
@@ -34,7 +34,7 @@ CALIBRATED = 2048  # tokens of a row that are looked at, at most: none of the ti
 
 
 @dataclasses.dataclass(frozen=True)
-class Begun:
+class InitializedRun:
     """The split model, its first state, its optimizer and the learning rate by step."""
 
     made: Prepared
@@ -48,7 +48,7 @@ class Parameters:
     """What a run's parameters are made from; `processes_a_host` read one file together."""
 
     recipe: Recipe
-    settled: Settled
+    resolved: ResolvedRun
     compute: Compute
     data: PreparedData
     total: int
@@ -56,36 +56,36 @@ class Parameters:
     processes_a_host: int
     console: Console
 
-    def begun(self) -> Begun:
-        """Loads the base and begins; all processes of the job call this."""
-        recipe, settled = self.recipe, self.settled
-        optimizer, schedule = optimizer_for(recipe, settled, self.total)
-        params = with_score(self._loaded(waiting_weights(settled, optimizer)), settled.spec, settled.layout)
-        goes_on = getattr(settled.method, "continued", None)
+    def initialize(self) -> InitializedRun:
+        """Loads the base and makes the first state; all processes of the job call this."""
+        recipe, resolved = self.recipe, self.resolved
+        optimizer, schedule = optimizer_for(recipe, resolved, self.total)
+        params = with_score(self._loaded(waiting_weights(resolved, optimizer)), resolved.spec, resolved.layout)
+        goes_on = getattr(resolved.method, "continued", None)
         if goes_on is None:
             made = self._split(params)
         else:
-            made = begun(goes_on, settled.arrays, settled.spec, params, settled.layout)
-        like = None if settled.layout is None and not settled.offload else state_like(settled, optimizer)
-        if like is not None and "weights" in settled.offload:
+            made = begun(goes_on, resolved.arrays, resolved.spec, params, resolved.layout)
+        like = None if resolved.layout is None and not resolved.offload else state_like(resolved, optimizer)
+        if like is not None and "weights" in resolved.offload:
             trainable = offload_arrays(made.trainable, like.trainable)
-            frozen = offload_arrays(made.frozen, frozen_like(settled))
+            frozen = offload_arrays(made.frozen, frozen_like(resolved))
             made = dataclasses.replace(made, trainable=trainable, frozen=frozen)
-        return Begun(made, init_state(made.trainable, optimizer, like), optimizer, schedule)
+        return InitializedRun(made, init_state(made.trainable, optimizer, like), optimizer, schedule)
 
     def _loaded(self, waiting: list[str]) -> Tree:
-        settled = self.settled
+        resolved = self.resolved
         reports: list[LoadReport] = []
         with self.console.status("loading weights") as status:
             params = load_params(
-                settled.source,
-                settled.spec,
-                layout=settled.layout,
-                quantize=settled.quantize,
-                broadcast=self.recipe.model.load == "broadcast" and settled.layout is not None,
+                resolved.source,
+                resolved.spec,
+                layout=resolved.layout,
+                quantize=resolved.quantize,
+                broadcast=self.recipe.model.load == "broadcast" and resolved.layout is not None,
                 group=self.processes_a_host,
                 waiting=waiting,
-                plain=flatten(settled.arrays.trainable),
+                plain=flatten(resolved.arrays.trainable),
                 progress=lambda done, of: status.update(
                     f"loading weights: {size_in_words(done)} of {size_in_words(of)}"
                 ),
@@ -97,27 +97,29 @@ class Parameters:
         return params
 
     def _split(self, params: Tree) -> Prepared:
-        settled = self.settled
+        resolved = self.resolved
         sizes = self._sizes(params)
 
         def original(path: str) -> Original:
-            return Original(load_weight(settled.source, settled.spec, path, settled.layout), sizes.get(path))
+            return Original(load_weight(resolved.source, resolved.spec, path, resolved.layout), sizes.get(path))
 
         key = jax.random.fold_in(jax.random.key(self.recipe.seed), 0)
-        return prepare(settled.method, settled.spec, params, key, settled.precision.trainable, settled.layout, original)
+        return prepare(
+            resolved.method, resolved.spec, params, key, resolved.precision.trainable, resolved.layout, original
+        )
 
     def _sizes(self, params: Tree) -> dict[str, jax.Array]:
         """How large the inputs of every adapted weight are, by its path; {} where it does not matter."""
-        settled = self.settled
-        rows = settled.method.loftq_calibration if isinstance(settled.method, LoraConfig) else 0
+        resolved = self.resolved
+        rows = resolved.method.loftq_calibration if isinstance(resolved.method, LoraConfig) else 0
         if not rows:
             return {}
-        forms = flatten(abstract_params(settled.spec))
-        adapted = [path.rpartition("/") for path in flatten(settled.arrays.trainable)]
-        paths = {node: held_weight(node, settled.spec) for node, _, last in adapted if last == "adapter"}
+        forms = flatten(abstract_params(resolved.spec))
+        adapted = [path.rpartition("/") for path in flatten(resolved.arrays.trainable)]
+        paths = {node: held_weight(node, resolved.spec) for node, _, last in adapted if last == "adapter"}
         with self.console.status(f"measuring the inputs of weights on {rows} rows"):
             nodes = {node: forms[path] for node, path in paths.items()}
-            found = input_sizes(nodes, params, settled.spec, self.compute, self._rows(rows))
+            found = input_sizes(nodes, params, resolved.spec, self.compute, self._rows(rows))
         return {paths[node]: size for node, size in found.items()}
 
     def _rows(self, count: int) -> Iterator[Tree]:

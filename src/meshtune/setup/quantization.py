@@ -14,7 +14,7 @@ from meshtune.config.recipe import Recipe
 from meshtune.mesh.layout import Layout
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.weight import QuantisedWeight
-from meshtune.setup.choices import Choice
+from meshtune.setup.choices import Decision
 
 
 def quantize_of(recipe: Recipe) -> QuantizeConfig | None:
@@ -23,25 +23,25 @@ def quantize_of(recipe: Recipe) -> QuantizeConfig | None:
     return None if asked is None else QuantizeConfig(**asked.model_dump())
 
 
-def quantize_choices(arrays: Prepared, layout: Layout | None) -> list[Choice]:
+def quantize_decisions(arrays: Prepared, layout: Layout | None) -> list[Decision]:
     """The format of the quantised weights with what it takes, and which of them a mesh cannot split."""
     weights = {path: x for path, x in flatten(arrays.frozen).items() if isinstance(x, QuantisedWeight)}
     if not weights:
         return []
     config = next(iter(weights.values())).config
-    found: list[Choice] = []
+    found: list[Decision] = []
     for format in dict.fromkeys(weight.format for weight in weights.values()):
         mine = {path: weight for path, weight in weights.items() if weight.format == format}
         held = sum(array.nbytes for weight in mine.values() for array in jax.tree.leaves(weight))
         numbers = sum(weight.size for weight in mine.values())
         why = f"asked for: {8 * held / numbers:.2f} bits a weight of {numbers:,}"
         where = "" if len(mine) == len(weights) else f", in {_sites(mine)}"
-        found.append(Choice("quantize", str(config.within(format)), why + where))
+        found.append(Decision("quantize", str(config.within(format)), why + where))
     uneven = [] if layout is None else [path for path, weight in weights.items() if _cut_short(weight, layout)]
     if uneven:
         blocks = f"blocks of {config.block_size} cannot be dealt out evenly in {_sites(uneven)}"
         why = f"{blocks}: whole rows are on each device"
-        found.append(Choice("quantize", "whole", why))
+        found.append(Decision("quantize", "whole", why))
     return found
 
 

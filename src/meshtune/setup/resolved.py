@@ -1,4 +1,4 @@
-"""What a recipe comes to before any weight is read: model, method, precision, mesh, and why."""
+"""Resolves a recipe into a concrete run configuration, with the reason for each automatic choice, without weights."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ from meshtune.mesh.layout import Layout
 from meshtune.model.sharding import check_batch
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.config import QuantizeConfig
-from meshtune.setup.choices import Choice, Precision, layout_of, mesh_of, precision_of
-from meshtune.setup.devices import Seen, check_devices
+from meshtune.setup.choices import Decision, Precision, layout_of, mesh_of, precision_of
+from meshtune.setup.devices import ProcessDevices, check_devices
 from meshtune.setup.machine import Machine
-from meshtune.setup.quantization import quantize_choices, quantize_of
+from meshtune.setup.quantization import quantize_decisions, quantize_of
 from meshtune.setup.start import Start, start_of
 from meshtune.weights.hub import CONFIG, MODEL, locate
 from meshtune.weights.load import load_config, stored_dtype
 
 
 @dataclasses.dataclass(frozen=True)
-class Settled:
-    """`arrays` is the model as the method splits it, with ArraySpecs for arrays and the spec that fits it."""
+class ResolvedRun:
+    """A recipe's concrete model, method, precision and mesh.
+
+    `arrays` is the model as the method splits it, with ArraySpecs for arrays, and the spec that fits it. `decisions`
+    are the automatic choices, for the banner.
+    """
 
     source: pathlib.Path
     method: Method
@@ -33,7 +37,7 @@ class Settled:
     arrays: Prepared
     machine: Machine
     layout: Layout | None
-    choices: list[Choice]
+    decisions: list[Decision]
     quantize: QuantizeConfig | None = None
     offload: tuple[str, ...] = ()
     start: Start | None = None
@@ -43,25 +47,30 @@ class Settled:
         return self.arrays.spec
 
 
-def settle(
-    recipe: Recipe, machine: Machine, seen: Sequence[Seen] = (), *, launcher: str = "none", weights: bool = True
-) -> Settled:
-    """What a recipe comes to on `machine`. `seen` is what the job's processes see, where they are there to be told.
+def resolve_run(
+    recipe: Recipe,
+    machine: Machine,
+    processes: Sequence[ProcessDevices] = (),
+    *,
+    launcher: str = "none",
+    weights: bool = True,
+) -> ResolvedRun:
+    """Resolves a recipe for `machine`; `processes` are the devices of the job's processes, to compare with the mesh.
 
-    Without `weights` the model's config is enough. Raises: UserError for a model that is not there, a method or a mesh
-    that cannot be.
+    Without `weights` the model's config is enough. Raises: UserError for a model that does not exist, or a method or
+    mesh that is impossible.
     """
     source = locate(recipe.model.path, recipe.model.revision, allow=MODEL if weights else CONFIG)
-    precision, chosen = precision_of(recipe, stored_dtype(source, load_config(source)), machine.platform)
+    precision, decision = precision_of(recipe, stored_dtype(source, load_config(source)), machine.platform)
     start = start_of(recipe, source, precision.frozen)
     quantize = quantize_of(recipe)
     arrays = abstract(start.method, start.spec, precision.trainable, quantize)
     mesh, why = mesh_of(recipe, len(machine.devices))
-    if seen:
-        check_devices(seen, mesh.devices, mesh=str(mesh), launcher=launcher)
+    if processes:
+        check_devices(processes, mesh.devices, mesh=str(mesh), launcher=launcher)
     resolve_mesh(mesh, len(machine.devices))
     check_batch(mesh, recipe.train.batch_size // recipe.train.accumulation, 0)
-    layout, choices = layout_of(mesh, why, arrays.spec, machine)
-    choices = [chosen, *choices, *quantize_choices(arrays, layout)]
+    layout, decisions = layout_of(mesh, why, arrays.spec, machine)
+    decisions = [decision, *decisions, *quantize_decisions(arrays, layout)]
     offload = tuple(recipe.compute.offload)
-    return Settled(source, start.method, precision, arrays, machine, layout, choices, quantize, offload, start)
+    return ResolvedRun(source, start.method, precision, arrays, machine, layout, decisions, quantize, offload, start)

@@ -14,7 +14,7 @@ from meshtune.errors import UserError
 from meshtune.objectives import STAGES, Stage
 from meshtune.objectives.score import Objective
 from meshtune.objectives.sft import SftConfig
-from meshtune.setup.choices import Choice
+from meshtune.setup.choices import Decision
 
 BASE, CACHED, AUTO = "base", "cached", "auto"
 PLANNED_LENGTH = 128  # tokens of an answer with its prompt, where there are no data yet to tell
@@ -63,7 +63,7 @@ def batch_arrays(recipe: Recipe, method: Method, shape: tuple[int, int, int]) ->
     return found
 
 
-def reference_of(recipe: Recipe, method: Method) -> Choice | None:
+def reference_of(recipe: Recipe, method: Method) -> Decision | None:
     """What answers are compared with: base, cached, or another model; None where nothing is.
 
     Raises UserError where the base with its adapters off is asked for and is not what the run starts from.
@@ -74,15 +74,15 @@ def reference_of(recipe: Recipe, method: Method) -> Choice | None:
     obstacle = _obstacle(method)
     if asked == AUTO:
         if obstacle is None:
-            return Choice("reference", BASE, "auto: the base with its adapters off, no second copy")
-        return Choice("reference", CACHED, f"auto: {obstacle}, so the start's log-probabilities are kept on disk")
+            return Decision("reference", BASE, "auto: the base with its adapters off, no second copy")
+        return Decision("reference", CACHED, f"auto: {obstacle}, so the start's log-probabilities are kept on disk")
     if asked == BASE and obstacle is not None:
         raise UserError(
             f"the base with its adapters off is no reference here: {obstacle}",
             where="stage.reference",
             fix="use cached (or auto)",
         )
-    return Choice("reference", asked, "asked for")
+    return Decision("reference", asked, "asked for")
 
 
 def _obstacle(method: Method) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 import shutil
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,15 +16,13 @@ from meshtune.families import module_names
 from meshtune.families.expansion import origins, silent_modules
 from meshtune.runs.export import export
 from meshtune.runs.sources import find
+from meshtune.setup.start_spec import Start
 from meshtune.weights.fingerprint import base_hash
 from meshtune.weights.load import load_config, load_spec
 from meshtune.weights.rewrite import WRITTEN, NewTensor, write_model
 from meshtune.weights.safetensors_files import DTYPES, TensorInfo, headers
 from meshtune.weights.tensor_reader import TensorReader
 from meshtune.weights.writer import ST_DTYPES
-
-if TYPE_CHECKING:
-    from meshtune.setup.start import Start
 
 
 def write_start(start: Start, recipe: Recipe, folder: pathlib.Path, record: dict[str, Any]) -> None:

@@ -25,19 +25,20 @@ from meshtune.mesh.axes import MeshConfig
 from meshtune.mesh.processes import Job
 from meshtune.mesh.rendezvous import ProcessInfo
 from meshtune.model.sharding import check_batch
-from meshtune.plan.autotune import autotune, merge_choices
+from meshtune.plan.autotune import autotune, merge_decisions
 from meshtune.plan.local_target import local_target
 from meshtune.runs.output import CHECKPOINTS, RESULT_DIGEST, check_output, claimed, write_recipe, write_run
 from meshtune.runs.verify import check_source
 from meshtune.setup.attention_check import checked_attention
-from meshtune.setup.choices import Choice, compute_of, optimizer_of
-from meshtune.setup.devices import device_table, hosts, seen_by_all
+from meshtune.setup.choices import Decision, compute_of, optimizer_of
+from meshtune.setup.devices import device_table, gather_devices, hosts
 from meshtune.setup.machine import this_machine
+from meshtune.setup.materialize import materialize_base, resumed_adapter
 from meshtune.setup.memory import bytes_on_each
-from meshtune.setup.parameters import Begun, Parameters
-from meshtune.setup.resolved import settle
+from meshtune.setup.parameters import InitializedRun, Parameters
+from meshtune.setup.resolved import resolve_run
 from meshtune.setup.stage import reference_of
-from meshtune.setup.start import begun_at, continued_adapter, tokenizer_of
+from meshtune.setup.start import tokenizer_of
 from meshtune.train.checkpoint.checkpoints import Checkpoints, Record, disk_reason, versions
 from meshtune.train.checkpoint.resume import Resumed, find_resume
 from meshtune.train.evaluation.reference import Reference
@@ -92,7 +93,7 @@ class _Run:
         recipe, console, job = self.recipe, self.console, self.job
         require_agreement(job, "the code", code_version(), fix="run the same image or environment on every host")
         require_agreement(job, "the recipe", self.fields, fix="give every process the same recipe and overrides")
-        seen = seen_by_all(job)
+        seen = gather_devices(job)
         console.print(device_table(seen))
         self.processes_a_host = max(1, len(seen) // len(hosts(seen)))
         if job.is_main_process:
@@ -102,25 +103,25 @@ class _Run:
         self.target = local_target(machine, len(hosts(seen)))
         self.recipe, autotuned = autotune(recipe, self.target, job)
         recipe, self.fields = self.recipe, self.recipe.model_dump(mode="json")
-        self.settled = settled = settle(recipe, machine, seen, launcher=job.info.launcher)
-        check_source(settled.source, job)
-        self.tokenizer = tokenizer_of(recipe, settled.source)
+        self.resolved = resolved = resolve_run(recipe, machine, seen, launcher=job.info.launcher)
+        check_source(resolved.source, job)
+        self.tokenizer = tokenizer_of(recipe, resolved.source)
         with main_process_first(job, "data"):  # the others find what it prepared, where they share a disk
             self.data = self._data()
         self.total = recipe.train.steps or self.data.train.total_steps(recipe.train.epochs or DEFAULT_EPOCHS)
         rows, length = recipe.train.batch_size // recipe.train.accumulation, self.data.train.row_length
-        if settled.layout is not None:
-            check_batch(MeshConfig(**settled.layout.mesh.shape), rows, length)
-        self.compute, choices = compute_of(recipe, settled.spec, settled.precision, rows, length, settled.layout)
-        compared = reference_of(recipe, settled.method)
-        choices += [] if compared is None else [compared]
-        self.base = BaseRecord(recipe.model.path, base_hash(settled.source), recorded(settled.quantize))
-        adapter = continued_adapter(recipe, settled, self.base)
+        if resolved.layout is not None:
+            check_batch(MeshConfig(**resolved.layout.mesh.shape), rows, length)
+        self.compute, decisions = compute_of(recipe, resolved.spec, resolved.precision, rows, length, resolved.layout)
+        compared = reference_of(recipe, resolved.method)
+        decisions += [] if compared is None else [compared]
+        self.base = BaseRecord(recipe.model.path, base_hash(resolved.source), recorded(resolved.quantize))
+        adapter = resumed_adapter(recipe, resolved, self.base)
         same = {"base model": self.base.hash, "training data": self.data.fingerprint, "adapter": adapter}
         require_agreement(job, "what they read", same, fix="give every host the same files")
         keep = recipe.checkpoint.keep
         with self._claimed(), Checkpoints(self.output / CHECKPOINTS, keep=keep, job=job) as checkpoints:
-            return self._train(checkpoints, merge_choices(autotuned, [*settled.choices, *choices]), adapter)
+            return self._train(checkpoints, merge_decisions(autotuned, [*resolved.decisions, *decisions]), adapter)
 
     @contextlib.contextmanager
     def _claimed(self) -> Iterator[None]:
@@ -136,16 +137,16 @@ class _Run:
             self.job.exchange("output", None)
             yield
 
-    def _train(self, checkpoints: Checkpoints, choices: list[Choice], adapter: str) -> Result:
-        self.settled, self.base = begun_at(
-            self.settled, self.recipe, self.output, self.tokenizer, self.base, self.job, self.console.print
+    def _train(self, checkpoints: Checkpoints, decisions: list[Decision], adapter: str) -> Result:
+        self.resolved, self.base = materialize_base(
+            self.resolved, self.recipe, self.output, self.tokenizer, self.base, self.job, self.console.print
         )
         start = f"{self.base.hash}{adapter}"
         record = Record(0, self.recipe.seed, self.fields, self.base.path, start, self.data.fingerprint)
         record = dataclasses.replace(record, versions=versions())
         resumed = find_resume(checkpoints, record) if self.recipe.resume else None
         self._note_resume(resumed)
-        reference = Reference(self.recipe, self.settled, self.compute, self.data, self.job, self.console.print)
+        reference = Reference(self.recipe, self.resolved, self.compute, self.data, self.job, self.console.print)
         reference.from_model(self.tokenizer)
         begun = self._parameters()
         made, state = begun.made, begun.state
@@ -153,7 +154,7 @@ class _Run:
         if resumed is not None:
             state = checkpoints.restore(resumed.step, state)
             record = dataclasses.replace(record, step=resumed.step, best=resumed.best, stale=resumed.stale)
-        banner.show_plan(self.console, self._plan(made, state), choices)
+        banner.show_plan(self.console, self._plan(made, state), decisions)
         if self.job.is_main_process:
             metrics_log.cut_back(self.output, resumed.step if resumed else None)
             write_recipe(self.output, self.fields | {"resume": False, "overwrite": False})
@@ -164,7 +165,7 @@ class _Run:
         length = self.data.train.row_length
         probes = []
         if self.job.is_main_process:
-            layout = self.settled.layout
+            layout = self.resolved.layout
             probes = prediction.step_probes(task.step, self.recipe, self.target, layout, length)
         with interruptible() as interrupt:
             with opened([*self._sinks(record.step), *probes]) as events:
@@ -179,43 +180,43 @@ class _Run:
     def _checked(self) -> list[str]:
         """Nothing is trained with kernels whose numbers are wrong on this kind of device."""
         rows = self.recipe.train.batch_size // self.recipe.train.accumulation
-        return checked_attention(self.compute, self.settled.spec, rows, self.data.train.row_length)
+        return checked_attention(self.compute, self.resolved.spec, rows, self.data.train.row_length)
 
     def _data(self) -> PreparedData:
         with self.console.status("reading data") as status:
             data = prepare_data(
                 self.recipe,
                 self.tokenizer,
-                vocab=self.settled.spec.vocab,
+                vocab=self.resolved.spec.vocab,
                 progress=lambda what, done, of: status.update(f"{what}: {done:,} of {of:,}"),
             )
         for report in (data.report, data.validation_report):
             for warning in report.warnings if report else ():
                 self.console.print(f"[yellow]{report.split} data:[/] {warning}" if report else "")
-        longest, context = self.recipe.data.max_length, self.settled.spec.max_length
+        longest, context = self.recipe.data.max_length, self.resolved.spec.max_length
         if context and longest > context:
             self.console.print(
                 f"[yellow]data.max_length {longest} is beyond the model's context of {context} tokens[/]"
             )
         return data
 
-    def _parameters(self) -> Begun:
+    def _parameters(self) -> InitializedRun:
         """With the weights of the base."""
         return Parameters(
             recipe=self.recipe,
-            settled=self.settled,
+            resolved=self.resolved,
             compute=self.compute,
             data=self.data,
             total=self.total,
             job=self.job,
             processes_a_host=self.processes_a_host,
             console=self.console,
-        ).begun()
+        ).initialize()
 
-    def _parts(self, begun: Begun) -> Parts:
+    def _parts(self, begun: InitializedRun) -> Parts:
         return Parts(
             recipe=self.recipe,
-            settled=self.settled,
+            resolved=self.resolved,
             compute=self.compute,
             data=self.data,
             total=self.total,
@@ -231,7 +232,7 @@ class _Run:
         if not self.job.is_main_process:
             return [metrics_log.ProcessLog(output, self.job.process_index, every=log.every)]
         history = metrics_log.read(output / metrics_log.METRICS)
-        title = f"{self.settled.source.name}, {self.recipe.method.kind}"
+        title = f"{self.resolved.source.name}, {self.recipe.method.kind}"
         self.loss = SmoothedLoss(self.total, [row["loss"] for row in history if row["kind"] == "train"])
         sinks: list[Any] = [
             self.loss,
@@ -245,8 +246,8 @@ class _Run:
         recipe, loader, report = self.recipe, self.data.train, self.data.report
         gradients = 0 if recipe.optimizer.layerwise else bytes_on_each(made.trainable, itemsize=4)
         state_bytes = bytes_on_each((state, made.frozen)) + gradients
-        optimizer = optimizer_of(recipe, self.settled.precision)
-        method = self.settled.method.words if isinstance(self.settled.method, LoraConfig) else recipe.method.kind
+        optimizer = optimizer_of(recipe, self.resolved.precision)
+        method = self.resolved.method.words if isinstance(self.resolved.method, LoraConfig) else recipe.method.kind
         return banner.Plan(
             model=recipe.model.path,
             family=made.spec.family,
@@ -298,11 +299,11 @@ class _Run:
             path = export_result(
                 self.output,
                 dataclasses.replace(made, trainable=task.shown(state)),
-                self.settled.method,
-                self.settled.source,
+                self.resolved.method,
+                self.resolved.source,
                 self.base,
                 self.tokenizer,
-                layout=self.settled.layout,
+                layout=self.resolved.layout,
                 job=self.job,
             )
         found = {"step": ended.step, "exported_step": exported, "loss": ended.last_loss, "result": path.name}

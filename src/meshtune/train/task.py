@@ -21,7 +21,7 @@ from meshtune.mesh.placement import place_batch
 from meshtune.model.compute import Compute
 from meshtune.setup.assemble import step_for
 from meshtune.setup.memory import size_in_words
-from meshtune.setup.resolved import Settled
+from meshtune.setup.resolved import ResolvedRun
 from meshtune.setup.stage import objective_of
 from meshtune.train.checkpoint.checkpoints import Record
 from meshtune.train.evaluation.cadence import Cadence, evaluations, every, save_interval
@@ -40,7 +40,7 @@ class Parts:
     """What a run is made of when its weights are there."""
 
     recipe: Recipe
-    settled: Settled
+    resolved: ResolvedRun
     compute: Compute
     data: PreparedData
     total: int
@@ -55,7 +55,7 @@ def make_task(parts: Parts, record: Record, state: TrainState) -> Task:
     """The task from `record.step` on; compiles the training step if there is anything left to do."""
     recipe, loader = parts.recipe, parts.data.train
     place = _placing(parts)
-    step = step_for(recipe, parts.settled, parts.compute, parts.optimizer)
+    step = step_for(recipe, parts.resolved, parts.compute, parts.optimizer)
     if record.step < parts.total:
         step = _compiled(parts, step, state, place(loader.batch(0).arrays))
     rates = np.asarray(jax.vmap(parts.schedule)(np.arange(parts.total)))

@@ -31,7 +31,7 @@ def compile_step(target: Target, devices: list[Any], recipe: dict[str, Any], len
         "length": program.length,
         "accumulation": program.accumulation,
         "breakdown": program.breakdown(),
-        "choices": [dataclasses.asdict(choice) for choice in program.choices],
+        "choices": [dataclasses.asdict(choice) for choice in program.decisions],
         "lower_seconds": traced - start,
     }
     report_stage("compiling")

@@ -28,7 +28,7 @@ from meshtune.model.compute import Compute, compiler_options
 from meshtune.model.sharding import layout_for
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.answers import answer_log_probs
-from meshtune.setup.resolved import Settled
+from meshtune.setup.resolved import ResolvedRun
 from meshtune.setup.stage import BASE, CACHED, reference_of
 from meshtune.train.evaluation.reference_file import read_log_probabilities, write_log_probabilities
 from meshtune.weights.fingerprint import base_hash
@@ -46,7 +46,7 @@ class Reference:
     """What answers of a run are compared with, and how it is computed."""
 
     recipe: Recipe
-    settled: Settled
+    resolved: ResolvedRun
     compute: Compute
     data: PreparedData
     job: Job
@@ -56,7 +56,7 @@ class Reference:
     def chosen(self) -> str:
         """CACHED, another model, or BASE where there is nothing to do: nothing is compared with, or with the base whose
         adapters are off, in the step itself."""
-        choice = reference_of(self.recipe, self.settled.method)
+        choice = reference_of(self.recipe, self.resolved.method)
         return BASE if choice is None else choice.value
 
     def from_model(self, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -67,9 +67,9 @@ class Reference:
         if self.chosen in (BASE, CACHED):
             return
         directory = locate(self.chosen, None, allow=MODEL)
-        spec, _ = load_spec(directory, self.settled.precision.frozen)
-        _same_tokens(directory, self.chosen, tokenizer, spec, self.settled.spec)
-        layout = self.settled.layout and layout_for(self.settled.layout.mesh, spec)[0]
+        spec, _ = load_spec(directory, self.resolved.precision.frozen)
+        _same_tokens(directory, self.chosen, tokenizer, spec, self.resolved.spec)
+        layout = self.resolved.layout and layout_for(self.resolved.layout.mesh, spec)[0]
         compute = dataclasses.replace(self.compute, layout=layout)
         held: list[Tree] = []
 
@@ -95,7 +95,7 @@ class Reference:
             facts = what | {
                 "version": VERSION,
                 "data": loader.store.path.name,
-                "precision": dataclasses.asdict(self.settled.precision),
+                "precision": dataclasses.asdict(self.resolved.precision),
                 "tail": tail,
             }
             key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from meshtune.adapters.method import Counts
 from meshtune.runs.output import CONSOLE_LOG
-from meshtune.setup.choices import Choice
+from meshtune.setup.choices import Decision
 from meshtune.setup.memory import size_in_words
-
-if TYPE_CHECKING:
-    from meshtune.train.run import Result
+from meshtune.train.result.result import Result
 
 WRITTEN = {
     "metrics.jsonl": "metrics",
@@ -44,8 +41,8 @@ class Plan:
     state_bytes: int
 
 
-def show_plan(console: Console, plan: Plan, choices: Sequence[Choice]) -> None:
-    """The plan and the choices, a line each."""
+def show_plan(console: Console, plan: Plan, decisions: Sequence[Decision]) -> None:
+    """The plan and the decisions, a line each."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -65,7 +62,7 @@ def show_plan(console: Console, plan: Plan, choices: Sequence[Choice]) -> None:
     table.add_row(
         "memory", f"{size_in_words(plan.state_bytes)} [dim]weights, gradients, optimizer; activations below[/]"
     )
-    for choice in choices:
+    for choice in decisions:
         table.add_row(choice.name, f"{choice.value} [dim]({choice.reason})[/]")
     console.print(table)
 

@@ -1,0 +1,128 @@
+"""Writes the model that a run starts from, where that is not a model as published.
+
+It is written once, to base/ in the run, before any weight is loaded. From there on it is a base like any other: it is
+loaded, split, quantised and hashed as such, and adapters name it as theirs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from meshtune.adapters.config import LoraConfig
+from meshtune.adapters.continued import check_continued, content_hash
+from meshtune.adapters.peft_format import BaseRecord
+from meshtune.config.recipe import Recipe
+from meshtune.digests import damaged, write_digests
+from meshtune.errors import UserError
+from meshtune.families.expansion import grouped
+from meshtune.mesh.collective_errors import raise_collectively
+from meshtune.mesh.processes import Job
+from meshtune.runs.output import BASE
+from meshtune.runs.verify import find_damage_collectively
+from meshtune.setup.resolved import ResolvedRun
+from meshtune.setup.start import staged
+from meshtune.setup.start_files import write_start
+from meshtune.setup.start_spec import Start
+from meshtune.weights.export import write_json
+from meshtune.weights.fingerprint import base_hash
+from meshtune.weights.load import load_spec
+from meshtune.weights.publish import disk_errors, published
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+RECORD = "start.json"
+
+
+def materialize_start(
+    start: Start,
+    recipe: Recipe,
+    output: pathlib.Path,
+    tokenizer: PreTrainedTokenizerFast,
+    hash: str,
+    job: Job,
+    log: Callable[[str], None],
+) -> pathlib.Path:
+    """The directory that the run's weights are loaded from: output/base, or the source where nothing changes.
+
+    `hash` is the source's. Process 0 writes, one tensor at a time; adapters are merged as by `meshtune export --merge`.
+    A resumed run uses the directory that is there, unless it is damaged.
+
+    Raises: UserError as `start_of` and `export` do.
+    """
+    if not start.changed:
+        return start.source
+    dest = (output / BASE).absolute()
+    record = {
+        "path": recipe.model.path,
+        "hash": hash,
+        "merged": list(recipe.model.merge_adapters),
+        "new_tokens": recipe.model.new_tokens,
+        "new_special_tokens": recipe.model.new_special_tokens,
+        "vocab": start.spec.vocab,
+        "new_layers": start.blocks,
+    }
+    is_there = all(job.exchange("start: record", _recorded(dest) == record))
+    damage = find_damage_collectively(dest, job, required=True) if is_there else {}
+    if damage:
+        log(f"what the run starts from is damaged ({damaged(dest, damage, '').what}) and is written again")
+    if damage or not is_there:
+        log(f"writing what the run starts from to {dest}")
+        with published(dest, "config.json", job) as folder, raise_collectively(job, "start: files"), disk_errors(dest):
+            if job.is_main_process:
+                write_start(start, recipe, folder, record)
+                tokenizer.save_pretrained(str(folder))
+                write_json(folder / RECORD, record)
+                write_digests(folder)
+    written = staged(load_spec(dest, start.spec.dtype)[0], recipe)
+    if (grouped(written, start.blocks) if start.blocks else written) != start.spec:
+        raise UserError(
+            "an adapter that is folded in makes another model of its base (its head is not the embedding any more)",
+            where=str(dest),
+            fix="fold it in first: meshtune export --merge, and give the result as model.path",
+        )
+    return dest
+
+
+def materialize_base(
+    resolved: ResolvedRun,
+    recipe: Recipe,
+    output: pathlib.Path,
+    tokenizer: PreTrainedTokenizerFast,
+    base: BaseRecord,
+    job: Job,
+    log: Callable[[str], None],
+) -> tuple[ResolvedRun, BaseRecord]:
+    """The run and the record of its base, with the model that it starts from written (`materialize_start`)."""
+    start = resolved.start
+    if start is None or not start.changed:
+        return resolved, base
+    assert base.hash is not None
+    source = materialize_start(start, recipe, output, tokenizer, base.hash, job, log)
+    return dataclasses.replace(resolved, source=source), BaseRecord(str(source), base_hash(source), base.quantize)
+
+
+def resumed_adapter(recipe: Recipe, resolved: ResolvedRun, base: BaseRecord) -> str:
+    """The hash of the adapter that a run continues from, as text for its record; empty where there is none.
+
+    Raises: UserError for an adapter of another base, unless the recipe accepts any.
+    """
+    source = resolved.method.continued if isinstance(resolved.method, LoraConfig) else None
+    if source is None:
+        return ""
+    if not recipe.model.any_base:
+        check_continued(source, resolved.spec, base)
+    return f" with adapter {content_hash(source)}"
+
+
+def _recorded(dest: pathlib.Path) -> dict[str, Any] | None:
+    """What the model in `dest` was made from; None where nothing whole says so."""
+    file = dest / RECORD
+    try:
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return None
