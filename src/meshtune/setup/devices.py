@@ -50,12 +50,12 @@ def device_table(processes: Sequence[ProcessDevices] | None = None) -> Table:
     for heading in (*(["host", "processes"] if several else []), "backend", "device", "count", "memory each"):
         table.add_column(heading, justify="right" if heading == "count" else "left", overflow="fold")
     rows: dict[tuple[str, str, str], list[ProcessDevices]] = {}
-    for one in seen:
-        rows.setdefault((one.host, one.platform, one.kind), []).append(one)
-    for (host, backend, kind), here in rows.items():
-        count = sum(one.count for one in here)
-        where = [host, _ranges([one.process for one in here])] if several else []
-        table.add_row(*where, backend, kind, str(count), here[0].memory)
+    for process in processes:
+        rows.setdefault((process.host, process.platform, process.kind), []).append(process)
+    for (host, backend, kind), group in rows.items():
+        count = sum(process.count for process in group)
+        where = [host, _ranges([process.index for process in group])] if several else []
+        table.add_row(*where, backend, kind, str(count), group[0].memory)
     if several:
         devices = sum(process.count for process in processes)
         table.caption = f"{devices} devices, {len(processes)} processes, {len(hosts(processes))} host(s)"
