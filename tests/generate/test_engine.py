@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, LlamaConfig, MistralConfig, Qwen3Config
 
 from meshtune.errors import UserError
 from meshtune.families import model_spec
@@ -131,10 +131,13 @@ SMALL = {
 CONFIGS = {
     "mistral, window 8": MistralConfig(**SMALL, sliding_window=8, head_dim=8),
     "qwen3": Qwen3Config(**SMALL, head_dim=8),
+    "gemma2, window 8": Gemma2Config(
+        **SMALL, head_dim=8, sliding_window=8, query_pre_attn_scalar=6, eos_token_id=None, attn_logit_softcapping=4.0
+    ),
 }
 
 
-@pytest.mark.parametrize(("name", "penalty"), [("mistral, window 8", 1.3), ("qwen3", 1.0)])
+@pytest.mark.parametrize(("name", "penalty"), [("mistral, window 8", 1.3), ("qwen3", 1.0), ("gemma2, window 8", 1.0)])
 def test_random_models_continue_as_in_transformers(name, penalty, tmp_path):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()

@@ -129,3 +129,37 @@ def test_rows_and_lengths_that_do_not_divide_are_refused_with_what_does():
 def test_an_axis_that_no_rule_names_is_a_defect_and_not_silence():
     with pytest.raises(KeyError, match="spin"):
         Layout(described(fsdp=8)).spec(("spin", "embed"), (8, 8))
+
+
+EXPERTS = {  # of a mixture of 8 experts: the logical axes and the shape of a stacked weight
+    "gate": (("layers", "experts", "ffn", "embed"), (3, 8, 64, 32)),
+    "down": (("layers", "experts", "embed", "ffn"), (3, 8, 32, 64)),
+}
+
+
+def test_experts_are_split_over_ep_in_both_directions():
+    """And within an expert as any weight is, over the axes that are left."""
+    layout, P = Layout(described(fsdp=2, ep=4, tp=2)), PartitionSpec
+    assert layout.spec(*EXPERTS["gate"]) == P(None, "ep", ("tp", "fsdp"))
+    assert layout.spec(*EXPERTS["down"]) == P(None, "ep", "fsdp", "tp")
+    for axes, shape in EXPERTS.values():
+        in_use = layout.in_use(axes[1:], shape[1:]).spec
+        assert in_use[0] == "ep", "each device computes its own experts"
+        assert [entry for entry in in_use if entry is not None] == ["ep", "tp"], "the rest of an expert is gathered"
+
+
+def test_what_has_no_experts_is_split_over_ep_as_over_fsdp():
+    """Rows and dense weights: nothing is computed ep times."""
+    layout, P = Layout(described(dp=2, fsdp=2, ep=4)), PartitionSpec
+    assert layout.spec(("batch", "length"), (16, 8)) == P(("dp", "fsdp", "ep"))
+    assert layout.spec(("layers", "ffn", "embed"), (3, 64, 32)) == P(None, ("fsdp", "ep"))
+    assert layout.spec(("vocab", "embed"), (96, 32)) == P(None, ("fsdp", "ep"))
+    assert layout.in_use(("ffn", "embed"), (64, 32)).spec in (P(), P(None), P(None, None)), "and gathered to be used"
+    check_batch(MeshConfig(dp=2, fsdp=2, ep=4), 16, 8)
+    with pytest.raises(UserError, match="dp x fsdp x ep = 16"):
+        check_batch(MeshConfig(dp=2, fsdp=2, ep=4), 8, 8)
+
+
+def test_ep_is_refused_for_a_model_without_experts():
+    with pytest.raises(UserError, match="ep=2 splits experts, and llama has none"):
+        layout_for(described(ep=2), model_spec(LLAMA_405B, "bfloat16"))

@@ -26,7 +26,7 @@ from meshtune.weights.load import load_params, load_spec
 from meshtune.weights.verify import ExportError, probe, probe_logits, verify_export, written_logits
 from model_specs import split_stacks
 
-EVERY = ["llama", "llama-tied", "mistral", "qwen2", "qwen3"]
+EVERY = ["llama", "llama-tied", "mistral", "qwen2", "qwen3", "gemma2"]
 
 
 def loaded(directory: Path, dtype: str | None = None):
