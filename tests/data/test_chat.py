@@ -18,10 +18,10 @@ from meshtune.data.tokenizer import load_tokenizer
 from meshtune.data.tokens import Tokenize, TokenOptions
 from meshtune.errors import UserError
 
-HERE = Origin("chat.jsonl", 3)
+ORIGIN = Origin("chat.jsonl", 3)
 ADD = {"name": "add", "arguments": {"a": 1, "b": 2}}
 CHAT = Conversation(
-    (Message("user", "Hi"), Message("assistant", "Hello"), Message("user", "a"), Message("assistant", "b")), HERE
+    (Message("user", "Hi"), Message("assistant", "Hello"), Message("user", "a"), Message("assistant", "b")), ORIGIN
 )
 
 
@@ -73,7 +73,7 @@ def test_an_error_has_the_templates_own_message(stories, template, words):
     stories.chat_template = template
     with pytest.raises(UserError, match=words) as error:
         mask_conversation(ChatTemplate(stories), CHAT)
-    assert error.value.where == str(HERE)
+    assert error.value.where == str(ORIGIN)
 
 
 def test_a_template_that_omits_assistant_turns_is_refused(stories):
@@ -114,7 +114,7 @@ CALLS = Conversation(
         Message("tool", '{"sum": 3}', extra=(("tool_call_id", "abcdefghi"),)),
         Message("assistant", "It is 3."),
     ),
-    HERE,
+    ORIGIN,
     ({"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}},),
 )
 
@@ -141,13 +141,13 @@ def test_shipped_templates_write_tools_as_the_familys_official_template(shared, 
 @pytest.fixture(scope="module")
 def tool_conversations(shared):
     """Twenty conversations with tool calls of each of two public files."""
-    found = []
+    conversations = []
     for name in ("glaive_toolcall_en_demo", "glaive_toolcall_zh_demo"):
         section = {"registry": str(shared / "assets/data/llamafactory"), "train": {"name": name}}
         documents = load_documents(DataSection.model_validate(section), seed=0).train
         with_calls = (document for document in documents if any(message.tool_calls for message in document.messages))
-        found += itertools.islice(with_calls, 20)
-    return found
+        conversations += itertools.islice(with_calls, 20)
+    return conversations
 
 
 @pytest.mark.parametrize("name", template_names())

@@ -18,7 +18,7 @@ GOOD = {"instruction": "q", "output": "a"}
 
 
 def write(path, records) -> str:
-    path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in records))
+    path.write_text("".join((item if isinstance(item, str) else json.dumps(item)) + "\n" for item in records))
     return str(path)
 
 
@@ -26,8 +26,8 @@ def numbered(path, count: int, letter: str = "") -> str:
     return write(path, [{"text": f"{letter}{number}"} for number in range(count)])
 
 
-def texts(found) -> list[str]:
-    return [document.text for document in found]
+def texts(documents) -> list[str]:
+    return [document.text for document in documents]
 
 
 def fails(seed: int = 0, **section) -> UserError:
@@ -54,16 +54,16 @@ def test_malformed_json_is_named_with_its_line_and_record(tmp_path):
 def test_bad_records_are_skipped_counted_and_listed_when_asked(tmp_path):
     bad = [GOOD | {"output": ""}, '{"broken', "[1]", {"instruction": "q"}]
     path = write(tmp_path / "a.jsonl", [GOOD, *bad, GOOD])
-    found = load_documents(DataSection(train=[path], on_bad="skip"), seed=0)
-    assert len(found.train) == 2
-    assert [skipped.origin for skipped in found.skipped] == [f"{path}, record {index}" for index in (1, 2, 3, 4)]
-    reasons = [skipped.reason for skipped in found.skipped]
+    documents = load_documents(DataSection(train=[path], on_bad="skip"), seed=0)
+    assert len(documents.train) == 2
+    assert [skipped.origin for skipped in documents.skipped] == [f"{path}, record {index}" for index in (1, 2, 3, 4)]
+    reasons = [skipped.reason for skipped in documents.skipped]
     assert reasons[0] == "field 'output': the text is empty"
     assert "malformed JSON" in reasons[1]
     assert "line 3" in reasons[1]
     assert "not an object, found a list" in reasons[2]
     assert "missing" in reasons[3]
-    assert found.train[1].origin.record == 5
+    assert documents.train[1].origin.record == 5
 
 
 def test_a_source_without_a_usable_record_is_an_error(tmp_path):
@@ -97,30 +97,30 @@ def test_records_of_any_shape_are_documents_or_named_errors(tmp_path_factory):
     def check(records):
         path = write(folder / "a.jsonl", [json.dumps(record) for record in records])
         try:
-            found = load_documents(DataSection(train=[path], on_bad="error"), seed=0)
+            documents = load_documents(DataSection(train=[path], on_bad="error"), seed=0)
         except UserError as error:
             assert path in error.where  # noqa: PT017
         else:
-            assert len(found.train) == len(records)
-            assert all(isinstance(document, Conversation | Text) for document in found.train)
+            assert len(documents.train) == len(records)
+            assert all(isinstance(document, Conversation | Text) for document in documents.train)
 
     check()
 
 
 def test_documents_are_read_by_index_slice_and_iteration(tmp_path):
-    found = load_documents(DataSection(train=[numbered(tmp_path / "a.jsonl", 10)]), seed=0)
-    assert texts(found.train) == [str(number) for number in range(10)]
-    assert found.train[-1].text == "9"
-    assert texts(found.train[2:4]) == ["2", "3"]
-    assert found.train.origin(4) == found.train[4].origin
+    documents = load_documents(DataSection(train=[numbered(tmp_path / "a.jsonl", 10)]), seed=0)
+    assert texts(documents.train) == [str(number) for number in range(10)]
+    assert documents.train[-1].text == "9"
+    assert texts(documents.train[2:4]) == ["2", "3"]
+    assert documents.train.origin(4) == documents.train[4].origin
     with pytest.raises(IndexError):
-        found.train[10]
-    assert found.formats == {str(tmp_path / "a.jsonl"): "text"}
+        documents.train[10]
+    assert documents.formats == {str(tmp_path / "a.jsonl"): "text"}
 
 
 def test_documents_can_be_pickled(tmp_path):
-    found = load_documents(DataSection(train=[numbered(tmp_path / "a.jsonl", 4)]), seed=0)
-    assert texts(pickle.loads(pickle.dumps(found.train))) == texts(found.train)
+    documents = load_documents(DataSection(train=[numbered(tmp_path / "a.jsonl", 4)]), seed=0)
+    assert texts(pickle.loads(pickle.dumps(documents.train))) == texts(documents.train)
 
 
 @pytest.mark.parametrize(("validation", "expected"), [(0.25, 10), (7, 7), (1, 1), (0.001, 1), (39, 39)])
@@ -128,8 +128,8 @@ def test_validation_is_held_out_by_share_or_number(tmp_path, validation, expecte
     path = numbered(tmp_path / "a.jsonl", 40)
 
     def split(seed):
-        found = load_documents(DataSection(train=[path], validation=validation), seed=seed)
-        return texts(found.train), texts(found.validation)
+        documents = load_documents(DataSection(train=[path], validation=validation), seed=seed)
+        return texts(documents.train), texts(documents.validation)
 
     train, held_out = split(0)
     assert len(held_out) == expected
@@ -144,9 +144,9 @@ def test_validation_is_taken_from_every_source_in_proportion(tmp_path):
         numbered(tmp_path / "b.jsonl", 20, "b"),
         numbered(tmp_path / "c.jsonl", 1, "c"),
     ]
-    found = load_documents(DataSection(train=sources, validation=10), seed=0)
-    assert [sum(text[0] == letter for text in texts(found.validation)) for letter in "abc"] == [8, 2, 0]
-    assert "c0" in texts(found.train)
+    documents = load_documents(DataSection(train=sources, validation=10), seed=0)
+    assert [sum(text[0] == letter for text in texts(documents.validation)) for letter in "abc"] == [8, 2, 0]
+    assert "c0" in texts(documents.train)
 
 
 def test_a_repeated_record_is_never_on_both_sides(tmp_path):
@@ -155,9 +155,9 @@ def test_a_repeated_record_is_never_on_both_sides(tmp_path):
         {"path": numbered(tmp_path / "b.jsonl", 12, "b"), "weight": 1.0},
     ]
     for mixing in ("concat", "interleave_over", "interleave_under"):
-        found = load_documents(DataSection(train=sources, validation=0.25, mixing=mixing), seed=0)
-        assert not set(texts(found.train)) & set(texts(found.validation))
-        assert len(set(texts(found.validation))) == len(found.validation) == 18
+        documents = load_documents(DataSection(train=sources, validation=0.25, mixing=mixing), seed=0)
+        assert not set(texts(documents.train)) & set(texts(documents.validation))
+        assert len(set(texts(documents.validation))) == len(documents.validation) == 18
 
 
 def test_holding_out_everything_is_an_error(tmp_path):
@@ -169,19 +169,19 @@ def test_holding_out_everything_is_an_error(tmp_path):
 
 
 def test_validation_may_have_separate_sources(tmp_path):
-    train, other = numbered(tmp_path / "a.jsonl", 3, "a"), numbered(tmp_path / "b.jsonl", 9, "b")
-    found = load_documents(DataSection(train=[train], validation=[{"path": other, "cap": 2}]), seed=0)
-    assert texts(found.validation) == ["b0", "b1"]
-    assert len(found.train) == 3
-    error = fails(train=[train], validation=[{"path": other, "weight": 2.0}])
+    train, validation_file = numbered(tmp_path / "a.jsonl", 3, "a"), numbered(tmp_path / "b.jsonl", 9, "b")
+    documents = load_documents(DataSection(train=[train], validation=[{"path": validation_file, "cap": 2}]), seed=0)
+    assert texts(documents.validation) == ["b0", "b1"]
+    assert len(documents.train) == 3
+    error = fails(train=[train], validation=[{"path": validation_file, "weight": 2.0}])
     assert error.where == "data.validation[0].weight"
 
 
 def test_a_cap_takes_the_first_usable_records_and_reads_no_further(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"text": "a"}, {"text": ""}, {"text": "b"}, {"text": "c"}, "{broken"])
-    found = load_documents(DataSection(train=[{"path": path, "cap": 2}], on_bad="skip"), seed=0)
-    assert texts(found.train) == ["a", "b"]
-    assert len(found.skipped) == 1
+    documents = load_documents(DataSection(train=[{"path": path, "cap": 2}], on_bad="skip"), seed=0)
+    assert texts(documents.train) == ["a", "b"]
+    assert len(documents.skipped) == 1
 
 
 def test_sources_are_mixed_by_weight(tmp_path):
@@ -189,8 +189,8 @@ def test_sources_are_mixed_by_weight(tmp_path):
         {"path": numbered(tmp_path / "a.jsonl", 30, "a"), "weight": 1.0},
         {"path": numbered(tmp_path / "b.jsonl", 10, "b"), "weight": 3.0},
     ]
-    found = texts(load_documents(DataSection(train=sources), seed=0).train)
-    assert [sum(text[0] == letter for text in found) for letter in "ab"] == [10, 30]
+    documents = texts(load_documents(DataSection(train=sources), seed=0).train)
+    assert [sum(text[0] == letter for text in documents) for letter in "ab"] == [10, 30]
 
 
 @pytest.mark.parametrize(
@@ -205,20 +205,20 @@ def test_sources_are_mixed_by_weight(tmp_path):
 )
 def test_real_files_are_recognised_and_read_whole(shared, file, count, form):
     path = str(shared / "assets/data" / file)
-    found = load_documents(DataSection(train=[path]), seed=0)
-    assert len(found.train) == count
-    assert found.formats == {path: form}
+    documents = load_documents(DataSection(train=[path]), seed=0)
+    assert len(documents.train) == count
+    assert documents.formats == {path: form}
 
 
 def test_weights_and_reasoning_of_real_messages_arrive(shared):
     folder = shared / "assets/data/llamafactory"
     weighted = load_documents(DataSection(train=[str(folder / "v1_sft_demo.jsonl")]), seed=0).train
-    assert {(one.role, one.weight) for document in weighted for one in document.messages} == {
+    assert {(item.role, item.weight) for document in weighted for item in document.messages} == {
         ("user", 0.0),
         ("assistant", 1.0),
     }
     tools = load_documents(DataSection(train=[str(folder / "reason_tool_use_demo_50.jsonl")]), seed=0).train
-    calls = sum(len(one.tool_calls) for document in tools for one in document.messages)
+    calls = sum(len(item.tool_calls) for document in tools for item in document.messages)
     raw = (folder / "reason_tool_use_demo_50.jsonl").read_text()
     assert calls == raw.count('"type": "tool_call"') > 0
 
@@ -226,5 +226,7 @@ def test_weights_and_reasoning_of_real_messages_arrive(shared):
 def test_preference_files_are_refused_and_can_be_read_as_text(shared):
     path = str(shared / "assets/data/hh-rlhf/harmless-base-test.jsonl.gz")
     assert "preference data (chosen and rejected)" in fails(train=[path]).what
-    found = load_documents(DataSection(train=[{"path": path, "format": "text", "columns": {"text": "chosen"}}]), seed=0)
-    assert found.train[0].text.startswith("\n\nHuman:")
+    documents = load_documents(
+        DataSection(train=[{"path": path, "format": "text", "columns": {"text": "chosen"}}]), seed=0
+    )
+    assert documents.train[0].text.startswith("\n\nHuman:")

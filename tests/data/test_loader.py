@@ -42,16 +42,18 @@ def cache(tmp_path_factory):
 
 def documents_of(batch):
     """(tokens, targets, weights, positions) of every segment in a batch."""
-    found = []
+    segments = []
     flat = {name: array.reshape(-1, array.shape[-1]) for name, array in batch.arrays.items()}
     origins = [row for micro in batch.origins for row in micro]
     for row, names in enumerate(origins):
         segments = flat["segment_ids"][row]
         assert sorted(set(segments.tolist()) - {0}) == list(range(1, len(names) + 1))
         for segment, origin in enumerate(names, start=1):
-            here = segments == segment
-            found.append((origin, *(flat[name][row][here] for name in ("tokens", "targets", "weights", "positions"))))
-    return found
+            span = segments == segment
+            segments.append(
+                (origin, *(flat[name][row][span] for name in ("tokens", "targets", "weights", "positions")))
+            )
+    return segments
 
 
 @settings(max_examples=60, deadline=None)
@@ -68,21 +70,21 @@ def test_each_record_appears_exactly_once_per_epoch(cache, lengths, batch_size, 
     )
     step = 0
     for epoch in range(2):
-        seen = []
+        batches = []
         for _ in range(loader.steps_per_epoch(epoch)):
             batch = loader.batch(step)
             assert batch.epoch == epoch
             assert batch.arrays["tokens"].shape == (1, batch_size, loader.row_length)
             step += 1
             for origin, tokens, targets, _, positions in documents_of(batch):
-                seen.append(origin.record)
+                batches.append(origin.record)
                 n = lengths[origin.record]
-                whole = np.arange(n) + 1000 * (origin.record + 1)
+                expected = np.arange(n) + 1000 * (origin.record + 1)
                 # Every document predicts its own next token and nothing else, from position 0.
-                assert tokens.tolist() == whole[:-1].tolist()
-                assert targets.tolist() == whole[1:].tolist()
+                assert tokens.tolist() == expected[:-1].tolist()
+                assert targets.tolist() == expected[1:].tolist()
                 assert positions.tolist() == list(range(n - 1))
-        assert sorted(seen) == list(range(len(lengths)))
+        assert sorted(batches) == list(range(len(lengths)))
     assert loader.total_steps(2) == step
 
 
@@ -119,11 +121,11 @@ def test_arrays_have_the_promised_types_and_shape(cache):
 
 
 def test_accumulation_only_reshapes(cache):
-    whole = Loader(store_of([10] * 50, cache), max_length=32, batch_size=6).batch(1)
+    expected = Loader(store_of([10] * 50, cache), max_length=32, batch_size=6).batch(1)
     parts = Loader(store_of([10] * 50, cache), max_length=32, batch_size=6, accumulation=3).batch(1)
-    for name, array in whole.arrays.items():
+    for name, array in expected.arrays.items():
         assert np.array_equal(array[0], parts.arrays[name].reshape(array.shape[1:]))
-    assert whole.origins[0] == [row for micro in parts.origins for row in micro]
+    assert expected.origins[0] == [row for micro in parts.origins for row in micro]
 
 
 def test_padded_rows_are_as_long_as_the_longest_document_needs(cache):
@@ -133,13 +135,13 @@ def test_padded_rows_are_as_long_as_the_longest_document_needs(cache):
 
 
 def digest(loader, steps):
-    found = hashlib.sha256()
+    segments = hashlib.sha256()
     for step in steps:
         batch = loader.batch(step)
         for name in sorted(batch.arrays):
-            found.update(batch.arrays[name].tobytes())
-        found.update(repr(batch.origins).encode())
-    return found.hexdigest()
+            segments.update(batch.arrays[name].tobytes())
+        segments.update(repr(batch.origins).encode())
+    return segments.hexdigest()
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -166,11 +168,11 @@ def test_a_fresh_process_in_the_middle_sees_the_same_batches(cache, packing):
 
 def test_the_order_is_a_function_of_the_seed(cache):
     lengths = [3 + index % 20 for index in range(100)]
-    one, same, other = (
+    first, repeated, different = (
         digest(Loader(store_of(lengths, cache), max_length=32, batch_size=4, seed=seed), range(3)) for seed in (1, 1, 2)
     )
-    assert one == same
-    assert one != other
+    assert first == repeated
+    assert first != different
 
 
 def test_epochs_are_shuffled_differently_unless_shuffling_is_off(cache):

@@ -18,7 +18,7 @@ from meshtune.data.masks import LossPolicy, mask_conversation
 from meshtune.data.tokens import Tokenize, TokenOptions
 from meshtune.errors import UserError
 
-HERE = Origin("chat.jsonl", 7)
+ORIGIN = Origin("chat.jsonl", 7)
 GEMMA = ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
 MISTRAL = ["<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[AVAILABLE_TOOLS]"]
 MISTRAL += ["[/AVAILABLE_TOOLS]"]
@@ -35,7 +35,7 @@ STOCK = {
 }
 TRIMS = {"meta-llama-Llama-3.1-8B-Instruct", "meta-llama-Llama-3.2-3B-Instruct", "google-gemma-2-2b-it"}
 NO_SYSTEM = {"google-gemma-2-2b-it"}
-_made: dict = {}
+_tokenizers: dict = {}
 
 
 @pytest.fixture(params=list(STOCK))
@@ -46,7 +46,7 @@ def stock(request, shared):
 
 
 def tokenizer_of(name, shared):
-    if name not in _made:
+    if name not in _tokenizers:
         folder, _, special, ends = STOCK[name]
         tokenizer = AutoTokenizer.from_pretrained(shared / "assets/tokenizers" / folder)
         if special:
@@ -56,15 +56,15 @@ def tokenizer_of(name, shared):
         file = shared / "assets/tokenizers/chat_templates" / f"{name}.jinja"
         if file.exists():
             tokenizer.chat_template = file.read_text()
-        _made[name] = tokenizer
-    return _made[name]
+        _tokenizers[name] = tokenizer
+    return _tokenizers[name]
 
 
 def chat(*turns, system=None, weights=None, tools=()):
     messages = [Message("system", system)] if system else []
     for place, words in enumerate(turns):
         messages.append(Message("assistant" if place % 2 else "user", words))
-    return Conversation(tuple(messages), HERE, tools)
+    return Conversation(tuple(messages), ORIGIN, tools)
 
 
 def encoded(tokenizer, conversation, policy=None):
@@ -163,11 +163,11 @@ def test_ids_are_those_of_apply_chat_template_unless_the_edge_was_split(stock, c
     conversation = chat(question, answer, "And?", "So.")
     example, counts = encoded(tokenizer, conversation)
     text = ChatTemplate(tokenizer).render(as_dicts(conversation))
-    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if "3.2" not in name:
-        assert whole == tokenizer.apply_chat_template(as_dicts(conversation), return_dict=False)
-    assert (example.ids.tolist() == whole) == (counts.split == 0)
-    assert tokenizer.decode(example.ids.tolist()) == tokenizer.decode(whole)
+        assert ids == tokenizer.apply_chat_template(as_dicts(conversation), return_dict=False)
+    assert (example.ids.tolist() == ids) == (counts.split == 0)
+    assert tokenizer.decode(example.ids.tolist()) == tokenizer.decode(ids)
     assert counts.split == 0 or answer[0].isspace()  # only white space can merge with a header's newline
 
 
@@ -185,7 +185,7 @@ def tool_chat(content=""):
             Message("user", "Thanks, add"),
             Message("assistant", "It is 2."),
         ),
-        HERE,
+        ORIGIN,
         (TOOL,),
     )
 
@@ -222,7 +222,7 @@ def test_a_template_that_drops_tool_calls_is_refused(shared):
 
 
 def test_tools_that_a_template_does_not_show_are_counted(shared):
-    talk = Conversation(chat("Hi", "Hello").messages, HERE, (TOOL,))
+    talk = Conversation(chat("Hi", "Hello").messages, ORIGIN, (TOOL,))
     assert encoded(tokenizer_of("SmolLM2", shared), talk)[1].tools_unseen == 1
     assert encoded(tokenizer_of("Qwen-Qwen3-0.6B", shared), talk)[1].tools_unseen == 0
 
@@ -247,7 +247,7 @@ def test_turns_whose_prompt_is_rendered_differently_are_located_and_counted(shar
     tokenizer = tokenizer_of("Qwen-Qwen3-0.6B", shared)
     turns = list(tool_chat().messages)
     turns[1] = Message("assistant", "", tool_calls=(CALL,), extra=(("reasoning_content", "Adding."),))
-    example, counts = encoded(tokenizer, Conversation(tuple(turns), HERE, (TOOL,)))
+    example, counts = encoded(tokenizer, Conversation(tuple(turns), ORIGIN, (TOOL,)))
     assert learned_pieces(tokenizer, example) == [
         QWEN_CALL,
         "It is 2.<|im_end|>",
@@ -268,12 +268,12 @@ def test_gemma_refuses_a_system_turn_with_the_templates_message(shared):
     tokenizer = tokenizer_of("google-gemma-2-2b-it", shared)
     with pytest.raises(UserError, match="System role not supported") as error:
         encoded(tokenizer, chat("Hi", "Hello", system="Be brief."))
-    assert error.value.where == str(HERE)
+    assert error.value.where == str(ORIGIN)
 
 
 @pytest.mark.parametrize("name", ["google-gemma-2-2b-it", "mistralai-Mistral-Nemo-Instruct-2407"])
 def test_bad_alternation_is_refused_with_the_templates_message(name, shared):
-    twice = Conversation((Message("user", "a"), Message("user", "b"), Message("assistant", "c")), HERE)
+    twice = Conversation((Message("user", "a"), Message("user", "b"), Message("assistant", "c")), ORIGIN)
     with pytest.raises(UserError, match=r"roles must alternate[\s\S]*chat.jsonl, record 7"):
         encoded(tokenizer_of(name, shared), twice)
 
@@ -294,7 +294,7 @@ def test_message_weights_scale_their_turn(stock):
     name, tokenizer, end = stock
     turns = [Message("user", "a"), Message("assistant", "one", weight=0.0)]
     turns += [Message("user", "b", weight=0.25), Message("assistant", "two", weight=0.5)]
-    example, _ = encoded(tokenizer, Conversation(tuple(turns), HERE))
+    example, _ = encoded(tokenizer, Conversation(tuple(turns), ORIGIN))
     assert set(example.weights.tolist()) == {0.0, 0.25, 0.5}
     half = tokenizer.decode(example.ids[example.weights == 0.5].tolist())
     assert half == expected(name, "two", end, last=True)
@@ -304,7 +304,7 @@ def test_message_weights_scale_their_turn(stock):
 def test_a_conversation_may_begin_with_the_assistant(shared):
     tokenizer = tokenizer_of("SmolLM2", shared)
     example, _ = encoded(
-        tokenizer, Conversation((Message("assistant", "Hi!"), Message("user", "a"), Message("assistant", "b")), HERE)
+        tokenizer, Conversation((Message("assistant", "Hi!"), Message("user", "a"), Message("assistant", "b")), ORIGIN)
     )
     assert learned_pieces(tokenizer, example) == ["Hi!<|im_end|>", "b<|im_end|>"]
 
@@ -313,7 +313,7 @@ def test_consecutive_assistant_turns_are_both_located(shared):
     for name in ("SmolLM2", "Qwen-Qwen3-0.6B", "meta-llama-Llama-3.1-8B-Instruct"):
         tokenizer, end = tokenizer_of(name, shared), STOCK[name][1]
         turns = (Message("user", "a"), Message("assistant", "x"), Message("assistant", "x"))
-        example, _ = encoded(tokenizer, Conversation(turns, HERE))
+        example, _ = encoded(tokenizer, Conversation(turns, ORIGIN))
         assert learned_pieces(tokenizer, example) == ["x" + end, expected(name, "x", end, last=True)]
 
 

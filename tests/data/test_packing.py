@@ -83,12 +83,12 @@ FROZEN = [17913671590881668180, 5125111896206277188, 16650050240625395466]
 def test_shuffles_are_uniform():
     """Each of the 6 orders of 3 comes up 1/6 of the time: chi-squared below 20.5 (p = 0.001, 5 degrees)."""
     n = 6000
-    found: dict[tuple, int] = {}
+    row_of: dict[tuple, int] = {}
     for seed in range(n):
         order = tuple(shuffled(3, seed, 0).tolist())
-        found[order] = found.get(order, 0) + 1
-    assert len(found) == 6
-    assert sum((count - n / 6) ** 2 / (n / 6) for count in found.values()) < 20.5
+        row_of[order] = row_of.get(order, 0) + 1
+    assert len(row_of) == 6
+    assert sum((count - n / 6) ** 2 / (n / 6) for count in row_of.values()) < 20.5
 
 
 def test_padded_rows_hold_one_document():

@@ -12,15 +12,15 @@ from meshtune.data.documents import load_documents
 from meshtune.data.formats import FORMATS_BY_TYPE
 from meshtune.errors import UserError
 
-HERE = Origin("made.json", 0)
+ORIGIN = Origin("made.json", 0)
 
 
 def read(tmp_path, records, learns, **source):
     file = tmp_path / "made.json"
     file.write_text(json.dumps(records))
     section = DataSection.model_validate({"train": [{"path": str(file), **source}]})
-    found = load_documents(section, seed=0, dataset_type=learns)
-    return found.train, found.formats
+    documents = load_documents(section, seed=0, dataset_type=learns)
+    return documents.train, documents.formats
 
 
 @pytest.mark.parametrize(
@@ -33,16 +33,16 @@ def test_demo_files_are_read_through_the_registry_and_by_path(name, learns, kind
     named = DataSection.model_validate({"registry": str(folder), "train": [{"name": name}]})
     alone = DataSection.model_validate({"train": [{"path": str(folder / f"{name}.json")}]})
     for section in (named, alone):
-        found = load_documents(section, seed=0, dataset_type=learns).train
-        assert len(found) == len(records) == 300
-        assert all(isinstance(found[n], kind) for n in (0, 150, 299))
+        documents = load_documents(section, seed=0, dataset_type=learns).train
+        assert len(documents) == len(records) == 300
+        assert all(isinstance(documents[n], kind) for n in (0, 150, 299))
     if learns == "pairs":
-        pair, record = found[7], records[7]
+        pair, record = documents[7], records[7]
         assert pair.chosen.messages[-1].content == record["chosen"]["value"]
         assert pair.rejected.messages[-1].content == record["rejected"]["value"]
         assert [m.content for m in pair.chosen.messages[:-1]] == [t["value"] for t in record["conversations"]]
     else:
-        assert [found[n].good for n in range(300)] == [record["label"] for record in records]
+        assert [documents[n].good for n in range(300)] == [record["label"] for record in records]
 
 
 def test_hh_rlhf_transcripts_become_pairs(shared):
@@ -50,12 +50,12 @@ def test_hh_rlhf_transcripts_become_pairs(shared):
 
     file = shared / "assets/data/hh-rlhf/harmless-base-test.jsonl.gz"
     section = DataSection.model_validate({"train": [{"path": str(file)}], "on_bad": "skip"})
-    found = load_documents(section, seed=0, dataset_type="pairs")
-    assert list(found.formats.values()) == ["hh"]
-    assert len(found.train) > 2000
+    documents = load_documents(section, seed=0, dataset_type="pairs")
+    assert list(documents.formats.values()) == ["hh"]
+    assert len(documents.train) > 2000
     with gzip.open(file, "rt") as lines:
         first = json.loads(next(lines))
-    pair = found.train[0]
+    pair = documents.train[0]
     assert pair.chosen.messages[:-1] == pair.rejected.messages[:-1]
     assert first["chosen"].endswith(pair.chosen.messages[-1].content)
     assert first["rejected"].endswith(pair.rejected.messages[-1].content)

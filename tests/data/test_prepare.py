@@ -41,13 +41,13 @@ def pair(question="2+2?", answer="four"):
 
 def test_real_records_fill_their_rows(smol, alpaca, tmp_path):
     """At least 97% of the positions of alpaca_en_demo at T = 1024 hold tokens."""
-    made = prepare_data(recipe(alpaca), smol, vocab=49152, cache=tmp_path)
-    assert made.report.efficiency >= 0.97
-    assert made.report.counts.documents == made.report.counts.examples == 999
-    assert made.report.warnings == []
+    prepared = prepare_data(recipe(alpaca), smol, vocab=49152, cache=tmp_path)
+    assert prepared.report.efficiency >= 0.97
+    assert prepared.report.counts.documents == prepared.report.counts.examples == 999
+    assert prepared.report.warnings == []
     answers = [record["output"] for record in json.loads(pathlib.Path(alpaca).read_text())]
     for index in (0, 500, 998):
-        example = made.train.store[index]
+        example = prepared.train.store[index]
         learned = smol.decode(example.ids[example.weights > 0].tolist())
         assert learned == answers[example.origin.record] + "<|im_end|>"
 
@@ -93,7 +93,7 @@ def test_changed_records_are_read_again(smol, tmp_path):
 
 def test_validation_keeps_its_order_and_has_micro_batches(smol, tmp_path):
     file = write(tmp_path / "a.jsonl", [pair(answer=f"answer {index}") for index in range(40)])
-    given = Recipe.model_validate(
+    updated = Recipe.model_validate(
         {
             "model": "none",
             "output": "out",
@@ -101,22 +101,24 @@ def test_validation_keeps_its_order_and_has_micro_batches(smol, tmp_path):
             "train": {"batch_size": 8, "micro_batch": 2},
         }
     )
-    made = prepare_data(given, smol, cache=tmp_path)
-    assert made.validation is not None
-    assert made.train.batch(0).arrays["tokens"].shape == (4, 2, 1024)
-    assert made.validation.batch(0).arrays["tokens"].shape == (1, 2, 1024)
-    records = [origin.record for row in made.validation.batch(0).origins[0] for origin in row]
+    prepared = prepare_data(updated, smol, cache=tmp_path)
+    assert prepared.validation is not None
+    assert prepared.train.batch(0).arrays["tokens"].shape == (4, 2, 1024)
+    assert prepared.validation.batch(0).arrays["tokens"].shape == (1, 2, 1024)
+    records = [origin.record for row in prepared.validation.batch(0).origins[0] for origin in row]
     assert len(records) == len(set(records)) == 8
-    train = [made.train.store.origin(index).record for index in range(len(made.train.store))]
+    train = [prepared.train.store.origin(index).record for index in range(len(prepared.train.store))]
     assert not set(train) & set(records)
-    order = [made.validation.rows(epoch).documents.tolist() for epoch in (0, 1)]
+    order = [prepared.validation.rows(epoch).documents.tolist() for epoch in (0, 1)]
     assert order[0] == order[1]
 
 
 def test_a_system_prompt_goes_before_conversations_that_have_none(smol, tmp_path):
-    own = {"messages": [{"role": "system", "content": "Mine."}, *pair()["messages"]]}
-    made = prepare_data(recipe(write(tmp_path / "a.jsonl", [pair(), own]), system="Yours."), smol, cache=tmp_path)
-    texts = [smol.decode(made.train.store[index].ids.tolist()) for index in range(2)]
+    with_system = {"messages": [{"role": "system", "content": "Mine."}, *pair()["messages"]]}
+    prepared = prepare_data(
+        recipe(write(tmp_path / "a.jsonl", [pair(), with_system]), system="Yours."), smol, cache=tmp_path
+    )
+    texts = [smol.decode(prepared.train.store[index].ids.tolist()) for index in range(2)]
     assert ["Yours." in text for text in texts] == [True, False]
     assert ["Mine." in text for text in texts] == [False, True]
 
@@ -140,17 +142,17 @@ def test_the_report_lists_skipped_records_of_formats_and_templates(shared, tmp_p
     refused = {"messages": [{"role": "system", "content": "s"}, *pair()["messages"]]}
     empty = pair(answer="")
     file = write(tmp_path / "a.jsonl", [pair(), refused, empty, pair()])
-    made = prepare_data(recipe(file, on_bad="skip"), tokenizer, cache=tmp_path)
-    assert [one.origin.rsplit(" ", 1)[1] for one in made.report.skipped] == ["2", "1"]
-    assert made.report.counts.examples == 2
+    prepared = prepare_data(recipe(file, on_bad="skip"), tokenizer, cache=tmp_path)
+    assert [item.origin.rsplit(" ", 1)[1] for item in prepared.report.skipped] == ["2", "1"]
+    assert prepared.report.counts.examples == 2
 
 
 def test_progress_is_reported(smol, tmp_path):
-    told = []
+    reports = []
     file = write(tmp_path / "a.jsonl", [pair(answer=f"answer {index}") for index in range(300)])
-    prepare_data(recipe(file), smol, cache=tmp_path, progress=lambda *one: told.append(one))
-    assert ("reading train data", 0, 300) in told
-    assert told[-1] == ("tokenising train data", 300, 300)
+    prepare_data(recipe(file), smol, cache=tmp_path, progress=lambda *item: reports.append(item))
+    assert ("reading train data", 0, 300) in reports
+    assert reports[-1] == ("tokenising train data", 300, 300)
 
 
 def test_inspect_shows_what_is_trained_on(shared, tmp_path, monkeypatch):
@@ -178,15 +180,15 @@ def test_inspect_checks_the_vocabulary_of_the_model(shared, tmp_path, monkeypatc
 
 def test_the_first_batch_has_the_contents_of_its_records(smol, alpaca, tmp_path):
     """The whole way, against plain transformers: every segment is a record's own `apply_chat_template`, shifted."""
-    made = prepare_data(recipe(alpaca), smol, cache=tmp_path)
-    batch, records = made.train.batch(0), json.loads(pathlib.Path(alpaca).read_text())
+    prepared = prepare_data(recipe(alpaca), smol, cache=tmp_path)
+    batch, records = prepared.train.batch(0), json.loads(pathlib.Path(alpaca).read_text())
     row = {name: array[0, 0] for name, array in batch.arrays.items()}
     for segment, origin in enumerate(batch.origins[0][0], start=1):
         record = records[origin.record]
         question = record["instruction"] + (f"\n{record['input']}" if record["input"] else "")
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": record["output"]}]
         ids = smol.apply_chat_template(messages, return_dict=False)
-        here = row["segment_ids"] == segment
-        assert row["tokens"][here].tolist() == ids[:-1]
-        assert row["targets"][here].tolist() == ids[1:]
-        assert np.array_equal(row["positions"][here], np.arange(len(ids) - 1))
+        segment = row["segment_ids"] == segment
+        assert row["tokens"][segment].tolist() == ids[:-1]
+        assert row["targets"][segment].tolist() == ids[1:]
+        assert np.array_equal(row["positions"][segment], np.arange(len(ids) - 1))

@@ -37,21 +37,21 @@ def refuses(entries, name: str = "mine", **section) -> UserError:
 
 @pytest.mark.parametrize("name", SIZES)
 def test_every_text_entry_with_a_local_file_loads_completely(shared, name):
-    found = load(shared / "assets/data/llamafactory", name)
-    assert len(found.train) == SIZES[name]
-    assert found.skipped == []
+    documents = load(shared / "assets/data/llamafactory", name)
+    assert len(documents.train) == SIZES[name]
+    assert documents.skipped == []
 
 
 def test_no_text_entry_of_the_shared_registry_is_left_untested(shared):
     folder = shared / "assets/data/llamafactory"
     entries = json.loads((folder / "dataset_info.json").read_text())
-    here = {
+    local = {
         name
         for name, entry in entries.items()
         if "file_name" in entry and (folder / entry["file_name"]).exists()
         if not entry.get("ranking") and "kto_tag" not in entry.get("columns", {})
     }
-    assert here == set(SIZES)
+    assert local == set(SIZES)
 
 
 def test_every_entry_of_the_shared_registry_is_understood_or_refused_with_a_reason(shared):
@@ -73,9 +73,9 @@ def test_every_entry_of_the_shared_registry_is_understood_or_refused_with_a_reas
 def test_documents_of_the_registry_hold_what_the_files_hold(shared):
     folder = shared / "assets/data/llamafactory"
     raw = json.loads((folder / "alpaca_zh_demo.json").read_text())
-    found = load(folder, "alpaca_zh_demo").train
+    documents = load(folder, "alpaca_zh_demo").train
     for index in (0, 1, 999):
-        document = found[index]
+        document = documents[index]
         assert isinstance(document, Conversation)
         asked = "\n".join(filter(None, (raw[index]["instruction"], raw[index]["input"])))
         assert [message.content for message in document.messages] == [asked, raw[index]["output"]]
@@ -115,7 +115,7 @@ def test_tags_and_openai_formatting(tmp_path):
     (tmp_path / "dataset_info.json").write_text(json.dumps(entries))
     for name in entries:
         document = load(tmp_path, name).train[0]
-        assert [(one.role, one.content) for one in document.messages] == [("user", "q"), ("assistant", "a")]
+        assert [(message.role, message.content) for message in document.messages] == [("user", "q"), ("assistant", "a")]
 
 
 def test_num_samples_draws_that_many_by_the_seed(tmp_path):

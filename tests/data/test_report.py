@@ -23,12 +23,12 @@ def report_of(tmp_path, lengths=(10, 20, 30), counts=None, skipped=(), template=
         Example(np.arange(n, dtype=np.int32), np.ones(n, np.float32), Origin("f", i)) for i, n in enumerate(lengths)
     ]
     store = open_or_build(repr((lengths, loader)).replace("/", ""), lambda: (examples, dict), tmp_path)
-    made = Loader(store, max_length=64, batch_size=batch_size, **loader)
+    prepared = Loader(store, max_length=64, batch_size=batch_size, **loader)
     total = sum(lengths)
     counts = counts or TokenCounts(
         documents=len(lengths), examples=len(lengths), tokens=total, trained_tokens=total - len(lengths)
     )
-    return make_report("train", made, counts, skipped, max_length=64, template=template)
+    return make_report("train", prepared, counts, skipped, max_length=64, template=template)
 
 
 def test_counts_are_those_of_the_rows(tmp_path):

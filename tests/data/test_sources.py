@@ -23,13 +23,15 @@ RECORDS = [{"instruction": "one", "output": 'say "hi"\n[{,}]'}, {"text": "köln 
 
 def write_json(path, records, style: str) -> None:
     if style == "lines":
-        path.write_text("\n".join(json.dumps(one) for one in records) + "\n\n")
+        path.write_text("\n".join(json.dumps(record) for record in records) + "\n\n")
     elif style == "blank lines":
-        path.write_text("\n\r\n" + "\r\n   \n".join(json.dumps(one, ensure_ascii=False) for one in records), "utf-8")
+        path.write_text(
+            "\n\r\n" + "\r\n   \n".join(json.dumps(record, ensure_ascii=False) for record in records), "utf-8"
+        )
     elif style == "pretty":
         path.write_text(json.dumps(records, indent=4, ensure_ascii=False), "utf-8")
     elif style == "pretty objects":
-        path.write_text("\n".join(json.dumps(one, indent=2) for one in records))
+        path.write_text("\n".join(json.dumps(record, indent=2) for record in records))
     elif style == "byte order mark":
         path.write_bytes(b"\xef\xbb\xbf" + json.dumps(records).encode())
     else:
@@ -297,8 +299,8 @@ def test_damaged_parquet_and_arrow_are_reported(tmp_path, hf_home):
 def test_a_saved_data_set_with_splits_lists_them(tmp_path):
     import datasets
 
-    one = datasets.Dataset.from_list([{"text": "x"}])
-    datasets.DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path / "saved")
+    record = datasets.Dataset.from_list([{"text": "x"}])
+    datasets.DatasetDict({"train": record, "test": record}).save_to_disk(tmp_path / "saved")
     assert len(open_path(tmp_path / "saved", "saved", split="test")) == 1
     error = fails(tmp_path / "saved", split="dev")
     assert error.fix == "set split to one of: test, train"

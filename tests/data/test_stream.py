@@ -33,42 +33,42 @@ def text(tmp_path):
     return file
 
 
-def streamed(text, tokenizer, *more):
+def streamed(text, tokenizer, *overrides):
     base = text.parent / "recipe.yaml"
     base.write_text("model: x\ndata: x\noutput: x\n")
     output = text.parent / "run"
     output.mkdir(exist_ok=True)
     fields = [f"model.path={TOKENIZER}", f"data.train={text}", f"output={output}", "stage=pt", "data.streaming=true"]
     fields += ["train.steps=60", "train.batch_size=2", "data.max_length=32"]
-    return prepare_data(load_recipe(str(base), [*fields, *more]), tokenizer, cache=text.parent / "cache")
+    return prepare_data(load_recipe(str(base), [*fields, *overrides]), tokenizer, cache=text.parent / "cache")
 
 
 def arrays(batches):
     return [{name: array.copy() for name, array in batch.arrays.items()} for batch in batches]
 
 
-def same(one, other):
-    assert len(one) == len(other)
-    for a, b in zip(one, other, strict=True):
+def assert_same(first, second):
+    assert len(first) == len(second)
+    for a, b in zip(first, second, strict=True):
         assert all(np.array_equal(a[name], b[name]) for name in a)
 
 
 def test_every_token_of_an_epoch_is_predicted_once_and_rows_are_full(text, tokenizer):
     stream = streamed(text, tokenizer, "data.shuffle=false").train
-    whole = []
+    expected_ids = []
     for line in text.read_text().splitlines():
         ids = tokenizer(json.loads(line)["text"])["input_ids"]
-        whole.append(ids if ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id])
-    expected = [pair for ids in whole for pair in itertools.pairwise(ids)]
-    found = []
+        expected_ids.append(ids if ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id])
+    expected = [pair for ids in expected_ids for pair in itertools.pairwise(ids)]
+    actual = []
     for batch in stream.iterate(0, 100):
         assert (batch.arrays["segment_ids"] > 0).all()
         assert (batch.arrays["weights"] == 1).all()
-        found += list(
+        actual += list(
             zip(batch.arrays["tokens"].ravel().tolist(), batch.arrays["targets"].ravel().tolist(), strict=True)
         )
-    assert len(found) > len(expected)  # into the second epoch
-    assert found[: len(expected)] == expected
+    assert len(actual) > len(expected)  # into the second epoch
+    assert actual[: len(expected)] == expected
 
 
 def test_pieces_of_a_document_are_segments_of_their_own(text, tokenizer):
@@ -85,18 +85,18 @@ def test_pieces_of_a_document_are_segments_of_their_own(text, tokenizer):
 
 @pytest.mark.parametrize("start", [1, JOURNAL_INTERVAL, JOURNAL_INTERVAL + 5, 3 * JOURNAL_INTERVAL])
 def test_a_resumed_stream_continues_at_its_position(start, text, tokenizer):
-    whole = arrays(streamed(text, tokenizer).train.iterate(0, 60))
+    expected_ids = arrays(streamed(text, tokenizer).train.iterate(0, 60))
     again = streamed(text, tokenizer).train
     read = []
     original = type(again.documents).__getitem__
     again.documents.__class__ = type("Counted", (type(again.documents),), {})
     type(again.documents).__getitem__ = lambda self, index: (read.append(index), original(self, index))[1]
-    same(arrays(again.iterate(start, start + 2)), whole[start : start + 2])
+    assert_same(arrays(again.iterate(start, start + 2)), expected_ids[start : start + 2])
     if start == 3 * JOURNAL_INTERVAL:
         noted = [json.loads(line) for line in again.journal.read_text().splitlines()]
-        assert 3 * JOURNAL_INTERVAL in [one["step"] for one in noted]
+        assert 3 * JOURNAL_INTERVAL in [first["step"] for first in noted]
     (text.parent / "run/stream.jsonl").unlink()
-    same(arrays(streamed(text, tokenizer).train.iterate(start, start + 2)), whole[start : start + 2])
+    assert_same(arrays(streamed(text, tokenizer).train.iterate(start, start + 2)), expected_ids[start : start + 2])
 
 
 def test_no_flipped_bit_or_truncation_of_the_journal_changes_a_batch(text, tokenizer):
@@ -110,7 +110,7 @@ def test_no_flipped_bit_or_truncation_of_the_journal_changes_a_batch(text, token
         bit = int(rng.integers(8 * len(data)))
         data[bit // 8] ^= 1 << bit % 8
         journal.write_bytes(data[: bit // 8] if index % 3 == 2 else data)
-        same(arrays([streamed(text, tokenizer).train.batch(40)]), expected)
+        assert_same(arrays([streamed(text, tokenizer).train.batch(40)]), expected)
 
 
 def test_epochs_are_shuffled_differently(text, tokenizer):
@@ -122,11 +122,11 @@ def test_epochs_are_shuffled_differently(text, tokenizer):
 def test_a_journal_of_other_data_is_ignored(text, tokenizer):
     expected = arrays(streamed(text, tokenizer, "data.max_length=48").train.iterate(20, 22))
     list(streamed(text, tokenizer).train.iterate(0, 40))
-    same(arrays(streamed(text, tokenizer, "data.max_length=48").train.iterate(20, 22)), expected)
+    assert_same(arrays(streamed(text, tokenizer, "data.max_length=48").train.iterate(20, 22)), expected)
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("overrides", "message"),
     [
         (["stage=sft"], "only plain text"),
         (["train.steps=null"], "give train.steps"),
@@ -134,9 +134,9 @@ def test_a_journal_of_other_data_is_ignored(text, tokenizer):
         (["data.packing=false"], "fills its rows"),
     ],
 )
-def test_options_impossible_with_a_stream_are_refused(more, said, text, tokenizer):
-    with pytest.raises(UserError, match=said):
-        streamed(text, tokenizer, *more)
+def test_options_impossible_with_a_stream_are_refused(overrides, message, text, tokenizer):
+    with pytest.raises(UserError, match=message):
+        streamed(text, tokenizer, *overrides)
 
 
 def test_a_bad_record_is_named_or_left_out(text, tokenizer, monkeypatch):

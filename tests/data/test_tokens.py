@@ -27,7 +27,7 @@ def llama(shared):
     return load_tokenizer(shared / "assets/tokenizers/hf-llama3_1")
 
 
-def here(record=0):
+def path(record=0):
     return Origin("data.jsonl", record)
 
 
@@ -37,12 +37,12 @@ def run(tokenizer, documents, max_length=1000, **options):
 
 
 def chat(answer="four", question="2+2?", record=0):
-    return Conversation((Message("user", question), Message("assistant", answer)), here(record))
+    return Conversation((Message("user", question), Message("assistant", answer)), path(record))
 
 
 def test_text_gets_the_tokenizers_bos_and_always_an_eos(smol, stories, llama):
     for tokenizer, begins in ((smol, False), (stories, True), (llama, True)):
-        (example,), _ = run(tokenizer, [Text("Once upon a time", here())])
+        (example,), _ = run(tokenizer, [Text("Once upon a time", path())])
         ids = tokenizer("Once upon a time")["input_ids"]
         assert example.ids.tolist() == [*ids, tokenizer.eos_token_id]
         assert (ids[0] == tokenizer.bos_token_id) == begins
@@ -51,13 +51,13 @@ def test_text_gets_the_tokenizers_bos_and_always_an_eos(smol, stories, llama):
 
 def test_bos_and_eos_are_not_doubled(llama):
     words = f"{llama.bos_token}Once{llama.eos_token}"
-    (example,), _ = run(llama, [Text(words, here())])
+    (example,), _ = run(llama, [Text(words, path())])
     assert example.ids.tolist() == llama("Once")["input_ids"] + [llama.eos_token_id]
 
 
 def test_eos_is_trained_on_even_if_it_is_the_padding_token(smol):
     assert smol.pad_token_id == smol.eos_token_id
-    for document in (Text("Once", here()), chat()):
+    for document in (Text("Once", path()), chat()):
         (example,), _ = run(smol, [document])
         last = np.flatnonzero(example.ids == smol.eos_token_id)[-1]
         assert example.weights[last] == 1
@@ -65,7 +65,7 @@ def test_eos_is_trained_on_even_if_it_is_the_padding_token(smol):
 
 def test_completions_are_trained_on_and_prompts_are_not(smol, stories):
     for tokenizer in (smol, stories):
-        (example,), _ = run(tokenizer, [Text(" Paris is it.", here(), prompt="The capital of France?")])
+        (example,), _ = run(tokenizer, [Text(" Paris is it.", path(), prompt="The capital of France?")])
         given = tokenizer("The capital of France?")["input_ids"]
         assert example.ids[: len(given)].tolist() == given
         assert (example.weights[: len(given)] == 0).all()
@@ -76,7 +76,7 @@ def test_completions_are_trained_on_and_prompts_are_not(smol, stories):
 
 def test_prompts_that_would_merge_with_completions_are_tokenised_apart(smol):
     """'Hel' and 'lo', where the tokenizer alone would see 'Hello'; the prompt is what generation is fed."""
-    (example,), counts = run(smol, [Text("lo", here(), prompt="Hel")])
+    (example,), counts = run(smol, [Text("lo", path(), prompt="Hel")])
     assert example.ids.tolist() == [*smol("Hel")["input_ids"], *smol("lo")["input_ids"], smol.eos_token_id]
     assert smol("Hello")["input_ids"] != smol("Hel")["input_ids"] + smol("lo")["input_ids"]
     assert counts.split == 1
@@ -84,7 +84,7 @@ def test_prompts_that_would_merge_with_completions_are_tokenised_apart(smol):
 
 def test_prompts_are_tokenised_without_looking_ahead(smol):
     """GPT-2's pattern gives a run of newlines at the end of a text one token, before a word one each."""
-    (example,), counts = run(smol, [Text("Answer", here(), prompt="Question?\n\n")])
+    (example,), counts = run(smol, [Text("Answer", path(), prompt="Question?\n\n")])
     prompt = smol("Question?\n\n")["input_ids"]
     assert smol("Question?\n\nAnswer")["input_ids"][: len(prompt)] != prompt
     assert example.ids[: len(prompt)].tolist() == prompt
@@ -92,16 +92,16 @@ def test_prompts_are_tokenised_without_looking_ahead(smol):
 
 
 def test_a_token_across_the_edge_is_trained_on_where_text_cannot_be_split(stories):
-    (example,), counts = run(stories, [Text("e day", here(), prompt="Onc")])
-    whole = stories("Once day")["input_ids"]
-    assert example.ids.tolist() == [*whole, stories.eos_token_id]
+    (example,), counts = run(stories, [Text("e day", path(), prompt="Onc")])
+    ids = stories("Once day")["input_ids"]
+    assert example.ids.tolist() == [*ids, stories.eos_token_id]
     assert counts.straddling == 1
     learned = stories.decode(example.ids[example.weights > 0].tolist(), skip_special_tokens=True)
     assert "e day" in learned
 
 
 def test_train_on_prompt_includes_prompts(smol):
-    (example,), _ = run(smol, [Text(" b", here(), prompt="a")], policy=LossPolicy(train_on_prompt=True))
+    (example,), _ = run(smol, [Text(" b", path(), prompt="a")], policy=LossPolicy(train_on_prompt=True))
     assert (example.weights == 1).all()
 
 
@@ -133,8 +133,8 @@ def test_long_documents_are_truncated_and_counted(smol):
     assert [len(example.ids) for example in examples][:1] == [60]
     assert len(examples) == 2  # of the long question no answer is left
     assert (counts.truncated, counts.nothing_after_truncation, counts.examples, counts.documents) == (2, 1, 2, 3)
-    whole = sum(len(example.ids) for example in run(smol, [long_answer, long_question])[0])
-    assert counts.tokens_cut == whole - 120
+    total = sum(len(example.ids) for example in run(smol, [long_answer, long_question])[0])
+    assert counts.tokens_cut == total - 120
 
 
 def test_long_documents_can_be_dropped(smol):
@@ -150,13 +150,13 @@ def test_long_documents_can_be_an_error_that_names_the_record(smol):
 
 def test_a_document_of_exactly_max_length_is_whole(smol):
     (example,), _ = run(smol, [chat()])
-    for most, cut in ((len(example.ids), 0), (len(example.ids) - 1, 1)):
-        assert run(smol, [chat()], max_length=most)[1].truncated == cut
+    for longest, cut in ((len(example.ids), 0), (len(example.ids) - 1, 1)):
+        assert run(smol, [chat()], max_length=longest)[1].truncated == cut
 
 
 def test_documents_without_anything_to_train_on_are_counted(smol):
-    silent = Conversation((Message("user", "a"), Message("assistant", "b", weight=0.0)), here())
-    examples, counts = run(smol, [silent, chat(), Conversation((Message("user", "a"),), here())])
+    silent = Conversation((Message("user", "a"), Message("assistant", "b", weight=0.0)), path())
+    examples, counts = run(smol, [silent, chat(), Conversation((Message("user", "a"),), path())])
     assert len(examples) == 1
     assert counts.nothing_to_train == 2
 
@@ -166,11 +166,11 @@ def test_records_that_a_template_refuses_can_be_skipped_and_are_listed(smol, sha
         shared / "assets/tokenizers/smollm2",
         str(shared / "assets/tokenizers/chat_templates/google-gemma-2-2b-it.jinja"),
     )
-    refused = Conversation((Message("system", "s"), Message("user", "a"), Message("assistant", "b")), here(4))
+    refused = Conversation((Message("system", "s"), Message("user", "a"), Message("assistant", "b")), path(4))
     examples, counts = run(tokenizer, [refused, chat(record=5)], skip_bad=True)
     assert [example.origin.record for example in examples] == [5]
     ((origin, reason),) = counts.skipped
-    assert origin == str(here(4))
+    assert origin == str(path(4))
     assert "System role not supported" in reason
 
 

@@ -40,30 +40,30 @@ def case(stage: str, options: dict) -> list[dict]:
     loader = loader_of(documents, tempfile.mkdtemp(), packing=True, rows=4, max_length=32, nll="answer")
     arrays = {name: array[0] for name, array in loader.batch(0).arrays.items()}
     assert arrays["units"].sum() == 8
-    found = []
+    results = []
     for axes in (None, *MESHES):
-        made = prepare(LoraConfig(rank=4), spec, init_params(spec, jax.random.key(0)), jax.random.key(1))
-        leaves, tree = jax.tree.flatten(made.trainable)
+        prepared = prepare(LoraConfig(rank=4), spec, init_params(spec, jax.random.key(0)), jax.random.key(1))
+        leaves, tree = jax.tree.flatten(prepared.trainable)
         moved = [x + 0.05 * jax.random.normal(jax.random.key(n), x.shape) for n, x in enumerate(leaves)]
-        trainable, frozen = jax.tree.unflatten(tree, moved), made.frozen
+        trainable, frozen = jax.tree.unflatten(tree, moved), prepared.frozen
         layout, order = None, None
         if axes is not None:
-            layout = layout_for(make_mesh(MeshConfig(**axes), jax.devices()[:4]), made.spec)[0]
+            layout = layout_for(make_mesh(MeshConfig(**axes), jax.devices()[:4]), prepared.spec)[0]
             arrays_ = abstract(LoraConfig(rank=4), spec)
             trainable = jax.device_put(trainable, shardings(arrays_.trainable, layout))
             frozen = jax.device_put(frozen, shardings(arrays_.frozen, layout))
             order = zigzag_order(64, axes["cp"]) if "cp" in axes else None
         compute = Compute(loss_chunk=16, layout=layout)
 
-        def loss(trainable, frozen, batch, compute=compute, spec=made.spec):
+        def loss(trainable, frozen, batch, compute=compute, spec=prepared.spec):
             score = objective(merge(trainable, frozen), spec, compute, batch, None)
             return score.loss / score.weight, metric_means(score)
 
         step = jax.jit(jax.value_and_grad(loss, has_aux=True))
         (value, metrics), gradient = step(trainable, frozen, place_batch(arrays, layout, order))
         norms = [float(jnp.linalg.norm(g)) for g in jax.tree.leaves(gradient)]
-        found.append({"loss": float(value), **{n: float(m) for n, m in metrics.items()}, "norms": norms})
-    return found
+        results.append({"loss": float(value), **{n: float(m) for n, m in metrics.items()}, "norms": norms})
+    return results
 
 
 if __name__ == "__main__":

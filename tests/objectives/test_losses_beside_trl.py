@@ -27,56 +27,58 @@ PAIRS, CLOSE = 5, {"rtol": 1e-5, "atol": 1e-5}
 NONE: dict = {}
 
 
-def same(x):
+def identity(x):
     return x
 
 
 @pytest.fixture
-def made(tmp_path, monkeypatch):
+def case(tmp_path, monkeypatch):
     """(our batch, log-probabilities of it and of the reference, the same padded as trl has them)."""
     documents = random_pairs(97, PAIRS, seed=3)
     batch = {k: v[0] for k, v in loader_of(documents, tmp_path, nll="answer").batch(0).arrays.items()}
     rng = np.random.default_rng(1)
     learned = batch["weights"] > 0
-    found, reference = (np.where(learned, -rng.gamma(2.0, 0.6, learned.shape), 0).astype(np.float32) for _ in range(2))
-    monkeypatch.setattr(answers_module, "_log_probs", lambda params, *_: jnp.asarray(params["log_probs"]))
+    log_probs, reference = (
+        np.where(learned, -rng.gamma(2.0, 0.6, learned.shape), 0).astype(np.float32) for _ in range(2)
+    )
+    monkeypatch.setattr(answers_module, "_log_probs", lambda params, *_: (jnp.asarray(params["log_probs"]), None))
 
-    def padded(each, dtype=np.float32):
+    def padded(per_token, dtype=np.float32):
         """[2 * pairs, T]: the chosen answers, then the rejected ones, each from its own beginning."""
-        out = np.zeros((2 * PAIRS, each.shape[1]), dtype)
+        out = np.zeros((2 * PAIRS, per_token.shape[1]), dtype)
         for row in range(PAIRS):
             for side in (0, 1):
-                here = batch["segment_ids"][row] == side + 1
-                out[side * PAIRS + row, : here.sum()] = each[row][here]
+                segment = batch["segment_ids"][row] == side + 1
+                out[side * PAIRS + row, : segment.sum()] = per_token[row][segment]
         return torch.tensor(out)
 
-    return batch, found, reference, padded
+    return batch, log_probs, reference, padded
 
 
-def ours(stage, options, batch, found, reference=None):
+def ours(stage, options, batch, log_probs, reference=None):
     kind = STAGES[stage]
     batch = {name: jnp.asarray(array) for name, array in batch.items()}
     if reference is not None:
         batch["reference"] = jnp.asarray(reference)
-    score = kind.make(kind.config(**options))({"log_probs": found}, None, Compute(), batch, None)  # pyright: ignore
+    score = kind.make(kind.config(**options))({"log_probs": log_probs}, None, Compute(), batch, None)  # pyright: ignore
     return float(score.loss / score.weight), {name: float(value) for name, value in metric_means(score).items()}
 
 
-def summed(batch, each, tail=None):
+def summed(batch, per_token, tail=None):
     """The reference's log-probabilities as a batch has them, [rows, 2]."""
     out = np.zeros((PAIRS, 2), np.float32)
     for row in range(PAIRS):
         lengths = [((batch["segment_ids"][row] == s) & (batch["weights"][row] > 0)).sum() for s in (1, 2)]
         for side in (0, 1):
-            mine = each[row][(batch["segment_ids"][row] == side + 1) & (batch["weights"][row] > 0)]
-            weight = np.where(np.arange(len(mine)) < min(lengths), 1.0, 1.0 if tail is None else tail)
-            out[row, side] = (mine * weight).sum()
+            tokens = per_token[row][(batch["segment_ids"][row] == side + 1) & (batch["weights"][row] > 0)]
+            weight = np.where(np.arange(len(tokens)) < min(lengths), 1.0, 1.0 if tail is None else tail)
+            out[row, side] = (tokens * weight).sum()
     return out
 
 
 def trainer(kind, **fields):
     self = object.__new__(kind)
-    accelerator = types.SimpleNamespace(device=torch.device("cpu"), gather=same, gather_for_metrics=same)
+    accelerator = types.SimpleNamespace(device=torch.device("cpu"), gather=identity, gather_for_metrics=identity)
     common = {"accelerator": accelerator, "_metrics": collections.defaultdict(lambda: collections.defaultdict(list))}
     common |= {
         "model": types.SimpleNamespace(training=True),
@@ -124,16 +126,19 @@ def trl_inputs(padded, batch):
         ({"sft_weight": 0.7}, {"loss_types": ["sigmoid", "sft"], "loss_weights": [1.0, 0.7]}),
     ],
 )
-def test_dpo(made, options, theirs):
-    batch, found, reference, padded = made
+def test_dpo(case, options, theirs):
+    batch, log_probs, reference, padded = case
     tail = options.get("ld_alpha")
-    given = summed(batch, reference, tail)
-    loss, metrics = ours("dpo", options, batch, found, given)
+    reference_sums = summed(batch, reference, tail)
+    loss, metrics = ours("dpo", options, batch, log_probs, reference_sums)
     fields = {"beta": 0.1, "label_smoothing": 0.0, "ld_alpha": None, "loss_weights": [1.0], "use_weighting": False}
     self = trainer(DPOTrainer, f_divergence_type="reverse_kl", **fields | theirs)
     inputs = trl_inputs(padded, batch)
-    inputs |= {"ref_chosen_logps": torch.tensor(given[:, 0]), "ref_rejected_logps": torch.tensor(given[:, 1])}
-    expected = DPOTrainer._compute_loss(self, Model(outputs(padded(found))), inputs, False)
+    inputs |= {
+        "ref_chosen_logps": torch.tensor(reference_sums[:, 0]),
+        "ref_rejected_logps": torch.tensor(reference_sums[:, 1]),
+    }
+    expected = DPOTrainer._compute_loss(self, Model(outputs(padded(log_probs))), inputs, False)
     np.testing.assert_allclose(loss, expected.item(), **CLOSE)
     for name in ("chosen", "rejected", "margins", "accuracies"):
         (value,) = self._metrics["train"][f"rewards/{name}"]
@@ -142,13 +147,13 @@ def test_dpo(made, options, theirs):
         np.testing.assert_allclose(metrics[f"logps/{name}"], self._metrics["train"][f"logps/{name}"][0], **CLOSE)
 
 
-def test_conservative_dpo_is_the_mixture_of_both_labels(made):
+def test_conservative_dpo_is_the_mixture_of_both_labels(case):
     """trl's sigmoid loss no longer smooths labels; its CPO loss, without a reference, is the same formula."""
-    batch, found, reference, _ = made
-    given = summed(batch, reference)
-    loss, _ = ours("dpo", {"label_smoothing": 0.1}, batch, found, given)
+    batch, log_probs, reference, _ = case
+    reference_sums = summed(batch, reference)
+    loss, _ = ours("dpo", {"label_smoothing": 0.1}, batch, log_probs, reference_sums)
     self = trainer(CPOTrainer, beta=0.1, alpha=0.0, loss_type="sigmoid", label_smoothing=0.1)
-    ratios = torch.tensor(summed(batch, found) - given)
+    ratios = torch.tensor(summed(batch, log_probs) - reference_sums)
     losses, *_ = CPOTrainer.cpo_loss(self, ratios[:, 0], ratios[:, 1])
     np.testing.assert_allclose(loss, losses.mean().item(), **CLOSE)
 
@@ -165,30 +170,30 @@ def test_conservative_dpo_is_the_mixture_of_both_labels(made):
         ("simpo", {"label_smoothing": 0.1, "sft_weight": 0.5}, {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.0}),
     ],
 )
-def test_cpo_and_simpo(made, stage, options, theirs):
-    batch, found, _, padded = made
-    loss, metrics = ours(stage, options, batch, found)
+def test_cpo_and_simpo(case, stage, options, theirs):
+    batch, log_probs, _, padded = case
+    loss, metrics = ours(stage, options, batch, log_probs)
     smoothing = options.get("label_smoothing", 0.0)
     self = trainer(CPOTrainer, **{"beta": 0.1, "alpha": 0.0, "label_smoothing": smoothing, **theirs})
-    sums = summed(batch, found)
+    sums = summed(batch, log_probs)
     if theirs["loss_type"] in ("simpo", "ipo"):
         sums = sums / summed(batch, (batch["weights"] > 0).astype(np.float32))
     losses, chosen, rejected = CPOTrainer.cpo_loss(self, torch.tensor(sums[:, 0]), torch.tensor(sums[:, 1]))
-    rows = padded(found)[:PAIRS]
+    rows = padded(log_probs)[:PAIRS]
     nll = -rows.sum() / (padded(batch["weights"])[:PAIRS] > 0).sum()
     np.testing.assert_allclose(loss, (losses.mean() + options.get("sft_weight", 0.0) * nll).item(), **CLOSE)
     np.testing.assert_allclose(metrics["rewards/margins"], (chosen - rejected).mean().item(), **CLOSE)
 
 
-def test_orpo(made):
-    batch, found, _, padded = made
-    loss, metrics = ours("orpo", {"beta": 0.25}, batch, found)
-    means_ = summed(batch, found) / summed(batch, (batch["weights"] > 0).astype(np.float32))
+def test_orpo(case):
+    batch, log_probs, _, padded = case
+    loss, metrics = ours("orpo", {"beta": 0.25}, batch, log_probs)
+    means_ = summed(batch, log_probs) / summed(batch, (batch["weights"] > 0).astype(np.float32))
     self = trainer(ORPOTrainer, beta=0.25)
     losses, chosen, _, _, odds = ORPOTrainer.odds_ratio_loss(
         self, torch.tensor(means_[:, 0]), torch.tensor(means_[:, 1])
     )
-    nll = -padded(found)[:PAIRS].sum() / (padded(batch["weights"])[:PAIRS] > 0).sum()
+    nll = -padded(log_probs)[:PAIRS].sum() / (padded(batch["weights"])[:PAIRS] > 0).sum()
     np.testing.assert_allclose(loss, (nll - losses.mean()).item(), **CLOSE)
     np.testing.assert_allclose(metrics["log_odds"], odds.item(), **CLOSE)
     np.testing.assert_allclose(metrics["rewards/chosen"], chosen.mean().item(), **CLOSE)
@@ -196,13 +201,13 @@ def test_orpo(made):
 
 @pytest.mark.parametrize("shift", [0.0, 9.0], ids=["clamped", "above zero"])
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (1.5, 0.5)])
-def test_kto(made, weights, shift):
+def test_kto(case, weights, shift):
     """The second document of a unit is its companion, whose mean log-ratio is the baseline: 0 where negative."""
-    batch, found, reference, padded = made
+    batch, log_probs, reference, padded = case
     batch["values"] = np.array([[1], [0], [0], [1], [1]], np.float32)
-    given = summed(batch, reference) - np.array([0.0, shift], np.float32)
+    reference_sums = summed(batch, reference) - np.array([0.0, shift], np.float32)
     options = {"beta": 0.2, "desirable_weight": weights[0], "undesirable_weight": weights[1]}
-    loss, metrics = ours("kto", options, batch, found, given)
+    loss, metrics = ours("kto", options, batch, log_probs, reference_sums)
     self = trainer(
         KTOTrainer,
         beta=0.2,
@@ -211,13 +216,13 @@ def test_kto(made, weights, shift):
         desirable_weight=weights[0],
         undesirable_weight=weights[1],
     )
-    whole = trl_inputs(padded, batch)
-    inputs = {name: array[:PAIRS] for name, array in whole.items()}
-    inputs |= {f"KL_{name}": array[PAIRS:] for name, array in whole.items()}
-    inputs |= {"ref_logps": torch.tensor(given[:, 0]), "ref_KL_logps": torch.tensor(given[:, 1])}
+    inputs_of_all = trl_inputs(padded, batch)
+    inputs = {name: array[:PAIRS] for name, array in inputs_of_all.items()}
+    inputs |= {f"KL_{name}": array[PAIRS:] for name, array in inputs_of_all.items()}
+    inputs |= {"ref_logps": torch.tensor(reference_sums[:, 0]), "ref_KL_logps": torch.tensor(reference_sums[:, 1])}
     inputs |= {"label": torch.tensor(batch["values"][:, 0] > 0)}
-    each = padded(found)
-    results = iter([outputs(each[PAIRS:]), outputs(each[:PAIRS])])  # it asks for the companions first
+    per_token = padded(log_probs)
+    results = iter([outputs(per_token[PAIRS:]), outputs(per_token[:PAIRS])])  # it asks for the companions first
 
     class Both(torch.nn.Module):
         def forward(self, **_):
@@ -232,8 +237,8 @@ def test_kto(made, weights, shift):
 
 @pytest.mark.parametrize("margin", [False, True])
 @pytest.mark.parametrize("centre", [0.0, 0.1])
-def test_reward_model(made, monkeypatch, margin, centre):
-    batch, *_ = made
+def test_reward_model(case, monkeypatch, margin, centre):
+    batch, *_ = case
     rng = np.random.default_rng(5)
     scores = rng.normal(size=(PAIRS, 2)).astype(np.float32)
     batch["values"] = rng.uniform(0, 2, (PAIRS, 1)).astype(np.float32) * margin

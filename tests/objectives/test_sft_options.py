@@ -30,9 +30,9 @@ def test_noise_is_bounded_by_each_documents_own_length(case):
     zeros = jnp.zeros((1, 24, 32))
     noise = np.abs(sft._embedding_noise(ALPHA, {k: jnp.asarray(v) for k, v in batch.items()}, jax.random.key(0))(zeros))
     for segment, length in ((1, 6), (2, 14)):
-        mine, bound = noise[batch["segment_ids"] == segment], ALPHA / np.sqrt(length * 32)
-        assert 0.95 * bound < mine.max() <= bound
-        assert mine.mean() == pytest.approx(bound / 2, rel=0.15)
+        magnitudes, bound = noise[batch["segment_ids"] == segment], ALPHA / np.sqrt(length * 32)
+        assert 0.95 * bound < magnitudes.max() <= bound
+        assert magnitudes.mean() == pytest.approx(bound / 2, rel=0.15)
 
 
 def test_noise_changes_training_and_not_evaluation(case):

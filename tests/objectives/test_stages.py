@@ -41,10 +41,10 @@ OPTIONS = {
 def adapted(rank=4):
     """(spec, trainable with adapters that do something, frozen)."""
     spec, params = same_weights(torch_model("llama3"))
-    made = prepare(LoraConfig(rank=rank), spec, params, jax.random.key(0))
-    leaves, tree = jax.tree.flatten(made.trainable)
+    prepared = prepare(LoraConfig(rank=rank), spec, params, jax.random.key(0))
+    leaves, tree = jax.tree.flatten(prepared.trainable)
     moved = [leaf + 0.05 * jax.random.normal(jax.random.key(n), leaf.shape) for n, leaf in enumerate(leaves)]
-    return made.spec, jax.tree.unflatten(tree, moved), made.frozen
+    return prepared.spec, jax.tree.unflatten(tree, moved), prepared.frozen
 
 
 def loss_and_gradient(stage, options, spec, trainable, frozen, arrays):
@@ -85,19 +85,23 @@ def test_packed_units_equal_units_in_rows_of_their_own(stage, tmp_path):
 @pytest.mark.parametrize("stage", ["dpo", "kto"])
 def test_disabled_adapters_equal_the_cached_reference(stage, tmp_path):
     spec, params = same_weights(torch_model("llama3"))
-    made = prepare(LoraConfig(rank=4), spec, params, jax.random.key(0))
+    prepared = prepare(LoraConfig(rank=4), spec, params, jax.random.key(0))
     documents = random_pairs(97, 4, seed=4)
     documents = [(*d[:2], float(n // 2 % 2)) for n, d in enumerate(documents)]
     loader = loader_of(documents, tmp_path)
-    cached = log_probabilities(merge(made.trainable, made.frozen), made.spec, Compute(loss_chunk=16), loader)
-    given = loader_of(documents, tmp_path, reference=cached).batch(0).arrays
+    cached = log_probabilities(
+        merge(prepared.trainable, prepared.frozen), prepared.spec, Compute(loss_chunk=16), loader
+    )
+    cached_arrays = loader_of(documents, tmp_path, reference=cached).batch(0).arrays
     off = loader.batch(0).arrays
-    (loss, metrics), gradient = loss_and_gradient(stage, {}, made.spec, made.trainable, made.frozen, off)
-    (again, _), same = loss_and_gradient(stage, {}, made.spec, made.trainable, made.frozen, given)
+    (loss, metrics), gradient = loss_and_gradient(stage, {}, prepared.spec, prepared.trainable, prepared.frozen, off)
+    (again, _), gradient_cached = loss_and_gradient(
+        stage, {}, prepared.spec, prepared.trainable, prepared.frozen, cached_arrays
+    )
     assert abs(loss - (np.log(2) if stage == "dpo" else 0.5)) < 1e-6
     assert abs(again - loss) < 1e-6
     assert metrics["rewards/chosen"] == 0
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradient, same)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradient, gradient_cached)
 
 
 def test_every_headline_metric_is_one_that_the_objective_reports(tmp_path):
@@ -193,36 +197,36 @@ def test_a_full_run_is_compared_with_its_cached_start(model, tmp_path, monkeypat
     losses = [line["loss"] for line in lines if line["kind"] == "train"]
     assert abs(losses[0] - np.log(2)) < 1e-6
     assert abs(losses[-1] - np.log(2)) > 1e-3
-    kept = sorted((tmp_path / "cache/references").glob("*.npy"))
-    assert len(kept) == 2  # training and validation data
-    before = [file.stat().st_mtime_ns for file in kept]
+    files = sorted((tmp_path / "cache/references").glob("*.npy"))
+    assert len(files) == 2  # training and validation data
+    before = [file.stat().st_mtime_ns for file in files]
     run(model, tmp_path, "stage=dpo", "method=full", "overwrite=true", "stage.beta=0.2")
-    assert [file.stat().st_mtime_ns for file in kept] == before
-    whole = kept[0].read_bytes()
-    kept[0].write_bytes(whole[:200] + bytes([whole[200] ^ 1]) + whole[201:])
+    assert [file.stat().st_mtime_ns for file in files] == before
+    pristine = files[0].read_bytes()
+    files[0].write_bytes(pristine[:200] + bytes([pristine[200] ^ 1]) + pristine[201:])
     run(model, tmp_path, "stage=dpo", "method=full", "overwrite=true")
-    assert kept[0].read_bytes() == whole, "a damaged one is computed again"
+    assert files[0].read_bytes() == pristine, "a damaged one is computed again"
 
 
 def test_a_reference_with_another_tokenizer_is_refused(model, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(model, other)
-    told = json.loads((other / "tokenizer.json").read_text())
-    vocab = told["model"]["vocab"]
+    tokenizer_json = json.loads((other / "tokenizer.json").read_text())
+    vocab = tokenizer_json["model"]["vocab"]
     first, second = list(vocab)[300:302]
     vocab[first], vocab[second] = vocab[second], vocab[first]
-    (other / "tokenizer.json").write_text(json.dumps(told))
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer_json))
     with pytest.raises(UserError, match="another tokenizer"):
         run(model, tmp_path, "stage=dpo", f"stage.reference={other}")
 
 
 @pytest.mark.parametrize(("rows", "same"), [(0, True), (4, False)])
-def test_a_start_calibrated_on_data_depends_on_the_rows(rows, same):
+def test_a_start_calibrated_on_data_depends_on_the_rows(rows, gradient_cached):
     """What is kept of a reference on disk is found again by what made the start."""
     method = {"adapter": "loftq", "loftq_calibration": rows}
     raw = {"model": "m", "data": "d.json", "output": "o", "quantize": "nf4", "stage": "dpo", "method": method}
     first, second = (made_start(load_recipe(raw | {"train": {"batch_size": size}}, [])) for size in (4, 8))
-    assert (first == second) is same
+    assert (first == second) is gradient_cached
 
 
 def test_the_base_is_refused_as_reference_where_its_weights_are_trained(model, tmp_path):
@@ -239,6 +243,6 @@ def test_the_score_head_is_trained_with_every_method():
 
     spec, _ = same_weights(torch_model("llama_tied"))
     for method in (LoraConfig(), FullConfig(), FreezeConfig(last_layers=1)):
-        made = abstract(method, scored_spec(dataclasses.replace(spec)))
-        assert made.trainable["score"]["weight"].shape == (1, spec.embed)
-        assert "head" not in made.trainable | made.frozen
+        prepared = abstract(method, scored_spec(dataclasses.replace(spec)))
+        assert prepared.trainable["score"]["weight"].shape == (1, spec.embed)
+        assert "head" not in prepared.trainable | prepared.frozen

@@ -19,14 +19,14 @@ STAGES = {"dpo": {"ld_alpha": 0.3, "sft_weight": 0.5}, "kto": {}, "rm": {"centre
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_mesh_changes_nothing(stage):
     """Float32 sums in other orders: 1e-4 of losses, metrics and the norms of all gradients."""
-    here = pathlib.Path(__file__).parent
+    folder = pathlib.Path(__file__).parent
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"}
-    paths = {"PYTHONPATH": os.pathsep.join([str(here), str(here.parent)])}
-    command = [sys.executable, str(here / "mesh_cases.py"), json.dumps({stage: STAGES[stage]})]
+    paths = {"PYTHONPATH": os.pathsep.join([str(folder), str(folder.parent)])}
+    command = [sys.executable, str(folder / "mesh_cases.py"), json.dumps({stage: STAGES[stage]})]
     ran = subprocess.run(command, env=os.environ | flags | paths, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    one, *meshes = json.loads(ran.stdout)[stage]
-    assert max(one["norms"]) > 1e-3
-    for found in meshes:
-        for name, value in one.items():
-            np.testing.assert_allclose(found[name], value, rtol=2e-4, atol=2e-5, err_msg=name)
+    single, *meshes = json.loads(ran.stdout)[stage]
+    assert max(single["norms"]) > 1e-3
+    for result in meshes:
+        for name, value in single.items():
+            np.testing.assert_allclose(result[name], value, rtol=2e-4, atol=2e-5, err_msg=name)

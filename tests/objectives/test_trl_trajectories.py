@@ -43,11 +43,11 @@ WORDS = "the cat sat on a mat while seven birds sang of rain and old red boats n
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    made = transformers.AutoTokenizer.from_pretrained(str(TOKENIZER))
-    made.chat_template = None
+    prepared = transformers.AutoTokenizer.from_pretrained(str(TOKENIZER))
+    prepared.chat_template = None
     # transformers keeps the padding token's embedding at zero and lets nothing flow into it: no text may hold it.
-    made.add_special_tokens({"pad_token": "<unused>"})
-    return made
+    prepared.add_special_tokens({"pad_token": "<unused>"})
+    return prepared
 
 
 def directory(root, kind, tokenizer):
@@ -63,13 +63,15 @@ def directory(root, kind, tokenizer):
 def texts(seed=0):
     rng = np.random.default_rng(seed)
 
-    def some(low, high):
+    def phrase(low, high):
         return " " + " ".join(rng.choice(WORDS, rng.integers(low, high)))
 
-    return [{"prompt": some(2, 5).strip(), "chosen": some(2, 9), "rejected": some(2, 9)} for _ in range(STEPS * PAIRS)]
+    return [
+        {"prompt": phrase(2, 5).strip(), "chosen": phrase(2, 9), "rejected": phrase(2, 9)} for _ in range(STEPS * PAIRS)
+    ]
 
 
-def arguments(kind, where, **more):
+def arguments(kind, where, **options):
     return kind(
         output_dir=str(where),
         per_device_train_batch_size=PAIRS,
@@ -86,7 +88,7 @@ def arguments(kind, where, **more):
         disable_tqdm=True,
         gradient_checkpointing=False,
         logging_steps=1000,
-        **more,
+        **options,
     )
 
 
@@ -95,25 +97,27 @@ def recorded(kind):
 
     class Recorded(kind):
         def compute_loss(self, model, inputs, *args, **kwargs):
-            held = {k: v.clone() for k, v in inputs.items() if isinstance(v, torch.Tensor)}
+            tensors = {k: v.clone() for k, v in inputs.items() if isinstance(v, torch.Tensor)}
             loss = super().compute_loss(model, inputs, *args, **kwargs)
-            self.__dict__.setdefault("seen", []).append((held, loss.item()))
+            self.__dict__.setdefault("recorded_steps", []).append((tensors, loss.item()))
             return loss
 
     return Recorded
 
 
-def unpadded(ids, there, learned):
+def unpadded(ids, mask, learned):
     """(ids, learned) of every row."""
     return [
         (i[t > 0].tolist(), (m[t > 0] > 0).tolist())
-        for i, t, m in zip(ids.numpy(), there.numpy(), learned.numpy(), strict=True)
+        for i, t, m in zip(ids.numpy(), mask.numpy(), learned.numpy(), strict=True)
     ]
 
 
 def side_by_side(first, second, values):
     return [
-        (*document, value) for one, two, value in zip(first, second, values, strict=True) for document in (one, two)
+        (*document, value)
+        for record, two, value in zip(first, second, values, strict=True)
+        for document in (record, two)
     ]
 
 
@@ -147,7 +151,7 @@ def reward_units(inputs):
 
 def our_losses(stage, options, batches, root, cache, **units):
     spec, _ = load_spec(root, "float32")
-    made = prepare(FullConfig(), spec, load_params(root, spec), jax.random.key(0))
+    prepared = prepare(FullConfig(), spec, load_params(root, spec), jax.random.key(0))
     config = OptimizerConfig(learning_rate=RATE, weight_decay=0.01, schedule="linear", warmup_steps=3)
     optimizer, _ = make_optimizer(config, STEPS, abstract(FullConfig(), spec).trainable)
     kind = STAGES[stage]
@@ -156,25 +160,26 @@ def our_losses(stage, options, batches, root, cache, **units):
     for loader in loaders:
         loader.row_length = 128  # one shape, one compilation
         if kind.needs_reference:
-            start = jax.tree.map(jnp.copy, made.trainable)
+            start = jax.tree.map(jnp.copy, prepared.trainable)
             loader.units = loader.units.__class__(
-                reference=log_probabilities(start, made.spec, compute, loader), **units
+                reference=log_probabilities(start, prepared.spec, compute, loader), **units
             )
-    step = make_train_step(objective, made.spec, compute, optimizer, max_grad_norm=1.0)
-    state, losses = init_state(made.trainable, optimizer), []
+    step = make_train_step(objective, prepared.spec, compute, optimizer, max_grad_norm=1.0)
+    state, losses = init_state(prepared.trainable, optimizer), []
     for loader in loaders:
         batch = jax.tree.map(jnp.asarray, loader.batch(0).arrays)
-        state, metrics = step(state, made.frozen, batch, jnp.int32(0))
+        state, metrics = step(state, prepared.frozen, batch, jnp.int32(0))
         losses.append(float(metrics["loss"]))
     return np.array(losses)
 
 
-def follow(trainer, units, stage, options, root, tmp_path, learns=0.95, **more):
+def follow(trainer, units, stage, options, root, tmp_path, **unit_options):
     trainer.train()
-    seen = trainer.seen
-    assert len(seen) == STEPS
-    theirs = np.array([loss for _, loss in seen])
-    ours = our_losses(stage, options, [units(inputs) for inputs, _ in seen], root, tmp_path / "cache", **more)
+    recorded_steps = trainer.recorded_steps
+    assert len(recorded_steps) == STEPS
+    theirs = np.array([loss for _, loss in recorded_steps])
+    batches = [units(inputs) for inputs, _ in recorded_steps]
+    ours = our_losses(stage, options, batches, root, tmp_path / "cache", **unit_options)
     np.testing.assert_allclose(ours, theirs, rtol=1e-3)
     assert np.abs(theirs - theirs[0]).max() > 0.01, "the run must move, or following it proves nothing"
 
@@ -187,14 +192,15 @@ def test_dpo(tmp_path, tokenizer):
         model=model, args=ask, train_dataset=datasets.Dataset.from_list(texts()), processing_class=tokenizer
     )
     follow(trainer, dpo_units, "dpo", {"beta": 0.3}, root, tmp_path)
-    assert trainer.seen[0][1] == pytest.approx(np.log(2), abs=1e-6)
+    assert trainer.recorded_steps[0][1] == pytest.approx(np.log(2), abs=1e-6)
 
 
 def test_kto(tmp_path, tokenizer):
     root = directory(tmp_path / "model", transformers.AutoModelForCausalLM, tokenizer)
     model = transformers.AutoModelForCausalLM.from_pretrained(root)
     rows = [
-        {"prompt": one["prompt"], "completion": one["chosen"], "label": bool(n % 3)} for n, one in enumerate(texts(1))
+        {"prompt": record["prompt"], "completion": record["chosen"], "label": bool(n % 3)}
+        for n, record in enumerate(texts(1))
     ]
     ask = arguments(KTOConfig, tmp_path / "run", beta=0.3, max_length=64, undesirable_weight=1.5)
     trainer = recorded(KTOTrainer)(

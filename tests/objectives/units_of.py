@@ -19,8 +19,8 @@ def store_of(documents, cache):
         Example(np.asarray(ids, np.int32), np.asarray(learned, np.float32), Origin("made", number // 2), float(value))
         for number, (ids, learned, value) in enumerate(documents)
     ]
-    told = repr([(one.ids.tolist(), one.weights.tolist(), one.value) for one in examples])
-    return open_or_build(hashlib.sha256(told.encode()).hexdigest()[:24], lambda: (examples, dict), cache)
+    content = repr([(example.ids.tolist(), example.weights.tolist(), example.value) for example in examples])
+    return open_or_build(hashlib.sha256(content.encode()).hexdigest()[:24], lambda: (examples, dict), cache)
 
 
 def loader_of(documents, cache, *, packing=False, rows=None, max_length=48, accumulation=1, **units):
