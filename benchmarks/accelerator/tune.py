@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Compiles the step, makes its arguments on the device and times it."""
+    """Makes the arguments of the step on the device, compiles it and times it."""
     import jax
     import numpy as np
     from random_weights import random_batch, random_like, zeros_like
@@ -48,15 +48,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         ]  # fmt: skip
         recipe = load_recipe(None, overrides)
         program = step_of(recipe)
+        state, frozen, batch, _ = program.arguments
+        frozen = random_like(frozen)
+        zeros = zeros_like(dataclasses.replace(state, trainable={}))
+        state = dataclasses.replace(zeros, trainable=random_like(state.trainable, seed=1))
+        rows = random_batch(batch, MODELS[args.model]["vocab_size"])
         start = time.perf_counter()
-        compiled = program.lower().compile()
+        compiled = program.step.lower(state, frozen, rows, np.int32(0)).compile()  # as train does, with arrays
         compile_seconds = time.perf_counter() - start
         prediction = predict(compiled, recipe, local_target(this_machine()), program.layout, args.length)
-    state, frozen, batch, _ = program.arguments
-    frozen = random_like(frozen)
-    zeros = zeros_like(dataclasses.replace(state, trainable={}))
-    state = dataclasses.replace(zeros, trainable=random_like(state.trainable, seed=1))
-    rows = random_batch(batch, MODELS[args.model]["vocab_size"])
     seconds, losses = [], []
     for _ in range(args.updates):
         start = time.perf_counter()

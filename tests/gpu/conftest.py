@@ -8,6 +8,9 @@ import pytest
 
 # Tests start other processes on the same GPU: none of them may take its whole memory first.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Some tests compare with the CPU in this process.
+if (platforms := os.environ.get("JAX_PLATFORMS")) and "cpu" not in platforms:
+    os.environ["JAX_PLATFORMS"] = f"{platforms},cpu"
 
 
 def missing_gpu() -> str | None:
