@@ -8,8 +8,14 @@ from typing import Any
 import pytest
 
 
-def on_both(cases: Iterable[tuple[Any, ...]], quick: Collection[tuple[Any, ...]]) -> list[Any]:
-    """Parameters (platform, *case): all on the GPU; on the CPU `quick` in the fast tier, the others in the slow one."""
+def on_both(
+    cases: Iterable[tuple[Any, ...]],
+    quick: Collection[tuple[Any, ...]],
+    slow: Collection[tuple[Any, ...]] | None = None,
+) -> list[Any]:
+    """Parameters (platform, *case): all cases on the GPU; on the CPU `quick` in the fast tier and `slow`, by default all
+    others, in the slow one."""
     cases = list(cases)
-    on_cpu = [pytest.param("cpu", *case, marks=[] if case in quick else [pytest.mark.slow]) for case in cases]
+    slow = [case for case in cases if case not in quick] if slow is None else slow
+    on_cpu = [pytest.param("cpu", *case, marks=[] if case in quick else [pytest.mark.slow]) for case in (*quick, *slow)]
     return on_cpu + [pytest.param("gpu", *case, marks=pytest.mark.gpu) for case in cases]
