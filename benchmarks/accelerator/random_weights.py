@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtune.mesh.placement import real
+from meshtune.mesh.placement import concrete_sharding
 from meshtune.quantize.weight import QuantisedWeight
 
 STD, SCALE = 0.02, 0.05  # of weights; the largest number of a quantised block
@@ -92,5 +92,5 @@ def _codes(key: jax.Array, path: str, weight: QuantisedWeight) -> QuantisedWeigh
 
 
 def _placed(array: jax.Array, leaf: Any) -> jax.Array:
-    where = real(getattr(leaf, "sharding", None))
+    where = concrete_sharding(getattr(leaf, "sharding", None))
     return array if where is None else jax.device_put(array, where)

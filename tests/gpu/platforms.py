@@ -13,8 +13,10 @@ def on_both(
     quick: Collection[tuple[Any, ...]],
     slow: Collection[tuple[Any, ...]] | None = None,
 ) -> list[Any]:
-    """Parameters (platform, *case): all cases on the GPU; on the CPU `quick` in the fast tier and `slow`, by default all
-    others, in the slow one."""
+    """Parameters (platform, *case): all cases on the GPU; on the CPU `quick` in the fast tier and `slow` in the slow one.
+
+    Without `slow` those are all the others.
+    """
     cases = list(cases)
     slow = [case for case in cases if case not in quick] if slow is None else slow
     on_cpu = [pytest.param("cpu", *case, marks=[] if case in quick else [pytest.mark.slow]) for case in (*quick, *slow)]
