@@ -83,3 +83,12 @@ def test_what_cannot_be_is_one_message_and_exit_2(recipe, arguments, says):
     assert says in ran.stderr
     assert "Traceback" not in ran.stderr
     assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize("mesh", ["mesh.ep=2", "mesh.ep=-1"])
+def test_ep_for_a_dense_model_is_an_error_that_does_not_ask_for_more_devices(recipe, mesh):
+    done = shard(recipe, "--target", "H100", mesh)
+    assert done.returncode == 2
+    assert "this llama model is dense: it has none" in done.stderr
+    assert "leave mesh.ep out" in done.stderr
+    assert "start the job" not in done.stderr

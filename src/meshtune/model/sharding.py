@@ -31,12 +31,7 @@ def layout_for(mesh: Mesh | AbstractMesh, spec: ModelSpec) -> tuple[Layout, list
     size = dict(mesh.shape)
     divisors = [divisor for block in spec.blocks for divisor in block.divisors()]
     divisors.append(Divisor("tp", "vocabulary", spec.vocab))
-    if size["ep"] > 1 and not any(divisor.axis == "ep" for divisor in divisors):
-        raise UserError(
-            f"ep={size['ep']} splits experts, and {spec.family} has none",
-            where="mesh.ep",
-            fix="leave ep at 1 and give its devices to fsdp or tp",
-        )
+    check_experts(size["ep"], spec)
     replicated, notes = set[str](), []
     for axis, name, count, else_whole in dict.fromkeys(divisors):
         if count % size[axis] == 0:
@@ -57,6 +52,19 @@ def layout_for(mesh: Mesh | AbstractMesh, spec: ModelSpec) -> tuple[Layout, list
         axis = " x ".join(["fsdp", *(axis for axis in ("cp", "ep") if size[axis] > 1)])
         raise _uneven(axis, sharded, "embedding width", spec.embed, spec.embed)
     return Layout(mesh, frozenset(replicated)), notes
+
+
+def check_experts(ep: int, spec: ModelSpec) -> None:
+    """Raises: UserError if mesh.ep is not 1 for a model without experts.
+
+    Checked before the mesh is compared with the devices: the advice to start more of them would be wrong.
+    """
+    if ep != 1 and not any(divisor.axis == "ep" for block in spec.blocks for divisor in block.divisors()):
+        raise UserError(
+            f"ep={ep} shards experts, and this {spec.family} model is dense: it has none",
+            where="mesh.ep",
+            fix="leave mesh.ep out, and give its devices to mesh.fsdp or mesh.tp",
+        )
 
 
 def check_batch(config: MeshConfig, rows: int, length: int) -> None:

@@ -17,7 +17,7 @@ from meshtune.config.quantize import QuantizeSection
 from meshtune.config.recipe import LoraMethod, MeshSection, Recipe
 from meshtune.errors import UserError
 from meshtune.mesh.axes import MeshConfig, resolve_mesh
-from meshtune.model.sharding import check_batch
+from meshtune.model.sharding import check_batch, check_experts
 from meshtune.plan.candidate import Candidate, Workload, layout_on, workload_of
 from meshtune.plan.estimate import Estimate, estimate, estimated_collectives
 from meshtune.plan.hardware import Target
@@ -151,7 +151,9 @@ def candidate_of(recipe: Recipe, target: Target, workload: Workload, *, length: 
     """The candidate of a recipe without open keys. Raises: UserError as `score` does."""
     assert isinstance(recipe.mesh, MeshSection)
     assert recipe.train.micro_batch != "auto"
-    mesh = resolve_mesh(MeshConfig(**recipe.mesh.model_dump()), target.devices)
+    config = MeshConfig(**recipe.mesh.model_dump())
+    check_experts(config.ep, workload.spec)
+    mesh = resolve_mesh(config, target.devices)
     rows, length = recipe.train.batch_size // recipe.train.accumulation, length or row_length(recipe)
     check_batch(mesh, rows, length)
     layout = layout_on(mesh, workload.spec)

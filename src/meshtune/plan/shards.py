@@ -75,7 +75,7 @@ def shardings_of(recipe: Recipe, target: Target | None) -> Sharding:
     precision, precision_choice = precision_of(recipe, stored_dtype(source, load_config(source)), backend)
     start = start_of(recipe, source, precision.frozen)
     arrays = abstract(start.method, start.spec, precision.trainable)
-    mesh, reason = mesh_of(recipe, devices)
+    mesh, reason = mesh_of(recipe, devices, arrays.spec)
     resolve_mesh(mesh, devices)
     check_batch(mesh, recipe.train.batch_size // recipe.train.accumulation, 0)
     layout, notes = layout_for(abstract_mesh(mesh), arrays.spec)

@@ -13,7 +13,7 @@ from meshtune.kernels.attention import AttentionRequest, choose_backend
 from meshtune.mesh.axes import MeshConfig, make_mesh, resolve_mesh
 from meshtune.mesh.layout import Layout
 from meshtune.model.compute import Compute
-from meshtune.model.sharding import Note, layout_for
+from meshtune.model.sharding import Note, check_experts, layout_for
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives import STAGES
 from meshtune.optim.build import OptimizerConfig
@@ -65,10 +65,11 @@ def precision_of(recipe: Recipe, stored: str, backend: str | None = None) -> tup
     return made, Decision("precision", name, reason)
 
 
-def mesh_of(recipe: Recipe, devices: int) -> tuple[MeshConfig, str]:
+def mesh_of(recipe: Recipe, devices: int, spec: ModelSpec) -> tuple[MeshConfig, str]:
     """The mesh, of `devices` devices or of as many as it was asked for, and why; auto is settled (plan.autotune)."""
     assert recipe.mesh != "auto", "settle what is left open first"
     config = MeshConfig(**recipe.mesh.model_dump())
+    check_experts(config.ep, spec)
     return (resolve_mesh(config, devices) if -1 in config.sizes.values() else config), "asked for"
 
 

@@ -65,7 +65,7 @@ def resolve_run(
     start = start_of(recipe, source, precision.frozen)
     quantize = quantize_of(recipe)
     arrays = abstract(start.method, start.spec, precision.trainable, quantize)
-    mesh, why = mesh_of(recipe, len(machine.devices))
+    mesh, why = mesh_of(recipe, len(machine.devices), arrays.spec)
     if processes:
         check_devices(processes, mesh.devices, mesh=str(mesh), launcher=launcher)
     resolve_mesh(mesh, len(machine.devices))
