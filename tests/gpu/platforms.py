@@ -13,7 +13,7 @@ def on_both(
     quick: Collection[tuple[Any, ...]],
     slow: Collection[tuple[Any, ...]] | None = None,
 ) -> list[Any]:
-    """Parameters (platform, *case): all cases on the GPU; on the CPU `quick` in the fast tier and `slow` in the slow one.
+    """Parameters (platform, *case): all cases on the GPU; on the CPU `quick` in the fast and `slow` in the slow tier.
 
     Without `slow` those are all the others.
     """
