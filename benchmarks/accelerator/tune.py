@@ -74,7 +74,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "peak_bytes": stats.get("peak_bytes_in_use"),
         "compile_seconds": compile_seconds,
         "predicted": dataclasses.asdict(prediction),
-        "choices": {choice.name: f"{choice.value} ({choice.reason})" for choice in program.choices},
+        "decisions": {item.name: f"{item.value} ({item.reason})" for item in program.decisions},
         "versions": {"jax": jax.__version__},
         "device": jax.local_devices()[0].device_kind,
     }
