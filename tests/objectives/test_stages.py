@@ -220,13 +220,13 @@ def test_a_reference_with_another_tokenizer_is_refused(model, tmp_path):
         run(model, tmp_path, "stage=dpo", f"stage.reference={other}")
 
 
-@pytest.mark.parametrize(("rows", "same"), [(0, True), (4, False)])
-def test_a_start_calibrated_on_data_depends_on_the_rows(rows, gradient_cached):
+@pytest.mark.parametrize(("rows", "is_same"), [(0, True), (4, False)])
+def test_a_start_calibrated_on_data_depends_on_the_rows(rows, is_same):
     """What is kept of a reference on disk is found again by what made the start."""
     method = {"adapter": "loftq", "loftq_calibration": rows}
     raw = {"model": "m", "data": "d.json", "output": "o", "quantize": "nf4", "stage": "dpo", "method": method}
     first, second = (made_start(load_recipe(raw | {"train": {"batch_size": size}}, [])) for size in (4, 8))
-    assert (first == second) is gradient_cached
+    assert (first == second) is is_same
 
 
 def test_the_base_is_refused_as_reference_where_its_weights_are_trained(model, tmp_path):

@@ -1,5 +1,6 @@
 """What is written while training can be read by what it is written for."""
 
+import dataclasses
 import io
 import json
 import sys
@@ -11,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from meshtune.errors import UserError
+from meshtune.objectives import STAGES
 from meshtune.train.report import metrics_log, trackers
 from meshtune.train.report.console_log import logged
 from meshtune.train.report.events import Evaluated, Sampled, Started, Stepped, Stopped, opened
@@ -182,6 +184,22 @@ def test_a_resumed_run_is_the_same_run_for_wandb(tmp_path, monkeypatch):
     assert first["id"] == second["id"]
     assert first["config"] == {"seed": 1}
     assert (step, values["train/loss"], last) == (6, 2.0, "finish")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_screen_of_dpo_shows_accuracy_and_margin(terminal):
+    console = Console(force_terminal=terminal, width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    loss = SmoothedLoss(2)
+    metrics = [{"rewards/accuracies": share, "rewards/margins": share / 2} for share in (0.25, 0.75)]
+    steps = [dataclasses.replace(stepped(step + 1), metrics=values) for step, values in enumerate(metrics)]
+    evaluation = dataclasses.replace(evaluated(1), metrics=metrics[1])
+    with opened([loss, ProgressBar(console, loss, headline=STAGES["dpo"].headline)]) as sinks:
+        for event in (Started(0, 2), steps[0], evaluation, steps[1], Stopped(2)):
+            sinks.emit(event)
+    text = console.export_text()
+    assert "accuracy 75.0%, margin 0.375" in text  # of the evaluation
+    assert "accuracy 50.0%" in text  # of both updates
+    assert "margin 0.250" in text
 
 
 @pytest.mark.parametrize("terminal", [True, False])

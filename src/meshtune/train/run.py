@@ -25,6 +25,7 @@ from meshtune.mesh.axes import MeshConfig
 from meshtune.mesh.processes import Job
 from meshtune.mesh.rendezvous import ProcessInfo
 from meshtune.model.sharding import check_batch
+from meshtune.objectives import STAGES
 from meshtune.plan.autotune import autotune, merge_decisions
 from meshtune.plan.local_target import local_target
 from meshtune.runs.output import CHECKPOINTS, RESULT_DIGEST, check_output, claimed, write_recipe, write_run
@@ -232,13 +233,14 @@ class _Run:
         if not self.job.is_main_process:
             return [metrics_log.ProcessLog(output, self.job.process_index, every=log.every)]
         history = metrics_log.read(output / metrics_log.METRICS)
-        title = f"{self.resolved.source.name}, {self.recipe.method.kind}"
+        stage = STAGES[self.recipe.stage.kind]
+        title = f"{self.resolved.source.name}, {stage.title}, {self.recipe.method.kind}"
         self.loss = SmoothedLoss(self.total, [row["loss"] for row in history if row["kind"] == "train"])
         sinks: list[Any] = [
             self.loss,
-            ProgressBar(self.console, self.loss, self.log),
+            ProgressBar(self.console, self.loss, self.log, headline=stage.headline),
             metrics_log.MetricsLog(output, every=log.every),
-            LossPlot(output, self.loss, every=log.plot_every, title=title, history=history),
+            LossPlot(output, self.loss, every=log.plot_every, title=title, unit=stage.unit, history=history),
         ]
         return sinks + [trackers.TRACKERS[name](output, log.project, self.fields, start) for name in log.trackers]
 

@@ -31,9 +31,10 @@ class LossPlot:
         *,
         every: int,
         title: str,
+        unit: str = "token",
         history: Sequence[dict[str, Any]] = (),
     ):
-        self._path, self._every, self._title = output / PLOT, every, title
+        self._path, self._every, self._title, self._unit = output / PLOT, every, title, unit
         self._loss, self._curve = loss, list(loss.history)
         self._train = [(row["step"], row["loss"]) for row in history if row["kind"] == "train"]
         self._validation = [(row["step"], row["loss"]) for row in history if row["kind"] == "eval"]
@@ -55,7 +56,7 @@ class LossPlot:
 
     def _draw(self) -> None:
         start = time.monotonic()
-        draw(self._path, self._train, self._curve, self._validation, title=self._title)
+        draw(self._path, self._train, self._curve, self._validation, title=self._title, unit=self._unit)
         took = time.monotonic() - start
         self._not_before = time.monotonic() + took / SHARE
 
@@ -67,10 +68,12 @@ def draw(
     validation: Sequence[tuple[int, float]],
     *,
     title: str = "",
+    unit: str = "token",
 ) -> None:
     """Writes the picture as one atomic replacement.
 
     `train` and `validation` are (update, loss) pairs, `curve` the smoothed training loss at the updates of `train`.
+    `unit` is what the loss is a mean over.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # late: importing it takes a second
     from matplotlib.figure import Figure
@@ -103,7 +106,7 @@ def draw(
     _limits(axes, np.concatenate(visible))
     axes.set_title(title, loc="left", color=INK, fontsize=11, pad=12)
     axes.set_xlabel("update", color=INK)
-    axes.set_ylabel("loss per token (nats)", color=INK)
+    axes.set_ylabel(f"loss per {unit} (nats)" if unit == "token" else f"loss per {unit}", color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)

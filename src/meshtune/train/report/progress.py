@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -28,10 +29,21 @@ LINE_SECONDS = 15.0  # between lines where there is no terminal, and in the log
 
 
 class ProgressBar:
-    """The sink that shows a run: `loss` is the smoothed loss to show, `log` gets lines in place of the bar."""
+    """The sink that shows a run.
 
-    def __init__(self, console: Console, loss: SmoothedLoss, log: ConsoleLog | None = None):
-        self._console, self._loss, self._log = console, loss, log
+    `loss` is the smoothed loss to show, `log` gets lines in place of the bar, and `headline` lists further metrics to
+    show as (metric, label), which are averaged over the last updates.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        loss: SmoothedLoss,
+        log: ConsoleLog | None = None,
+        *,
+        headline: Sequence[tuple[str, str]] = (),
+    ):
+        self._console, self._loss, self._log, self._headline = console, loss, log, headline
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._total = 0
@@ -51,11 +63,14 @@ class ProgressBar:
                     self._last_line = time.monotonic()
                     self._print_line(f"update {event.step}/{self._total}  smoothed loss " + "  ".join(fields.values()))
             case Evaluated():
-                accuracy = event.metrics.get("accuracy")
-                accuracy_text = f", accuracy {accuracy:.1%}" if accuracy is not None else ""
+                headline = self._headline or (("accuracy", "accuracy"),)
+                shown = (
+                    _headline_text(label, event.metrics[name]) for name, label in headline if name in event.metrics
+                )
+                metrics_text = "".join(f", {text}" for text in shown)
                 best = "  [green]best so far[/]" if event.best else ""
                 self._console.print(
-                    f"[bold]validation[/] after {event.step}: loss {event.loss:.4f}{accuracy_text}{best}",
+                    f"[bold]validation[/] after {event.step}: loss {event.loss:.4f}{metrics_text}{best}",
                     highlight=False,
                 )
             case Sampled():
@@ -89,6 +104,7 @@ class ProgressBar:
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("smoothed loss [bold]{task.fields[loss]}"),
+            *([TextColumn("{task.fields[metrics]}")] if self._headline else []),
             TextColumn("{task.fields[rate]}"),
             TextColumn("[dim]{task.fields[memory]}"),
             TimeElapsedColumn(),
@@ -99,15 +115,29 @@ class ProgressBar:
         )
         self._progress.start()
         self._task = self._progress.add_task(
-            "training", total=event.total, completed=event.done, loss="-", rate="", memory=""
+            "training", total=event.total, completed=event.done, loss="-", metrics="", rate="", memory=""
         )
 
     def _fields(self) -> dict[str, str]:
         seconds = sum(event.seconds for event in self._recent) or 1.0
         rate = sum(event.tokens for event in self._recent) / seconds
         loss = self._loss.value
+        metrics = {"metrics": self._headline_means()} if self._headline else {}
         return {
             "loss": "-" if loss is None else f"{loss:.4f}",
+            **metrics,
             "rate": f"{rate:,.0f} tok/s",
             "memory": size_in_words(self._recent[-1].memory),
         }
+
+    def _headline_means(self) -> str:
+        weight = sum(event.learned for event in self._recent) or 1
+        texts = []
+        for name, label in self._headline:
+            total = sum(event.metrics.get(name, 0.0) * event.learned for event in self._recent)
+            texts.append(_headline_text(label, total / weight))
+        return "  ".join(texts)
+
+
+def _headline_text(label: str, value: float) -> str:
+    return f"{label} {value:.1%}" if label == "accuracy" else f"{label} {value:.3f}"
