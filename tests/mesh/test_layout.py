@@ -95,7 +95,7 @@ def test_each_of_8_devices_holds_an_eighth_of_405b():
 def test_key_heads_that_tp_does_not_divide_are_replicated_with_a_note():
     spec = model_spec({**LLAMA_405B, "num_key_value_heads": 4}, "bfloat16")
     layout, notes = layout_for(simulated_mesh(tp=8), spec)
-    assert layout.whole == {"kv_heads"}
+    assert layout.tp_replicated == {"kv_heads"}
     assert "the 4 key and value heads do not divide by tp=8" in notes[0].text
     by_name = specs(spec, simulated_mesh(tp=8))
     assert by_name["layers/0.0/attn/k/weight"] == PartitionSpec()

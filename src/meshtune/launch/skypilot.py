@@ -67,7 +67,7 @@ def _check_shared_paths(command: TrainCommand, options: TaskOptions) -> None:
         )
     if command.recipe_file and (command.recipe_file.is_absolute() or ".." in command.recipe_file.parts):
         raise UserError(
-            "the recipe is not in the current directory, which is what is copied to the machines",
+            "the recipe is not in the current directory, which SkyPilot copies to the machines",
             where=str(command.recipe_file),
             fix="change to a directory that contains it and give its path from there",
         )

@@ -56,15 +56,15 @@ class Shardable(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The sharding of arrays on a mesh. `whole` names logical axes that tp does not shard in this model, in spite of
-    RULES.
+    """The sharding of arrays on a mesh. `tp_replicated` names logical axes that tp does not shard in this model, in
+    spite of RULES.
 
     A dimension that its mesh axes do not divide is replicated. model.sharding.layout_for rejects meshes for which this
     would replicate a large parameter; the batch of a generation may have any size.
     """
 
     mesh: Mesh | AbstractMesh
-    whole: frozenset[str] = frozenset()
+    tp_replicated: frozenset[str] = frozenset()
 
     def size(self, *axes: str) -> int:
         """The product of the sizes of some mesh axes."""
@@ -87,7 +87,7 @@ class Layout:
                 alternative = tuple(axis for axis in alternative if axis != "ep" or "ep" not in used)
                 if alternative and used.isdisjoint(alternative):
                     used |= set(alternative)
-                    if not (logical_axis in self.whole and "tp" in alternative):
+                    if not (logical_axis in self.tp_replicated and "tp" in alternative):
                         entries[dimension] = self._if_divides(alternative, shape[dimension])
                     break
         while entries and not entries[-1]:
@@ -100,7 +100,7 @@ class Layout:
             self._if_divides(("ep",), size) if axis == "experts" else ()
             for axis, size in zip(axes[:-2], shape[:-2], strict=True)
         ]
-        mesh_axes = () if axes[-2] in self.whole else ("tp",)
+        mesh_axes = () if axes[-2] in self.tp_replicated else ("tp",)
         mesh_axes += tuple(axis for axis in SHARDS if (axis,) not in leading)
         output_entry = self._if_divides(mesh_axes, shape[-2])
         return PartitionSpec(*(_entry(entry) for entry in (*leading, output_entry))) if output_entry else None
@@ -128,7 +128,7 @@ class Layout:
 
     def attention_sharding(self) -> AttentionSharding:
         """The mesh axes that shard attention's rows, heads and tokens."""
-        kv_heads = None if "kv_heads" in self.whole else "tp"
+        kv_heads = None if "kv_heads" in self.tp_replicated else "tp"
         return AttentionSharding(self.mesh, batch=("dp", "fsdp", "ep"), heads="tp", kv_heads=kv_heads, length="cp")
 
     @property

@@ -1,4 +1,4 @@
-"""Checks that a mesh divides what it splits of a model, before anything is allocated."""
+"""Checks that a mesh divides the dimensions of a model and of its batches, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from meshtune.model.spec import ModelSpec
 
 @dataclasses.dataclass(frozen=True)
 class Note:
-    """Something a layout does that a person should know: which mesh axis, what, and why."""
+    """A property of a layout that the banner shows: the mesh axis, and the explanation."""
 
     axis: str
     text: str
 
 
 def layout_for(mesh: Mesh | AbstractMesh, spec: ModelSpec) -> tuple[Layout, list[Note]]:
-    """The layout of a model on a mesh, and what is remarkable about it.
+    """The layout of a model on a mesh, and notes on it for the banner.
 
-    Key and value heads that tp does not divide stay whole on every device of tp. Any other dimension that does not
-    divide raises UserError, naming the sizes that work, as does an axis that nothing in the model can be split along.
+    Key and value heads that tp does not divide are replicated over tp.
+    Raises: UserError for any other dimension that does not divide, naming the sizes that work, and for an axis along
+    which nothing in the model can be sharded.
     """
     size = dict(mesh.shape)
     divisors = [divisor for block in spec.blocks for divisor in block.divisors()]
@@ -43,8 +44,8 @@ def layout_for(mesh: Mesh | AbstractMesh, spec: ModelSpec) -> tuple[Layout, list
         notes.append(
             Note(
                 axis,
-                f"the {count} {name} do not divide by {axis}={size[axis]}: their projections are kept whole "
-                f"on each of the {size[axis]} devices, and each uses the heads its own queries need",
+                f"the {count} {name} do not divide by {axis}={size[axis]}: their projections are replicated "
+                f"on all {size[axis]} devices, and each computes the heads that its own queries need",
             )
         )
     sharded = size["fsdp"] * size["cp"] * size["ep"]
@@ -68,7 +69,7 @@ def check_experts(ep: int, spec: ModelSpec) -> None:
 
 
 def check_batch(config: MeshConfig, rows: int, length: int) -> None:
-    """Raises UserError if micro-batches of `rows` rows of `length` positions (0: any) cannot be split over the mesh."""
+    """Raises: UserError if the mesh does not divide micro-batches of `rows` rows of `length` positions (0: any)."""
     shards = config.dp * config.fsdp * config.ep
     axes = "dp x fsdp" if config.ep == 1 else "dp x fsdp x ep"
     if rows % shards:

@@ -148,7 +148,7 @@ class Candidate:
 
     def local_bytes(self, *roles: str) -> float:
         """Bytes on one device of the persistent arrays with these roles; "stacked" are the layers' frozen weights."""
-        key = (self.mesh, self.layout.whole)
+        key = (self.mesh, self.layout.tp_replicated)
         sizes = self.workload.local_sizes.get(key)
         if sizes is None:
             names: list[str] = [*ROLES, "stacked"]

@@ -28,7 +28,9 @@ FEW_QUERIES = 8
 def suits(request: AttentionRequest) -> str | None:
     """Short rows, and decoding (few queries with a cache)."""
     if request.q_length > FEW_QUERIES and request.q_length * request.kv_length > LARGEST_AREA:
-        return f"{request.q_length} x {request.kv_length} scores a head would be held (more than {LARGEST_AREA})"
+        return (
+            f"{request.q_length} x {request.kv_length} scores per head would be materialised (more than {LARGEST_AREA})"
+        )
     return None
 
 
