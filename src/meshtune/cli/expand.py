@@ -92,8 +92,8 @@ def _annotation(hint: Any) -> Any:
     return hint
 
 
-def _value(field: dataclasses.Field[Any], given: Any) -> Any:
+def _value(field: dataclasses.Field[Any], value: Any) -> Any:
     """The field's value from what typer gives: a list where an option may be repeated, None where it is absent."""
     if field.default == ():
-        return tuple(given or ())
-    return given
+        return tuple(value or ())
+    return value

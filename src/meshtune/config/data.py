@@ -1,4 +1,4 @@
-"""The data section of a recipe: sources, formats, what is learned from, and how rows are made."""
+"""The data section of a recipe: sources, formats, which tokens have a loss, and packing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SourceSection(Section):
         "auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text", "preference", "openai", "hh"
     ] = Field(
         default="auto",
-        description="What a record looks like; auto: found out from the records. preference, openai and hh hold pairs.",
+        description="Format of the records; auto: detected from the records. preference, openai and hh hold pairs.",
     )
     columns: dict[str, str] = Field(
         default_factory=dict,
@@ -34,7 +34,7 @@ class SourceSection(Section):
         default_factory=dict, description="sharegpt: role_tag, content_tag, user_tag, assistant_tag, system_tag, ..."
     )
     weight: float | None = Field(default=None, gt=0, description="Share of the mixture, relative to the other weights.")
-    cap: PositiveInt | None = Field(default=None, description="At most this many records, the first ones.")
+    cap: PositiveInt | None = Field(default=None, description="Use only the first records, at most this many.")
 
     @model_validator(mode="after")
     def _one_origin(self) -> SourceSection:
@@ -44,7 +44,7 @@ class SourceSection(Section):
 
 
 class DataSection(Section):
-    """What is learned from."""
+    """The training and validation data."""
 
     train: list[SourceSection] = Field(
         min_length=1, description="Sources; a path alone, or a list of paths, also works."
@@ -66,16 +66,18 @@ class DataSection(Section):
         default=True, description="Pack several documents into a row; false: one padded document a row."
     )
     overlong: Literal["truncate", "drop", "error"] = Field(
-        default="truncate", description="Documents longer than max_length."
+        default="truncate", description="How documents longer than max_length are treated."
     )
     streaming: bool = Field(
         default=False,
         description="Stage pt: tokenise while training instead of before; documents go on in the next row. Needs "
         "train.steps.",
     )
-    on_bad: Literal["error", "skip"] = Field(default="error", description="Records that do not fit their format.")
-    train_on_prompt: bool = Field(default=False, description="Also learn system, user and tool turns.")
-    last_turn_only: bool = Field(default=False, description="Learn only the last assistant turn.")
+    on_bad: Literal["error", "skip"] = Field(
+        default="error", description="How records that do not fit their format are treated."
+    )
+    train_on_prompt: bool = Field(default=False, description="Also train on system, user and tool turns.")
+    last_turn_only: bool = Field(default=False, description="Train on the last assistant turn only.")
     system: str | None = Field(default=None, description="System prompt for conversations that have none.")
     shuffle: bool = Field(default=True, description="A new order every epoch, a function of the seed.")
 

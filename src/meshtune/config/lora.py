@@ -10,7 +10,7 @@ from meshtune.config.section import Section
 
 
 class LoraMethod(Section):
-    """Adapters beside frozen weights: LoRA (https://arxiv.org/abs/2106.09685) and its kin (docs/adapters.md)."""
+    """Adapters beside frozen weights: LoRA (https://arxiv.org/abs/2106.09685) and its variants (docs/adapters.md)."""
 
     kind: Literal["lora"] = Field(default="lora", description="Which method: lora, full, freeze or llama_pro.")
     adapter: Literal["lora", "dora", "pissa", "loftq", "oft", "vera"] = Field(
@@ -32,7 +32,7 @@ class LoraMethod(Section):
     )
     svd_iterations: PositiveInt | None = Field(
         default=16,
-        description="pissa, loftq: refinements of a decomposition begun at random; null: an exact one, slow.",
+        description="pissa, loftq: iterations of a randomised decomposition; null: an exact one, slow.",
     )
     pissa_convert: bool = Field(
         default=True,
@@ -41,7 +41,7 @@ class LoraMethod(Section):
     )
     loftq_iterations: PositiveInt = Field(
         default=1,
-        description="loftq: turns of quantising and decomposing; beyond 1 the run keeps a base of its own, in base/.",
+        description="loftq: alternations of quantising and decomposing; above 1 the run keeps its own base in base/.",
     )
     loftq_calibration: NonNegativeInt = Field(
         default=0,
@@ -55,4 +55,4 @@ class LoraMethod(Section):
         default=5, description="oft: terms of the series for the rotation, as PEFT's; null: the exact transform."
     )
     vera_key: int = Field(default=0, ge=0, description="vera: the seed of its random projections, PEFT's for the same.")
-    vera_d_initial: float = Field(default=0.1, description="vera: what the trained vector d begins at.")
+    vera_d_initial: float = Field(default=0.1, description="vera: initial value of the trained vector d.")

@@ -1,4 +1,4 @@
-"""The model of a recipe: where it lies, and what is done to it before anything is trained."""
+"""The model section of a recipe: where the model is, and changes to it before training."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ class ModelSection(Section):
     )
     adapter: PathText | None = Field(
         default=None,
-        description="An adapter (its directory, or its run's) to go on training; with method lora, whose rank, alpha "
-        "and targets are then the adapter's.",
+        description="An adapter (its directory, or its run's) to continue training; with method lora, whose rank, "
+        "alpha and targets are then the adapter's.",
     )
     merge_adapters: list[PathText] = Field(
         default_factory=list,
-        description="Adapters folded into the model before anything else; the run keeps the result in base/.",
+        description="Adapters to merge into the model first; the run keeps the result in base/.",
     )
-    any_base: bool = Field(default=False, description="Take these adapters although they were trained on another base.")
+    any_base: bool = Field(
+        default=False, description="Accept these adapters although they were trained on another base."
+    )
     new_tokens: list[str] = Field(
         default_factory=list, description="Tokens to add to the tokenizer, with rows of the embedding and the head."
     )
@@ -54,8 +56,8 @@ class ModelSection(Section):
             raise ValueError("any_base is about adapters: give adapter or merge_adapters, or leave it out")
         if self.adapter and (self.new_tokens or self.new_special_tokens or self.pad_vocab_to or self.merge_adapters):
             raise ValueError(
-                "adapter goes on with an adapter of the model as it is, and merge_adapters, new tokens and "
-                "pad_vocab_to make another model of it: merge that adapter too, or do one after the other"
+                "adapter continues training an adapter of the model as it is, and merge_adapters, new tokens and "
+                "pad_vocab_to change the model: merge that adapter too, or do one after the other"
             )
         return self
 

@@ -1,4 +1,4 @@
-"""How the base is kept, as a section of the recipe."""
+"""Quantisation of the frozen base, as a section of the recipe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class QuantizeSection(Section):
         description="nf4: 4 bits, spaced as weights are; int4: 4 bits, evenly spaced; int8 and fp8 (e4m3): 8 bits."
     )
     block_size: Literal[8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096] = Field(
-        default=64, description="Neighbours in a row of a weight that share a scale; must divide every row."
+        default=64, description="Consecutive values in a row of a weight that share a scale; must divide every row."
     )
     double: bool = Field(
         default=True, description="Quantise the scales too, to 8 bits: 0.4 bits fewer a weight with blocks of 64."

@@ -37,7 +37,7 @@ class FreezeMethod(Section):
     )
 
     @model_validator(mode="after")
-    def _something(self) -> FreezeMethod:
+    def _check_any_chosen(self) -> FreezeMethod:
         if not (self.last_layers or self.first_layers or self.modules):
             raise ValueError("give last_layers, first_layers or modules; otherwise nothing is trained")
         if self.last_layers and self.first_layers:
@@ -46,7 +46,7 @@ class FreezeMethod(Section):
 
 
 class LlamaProMethod(Section):
-    """New layers are put between those of the model, which stay as they are (https://arxiv.org/abs/2401.02415)."""
+    """New layers between those of the model, which stay frozen (https://arxiv.org/abs/2401.02415)."""
 
     kind: Literal["llama_pro"] = "llama_pro"
     blocks: PositiveInt = Field(
@@ -77,7 +77,7 @@ class TrainSection(Section):
     )
 
     @model_validator(mode="after")
-    def _whole(self) -> TrainSection:
+    def _check_batch(self) -> TrainSection:
         if self.epochs is not None and self.steps is not None:
             raise ValueError("give epochs or steps, not both")
         if isinstance(self.micro_batch, int) and self.batch_size % self.micro_batch:
@@ -122,8 +122,8 @@ class ComputeSection(Section):
     )
     offload: list[Literal["residual", "optimizer", "weights"]] = Field(
         default_factory=list,
-        description="What waits in the host's memory: residual, the stream that enters each layer; optimizer, its "
-        "state; weights, the layers' frozen weights, and with optimizer.in_backward all that are trained.",
+        description="What is kept in the host's memory: residual, the residual stream at the input of each layer; "
+        "optimizer, its state; weights, the layers' frozen weights, and with optimizer.in_backward the trained ones.",
     )
     scan_layers: bool = Field(
         default=True, description="Scan over layers (compile time does not grow with depth) or unroll."
@@ -133,8 +133,8 @@ class ComputeSection(Section):
     def _offload(self) -> ComputeSection:
         if "residual" in self.offload and self.remat == "none":
             raise ValueError(
-                "offload: residual sends away what the backward pass starts a layer from, and remat: none keeps all "
-                "that is made of it: use remat: full or selective"
+                "offload: residual moves the input of each layer to the host, and remat: none keeps all activations on "
+                "the device: use remat: full or selective"
             )
         if len(set(self.offload)) < len(self.offload):
             raise ValueError("offload names something twice")

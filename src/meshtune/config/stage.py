@@ -1,4 +1,4 @@
-"""What is learned and how it is scored, as a section of the recipe: one class a stage."""
+"""The training objective, as a section of the recipe: one class a stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""YAML as recipes mean it: version 1.2's plain scalars, no duplicate keys, and the line each key stands on.
+"""YAML as recipes use it: version 1.2's plain scalars, no duplicate keys, and the line each key stands on.
 
 PyYAML follows YAML 1.1, where `1e-4` is text, `no` and `off` are false, `010` is eight and `12:30` is 750. A recipe
 that says `learning_rate: 1e-4` means a number, so plain scalars are resolved by the core schema of
