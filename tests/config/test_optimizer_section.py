@@ -25,7 +25,7 @@ def test_a_recipe_may_name_every_optimizer_there_is_and_no_other():
     names = get_args(section_fields(OptimizerOptions)["name"].annotation)
     assert set(names) == set(OPTIMIZERS)
     assert {name for readers in READERS.values() for name in readers} <= set(names)
-    assert {name for name, kind in OPTIMIZERS.items() if kind.rules is None} == set(NOT_IN_BACKWARD)
+    assert {name for name, kind in OPTIMIZERS.items() if kind.by_parameter is None} == set(NOT_IN_BACKWARD)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
