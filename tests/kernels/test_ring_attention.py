@@ -164,7 +164,7 @@ def test_the_blocks_of_packed_documents_are_causal():
 
 
 @pytest.mark.parametrize(("length", "parts"), [(8, 2), (48, 4), (128, 8), (7, 1)])
-def test_balanced_order_pairs_an_early_chunk_with_a_late_one(length, parts):
+def test_zigzag_order_pairs_an_early_chunk_with_a_late_one(length, parts):
     order = zigzag_order(length, parts)
     assert order.dtype == np.int32
     assert sorted(order) == list(range(length))
