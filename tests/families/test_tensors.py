@@ -26,7 +26,7 @@ def views(draw: st.DrawFn) -> View:
     """A tensor of up to 4 finer dimensions, merged at random into its own and into the parameter's dimensions."""
     split = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     order = draw(st.permutations(range(len(split))))
-    view = View.whole(merged(draw, split)).split(*split)
+    view = View.identity(merged(draw, split)).split(*split)
     for n, size in enumerate(split):
         start = draw(st.integers(0, size - 1))
         view = view.slice(n, start, draw(st.integers(start + 1, size)), draw(st.integers(1, 3)))
@@ -75,7 +75,7 @@ def test_any_box_of_a_part_is_boxes_of_the_tensor(view: View, data: st.DataObjec
 
 
 def fused_rows(start: int, stop: int) -> View:
-    return View.whole(((H + 2 * K) * h, D)).slice(0, start * h, stop * h)
+    return View.identity(((H + 2 * K) * h, D)).slice(0, start * h, stop * h)
 
 
 def test_projections_fused_one_after_the_other():
@@ -87,7 +87,7 @@ def test_projections_fused_group_by_group():
     """InternLM2's wqkv: for each key head the queries that share it, the key, the value."""
     G = H // K
     tensor = numbered(K * (G + 2) * h, D)
-    fused = View.whole(tensor.shape).split(K, G + 2, h, D)
+    fused = View.identity(tensor.shape).split(K, G + 2, h, D)
     grouped = tensor.reshape(K, G + 2, h, D)
     queries, keys = fused.slice(1, 0, G).merge(H * h, D), fused.slice(1, G, G + 1).merge(K * h, D)
     assert np.array_equal(queries.read(tensor), grouped[:, :G].reshape(H * h, D))
@@ -96,14 +96,14 @@ def test_projections_fused_group_by_group():
 
 def test_experts_fused_in_both_layouts():
     stacked, interleaved = numbered(E, 2 * F, D), numbered(E, D, 2 * F)
-    up = View.whole(stacked.shape).split(E, 2, F, D).slice(1, 1, 2).merge(E, F, D)
+    up = View.identity(stacked.shape).split(E, 2, F, D).slice(1, 1, 2).merge(E, F, D)
     assert np.array_equal(up.read(stacked), stacked[:, F:])
-    up = View.whole(interleaved.shape).split(E, D, F, 2).slice(3, 1, 2).transpose(0, 2, 3, 1).merge(E, F, D)
+    up = View.identity(interleaved.shape).split(E, D, F, 2).slice(3, 1, 2).transpose(0, 2, 3, 1).merge(E, F, D)
     assert np.array_equal(up.read(interleaved), interleaved[:, :, 1::2].transpose(0, 2, 1))
 
 
 def test_a_transposed_projection():
-    view = View.whole((D, F)).transpose(1, 0)
+    view = View.identity((D, F)).transpose(1, 0)
     assert np.array_equal(view.read(numbered(D, F)), numbered(D, F).T)
 
 
@@ -113,7 +113,7 @@ LEAVES = {"layers/0.0/attn/k/weight": WEIGHT, "layers/0.0/attn/v/weight": WEIGHT
 
 def table() -> list[TensorMap]:
     """Keys and values of two layers, fused in one tensor each."""
-    fused = View.whole((2 * K * h, D))
+    fused = View.identity((2 * K * h, D))
     views = {"k": fused.slice(0, 0, K * h), "v": fused.slice(0, K * h, 2 * K * h)}
     return [
         TensorMap(f"{row}.kv", f"layers/0.0/attn/{name}/weight", (row,), WEIGHT, view)
@@ -130,7 +130,7 @@ def changed(n: int, **fields) -> list[TensorMap]:
     return [dataclasses.replace(entry, **fields) if i == n else entry for i, entry in enumerate(table())]
 
 
-FUSED = View.whole((2 * K * h, D))
+FUSED = View.identity((2 * K * h, D))
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,8 @@ FUSED = View.whole((2 * K * h, D))
         ),
         (changed(2, index=(2,)), r"layers/0\.0/attn/k/weight\[2\] of tensor '1\.kv' does not exist"),
         (changed(0, path="layers/0.0/attn/q/weight"), "is no part of the model"),
-        (changed(0, view=View.whole((D, K * h)).transpose(1, 0)), "disagree about its shape or split"),
-        (changed(0, view=View.whole((D, K * h))), "its view of '0.kv' is"),
+        (changed(0, view=View.identity((D, K * h)).transpose(1, 0)), "disagree about its shape or split"),
+        (changed(0, view=View.identity((D, K * h))), "its view of '0.kv' is"),
     ],
 )
 def test_a_table_that_is_wrong_says_where(broken: list[TensorMap], message: str):
@@ -156,6 +156,6 @@ def test_a_table_that_is_wrong_says_where(broken: list[TensorMap], message: str)
 
 
 def test_a_tensor_left_out_of_a_view_is_named():
-    half = [TensorMap("w", "w", (), ArraySpec((2,), "float32", ("embed",)), View.whole((4,)).slice(0, 0, 4, 2))]
+    half = [TensorMap("w", "w", (), ArraySpec((2,), "float32", ("embed",)), View.identity((4,)).slice(0, 0, 4, 2))]
     with pytest.raises(AssertionError, match="tensor 'w' is left unread in part: 2 of 4 numbers are used"):
         validate(half, {"w": half[0].array})

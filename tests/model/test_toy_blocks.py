@@ -191,7 +191,7 @@ def toy_tensors(spec):
         "mlp/side": "mlp.side", "mlp/down": "mlp.down",
     }  # fmt: skip
     outside = {"embed": "model.embed", "side_table": "model.side", "norm": "model.norm", "head": "lm_head"}
-    transposed = View.whole((EMBED, WIDTH)).transpose(1, 0)  # as GPT-2 stores its matrices
+    transposed = View.identity((EMBED, WIDTH)).transpose(1, 0)  # as GPT-2 stores its matrices
     return with_view(one_to_one(spec, modules, outside), "mean/v/weight", lambda array: transposed)
 
 

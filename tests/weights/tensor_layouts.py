@@ -36,11 +36,11 @@ def table() -> list[TensorMap]:
     """Fused projections in both orders, transposed ones, experts one by one, fused, and fused with gate and up in
     turn."""
     G = H // K
-    qkv = View.whole((K * (G + 2) * h, D)).split(K, G + 2, h, D)
-    packed = View.whole((3 * H * h, D)).split(3, H, h, D).transpose(1, 0, 2, 3).merge(3 * H * h, D)
-    gate_up = View.whole((2 * F, D))
-    fused = View.whole((E, 2 * F, D)).split(E, 2, F, D)
-    interleaved = View.whole((E, D, 2 * F)).split(E, D, F, 2)
+    qkv = View.identity((K * (G + 2) * h, D)).split(K, G + 2, h, D)
+    packed = View.identity((3 * H * h, D)).split(3, H, h, D).transpose(1, 0, 2, 3).merge(3 * H * h, D)
+    gate_up = View.identity((2 * F, D))
+    fused = View.identity((E, 2 * F, D)).split(E, 2, F, D)
+    interleaved = View.identity((E, D, 2 * F)).split(E, D, F, 2)
 
     def turned(view: View) -> View:
         return view.transpose(0, 2, 3, 1).merge(E, F, D)
@@ -52,14 +52,14 @@ def table() -> list[TensorMap]:
         ("packed", "packed", packed),
         ("gate_up", "gate", gate_up.slice(0, 0, F)),
         ("gate_up", "up", gate_up.slice(0, F, 2 * F)),
-        ("conv1d", "conv1d", View.whole((D, F)).transpose(1, 0)),
+        ("conv1d", "conv1d", View.identity((D, F)).transpose(1, 0)),
         ("fused", "fused/gate", fused.slice(1, 0, 1).merge(E, F, D)),
         ("fused", "fused/up", fused.slice(1, 1, 2).merge(E, F, D)),
         ("interleaved", "interleaved/gate", turned(interleaved.slice(3, 0, 1))),
         ("interleaved", "interleaved/up", turned(interleaved.slice(3, 1, 2))),
     ]
     entries = [TensorMap(f"{row}.{name}", path, (row,), LEAVES[path], v) for row in range(L) for name, path, v in views]
-    each = View.whole((F, D))
+    each = View.identity((F, D))
     for row in range(L):
         entries += [TensorMap(f"{row}.{e}.up", "each/up", (row, e), LEAVES["each/up"], each) for e in range(E)]
     return entries

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from meshtune.families.tensors import TensorMap, validate
-from meshtune.weights import read_plan as plans
+from meshtune.weights import read_into as reading
 from meshtune.weights import writer
 from meshtune.weights.read_into import read_into
 from meshtune.weights.read_plan import Box, read_plan
@@ -46,7 +46,7 @@ def test_the_table_is_valid():
 def test_leaves_are_the_views_of_whole_tensors(folder, limit, monkeypatch):
     """In blocks of 900 bytes too, which cut through heads, experts and interleaved columns."""
     if limit:
-        monkeypatch.setattr(plans, "BLOCK_BYTES", limit)
+        monkeypatch.setattr(reading, "BLOCK_BYTES", limit)
     with TensorReader() as reader:
         shards = Shards(LEAVES, None, [None])
         read_into(shards, table(), headers(folder), reader)

@@ -122,7 +122,7 @@ def save_adapter(
     with published(dest, CONFIG, job) as partial:
         with raise_collectively(job, "adapter: files"), disk_errors(dest):
             metadata = {"format": "pt", "meshtune": json.dumps(record)}
-            for _ in write_file(partial / WEIGHTS, written.tensors, metadata, mine=job.is_main_process):
+            for _ in write_file(partial / WEIGHTS, written.tensors, metadata, writes=job.is_main_process):
                 pass
             if job.is_main_process:
                 (partial / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

@@ -25,9 +25,9 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check names, shapes, dtypes and file sizes against config.json, from the files' headers alone."""
-    from meshtune.weights.survey import survey
+    from meshtune.weights.inspect import inspect_model
 
-    report = survey(directory)
+    report = inspect_model(directory)
     if as_json:
         print(json.dumps(dataclasses.asdict(report), indent=2))
         return

@@ -108,5 +108,5 @@ def _head_by_head(array: ArraySpec) -> View:
     """Files have all rows of queries, then all of keys, then all of values; in memory those of one head stand together,
     so that whatever splits the rows over devices gives each device whole heads."""
     rows, embed = array.shape[1:]
-    in_file = View.whole((rows, embed)).split(3, rows // (3 * array.head_rows), array.head_rows, embed)
+    in_file = View.identity((rows, embed)).split(3, rows // (3 * array.head_rows), array.head_rows, embed)
     return in_file.transpose(1, 0, 2, 3).merge(rows, embed)

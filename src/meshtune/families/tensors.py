@@ -27,11 +27,12 @@ class View:
     """Part of a tensor, rearranged: `tensor.reshape(split_shape)[take].transpose(order).reshape(shape)`.
 
     `split_shape` refines the tensor's own shape, `take` is (start, stop, step) for each of its dimensions, `order`
-    permutes them, and `shape` merges neighbouring ones. Built from `View.whole(shape)` by the methods, in this order:
+    permutes them, and `shape` merges neighbouring ones. Built from `View.identity(shape)` by its methods, in this
+    order:
 
-        View.whole((3 * H * h, D)).split(3, H, h, D).transpose(1, 0, 2, 3).merge(3 * H * h, D)   rows head by head
-        View.whole((2 * F, D)).split(2, F, D).slice(0, 1, 2).merge(F, D)                         the second half
-        View.whole((E, D, 2 * F)).split(E, D, F, 2).slice(3, 0, 1).transpose(0, 2, 3, 1).merge(E, F, D)
+        View.identity((3 * H * h, D)).split(3, H, h, D).transpose(1, 0, 2, 3).merge(3 * H * h, D)   rows head by head
+        View.identity((2 * F, D)).split(2, F, D).slice(0, 1, 2).merge(F, D)                         the second half
+        View.identity((E, D, 2 * F)).split(E, D, F, 2).slice(3, 0, 1).transpose(0, 2, 3, 1).merge(E, F, D)
     """
 
     tensor: Shape
@@ -50,14 +51,14 @@ class View:
         assert _groups(self.permuted, self.shape) is not None, f"{self.permuted} does not merge into {self.shape}"
 
     @classmethod
-    def whole(cls, shape: Shape) -> View:
+    def identity(cls, shape: Shape) -> View:
         """A tensor as it is."""
         return cls(shape, shape, tuple((0, n, 1) for n in shape), tuple(range(len(shape))), shape)
 
     def split(self, *shape: int) -> View:
         """With dimensions divided into finer ones."""
-        assert self == View.whole(self.tensor), "split comes first"
-        return dataclasses.replace(View.whole(shape), tensor=self.tensor)
+        assert self == View.identity(self.tensor), "split comes first"
+        return dataclasses.replace(View.identity(shape), tensor=self.tensor)
 
     def slice(self, dimension: int, start: int, stop: int, step: int = 1) -> View:
         """Only start..stop, every `step`, of one dimension."""
@@ -66,21 +67,21 @@ class View:
 
     def transpose(self, *order: int) -> View:
         """With dimensions in another order."""
-        return dataclasses.replace(self, order=order, shape=tuple(self.taken[n] for n in order))
+        return dataclasses.replace(self, order=order, shape=tuple(self.counts[n] for n in order))
 
     def merge(self, *shape: int) -> View:
         """With neighbouring dimensions as one: the shape of the parameter's part."""
         return dataclasses.replace(self, shape=shape)
 
     @property
-    def taken(self) -> Shape:
+    def counts(self) -> Shape:
         """Elements taken of each dimension of `split_shape`."""
         return tuple(_count(entry) for entry in self.take)
 
     @property
     def permuted(self) -> Shape:
-        """`taken`, in the order of the parameter's dimensions."""
-        return tuple(self.taken[n] for n in self.order)
+        """`counts`, in the order of the parameter's dimensions."""
+        return tuple(self.counts[n] for n in self.order)
 
     @functools.cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -92,7 +93,7 @@ class View:
     @functools.cached_property
     def is_identity(self) -> bool:
         """Whether the part is the whole tensor as it is."""
-        return self == View.whole(self.tensor)
+        return self == View.identity(self.tensor)
 
     @property
     def slices(self) -> tuple[slice, ...]:
@@ -113,11 +114,11 @@ class View:
     def of_rows(self, *columns: int) -> View:
         """The same arrangement of rows for an array [rows, *columns], where only rows are rearranged."""
         lead = len(self.split_shape) - (len(self.tensor) - 1)
-        columns = tuple((0, n, 1) for n in self.tensor[1:])
-        assert self.take[lead:] == columns, "columns are taken in part"
+        full = tuple((0, n, 1) for n in self.tensor[1:])
+        assert self.take[lead:] == full, "columns are taken in part"
         assert self.order[lead:] == tuple(range(lead, len(self.order))), "columns are rearranged as well"
         rows = (self.split_shape[:lead], self.take[:lead], self.order[:lead])
-        extra = View.whole(columns)
+        extra = View.identity(columns)
         return View(
             (math.prod(rows[0]), *columns),
             (*rows[0], *columns),
@@ -166,11 +167,11 @@ def one_to_one(spec: ModelSpec, modules: Mapping[str, str], outside: Mapping[str
         node, _, leaf = path.rpartition("/")
         if not array.is_stacked:
             name = f"{outside[node]}.{leaf}"
-            ordered.append((place, TensorMap(name, path, (), array, View.whole(array.shape))))
+            ordered.append((place, TensorMap(name, path, (), array, View.identity(array.shape))))
             continue
         place = float(spec.layers)
         _, key, inner = node.split("/", 2)
-        view = View.whole(array.shape[1:])
+        view = View.identity(array.shape[1:])
         for row, number in enumerate(numbers[key]):
             name = f"model.layers.{number}.{modules[inner]}.{leaf}"
             ordered.append((float(number), TensorMap(name, path, (row,), array, view)))
@@ -215,7 +216,7 @@ def _validate_tensor(name: str, views: list[View]) -> None:
     for n, view in enumerate(views):
         for second in views[:n]:
             _require(not _overlap(view, second), f"tensor '{name}' has a part that two leaves are written from")
-    total = sum(math.prod(view.taken) for view in views)
+    total = sum(math.prod(view.counts) for view in views)
     size = math.prod(views[0].tensor)
     _require(total == size, f"tensor '{name}' is left unread in part: {total:,} of {size:,} numbers are used")
 

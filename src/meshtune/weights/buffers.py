@@ -136,6 +136,6 @@ def row_ranges(shape: tuple[int, ...], itemsize: int, limit: int) -> list[tuple[
     every other size is another program to compile.
     """
     row_bytes = max(1, math.prod(shape[1:]) * itemsize)
-    most = max(1, limit // row_bytes)
-    rows = -(-shape[0] // -(-shape[0] // most)) if shape[0] else most
+    largest = max(1, limit // row_bytes)
+    rows = -(-shape[0] // -(-shape[0] // largest)) if shape[0] else largest
     return [(start, min(shape[0], start + rows)) for start in range(0, shape[0], rows)]

@@ -1,4 +1,4 @@
-"""Do the weights fit the config? Answered from headers, before anything is allocated."""
+"""Checks weights against the config, from the headers of files, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ FIELDS = {
 }
 
 
-def check(directory: Path, spec: ModelSpec, found: dict[str, TensorInfo], *, numbers: bool = True) -> None:
+def check(directory: Path, spec: ModelSpec, infos: dict[str, TensorInfo], *, numbers: bool = True) -> None:
     """Raises UserError with every disagreement between config and weights: missing or unexpected tensors, wrong shapes,
     dtypes that are not floating point, and an lm_head that differs from the embedding it is said to be tied to (its
     shape and dtype alone where not `numbers`; all else is in headers anyway).
     """
-    wanted = {entry.name: entry for entry in tensors(spec)}
-    missing = [name for name, entry in wanted.items() if name not in found and not starts_anew(entry)]
-    extra = [name for name in found if name not in wanted and not _harmless(name, spec)]
-    problems = _missing_lines(missing, wanted, found) + _extra_lines(extra, found)
-    for name, entry in wanted.items():
-        if name in found:
-            problems += _tensor_lines(entry, found[name])
+    expected = {entry.name: entry for entry in tensors(spec)}
+    missing = [name for name, entry in expected.items() if name not in infos and not starts_anew(entry)]
+    extra = [name for name in infos if name not in expected and not _harmless(name, spec)]
+    problems = _missing_lines(missing, expected, infos) + _extra_lines(extra, infos)
+    for name, entry in expected.items():
+        if name in infos:
+            problems += _tensor_lines(entry, infos[name])
     if problems:
-        raise _disagreement(directory, problems, _hints(spec, missing, extra, found))
-    if spec.tied and HEAD in found:
-        _check_tied_copy(spec, found, numbers)
+        raise _disagreement(directory, problems, _hints(spec, missing, extra, infos))
+    if spec.tied and HEAD in infos:
+        _check_tied_copy(spec, infos, numbers)
 
 
 def _harmless(name: str, spec: ModelSpec) -> bool:
@@ -54,17 +54,17 @@ def _harmless(name: str, spec: ModelSpec) -> bool:
 
 
 def starts_anew(entry: TensorMap) -> bool:
-    """Whether a checkpoint may lack this tensor: a reward model's score, which is learned from the start."""
+    """Whether a checkpoint may lack this tensor: a reward model's score, which is trained from zero."""
     return entry.path == SCORE
 
 
-def _missing_lines(missing: list[str], wanted: dict[str, TensorMap], found: dict[str, TensorInfo]) -> list[str]:
-    spare = [name for name in found if name not in wanted]
+def _missing_lines(missing: list[str], expected: dict[str, TensorMap], infos: dict[str, TensorInfo]) -> list[str]:
+    spare = [name for name in infos if name not in expected]
     return [f"tensor '{name}' is missing {nearest(name, spare)}".rstrip() for name in missing]
 
 
-def _extra_lines(extra: list[str], found: dict[str, TensorInfo]) -> list[str]:
-    return [f"tensor '{name}' in {found[name].file.name} belongs to nothing in the config" for name in extra]
+def _extra_lines(extra: list[str], infos: dict[str, TensorInfo]) -> list[str]:
+    return [f"tensor '{name}' in {infos[name].file.name} belongs to nothing in the config" for name in extra]
 
 
 def _tensor_lines(entry: TensorMap, info: TensorInfo) -> list[str]:
@@ -86,9 +86,9 @@ def _tensor_lines(entry: TensorMap, info: TensorInfo) -> list[str]:
     return [line]
 
 
-def _hints(spec: ModelSpec, missing: list[str], extra: list[str], found: dict[str, TensorInfo]) -> str:
+def _hints(spec: ModelSpec, missing: list[str], extra: list[str], infos: dict[str, TensorInfo]) -> str:
     """What most likely happened, from the pattern of the disagreements."""
-    layers = {int(match[1]) for name in found if (match := re.search(r"\.layers\.(\d+)\.", name))}
+    layers = {int(match[1]) for name in infos if (match := re.search(r"\.layers\.(\d+)\.", name))}
     if layers and len(layers) == max(layers) + 1 != spec.layers:
         return f"num_hidden_layers is {spec.layers} in the config, but the files hold {len(layers)} layers"
     if missing == [HEAD]:
@@ -96,7 +96,7 @@ def _hints(spec: ModelSpec, missing: list[str], extra: list[str], found: dict[st
     if (
         missing
         and all(name.startswith("model.") for name in missing if name != HEAD)
-        and "embed_tokens.weight" in found
+        and "embed_tokens.weight" in infos
     ):
         return "the model was saved without its head: save the causal language model (AutoModelForCausalLM)"
     if any(re.search(r"(weight_scale|scale_inv|qweight|qzeros|absmax|quant_map)", name) for name in extra):
@@ -112,22 +112,22 @@ def _disagreement(directory: Path, problems: list[str], hint: str) -> UserError:
     lines = [f"  {line}" for line in problems[:SHOWN]]
     if len(problems) > SHOWN:
         lines.append(f"  ... and {len(problems) - SHOWN} more")
-    what = f"config.json and the weights disagree in {len(problems)} places:\n" + "\n".join(lines)
-    return UserError(what, where=str(directory), fix=hint)
+    summary = f"config.json and the weights disagree in {len(problems)} places:\n" + "\n".join(lines)
+    return UserError(summary, where=str(directory), fix=hint)
 
 
-def _check_tied_copy(spec: ModelSpec, found: dict[str, TensorInfo], numbers: bool) -> None:
+def _check_tied_copy(spec: ModelSpec, infos: dict[str, TensorInfo], numbers: bool) -> None:
     """A tied model's lm_head.weight may be written out as a copy of the embedding, never as something else."""
     embedding = next(entry for entry in tensors(spec) if entry.path == "embed/weight")
-    first, second = found[embedding.name], found[HEAD]
-    same = first.shape == second.shape and first.dtype == second.dtype
-    if same and numbers:
+    first, second = infos[embedding.name], infos[HEAD]
+    equal = first.shape == second.shape and first.dtype == second.dtype
+    if equal and numbers:
         with TensorReader() as reader:
-            same = all(
+            equal = all(
                 bool((reader.rows(first, *rows).view("u1") == reader.rows(second, *rows).view("u1")).all())
                 for rows in row_ranges(first.shape, first.nbytes // max(1, first.shape[0] * first.shape[1]), 16 << 20)
             )
-    if not same:
+    if not equal:
         raise UserError(
             f"the config ties the head to the embedding, but '{HEAD}' in {second.file.name} is not equal to "
             f"'{embedding.name}' in {first.file.name}",

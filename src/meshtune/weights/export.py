@@ -108,7 +108,7 @@ def export_model(
         for number, (name, shard) in enumerate(files.items()):
             with raise_collectively(job, f"export: {name}"), disk_errors(dest):
                 for written in write_file(
-                    folder / name, shard, metadata, mine=number % job.process_count == job.process_index
+                    folder / name, shard, metadata, writes=number % job.process_count == job.process_index
                 ):
                     done += written
                     if progress:
@@ -208,8 +208,8 @@ def _copy(copies: list[tuple[Path, str]], folder: Path) -> None:
 def _copies(directory: Path, patterns: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
     for file in sorted([*directory.glob("*"), *directory.glob("additional_chat_templates/*")]):
         relative = file.relative_to(directory).as_posix()
-        wanted = any(fnmatch.fnmatch(relative, pattern) for pattern in patterns)
-        if file.is_file() and wanted and not any(fnmatch.fnmatch(relative, pattern) for pattern in CODE_OR_PICKLES):
+        matching = any(fnmatch.fnmatch(relative, pattern) for pattern in patterns)
+        if file.is_file() and matching and not any(fnmatch.fnmatch(relative, pattern) for pattern in CODE_OR_PICKLES):
             yield file, relative
 
 

@@ -73,8 +73,8 @@ def near_paths(path: Path) -> str:
         names = {entry.name.lower(): entry.name for entry in parent.iterdir() if entry.is_dir()}
     except PermissionError:
         return ""
-    found = difflib.get_close_matches(path.name.lower(), names, n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(repr(str(parent / names[name])) for name in found)}? " if found else ""
+    similar = difflib.get_close_matches(path.name.lower(), names, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(repr(str(parent / names[name])) for name in similar)}? " if similar else ""
 
 
 def _download(repo: str, revision: str | None, allow: tuple[str, ...]) -> Path:
@@ -92,7 +92,7 @@ def _download(repo: str, revision: str | None, allow: tuple[str, ...]) -> Path:
     where = f"hub id '{repo}'" + (f", revision '{revision}'" if revision else "")
     page = f"{_endpoint()}/{repo}"
     try:
-        found = snapshot_download(
+        snapshot = snapshot_download(
             repo, revision=revision, allow_patterns=list(allow), ignore_patterns=list(NOT_OURS), library_name="meshtune"
         )
     except GatedRepoError as error:
@@ -124,7 +124,7 @@ def _download(repo: str, revision: str | None, allow: tuple[str, ...]) -> Path:
             where=where,
             fix="check network, proxy and disk space, then try again; what was already downloaded is kept",
         ) from error
-    return Path(found)
+    return Path(snapshot)
 
 
 def _refused(repo: str, where: str, error: Any) -> UserError:

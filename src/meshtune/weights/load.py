@@ -1,4 +1,4 @@
-"""Hugging Face directory in, parameter tree out: tensor by tensor, straight to its place."""
+"""Loads a Hugging Face model directory into a parameter tree, each slice straight into its device's memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from meshtune.families.tensors import TensorMap
 from meshtune.mesh.layout import Layout
 from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.quantize.config import QuantizeConfig
+from meshtune.weights.broadcast_reader import BroadcastReader, broadcast_reader
 from meshtune.weights.check import SCORE, check
-from meshtune.weights.load_report import LoadReport, Watch, bytes_in_use, bytes_placed
+from meshtune.weights.load_report import LoadReport, MemoryProbe, bytes_in_use, bytes_placed
 from meshtune.weights.read_into import Progress, read_into
 from meshtune.weights.read_plan import Device
-from meshtune.weights.relay import Relay, relay
 from meshtune.weights.safetensors_files import TensorInfo, headers, read_json
 from meshtune.weights.shards import Shards
 from meshtune.weights.tensor_reader import TensorReader
@@ -36,11 +36,11 @@ def load_config(directory: Path) -> dict[str, Any]:
     """config.json. Raises UserError if it is absent, or malformed at some line."""
     file = directory / "config.json"
     if not file.is_file():
-        found = sorted(path.name for path in directory.iterdir())[:5]
+        names = sorted(path.name for path in directory.iterdir())[:5]
         raise UserError(
             "no config.json, so this is not a Hugging Face model directory",
             where=str(directory),
-            fix=f"give the folder that holds config.json and *.safetensors; here are: {', '.join(found) or 'no files'}",
+            fix=f"give the folder that holds config.json and *.safetensors; here are: {', '.join(names) or 'no files'}",
         )
     return read_json(file)
 
@@ -48,7 +48,7 @@ def load_config(directory: Path) -> dict[str, Any]:
 def load_spec(directory: Path, dtype: str | None = None) -> tuple[ModelSpec, dict[str, Any]]:
     """(spec, config) of a model directory.
 
-    `dtype` is what the weights are to be kept in; default: the config's own, else what most of the stored bytes are.
+    `dtype` is the dtype that the weights are loaded in; default: the config's, else that of most stored bytes.
     Raises UserError for a bad config or an unsupported model.
     """
     directory = Path(directory)
@@ -57,7 +57,7 @@ def load_spec(directory: Path, dtype: str | None = None) -> tuple[ModelSpec, dic
 
 
 def stored_dtype(directory: Path, config: dict[str, Any]) -> str:
-    """The dtype a checkpoint is kept in: float32, bfloat16 or float16."""
+    """The dtype of a checkpoint: float32, bfloat16 or float16."""
     named = config.get("dtype") or config.get("torch_dtype")
     if named is not None:
         if named not in MODEL_DTYPES:
@@ -88,61 +88,57 @@ def load_params(
     progress: Progress | None = None,
     report: Callable[[LoadReport], None] | None = None,
 ) -> Tree:
-    """The parameters of a model directory as `abstract_params(spec)` describes them, where `layout` says they lie; on
-    the default device without one.
+    """Loads the parameters of a model directory as `abstract_params(spec)` describes them, sharded by `layout` (None:
+    on the default device).
 
-    The slices that each device holds are allocated once, there, and filled in place, in the order of the files, cast
-    to the spec's dtype on the way. A process reads only what its own devices hold, each number once, opening each
-    file once. Host memory beyond the arrays themselves: a few blocks of at most BLOCK_BYTES.
+    The shards of each device are allocated once and filled in place, in the order of the files, cast to the spec's
+    dtype. A process reads only what its own devices hold, each number once, opening each file once. Host memory beyond
+    the arrays themselves: a few blocks of at most BLOCK_BYTES.
 
-    With `quantize` linear layers come as QuantisedWeights, made block by block from the numbers as they are stored: no
-    weight of them is ever whole, or wide, in memory. Their scales, where these are quantised too, pass through the host
-    matrix by matrix; every process must then call this.
+    With `quantize` linear layers become QuantisedWeights, quantised block by block from the numbers as they are stored:
+    no weight is ever whole, or in float32, in memory. Scales that are quantised too pass through the host matrix by
+    matrix; every process must then call this. Leaves whose path is in `plain` are not quantised.
 
-    What `plain` names (by path) is not quantised.
+    Arrays named in `waiting` (by path, or path and field of a QuantisedWeight) are placed in pinned host memory and
+    are never on a device; the host briefly holds the largest of them twice.
 
-    Arrays that `waiting` names (by path, and field of a QuantisedWeight) come in the host's memory that devices read,
-    and are on no device at any time; the host holds the largest of them twice for a moment.
-
-    `broadcast` has one process of every group of `group` neighbouring ones (None: all are one group) read what its
-    group needs and pass it on; the others open nothing. Every process must then call this.
-    `progress(done, total)` is called in bytes of file, `report` once at the end with what it took on this process.
-    A scored model's score that the directory lacks is left out (see `with_score`).
-    Raises UserError if config and weights disagree, or a block does not divide a row, before anything is allocated.
+    With `broadcast` one process of each group of `group` neighbouring ones (None: one group) reads what the group needs
+    and broadcasts it; the others open no file. Every process must then call this.
+    `progress(done, total)` counts bytes of files; `report` is called once, at the end, with this process's figures.
+    A reward model's score that the directory lacks is left out (see `with_score`).
+    Raises UserError if config and weights disagree, or a quantisation block does not divide a row, before anything is
+    allocated.
     """
     directory = Path(directory)
     arrays = flatten(abstract_params(spec))
     arrays |= quantised_leaves({path: array for path, array in arrays.items() if path not in plain}, quantize, spec)
     devices: list[Device] = [None]
-    passing: Relay | None = None
-    if layout is not None:
-        every: list[jax.Device] = np.asarray(layout.mesh.devices).flatten().tolist()
-        if broadcast:
-            passing, every = relay(every, group)
-        else:
-            every = [device for device in every if device.process_index == jax.process_index()]
-        devices = [*every]
-    with Watch() as watch, TensorReader() as reader:
-        found = _checked(directory, spec, passing)
-        table = [entry for entry in tensors(spec) if entry.name in found]
+    broadcaster: BroadcastReader | None = None
+    if layout is not None and broadcast:
+        broadcaster, group_devices = broadcast_reader(np.asarray(layout.mesh.devices).flatten().tolist(), group)
+        devices = [*group_devices]
+    elif layout is not None:
+        devices = [*_local_devices(layout)]
+    with MemoryProbe() as memory, TensorReader() as reader:
+        infos = _checked_headers(directory, spec, broadcaster)
+        table = [entry for entry in tensors(spec) if entry.name in infos]
         paths = {entry.path for entry in table}
         shards = Shards({path: array for path, array in arrays.items() if path in paths}, layout, devices, waiting)
-        read_into(shards, table, found, reader, passing, progress)
+        read_into(shards, table, infos, reader, broadcaster, progress)
         leaves = shards.assembled()
     if report:
-        here = [device for device in devices if device is not None] or jax.local_devices()[:1]
-        here = [device for device in here if device.process_index == jax.process_index()]
+        local = jax.local_devices()[:1] if layout is None else _local_devices(layout)
         report(
             LoadReport(
                 process=jax.process_index(),
-                host_before=watch.before,
-                host_peak=watch.peak,
-                host_after=watch.after,
+                host_before=memory.before,
+                host_peak=memory.peak,
+                host_after=memory.after,
                 read=reader.bytes,
                 files=reader.files,
-                seconds=watch.seconds,
+                seconds=memory.seconds,
                 placed=bytes_placed(jax.tree.leaves(leaves)),
-                in_use=bytes_in_use(here),
+                in_use=bytes_in_use(local),
             )
         )
     return unflatten(leaves)
@@ -150,13 +146,19 @@ def load_params(
 
 def load_weight(directory: Path, spec: ModelSpec, path: str, layout: Layout | None = None) -> jax.Array:
     """One array of `load_params`, alone and never quantised, on the devices that `layout` says."""
-    directory, devices = Path(directory), [None]
+    directory = Path(directory)
+    devices: list[Device] = [None]
     if layout is not None:
-        devices = [one for one in np.asarray(layout.mesh.devices).flat if one.process_index == jax.process_index()]
+        devices = [*_local_devices(layout)]
     with TensorReader() as reader:
         shards = Shards({path: flatten(abstract_params(spec))[path]}, layout, devices)
         read_into(shards, _table_of(path, tensors(spec)), headers(directory), reader)
         return shards.assembled()[path]
+
+
+def _local_devices(layout: Layout) -> list[jax.Device]:
+    devices: list[jax.Device] = np.asarray(layout.mesh.devices).flatten().tolist()
+    return [device for device in devices if device.process_index == jax.process_index()]
 
 
 def _table_of(path: str, table: Iterable[TensorMap]) -> list[TensorMap]:
@@ -173,28 +175,30 @@ def with_score(params: Tree, spec: ModelSpec, layout: Layout | None = None) -> T
         return params
     array = flatten(abstract_params(spec))[SCORE]
     zeros = functools.partial(jnp.zeros, array.shape, array.dtype)
-    made = jax.jit(zeros, out_shardings=None if layout is None else layout.of(array))()
-    return params | {"score": {"weight": made}}
+    score = jax.jit(zeros, out_shardings=None if layout is None else layout.of(array))()
+    return params | {"score": {"weight": score}}
 
 
-def _checked(directory: Path, spec: ModelSpec, passing: Relay | None) -> dict[str, TensorInfo]:
-    """The tensors of a directory that fits the spec. Only a group's reader looks; what it finds, others hear."""
-    if passing is None or passing.reads:
+def _checked_headers(directory: Path, spec: ModelSpec, broadcaster: BroadcastReader | None) -> dict[str, TensorInfo]:
+    """The tensors of a directory, checked against the spec. With a broadcaster only the reader of a group looks at the
+    files, and the others receive its result or its error."""
+    if broadcaster is None or broadcaster.reads:
         try:
-            found = headers(directory)
-            check(directory, spec, found)
+            infos = headers(directory)
+            check(directory, spec, infos)
         except UserError as error:
-            if passing is not None:
-                passing.tell({"error": [error.what, error.where, error.fix]})
+            if broadcaster is not None:
+                broadcaster.broadcast_json({"error": [error.what, error.where, error.fix]})
             raise
-        if passing is not None:
-            passing.tell({"found": [[n, t.shape, t.dtype, str(t.file), t.start, t.nbytes] for n, t in found.items()]})
-        return found
-    heard = passing.tell(None)
-    if "error" in heard:
-        what, where, fix = heard["error"]
-        raise UserError(what, where=where, fix=fix)
+        if broadcaster is not None:
+            entries = [[n, t.shape, t.dtype, str(t.file), t.start, t.nbytes] for n, t in infos.items()]
+            broadcaster.broadcast_json({"tensors": entries})
+        return infos
+    received = broadcaster.broadcast_json(None)
+    if "error" in received:
+        message, where, fix = received["error"]
+        raise UserError(message, where=where, fix=fix)
     return {
         name: TensorInfo(tuple(shape), dtype, Path(file), start, nbytes)
-        for name, shape, dtype, file, start, nbytes in heard["found"]
+        for name, shape, dtype, file, start, nbytes in received["tensors"]
     }

@@ -1,4 +1,4 @@
-"""What loading took on one process: host memory, bytes read, files, seconds, bytes on each device."""
+"""Measures loading on one process: host memory, bytes read, files, seconds, bytes on each device."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class LoadReport:
     def line(self) -> str:
         """One line for a log."""
         host = " -> ".join(_mib(n) for n in (self.host_before, self.host_peak, self.host_after))
-        held = [_mib(self.in_use.get(name, placed)) for name, placed in self.placed.items()]
-        devices = ", ".join(held[:16]) + (", ..." if len(held) > 16 else "")
+        on_devices = [_mib(self.in_use.get(name, placed)) for name, placed in self.placed.items()]
+        devices = ", ".join(on_devices[:16]) + (", ..." if len(on_devices) > 16 else "")
         files = f"{self.files} file{'' if self.files == 1 else 's'}"
         return (
             f"process {self.process}: {_mib(self.read)} MiB read from {files} in {self.seconds:.1f} s; "
@@ -57,10 +57,10 @@ def resident() -> int:
     return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-class Watch:
-    """Watches the resident memory while it is open: `before`, `peak`, `after`, `seconds`."""
+class MemoryProbe:
+    """Samples the resident memory while it is open: `before`, `peak`, `after`, `seconds`."""
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> MemoryProbe:
         self._began = time.monotonic()
         self.before = self.peak = self.after = resident()
         self._done = threading.Event()
@@ -83,9 +83,9 @@ class Watch:
 
 
 def bytes_in_use(devices: list[jax.Device]) -> dict[str, int]:
-    """Bytes in use on devices, of those whose allocator tells."""
+    """Bytes in use on devices, of those whose allocator reports them."""
     stats = {_name(device): device.memory_stats() for device in devices}
-    return {name: int(found["bytes_in_use"]) for name, found in stats.items() if found and "bytes_in_use" in found}
+    return {name: int(entry["bytes_in_use"]) for name, entry in stats.items() if entry and "bytes_in_use" in entry}
 
 
 def bytes_placed(leaves: list[jax.Array]) -> dict[str, int]:

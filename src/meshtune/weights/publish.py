@@ -23,7 +23,7 @@ def published(dest: pathlib.Path, mark: str, job: Job = SINGLE_PROCESS) -> Itera
     be written.
     """
     number = job.exchange("publish: number", os.getpid())[0]
-    partial, old = (dest.with_name(f".{dest.name}.{what}-{number}") for what in ("partial", "old"))
+    partial, old = (dest.with_name(f".{dest.name}.{suffix}-{number}") for suffix in ("partial", "old"))
     try:
         with raise_collectively(job, "publish: begin"), disk_errors(dest):
             if job.is_main_process:

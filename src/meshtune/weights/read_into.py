@@ -11,9 +11,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from meshtune.families.tensors import TensorMap
+from meshtune.weights.broadcast_reader import BroadcastReader
 from meshtune.weights.read_plan import Block, read_plan
-from meshtune.weights.relay import Relay
-from meshtune.weights.safetensors_files import DTYPES, TensorInfo
+from meshtune.weights.safetensors_files import BLOCK_BYTES, DTYPES, TensorInfo
 from meshtune.weights.shards import Shards
 from meshtune.weights.tensor_reader import TensorReader
 
@@ -42,13 +42,13 @@ def read_into(
     table: Iterable[TensorMap],
     infos: Mapping[str, TensorInfo],
     reader: TensorReader,
-    relay: Relay | None = None,
+    broadcaster: BroadcastReader | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Writes the tensors of a table into the shards, in place, in the order of the files.
 
-    With a relay one process of its group reads and passes every block on; all must call alike. `progress(done, total)`
-    counts bytes of files. Host memory: THREADS + 1 blocks; with a relay two.
+    With a `broadcaster` one process of its group reads and broadcasts every block, and all must make the same calls.
+    `progress(done, total)` counts bytes of files. Host memory: THREADS + 1 blocks; with a broadcaster two.
     """
     tensors = _in_file_order(shards, table, infos)
     total = sum(tensor.nbytes(block) for tensor in tensors for block in tensor.blocks)
@@ -60,10 +60,10 @@ def read_into(
         if progress:
             progress(done, total)
 
-    if relay is None:
+    if broadcaster is None:
         _read_in_threads(shards, tensors, reader, advance)
     else:
-        _read_relayed(shards, tensors, reader, relay, advance)
+        _read_broadcast(shards, tensors, reader, broadcaster, advance)
 
 
 def _in_file_order(shards: Shards, table: Iterable[TensorMap], infos: Mapping[str, TensorInfo]) -> list[_Tensor]:
@@ -74,7 +74,9 @@ def _in_file_order(shards: Shards, table: Iterable[TensorMap], infos: Mapping[st
     for name, entries in by_name.items():
         info = infos[name]
         quantised = any(shards.is_quantised(entry.path) for entry in entries)
-        plan = read_plan(entries, shards.boxes, DTYPES[info.dtype].itemsize, whole_rows=quantised)
+        # Quantising takes several times a block, in float32.
+        limit = BLOCK_BYTES // 4 if quantised else BLOCK_BYTES
+        plan = read_plan(entries, shards.boxes, DTYPES[info.dtype].itemsize, limit, whole_rows=quantised)
         tensors.append(_Tensor(info, tuple(entries), plan))
     return sorted(tensors, key=lambda tensor: (str(tensor.info.file), tensor.info.start))
 
@@ -119,14 +121,18 @@ def _read_in_threads(
             raise
 
 
-def _read_relayed(
-    shards: Shards, tensors: Iterable[_Tensor], reader: TensorReader, relay: Relay, advance: Callable[[int], None]
+def _read_broadcast(
+    shards: Shards,
+    tensors: list[_Tensor],
+    reader: TensorReader,
+    broadcaster: BroadcastReader,
+    advance: Callable[[int], None],
 ) -> None:
-    """Blocks in the same order on every process of the group, the next one being read while one is passed on."""
+    """Blocks in the same order on every process of the group, the next one being read while one is broadcast."""
     order = [(tensor, block) for tensor in tensors for block in tensor.blocks]
 
     def read(number: int) -> np.ndarray | None:
-        if not relay.reads or number >= len(order):
+        if not broadcaster.reads or number >= len(order):
             return None
         tensor, block = order[number]
         return reader.box(tensor.info, block.split_shape, _ranges(block))
@@ -140,7 +146,7 @@ def _read_relayed(
                 numbers, number = following.result(), number + 1
                 following = thread.submit(read, number)
                 size = tensor.nbytes(block)
-                shards.put(block, relay.pass_on(numbers, size).view(tensor.dtype).reshape(block.shape))
+                shards.put(block, broadcaster.broadcast(numbers, size).view(tensor.dtype).reshape(block.shape))
                 del numbers
                 advance(size)
             for entry in tensor.entries:

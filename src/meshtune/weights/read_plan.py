@@ -1,6 +1,7 @@
-"""Which bytes of a tensor some devices need: blocks to read, and the cuts that shards of parameters take of them.
+"""Plans the reads of a tensor: which blocks of it this process's devices need, and what each shard takes of a block.
 
-A tensor is read in the shape of its views (`View.split_shape`), in boxes of it: every number once, whoever needs it.
+A tensor is read in boxes of the shape of its views (`View.split_shape`), every number once, however many shards need
+it.
 """
 
 from __future__ import annotations
@@ -101,13 +102,13 @@ def boxes(
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """A box `taken` of what a view takes of its tensor, in the tensor's order of dimensions, and the run of a shard
+    """A box `selection` of what a view takes of its tensor, in the tensor's order of dimensions, and the run of a shard
     that it fills."""
 
     entry: TensorMap
     box: Box
     devices: tuple[Device, ...]
-    taken: Box
+    selection: Box
     target: Slices
 
     @property
@@ -115,21 +116,21 @@ class _Part:
         """The box of the tensor that holds it."""
         return tuple(
             (start + low * step, start + (high - 1) * step + 1)
-            for (low, high), (start, _, step) in zip(self.taken, self.entry.view.take, strict=True)
+            for (low, high), (start, _, step) in zip(self.selection, self.entry.view.take, strict=True)
         )
 
     def cut(self, box: Box) -> Cut | None:
         """What it takes of a box of the tensor; None where nothing."""
         source: list[slice] = []
         inner: list[slice] = []
-        for (low, high), (start, _, step), (first, last) in zip(self.taken, self.entry.view.take, box, strict=True):
+        for (low, high), (start, _, step), (first, last) in zip(self.selection, self.entry.view.take, box, strict=True):
             a, b = max(low, -((start - first) // step)), min(high, -((start - last) // step))
             if a >= b:
                 return None
             source.append(slice(start + a * step - first, start + (b - 1) * step + 1 - first, step))
             inner.append(slice(a - low, b - low))
         order = self.entry.view.order
-        dims = tuple(self.taken[n][1] - self.taken[n][0] for n in order)
+        dims = tuple(self.selection[n][1] - self.selection[n][0] for n in order)
         inner_slices = tuple(inner[n] for n in order)
         return Cut(self.entry, self.box, self.devices, tuple(source), self.target, dims, inner_slices)
 
@@ -138,16 +139,15 @@ def read_plan(
     entries: Sequence[TensorMap],
     shards: Mapping[str, Mapping[Box, tuple[Device, ...]]],
     itemsize: int,
-    limit: int | None = None,
+    limit: int = BLOCK_BYTES,
     whole_rows: bool = False,
 ) -> list[Block]:
     """What is to be read of one tensor for the shards of all leaves that it is part of, in the order of the file.
 
     `entries` are the tensor's; `shards` maps each leaf's slices to the devices that they are for; a slice may be for
-    none, and is then read all the same (for another process). A block is at most `limit` bytes (default: BLOCK_BYTES),
+    none, and is then read all the same (for another process). A block is at most `limit` bytes,
     or one number of each dimension that is not cut. With `whole_rows` the parameter's last dimension is never cut.
     """
-    limit = BLOCK_BYTES if limit is None else limit
     view = entries[0].view
     parts = [part for entry in entries for part in _parts(entry, shards[entry.path])]
     uncut = {entry.view.order[n] for entry in entries for n in entry.view.groups[-1]} if whole_rows else set()
@@ -162,10 +162,10 @@ def read_plan(
 def tensor_boxes(view: View, box: Box) -> Iterator[tuple[tuple[Range, ...], Slices]]:
     """A box of a view's part as boxes of the tensor: (start, stop, step) of each dimension of `split_shape`, and the
     slices of the box that they fill, in turn."""
-    for taken, target in _aligned(view, box):
+    for selection, target in _aligned(view, box):
         ranges = tuple(
             (start + low * step, start + (high - 1) * step + 1, step)
-            for (low, high), (start, _, step) in zip(taken, view.take, strict=True)
+            for (low, high), (start, _, step) in zip(selection, view.take, strict=True)
         )
         yield ranges, target
 
@@ -189,8 +189,8 @@ def _parts(entry: TensorMap, shards: Mapping[Box, tuple[Device, ...]]) -> Iterat
         if not all(start <= i < stop for i, (start, stop) in zip(entry.index, box[:lead], strict=True)):
             continue
         row = tuple(slice(i - start, i - start + 1) for i, (start, _) in zip(entry.index, box[:lead], strict=True))
-        for taken, target in _aligned(entry.view, box[lead:]):
-            yield _Part(entry, box, devices, taken, (*row, *target))
+        for selection, target in _aligned(entry.view, box[lead:]):
+            yield _Part(entry, box, devices, selection, (*row, *target))
 
 
 def _aligned(view: View, box: Box) -> Iterator[tuple[Box, Slices]]:
@@ -207,8 +207,8 @@ def _aligned(view: View, box: Box) -> Iterator[tuple[Box, Slices]]:
             target.append(slice(first - start, last - start))
             for n, part in zip(group, within, strict=True):
                 ranges[n] = part
-        taken = dict(zip(view.order, ranges, strict=True))
-        yield tuple(taken[n] for n in range(len(ranges))), tuple(target)
+        selection = dict(zip(view.order, ranges, strict=True))
+        yield tuple(selection[n] for n in range(len(ranges))), tuple(target)
 
 
 def _runs(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, Box]]:
@@ -260,18 +260,18 @@ def _union(region: Sequence[Box]) -> list[Box]:
     return [((start, stop), *box) for start, stop, inner in joined for box in inner]
 
 
-def _divided(region: Box, most: int, uncut: set[int]) -> Iterator[Box]:
-    """A box in boxes of at most `most` numbers, as equal as can be (each other size is a program to compile), cut along
-    its first dimensions; those in `uncut` stay whole."""
+def _divided(region: Box, max_numbers: int, uncut: set[int]) -> Iterator[Box]:
+    """Divides a box along its first dimensions into boxes of at most `max_numbers` numbers, as equal as can be: each
+    other size is a program to compile. Dimensions in `uncut` stay whole."""
     sizes = [stop - start for start, stop in region]
     total = math.prod(sizes)
     axis = next((n for n, size in enumerate(sizes) if size > 1 and n not in uncut), None)
-    if total <= most or axis is None:
+    if total <= max_numbers or axis is None:
         yield region
         return
     start, stop = region[axis]
-    rows = max(1, most * sizes[axis] // total)
+    rows = max(1, max_numbers * sizes[axis] // total)
     rows = -(-sizes[axis] // -(-sizes[axis] // rows))
     for first in range(start, stop, rows):
         box = (*region[:axis], (first, min(stop, first + rows)), *region[axis + 1 :])
-        yield from _divided(box, most, uncut) if rows == 1 else [box]
+        yield from _divided(box, max_numbers, uncut) if rows == 1 else [box]

@@ -55,10 +55,10 @@ def write_model(
         with (folder / name).open("wb") as file:
             file.write(header([tensor.entry for tensor in shard], metadata))
             for tensor in shard:
-                made = np.ascontiguousarray(tensor.make())
-                assert made.shape == tensor.shape, (tensor.name, made.shape, tensor.shape)
-                assert made.dtype == DTYPES[ST_DTYPES[tensor.dtype]], (tensor.name, made.dtype, tensor.dtype)
-                file.write(made.reshape(-1).view("u1").data)
+                numbers = np.ascontiguousarray(tensor.make())
+                assert numbers.shape == tensor.shape, (tensor.name, numbers.shape, tensor.shape)
+                assert numbers.dtype == DTYPES[ST_DTYPES[tensor.dtype]], (tensor.name, numbers.dtype, tensor.dtype)
+                file.write(numbers.reshape(-1).view("u1").data)
     if len(shards) > 1:
         where = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         total = sum(tensor.entry.nbytes for tensor in tensors)
@@ -68,10 +68,10 @@ def write_model(
     check(folder, model_spec(config, where=str(folder / "config.json")), headers(folder))
 
 
-def _shards(tensors: Sequence[NewTensor], most: int) -> Iterator[list[NewTensor]]:
+def _shards(tensors: Sequence[NewTensor], max_bytes: int) -> Iterator[list[NewTensor]]:
     shard: list[NewTensor] = []
     for tensor in tensors:
-        if shard and sum(one.entry.nbytes for one in shard) + tensor.entry.nbytes > most:
+        if shard and sum(entry.entry.nbytes for entry in shard) + tensor.entry.nbytes > max_bytes:
             yield shard
             shard = []
         shard.append(tensor)

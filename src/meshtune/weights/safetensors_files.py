@@ -64,18 +64,18 @@ def headers(directory: Path) -> dict[str, TensorInfo]:
     a complete set of -00001-of-0000N shards. Raises UserError for missing, half-written or inconsistent files, or
     weights that are not safetensors.
     """
-    found: dict[str, TensorInfo] = {}
+    infos: dict[str, TensorInfo] = {}
     files, listed = _files(directory)
     for file in files:
         for name, info in read_header(file).items():
-            if name in found:
+            if name in infos:
                 raise UserError(
-                    f"tensor '{name}' is in two files, {found[name].file.name} and {file.name}",
+                    f"tensor '{name}' is in two files, {infos[name].file.name} and {file.name}",
                     where=str(directory),
                     fix="remove the stale file, or download the model again into an empty folder",
                 )
-            found[name] = info
-    absent = [(name, file) for name, file in listed.items() if name not in found]
+            infos[name] = info
+    absent = [(name, file) for name, file in listed.items() if name not in infos]
     if absent:
         name, file = absent[0]
         raise UserError(
@@ -84,11 +84,11 @@ def headers(directory: Path) -> dict[str, TensorInfo]:
             where=str(directory / INDEX),
             fix="index and shards are from different versions: download or copy them again together",
         )
-    if not found:
+    if not infos:
         raise UserError(
             "the weight files hold no tensors", where=str(directory), fix="download or copy the model again"
         )
-    return found
+    return infos
 
 
 def _files(directory: Path) -> tuple[list[Path], dict[str, str]]:
@@ -150,9 +150,9 @@ def _no_weights(directory: Path, present: list[str]) -> UserError:
             fix="use a revision with *.safetensors, or convert it where you trust it: "
             "AutoModelForCausalLM.from_pretrained(path).save_pretrained(new_path)",
         )
-    other = f" (found {', '.join(present[:3])}, which is none of them)" if present else ""
+    present_files = f" (found {', '.join(present[:3])}, which is none of them)" if present else ""
     return UserError(
-        f"no weights: neither {SINGLE}, nor {INDEX}, nor a set of numbered shards{other}",
+        f"no weights: neither {SINGLE}, nor {INDEX}, nor a set of numbered shards{present_files}",
         where=str(directory),
         fix="download or copy the model's *.safetensors files into this folder",
     )
@@ -226,9 +226,9 @@ def _tensor(file: Path, name: str, entry: Any, data: int) -> TensorInfo:
     return TensorInfo(shape, str(dtype), file, data + start, stop - start)
 
 
-def broken(file: Path, what: str, fix: str = "download or copy the file again") -> UserError:
+def broken(file: Path, reason: str, fix: str = "download or copy the file again") -> UserError:
     """The error for a safetensors file that is damaged."""
-    return UserError(f"{file.name} is not a whole safetensors file: {what}", where=str(file), fix=fix)
+    return UserError(f"{file.name} is not a whole safetensors file: {reason}", where=str(file), fix=fix)
 
 
 def _count(n: int, noun: str) -> str:

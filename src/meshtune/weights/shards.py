@@ -1,4 +1,4 @@
-"""The slices of a model that this process's devices hold, while they are being filled, quantised ones too."""
+"""The shards of a model's leaves on this process's devices while they are filled from files, quantised ones too."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Shards:
         devices: list[Device],
         waiting: Collection[str] = (),
     ):
-        """`devices`: those whose slices are to be read; the slices of other processes' devices are not kept.
+        """`devices` are those whose shards are read; shards of other processes' devices are planned but not stored.
 
-        `waiting` names arrays (a path, and the field of a quantised weight) that are never on a device: they are filled
-        on the host, and go from there, array by array, to the memory that a device reads.
+        `waiting` names arrays (by path, or path and field of a quantised weight) that are never on a device: they are
+        filled on the host and moved, array by array, to pinned host memory.
         """
         self._arrays, self._layout, self._waiting = arrays, layout, frozenset(waiting)
         parts = {name: array for path, leaf in arrays.items() for name, array in parts_of(path, leaf).items()}
@@ -151,8 +151,8 @@ class Shards:
         if self._layout is None or jax.process_count() == 1:
             return matrix
         lead = len(scales.shape) - 2
-        own = dataclasses.replace(scales, shape=scales.shape[lead:], axes=scales.axes[lead:])
-        spread = jax.make_array_from_callback(matrix.shape, self._layout.of(own), lambda index: matrix[index])
+        matrix_spec = dataclasses.replace(scales, shape=scales.shape[lead:], axes=scales.axes[lead:])
+        spread = jax.make_array_from_callback(matrix.shape, self._layout.of(matrix_spec), lambda index: matrix[index])
         return np.asarray(_replicated(self._layout)(spread).addressable_data(0))
 
     def assembled(self) -> dict[str, Any]:

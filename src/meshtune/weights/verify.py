@@ -141,10 +141,10 @@ def verify_export(
         written, _ = load_spec(dest, dtype)
         if (changed := _spec_difference(spec, written)) is not None:
             raise ExportError(f"the written config.json describes another model: {changed}", where=str(dest))
-        found = headers(dest)
-        check(dest, written, found)
+        infos = headers(dest)
+        check(dest, written, infos)
     with raise_collectively(job, "verify: tensors"):
-        compared = _compare_tensors(flatten(params), spec, found, dtype, job)
+        compared = _compare_tensors(flatten(params), spec, infos, dtype, job)
     if expected is None:
         expected = probe_logits(params, spec, layout)
     got = written_logits(dest, layout)
@@ -154,7 +154,7 @@ def verify_export(
 
 def _spec_difference(spec: ModelSpec, written: ModelSpec) -> str | None:
     """The first field in which two specs differ, but for the dtype and how layers are stacked; None if they agree."""
-    layers = [[entry[3] for entry in _by_layer(one)] for one in (spec, written)]
+    layers = [[entry[3] for entry in _by_layer(model)] for model in (spec, written)]
     if len(layers[0]) != len(layers[1]):
         return f"it has {len(layers[1])} layers, trained were {len(layers[0])}"
     for number, (trained, theirs) in enumerate(zip(*layers, strict=True)):
@@ -176,31 +176,31 @@ def _field_difference(trained: Any, written: Any) -> str | None:
 
 def _by_layer(spec: ModelSpec) -> list[tuple[int, str, int, LayerSpec]]:
     """(number, key in params["layers"], row of that stack, layer spec) of every layer, in order."""
-    every = [
+    layers = [
         (number, key, row, layer) for key, _, layer, numbers in spec.positions() for row, number in enumerate(numbers)
     ]
-    return sorted(every, key=lambda entry: entry[0])
+    return sorted(layers, key=lambda entry: entry[0])
 
 
-def _compare_tensors(flat: dict[str, Any], spec: ModelSpec, found: dict[str, TensorInfo], dtype: str, job: Job) -> int:
-    files = {file: number for number, file in enumerate(sorted({info.file for info in found.values()}))}
-    mine = {name for name, info in found.items() if (files[info.file] + 1) % job.process_count == job.process_index}
+def _compare_tensors(flat: dict[str, Any], spec: ModelSpec, infos: dict[str, TensorInfo], dtype: str, job: Job) -> int:
+    files = {file: number for number, file in enumerate(sorted({info.file for info in infos.values()}))}
+    local = {name for name, info in infos.items() if (files[info.file] + 1) % job.process_count == job.process_index}
     tensors = tensors_of(table_of(spec), flat, dtype)
-    if (different := first_difference(tensors, found, mine)) is not None:
-        tensor, start, trained, there = different
-        message = _tensor_message(tensor.name, start, trained, there)
-        raise ExportError(message, where=str(found[tensor.name].file))
+    if (different := first_difference(tensors, infos, local)) is not None:
+        tensor, start, trained, stored = different
+        message = _tensor_message(tensor.name, start, trained, stored)
+        raise ExportError(message, where=str(infos[tensor.name].file))
     return len(tensors)
 
 
-def _tensor_message(name: str, start: int, trained: np.ndarray, there: np.ndarray) -> str:
-    what = f"tensor '{name}' differs from what was trained"
-    if trained.dtype != there.dtype:
-        return f"{what}: written as {there.dtype}, expected {trained.dtype}"
-    unequal = np.argwhere(trained.view("u1") != there.view("u1"))
+def _tensor_message(name: str, start: int, trained: np.ndarray, stored: np.ndarray) -> str:
+    message = f"tensor '{name}' differs from what was trained"
+    if trained.dtype != stored.dtype:
+        return f"{message}: written as {stored.dtype}, expected {trained.dtype}"
+    unequal = np.argwhere(trained.view("u1") != stored.view("u1"))
     row = start + int(unequal[0][0])
-    distance = np.abs(trained.astype(np.float32) - there.astype(np.float32)).max()
-    return f"{what}: first at row {row}, by up to {distance:.3g}"
+    distance = np.abs(trained.astype(np.float32) - stored.astype(np.float32)).max()
+    return f"{message}: first at row {row}, by up to {distance:.3g}"
 
 
 def written_logits(directory: Path, layout: Layout | None = None) -> Float[np.ndarray, "B T V"]:

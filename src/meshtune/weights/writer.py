@@ -1,7 +1,7 @@
-"""Tensors on their way from arrays, which may be spread over the devices of many processes, to a safetensors file.
+"""Writes arrays, which may be sharded over the devices of many processes, into safetensors files.
 
-Arrays go block by block: no array is ever gathered whole, on the host or on a device. Where an array is spread every
-process takes part in every block, and one of them writes it.
+Arrays are transferred block by block: none is ever gathered whole, on the host or on a device. Every process takes part
+in every block of a sharded array, and one of them writes it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Tensor:
     @classmethod
     def of(cls, name: str, leaf: Any, dtype: str, index: tuple[int, ...] = (), view: View | None = None) -> Tensor:
         """A tensor that is `leaf[index]`, as it is or with its numbers where the view has them."""
-        view = view or View.whole(tuple(leaf.shape[len(index) :]))
+        view = view or View.identity(tuple(leaf.shape[len(index) :]))
         return cls(name, view.tensor, dtype, (Part(leaf, index, view),))
 
     @property
@@ -99,8 +99,8 @@ class Block:
 def blocks_of(part: Part, dtype: str) -> Iterator[Block]:
     """The blocks of a part, each of at most BLOCK_BYTES (or one row of each share)."""
     *index_shares, shares = _split(part).shares
-    first, *rest = part.view.shape or (1,)
-    size = math.prod(index_shares) * shares * math.prod(rest) * jnp.dtype(dtype).itemsize
+    first, *inner = part.view.shape or (1,)
+    size = math.prod(index_shares) * shares * math.prod(inner) * jnp.dtype(dtype).itemsize
     for start, stop in row_ranges((first // shares, size), 1, BLOCK_BYTES):
         yield Block(start, stop - start, shares, first // shares)
 
@@ -116,13 +116,13 @@ def fetch(part: Part, block: Block, dtype: str, keep: bool = True) -> np.ndarray
     for i, n, shares in zip(part.index, part.leaf.shape, split.shares, strict=False):
         starts += [0, i % (n // shares)]
         chosen += [i // (n // shares), 0]
-    rest = part.view.shape[1:]
-    at = np.asarray((*starts, 0, block.start, *(0,) * len(rest)), np.int32)
+    inner = part.view.shape[1:]
+    at = np.asarray((*starts, 0, block.start, *(0,) * len(inner)), np.int32)
     numbers: jax.Array = _cut(part.leaf, at, lead=len(part.index), rows=block.rows, dtype=dtype, split=split)
     if not keep:
         numbers.block_until_ready()  # else blocks that nobody here wants would queue up on the device
         return None
-    return np.asarray(numbers.addressable_data(0))[tuple(chosen)].reshape(block.shares, block.rows, *rest)
+    return np.asarray(numbers.addressable_data(0))[tuple(chosen)].reshape(block.shares, block.rows, *inner)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,23 +160,23 @@ def _cut(leaf: jax.Array, at: jax.Array, *, lead: int, rows: int, dtype: str, sp
     for n, shares, count in zip(leaf_shape, split.shares, (*(1,) * lead, rows), strict=False):
         shape += [shares, n // shares]
         size += [shares, count]
-    rest = leaf_shape[lead + 1 :]
-    leaf = leaf.reshape(*shape, *rest)
+    inner = leaf_shape[lead + 1 :]
+    leaf = leaf.reshape(*shape, *inner)
     if split.sharding is not None:
         leaf = lax.with_sharding_constraint(leaf, split.sharding)
-    block = to_device(lax.dynamic_slice(leaf, tuple(at[i] for i in range(leaf.ndim)), (*size, *rest)))
+    block = to_device(lax.dynamic_slice(leaf, tuple(at[i] for i in range(leaf.ndim)), (*size, *inner)))
     # The barrier keeps float32 -> bfloat16 -> float32 from being simplified away by a caller that fuses this.
     block = lax.optimization_barrier(block.astype(dtype))
     return block if split.replicated is None else lax.with_sharding_constraint(block, split.replicated)
 
 
-def write_file(file: Path, tensors: list[Tensor], metadata: dict[str, str], *, mine: bool = True) -> Iterator[int]:
+def write_file(file: Path, tensors: list[Tensor], metadata: dict[str, str], *, writes: bool = True) -> Iterator[int]:
     """Writes one safetensors file (https://huggingface.co/docs/safetensors); yields the bytes of every block.
 
-    Only the process whose file is `mine` writes. If it cannot, it still takes part in every block before it raises the
+    Only the process with `writes` opens the file. If it fails, it still takes part in every block before it raises the
     OSError, so that no other process waits for it.
     """
-    output = _Output(file, header(tensors, metadata)) if mine else None
+    output = _Output(file, header(tensors, metadata)) if writes else None
     try:
         for tensor, offset in zip(tensors, _offsets(tensors), strict=True):
             itemsize = jnp.dtype(tensor.dtype).itemsize
@@ -257,13 +257,13 @@ class _Output:
         axis = next(n for n, count in enumerate(counts) if count > 1)
         start, stop, step = ranges[axis]
         enclosing = [*ranges[:axis], (start, stop, 1), *((0, n, 1) for n in shape[axis + 1 :])]
-        around = np.zeros((stop - start, *shape[axis + 1 :]), numbers.dtype)
+        enclosed = np.zeros((stop - start, *shape[axis + 1 :]), numbers.dtype)
         (first,) = run_offsets(shape, enclosing, axis)
         at = self._data + offset + first * itemsize
-        self._get(at, around.reshape(-1).view("u1").data)
+        self._get(at, enclosed.reshape(-1).view("u1").data)
         inner = tuple(slice(*entry) for entry in ranges[axis + 1 :])
-        around[(slice(None, None, step), *inner)] = numbers[(0,) * axis]
-        self._put(at, around.reshape(-1).view("u1").data)
+        enclosed[(slice(None, None, step), *inner)] = numbers[(0,) * axis]
+        self._put(at, enclosed.reshape(-1).view("u1").data)
 
     def close(self) -> None:
         """Everything to disk, and out of the cache, so that a verification reads the disk where it can."""
@@ -295,18 +295,18 @@ class _Output:
 
 
 def first_difference(
-    tensors: Iterable[Tensor], infos: Mapping[str, TensorInfo], mine: set[str]
+    tensors: Iterable[Tensor], infos: Mapping[str, TensorInfo], local: set[str]
 ) -> tuple[Tensor, int, np.ndarray, np.ndarray] | None:
     """Compares arrays, bit for bit, with what was written of them in files: (tensor, first row, rows, rows in the file)
     of the first block that differs, or None. Rows are those of the part of a leaf.
 
-    Of tensors spread over processes each compares those whose name is `mine`, and takes part in all.
+    Of tensors spread over processes each compares those whose name is in `local`, and helps to transfer all.
     """
     different = None
     with TensorReader() as reader:
         for tensor in tensors:
             for part, block in _all_blocks(tensor):
-                fetched = fetch(part, block, tensor.dtype, keep=different is None and tensor.name in mine)
+                fetched = fetch(part, block, tensor.dtype, keep=different is None and tensor.name in local)
                 if fetched is None:
                     continue
                 for (start, stop), expected in zip(block.ranges, fetched, strict=True):
@@ -325,13 +325,13 @@ def _all_blocks(tensor: Tensor) -> Iterator[tuple[Part, Block]]:
 
 def read_box(reader: TensorReader, info: TensorInfo, view: View, box: tuple[tuple[int, int], ...]) -> np.ndarray:
     """A box of a view's part, read from the file of its tensor, in the file's dtype."""
-    found = [
+    parts = [
         (target, arranged(view, reader.box(info, view.split_shape, ranges)))
         for ranges, target in tensor_boxes(view, box)
     ]
-    if len(found) == 1:
-        return found[0][1]
+    if len(parts) == 1:
+        return parts[0][1]
     numbers = np.empty([stop - start for start, stop in box], DTYPES[info.dtype])
-    for target, part in found:
+    for target, part in parts:
         numbers[target] = part
     return numbers

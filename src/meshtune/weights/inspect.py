@@ -1,4 +1,4 @@
-"""What a model directory holds, and that it is whole: from its config and the headers of its files alone."""
+"""Summarises a model directory, and checks that it is complete, from its config and the headers of its files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bf
 
 
 @dataclasses.dataclass(frozen=True)
-class Survey:
+class ModelSummary:
     """`dtypes` maps the dtypes that the files hold to bytes, `unused` names tensors that the model does not need."""
 
     directory: str
@@ -30,7 +30,7 @@ class Survey:
     unused: list[str]
 
 
-def survey(directory: Path) -> Survey:
+def inspect_model(directory: Path) -> ModelSummary:
     """Checks names, shapes, dtypes and file sizes against config.json; no weight is read, nothing is allocated.
 
     Raises UserError naming the file and tensor for whatever is missing, half-written, or not as the config says.
@@ -39,21 +39,21 @@ def survey(directory: Path) -> Survey:
     if not directory.is_dir():
         raise UserError("there is no such directory", where=str(directory), fix="give the folder of a downloaded model")
     spec, _ = load_spec(directory)
-    found = headers(directory)
-    check(directory, spec, found, numbers=False)
-    wanted = {entry.name: math.prod(entry.view.tensor) for entry in tensors(spec)}
+    infos = headers(directory)
+    check(directory, spec, infos, numbers=False)
+    sizes = {entry.name: math.prod(entry.view.tensor) for entry in tensors(spec)}
     dtypes: dict[str, int] = {}
-    for name in wanted:
-        dtype = DTYPE_NAMES.get(found[name].dtype, found[name].dtype.lower())
-        dtypes[dtype] = dtypes.get(dtype, 0) + found[name].nbytes
-    return Survey(
+    for name in sizes:
+        dtype = DTYPE_NAMES.get(infos[name].dtype, infos[name].dtype.lower())
+        dtypes[dtype] = dtypes.get(dtype, 0) + infos[name].nbytes
+    return ModelSummary(
         directory=str(directory),
         family=spec.family,
         layers=spec.layers,
-        tensors=len(wanted),
-        parameters=sum(wanted.values()),
-        bytes=sum(found[name].nbytes for name in wanted),
-        files=len({info.file for info in found.values()}),
+        tensors=len(sizes),
+        parameters=sum(sizes.values()),
+        bytes=sum(infos[name].nbytes for name in sizes),
+        files=len({info.file for info in infos.values()}),
         dtypes=dict(sorted(dtypes.items(), key=lambda entry: -entry[1])),
-        unused=[name for name in found if name not in wanted],
+        unused=[name for name in infos if name not in sizes],
     )
