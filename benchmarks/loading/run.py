@@ -85,6 +85,7 @@ def main() -> None:
     options.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("/tmp/loading"))
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--json", type=pathlib.Path)
+    options.add_argument("--keep", action="store_true", help="leave the model in the folder")
     asked = options.parse_args()
     if shutil.disk_usage(asked.folder.parent).free < 6 << 30:
         sys.exit(f"{asked.folder.parent} has less than 6 GiB left")
@@ -105,7 +106,8 @@ def main() -> None:
                 found[name].append({"load": os.getloadavg()[0], "wall": time.monotonic() - at, "processes": said})
                 print(number, name, f"{max(one['seconds'] for one in said):.1f} s", flush=True)
     finally:
-        shutil.rmtree(asked.folder, ignore_errors=True)
+        if not asked.keep:
+            shutil.rmtree(asked.folder, ignore_errors=True)
     print(f"\nmodel: {size / 2**20:,.0f} MiB of tensors\n")
     print("| | seconds (median, best) | read, MiB a process | peak over start, MiB | and beyond the parameters, MiB |")
     print("| --- | --- | --- | --- | --- |")
