@@ -121,6 +121,11 @@ def test_changes_that_would_are_refused_by_name(override):
     assert "overwrite=true" in caught.value.fix
 
 
+def test_changes_of_what_is_learned_can_be_accepted_knowingly():
+    found = check_changes(dumped(), dumped("optimizer.learning_rate=1e-5", "accept_changes=true"))
+    assert "optimizer.learning_rate" in [change.key for change in found]
+
+
 def test_a_run_can_be_made_longer_where_the_schedule_does_not_depend_on_its_length():
     endless = ["optimizer.schedule=constant", "optimizer.warmup_steps=3"]
     assert check_changes(dumped("train.steps=10", *endless), dumped("train.steps=20", *endless))

@@ -57,14 +57,54 @@ def test_an_adapter_is_copied_whole_and_loads_in_peft(adapter, tmp_path):
 
 
 def test_a_moved_base_can_be_named(adapter, tmp_path):
-    done = export(adapter, tmp_path / "merged", merge=True, base=quickstart.MODEL)
-    assert (done.path / "model.safetensors").is_file()
+    moved = tmp_path / "moved"
+    model = base()
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.5)  # as far as logits go, another model
+    model.save_pretrained(moved)
+    transformers.AutoTokenizer.from_pretrained(quickstart.MODEL).save_pretrained(moved)
+    done = export(adapter, tmp_path / "merged", merge=True, base=moved, any_base=True)
+    ours = logits(transformers.AutoModelForCausalLM.from_pretrained(done.path))
+    theirs = logits(peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(moved), adapter))
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
 def test_bfloat16_can_be_asked_for(adapter, tmp_path):
     done = export(adapter, tmp_path / "merged", merge=True, dtype="bfloat16")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(done.path, dtype="auto")
     assert {weight.dtype for weight in loaded.parameters()} == {torch.bfloat16}
+
+
+@pytest.fixture(scope="module")
+def bfloat16_base(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The base, rounded to bfloat16."""
+    path = tmp_path_factory.mktemp("bfloat16") / "base"
+    base().to(torch.bfloat16).save_pretrained(path)
+    transformers.AutoTokenizer.from_pretrained(quickstart.MODEL).save_pretrained(path)
+    return path
+
+
+def test_an_adapter_on_a_bfloat16_base_is_merged_in_float32_where_that_is_asked_for(adapter, bfloat16_base, tmp_path):
+    """The sum as peft makes it in float32: within its own rounding, and far from what bfloat16 could hold."""
+    done = export(adapter, tmp_path / "merged", merge=True, base=bfloat16_base, dtype="float32", any_base=True)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(bfloat16_base, dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(whole, adapter).merge_and_unload().state_dict()
+    ours = transformers.AutoModelForCausalLM.from_pretrained(done.path, dtype="auto").state_dict()
+    for name, weight in theirs.items():
+        assert ours[name].dtype == torch.float32
+        np.testing.assert_allclose(ours[name].numpy(), weight.numpy(), rtol=1e-6, atol=1e-7, err_msg=name)
+    weight = theirs["model.layers.0.self_attn.q_proj.weight"]
+    assert not torch.equal(weight, weight.to(torch.bfloat16).float()), "bfloat16 cannot hold this sum"
+
+
+def test_a_sum_in_another_dtype_is_rounded_once(adapter, bfloat16_base, tmp_path):
+    done = export(adapter, tmp_path / "merged", merge=True, base=bfloat16_base, dtype="float16", any_base=True)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(bfloat16_base, dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(whole, adapter).merge_and_unload().state_dict()
+    ours = transformers.AutoModelForCausalLM.from_pretrained(done.path, dtype="auto").state_dict()
+    name = "model.layers.0.mlp.down_proj.weight"
+    spacing = torch.finfo(torch.float16).eps * theirs[name].abs() + 1e-7  # one float16 step, half on either side
+    assert bool(((ours[name].float() - theirs[name]).abs() <= 0.51 * spacing).all())
 
 
 def test_what_cannot_be_exported_is_said(adapter, tmp_path):

@@ -3,6 +3,7 @@
 import io
 import json
 import pathlib
+import shutil
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from safetensors.numpy import load_file, save_file
 from meshtune.config.load import load_recipe
 from meshtune.errors import UserError
 from meshtune.train.run import train
+
+RESUME = ("resume=true", "accept_changes=true")
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +139,7 @@ def test_freezing_exports_a_whole_model_in_which_only_the_chosen_layer_moved(tmp
 
 
 def test_weights_that_overflow_stop_the_first_update_with_its_records(tmp_path, stories260k, lesson):
-    """A base with an infinity in it: the loss is not finite, nothing is updated, the message names the records."""
+    """A base whose activations overflow: the loss is not finite, nothing is updated, the message names the records."""
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in stories260k.iterdir():
@@ -145,12 +148,32 @@ def test_weights_that_overflow_stop_the_first_update_with_its_records(tmp_path, 
     (weights,) = broken.glob("*.safetensors")
     tensors = load_file(weights)
     name = "model.layers.2.mlp.down_proj.weight"
-    tensors[name] = np.full_like(tensors[name], np.inf)
+    tensors[name] = np.full_like(tensors[name], 1e38)
     save_file(tensors, weights, metadata={"format": "pt"})
     with pytest.raises(UserError) as caught:
         train(recipe(broken, lesson, tmp_path / "out", "train.steps=2"), console=screen()[0])
     assert "in update 1, micro-batch 1 of 1; the update was not made; no checkpoint was saved yet" in caught.value.what
     assert f"{lesson}, record" in caught.value.where
+    assert "resume=true" in caught.value.fix
+    assert (tmp_path / "out/console.log").read_text().count("the update was not made") == 1
+
+
+def test_a_run_is_resumed_with_a_lower_rate_where_that_is_accepted(tmp_path, stories260k, lesson):
+    """What the message of a loss that is not finite advises."""
+    output = tmp_path / "out"
+    train(recipe(stories260k, lesson, output, "train.steps=4", "checkpoint.every=2"), console=screen()[0])
+    shutil.rmtree(output / "checkpoints/4")
+    again = load_recipe(output / "recipe.yaml", ["resume=true", "optimizer.learning_rate=0.001"])
+    with pytest.raises(UserError, match=r"learning_rate: 0\.01 -> 0\.001") as caught:
+        train(again, console=screen()[0])
+    assert "accept_changes=true" in caught.value.fix
+    console, text = screen()
+    train(load_recipe(output / "recipe.yaml", [*RESUME, "optimizer.learning_rate=0.001"]), console=console)
+    assert "changed: optimizer.learning_rate: 0.01 -> 0.001" in text.getvalue()
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [row["learning_rate"] for row in rows] == pytest.approx([0.01, 0.01, 0.001, 0.001])
+    saved = yaml.safe_load((output / "recipe.yaml").read_text())
+    assert not saved["accept_changes"]
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,18 @@ def check(
     directory: Annotated[
         pathlib.Path, typer.Argument(metavar="DIR", help="A model directory, as downloaded.", show_default=False)
     ],
+    values: Annotated[
+        bool, typer.Option("--values", help="Read all numbers too, and name tensors with NaN or infinity.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check names, shapes, dtypes and file sizes against config.json, from the files' headers alone."""
+    from meshtune.weights.finite import require_finite
     from meshtune.weights.inspect import inspect_model
 
     report = inspect_model(directory)
+    if values:
+        require_finite(directory)
     if as_json:
         print(json.dumps(dataclasses.asdict(report), indent=2))
         return
@@ -47,3 +53,5 @@ def check(
     for name, value in rows.items():
         print(f"{name:>12}  {value}")
     print("config.json and weights agree: every tensor is there, whole, in its shape and a floating dtype")
+    if values:
+        print("every number is finite")

@@ -235,6 +235,12 @@ class Recipe(Section):
         default=False, description="Start anew although output is not empty; the old run is moved aside."
     )
 
+    accept_changes: bool = Field(
+        default=False,
+        description="With resume: go on although keys have changed that change what is learned, such as the learning "
+        "rate after a loss that was not finite.",
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _short_forms(cls, value: Any) -> Any:

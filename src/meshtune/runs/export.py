@@ -69,6 +69,8 @@ def export(
             raise UserError("dtype is for whole models", where="dtype", fix="add --merge, or leave dtype out")
         return _adapter(found, found.adapter, dest, overwrite)
     spec, _ = load_spec(found.base)
+    if found.adapter is not None and dtype not in (None, spec.dtype):
+        spec, _ = load_spec(found.base, "float32")  # the sum is made in float32 and rounded once, to `dtype`
     expected, record, words, of = None, None, "", "trained"
     if found.adapter is not None:
         added = load_adapter(found.adapter, spec)

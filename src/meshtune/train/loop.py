@@ -173,7 +173,7 @@ class _Loop:
         said = self.stop_flag.decision()
         self.stop = self.stop or said.signal
         if not bool(values["finite"]):
-            raise _not_finite(batch, values, self.checkpoints)
+            raise _not_finite(self.task, batch, values, self.checkpoints)
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
         self.seconds = seconds
@@ -240,7 +240,7 @@ def _close(batches: Iterator[TrainBatch]) -> None:
         close()
 
 
-def _not_finite(batch: TrainBatch, values: dict[str, Any], checkpoints: Checkpoints) -> UserError:
+def _not_finite(task: Task, batch: TrainBatch, values: dict[str, Any], checkpoints: Checkpoints) -> UserError:
     finite = np.atleast_1d(values["finite_micro"])
     bad = [number for number, fine in enumerate(finite) if not fine] or list(range(len(finite)))
     loss, norm = float(values["loss"]), float(values["grad_norm"])
@@ -251,8 +251,10 @@ def _not_finite(batch: TrainBatch, values: dict[str, Any], checkpoints: Checkpoi
     checkpoints.wait()
     saved = checkpoints.latest()
     kept = f"the checkpoint of update {saved} is kept" if saved is not None else "no checkpoint was saved yet"
+    lower = f"optimizer.learning_rate={task.learning_rate(batch.step) / 2:.1e}"
+    again = f"go on from update {saved} with resume=true accept_changes=true" if saved else "start with resume=true"
     return UserError(
         f"{value} in update {batch.step + 1}, micro-batch {which} of {len(finite)}; the update was not made; {kept}",
         where="; ".join(named[:MOST_RECORDS]) + more,
-        fix="look at these records, lower optimizer.learning_rate, or use compute.precision=float32",
+        fix=f"look at these records; {again} and a lower rate ({lower}) or compute.precision=float32",
     )

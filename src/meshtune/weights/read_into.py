@@ -12,6 +12,7 @@ import numpy as np
 
 from meshtune.families.tensors import TensorMap
 from meshtune.weights.broadcast_reader import BroadcastReader
+from meshtune.weights.finite import check_finite
 from meshtune.weights.read_plan import Block, read_plan
 from meshtune.weights.safetensors_files import BLOCK_BYTES, DTYPES, TensorInfo
 from meshtune.weights.shards import Shards
@@ -32,6 +33,10 @@ class _Tensor:
     @property
     def dtype(self) -> np.dtype:
         return DTYPES[self.info.dtype]
+
+    def check(self, numbers: np.ndarray) -> None:
+        """Raises UserError where a block that was read has a number that is not finite."""
+        check_finite(numbers, self.entries[0].name, self.info.file)
 
     def nbytes(self, block: Block) -> int:
         return int(np.prod(block.shape, dtype=np.int64)) * self.dtype.itemsize
@@ -90,8 +95,11 @@ def _read_in_threads(
         memory = shards.memory_of(block, tensor.dtype)
         if memory is not None:
             reader.read_into(memory, tensor.info, block.split_shape, _ranges(block))
+            tensor.check(memory)
         else:
-            shards.put(block, reader.box(tensor.info, block.split_shape, _ranges(block)))
+            numbers = reader.box(tensor.info, block.split_shape, _ranges(block))
+            tensor.check(numbers)
+            shards.put(block, numbers)
 
     pending: deque[tuple[_Tensor, Block | None, Future[None] | None]] = deque()
 
@@ -135,7 +143,9 @@ def _read_broadcast(
         if not broadcaster.reads or number >= len(order):
             return None
         tensor, block = order[number]
-        return reader.box(tensor.info, block.split_shape, _ranges(block))
+        numbers = reader.box(tensor.info, block.split_shape, _ranges(block))
+        tensor.check(numbers)
+        return numbers
 
     with ThreadPoolExecutor(1, "read") as thread:
         following, number = thread.submit(read, 0), 0

@@ -12,8 +12,9 @@ from meshtune.optim.schedules import ENDLESS
 # Keys that decide what is written, shown or kept, and never what is learned. Bases and data are known by their content
 # (hashes in the checkpoint), so the places they lie in may change.
 FREE = (
-    "output", "resume", "overwrite", "log.*", "sample.*", "checkpoint.*", "model.path", "model.revision", "model.load",
-    "model.tokenizer", "model.chat_template", "model.adapter", "data.*", "mesh", "mesh.*",
+    "output", "resume", "overwrite", "accept_changes", "log.*", "sample.*", "checkpoint.*", "model.path",
+    "model.revision", "model.load", "model.tokenizer", "model.chat_template", "model.adapter", "data.*", "mesh",
+    "mesh.*",
 )  # fmt: skip
 # Not in the data's fingerprint, which is of documents and tokens: these decide how rows are made of them.
 ROWS = ("data.packing", "data.shuffle", "data.max_length")
@@ -45,27 +46,28 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
 
 
 def check_changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
-    """The changes, if a resumed run may have them all.
+    """The changes, if a resumed run may have them all: those that change what is learned need `accept_changes`.
 
-    Raises: UserError that lists those it may not have (they would change what is learned), and those it may.
+    Raises: UserError that lists those it may not have, and those it may.
     """
     found = changes(before, after)
-    refused = [change for change in found if not _allowed(change, before, after)]
-    if refused:
+    refused = [change for change in found if not _is_allowed(change, before, after)]
+    if refused and not after.get("accept_changes"):
         fine = [change for change in found if change not in refused]
         raise UserError(
             "the recipe is not the one this run was started with: "
             + "; ".join(map(str, refused))
             + (f" (these changes are fine: {'; '.join(map(str, fine))})" if fine else ""),
             where=str(after["output"]),
-            fix="put these keys back to go on; to train with the new ones use overwrite=true or another output. "
+            fix="put these keys back to go on as if never interrupted; accept_changes=true goes on from the last "
+            "checkpoint with the new ones; overwrite=true or another output starts anew with them. "
             "A resumed run may change mesh, output, log, sample, checkpoint, eval (without early stopping), and places "
             "of model and data",
         )
     return found
 
 
-def _allowed(change: Change, before: dict[str, Any], after: dict[str, Any]) -> bool:
+def _is_allowed(change: Change, before: dict[str, Any], after: dict[str, Any]) -> bool:
     early = before["eval"]["early_stopping"] or after["eval"]["early_stopping"]
     if change.key in ROWS:
         return False

@@ -9,6 +9,8 @@ from meshtune.errors import UserError
 from meshtune.train.checkpoint.changes import check_changes
 from meshtune.train.checkpoint.checkpoints import Best, Checkpoints, Record
 
+COMMANDS = ("resume", "overwrite", "accept_changes")  # keys that say how to start, and are no part of the run
+
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
@@ -48,7 +50,7 @@ def find_resume(checkpoints: Checkpoints, current: Record) -> Resumed | None:
     for damaged_step, error in damage.items():
         target = checkpoints.set_aside(damaged_step)
         notes.append(f"the checkpoint of update {damaged_step} is not used: {error.what}; it is now in {target}")
-    notes += [f"changed: {change}" for change in changed if change.key not in ("resume", "overwrite")]
+    notes += [f"changed: {change}" for change in changed if change.key not in COMMANDS]
     for name, version in saved.versions.items():
         current_version = current.versions.get(name)
         if current_version != version:

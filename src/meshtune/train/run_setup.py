@@ -1,0 +1,186 @@
+"""Everything of a run that is resolved before its output directory is touched: recipe, model, data, kernels, base."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from meshtune.adapters.config import LoraConfig
+from meshtune.adapters.method import Prepared, count
+from meshtune.adapters.peft_format import BaseRecord, recorded
+from meshtune.config.recipe import DEFAULT_EPOCHS, Recipe
+from meshtune.data.prepare import PreparedData, prepare_data
+from meshtune.mesh.agreement import code_version, main_process_first, require_agreement
+from meshtune.mesh.axes import MeshConfig
+from meshtune.mesh.processes import Job
+from meshtune.model.compute import Compute
+from meshtune.model.sharding import check_batch
+from meshtune.plan.autotune import autotune, merge_decisions
+from meshtune.plan.hardware import Target
+from meshtune.plan.local_target import local_target
+from meshtune.runs.output import check_output
+from meshtune.runs.verify import check_source
+from meshtune.setup.choices import Decision, compute_of, optimizer_of
+from meshtune.setup.devices import device_table, gather_devices, hosts
+from meshtune.setup.machine import this_machine
+from meshtune.setup.materialize import materialize_base, resumed_adapter
+from meshtune.setup.memory import bytes_on_each
+from meshtune.setup.resolved import ResolvedRun, resolve_run
+from meshtune.setup.stage import reference_of
+from meshtune.setup.start import tokenizer_of
+from meshtune.train.checkpoint.record import Record, versions
+from meshtune.train.report import banner, trackers
+from meshtune.train.report.console_log import ConsoleLog
+from meshtune.train.step.state import TrainState
+from meshtune.weights.fingerprint import base_hash
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSetup:
+    """A run whose every open choice is resolved, with its data prepared; no weights are loaded yet.
+
+    `recipe` has no key left at 'auto' that `autotune` decides, and `fields` are its values for JSON. The run makes
+    `total_steps` updates. `adapter` names the adapter that it continues from, if any, by its hash.
+    """
+
+    recipe: Recipe
+    fields: dict[str, Any]
+    output: pathlib.Path
+    console: Console
+    log: ConsoleLog
+    job: Job
+    resolved: ResolvedRun
+    target: Target
+    tokenizer: PreTrainedTokenizerFast
+    data: PreparedData
+    total_steps: int
+    compute: Compute
+    base: BaseRecord
+    adapter: str
+    decisions: list[Decision]
+    processes_per_host: int
+    started: float
+
+    @property
+    def rows(self) -> int:
+        """Rows of a micro-batch."""
+        return self.recipe.train.batch_size // self.recipe.train.accumulation
+
+    @property
+    def start_hash(self) -> str:
+        """What identifies the weights that the run starts from."""
+        return f"{self.base.hash}{self.adapter}"
+
+    def record(self) -> Record:
+        """The checkpoint record of the run's start."""
+        recipe = self.fields
+        return Record(
+            0, self.recipe.seed, recipe, self.base.path, self.start_hash, self.data.fingerprint, versions=versions()
+        )
+
+    def plan(self, model: Prepared, state: TrainState) -> banner.Plan:
+        """The run in numbers, for the banner."""
+        recipe, report, method = self.recipe, self.data.report, self.resolved.method
+        gradients = 0 if recipe.optimizer.layerwise else bytes_on_each(model.trainable, itemsize=4)
+        optimizer = optimizer_of(recipe, self.resolved.precision)
+        return banner.Plan(
+            model=recipe.model.path,
+            family=model.spec.family,
+            counts=count(model),
+            method=method.words if isinstance(method, LoraConfig) else recipe.method.kind,
+            steps=self.total_steps,
+            rows=recipe.train.batch_size,
+            accumulation=recipe.train.accumulation,
+            length=self.data.train.row_length,
+            tokens=report.counts.tokens / max(1, report.steps_per_epoch),
+            records=f"{report.samples:,} {report.noun}",
+            optimizer=f"{optimizer.name}, learning rate {optimizer.learning_rate:g}, {optimizer.schedule}",
+            state_bytes=bytes_on_each((state, model.frozen)) + gradients,
+        )
+
+
+def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: ConsoleLog, job: Job) -> RunSetup:
+    """Resolves a recipe for the devices of `job`, prepares its data, and shows the devices; writes nothing to `output`.
+
+    All processes of the job call this. Raises: UserError for whatever can be known to be wrong by now.
+    """
+    started = time.monotonic()
+    fields = recipe.model_dump(mode="json")
+    require_agreement(job, "the code", code_version(), fix="run the same image or environment on every host")
+    require_agreement(job, "the recipe", fields, fix="give every process the same recipe and overrides")
+    processes = gather_devices(job)
+    console.print(device_table(processes))
+    if job.is_main_process:
+        check_output(output, resume=recipe.resume, overwrite=recipe.overwrite)
+        trackers.check_installed(list(recipe.log.trackers))
+    machine, host_count = this_machine(), len(hosts(processes))
+    target = local_target(machine, host_count)
+    recipe, autotuned = autotune(recipe, target, job)
+    resolved = resolve_run(recipe, machine, processes, launcher=job.info.launcher)
+    check_source(resolved.source, job)
+    tokenizer = tokenizer_of(recipe, resolved.source)
+    with main_process_first(job, "data"):  # the others find what it prepared, where they share a disk
+        data = _prepare_data(recipe, resolved, tokenizer, console)
+    rows, length = recipe.train.batch_size // recipe.train.accumulation, data.train.row_length
+    if resolved.layout is not None:
+        check_batch(MeshConfig(**resolved.layout.mesh.shape), rows, length)
+    compute, decisions = compute_of(recipe, resolved.spec, resolved.precision, rows, length, resolved.layout)
+    reference = reference_of(recipe, resolved.method)
+    decisions += [] if reference is None else [reference]
+    base = BaseRecord(recipe.model.path, base_hash(resolved.source), recorded(resolved.quantize))
+    adapter = resumed_adapter(recipe, resolved, base)
+    inputs = {"base model": base.hash, "training data": data.fingerprint, "adapter": adapter}
+    require_agreement(job, "what they read", inputs, fix="give every host the same files")
+    return RunSetup(
+        recipe=recipe,
+        fields=recipe.model_dump(mode="json"),
+        output=output,
+        console=console,
+        log=log,
+        job=job,
+        resolved=resolved,
+        target=target,
+        tokenizer=tokenizer,
+        data=data,
+        total_steps=recipe.train.steps or data.train.total_steps(recipe.train.epochs or DEFAULT_EPOCHS),
+        compute=compute,
+        base=base,
+        adapter=adapter,
+        decisions=merge_decisions(autotuned, [*resolved.decisions, *decisions]),
+        processes_per_host=max(1, len(processes) // host_count),
+        started=started,
+    )
+
+
+def with_base(setup: RunSetup) -> RunSetup:
+    """The setup with the model that the run starts from written to its output, where it is not one as published."""
+    resolved, base = materialize_base(
+        setup.resolved, setup.recipe, setup.output, setup.tokenizer, setup.base, setup.job, setup.console.print
+    )
+    return dataclasses.replace(setup, resolved=resolved, base=base)
+
+
+def _prepare_data(
+    recipe: Recipe, resolved: ResolvedRun, tokenizer: PreTrainedTokenizerFast, console: Console
+) -> PreparedData:
+    with console.status("reading data") as status:
+        data = prepare_data(
+            recipe,
+            tokenizer,
+            vocab=resolved.spec.vocab,
+            progress=lambda what, done, of: status.update(f"{what}: {done:,} of {of:,}"),
+        )
+    for report in (data.report, data.validation_report):
+        for warning in report.warnings if report else ():
+            console.print(f"[yellow]{report.split} data:[/] {warning}" if report else "")
+    longest, context = recipe.data.max_length, resolved.spec.max_length
+    if context and longest > context:
+        console.print(f"[yellow]data.max_length {longest} is beyond the model's context of {context} tokens[/]")
+    return data
