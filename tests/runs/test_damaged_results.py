@@ -94,3 +94,26 @@ def test_what_export_writes_has_digests(run, tmp_path):
         damage(done.path, 3)
         with pytest.raises(UserError):
             load(str(done.path))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_two_hundred_damages_to_any_file_of_a_run_are_errors_or_change_nothing(finished, tmp_path, monkeypatch):
+    """Each resumes the run and loads its result: a UserError, or the adapter of the undamaged run, bit for bit."""
+    monkeypatch.setenv("MESHTUNE_CACHE", str(tmp_path / "cache"))
+    adapter = (finished / "adapter/adapter_model.safetensors").read_bytes()
+    outcomes = {"refused": 0, "unchanged": 0}
+    for seed in range(200):
+        output = pathlib.Path(shutil.copytree(finished, tmp_path / f"out-{seed}"))
+        done = damage(output, seed)
+        try:
+            recipe = load_recipe(finished / "recipe.yaml", [f"output={output}", "resume=true"])
+            train(recipe, console=Console(file=io.StringIO()))
+            load(str(output))
+        except UserError:
+            outcomes["refused"] += 1
+        else:
+            assert (output / "adapter/adapter_model.safetensors").read_bytes() == adapter, done
+            outcomes["unchanged"] += 1
+        shutil.rmtree(output)
+    assert outcomes["unchanged"] > 0, "a run whose newest checkpoint is damaged continues from the one before it"
