@@ -1,4 +1,4 @@
-"""`meshtune schema`: the keys of a recipe."""
+"""`meshtune schema`: the keys of a recipe, and the options of every command."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ import typer
 
 def schema(
     markdown: Annotated[bool, typer.Option("--markdown", help="A table for people instead of JSON schema.")] = False,
+    commands: Annotated[bool, typer.Option("--commands", help="Every command with its options, as Markdown.")] = False,
 ) -> None:
-    """Print the recipe's JSON schema, or a table of every key."""
+    """Print the recipe's JSON schema, a table of every key, or a reference of the command line."""
+    if commands:
+        from meshtune.cli import main, reference
+
+        print(reference.commands(typer.main.get_command(main.app), "meshtune"))
+        return
     from meshtune.config.schema import json_schema
     from meshtune.config.schema import markdown as table
 
