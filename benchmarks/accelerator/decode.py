@@ -55,11 +55,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         return first - start, time.perf_counter() - first
 
     compile_seconds = sum(timed())
-    first, rest = timed()
+    first, following = timed()
     stats = jax.local_devices()[0].memory_stats() or {}
     return {
         "first_token_seconds": first,
-        "tokens_per_second": args.rows * (args.decode - 1) / rest,
+        "tokens_per_second": args.rows * (args.decode - 1) / following,
         "peak_bytes": stats.get("peak_bytes_in_use"),
         "compile_seconds": compile_seconds,
         "versions": {"jax": jax.__version__},

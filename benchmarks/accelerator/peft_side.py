@@ -143,10 +143,10 @@ def decode(args: argparse.Namespace) -> dict[str, Any]:
         return times[1] - times[0], time.perf_counter() - times[1]
 
     timed()
-    first, rest = timed()
+    first, following = timed()
     return {
         "first_token_seconds": first,
-        "tokens_per_second": args.rows * (args.decode - 1) / rest,
+        "tokens_per_second": args.rows * (args.decode - 1) / following,
         "peak_bytes": torch.cuda.max_memory_allocated() if gpu else None,
         "versions": versions(),
     }
