@@ -11,9 +11,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from meshtune.adapters.method import Counts
+from meshtune.cache import cache_folder
+from meshtune.data.store import cache_directory
 from meshtune.errors import UserError
 from meshtune.objectives import STAGES
+from meshtune.plan.compilers.find import compilers_folder
 from meshtune.train.report import metrics_log, trackers
+from meshtune.train.report.banner import Plan, show_plan
 from meshtune.train.report.console_log import logged
 from meshtune.train.report.events import Evaluated, Sampled, Started, Stepped, Stopped, opened
 from meshtune.train.report.plot import LossPlot, draw
@@ -215,3 +220,35 @@ def test_the_screen_shows_loss_speed_memory_evaluation_and_sample(terminal):
         assert part in text
     if not terminal:
         assert "update 2/2  smoothed loss 2.0000  200 tok/s  1.0 GiB" in text
+
+
+def test_the_banner_counts_the_base_without_adapters_and_never_cuts_a_path():
+    path = "/models/" + "a-rather-long-name/" * 6 + "model"
+    plan = Plan(
+        path,
+        "llama",
+        Counts(adapters=10_000, full=0, frozen=1_000_000),
+        "lora",
+        1,
+        1,
+        1,
+        8,
+        8.0,
+        "3 documents",
+        "sgd",
+        0,
+    )
+    console = Console(width=80, record=True, file=io.StringIO())
+    show_plan(console, plan, [])
+    text = "".join(console.export_text().split())
+    assert path in text
+    assert "1Mparameters" in text
+    assert "10ktrainable,0.99%" in text
+
+
+def test_one_variable_moves_everything_that_is_cached(tmp_path, monkeypatch):
+    monkeypatch.setenv("MESHTUNE_CACHE", str(tmp_path))
+    monkeypatch.delenv("MESHTUNE_COMPILERS", raising=False)
+    assert cache_directory() == tmp_path / "tokens"
+    assert compilers_folder() == tmp_path / "compilers"
+    assert cache_folder() == tmp_path
