@@ -42,7 +42,7 @@ def cache(tmp_path_factory):
 
 def documents_of(batch):
     """(tokens, targets, weights, positions) of every segment in a batch."""
-    segments = []
+    contents = []
     flat = {name: array.reshape(-1, array.shape[-1]) for name, array in batch.arrays.items()}
     origins = [row for micro in batch.origins for row in micro]
     for row, names in enumerate(origins):
@@ -50,10 +50,10 @@ def documents_of(batch):
         assert sorted(set(segments.tolist()) - {0}) == list(range(1, len(names) + 1))
         for segment, origin in enumerate(names, start=1):
             span = segments == segment
-            segments.append(
+            contents.append(
                 (origin, *(flat[name][row][span] for name in ("tokens", "targets", "weights", "positions")))
             )
-    return segments
+    return contents
 
 
 @settings(max_examples=60, deadline=None)

@@ -188,7 +188,7 @@ def test_the_first_batch_has_the_contents_of_its_records(smol, alpaca, tmp_path)
         question = record["instruction"] + (f"\n{record['input']}" if record["input"] else "")
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": record["output"]}]
         ids = smol.apply_chat_template(messages, return_dict=False)
-        segment = row["segment_ids"] == segment
-        assert row["tokens"][segment].tolist() == ids[:-1]
-        assert row["targets"][segment].tolist() == ids[1:]
-        assert np.array_equal(row["positions"][segment], np.arange(len(ids) - 1))
+        span = row["segment_ids"] == segment
+        assert row["tokens"][span].tolist() == ids[:-1]
+        assert row["targets"][span].tolist() == ids[1:]
+        assert np.array_equal(row["positions"][span], np.arange(len(ids) - 1))
