@@ -39,8 +39,10 @@ def test_the_request_of_the_banner_is_the_one_that_runs(name, chunk, monkeypatch
     tokens = jnp.zeros((2, 8), jnp.int32)
     inputs = Inputs(tokens, jnp.tile(jnp.arange(8), (2, 1)), jnp.ones_like(tokens))
     requests = []
-    chosen = kernels.choose
-    monkeypatch.setattr(kernels, "choose", lambda request, *rest: requests.append(request) or chosen(request, *rest))
+    chosen = kernels.choose_backend
+    monkeypatch.setattr(
+        kernels, "choose_backend", lambda request, *rest: requests.append(request) or chosen(request, *rest)
+    )
     layer(jnp.ones((2, 8, 16)), node, kind, Context(compute, rows_of(inputs, spec.ropes), {}))
     expected = block.attention_request(2, chunk or 8, 8, compute)
     assert {dataclasses.replace(request, platform=expected.platform) for request in requests} == {expected}
