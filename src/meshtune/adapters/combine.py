@@ -1,4 +1,4 @@
-"""Several LoRA adapters of one base combined, with weights, into one."""
+"""Combines several LoRA adapters of one base, with weights, into one adapter."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 
 @dataclasses.dataclass(frozen=True)
 class Combined:
-    """What was written: the adapter, its rank and how many weights it adapts."""
+    """The combined adapter: its directory, its rank and the number of modules it adapts."""
 
     path: pathlib.Path
     rank: int
@@ -56,14 +56,15 @@ def combine(
     seed: int = 0,
     any_base: bool = False,
 ) -> Combined:
-    """Writes the adapter `dest`, the combination of adapter directories by one of `weighted.METHODS`.
+    """Writes to `dest` the combination of adapter directories by one of `weighted.METHODS`.
 
-    A weight that only some adapters adapt gets these. The result's rank is the sum of all (cat), `rank` or the largest
-    (svd and what ends in it), or what all have; its file records what it came from. `density` is the share of numbers
-    that methods which prune keep; `seed` that of dare's choice. No base model is needed.
+    A module that only some adapters adapt is combined from those. The rank of the result is the sum of all ranks (cat),
+    `rank` or the largest one (svd and methods ending in it), or the rank that all have; its file records its sources.
+    `density` is the share of numbers kept by methods that prune; `seed` seeds dare's random choice. The base model is
+    not needed.
 
-    Raises UserError for another kind of adapter than LoRA, modules trained in full, different bases (unless
-    `any_base`), ranks that a method cannot add, and options that the method does not read.
+    Raises UserError for adapters that are not LoRA, modules trained in full, different bases (unless `any_base`), ranks
+    that a method cannot add, and options that the method does not use.
     """
     paths = [pathlib.Path(source).expanduser() for source in sources]
     dest = pathlib.Path(dest).expanduser()
@@ -76,10 +77,12 @@ def combine(
     draw = np.random.default_rng(seed)
     tensors: dict[str, np.ndarray] = {}
     for name in modules:
-        own = [
-            (one.factors[name], weight) for one, weight in zip(adapters, weights, strict=True) if name in one.factors
+        adapting = [
+            (adapter.factors[name], weight)
+            for adapter, weight in zip(adapters, weights, strict=True)
+            if name in adapter.factors
         ]
-        parts, shares = zip(*own, strict=True)
+        parts, shares = zip(*adapting, strict=True)
         _same_shape(name, parts)
         options = {"density": 1.0 if density is None else density, "majority": majority, "draw": draw}
         a, b = weighted(parts, shares, method, made_rank, **options)
@@ -97,8 +100,8 @@ def combine(
         "combined": {
             **{name: value for name, value in how.items() if value is not None},
             "of": [
-                {"path": str(one.path), "hash": one.hash, "weight": weight}
-                for one, weight in zip(adapters, weights, strict=True)
+                {"path": str(adapter.path), "hash": adapter.hash, "weight": weight}
+                for adapter, weight in zip(adapters, weights, strict=True)
             ],
         },
     }
@@ -175,41 +178,43 @@ def _read(path: pathlib.Path) -> _Adapter:
             halves.setdefault(inner.removesuffix(half), {})[half] = file.get_tensor(name)
         base = record_of(file.metadata() or {}, peft)
     factors = {}
-    for name, own in halves.items():
-        if len(own) != 2 or own[A].shape[0] != own[B].shape[1]:
+    for name, pair in halves.items():
+        if len(pair) != 2 or pair[A].shape[0] != pair[B].shape[1]:
             raise UserError(
                 f"the two matrices of {name} do not fit", where=str(path / WEIGHTS), fix="copy or save it again"
             )
-        rank = own[A].shape[0]
-        factors[name] = Factors(own[A], own[B], peft.config.scale(rank, peft.alpha(name)))
+        rank = pair[A].shape[0]
+        factors[name] = Factors(pair[A], pair[B], peft.config.scale(rank, peft.alpha(name)))
     digest = hashlib.sha256((path / WEIGHTS).read_bytes()).hexdigest()
     return _Adapter(path, peft, base, factors, f"sha256:{digest}")
 
 
 def _same_base(adapters: list[_Adapter]) -> None:
     first = adapters[0]
-    for other in adapters[1:]:
-        known = first.base.hash is not None and other.base.hash is not None
-        same = first.base.hash == other.base.hash if known else first.base.path == other.base.path
-        if not same or first.base.quantize != other.base.quantize:
-            ours, theirs = (f"{one.base.path} ({one.base.quantize or one.base.hash})" for one in (first, other))
+    for second in adapters[1:]:
+        known = first.base.hash is not None and second.base.hash is not None
+        equal = first.base.hash == second.base.hash if known else first.base.path == second.base.path
+        if not equal or first.base.quantize != second.base.quantize:
+            ours, theirs = (
+                f"{adapter.base.path} ({adapter.base.quantize or adapter.base.hash})" for adapter in (first, second)
+            )
             raise UserError(
                 f"the adapters were trained on different bases: {ours} and {theirs}",
-                where=str(other.path),
+                where=str(second.path),
                 fix="combine adapters of one base; with --any-base the result is said to be for the first one's",
             )
 
 
-def _rank(adapters: list[_Adapter], method: str, asked: int | None) -> int:
-    ranks = [max(factor.rank for factor in one.factors.values()) for one in adapters]
+def _rank(adapters: list[_Adapter], method: str, requested: int | None) -> int:
+    ranks = [max(factor.rank for factor in adapter.factors.values()) for adapter in adapters]
     if method == "cat":
         return sum(ranks)
     if not keeps_factors(method):
-        return asked or max(ranks)
-    every = {factor.rank for one in adapters for factor in one.factors.values()}
-    if len(every) > 1:
+        return requested or max(ranks)
+    distinct = {factor.rank for adapter in adapters for factor in adapter.factors.values()}
+    if len(distinct) > 1:
         raise UserError(
-            f"{method} adds A to A and B to B, and the adapters have ranks {', '.join(map(str, sorted(every)))}",
+            f"{method} adds A to A and B to B, and the adapters have ranks {', '.join(map(str, sorted(distinct)))}",
             where="--method",
             fix="use cat (exact; the ranks add up) or svd, which take different ranks",
         )
@@ -226,16 +231,18 @@ def _same_shape(name: str, parts: Sequence[Factors]) -> None:
 
 
 def _fields(adapters: list[_Adapter], modules: list[str], rank: int) -> dict[str, Any]:
-    """The adapter_config.json: the first one's, with what the result is."""
-    lists = [one.peft.fields.get("target_modules") for one in adapters]
+    """The fields of adapter_config.json: those of the first adapter, updated for the result."""
+    lists = [adapter.peft.fields.get("target_modules") for adapter in adapters]
     plain = all(isinstance(names, list) for names in lists)
-    limited = any(one.peft.fields.get(f) for one in adapters for f in ("layers_to_transform", "exclude_modules"))
+    limited = any(
+        adapter.peft.fields.get(field) for adapter in adapters for field in ("layers_to_transform", "exclude_modules")
+    )
     short = sorted({name for names in lists for name in names or ()}) if plain and not limited else sorted(modules)
-    kept = dict(adapters[0].peft.fields)
+    fields = dict(adapters[0].peft.fields)
     for field in ("layers_to_transform", "layers_pattern", "exclude_modules", "modules_to_save"):
-        if field in kept:
-            kept[field] = None
-    return kept | {
+        if field in fields:
+            fields[field] = None
+    return fields | {
         "r": rank,
         "lora_alpha": rank,
         "use_rslora": False,

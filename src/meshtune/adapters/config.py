@@ -1,4 +1,4 @@
-"""Which parameters a run trains, as plain data: the three methods."""
+"""The training methods, as plain data: which parameters a run trains."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ ALL_LINEAR = "all-linear"
 class LoraConfig:
     """Low-rank adapters beside frozen weights (https://arxiv.org/abs/2106.09685).
 
-    `targets` is 'all-linear' (every linear layer but the head), or module names and patterns, as are `train_modules`,
-    the modules trained in full beside the adapters. `adapter` is a key of `meshtune.adapters.ADAPTERS`; options that
-    begin with a kind's name are that kind's, `svd_iterations` (None: an exact decomposition) pissa's and loftq's.
-    `ranks` and `alphas` are those of single HF modules where they differ. Of the embedding, and of a head of its own,
-    the rows `token_rows` are trained where the whole is not. `continued` is the adapter that training goes on with.
-    Raises UserError for a rank, alpha or dropout that cannot be.
+    `targets` is 'all-linear' (every matrix of the layers), or module names and patterns, as are `train_modules`, the
+    modules trained in full beside the adapters. `adapter` is a key of `meshtune.adapters.ADAPTERS`; options that start
+    with a type's name are for that type, `svd_iterations` (None: an exact decomposition) for pissa and loftq. `ranks`
+    and `alphas` list single Hugging Face modules whose rank or alpha differs. `token_rows` are the rows of the
+    embedding, and of an untied head, that are trained where the whole matrix is not. `continued` is the path of the
+    adapter that training resumes from.
+    Raises UserError for an invalid rank, alpha or dropout.
     """
 
     rank: int = 8
@@ -60,19 +61,19 @@ class LoraConfig:
         object.__setattr__(self, "train_modules", tuple(self.train_modules))
 
     @property
-    def words(self) -> str:
-        """The kind and its size, for people."""
+    def description(self) -> str:
+        """The type of adapter and its size, such as 'lora, rank 8, alpha 16'."""
         if self.adapter == "oft":
             return f"oft, blocks of {self.oft_block_size}"
         return f"{self.adapter}, rank {self.rank}" + (f", alpha {self.alpha:g}" if self.adapter != "vera" else "")
 
     def scale(self, rank: int | None = None, alpha: float | None = None) -> float:
-        """What B @ A is multiplied by: alpha / rank, or alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732)."""
+        """The factor of B @ A: alpha / rank, or alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732)."""
         rank, alpha = rank or self.rank, self.alpha if alpha is None else alpha
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
     def of(self, name: str) -> LoraConfig:
-        """This with the rank and alpha of the adapter of one HF module."""
+        """The config with the rank and alpha of one Hugging Face module."""
         ranks, alphas = dict(self.ranks), dict(self.alphas)
         if name not in ranks and name not in alphas:
             return self
@@ -86,7 +87,7 @@ class FullConfig:
 
 @dataclasses.dataclass(frozen=True)
 class FreezeConfig:
-    """The last or first n layers are trained in full, or named modules, or named modules within those layers."""
+    """Trains the last or first n layers in full, or named modules, or named modules within those layers."""
 
     last_layers: int | None = None
     first_layers: int | None = None
@@ -109,7 +110,7 @@ class FreezeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ExpandConfig:
-    """The new layers of a model that was made deeper by as many, `blocks` (families.expansion), are trained in full."""
+    """Trains the `blocks` new layers of an expanded model (families.expansion) in full."""
 
     blocks: int
 

@@ -1,4 +1,4 @@
-"""DoRA: the direction of every row of a weight by LoRA, its length as a number (https://arxiv.org/abs/2402.09353).
+"""DoRA: LoRA for the direction of every row of a weight, a number for its length (https://arxiv.org/abs/2402.09353).
 
 As in PEFT and the authors' code the row's length ||W + scale B A|| is a constant to the gradient (section 4.3).
 """
@@ -81,8 +81,8 @@ class DoRA:
         lora = adapter.lora.drawn(keys)
         near = to_device(weight)
         length = lax.map(_length, near) if keys.ndim else _length(near)
-        made = dataclasses.replace(adapter, a=lora.a, b=lora.b, magnitude=length.astype(adapter.magnitude.dtype))
-        return Started(made, weight)
+        start = dataclasses.replace(adapter, a=lora.a, b=lora.b, magnitude=length.astype(adapter.magnitude.dtype))
+        return Started(start, weight)
 
     def apply(
         self,
@@ -98,8 +98,8 @@ class DoRA:
         if key is None or self.dropout == 0:
             return (share * (y + self.lora.product(x, y.dtype))).astype(y.dtype)
         left = dropped(x, self.dropout, key)
-        more = share * self.lora.product(left, y.dtype) + (share - 1) * matmul(left, weight, out)
-        return (y + more).astype(y.dtype)
+        change = share * self.lora.product(left, y.dtype) + (share - 1) * matmul(left, weight, out)
+        return (y + change).astype(y.dtype)
 
     def length(self, weight: Any) -> Float[Array, "o"]:
         """||W + scale B A|| of every row, float32, from products with A and B: their whole product is never made.
@@ -110,8 +110,8 @@ class DoRA:
         wide, a, b = _wide(weight), self.a.astype(jnp.float32), self.b.astype(jnp.float32)
         crossed = jnp.einsum("oi,ri->or", wide, a, precision=highest)
         inner = jnp.einsum("or,rs->os", b, jnp.einsum("ri,si->rs", a, a, precision=highest), precision=highest)
-        more = jnp.sum(b * (2 * self.scale * crossed + self.scale**2 * inner), axis=-1)
-        return jnp.sqrt(jnp.sum(jnp.square(wide), axis=-1) + more)
+        change = jnp.sum(b * (2 * self.scale * crossed + self.scale**2 * inner), axis=-1)
+        return jnp.sqrt(jnp.sum(jnp.square(wide), axis=-1) + change)
 
     def in_use(self, gathered: Callable[..., Array], axes: tuple[str, str]) -> DoRA:
         """The adapter laid out for computing by `gathered(array, *axes)`; `axes` are the weight's, (out, in)."""

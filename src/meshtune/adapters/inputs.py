@@ -1,4 +1,4 @@
-"""How large the inputs of linear layers are: an adapter that changes nothing and measures what it is applied to."""
+"""Measures the inputs of linear layers, by an adapter that leaves their outputs unchanged."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from meshtune.model.spec import ModelSpec
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class There:
-    """1.0 for the tokens that count and 0.0 for padding, [B, T]: what all `Measure`s of a program read."""
+class CountedTokens:
+    """1.0 for tokens and 0.0 for padding, [B, T]; shared by all `Measure`s of a program."""
 
     tokens: Any
 
-    def cut(self, shape: tuple[int, ...]) -> There:
-        """The same for a weight of every shape."""
+    def cut(self, shape: tuple[int, ...]) -> CountedTokens:
+        """The same mask for a weight of any shape."""
         return self
 
-    def in_use(self, gathered: Callable[..., Array], axes: tuple[str, str]) -> There:
-        """It lies as the tokens do."""
+    def in_use(self, gathered: Callable[..., Array], axes: tuple[str, str]) -> CountedTokens:
+        """The mask is sharded like the tokens."""
         return self
 
 
@@ -49,15 +49,15 @@ class Measure:
         weight: Any,
         key: Array | None = None,
         out: DTypeLike | None = None,
-        fixed: There | None = None,
+        fixed: CountedTokens | None = None,
     ) -> Float[Array, "B T o"]:
-        """The linear layer as it is, without its bias."""
-        assert fixed is not None, "which tokens count is not in the tree"
+        """The linear layer, unchanged and without its bias."""
+        assert fixed is not None, "the mask of counted tokens is not in the tree"
         counted = jnp.square(x.astype(jnp.float32)) * fixed.tokens[..., None]
         return _noted(matmul(x, weight, out), self.squares, jnp.sum(counted, axis=(0, 1)))
 
     def in_use(self, gathered: Callable[..., Array], axes: tuple[str, str]) -> Measure:
-        """Laid out for computing: see adapters.kind.Adapter."""
+        """Gathered for computing: see adapters.kind.Adapter."""
         return Measure(gathered(self.squares, axes[1]))
 
 
@@ -71,7 +71,7 @@ def _noted_forward(y: Array, squares: Array, counted: Array) -> tuple[Array, Arr
 
 
 def _noted_backward(counted: Array, cotangent: Array) -> tuple[Array, Array, Array]:
-    # Nothing goes further back, so that the products of a backward pass are not computed.
+    # The cotangent stops here, so that the matrix products of a backward pass are not computed.
     return jnp.zeros_like(cotangent), counted, jnp.zeros_like(counted)
 
 
@@ -99,21 +99,23 @@ def input_sizes(
     total = jax.jit(lambda: {node: jnp.zeros(form.shape) for node, form in forms.items()}, out_shardings=where)()
 
     def summed(squares: dict[str, Array], params: Tree, batch: Tree) -> tuple[dict[str, Array], Array]:
-        there = (batch["segment_ids"] > 0).astype(jnp.float32)
+        counted = (batch["segment_ids"] > 0).astype(jnp.float32)
         texts = (batch["tokens"], batch["positions"], batch["segment_ids"])
 
         def through(measured: dict[str, Array]) -> Array:
             beside = unflatten({f"{node}/adapter": Measure(array) for node, array in measured.items()})
-            return hidden_states(merge(params, merge(beside, {SHARED: There(there)})), spec, compute, *texts).sum()
+            return hidden_states(
+                merge(params, merge(beside, {SHARED: CountedTokens(counted)})), spec, compute, *texts
+            ).sum()
 
-        found = jax.grad(through)(jax.tree.map(jnp.zeros_like, squares))
-        return jax.tree.map(jnp.add, squares, found), jnp.sum(there)
+        sums = jax.grad(through)(jax.tree.map(jnp.zeros_like, squares))
+        return jax.tree.map(jnp.add, squares, sums), jnp.sum(counted)
 
     options = None if compute.dtype == "float32" else compiler_options(compute.platform)
     outs = None if layout is None else (where, layout.replicated)
     step = jax.jit(summed, donate_argnums=0, out_shardings=outs, compiler_options=options)
     tokens = 0.0
     for batch in batches:
-        total, there = step(total, params, {name: batch[name] for name in ("tokens", "positions", "segment_ids")})
-        tokens += float(jax.device_get(there.addressable_data(0)))
+        total, counted = step(total, params, {name: batch[name] for name in ("tokens", "positions", "segment_ids")})
+        tokens += float(jax.device_get(counted.addressable_data(0)))
     return {node: jnp.sqrt(squares / tokens) for node, squares in total.items()}

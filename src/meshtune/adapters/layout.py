@@ -19,9 +19,9 @@ from meshtune.model.spec import ModelSpec, stacks_of
 
 
 def uniform(spec: ModelSpec, choice: Mapping[str, Hashable]) -> ModelSpec:
-    """The spec, with stacks split where needed so that `choice` (HF module name -> anything) is the same in a stack.
+    """The spec with stacks split where needed, so that `choice` (by HF module name) is the same within a stack.
 
-    A module that `choice` lacks differs from one it has.
+    A module that is not in `choice` differs from those that are.
     """
     signature: list[dict[str, Hashable]] = [{} for _ in range(spec.layers)]
     by_node: dict[str, set[Hashable]] = {}
@@ -29,7 +29,7 @@ def uniform(spec: ModelSpec, choice: Mapping[str, Hashable]) -> ModelSpec:
         if module.layer is not None:
             signature[module.layer][module.site] = choice.get(name)
             by_node.setdefault(module.node, set()).add(choice.get(name))
-    if all(len(seen) == 1 for seen in by_node.values()):
+    if all(len(choices) == 1 for choices in by_node.values()):
         return spec
     flat = [layer for stack in spec.stacks for _ in range(stack.repeats) for layer in stack.pattern]
     starts = [at for at in range(spec.layers) if at == 0 or signature[at] != signature[at - 1]]
@@ -38,12 +38,13 @@ def uniform(spec: ModelSpec, choice: Mapping[str, Hashable]) -> ModelSpec:
 
 
 def restack(params: Tree, old: ModelSpec, new: ModelSpec) -> Tree:
-    """Parameters of `old`'s layout in `new`'s. `params` is used up: at most one stacked leaf exists twice."""
+    """Converts parameters from the stacks of `old` to those of `new`. `params` is consumed: at most one stacked leaf
+    exists twice."""
     if old == new:
         return params
     row_of = {n: (key, row) for key, _, _, numbers in old.positions() for row, n in enumerate(numbers)}
-    rest, layers = dict(params), params.pop("layers")
-    del rest["layers"]
+    outside, layers = dict(params), params.pop("layers")
+    del outside["layers"]
     params.clear()
     sites: dict[str, None] = {}
     for key in list(layers):
@@ -55,21 +56,21 @@ def restack(params: Tree, old: ModelSpec, new: ModelSpec) -> Tree:
         for key, _, _, numbers in new.positions():
             moved[f"layers/{key}/{site}"] = _rows(source, [row_of[n] for n in numbers])
         jax.block_until_ready([moved[f"layers/{key}/{site}"] for key, *_ in new.positions()])
-    return rest | unflatten(moved)
+    return outside | unflatten(moved)
 
 
-def _rows(source: dict[str, Any], wanted: list[tuple[str, int]]) -> Any:
-    """Rows of stacked leaves, of each array where a leaf is several."""
+def _rows(source: dict[str, Any], positions: list[tuple[str, int]]) -> Any:
+    """Rows of stacked leaves, as (stack, row), of each array where a leaf is a pytree."""
     if not isinstance(next(iter(source.values())), jax.Array):
         parts = {key: jax.tree.leaves(leaf) for key, leaf in source.items()}
         numbers = range(len(next(iter(parts.values()))))
-        made = [_rows({key: arrays[n] for key, arrays in parts.items()}, wanted) for n in numbers]
-        return jax.tree.unflatten(jax.tree.structure(next(iter(source.values()))), made)
-    keys = {key for key, _ in wanted}
+        arrays = [_rows({key: leaves[n] for key, leaves in parts.items()}, positions) for n in numbers]
+        return jax.tree.unflatten(jax.tree.structure(next(iter(source.values()))), arrays)
+    keys = {key for key, _ in positions}
     if len(keys) == 1:
-        rows = [row for _, row in wanted]
-        whole = source[keys.pop()]
-        if rows == list(range(whole.shape[0])):
-            return whole
-        return whole[rows[0] : rows[-1] + 1] if rows == list(range(rows[0], rows[-1] + 1)) else whole[jnp.array(rows)]
-    return jnp.stack([source[key][row] for key, row in wanted])
+        rows = [row for _, row in positions]
+        stack = source[keys.pop()]
+        if rows == list(range(stack.shape[0])):
+            return stack
+        return stack[rows[0] : rows[-1] + 1] if rows == list(range(rows[0], rows[-1] + 1)) else stack[jnp.array(rows)]
+    return jnp.stack([source[key][row] for key, row in positions])

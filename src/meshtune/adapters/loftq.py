@@ -1,11 +1,11 @@
-"""LoftQ: LoRA over a quantised base that begins at what quantising lost (https://arxiv.org/abs/2310.08659).
+"""LoftQ: LoRA on a quantised base, initialised to the quantisation error (https://arxiv.org/abs/2310.08659).
 
-W ~ Q + scale B A: in turns Q is W - scale B A quantised, and B A the best product of its rank for W - Q. With one turn
-Q is W quantised, as under any other adapter, and the result is a plain LoRA for that base.
+W ~ Q + scale B A: alternately, Q is W - scale B A quantised, and B A the best product of its rank for W - Q. After one
+iteration Q is W quantised, as under any other adapter, and the result is a plain LoRA for that base.
 
-Where it was measured how large the inputs x are, B A is the best for (W - Q) diag(|x|) instead, |x| being their root
-mean square: what is lost of the layer's result, inputs being taken as uncorrelated, rather than of its weight (QERA,
-https://arxiv.org/abs/2410.06040, its approximate form).
+Where the size of the inputs x was measured, B A is the best product for (W - Q) diag(|x|) instead, |x| being their root
+mean square: it minimises the error of the layer's output, for uncorrelated inputs, rather than that of its weight
+(QERA, https://arxiv.org/abs/2410.06040, its approximate form).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LoftQ:
     def start(
         adapter: LoRA, config: LoraConfig, keys: Key[Array, "..."], weight: Any, original: Original | None = None
     ) -> Started:
-        """A and B make up for the quantised weight's errors. Raises UserError for a weight that is not quantised."""
+        """A and B approximate the quantisation error. Raises UserError for a weight that is not quantised."""
         if not isinstance(weight, QuantisedWeight) or original is None:
             raise UserError(
                 "loftq begins at what quantising the base lost, and this weight is not quantised",
@@ -64,24 +64,24 @@ class LoftQ:
                 fix="add quantize: nf4, leave lm_head out of method.targets, or use method.adapter: pissa",
             )
 
-        def one(at: tuple[QuantisedWeight, Original, Array]) -> tuple[QuantisedWeight, Array, Array]:
+        def start_matrix(at: tuple[QuantisedWeight, Original, Array]) -> tuple[QuantisedWeight, Array, Array]:
             quantised, (wide, inputs), key = at
             wide = wide.astype(jnp.float32)
-            a, b = _rest(wide, quantised, inputs, adapter, config, key)
+            a, b = _factors(wide, quantised, inputs, adapter, config, key)
             for _ in range(config.loftq_iterations - 1):
                 quantised = quantised.requantised(wide - dataclasses.replace(adapter, a=a, b=b).delta())
-                a, b = _rest(wide, quantised, inputs, adapter, config, key)
+                a, b = _factors(wide, quantised, inputs, adapter, config, key)
             return quantised, a, b
 
-        quantised, a, b = lax.map(one, (to_device(weight), original, keys))
-        made = dataclasses.replace(adapter, a=a.astype(adapter.a.dtype), b=b.astype(adapter.b.dtype))
-        return Started(made, quantised if config.loftq_iterations > 1 else weight)
+        quantised, a, b = lax.map(start_matrix, (to_device(weight), original, keys))
+        start = dataclasses.replace(adapter, a=a.astype(adapter.a.dtype), b=b.astype(adapter.b.dtype))
+        return Started(start, quantised if config.loftq_iterations > 1 else weight)
 
 
-LEAST = 0.01  # of the mean: no input is taken to be smaller, or the rank would go to directions that no token has
+LEAST = 0.01  # added to sizes, of their mean: inputs that are never active would otherwise weigh nothing
 
 
-def _rest(
+def _factors(
     wide: Float[Array, "o i"],
     quantised: QuantisedWeight,
     inputs: Float[Array, "i"] | None,
@@ -89,7 +89,8 @@ def _rest(
     config: LoraConfig,
     key: Array,
 ) -> tuple[Array, Array]:
-    """(A, B) for what is lost, as it counts for inputs of this size; each row of A is as long as its column of B."""
+    """(A, B) for the quantisation error, weighted by the size of the inputs; each row of A has the norm of its column
+    of B."""
     lost = wide - quantised.dequantise("float32")
     if inputs is None:
         return principal(lost, adapter.rank, adapter.scale, config.svd_iterations, key)

@@ -29,7 +29,7 @@ from meshtune.model.linear import NARROW, matmul, precision
 class LoRA:
     """y = x W^T + scale * (dropout(x) A^T) B^T. A is [R, in], B is [out, R]; stacked layers lead both.
 
-    A `fixed` LoRA beside it is subtracted: a product that training began at and that the weight still holds.
+    A `fixed` LoRA is subtracted: the product that training started from, which the weight still contains.
     """
 
     a: Any
@@ -79,11 +79,11 @@ class LoRA:
 
     @staticmethod
     def start(adapter: LoRA, config: LoraConfig, keys: Key[Array, "..."], weight: Any, original: Any = None) -> Started:
-        """A is uniform in +-1/sqrt(in), as PEFT draws it, B is zero; the weight stays as it is."""
+        """A is uniform in +-1/sqrt(in), as in PEFT, B is zero; the weight is unchanged."""
         return Started(adapter.drawn(keys), weight)
 
     def drawn(self, keys: Key[Array, "..."]) -> LoRA:
-        """The concrete start of an abstract adapter."""
+        """An abstract adapter with its initial numbers."""
         a = _uniform(keys, self.a.shape[-2:], self.a.dtype)
         return dataclasses.replace(self, a=a, b=jnp.zeros(self.b.shape, self.b.dtype))
 
@@ -102,7 +102,7 @@ class LoRA:
 
     def product(self, x: Float[Array, "*B i"], out: DTypeLike) -> Float[Array, "*B o"]:
         """scale * (x A^T) B^T."""
-        # The scale goes onto the narrow product: R numbers a token instead of `out`.
+        # The narrow product is scaled: R numbers per token instead of `out`.
         narrow: Array = checkpoint_name(matmul(x, self.a) * self.scale, NARROW)
         return widen(narrow, self.b, out)
 
@@ -123,11 +123,11 @@ class LoRA:
 
 
 def dropped(x: Float[Array, "*B i"], rate: float, key: Array | None) -> Float[Array, "*B i"]:
-    """x with a share of its numbers set to zero and the others enlarged; as it is without a key."""
+    """Dropout of x at `rate`; x itself without a key."""
     if key is None or rate == 0:
         return x
-    kept = jax.random.bernoulli(key, 1 - rate, x.shape)
-    return jnp.where(kept, x / (1 - rate), jnp.zeros((), x.dtype))
+    mask = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(mask, x / (1 - rate), jnp.zeros((), x.dtype))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -154,8 +154,8 @@ def _widen_forward(z: Array, b: Array, out: DTypeLike) -> tuple[Array, tuple[Arr
     return matmul(z, b, out), (z, b)
 
 
-def _widen_backward(out: DTypeLike, kept: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
-    z, b = kept
+def _widen_backward(out: DTypeLike, saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+    z, b = saved
     cotangent = cotangent.astype(z.dtype)
     tokens = tuple(range(z.ndim - 1))
     narrow = jax.lax.dot_general(

@@ -1,4 +1,4 @@
-"""Adapters folded into the weights they adapt."""
+"""Merges adapters into the weights they adapt."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def merged(params: Tree) -> Tree:
         weights[f"{node}/weight"] = _fold(weight, weights.pop(path), fixed)
     weights.pop(SHARED, None)
     for path in [path for path in weights if path.endswith(f"/{ROWS}")]:
-        held = f"{path.removesuffix(ROWS)}weight"
-        weights[held] = _with_rows(weights.pop(held), weights.pop(path))
+        weight_path = f"{path.removesuffix(ROWS)}weight"
+        weights[weight_path] = _with_rows(weights.pop(weight_path), weights.pop(path))
     for path, leaf in weights.items():
         if isinstance(leaf, QuantisedWeight):
             weights[path] = _plain(leaf).block_until_ready()

@@ -1,7 +1,9 @@
-"""OFT: the input of a linear layer turned by a block-diagonal rotation (https://arxiv.org/abs/2306.07280).
+"""OFT: a block-diagonal rotation of the input of a linear layer (https://arxiv.org/abs/2306.07280).
 
-As PEFT has it (0.18 and later): the rotation is Cayley's, (I - Q)(I + Q)^-1 of a skew-symmetric Q, or the first terms
-of its Neumann series, and applied to the input, so that the weight is read only, in whatever form it is kept.
+As in PEFT 0.18 and later, the rotation is the Cayley transform (I - Q)(I + Q)^-1 of a skew-symmetric Q, or the first
+terms of its Neumann series. It is applied to the input, so that the weight is only read, quantised or not.
+
+The array `q` has the role of its weight: to optimizers it is a matrix with a row for each block.
 """
 
 from __future__ import annotations
@@ -102,7 +104,7 @@ class OFT:
 
     @staticmethod
     def start(adapter: OFT, config: LoraConfig, keys: Key[Array, "..."], weight: Any, original: Any = None) -> Started:
-        """No turn at all; the weight stays as it is."""
+        """The identity; the weight is unchanged."""
         return Started(dataclasses.replace(adapter, q=jnp.zeros(adapter.q.shape, adapter.q.dtype)), weight)
 
     def apply(
@@ -127,15 +129,15 @@ class OFT:
         eye = jnp.eye(self.block, dtype=q.dtype)
         if self.terms is None:
             return jnp.linalg.solve((eye + skew).mT, (eye - skew).mT).mT
-        found = eye + 2 * skew
+        rotation = eye + 2 * skew
         if self.terms == 2:
-            return found
+            return rotation
         power = product(skew, skew)
-        found = found + 2 * power
+        rotation = rotation + 2 * power
         for _ in range(3, self.terms - 1):
             power = product(power, skew)
-            found = found + 2 * power
-        return found + product(power, skew)
+            rotation = rotation + 2 * power
+        return rotation + product(power, skew)
 
     def in_use(self, gathered: Callable[..., Array], axes: tuple[str, str]) -> OFT:
         """The adapter laid out for computing by `gathered(array, *axes)`; `axes` are the weight's, (out, in)."""

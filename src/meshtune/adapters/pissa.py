@@ -1,8 +1,8 @@
-"""PiSSA: LoRA that begins at the weight's principal components (https://arxiv.org/abs/2404.02948).
+"""PiSSA: LoRA initialised to the principal components of the weight (https://arxiv.org/abs/2404.02948).
 
-The paper takes these components out of the weight. Here the weight stays as it is and their product, kept beside it, is
-subtracted: the same numbers, but the base is never changed, the model without its adapters is the one it started from,
-and the adapter is a plain LoRA of twice the rank at any time.
+The paper removes these components from the weight. Here the weight is unchanged, and their product, stored beside it,
+is subtracted: the result is the same, but the base is never modified, the model without its adapters is the original
+one, and the adapter is at any time a plain LoRA of twice the rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from meshtune.quantize.weight import QuantisedWeight
 
 
 class PiSSA:
-    """A kind whose adapters are LoRAs, each with the LoRA it began at as `fixed`."""
+    """Adapters that are LoRAs, each with the LoRA it started from as `fixed`."""
 
     PEFT_FIELDS: ClassVar[dict[str, Any]] = {"peft_type": "LORA", "use_dora": False, "init_lora_weights": "pissa"}
     PEFT_READ: ClassVar[frozenset[str]] = READ
@@ -63,25 +63,25 @@ class PiSSA:
         if isinstance(weight, QuantisedWeight):
             raise not_of_quantised()
 
-        def one(at: tuple[Array, Array]) -> tuple[Array, Array]:
+        def start_matrix(at: tuple[Array, Array]) -> tuple[Array, Array]:
             return principal(at[0], adapter.rank, adapter.scale, config.svd_iterations, at[1])
 
         near = to_device(weight)
-        a, b = lax.map(one, (near, keys)) if keys.ndim else one((near, keys))
-        begun = LoRA(a.astype(adapter.a.dtype), b.astype(adapter.b.dtype), adapter.scale)
-        # Arrays of its own: what is trained is given up to every update.
-        trained = dataclasses.replace(jax.tree.map(jnp.copy, begun), dropout=adapter.dropout)
-        return Started(trained, weight, begun)
+        a, b = lax.map(start_matrix, (near, keys)) if keys.ndim else start_matrix((near, keys))
+        start = LoRA(a.astype(adapter.a.dtype), b.astype(adapter.b.dtype), adapter.scale)
+        # A copy: every update donates the buffers of trainable arrays.
+        trained = dataclasses.replace(jax.tree.map(jnp.copy, start), dropout=adapter.dropout)
+        return Started(trained, weight, start)
 
     @staticmethod
     def derived(adapter: LoRA, config: LoraConfig, weight: Any) -> LoRA:
-        """What the adapter began at: the principal components of its base."""
+        """The LoRA that the adapter started from: the principal components of its base."""
         keys = jax.random.split(jax.random.key(0), weight.shape[:-2])
         return PiSSA.start(adapter, config, keys, weight).fixed
 
     @staticmethod
     def exported(trainable: Tree, frozen: Tree, config: LoraConfig) -> tuple[Tree, LoraConfig]:
-        """Plain LoRAs of twice the rank for the base as it is, or, without `pissa_convert`, PEFT's own form."""
+        """Plain LoRAs of twice the rank for the unchanged base, or, without `pissa_convert`, PEFT's own form."""
         return plain_lora(trainable, frozen, config) if config.pissa_convert else (trainable, config)
 
     @staticmethod
@@ -93,11 +93,11 @@ class PiSSA:
 def plain_lora(trainable: Tree, frozen: Tree, config: LoraConfig) -> tuple[Tree, LoraConfig]:
     """PiSSA's adapters as LoRAs of twice the rank beside the unchanged base, as PEFT's conversion makes them:
     B A - B0 A0 = [B, -B0] [A; A0]."""
-    flat, begun = flatten(trainable), flatten(frozen)
+    flat, fixed = flatten(trainable), flatten(frozen)
     for path, leaf in flat.items():
         node, _, last = path.rpartition("/")
         if last == "adapter":
-            start = begun[f"{node}/fixed"]
+            start = fixed[f"{node}/fixed"]
             a = jnp.concatenate([leaf.a, start.a], axis=-2)
             flat[path] = dataclasses.replace(leaf, a=a, b=jnp.concatenate([leaf.b, -start.b], axis=-1))
     alpha = config.alpha * (math.sqrt(2) if config.rslora else 2)

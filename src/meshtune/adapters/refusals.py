@@ -1,4 +1,4 @@
-"""What adapters of several kinds cannot be, with the reason and what can."""
+"""Errors for options and targets that a type of adapter does not support."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from meshtune.adapters.config import LoraConfig
 from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
 
-# Options that belong to some kinds alone.
-OWN = {
+# Options that only some types of adapter have.
+TYPES_OF_OPTION = {
     "svd_iterations": ("pissa", "loftq"),
     "pissa_convert": ("pissa",),
     "loftq_iterations": ("loftq",),
@@ -24,7 +24,7 @@ OWN = {
 def no_options(config: LoraConfig) -> None:
     """Raises UserError where an option of another kind of adapter is given."""
     for field in dataclasses.fields(config):
-        kinds = OWN.get(field.name)
+        kinds = TYPES_OF_OPTION.get(field.name)
         if kinds is not None and config.adapter not in kinds and getattr(config, field.name) != field.default:
             raise UserError(
                 f"{field.name} is {getattr(config, field.name)!r}, which has no meaning with adapter {config.adapter}",

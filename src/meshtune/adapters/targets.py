@@ -1,4 +1,4 @@
-"""Names of modules, as people write them, resolved to the modules of a model."""
+"""Resolves the names and patterns of modules in a recipe to the modules of a model."""
 
 from __future__ import annotations
 
@@ -60,47 +60,47 @@ def modules(spec: ModelSpec) -> dict[str, Module]:
     if spec.tied:
         leaves["head"] = {"weight": dataclasses.replace(leaves["embed"]["weight"], role="head")}
         named.setdefault("head", ["lm_head"])
-    found: dict[str, Module] = {}
+    by_name: dict[str, Module] = {}
     views = {(entry.path, entry.index[:1]): entry.view for entry in tensors(spec)}
 
     def views_of(node: str, index: tuple[int, ...]) -> dict[str, View]:
         return {name: view for name in leaves[node] if (view := views.get((f"{node}/{name}", index))) is not None}
 
-    for node, own in leaves.items():
-        if not any(leaf.is_stacked for leaf in own.values()):
+    for node, weights in leaves.items():
+        if not any(leaf.is_stacked for leaf in weights.values()):
             plain = not (spec.norm_head and node == "head")
             within = views_of("embed" if spec.tied and node == "head" else node, ())
-            found[named[node][0]] = Module(named[node][0], node, None, None, own, plain, within)
+            by_name[named[node][0]] = Module(named[node][0], node, None, None, weights, plain, within)
             continue
         rows = numbers[node.split("/", 2)[1]]
-        each = {name: leaf.layer for name, leaf in own.items()}
+        one_layer = {name: leaf.layer for name, leaf in weights.items()}
         for row, (name, layer) in enumerate(zip(named[node], rows, strict=True)):
-            found[name] = Module(name, node, row, layer, each, views=views_of(node, (row,)))
-    return found
+            by_name[name] = Module(name, node, row, layer, one_layer, views=views_of(node, (row,)))
+    return by_name
 
 
-def matches(wanted: str, name: str) -> bool:
-    """Whether a written name or pattern means the module `name`, or a module that holds it.
+def matches(pattern: str, name: str) -> bool:
+    """Whether a name or pattern selects the module `name`, or a module that contains it.
 
-    A name is whole dotted parts anywhere in the module's name: q_proj, mlp, layers.3. A pattern (with * ? or [) is
+    A name matches whole dotted parts anywhere in the module's name: q_proj, mlp, layers.3. A pattern (with * ? or [) is
     compared with the whole name, with and without a leading 'model.'.
     """
     parts = name.split(".")
-    if any(c in wanted for c in "*?["):
+    if any(c in pattern for c in "*?["):
         prefixes = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
-        return any(fnmatch.fnmatchcase(p, wanted) or fnmatch.fnmatchcase(p, f"model.{wanted}") for p in prefixes)
-    return f".{wanted}." in f".{name}."
+        return any(fnmatch.fnmatchcase(p, pattern) or fnmatch.fnmatchcase(p, f"model.{pattern}") for p in prefixes)
+    return f".{pattern}." in f".{name}."
 
 
-def choose(wanted: Sequence[str], among: dict[str, Module], where: str) -> list[str]:
-    """The modules that the written names and patterns mean, in the model's order.
+def choose(patterns: Sequence[str], among: dict[str, Module], where: str) -> list[str]:
+    """The modules that names and patterns select, in the model's order.
 
-    Raises UserError for one that means none, with the nearest valid name.
+    Raises UserError for one that selects none, with the nearest valid name.
     """
-    for name in wanted:
+    for name in patterns:
         if not any(matches(name, module) for module in among):
             raise _unknown(name, among, where)
-    return [module for module in among if any(matches(name, module) for name in wanted)]
+    return [module for module in among if any(matches(name, module) for name in patterns)]
 
 
 def adapter_targets(config: LoraConfig, among: dict[str, Module]) -> list[str]:
@@ -110,13 +110,13 @@ def adapter_targets(config: LoraConfig, among: dict[str, Module]) -> list[str]:
     otherwise be left out silently, and where this type of adapter is not possible.
     """
     linear = {name: module for name, module in among.items() if module.linear}
-    wanted = (config.targets,) if isinstance(config.targets, str) else config.targets
-    if not wanted:
+    targets = (config.targets,) if isinstance(config.targets, str) else config.targets
+    if not targets:
         raise UserError(
             "no targets for the adapters", where="method.targets", fix=f"give '{ALL_LINEAR}' or module names"
         )
     chosen: dict[str, Module] = {}
-    for target in wanted:
+    for target in targets:
         if target.lower() == ALL_LINEAR:
             _check_roles(target, among.values())
             selected = [name for name, module in linear.items() if module.role == "matrix"]

@@ -96,8 +96,8 @@ def _probe(params: Tree, spec: ModelSpec, compute: Compute) -> np.ndarray:
     tokens = np.random.default_rng(0).integers(0, spec.vocab, (rows, length)).astype(np.int32)
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
     batch = {"tokens": tokens, "positions": positions, "segment_ids": np.ones_like(tokens)}
-    found = _program()(params, spec, compute, place_batch(batch, compute.layout))
-    return np.asarray(found.addressable_data(0))
+    values = _program()(params, spec, compute, place_batch(batch, compute.layout))
+    return np.asarray(values.addressable_data(0))
 
 
 @functools.cache
@@ -107,5 +107,5 @@ def _program() -> Callable[..., jax.Array]:
 
 def _forward(params: Tree, spec: ModelSpec, compute: Compute, batch: dict[str, jax.Array]) -> jax.Array:
     x = hidden_states(params, spec, compute, batch["tokens"], batch["positions"], batch["segment_ids"])
-    found = logits(params, spec, x)
-    return found if compute.layout is None else jax.lax.with_sharding_constraint(found, compute.layout.replicated)
+    values = logits(params, spec, x)
+    return values if compute.layout is None else jax.lax.with_sharding_constraint(values, compute.layout.replicated)

@@ -85,9 +85,9 @@ def weighted(
         update = _mixed([part.update for part in parts], weights, method.removesuffix("_svd"), density, majority, draw)
         return _split(np.linalg.svd(update.astype(np.float64), full_matrices=False), rank)
     # The root of each weight on either side; its sign on one.
-    whole = [w * part.scale for part, w in zip(parts, weights, strict=True)]
-    of_b = [math.sqrt(abs(w)) for w in whole]
-    of_a = [math.copysign(root, w) for root, w in zip(of_b, whole, strict=True)]
+    scales = [w * part.scale for part, w in zip(parts, weights, strict=True)]
+    of_b = [math.sqrt(abs(w)) for w in scales]
+    of_a = [math.copysign(root, w) for root, w in zip(of_b, scales, strict=True)]
     a = _mixed([_wide(part.a) for part in parts], of_a, method, density, majority, draw)
     b = _mixed([_wide(part.b) for part in parts], of_b, method, density, majority, draw)
     return _padded(a, b, rank)
@@ -113,8 +113,8 @@ def _split(decomposed: tuple[np.ndarray, np.ndarray, np.ndarray], rank: int) -> 
 
 
 def _padded(a: np.ndarray, b: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    more = rank - a.shape[0]
-    return np.pad(a, ((0, more), (0, 0))), np.pad(b, ((0, 0), (0, more)))
+    missing = rank - a.shape[0]
+    return np.pad(a, ((0, missing), (0, 0))), np.pad(b, ((0, 0), (0, missing)))
 
 
 def _mixed(
@@ -125,15 +125,15 @@ def _mixed(
     majority: str,
     draw: np.random.Generator | None,
 ) -> np.ndarray:
-    kept, added = PARTS[method]
-    if kept == "largest" and density < 1:
+    pruning, sum_rule = PARTS[method]
+    if pruning == "largest" and density < 1:
         arrays = [_largest(array, density) for array in arrays]
-    elif kept == "random" and density < 1:
+    elif pruning == "random" and density < 1:
         assert draw is not None, "what is dropped at random needs a source of random numbers"
         arrays = [array * (draw.random(array.shape) < density) / np.float32(density) for array in arrays]
     stack = np.stack(arrays)
     scaled = stack * np.asarray(weights, np.float32)[:, None, None]
-    if added == "sum":
+    if sum_rule == "sum":
         return scaled.sum(axis=0, dtype=np.float32)
     votes = stack.sum(axis=0) if majority == "total" else np.sign(stack).sum(axis=0)
     agreeing = np.sign(stack) == np.where(votes >= 0, 1, -1)
@@ -143,10 +143,10 @@ def _mixed(
 def _largest(array: np.ndarray, density: float) -> np.ndarray:
     """The array with all but its largest numbers, the share `density` of them, set to zero."""
     count = int(density * array.size)
-    kept = np.zeros(array.size, array.dtype)
+    pruned = np.zeros(array.size, array.dtype)
     chosen = np.argpartition(np.abs(array).ravel(), array.size - count)[array.size - count :] if count else []
-    kept[chosen] = array.ravel()[chosen]
-    return kept.reshape(array.shape)
+    pruned[chosen] = array.ravel()[chosen]
+    return pruned.reshape(array.shape)
 
 
 def _wide(array: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 
 from meshtune.adapters.config import ExpandConfig, FreezeConfig, FullConfig, LoraConfig, Method
-from meshtune.adapters.refusals import OWN
+from meshtune.adapters.refusals import TYPES_OF_OPTION
 from meshtune.config.recipe import FreezeMethod, FullMethod, LlamaProMethod, LoraMethod, Recipe
 from meshtune.kernels.attention import AttentionRequest, choose_backend
 from meshtune.mesh.axes import MeshConfig, make_mesh, resolve_mesh
@@ -168,7 +168,7 @@ def method_of(recipe: Recipe) -> Method:
                 targets=lora.targets if isinstance(lora.targets, str) else tuple(lora.targets),
                 rslora=lora.rslora,
                 train_modules=tuple(lora.train_modules),
-                **{name: getattr(lora, name) for name in ("adapter", *OWN)},
+                **{name: getattr(lora, name) for name in ("adapter", *TYPES_OF_OPTION)},
             )
         case FullMethod():
             return FullConfig()
