@@ -13,7 +13,7 @@ import torch
 from twins import TOKENS
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.method import Prepared
+from meshtune.adapters.method import PreparedModel
 from meshtune.arrays.tree import Tree
 
 # Our options, peft's config, and how far training is taken to have moved a parameter.
@@ -39,12 +39,12 @@ def config_of(kind: str, **more: Any) -> LoraConfig:
     return LoraConfig(adapter=kind, **KINDS[kind][0] | more)
 
 
-def moved(made: Prepared, size: float, seed: int = 7) -> Prepared:
+def moved(made: PreparedModel, size: float, seed: int = 7) -> PreparedModel:
     """As if training had moved what is trained."""
     leaves, structure = jax.tree.flatten(made.trainable)
     rng = np.random.default_rng(seed)
     trainable: Tree = structure.unflatten([x + size * rng.standard_normal(x.shape).astype(x.dtype) for x in leaves])
-    return Prepared(made.spec, trainable, made.frozen)
+    return PreparedModel(made.spec, trainable, made.frozen)
 
 
 def in_peft(model: Any, where: pathlib.Path, trainable: bool = False) -> Any:

@@ -13,8 +13,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from meshtune.adapters.config import ExpandConfig, LoraConfig
-from meshtune.adapters.continued import begun, continued
-from meshtune.adapters.method import Prepared, abstract, prepare
+from meshtune.adapters.continued import resume_adapter, resumed_config
+from meshtune.adapters.method import PreparedModel, abstract, prepare
 from meshtune.adapters.peft_format import BaseRecord, save_adapter
 from meshtune.adapters.verify import export_adapter
 from meshtune.arrays.tree import flatten
@@ -84,7 +84,7 @@ def batch() -> dict[str, np.ndarray]:
 
 
 def case(kind: str, model: pathlib.Path, start: pathlib.Path, axes: dict[str, int] | None, out: pathlib.Path) -> dict:
-    spec, method = SPEC, continued(start, SPEC, LoraConfig())
+    spec, method = SPEC, resumed_config(start, SPEC, LoraConfig())
     ratio = 4.0
     if kind == "llama_pro":
         spec, method, ratio = grouped(SPEC, 2), ExpandConfig(2), None
@@ -97,7 +97,7 @@ def case(kind: str, model: pathlib.Path, start: pathlib.Path, axes: dict[str, in
     if kind == "llama_pro":
         made = prepare(method, plan.spec, params, jax.random.key(0), "float32", layout)
     else:
-        made = begun(start, plan, plan.spec, params, layout)
+        made = resume_adapter(start, plan, plan.spec, params, layout)
     config = OptimizerConfig("adamw", 5e-3, "constant", lora_plus_ratio=ratio)
     optimizer, _ = make_optimizer(config, UPDATES, plan.trainable, plan.spec)
     like = None if layout is None else abstract_state(plan.trainable, optimizer, layout)
@@ -110,7 +110,7 @@ def case(kind: str, model: pathlib.Path, start: pathlib.Path, axes: dict[str, in
         state, metrics = step(state, made.frozen, placed, jnp.int32(0))
         losses.append(float(metrics["loss"]))
     if isinstance(method, LoraConfig) and "verified" in sys.argv:
-        done = Prepared(plan.spec, state.trainable, made.frozen)
+        done = PreparedModel(plan.spec, state.trainable, made.frozen)
         export_adapter(out, done, method, BaseRecord("base", "sha256:0"), compute)
     return {"losses": losses, "sums": [float(jnp.abs(leaf).sum()) for leaf in jax.tree.leaves(state.trainable)]}
 

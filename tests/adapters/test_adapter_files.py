@@ -17,7 +17,7 @@ from twins import base, moved, our_logits, trained_logits
 from meshtune.adapters import verify
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.merge import merged
-from meshtune.adapters.method import Prepared, prepare
+from meshtune.adapters.method import PreparedModel, prepare
 from meshtune.adapters.peft_format import BaseRecord, attach, check_base, load_adapter, save_adapter
 from meshtune.adapters.verify import export_adapter, verify_adapter
 from meshtune.arrays.tree import merge
@@ -29,13 +29,13 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
 @pytest.fixture(scope="module")
-def made() -> Prepared:
+def made() -> PreparedModel:
     made = prepare(CONFIG, *base("llama3"), jax.random.key(0))
     return dataclasses.replace(made, trainable=moved(made.trainable))
 
 
 @pytest.fixture
-def saved(made: Prepared, tmp_path: pathlib.Path) -> pathlib.Path:
+def saved(made: PreparedModel, tmp_path: pathlib.Path) -> pathlib.Path:
     return save_adapter(tmp_path / "adapter", made.trainable, made.spec, CONFIG, BASE)
 
 
@@ -51,14 +51,14 @@ def change_tensors(adapter: pathlib.Path, function: Any) -> None:
     save_file(tensors, path)
 
 
-def test_an_export_is_verified_bit_for_bit(made: Prepared, tmp_path: pathlib.Path):
+def test_an_export_is_verified_bit_for_bit(made: PreparedModel, tmp_path: pathlib.Path):
     path = export_adapter(tmp_path / "a", made, CONFIG, BASE)
     assert verify_adapter(path, made) == 0.0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
 
 
 def test_an_export_that_differs_from_what_was_trained_does_not_appear(
-    made: Prepared, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    made: PreparedModel, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A defect of the field: a scale that is not recorded."""
     real = verify.save_adapter
@@ -76,7 +76,7 @@ def test_an_export_that_differs_from_what_was_trained_does_not_appear(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_gone_wrong_is_not_exported(made: Prepared, tmp_path: pathlib.Path):
+def test_a_model_gone_wrong_is_not_exported(made: PreparedModel, tmp_path: pathlib.Path):
     broken = dataclasses.replace(made, trainable=jax.tree.map(lambda x: x * np.nan, made.trainable))
     with pytest.raises(UserError, match="not finite"):
         export_adapter(tmp_path / "a", broken, CONFIG, BASE)
@@ -148,7 +148,7 @@ def test_a_missing_file_or_tensor_is_named(saved: pathlib.Path):
         load_adapter(saved / "nowhere", spec)
 
 
-def test_an_adapter_is_replaced_but_nothing_else_is(made: Prepared, saved: pathlib.Path, tmp_path: pathlib.Path):
+def test_an_adapter_is_replaced_but_nothing_else_is(made: PreparedModel, saved: pathlib.Path, tmp_path: pathlib.Path):
     save_adapter(saved, made.trainable, made.spec, CONFIG, BaseRecord("new"))
     assert load_adapter(saved, made.spec).base.path == "new"
     (tmp_path / "mine").mkdir()
@@ -177,7 +177,7 @@ def test_a_copy_of_another_bases_head_is_refused(tmp_path: pathlib.Path):
         attach(params, spec, load_adapter(saved, spec))
 
 
-def test_merging_gives_the_logits_of_what_was_trained(made: Prepared):
+def test_merging_gives_the_logits_of_what_was_trained(made: PreparedModel):
     """1e-4: x (W + sBA)^T and x W^T + s (x A^T) B^T round differently in float32."""
     expected = trained_logits(made)
     whole = merge(jax.tree.map(lambda x: x + 0, made.trainable), jax.tree.map(lambda x: x + 0, made.frozen))

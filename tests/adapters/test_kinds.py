@@ -22,7 +22,7 @@ from twins import COMPUTE, TOKENS, base, forward, our_logits, torch_logits, trai
 from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.merge import merged
-from meshtune.adapters.method import SHARED, Prepared, abstract, prepare
+from meshtune.adapters.method import SHARED, PreparedModel, abstract, prepare
 from meshtune.adapters.peft_config import read_config
 from meshtune.adapters.peft_format import BaseRecord, attach, load_adapter, save_adapter
 from meshtune.adapters.peft_tensors import collect
@@ -39,7 +39,7 @@ from tiny_models import torch_model
 BASE = BaseRecord("some/base", "sha256:0")
 
 
-def prepared(kind: str, name: str = "llama_bias", **more) -> Prepared:
+def prepared(kind: str, name: str = "llama_bias", **more) -> PreparedModel:
     return prepare(config_of(kind, **more), *base(name), jax.random.key(3))
 
 

@@ -20,7 +20,7 @@ from twins import base, moved, our_logits, torch_logits, trained_logits
 
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.merge import merged
-from meshtune.adapters.method import Prepared, prepare
+from meshtune.adapters.method import PreparedModel, prepare
 from meshtune.adapters.peft_format import BaseRecord, attach, load_adapter, save_adapter
 from meshtune.adapters.verify import export_adapter
 from tiny_models import same_weights, torch_model
@@ -28,9 +28,9 @@ from tiny_models import same_weights, torch_model
 BASE = BaseRecord("some/base", "sha256:0")
 
 
-def tuned(name: str, config: LoraConfig) -> Prepared:
+def tuned(name: str, config: LoraConfig) -> PreparedModel:
     made = prepare(config, *base(name), jax.random.key(0))
-    return Prepared(made.spec, moved(made.trainable), made.frozen)
+    return PreparedModel(made.spec, moved(made.trainable), made.frozen)
 
 
 def in_peft(model: Any, where: pathlib.Path) -> Any:
@@ -151,7 +151,7 @@ def test_a_real_models_adapter_has_the_same_logits_in_peft(smollm2: pathlib.Path
     theirs = transformers.AutoModelForCausalLM.from_pretrained(str(smollm2), dtype=torch.float32).eval()
     config = LoraConfig(rank=8, targets=("all-linear", "lm_head"))
     made = prepare(config, *same_weights(theirs), jax.random.key(0))
-    made = Prepared(made.spec, jax.tree.map(lambda x: x * 0.05, moved(made.trainable)), made.frozen)
+    made = PreparedModel(made.spec, jax.tree.map(lambda x: x * 0.05, moved(made.trainable)), made.frozen)
     export_adapter(tmp_path / "adapter", made, config, BASE)
     plain = torch_logits(theirs)
     assert np.abs(trained_logits(made) - plain).max() > 0.1

@@ -19,7 +19,7 @@ from twins import TOKENS, base, moved, our_logits, torch_logits, trained_logits
 
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.merge import merged
-from meshtune.adapters.method import Prepared, count, prepare
+from meshtune.adapters.method import PreparedModel, count, prepare
 from meshtune.adapters.peft_format import attach, load_adapter, save_adapter
 from meshtune.arrays.tree import merge
 from meshtune.errors import UserError
@@ -33,7 +33,7 @@ CONFIG = LoraConfig(rank=4, targets=("q_proj",), token_rows=IDS)
 def test_rows_have_the_same_logits_in_peft(name: str, tmp_path: pathlib.Path):
     started = prepare(CONFIG, *base(name), jax.random.key(0))
     np.testing.assert_array_equal(trained_logits(started), our_logits(*reversed(base(name))))  # they begin as they were
-    made = Prepared(started.spec, moved(started.trainable), started.frozen)
+    made = PreparedModel(started.spec, moved(started.trainable), started.frozen)
     tables = 1 if made.spec.tied else 2
     assert (
         count(made).adapters

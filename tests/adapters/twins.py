@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from meshtune.adapters.method import Prepared
+from meshtune.adapters.method import PreparedModel
 from meshtune.arrays.tree import Tree, merge
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import hidden_states, logits
@@ -34,7 +34,7 @@ def our_logits(params: Tree, spec: ModelSpec, compute: Compute = COMPUTE, rng: A
     return np.asarray(forward(params, spec, compute, jnp.asarray(TOKENS), rng))
 
 
-def trained_logits(made: Prepared) -> np.ndarray:
+def trained_logits(made: PreparedModel) -> np.ndarray:
     """Those of a prepared model."""
     return our_logits(merge(made.trainable, made.frozen), made.spec)
 

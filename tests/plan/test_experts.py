@@ -9,7 +9,7 @@ import pytest
 from llamas import llama
 
 from meshtune.adapters.config import FullConfig
-from meshtune.adapters.method import Prepared
+from meshtune.adapters.method import PreparedModel
 from meshtune.arrays.spec import ArraySpec
 from meshtune.model.block import Activation, Cost, Divisor
 from meshtune.model.layer import LayerSpec
@@ -68,7 +68,7 @@ def scored(tmp_path, mesh, *overrides):
     experts = dataclasses.replace(layer, ffn=Experts(14336, 8, 2))  # pyright: ignore[reportArgumentType]
     stack = dataclasses.replace(base.spec.stacks[0], pattern=(experts,))
     spec = dataclasses.replace(base.spec, vocab=32000, stacks=(stack,), dtype="float32")
-    arrays = Prepared(spec, frozen={}, trainable=abstract_params(spec))
+    arrays = PreparedModel(spec, frozen={}, trainable=abstract_params(spec))
     workload = workload_on(arrays, recipe, FullConfig(), base.precision)
     return score(recipe, target, workload)
 

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from meshtune.adapters.config import FullConfig, LoraConfig, Method
-from meshtune.adapters.method import Prepared, abstract, prepare
+from meshtune.adapters.method import PreparedModel, abstract, prepare
 from meshtune.adapters.peft_format import BaseRecord
 from meshtune.arrays.tree import merge
 from meshtune.errors import UserError
@@ -52,7 +52,7 @@ def say(**fields: object) -> None:
     print(json.dumps(fields), flush=True)
 
 
-def trained(base: pathlib.Path, method: Method) -> tuple[Prepared, Prepared]:
+def trained(base: pathlib.Path, method: Method) -> tuple[PreparedModel, PreparedModel]:
     """(abstract, concrete on one device)"""
     spec, _ = load_spec(base)
     plan = abstract(method, spec)
@@ -71,7 +71,7 @@ def spread(tree: Any, abstract: Any, layout: Layout) -> Any:
     return jax.tree.map(one, tree, shardings(abstract, layout))
 
 
-def laid_out(base: pathlib.Path, method: Method, words: str) -> tuple[Prepared, Layout | None]:
+def laid_out(base: pathlib.Path, method: Method, words: str) -> tuple[PreparedModel, Layout | None]:
     plan, made = trained(base, method)
     if words == "one":
         return made, None
@@ -141,7 +141,7 @@ def traffic(layout: Layout, words: str) -> None:
     say(mesh=words, largest=max(largest, facts.temp_size_in_bytes // 2), block=size, moved=moved)
 
 
-def refuse(job: Job, params: Any, made: Prepared, base: pathlib.Path, place: pathlib.Path, layout: Layout | None):
+def refuse(job: Job, params: Any, made: PreparedModel, base: pathlib.Path, place: pathlib.Path, layout: Layout | None):
     """A disk that is full on the last process is an error on every one, and leaves nothing."""
     real = writer.os.pwrite
 

@@ -1,17 +1,23 @@
-"""What is trained, and how: adapters as data beside the weights, the methods, PEFT's format in and out, merging.
+"""Training methods: adapters as data beside the weights, PEFT's file format, merging.
 
-A new kind of adapter is one module with a class as `kind.Kind` describes it, and one line in ADAPTERS.
+A new type of adapter is one module with a class that implements `kind.AdapterType`, and one line in ADAPTERS.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from meshtune.adapters.dora import DoRA
+from meshtune.adapters.kind import AdapterType
 from meshtune.adapters.loftq import LoftQ
 from meshtune.adapters.lora import LoRA
 from meshtune.adapters.oft import OFT
 from meshtune.adapters.pissa import PiSSA
 from meshtune.adapters.vera import VeRA
 
-ADAPTERS: dict[str, Any] = {"lora": LoRA, "dora": DoRA, "pissa": PiSSA, "loftq": LoftQ, "oft": OFT, "vera": VeRA}
+ADAPTERS: dict[str, type[AdapterType]] = {
+    "lora": LoRA,
+    "dora": DoRA,
+    "pissa": PiSSA,
+    "loftq": LoftQ,
+    "oft": OFT,
+    "vera": VeRA,
+}

@@ -1,4 +1,4 @@
-"""Going on with an adapter that was trained before, on the base it was trained on."""
+"""Resumes training of an adapter on the base it was trained on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.method import Prepared, cast
+from meshtune.adapters.method import PreparedModel, cast
 from meshtune.adapters.peft_config import PeftConfig, read_config
 from meshtune.adapters.peft_format import (
     CONFIG,
@@ -30,16 +30,16 @@ from meshtune.errors import UserError
 from meshtune.mesh.layout import Layout
 from meshtune.model.spec import ModelSpec
 
-# What an adapter says itself, and a recipe may only repeat.
-TOLD = ("adapter", "rank", "alpha", "targets", "rslora", "train_modules")
+# Options that an adapter records: a recipe may repeat them, but not change them.
+RECORDED = ("adapter", "rank", "alpha", "targets", "rslora", "train_modules")
 
 
-def continued(source: str | os.PathLike[str], spec: ModelSpec, asked: LoraConfig) -> LoraConfig:
-    """The method that goes on with the adapter in `source`, of a base of this spec: its kind, ranks, alphas and modules
-    are the adapter's, dropout is as `asked`.
+def resumed_config(source: str | os.PathLike[str], spec: ModelSpec, requested: LoraConfig) -> LoraConfig:
+    """The method that resumes training of the adapter in `source`: its type, ranks, alphas and modules are the
+    adapter's, dropout is the requested one.
 
-    Read from the config and the names of the tensors alone. Raises UserError where it is no adapter of this base, and
-    where something else is asked for than it is.
+    Reads the adapter's config and the names of its tensors alone. Raises UserError where it is no adapter of a base of
+    this spec, and where an option is requested that differs from the adapter's.
     """
     source = pathlib.Path(source)
     peft = read_config(read_fields(source), str(source / CONFIG))
@@ -47,67 +47,67 @@ def continued(source: str | os.PathLike[str], spec: ModelSpec, asked: LoraConfig
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     content = sort(shapes, spec, peft, str(source / WEIGHTS))
     defaults = {field.name: field.default for field in dataclasses.fields(LoraConfig)}
-    for field in TOLD:
-        wanted, there = getattr(asked, field), getattr(peft.config, field)
-        if wanted not in (defaults[field], there):
+    for field in RECORDED:
+        value, recorded = getattr(requested, field), getattr(peft.config, field)
+        if value not in (defaults[field], recorded):
             raise UserError(
-                f"{field} is {wanted!r}, and the adapter to go on with has {there!r}",
+                f"{field} is {value!r}, and the adapter to go on with has {recorded!r}",
                 where=f"method.{field}, model.adapter",
                 fix="leave it out: it is read from the adapter",
             )
-    own = {name: (peft.rank(name), peft.alpha(name)) for name in content.adapted}
+    sizes = {name: (peft.rank(name), peft.alpha(name)) for name in content.adapted}
     return dataclasses.replace(
         peft.config,
-        dropout=asked.dropout,
+        dropout=requested.dropout,
         targets=tuple(content.adapted),
         train_modules=tuple(content.full),
-        ranks=tuple((name, rank) for name, (rank, _) in own.items() if rank != peft.config.rank),
-        alphas=tuple((name, alpha) for name, (_, alpha) in own.items() if alpha != peft.config.alpha),
+        ranks=tuple((name, rank) for name, (rank, _) in sizes.items() if rank != peft.config.rank),
+        alphas=tuple((name, alpha) for name, (_, alpha) in sizes.items() if alpha != peft.config.alpha),
         token_rows=_rows(peft, list(content.rows), str(source)),
         continued=str(source),
     )
 
 
 def _rows(peft: PeftConfig, modules: list[str], where: str) -> tuple[int, ...]:
-    found = set(peft.rows(modules).values())
-    if len(found) > 1:
+    choices = set(peft.rows(modules).values())
+    if len(choices) > 1:
         raise UserError(
             "the adapter has rows of other tokens in the embedding than in the head, which cannot be trained further",
             where=f"{where}, {FIELD}",
             fix="fold it in (model.merge_adapters) and begin a new adapter",
         )
-    return found.pop() if found else ()
+    return choices.pop() if choices else ()
 
 
-def begun(
-    source: str | os.PathLike[str], made: Prepared, spec: ModelSpec, params: Tree, layout: Layout | None = None
-) -> Prepared:
-    """The model with the adapter in `source` on it, split as `made` (the abstract of the method `continued`) says.
+def resume_adapter(
+    source: str | os.PathLike[str], abstract: PreparedModel, spec: ModelSpec, params: Tree, layout: Layout | None = None
+) -> PreparedModel:
+    """The model with the adapter in `source`, split like `abstract`, which is that of the method `resumed_config`.
 
-    `params`, loaded with `made.spec`, is used up. All processes of a mesh call this. Raises UserError where the adapter
-    makes another model of its base.
+    `params`, loaded with `abstract.spec`, is consumed. All processes of a mesh call this. Raises UserError where the
+    adapter changes the spec of its base.
     """
-    found, whole = attach(params, made.spec, load_adapter(source, spec, layout))
-    if found != made.spec:
+    adapted, tree = attach(params, abstract.spec, load_adapter(source, spec, layout))
+    if adapted != abstract.spec:
         raise UserError(
             "the adapter to go on with makes another model of its base (its head is not the embedding any more)",
             where=str(source),
             fix="fold it in instead: meshtune export --merge, and give the result as model.path",
         )
-    flat = flatten(whole)
-    del whole
-    trainable = {path: _as(leaf, flat.pop(path), layout) for path, leaf in flatten(made.trainable).items()}
-    return Prepared(made.spec, unflatten(trainable), unflatten(flat))
+    flat = flatten(tree)
+    del tree
+    trainable = {path: _as(leaf, flat.pop(path), layout) for path, leaf in flatten(abstract.trainable).items()}
+    return PreparedModel(abstract.spec, unflatten(trainable), unflatten(flat))
 
 
 def _as(like: Any, leaf: Any, layout: Layout | None) -> Any:
-    """A leaf as its abstract form is: what is no array of an adapter, such as dropout, is as the run has it."""
-    same = jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(leaf))
-    return cast(same, like, layout)
+    """A leaf in its abstract form: an adapter's options, such as dropout, are the run's."""
+    adapter = jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(leaf))
+    return cast(adapter, like, layout)
 
 
 def check_continued(source: str | os.PathLike[str], spec: ModelSpec, base: BaseRecord) -> None:
-    """Raises UserError where the adapter records another base than `base`, or one that was quantised otherwise."""
+    """Raises UserError where the adapter records a base other than `base`, or one quantised in another way."""
     assert base.hash is not None
     loaded = load_adapter(source, spec)
     try:
@@ -115,7 +115,7 @@ def check_continued(source: str | os.PathLike[str], spec: ModelSpec, base: BaseR
     except UserError as error:
         raise UserError(error.what, where=error.where, fix=f"{error.fix}; or set model.any_base=true") from error
     if loaded.base.hash is not None and loaded.base.quantize != base.quantize:
-        ours, theirs = (one.quantize or "a base as it is" for one in (base, loaded.base))
+        ours, theirs = (record.quantize or "a base as it is" for record in (base, loaded.base))
         raise UserError(
             f"the adapter was trained on {theirs}, and this run has {ours}",
             where=f"{source}, quantize",

@@ -1,4 +1,4 @@
-"""What a kind of adapter is. A new kind is one module that has what is listed here, and one line in ADAPTERS."""
+"""The interface of a type of adapter. A new one is one module that implements it, and one line in ADAPTERS."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from meshtune.arrays.spec import ArraySpec
 
 
 class Adapter(Protocol):
-    """What is trained beside one weight, a pytree, at "<node>/adapter" in `trainable`; stacked layers lead all arrays.
+    """The trainable arrays beside one weight, a pytree at "<node>/adapter" in `trainable`; stacked layers lead all
+    arrays.
 
-    `fixed` is what it reads and nobody trains, at "<node>/fixed" in `frozen`, or its cut of what all adapters share.
+    `fixed` are its frozen arrays, at "<node>/fixed" in `frozen`, or its part of the arrays that all adapters share.
     """
 
     PEFT_TENSORS: ClassVar[dict[str, str]]  # array field -> the tensor that PEFT stores it as
@@ -33,46 +34,46 @@ class Adapter(Protocol):
         ...
 
     def in_use(self, gathered: Callable[..., Any], axes: tuple[str, str]) -> Any:
-        """Itself, laid out for computing by `gathered(array, *axes)`; `axes` are the weight's, (out, in)."""
+        """Itself, gathered for computing by `gathered(array, *axes)`; `axes` are the weight's, (out, in)."""
         ...
 
     def merge(self, weight: Float[Array, "*L o i"], fixed: Any = None) -> Float[Array, "*L o i"]:
-        """The one weight that does what weight and adapter do, computed in float32, in the weight's dtype."""
+        """The weight that is equivalent to weight and adapter, computed in float32, in the weight's dtype."""
         ...
 
 
 class Original(NamedTuple):
-    """A weight [.., out, in] as it was before it was quantised, and how large each of its inputs is on the run's data
-    [.., in], where that was measured."""
+    """A weight [.., out, in] before quantisation, and the root mean square of its inputs on the run's data [.., in], if
+    that was measured."""
 
     weight: Any
     inputs: Any = None
 
 
 class Started(NamedTuple):
-    """An adapter where training begins, the weight that stays frozen under it, and what it reads beside (or None)."""
+    """An adapter with its initial values, the frozen weight that it adapts, and its frozen arrays (or None)."""
 
     adapter: Any
     weight: Any
     fixed: Any = None
 
 
-class Kind(Protocol):
+class AdapterType(Protocol):
     """An entry of ADAPTERS."""
 
     PEFT_TENSORS: ClassVar[dict[str, str]]  # those of its adapters
-    PEFT_SHARED: ClassVar[dict[str, str]]  # array field of what they share -> PEFT's tensor
-    PEFT_FIELDS: ClassVar[dict[str, Any]]  # what marks the kind in an adapter_config.json
-    PEFT_READ: ClassVar[frozenset[str]]  # the fields beside those that `options` reads, or that change nothing
-    ORIGINAL: ClassVar[bool]  # whether `start` must see the weight as it was before it was quantised
+    PEFT_SHARED: ClassVar[dict[str, str]]  # field of the arrays that all adapters share -> PEFT's tensor
+    PEFT_FIELDS: ClassVar[dict[str, Any]]  # the fields of an adapter_config.json that identify the type
+    PEFT_READ: ClassVar[frozenset[str]]  # further fields that `options` reads, or that have no effect
+    ORIGINAL: ClassVar[bool]  # whether `start` needs the weight before quantisation
 
     @staticmethod
     def check(config: LoraConfig) -> None:
-        """Raises UserError for options that cannot be, or that have no meaning with this kind."""
+        """Raises UserError for options that are invalid, or have no meaning with this type of adapter."""
 
     @staticmethod
     def check_weight(name: str, weight: ArraySpec, config: LoraConfig) -> None:
-        """Raises UserError where the adapter of the HF module `name`, of weight [out, in], cannot be."""
+        """Raises UserError where the HF module `name`, of weight [out, in], cannot have this adapter."""
 
     @staticmethod
     def abstract(weight: ArraySpec, config: LoraConfig, dtype: str = "float32") -> Any:
@@ -81,40 +82,41 @@ class Kind(Protocol):
 
     @staticmethod
     def fixed(weight: ArraySpec, config: LoraConfig, dtype: str = "float32") -> Any:
-        """What that adapter reads and nobody trains, with ArraySpecs for arrays; None where there is nothing."""
+        """The frozen arrays of that adapter, as ArraySpecs; None if it has none."""
         ...
 
     @staticmethod
     def shared(weights: list[ArraySpec], config: LoraConfig, dtype: str = "float32") -> Any:
-        """What the adapters of all these weights read in common, a pytree with `start()` and `cut(shape)`; or None."""
+        """The frozen arrays that the adapters of all these weights share, a pytree with `start()` and `cut(shape)`; or
+        None."""
         ...
 
     @staticmethod
     def start(
         adapter: Any, config: LoraConfig, keys: jax.Array, weight: Any, original: Original | None = None
     ) -> Started:
-        """The beginning of an abstract adapter. `keys` is one key, or one a layer of a stack. Works inside jit.
+        """An abstract adapter's initial values. `keys` is one key, or one per layer of a stack. Works inside jit.
 
-        `original` is for kinds with ORIGINAL.
+        `original` is for types with ORIGINAL.
         """
         ...
 
     @staticmethod
     def derived(adapter: Any, config: LoraConfig, weight: Any) -> Any:
-        """What an adapter from a file reads beside it that is made of the base's weight, or None."""
+        """The frozen arrays of an adapter from a file that are computed from the base's weight, or None."""
         ...
 
     @staticmethod
     def exported(trainable: Any, frozen: Any, config: LoraConfig) -> tuple[Any, LoraConfig]:
-        """The trees of a run as adapters that are written, and the config that describes these."""
+        """The adapters to write for a run's trees, and the config that describes them."""
         ...
 
     @staticmethod
     def fields(config: LoraConfig) -> dict[str, Any]:
-        """The kind's own fields of an adapter_config.json, PEFT_FIELDS apart."""
+        """The type's fields of an adapter_config.json, without PEFT_FIELDS."""
         ...
 
     @staticmethod
     def options(fields: dict[str, Any], where: str) -> dict[str, Any]:
-        """What such fields say, as LoraConfig's own. Raises UserError for what is not implemented."""
+        """The values of LoraConfig for such fields. Raises UserError for values that are not implemented."""
         ...

@@ -1,6 +1,6 @@
-"""Methods: which parameters are trained, and the two trees that come of it.
+"""Splits a model into trainable and frozen parameters, as the training method says.
 
-Trainable and frozen are separate before anything is differentiated, so no gradient of a frozen parameter can exist.
+The two trees are separate before anything is differentiated, so that no gradient of a frozen parameter can exist.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ SHARED = "shared"  # where what all adapters read in common lies in `frozen`
 
 
 @dataclasses.dataclass(frozen=True)
-class Prepared:
-    """A model ready to be trained: `tree.merge(trainable, frozen)` is what the model functions take with `spec`.
+class PreparedModel:
+    """A model split for training: the model functions take `tree.merge(trainable, frozen)` with `spec`.
 
-    `spec` may stack the layers anew, where a method treats layers differently. Adapters are leaves of `trainable` at
-    "<node>/adapter", and what they read and nobody trains are leaves of `frozen` at "<node>/fixed" or "shared".
+    `spec` may stack the layers differently, where a method treats layers differently. Adapters are leaves of
+    `trainable` at "<node>/adapter"; their frozen arrays are leaves of `frozen` at "<node>/fixed" or "shared".
     """
 
     spec: ModelSpec
@@ -70,11 +70,11 @@ class Counts:
 
 def abstract(
     method: Method, spec: ModelSpec, trainable_dtype: str = "float32", quantize: QuantizeConfig | None = None
-) -> Prepared:
-    """What `prepare` gives, with an ArraySpec for every array: for shardings, memory estimates and loading.
+) -> PreparedModel:
+    """The result of `prepare` with an ArraySpec for every array: for shardings, memory estimates and loading.
 
-    Weights loaded with this spec, and quantised so, need no restacking. Raises UserError for whatever the method asks
-    that cannot be, and for a quantised weight that it is to train.
+    Weights loaded with this spec, and quantised like it, need no restacking. Raises UserError for a method that is not
+    possible with this model, and for a quantised weight that it would train.
     """
     adapted, trained = _choose(method, spec)
     if quantize is not None and not isinstance(method, ExpandConfig):  # the new layers alone are trained, and plain
@@ -82,15 +82,17 @@ def abstract(
     choice: dict[str, Hashable] = dict.fromkeys(trained, "full")
     for name in adapted:
         assert isinstance(method, LoraConfig)
-        own = method.of(name)
-        choice[name] = (choice.get(name), "adapter", own.rank, own.alpha)
+        module_config = method.of(name)
+        choice[name] = (choice.get(name), "adapter", module_config.rank, module_config.alpha)
     adapters = _abstract_adapters(method, adapted, trainable_dtype)
     among = modules(spec)
     rows = rows_by_node(method, spec, *({among[name].node for name in names} for names in (trained, adapted)))
-    made = arranged(uniform(spec, choice), trained, adapters, trainable_dtype, rows)
+    model = arranged(uniform(spec, choice), trained, adapters, trainable_dtype, rows)
     if isinstance(method, LoraConfig):
-        made = dataclasses.replace(made, frozen=merge(made.frozen, _beside(method, made, trainable_dtype)))
-    return dataclasses.replace(made, frozen=unflatten(quantised_leaves(flatten(made.frozen), quantize, made.spec)))
+        fixed = _fixed_arrays(method, model, trainable_dtype)
+        model = dataclasses.replace(model, frozen=merge(model.frozen, fixed))
+    frozen = quantised_leaves(flatten(model.frozen), quantize, model.spec)
+    return dataclasses.replace(model, frozen=unflatten(frozen))
 
 
 def prepare(
@@ -101,15 +103,15 @@ def prepare(
     trainable_dtype: str = "float32",
     layout: Layout | None = None,
     original: Callable[[str], Original] | None = None,
-) -> Prepared:
-    """Splits the parameters of a model into trainable ones, in `trainable_dtype`, and frozen ones, as they are.
+) -> PreparedModel:
+    """Splits the parameters of a model into trainable ones, in `trainable_dtype`, and frozen ones, unchanged.
 
-    `params` is used up (its dicts are emptied), so that whatever is restacked or cast exists twice only leaf by leaf.
-    An adapter's start depends on `key` and the HF name of its module only: it is the same on every mesh.
-    With a layout, on whose mesh `params` were loaded with `abstract(method, spec).spec`, everything lies as it says;
-    every process must then call this. `original(path)` gives a weight as it was before it was quantised, and how large
-    its inputs are where that was measured, for adapters that begin at what it lost.
-    Raises UserError for whatever the method asks that cannot be.
+    `params` is consumed (its dicts are emptied), so that restacking and casting duplicate one leaf at a time. An
+    adapter's initial values depend on `key` and the HF name of its module alone: they are the same on every mesh.
+    With a layout, on whose mesh `params` were loaded with `abstract(method, spec).spec`, all arrays are sharded by it;
+    every process must then call this. `original(path)` returns a weight before quantisation, and the size of its inputs
+    where that was measured, for adapters initialised from the quantisation error.
+    Raises UserError for a method that is not possible with this model.
     """
     plan = abstract(method, spec, trainable_dtype)
     assert layout is None or spec == plan.spec, "on a mesh, load with abstract(method, spec).spec"
@@ -121,18 +123,20 @@ def prepare(
     for name, module in among.items():
         names.setdefault(module.node, []).append(name)
     trainable: dict[str, Any] = {}
-    kind: Any = ADAPTERS[method.adapter] if isinstance(method, LoraConfig) else None
+    kind = ADAPTERS[method.adapter] if isinstance(method, LoraConfig) else None
     frozen = flatten(plan.frozen)
     for path, leaf in flatten(plan.trainable).items():
         node, _, last = path.rpartition("/")
         if last == "adapter":
-            held = held_weight(node, plan.spec)
+            weight_path = held_weight(node, plan.spec)
             keys = _keys(key, names[node], among[names[node][0]].row is not None)
-            before = original(held) if original and kind.ORIGINAL and _coded(weights[held]) else None
+            assert kind is not None
+            assert isinstance(method, LoraConfig)
+            before = original(weight_path) if original and kind.ORIGINAL and _coded(weights[weight_path]) else None
             begin = functools.partial(kind.start, leaf, method)
             fixed = frozen.get(f"{node}/fixed")
-            started = _start(begin, (leaf, fixed), keys, weights[held], before, layout)
-            trainable[path], weights[held] = started.adapter, started.weight
+            started = _start(begin, (leaf, fixed), keys, weights[weight_path], before, layout)
+            trainable[path], weights[weight_path] = started.adapter, started.weight
             if fixed is not None:
                 weights[f"{node}/fixed"] = started.fixed
         elif last == ROWS:
@@ -141,7 +145,7 @@ def prepare(
             trainable[path] = cast(weights.pop(path), leaf, layout)
     if SHARED in frozen:
         weights[SHARED] = placed(frozen[SHARED].start(), frozen[SHARED], layout)
-    return Prepared(plan.spec, unflatten(trainable), unflatten(weights))
+    return PreparedModel(plan.spec, unflatten(trainable), unflatten(weights))
 
 
 def _coded(weight: Any) -> bool:
@@ -151,9 +155,9 @@ def _coded(weight: Any) -> bool:
 def _start(
     begin: Callable[..., Started], arrays: tuple[Any, Any], keys: Array, weight: Any, before: Any, layout: Layout | None
 ) -> Started:
-    """An adapter's concrete start and the weight under it; on a mesh every device makes its own part.
+    """An adapter with its initial values and the weight it adapts; on a mesh every device computes its own shards.
 
-    `arrays` are the adapter and what it reads, abstract.
+    `arrays` are the abstract adapter and its abstract frozen arrays.
     """
     if layout is None:
         return begin(keys, weight, before)
@@ -168,40 +172,40 @@ def _start(
 
 
 def placed(array: Any, form: Any, layout: Layout | None) -> Any:
-    """Numbers that every process has in its memory, where a layout has arrays of this form."""
+    """Numbers that every process has in host memory, as arrays sharded by a layout."""
     if layout is None:
         return jax.tree.map(jnp.asarray, array)
 
-    def one(numbers: np.ndarray, spec: ArraySpec) -> Array:
+    def place(numbers: np.ndarray, spec: ArraySpec) -> Array:
         return jax.make_array_from_callback(numbers.shape, layout.of(spec), lambda index: numbers[index])
 
-    return jax.tree.map(one, array, form)
+    return jax.tree.map(place, array, form)
 
 
 def held_weight(node: str, spec: ModelSpec) -> str:
-    """The path of the weight that a node's adapter adapts: a tied head's is the embedding's."""
+    """The path of the weight that a node's adapter adapts: of a tied head, the embedding's."""
     return "embed/weight" if node == "head" and spec.tied else f"{node}/weight"
 
 
 def cast(leaf: Any, like: Any, layout: Layout | None) -> Any:
-    """A weight or an adapter in the dtypes of its abstract form `like`, there before the next is begun, so that no two
-    are held twice."""
+    """A weight or an adapter in the dtypes of its abstract form `like`; waits for the result, so that no two leaves are
+    duplicated at once."""
 
-    def one(array: Array, wanted: ArraySpec) -> Array:
-        if array.dtype == wanted.dtype:
+    def cast_array(array: Array, spec: ArraySpec) -> Array:
+        if array.dtype == spec.dtype:
             return array
         if is_offloaded(array.sharding):
-            return cast_offloaded(array, wanted.dtype)
+            return cast_offloaded(array, spec.dtype)
         if layout is None:
-            return array.astype(wanted.dtype)
-        made = jax.jit(lambda array: array.astype(wanted.dtype), out_shardings=layout.of(wanted))
-        return made(array).block_until_ready()
+            return array.astype(spec.dtype)
+        sharded = jax.jit(lambda array: array.astype(spec.dtype), out_shardings=layout.of(spec))
+        return sharded(array).block_until_ready()
 
-    return jax.tree.map(one, leaf, like)
+    return jax.tree.map(cast_array, leaf, like)
 
 
-def count(prepared: Prepared) -> Counts:
-    """Parameters by kind; works on abstract and concrete trees."""
+def count(prepared: PreparedModel) -> Counts:
+    """The numbers of parameters of an abstract or concrete model."""
     adapters = full = 0
     for path, leaf in flatten(prepared.trainable).items():
         if path.rpartition("/")[2] in ("adapter", ROWS):
@@ -213,18 +217,18 @@ def count(prepared: Prepared) -> Counts:
 
 
 def of_adapters(path: str) -> bool:
-    """Whether a leaf of a tree is no weight of the model, but an adapter or what adapters read."""
+    """Whether a leaf is an adapter or an adapter's frozen array, and no weight of the model."""
     return path == SHARED or path.rpartition("/")[2] in ("adapter", "fixed")
 
 
-def _beside(method: LoraConfig, made: Prepared, dtype: str) -> Tree:
-    """What the adapters of an abstract model read and nobody trains, with ArraySpecs for arrays."""
-    kind, leaves = ADAPTERS[method.adapter], flatten(abstract_params(made.spec))
-    nodes = [path.rpartition("/")[0] for path in flatten(made.trainable) if path.rpartition("/")[2] == "adapter"]
-    weights = {node: leaves[held_weight(node, made.spec)] for node in nodes}
-    found = {f"{node}/fixed": kind.fixed(weight, method, dtype) for node, weight in weights.items()}
-    found[SHARED] = kind.shared(list(weights.values()), method, dtype) if weights else None
-    return unflatten({path: array for path, array in found.items() if array is not None})
+def _fixed_arrays(method: LoraConfig, model: PreparedModel, dtype: str) -> Tree:
+    """The frozen arrays of the adapters of an abstract model, as ArraySpecs."""
+    kind, leaves = ADAPTERS[method.adapter], flatten(abstract_params(model.spec))
+    nodes = [path.rpartition("/")[0] for path in flatten(model.trainable) if path.rpartition("/")[2] == "adapter"]
+    weights = {node: leaves[held_weight(node, model.spec)] for node in nodes}
+    arrays = {f"{node}/fixed": kind.fixed(weight, method, dtype) for node, weight in weights.items()}
+    arrays[SHARED] = kind.shared(list(weights.values()), method, dtype) if weights else None
+    return unflatten({path: array for path, array in arrays.items() if array is not None})
 
 
 def arranged(
@@ -233,7 +237,7 @@ def arranged(
     adapters: dict[str, Any],
     dtype: str,
     rows: Mapping[str, tuple[int, ...]] | None = None,
-) -> Prepared:
+) -> PreparedModel:
     """The abstract trees of a spec whose stacks are uniform.
 
     `trained` and `adapters` are by HF module name; an adapter is a function of its weight's ArraySpec. `rows` are those
@@ -251,11 +255,11 @@ def arranged(
             trainable[f"{node}/adapter"] = adapters[module.name](dataclasses.replace(weight, role=role))
     trainable |= abstract_rows(rows or {}, leaves, dtype)
     frozen = {path: leaf for path, leaf in leaves.items() if path not in full}
-    return Prepared(spec, unflatten(trainable), unflatten(frozen))
+    return PreparedModel(spec, unflatten(trainable), unflatten(frozen))
 
 
 def used_up(params: Tree) -> dict[str, Any]:
-    """The flat form of a tree whose dicts are emptied, so that a leaf popped from it is really freed."""
+    """The flat form of a tree, whose dicts are emptied, so that a leaf popped from the result is freed."""
     flat = flatten(params)
     _empty(params)
     return flat
@@ -286,10 +290,10 @@ def _choose(method: Method, spec: ModelSpec) -> tuple[list[str], list[str]]:
 
 
 def _disjoint(adapted: list[str], trained: list[str], among: dict[str, Module], spec: ModelSpec) -> None:
-    held = {among[name].node for name in trained}
+    trained_nodes = {among[name].node for name in trained}
     for name in adapted:
         node = among[name].node
-        if name in trained or (node == "head" and spec.tied and "embed" in held):
+        if name in trained or (node == "head" and spec.tied and "embed" in trained_nodes):
             raise UserError(
                 f"{name} is to have an adapter and to be trained in full"
                 + (" (it shares the embedding's matrix)" if name not in trained else ""),
@@ -301,8 +305,8 @@ def _disjoint(adapted: list[str], trained: list[str], among: dict[str, Module], 
 def _fits_quantised(
     method: Method, adapted: list[str], trained: list[str], quantize: QuantizeConfig, spec: ModelSpec
 ) -> None:
-    """Raises UserError where a weight that is to be quantised is to be trained itself, or an adapter begins at what it
-    is not."""
+    """Raises UserError where a quantised weight would be trained itself, or where an adapter requires a quantised or an
+    unquantised weight and has the other."""
     if not isinstance(method, LoraConfig):
         raise UserError(
             "a quantised base cannot be trained itself: its codes have no gradient",
@@ -331,10 +335,10 @@ def _abstract_adapters(method: Method, adapted: list[str], dtype: str) -> dict[s
         return {}
     kind = ADAPTERS[method.adapter]
 
-    def make(weight: ArraySpec, own: LoraConfig) -> Any:
-        return kind.abstract(weight, own, dtype)
+    def make(weight: ArraySpec, module_config: LoraConfig) -> Any:
+        return kind.abstract(weight, module_config, dtype)
 
-    return {name: functools.partial(make, own=method.of(name)) for name in adapted}
+    return {name: functools.partial(make, module_config=method.of(name)) for name in adapted}
 
 
 def _keys(key: Array, names: list[str], stacked: bool) -> Array:

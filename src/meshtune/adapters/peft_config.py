@@ -13,6 +13,7 @@ from typing import Any
 
 from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import ALL_LINEAR, LoraConfig
+from meshtune.adapters.kind import AdapterType
 from meshtune.adapters.peft_lora import plain
 from meshtune.adapters.rows import FIELD
 from meshtune.adapters.targets import Module
@@ -52,7 +53,7 @@ class PeftConfig:
 
     def targeted(self, module: Module) -> bool:
         """Whether peft would put an adapter beside this linear module."""
-        wanted, name = self.fields.get("target_modules"), module.name
+        targets, name = self.fields.get("target_modules"), module.name
         excluded = self.fields.get("exclude_modules") or []
         if isinstance(excluded, str):
             if re.fullmatch(excluded, name):
@@ -62,21 +63,23 @@ class PeftConfig:
         saved = self.fields.get("modules_to_save") or []
         if not module.linear or any(re.match(rf"(^|.*\.){m}($|\..*)", name) for m in saved):
             return False
-        if isinstance(wanted, str):
-            return module.node != "head" if wanted.lower() == ALL_LINEAR else bool(re.fullmatch(wanted, name))
-        if name in (wanted or []):
+        if isinstance(targets, str):
+            return module.node != "head" if targets.lower() == ALL_LINEAR else bool(re.fullmatch(targets, name))
+        if name in (targets or []):
             return True
         layers = self.fields.get("layers_to_transform")
         if isinstance(layers, int):
             layers = [layers]
-        return any(name.endswith(f".{w}") for w in wanted or []) and (not layers or module.layer in layers)
+        return any(name.endswith(f".{w}") for w in targets or []) and (not layers or module.layer in layers)
 
     def rows(self, names: list[str]) -> dict[str, tuple[int, ...]]:
         """The rows that are trained by themselves, by HF module, of the modules `names`."""
-        told = self.fields.get(FIELD) or {}
-        told = told if isinstance(told, dict) else {"embed_tokens": told}
-        found = {one: next((name for name in names if f".{name}".endswith(f".{one}")), one) for one in told}
-        return {found[one]: tuple(ids) for one, ids in told.items() if found[one] in names}
+        rows = self.fields.get(FIELD) or {}
+        rows = rows if isinstance(rows, dict) else {"embed_tokens": rows}
+        full_names = {
+            short: next((name for name in names if f".{name}".endswith(f".{short}")), short) for short in rows
+        }
+        return {full_names[short]: tuple(ids) for short, ids in rows.items() if full_names[short] in names}
 
     def _pattern(self, field: str, name: str, default: Any) -> Any:
         patterns = self.fields.get(field) or {}
@@ -89,15 +92,15 @@ def read_config(fields: dict[str, Any], where: str) -> PeftConfig:
     def refuse(field: str, why: str, fix: str = "train or export the adapter without it") -> UserError:
         return UserError(f"{field} is {fields.get(field)!r}: {why}", where=f"{where}, field {field}", fix=fix)
 
-    kinds = [name for name, kind in ADAPTERS.items() if all(_same(fields, kind, field) for field in kind.PEFT_FIELDS)]
+    kinds = [name for name, kind in ADAPTERS.items() if all(_equal(fields, kind, field) for field in kind.PEFT_FIELDS)]
     if not kinds:
         known = {kind.PEFT_FIELDS["peft_type"] for kind in ADAPTERS.values()}
         field = "peft_type" if fields.get("peft_type") not in known else "use_dora"
         raise refuse(field, "this kind of adapter is not supported", f"supported: {', '.join(sorted(ADAPTERS))}")
     kind = max(kinds, key=lambda name: len(ADAPTERS[name].PEFT_FIELDS))  # the one that is marked most closely
-    told = {*ADAPTERS[kind].PEFT_FIELDS, *ADAPTERS[kind].PEFT_READ}
+    known_fields = {*ADAPTERS[kind].PEFT_FIELDS, *ADAPTERS[kind].PEFT_READ}
     for field, value in fields.items():
-        if field in INFORMATION or field in READ or field in told or value == NEUTRAL.get(field):
+        if field in INFORMATION or field in READ or field in known_fields or value == NEUTRAL.get(field):
             continue
         if field in NEUTRAL or value not in (False, [], {}, ""):
             raise refuse(field, "this is not implemented and would change the result")
@@ -158,9 +161,9 @@ def write_config(
     }
 
 
-def _same(fields: dict[str, Any], kind: Any, field: str) -> bool:
-    wanted = kind.PEFT_FIELDS[field]
-    return (fields.get(field) or False) == wanted if wanted is False else fields.get(field) == wanted
+def _equal(fields: dict[str, Any], kind: type[AdapterType], field: str) -> bool:
+    value = kind.PEFT_FIELDS[field]
+    return (fields.get(field) or False) == value if value is False else fields.get(field) == value
 
 
 def _shortest(chosen: list[str], names: list[str], before: str) -> list[str]:
@@ -169,10 +172,10 @@ def _shortest(chosen: list[str], names: list[str], before: str) -> list[str]:
     peft compares target_modules with the whole name or what follows a dot (`before` "."), modules_to_save with any
     ending ("").
     """
-    held = {".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 2)}
-    wanted, short = set(chosen), []
+    containers = {".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 2)}
+    chosen_set, short = set(chosen), []
     for name in chosen:
         last = name.rpartition(".")[2]
-        selected = {other for other in held if other == last or other.endswith(before + last)}
-        short.append(last if selected <= wanted else name)
+        selected = {module for module in containers if module == last or module.endswith(before + last)}
+        short.append(last if selected <= chosen_set else name)
     return sorted(set(short))

@@ -6,6 +6,7 @@ What Meshtune knows beyond peft's fields (the base's hash, the version that wrot
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import os
@@ -18,11 +19,13 @@ import safetensors
 
 from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import LoraConfig
+from meshtune.adapters.kind import AdapterType
 from meshtune.adapters.layout import restack, uniform
 from meshtune.adapters.method import SHARED, arranged, held_weight, used_up
 from meshtune.adapters.peft_config import PeftConfig, read_config, write_config
 from meshtune.adapters.peft_tensors import Content, collect, names_of_nodes, read, read_shared, sort
 from meshtune.adapters.targets import modules
+from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, flatten, merge, unflatten
 from meshtune.errors import UserError
 from meshtune.families import scored_spec
@@ -152,9 +155,9 @@ def load_adapter(source: str | os.PathLike[str], spec: ModelSpec, layout: Layout
         choice: dict[str, Hashable] = dict.fromkeys(full, "full")
         makers: dict[str, Callable[[Any], Any]] = {}
         for name in content.adapted:
-            own = dataclasses.replace(peft.config, rank=peft.rank(name), alpha=peft.alpha(name))
-            choice[name] = (choice.get(name), own.rank, own.alpha)
-            makers[name] = lambda weight, own=own: ADAPTERS[peft.kind].abstract(weight, own)
+            module_config = dataclasses.replace(peft.config, rank=peft.rank(name), alpha=peft.alpha(name))
+            choice[name] = (choice.get(name), module_config.rank, module_config.alpha)
+            makers[name] = functools.partial(_abstract, ADAPTERS[peft.kind], module_config)
         spec = uniform(spec, choice)
         rows = {among[name].node: ids for name, ids in peft.rows(list(content.rows)).items()}
         trainable = read(arranged(spec, full, makers, "float32", rows).trainable, spec, file, content, layout)
@@ -164,6 +167,10 @@ def load_adapter(source: str | os.PathLike[str], spec: ModelSpec, layout: Layout
         return LoadedAdapter(peft.config, spec, trainable, record_of(file.metadata() or {}, peft), copies, frozen)
 
 
+def _abstract(kind: type[AdapterType], config: LoraConfig, weight: ArraySpec) -> Any:
+    return kind.abstract(weight, config)
+
+
 def attach(params: Tree, spec: ModelSpec, adapter: LoadedAdapter) -> tuple[ModelSpec, Tree]:
     """The base with the adapter: the spec and the whole tree for the model functions. `params` is used up.
 
@@ -171,15 +178,15 @@ def attach(params: Tree, spec: ModelSpec, adapter: LoadedAdapter) -> tuple[Model
     """
     names = {name: node for node, owners in names_of_nodes(spec).items() for name in owners}
     for name, copy in adapter.copies.items():
-        held = params["embed" if names[name] == "head" and spec.tied else names[name]]["weight"]
-        if not np.array_equal(np.asarray(held, np.float32), np.asarray(copy, np.float32)):
+        weight = params["embed" if names[name] == "head" and spec.tied else names[name]]["weight"]
+        if not np.array_equal(np.asarray(weight, np.float32), np.asarray(copy, np.float32)):
             raise UserError(
                 f"the adapter carries a {name} that is not this base's",
                 where=f"{WEIGHTS}, {name}.base_layer.weight",
                 fix="give the base this adapter was trained on (a resized vocabulary is a change of the base too)",
             )
-    same = dataclasses.replace(spec, tied=adapter.spec.tied, scored=adapter.spec.scored)
-    weights = used_up(restack(params, same, adapter.spec))
+    base_spec = dataclasses.replace(spec, tied=adapter.spec.tied, scored=adapter.spec.scored)
+    weights = used_up(restack(params, base_spec, adapter.spec))
     if adapter.spec.scored:
         weights.pop("head/weight", None)
     elif spec.tied and not adapter.spec.tied:
@@ -227,8 +234,10 @@ def read_fields(source: pathlib.Path) -> dict[str, Any]:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        what = f"no adapter at {source}: " + ("the directory does not exist" if not source.exists() else f"no {CONFIG}")
-        raise UserError(what, where=str(path), fix="give a directory with a PEFT adapter") from None
+        message = f"no adapter at {source}: " + (
+            "the directory does not exist" if not source.exists() else f"no {CONFIG}"
+        )
+        raise UserError(message, where=str(path), fix="give a directory with a PEFT adapter") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{CONFIG} is not JSON: {error}", where=str(path), fix="save the adapter again") from error
     if not isinstance(fields, dict):

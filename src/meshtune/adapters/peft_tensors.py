@@ -133,9 +133,9 @@ def sort(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, peft: PeftConfi
     for module in among.values():
         if peft.targeted(module) and module.name not in content.adapted:
             raise _missing(f"{PREFIX}{module.name}.{next(iter(suffixes))[1:]}", where)
-    for wanted in peft.config.train_modules:
-        if not any(name.endswith(wanted) for name in (*content.full, *_containers(content.full))):
-            raise _missing(f"{PREFIX}{wanted}.weight", where)
+    for module in peft.config.train_modules:
+        if not any(name.endswith(module) for name in (*content.full, *_containers(content.full))):
+            raise _missing(f"{PREFIX}{module}.weight", where)
     for module in {*content.rows, *peft.rows(list(among))}:
         _check_rows(among[module], content, peft.rows(list(among)), shapes, where)
     if not content.adapted and not content.full and not content.rows:
@@ -152,9 +152,9 @@ def read_shared(spec: ModelSpec, file: Any, content: Content, peft: PeftConfig, 
         return None
     numbers = form.start()
     if content.shared:
-        found = {field: file.get_tensor(name).astype(np.float32) for field, name in content.shared.items()}
-        numbers = dataclasses.replace(numbers, **found)
-        specs = {field: dataclasses.replace(getattr(form, field), shape=array.shape) for field, array in found.items()}
+        arrays = {field: file.get_tensor(name).astype(np.float32) for field, name in content.shared.items()}
+        numbers = dataclasses.replace(numbers, **arrays)
+        specs = {field: dataclasses.replace(getattr(form, field), shape=array.shape) for field, array in arrays.items()}
         form = dataclasses.replace(form, **specs)
     return placed(numbers, form, layout)
 
@@ -185,14 +185,14 @@ def read(abstract: Tree, spec: ModelSpec, file: Any, content: Content, layout: L
             assert index is not None
             within = index[1:] if stacked else index
             rows = [read_one(tensors[name][part], within) for name in names[node][index[0] if stacked else slice(1)]]
-            found = np.stack(rows) if stacked else rows[0]
-            return found if dtype is None else found.astype(dtype)
+            numbers = np.stack(rows) if stacked else rows[0]
+            return numbers if dtype is None else numbers.astype(dtype)
 
         if layout is None:
             return jnp.asarray(cut((slice(None),) * len(array.shape)))
         return jax.make_array_from_callback(array.shape, layout.of(array), cut)
 
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for path, leaf in flatten(abstract).items():
         node, _, last = path.rpartition("/")
         module = among[names[node][0]]
@@ -202,14 +202,14 @@ def read(abstract: Tree, spec: ModelSpec, file: Any, content: Content, layout: L
                 part: load(node, content.adapted, part, array, array.dtype, views.get(part))
                 for part, array in parts.items()
             }
-            found[path] = dataclasses.replace(leaf, **arrays)
+            leaves[path] = dataclasses.replace(leaf, **arrays)
         elif last == ROWS:
             name = content.rows[names[node][0]]
             values = load(node, {names[node][0]: {ROWS: name}}, ROWS, leaf.values, leaf.values.dtype)
-            found[path] = dataclasses.replace(leaf, values=values)
+            leaves[path] = dataclasses.replace(leaf, values=values)
         else:
-            found[path] = load(node, content.full, last, leaf, None, module.views[last])
-    return unflatten(found)
+            leaves[path] = load(node, content.full, last, leaf, None, module.views[last])
+    return unflatten(leaves)
 
 
 def _views_of(adapter: Any, module: Module, config: LoraConfig | None) -> dict[str, View]:
@@ -250,28 +250,28 @@ def _check_adapter(
     module: Module, tensors: dict[str, str], shapes: Mapping[str, tuple[int, ...]], peft: PeftConfig, where: str
 ) -> None:
     kind, rank = ADAPTERS[peft.kind], peft.rank(module.name)
-    wanted = kind.abstract(module.leaves["weight"], dataclasses.replace(peft.config, rank=rank))
+    form = kind.abstract(module.leaves["weight"], dataclasses.replace(peft.config, rank=rank))
     for field, suffix in kind.PEFT_TENSORS.items():
         if field not in tensors:
             raise _missing(f"{PREFIX}{module.name}.{suffix}", where)
-        _check_shape(tensors[field], shapes, getattr(wanted, field).shape, where, f" for rank {rank}")
+        _check_shape(tensors[field], shapes, getattr(form, field).shape, where, f" for rank {rank}")
 
 
 def _check_rows(
     module: Module,
     content: Content,
-    told: Mapping[str, tuple[int, ...]],
+    rows: Mapping[str, tuple[int, ...]],
     shapes: Mapping[str, tuple[int, ...]],
     where: str,
 ) -> None:
     if module.name not in content.rows:
         raise _missing(f"{PREFIX}{module.name}.{TENSOR}", f"{where}, field {FIELD}")
     name, (vocab, width) = content.rows[module.name], module.leaves["weight"].shape
-    if module.name not in told or module.node not in ("embed", "head"):
+    if module.name not in rows or module.node not in ("embed", "head"):
         raise _misfit(name, where, f"{FIELD} does not say which rows these are of the embedding or the head")
-    ids = told[module.name]
+    ids = rows[module.name]
     _check_shape(name, shapes, (len(ids), width), where)
-    if not all(0 <= one < vocab for one in ids):
+    if not all(0 <= token < vocab for token in ids):
         raise UserError(
             f"the adapter has rows of tokens up to {max(ids)}, and the base has {vocab}",
             where=f"{where}, {FIELD}",
@@ -285,21 +285,21 @@ def _check_shared(
     """What is shared is as large as the largest weight needs, or larger."""
     kind = ADAPTERS[peft.kind]
     weights = [among[name].leaves["weight"] for name in content.adapted]
-    wanted = kind.shared(weights, peft.config) if weights else None
+    form = kind.shared(weights, peft.config) if weights else None
     for field, name in kind.PEFT_SHARED.items() if content.shared or peft.fields.get("save_projection") else ():
         if field not in content.shared:
             raise _missing(name, where)
-        needed = getattr(wanted, field).shape
+        needed = getattr(form, field).shape
         if len(shapes[name]) != 2 or any(has < need for has, need in zip(shapes[name], needed, strict=True)):
             _check_shape(name, shapes, needed, where)
 
 
 def _check_shape(
-    name: str, shapes: Mapping[str, tuple[int, ...]], wanted: tuple[int, ...], where: str, more: str = ""
+    name: str, shapes: Mapping[str, tuple[int, ...]], expected: tuple[int, ...], where: str, note: str = ""
 ) -> None:
-    if tuple(shapes[name]) != wanted:
+    if tuple(shapes[name]) != expected:
         raise UserError(
-            f"tensor {name} is {_by(shapes[name])}, but the base needs {_by(wanted)}{more}",
+            f"tensor {name} is {_by(shapes[name])}, but the base needs {_by(expected)}{note}",
             where=where,
             fix="give the base this adapter was trained on (base_model_name_or_path), and its own adapter_config.json",
         )

@@ -12,7 +12,7 @@ import numpy as np
 
 from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.method import SHARED, Prepared, of_adapters
+from meshtune.adapters.method import SHARED, PreparedModel, of_adapters
 from meshtune.adapters.peft_format import BaseRecord, attach, load_adapter, save_adapter
 from meshtune.arrays.tree import Tree, flatten, merge, unflatten
 from meshtune.errors import UserError
@@ -31,7 +31,7 @@ CONVERTED = 2e-4
 
 def export_adapter(
     dest: str | os.PathLike[str],
-    made: Prepared,
+    model: PreparedModel,
     config: LoraConfig,
     base: BaseRecord,
     compute: Compute | None = None,
@@ -42,33 +42,33 @@ def export_adapter(
     Of a model on a mesh, `compute` has the layout.
     """
 
-    trainable, form = ADAPTERS[config.adapter].exported(made.trainable, made.frozen, config)
+    trainable, form = ADAPTERS[config.adapter].exported(model.trainable, model.frozen, config)
 
     def check(path: pathlib.Path) -> None:
-        verify_adapter(path, made, compute, job, TOLERANCE if form is config else CONVERTED)
+        verify_adapter(path, model, compute, job, TOLERANCE if form is config else CONVERTED)
 
-    shared = made.frozen.get(SHARED)
-    return save_adapter(dest, trainable, made.spec, form, base, shared=shared, check=check, job=job)
+    shared = model.frozen.get(SHARED)
+    return save_adapter(dest, trainable, model.spec, form, base, shared=shared, check=check, job=job)
 
 
 def verify_adapter(
     path: str | os.PathLike[str],
-    made: Prepared,
+    model: PreparedModel,
     compute: Compute | None = None,
     job: Job = SINGLE_PROCESS,
     tolerance: float = TOLERANCE,
 ) -> float:
-    """The largest difference of logits between `made` and the same frozen weights with the adapter read from `path`.
+    """The largest difference of logits between `model` and the same frozen weights with the adapter read from `path`.
 
     In float32 unless `compute` says otherwise, on two rows of 16 tokens spread over the vocabulary.
     Raises UserError where it is above `tolerance` times the largest logit, or where logits are not finite.
     """
     compute = compute or Compute()
     with raise_collectively(job, "verify: adapter"):
-        loaded = load_adapter(path, made.spec, compute.layout)
-    weights = {name: leaf for name, leaf in flatten(made.frozen).items() if not of_adapters(name)}
-    spec, params = attach(unflatten(weights), made.spec, loaded)
-    trained = _probe(merge(made.trainable, made.frozen), made.spec, compute)
+        loaded = load_adapter(path, model.spec, compute.layout)
+    weights = {name: leaf for name, leaf in flatten(model.frozen).items() if not of_adapters(name)}
+    spec, params = attach(unflatten(weights), model.spec, loaded)
+    trained = _probe(merge(model.trainable, model.frozen), model.spec, compute)
     written = _probe(params, spec, compute)
     with raise_collectively(job, "verify: logits"):
         return _compared(trained, written, str(path), tolerance)

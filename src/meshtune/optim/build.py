@@ -100,10 +100,10 @@ def make_optimizer(
     Raises UserError for an optimizer or schedule that does not exist, for options that an optimizer cannot honour, and
     for a parameter whose role it has no rule for.
     """
-    for what, name, known in (("optimizer", config.name, OPTIMIZERS), ("schedule", config.schedule, SCHEDULES)):
+    for option, name, known in (("optimizer", config.name, OPTIMIZERS), ("schedule", config.schedule, SCHEDULES)):
         if name not in known:
             raise UserError(
-                f"there is no {what} '{name}'", fix=f"{nearest(name, known)}choose one of {', '.join(known)}"
+                f"there is no {option} '{name}'", fix=f"{nearest(name, known)}choose one of {', '.join(known)}"
             )
     chosen = OPTIMIZERS[config.name]
     schedule = make_schedule(config, total_steps)

@@ -41,4 +41,4 @@ def prodigy(config: OptimizerConfig, schedule: Schedule, decayed: Tree) -> optax
             changes = jax.tree.map(with_decay, changes, params, decayed)
         return changes, new  # pyright: ignore[reportReturnType]
 
-    return optax.GradientTransformation(inner.init, update)
+    return optax.GradientTransformation(inner.init, update)  # pyright: ignore[reportArgumentType]

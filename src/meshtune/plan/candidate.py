@@ -8,7 +8,7 @@ import math
 import jax.numpy as jnp
 
 from meshtune.adapters.config import Method
-from meshtune.adapters.method import Prepared, abstract
+from meshtune.adapters.method import PreparedModel, abstract
 from meshtune.arrays.paths import named_leaves
 from meshtune.arrays.spec import LAYERS, ArraySpec
 from meshtune.arrays.tree import flatten
@@ -75,7 +75,7 @@ class Workload:
     recipe: Recipe
     method: Method
     precision: Precision
-    arrays: Prepared
+    arrays: PreparedModel
     persistent: tuple[PersistentArray, ...]
     parameters: dict[str, ArraySpec]
     layers: tuple[LayerCost, ...]
@@ -174,7 +174,7 @@ def workload_of(recipe: Recipe, backend: str) -> Workload:
     return workload_on(arrays, recipe, start.method, precision)
 
 
-def workload_on(arrays: Prepared, recipe: Recipe, method: Method, precision: Precision) -> Workload:
+def workload_on(arrays: PreparedModel, recipe: Recipe, method: Method, precision: Precision) -> Workload:
     """The workload of a recipe on abstract weights; the recipe's own model and method are not read."""
     parameters = flatten(abstract_params(arrays.spec))
     persistent = (*_weights(arrays, parameters), *_training_state(recipe, precision, arrays))
@@ -187,7 +187,7 @@ def layout_on(mesh: MeshConfig, spec: ModelSpec) -> Layout:
     return layout_for(abstract_mesh(mesh), spec)[0]
 
 
-def _weights(arrays: Prepared, parameters: dict[str, ArraySpec]) -> list[PersistentArray]:
+def _weights(arrays: PreparedModel, parameters: dict[str, ArraySpec]) -> list[PersistentArray]:
     frozen = [_persistent("frozen", path, leaf) for path, leaf in named_leaves(arrays.frozen)]
     trained = [
         _persistent("full" if path in parameters else "adapter", path, leaf)
@@ -196,7 +196,7 @@ def _weights(arrays: Prepared, parameters: dict[str, ArraySpec]) -> list[Persist
     return [*frozen, *trained]
 
 
-def _training_state(recipe: Recipe, precision: Precision, arrays: Prepared) -> list[PersistentArray]:
+def _training_state(recipe: Recipe, precision: Precision, arrays: PreparedModel) -> list[PersistentArray]:
     """The gradients that exist at once, and the optimizer's state."""
     optimizer, _ = make_optimizer(
         optimizer_of(recipe, precision), recipe.train.steps or 1, arrays.trainable, arrays.spec

@@ -11,10 +11,10 @@ import numpy as np
 from rich.console import Console
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.continued import begun
+from meshtune.adapters.continued import resume_adapter
 from meshtune.adapters.inputs import input_sizes
 from meshtune.adapters.kind import Original
-from meshtune.adapters.method import Prepared, held_weight, prepare
+from meshtune.adapters.method import PreparedModel, held_weight, prepare
 from meshtune.arrays.tree import Tree, flatten
 from meshtune.config.recipe import Recipe
 from meshtune.data.prepare import PreparedData
@@ -37,7 +37,7 @@ CALIBRATED = 2048  # tokens of a row that are looked at, at most: none of the ti
 class InitializedRun:
     """The split model, its first state, its optimizer and the learning rate by step."""
 
-    made: Prepared
+    made: PreparedModel
     state: TrainState
     optimizer: Any
     schedule: Callable[[Any], Any]
@@ -65,7 +65,7 @@ class Parameters:
         if goes_on is None:
             made = self._split(params)
         else:
-            made = begun(goes_on, resolved.arrays, resolved.spec, params, resolved.layout)
+            made = resume_adapter(goes_on, resolved.arrays, resolved.spec, params, resolved.layout)
         like = None if resolved.layout is None and not resolved.offload else state_like(resolved, optimizer)
         if like is not None and "weights" in resolved.offload:
             trainable = offload_arrays(made.trainable, like.trainable)
@@ -96,7 +96,7 @@ class Parameters:
             self.console.print(f"[bold]loaded[/] {line.partition(': ')[2] if one else line}", highlight=False)
         return params
 
-    def _split(self, params: Tree) -> Prepared:
+    def _split(self, params: Tree) -> PreparedModel:
         resolved = self.resolved
         sizes = self._sizes(params)
 

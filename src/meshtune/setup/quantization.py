@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import jax
 
-from meshtune.adapters.method import Prepared
+from meshtune.adapters.method import PreparedModel
 from meshtune.arrays.tree import flatten
 from meshtune.config.recipe import Recipe
 from meshtune.mesh.layout import Layout
@@ -23,7 +23,7 @@ def quantize_of(recipe: Recipe) -> QuantizeConfig | None:
     return None if asked is None else QuantizeConfig(**asked.model_dump())
 
 
-def quantize_decisions(arrays: Prepared, layout: Layout | None) -> list[Decision]:
+def quantize_decisions(arrays: PreparedModel, layout: Layout | None) -> list[Decision]:
     """The format of the quantised weights with what it takes, and which of them a mesh cannot split."""
     weights = {path: x for path, x in flatten(arrays.frozen).items() if isinstance(x, QuantisedWeight)}
     if not weights:

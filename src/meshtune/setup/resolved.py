@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Sequence
 
 from meshtune.adapters.config import Method
-from meshtune.adapters.method import Prepared, abstract
+from meshtune.adapters.method import PreparedModel, abstract
 from meshtune.config.recipe import Recipe
 from meshtune.mesh.axes import resolve_mesh
 from meshtune.mesh.layout import Layout
@@ -34,7 +34,7 @@ class ResolvedRun:
     source: pathlib.Path
     method: Method
     precision: Precision
-    arrays: Prepared
+    arrays: PreparedModel
     machine: Machine
     layout: Layout | None
     decisions: list[Decision]

@@ -10,7 +10,7 @@ import pathlib
 from typing import TYPE_CHECKING
 
 from meshtune.adapters.config import ExpandConfig, LoraConfig, Method
-from meshtune.adapters.continued import continued
+from meshtune.adapters.continued import resumed_config
 from meshtune.config.recipe import Recipe
 from meshtune.data.new_tokens import NewTokens, add_tokens
 from meshtune.data.tokenizer import load_tokenizer
@@ -54,7 +54,7 @@ def start_of(recipe: Recipe, source: pathlib.Path, dtype: str) -> Start:
     if section.adapter is not None:
         assert isinstance(method, LoraConfig), "the recipe has seen to it"
         check_result(adapter_directory(section.adapter))
-        method = continued(adapter_directory(section.adapter), staged(spec, recipe), method)
+        method = resumed_config(adapter_directory(section.adapter), staged(spec, recipe), method)
     spec = grouped(spec, blocks) if blocks else spec
     changed = section.changed or blocks > 0
     if changed and isinstance(method, LoraConfig) and method.adapter == "loftq" and method.loftq_iterations > 1:

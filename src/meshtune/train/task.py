@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from meshtune.adapters.method import Prepared
+from meshtune.adapters.method import PreparedModel
 from meshtune.arrays.tree import Tree, merge
 from meshtune.config.recipe import Recipe
 from meshtune.data.prepare import PreparedData
@@ -46,7 +46,7 @@ class Parts:
     total: int
     tokenizer: PreTrainedTokenizerFast
     console: Console
-    made: Prepared
+    made: PreparedModel
     optimizer: Any
     schedule: Any
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from meshtune.adapters.config import LoraConfig, Method
 from meshtune.adapters.merge import merged
-from meshtune.adapters.method import Prepared
+from meshtune.adapters.method import PreparedModel
 from meshtune.adapters.peft_format import BaseRecord
 from meshtune.adapters.verify import export_adapter
 from meshtune.arrays.tree import flatten, merge, unflatten
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def export_result(
     output: pathlib.Path,
-    made: Prepared,
+    made: PreparedModel,
     method: Method,
     source: pathlib.Path,
     base: BaseRecord,

@@ -7,7 +7,7 @@ import pathlib
 
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.merge import merged
-from meshtune.adapters.method import Prepared, of_adapters
+from meshtune.adapters.method import PreparedModel, of_adapters
 from meshtune.adapters.peft_format import BaseRecord
 from meshtune.arrays.tree import flatten, merge, unflatten
 from meshtune.digests import write_digests
@@ -21,7 +21,7 @@ from meshtune.weights.fingerprint import base_hash
 
 def own_base(
     output: pathlib.Path,
-    made: Prepared,
+    made: PreparedModel,
     config: LoraConfig,
     source: pathlib.Path,
     base: BaseRecord,
