@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from meshtune import terminal
-from meshtune.adapters.method import Prepared
+from meshtune.adapters.method import PreparedModel
 from meshtune.arrays.tree import merge
 from meshtune.config.recipe import Recipe
 from meshtune.digests import DamagedError, read_digests
@@ -218,7 +218,7 @@ def _interrupted(setup: RunSetup, ended: Ended, loss: SmoothedLoss) -> Result:
 def _finished(
     setup: RunSetup,
     ended: Ended,
-    model: Prepared,
+    model: PreparedModel,
     checkpoints: Checkpoints,
     record: Record,
     task: Task,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.method import Prepared, count
+from meshtune.adapters.method import PreparedModel, count
 from meshtune.adapters.peft_format import BaseRecord, recorded
 from meshtune.config.recipe import DEFAULT_EPOCHS, Recipe
 from meshtune.data.prepare import PreparedData, prepare_data
@@ -85,7 +85,7 @@ class RunSetup:
             0, self.recipe.seed, recipe, self.base.path, self.start_hash, self.data.fingerprint, versions=versions()
         )
 
-    def plan(self, model: Prepared, state: TrainState) -> banner.Plan:
+    def plan(self, model: PreparedModel, state: TrainState) -> banner.Plan:
         """The run in numbers, for the banner."""
         recipe, report, method = self.recipe, self.data.report, self.resolved.method
         gradients = 0 if recipe.optimizer.layerwise else bytes_on_each(model.trainable, itemsize=4)
@@ -94,7 +94,7 @@ class RunSetup:
             model=recipe.model.path,
             family=model.spec.family,
             counts=count(model),
-            method=method.words if isinstance(method, LoraConfig) else recipe.method.kind,
+            method=method.description if isinstance(method, LoraConfig) else recipe.method.kind,
             steps=self.total_steps,
             rows=recipe.train.batch_size,
             accumulation=recipe.train.accumulation,
