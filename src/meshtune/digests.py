@@ -74,15 +74,15 @@ def write_digests(directory: Path, digests: Mapping[str, FileDigest] | None = No
     """Writes digests.json for `digests` (default: all files there) as one atomic replacement; its own digest."""
     digests = digest_files(directory, list_files(directory)) if digests is None else digests
     files = {name: dataclasses.asdict(digest) for name, digest in sorted(digests.items())}
-    own = digest_json(files)
-    content = json.dumps({"algorithm": ALGORITHM, "files": files, "digest": own}, indent=1) + "\n"
+    checksum = digest_json(files)
+    content = json.dumps({"algorithm": ALGORITHM, "files": files, "digest": checksum}, indent=1) + "\n"
     draft = directory / f".{FILE}.partial"
     with draft.open("w", encoding="utf-8") as stream:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
     os.replace(draft, directory / FILE)
-    return own
+    return checksum
 
 
 def read_digests(directory: Path) -> tuple[dict[str, FileDigest], str]:
@@ -93,10 +93,10 @@ def read_digests(directory: Path) -> tuple[dict[str, FileDigest], str]:
     path = directory / FILE
     try:
         fields = json.loads(path.read_bytes())
-        files, own = fields["files"], fields["digest"]
-        if fields["algorithm"] != ALGORITHM or digest_json(files) != own:
+        files, checksum = fields["files"], fields["digest"]
+        if fields["algorithm"] != ALGORITHM or digest_json(files) != checksum:
             raise ValueError("it does not have the contents that were written")
-        return {name: FileDigest(**digest) for name, digest in files.items()}, own
+        return {name: FileDigest(**digest) for name, digest in files.items()}, checksum
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = "it is missing" if isinstance(error, FileNotFoundError) else "it is not what was written"
         raise DamagedError(f"{FILE} is damaged: {reason}", where=str(path)) from error
@@ -117,15 +117,15 @@ def find_damage(directory: Path, digests: Mapping[str, FileDigest]) -> dict[str,
         else:
             readable.append(name)
     try:
-        found = digest_files(directory, readable)
+        current = digest_files(directory, readable)
     except OSError:  # one of them: find out which
-        found = {}
+        current = {}
         for name in readable:
             try:
-                found |= digest_files(directory, [name])
+                current |= digest_files(directory, [name])
             except OSError as error:
                 damage[name] = _reason(error)
-    changed = [name for name in found if found[name] != digests[name]]
+    changed = [name for name in current if current[name] != digests[name]]
     return damage | dict.fromkeys(changed, "its contents are not those that were written")
 
 
@@ -139,10 +139,10 @@ def check_directory(directory: Path, *, expected: str | None = None, fix: str) -
     if expected is None and not (directory / FILE).exists():
         return False
     try:
-        digests, own = read_digests(directory)
+        digests, checksum = read_digests(directory)
     except DamagedError as error:
         raise DamagedError(error.what, where=error.where, fix=fix) from error
-    if expected not in (None, own):
+    if expected not in (None, checksum):
         raise DamagedError(f"{FILE} is damaged: it is of other files", where=str(directory / FILE), fix=fix)
     if damage := find_damage(directory, digests):
         raise damaged(directory, damage, fix)
@@ -151,9 +151,11 @@ def check_directory(directory: Path, *, expected: str | None = None, fix: str) -
 
 def damaged(directory: Path, damage: Mapping[str, str], fix: str) -> DamagedError:
     """The error for the files that `find_damage` reports."""
-    first, *others = sorted(damage)
-    more = f" ({len(others)} more: {', '.join(others[:3])}{', ...' if len(others) > 3 else ''})" if others else ""
-    return DamagedError(f"{first} is damaged: {damage[first]}{more}", where=str(directory / first), fix=fix)
+    first, *further = sorted(damage)
+    summary = (
+        f" ({len(further)} more: {', '.join(further[:3])}{', ...' if len(further) > 3 else ''})" if further else ""
+    )
+    return DamagedError(f"{first} is damaged: {damage[first]}{summary}", where=str(directory / first), fix=fix)
 
 
 def share(digests: Mapping[str, FileDigest], index: int, count: int) -> dict[str, FileDigest]:

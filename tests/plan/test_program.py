@@ -38,7 +38,7 @@ def trained_text(recipe: Recipe) -> tuple[str, int]:
     lowered: list[tuple[str, int]] = []
 
     def stop(parts, step, state, batch):
-        text = step.lower(state, parts.made.frozen, batch, np.int32(0)).as_text()
+        text = step.lower(state, parts.model.frozen, batch, np.int32(0)).as_text()
         lowered.append((text, parts.data.train.row_length))
         raise _Reached
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 
 import pytest
@@ -11,13 +12,13 @@ from meshtune.kernels import attention as package
 from meshtune.kernels.attention import Backend
 from meshtune.kernels.attention.blockwise import BLOCKWISE
 from meshtune.model.compute import Compute
+from meshtune.model.spec import Stack
 from meshtune.setup.attention_check import checked_attention
 from meshtune.setup.choices import attention_requests
+from model_specs import llama_layer, llama_spec
 
-LAYERS = [types.SimpleNamespace(window=window) for window in (32, 32, None)]
-SPEC = types.SimpleNamespace(
-    stacks=[types.SimpleNamespace(pattern=LAYERS)], heads=4, kv_heads=2, head_dim=16, alibi=None
-)
+LAYERS = tuple(llama_layer(128, 4, 2, 16, window) for window in (32, 32, None))
+SPEC = dataclasses.replace(llama_spec(256, 64, LAYERS[0], 1), stacks=(Stack(LAYERS, 1),))
 COMPUTE = Compute("bfloat16", attention="triton", platform="cpu")
 
 

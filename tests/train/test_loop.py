@@ -12,7 +12,7 @@ import pytest
 from meshtune.data.conversation import Origin
 from meshtune.errors import UserError
 from meshtune.train.checkpoint.checkpoints import Checkpoints, Record
-from meshtune.train.evaluation.cadence import Cadence, evaluations, every, never
+from meshtune.train.evaluation.cadence import Cadence, at_interval, evaluations, never
 from meshtune.train.evaluation.early_stopping import EarlyStopping
 from meshtune.train.evaluation.evaluate import Evaluation
 from meshtune.train.interrupt import Interrupt, interruptible
@@ -61,7 +61,7 @@ class Kept:
 
 
 def task(total=6, start=0, bad=-1, **more) -> Task:
-    cadence = more.pop("cadence", Cadence(total, never, never, every(2, total)))
+    cadence = more.pop("cadence", Cadence(total, never, never, at_interval(2, total)))
     return Task(
         step=add_one,
         frozen=jnp.float32(bad),
@@ -107,7 +107,7 @@ def test_every_update_is_reported_once_in_order_with_its_own_numbers(tmp_path):
 
 def test_what_is_evaluated_and_sampled_from_is_what_the_optimizer_shows(tmp_path):
     seen = []
-    cadence = Cadence(2, evaluations(1, 2, lambda step: (0, step)), every(None, 2), never)
+    cadence = Cadence(2, evaluations(1, 2, lambda step: (0, step)), at_interval(None, 2), never)
     work = task(
         total=2,
         cadence=cadence,
@@ -121,7 +121,7 @@ def test_what_is_evaluated_and_sampled_from_is_what_the_optimizer_shows(tmp_path
 
 def test_what_is_due_comes_after_the_report_evaluation_before_sample_before_save(tmp_path):
     losses = iter([5.0, 4.0, 4.5])
-    cadence = Cadence(4, evaluations(2, 4, lambda step: (0, step)), every(None, 4), every(3, 4))
+    cadence = Cadence(4, evaluations(2, 4, lambda step: (0, step)), at_interval(None, 4), at_interval(3, 4))
     work = task(
         cadence=cadence,
         evaluate=lambda trainable: Evaluation(next(losses), {"accuracy": float(trainable["w"])}, 1.0),
@@ -167,7 +167,7 @@ def test_no_checkpoint_is_made_of_an_update_that_was_refused(tmp_path):
 
 def test_early_stopping_counts_evaluations_without_improvement_and_goes_on_counting_after_a_resume(tmp_path):
     losses = [3.0, 2.0, 1.95, 2.5, 1.99]  # min_delta 0.1: after 2.0 nothing improves
-    cadence = Cadence(9, every(1, 9), never, every(1, 9))
+    cadence = Cadence(9, at_interval(1, 9), never, at_interval(1, 9))
 
     def work(start, state):
         return task(
@@ -204,7 +204,7 @@ def test_a_signal_ends_the_loop_after_the_update_under_way_and_saves_it(tmp_path
 
     before = signal.getsignal(signal.SIGTERM)
     with interruptible() as interrupt:
-        work = task(total=50, cadence=Cadence(50, never, never, every(None, 50)))
+        work = task(total=50, cadence=Cadence(50, never, never, at_interval(None, 50)))
         ended, events, saved = run(tmp_path, work, interrupt=interrupt, sink=Impatient())
     assert signal.getsignal(signal.SIGTERM) is before
     assert ended.interrupted == signal.SIGTERM

@@ -94,7 +94,7 @@ def test_the_plot_is_a_picture_of_both_curves(tmp_path):
 def test_the_plot_goes_on_after_a_resume(tmp_path):
     write(tmp_path, [*map(stepped, range(1, 4)), evaluated(3)])
     loss = SmoothedLoss(4, [2.0, 2.0, 2.0])
-    plot = LossPlot(tmp_path, loss, every=1, title="x", history=metrics_log.read(tmp_path / "metrics.jsonl"))
+    plot = LossPlot(tmp_path, loss, interval=1, title="x", history=metrics_log.read(tmp_path / "metrics.jsonl"))
     loss.receive(stepped(4))
     plot.receive(stepped(4))
     assert plot._curve == [2.0] * 4

@@ -62,28 +62,28 @@ def export(
     appears whole and verified or not at all.
     Raises UserError for a source without a result, another base than the adapter's, a `dest` that holds something.
     """
-    found = find(source) if base is None else find(base, source)
+    resolved = find(source) if base is None else find(base, source)
     dest = Path(dest).expanduser()
-    if found.adapter is not None and not merge:
+    if resolved.adapter is not None and not merge:
         if dtype is not None:
             raise UserError("dtype is for whole models", where="dtype", fix="add --merge, or leave dtype out")
-        return _adapter(found, found.adapter, dest, overwrite)
-    spec, _ = load_spec(found.base)
-    if found.adapter is not None and dtype not in (None, spec.dtype):
-        spec, _ = load_spec(found.base, "float32")  # the sum is made in float32 and rounded once, to `dtype`
-    expected, record, words, of = None, None, "", "trained"
-    if found.adapter is not None:
-        added = load_adapter(found.adapter, spec)
-        fingerprint = base_hash(found.base)
+        return _adapter(resolved, resolved.adapter, dest, overwrite)
+    spec, _ = load_spec(resolved.base)
+    if resolved.adapter is not None and dtype not in (None, spec.dtype):
+        spec, _ = load_spec(resolved.base, "float32")  # the sum is made in float32 and rounded once, to `dtype`
+    expected, record, base_note, of = None, None, "", "trained"
+    if resolved.adapter is not None:
+        added = load_adapter(resolved.adapter, spec)
+        fingerprint = base_hash(resolved.base)
         if not any_base:
-            check_base(added, str(found.base), fingerprint)
+            check_base(added, str(resolved.base), fingerprint)
         quantised = _merged_into(added.base, into)
         record = merge_record(added.base, fingerprint, quantised)
-        spec, params = attach(load_params(found.base, spec, quantize=quantised), spec, added)
+        spec, params = attach(load_params(resolved.base, spec, quantize=quantised), spec, added)
         expected = probe_logits(params, spec)
         params = merged(params)
         if added.base.quantize is not None:
-            words = f", merged into the {'full-precision' if quantised is None else 'dequantised'} base"
+            base_note = f", merged into the {'full-precision' if quantised is None else 'dequantised'} base"
             of = "trained" if quantised else "merged; the adapter was trained on the quantised base"
     elif merge:
         raise UserError(
@@ -92,30 +92,32 @@ def export(
             fix="leave --merge out to write it in another dtype or other file sizes",
         )
     else:
-        params = load_params(found.base, spec)
+        params = load_params(resolved.base, spec)
     template = None
-    if found.chat_template is not None:
-        own = load_tokenizer(found.tokenizer, found.chat_template).chat_template
-        template = own if isinstance(own, str) else None  # several named ones stay in the tokenizer's own files
+    if resolved.chat_template is not None:
+        chat_template = load_tokenizer(resolved.tokenizer, resolved.chat_template).chat_template
+        template = (
+            chat_template if isinstance(chat_template, str) else None
+        )  # several named ones stay in the tokenizer's own files
     done = export_model(
         params,
         spec,
-        found.base,
+        resolved.base,
         dest,
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
         overwrite=overwrite,
         expected=expected,
-        tokenizer=locate(found.tokenizer, allow=TOKENIZER),
+        tokenizer=locate(resolved.tokenizer, allow=TOKENIZER),
         chat_template=template,
         record=record,
         progress=progress,
-        pad=padding_id(load_tokenizer(found.tokenizer)) if spec.scored else None,
+        pad=padding_id(load_tokenizer(resolved.tokenizer)) if spec.scored else None,
     )
     write_digests(done.path)
     compared = done.verified
     how = f"{compared.tensors} tensors equal, logits within {compared.difference:.1e} (relative) of what was {of}"
-    return Exported(f"a model in {done.dtype}{words}, {len(done.files)} file(s),", done.path, how)
+    return Exported(f"a model in {done.dtype}{base_note}, {len(done.files)} file(s),", done.path, how)
 
 
 def _merged_into(base: BaseRecord, into: str | None) -> QuantizeConfig | None:
@@ -141,20 +143,20 @@ def merge_record(base: BaseRecord, hash: str, quantised: QuantizeConfig | None) 
     return {"merged": fields}
 
 
-def _adapter(found: Source, adapter: Path, dest: Path, overwrite: bool) -> Exported:
+def _adapter(resolved: Source, adapter: Path, dest: Path, overwrite: bool) -> Exported:
     """Copies an adapter whose base is the right one, and compares every number of the copy with the original's."""
     if dest.resolve() == adapter.resolve():
         raise UserError("source and destination are the same directory", where=str(dest), fix="give another --to")
     if dest.is_dir() and any(dest.iterdir()) and not overwrite:
         raise UserError(f"{dest} is not empty", where=str(dest), fix="give another directory, or add --overwrite")
-    spec, _ = load_spec(found.base)
+    spec, _ = load_spec(resolved.base)
     original = load_adapter(adapter, spec)
-    check_base(original, str(found.base), base_hash(found.base))
+    check_base(original, str(resolved.base), base_hash(resolved.base))
     with published(dest, CONFIG) as folder:
         shutil.copytree(adapter, folder, dirs_exist_ok=True)
         write_digests(folder)
         copy = load_adapter(folder, spec)
-        ours, theirs = (jax.tree.leaves(flatten(one.trainable)) for one in (original, copy))
+        ours, theirs = (jax.tree.leaves(flatten(loaded.trainable)) for loaded in (original, copy))
         if copy.config != original.config or not all(map(np.array_equal, ours, theirs)):
             raise ExportError("the copy of the adapter differs from the original", where=str(dest), fix="try again")
     return Exported("a PEFT adapter", dest, f"its {len(ours)} arrays are equal")

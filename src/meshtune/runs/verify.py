@@ -39,6 +39,6 @@ def find_damage_collectively(directory: Path, job: Job, *, required: bool = Fals
             damage = find_damage(directory, share(digests, job.process_index, job.process_count))
         except DamagedError as error:
             damage = {FILE: error.reason}
-    for others in job.exchange(f"digests of {directory.name}", damage):
-        damage |= others
+    for process_damage in job.exchange(f"digests of {directory.name}", damage):
+        damage |= process_damage
     return damage

@@ -17,7 +17,7 @@ def checked_attention(compute: Compute, spec: ModelSpec, rows: int, length: int)
     """
     lines = []
     for request in attention_requests(compute, spec, rows, length):
-        found = self_check(request, choose_backend(request, compute.attention)[0], cache_folder() / "attention-checks")
-        if found is not None:
-            lines.append(f"attention: {found}")
+        report = self_check(request, choose_backend(request, compute.attention)[0], cache_folder() / "attention-checks")
+        if report is not None:
+            lines.append(f"attention: {report}")
     return list(dict.fromkeys(lines))

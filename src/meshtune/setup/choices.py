@@ -48,21 +48,21 @@ class Decision:
 
 def precision_of(recipe: Recipe, stored: str, backend: str | None = None) -> tuple[Precision, Decision]:
     """The dtypes of a run from a model whose weights are stored in `stored`, on `backend` (default: the one here)."""
-    asked = recipe.compute.precision
+    requested = recipe.compute.precision
     backend = backend or jax.default_backend()
-    name = asked if asked != "auto" else ("float32" if backend == "cpu" else "mixed")
-    reason = "asked for" if asked != "auto" else f"auto: {name} on {backend}"
+    name = requested if requested != "auto" else ("float32" if backend == "cpu" else "mixed")
+    reason = "asked for" if requested != "auto" else f"auto: {name} on {backend}"
     match name:
         case "float32":
-            made = Precision(name, "float32", "float32", "float32", "float32")
+            precision = Precision(name, "float32", "float32", "float32", "float32")
         case "bfloat16":
-            made = Precision(name, "bfloat16", "bfloat16", "bfloat16", "bfloat16")
+            precision = Precision(name, "bfloat16", "bfloat16", "bfloat16", "bfloat16")
         case _:
             # Weights that will be trained keep all the digits they come with; those that only meet bf16 activations
             # need not be wider than these.
             frozen = "bfloat16" if recipe.method.kind == "lora" or stored != "float32" else "float32"
-            made = Precision(name, frozen, "float32", "bfloat16", "float32")
-    return made, Decision("precision", name, reason)
+            precision = Precision(name, frozen, "float32", "bfloat16", "float32")
+    return precision, Decision("precision", name, reason)
 
 
 def mesh_of(recipe: Recipe, devices: int, spec: ModelSpec) -> tuple[MeshConfig, str]:
@@ -102,46 +102,46 @@ def compute_of(
 
     Raises: UserError for a forced attention backend that cannot serve.
     """
-    asked = recipe.compute
+    options = recipe.compute
     machine = machine or this_machine()
     mlp_chunk, attention_chunk, tiles = chunks_of(recipe, spec, rows, length, layout)
-    remat, why = asked.remat, "asked for"
+    remat, why = options.remat, "asked for"
     if remat == "auto" and recipe.optimizer.layerwise:
         remat, why = "full", "auto: each layer is made again when its update comes"
-    elif remat == "auto" and (attention_chunk or "residual" in asked.offload):
+    elif remat == "auto" and (attention_chunk or "residual" in options.offload):
         remat, why = "full", "auto: what would be kept is far more than the residual stream"
     elif remat == "auto":
         remat, why = "selective", "auto: products are kept"
     decisions = [Decision("remat", remat, why), *(Decision(*tile) for tile in tiles)]
-    if asked.loss_chunk is not None:
-        chunk, reason = max(1, asked.loss_chunk // rows), "asked for"
+    if options.loss_chunk is not None:
+        chunk, reason = max(1, options.loss_chunk // rows), "asked for"
     else:
-        most = max(1, LOGITS_BYTES // (4 * spec.vocab * rows))
-        chunk = max(16, 1 << (most.bit_length() - 1))
+        positions = max(1, LOGITS_BYTES // (4 * spec.vocab * rows))
+        chunk = max(16, 1 << (positions.bit_length() - 1))
         reason = f"auto: about {LOGITS_BYTES >> 20} MiB of logits at once"
     chunk = min(chunk, length)
     tokens = Decision("loss_chunk", f"{chunk * rows} tokens", reason)
     compute = Compute(
         precision.compute,
         remat,
-        asked.attention,
+        options.attention,
         chunk,
-        asked.scan_layers,
+        options.scan_layers,
         layout,
         platform=machine.platform,
         chip=machine.chip,
         packed=recipe.data.packing or STAGES[recipe.stage.kind].dataset_type != "documents",
         mlp_chunk=mlp_chunk,
         attention_chunk=attention_chunk,
-        offload=tuple(asked.offload),
+        offload=tuple(options.offload),
     )
     for request in attention_requests(compute, spec, rows, length):
-        backend, reason = choose_backend(request, asked.attention)
+        backend, reason = choose_backend(request, options.attention)
         window = f" (window {request.window})" if request.window else ""
         decisions.append(Decision("attention", backend.name + window, reason))
     decisions.append(tokens)
-    if asked.offload:
-        decisions.append(Decision("offload", ", ".join(asked.offload), "asked for"))
+    if options.offload:
+        decisions.append(Decision("offload", ", ".join(options.offload), "asked for"))
     return compute, decisions
 
 

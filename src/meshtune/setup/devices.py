@@ -38,8 +38,8 @@ def local_devices(index: int = 0, host: str = "") -> ProcessDevices:
 
 def gather_devices(job: Job) -> list[ProcessDevices]:
     """The devices of every process of the job, in order of process; all processes call this."""
-    own = dataclasses.asdict(local_devices(job.process_index, job.host))
-    return [ProcessDevices(**fields) for fields in job.exchange("devices", own)]
+    local = dataclasses.asdict(local_devices(job.process_index, job.host))
+    return [ProcessDevices(**fields) for fields in job.exchange("devices", local)]
 
 
 def device_table(processes: Sequence[ProcessDevices] | None = None) -> Table:
@@ -79,31 +79,33 @@ def check_devices(processes: Sequence[ProcessDevices], expected: int, *, mesh: s
     named = [
         f"process {process.index} on {process.host}: {process.count} x {process.kind}" for process in processes[:16]
     ]
-    more = [f"and {len(processes) - 16} more processes"] if len(processes) > 16 else []
+    unnamed = [f"and {len(processes) - 16} more processes"] if len(processes) > 16 else []
     raise UserError(
         f"the mesh {mesh} needs {expected} devices, and the job has {count}"
         + (f", of {len(kinds)} kinds" if len(kinds) > 1 else ""),
-        where="; ".join([*named, *more]),
+        where="; ".join([*named, *unnamed]),
         fix=_advice(processes, expected, count, launcher),
     )
 
 
 def _advice(processes: Sequence[ProcessDevices], expected: int, count: int, launcher: str) -> str:
-    other = f"or give a mesh whose axes multiply to {count}"
-    each = expected // len(processes)
+    alternative = f"or give a mesh whose axes multiply to {count}"
+    per_process = expected // len(processes)
     if count < expected and launcher == "Slurm" and processes[0].platform != "cpu":
         if all(process.count == 1 for process in processes):
             per_node = max(1, expected // len(hosts(processes)))
             return (
                 "every process sees one GPU, as with --gpus-per-task=1, --gpu-bind or --gpus-per-node=1: ask sbatch "
-                f"for --gpus-per-node={per_node} --ntasks-per-node=1 and none of those, {other}"
+                f"for --gpus-per-node={per_node} --ntasks-per-node=1 and none of those, {alternative}"
             )
-        return f"ask sbatch for more: --nodes, or --gpus-per-node={expected // len(hosts(processes))}; {other}"
+        return f"ask sbatch for more: --nodes, or --gpus-per-node={expected // len(hosts(processes))}; {alternative}"
     if processes[0].platform == "cpu":
-        return f"simulate {each} devices a process (meshtune launch local --devices {each}), {other}"
+        return (
+            f"simulate {per_process} devices a process (meshtune launch local --devices {per_process}), {alternative}"
+        )
     if count > expected:
-        return f"show the processes fewer devices (CUDA_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES), {other}"
-    return f"check what each process is shown (nvidia-smi or rocm-smi, CUDA_VISIBLE_DEVICES), {other}"
+        return f"show the processes fewer devices (CUDA_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES), {alternative}"
+    return f"check what each process is shown (nvidia-smi or rocm-smi, CUDA_VISIBLE_DEVICES), {alternative}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -37,7 +37,7 @@ CALIBRATED = 2048  # tokens of a row that are looked at, at most: none of the ti
 class InitializedRun:
     """The split model, its first state, its optimizer and the learning rate by step."""
 
-    made: PreparedModel
+    model: PreparedModel
     state: TrainState
     optimizer: Any
     schedule: Callable[[Any], Any]
@@ -63,15 +63,15 @@ class Parameters:
         params = with_score(self._loaded(waiting_weights(resolved, optimizer)), resolved.spec, resolved.layout)
         goes_on = getattr(resolved.method, "continued", None)
         if goes_on is None:
-            made = self._split(params)
+            model = self._split(params)
         else:
-            made = resume_adapter(goes_on, resolved.arrays, resolved.spec, params, resolved.layout)
+            model = resume_adapter(goes_on, resolved.arrays, resolved.spec, params, resolved.layout)
         like = None if resolved.layout is None and not resolved.offload else state_like(resolved, optimizer)
         if like is not None and "weights" in resolved.offload:
-            trainable = offload_arrays(made.trainable, like.trainable)
-            frozen = offload_arrays(made.frozen, frozen_like(resolved))
-            made = dataclasses.replace(made, trainable=trainable, frozen=frozen)
-        return InitializedRun(made, init_state(made.trainable, optimizer, like), optimizer, schedule)
+            trainable = offload_arrays(model.trainable, like.trainable)
+            frozen = offload_arrays(model.frozen, frozen_like(resolved))
+            model = dataclasses.replace(model, trainable=trainable, frozen=frozen)
+        return InitializedRun(model, init_state(model.trainable, optimizer, like), optimizer, schedule)
 
     def _loaded(self, waiting: list[str]) -> Tree:
         resolved = self.resolved
@@ -92,8 +92,10 @@ class Parameters:
                 report=reports.append,
             )
         for line in self.job.exchange("loading", reports[0].line):
-            one = self.job.process_count == 1
-            self.console.print(f"[bold]loaded[/] {line.partition(': ')[2] if one else line}", highlight=False)
+            single_process = self.job.process_count == 1
+            self.console.print(
+                f"[bold]loaded[/] {line.partition(': ')[2] if single_process else line}", highlight=False
+            )
         return params
 
     def _split(self, params: Tree) -> PreparedModel:
@@ -119,8 +121,8 @@ class Parameters:
         paths = {node: held_weight(node, resolved.spec) for node, _, last in adapted if last == "adapter"}
         with self.console.status(f"measuring the inputs of weights on {rows} rows"):
             nodes = {node: forms[path] for node, path in paths.items()}
-            found = input_sizes(nodes, params, resolved.spec, self.compute, self._rows(rows))
-        return {paths[node]: size for node, size in found.items()}
+            input_norms = input_sizes(nodes, params, resolved.spec, self.compute, self._rows(rows))
+        return {paths[node]: size for node, size in input_norms.items()}
 
     def _rows(self, count: int) -> Iterator[Tree]:
         """The first rows of the training data, by micro-batches, on the devices."""

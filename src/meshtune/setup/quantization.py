@@ -19,8 +19,8 @@ from meshtune.setup.choices import Decision
 
 def quantize_of(recipe: Recipe) -> QuantizeConfig | None:
     """The recipe's section as the core's dataclass."""
-    asked = recipe.quantize
-    return None if asked is None else QuantizeConfig(**asked.model_dump())
+    section = recipe.quantize
+    return None if section is None else QuantizeConfig(**section.model_dump())
 
 
 def quantize_decisions(arrays: PreparedModel, layout: Layout | None) -> list[Decision]:
@@ -29,20 +29,20 @@ def quantize_decisions(arrays: PreparedModel, layout: Layout | None) -> list[Dec
     if not weights:
         return []
     config = next(iter(weights.values())).config
-    found: list[Decision] = []
+    decisions: list[Decision] = []
     for format in dict.fromkeys(weight.format for weight in weights.values()):
-        mine = {path: weight for path, weight in weights.items() if weight.format == format}
-        held = sum(array.nbytes for weight in mine.values() for array in jax.tree.leaves(weight))
-        numbers = sum(weight.size for weight in mine.values())
-        why = f"asked for: {8 * held / numbers:.2f} bits a weight of {numbers:,}"
-        where = "" if len(mine) == len(weights) else f", in {_sites(mine)}"
-        found.append(Decision("quantize", str(config.within(format)), why + where))
+        of_format = {path: weight for path, weight in weights.items() if weight.format == format}
+        stored_bytes = sum(array.nbytes for weight in of_format.values() for array in jax.tree.leaves(weight))
+        numbers = sum(weight.size for weight in of_format.values())
+        why = f"asked for: {8 * stored_bytes / numbers:.2f} bits a weight of {numbers:,}"
+        where = "" if len(of_format) == len(weights) else f", in {_sites(of_format)}"
+        decisions.append(Decision("quantize", str(config.within(format)), why + where))
     uneven = [] if layout is None else [path for path, weight in weights.items() if _cut_short(weight, layout)]
     if uneven:
         blocks = f"blocks of {config.block_size} cannot be dealt out evenly in {_sites(uneven)}"
         why = f"{blocks}: whole rows are on each device"
-        found.append(Decision("quantize", "whole", why))
-    return found
+        decisions.append(Decision("quantize", "whole", why))
+    return decisions
 
 
 def _sites(paths: Iterable[str]) -> str:

@@ -24,8 +24,8 @@ def stage_of(recipe: Recipe) -> tuple[Stage, Any]:
     """The stage and its options as the core's dataclass. Raises UserError for options that contradict each other."""
     stage = STAGES[recipe.stage.kind]
     names = {field.name for field in dataclasses.fields(stage.config)}
-    asked = recipe.stage.model_dump()
-    return stage, stage.config(**{name: value for name, value in asked.items() if name in names})
+    options = recipe.stage.model_dump()
+    return stage, stage.config(**{name: value for name, value in options.items() if name in names})
 
 
 def objective_of(recipe: Recipe) -> Objective:
@@ -49,18 +49,18 @@ def row_length(recipe: Recipe) -> int:
 def batch_arrays(recipe: Recipe, method: Method, shape: tuple[int, int, int]) -> dict[str, tuple[Any, Any]]:
     """(shape, dtype) of every array of a batch [micro-batches, rows, positions], as far as they are known without data:
     the number of units a row has room for is a guess, which changes next to nothing."""
-    found: dict[str, tuple[Any, Any]] = {name: (shape, np.dtype(dtype)) for name, dtype in TOKEN_ARRAYS.items()}
+    arrays: dict[str, tuple[Any, Any]] = {name: (shape, np.dtype(dtype)) for name, dtype in TOKEN_ARRAYS.items()}
     stage, options = stage_of(recipe)
     if stage.dataset_type == "documents":
-        return found
+        return arrays
     units = max(1, shape[-1] // (2 * PLANNED_LENGTH)) if recipe.data.packing else 1
-    found |= {name: ((*shape[:2], units), np.dtype(np.float32)) for name in ("units", "values")}
+    arrays |= {name: ((*shape[:2], units), np.dtype(np.float32)) for name in ("units", "values")}
     if stage.uses_nll(options):
-        found["nll"] = (shape, np.dtype(np.float32))
+        arrays["nll"] = (shape, np.dtype(np.float32))
     choice = reference_of(recipe, method)
     if choice is not None and choice.value != BASE:
-        found["reference"] = ((*shape[:2], 2 * units), np.dtype(np.float32))
-    return found
+        arrays["reference"] = ((*shape[:2], 2 * units), np.dtype(np.float32))
+    return arrays
 
 
 def reference_of(recipe: Recipe, method: Method) -> Decision | None:
@@ -68,21 +68,21 @@ def reference_of(recipe: Recipe, method: Method) -> Decision | None:
 
     Raises UserError where the base with its adapters off is asked for and is not what the run starts from.
     """
-    asked = getattr(recipe.stage, "reference", None)
-    if asked is None:
+    requested = getattr(recipe.stage, "reference", None)
+    if requested is None:
         return None
     obstacle = _obstacle(method)
-    if asked == AUTO:
+    if requested == AUTO:
         if obstacle is None:
             return Decision("reference", BASE, "auto: the base with its adapters off, no second copy")
         return Decision("reference", CACHED, f"auto: {obstacle}, so the start's log-probabilities are kept on disk")
-    if asked == BASE and obstacle is not None:
+    if requested == BASE and obstacle is not None:
         raise UserError(
             f"the base with its adapters off is no reference here: {obstacle}",
             where="stage.reference",
             fix="use cached (or auto)",
         )
-    return Decision("reference", asked, "asked for")
+    return Decision("reference", requested, "asked for")
 
 
 def _obstacle(method: Method) -> str | None:

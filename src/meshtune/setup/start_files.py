@@ -48,10 +48,10 @@ def write_start(start: Start, recipe: Recipe, folder: pathlib.Path, record: dict
 
 
 def _check(adapter: str, base: pathlib.Path, any_base: bool) -> None:
-    found = find(base, adapter)
-    assert found.adapter is not None
+    resolved = find(base, adapter)
+    assert resolved.adapter is not None
     if not any_base:
-        check_base(load_adapter(found.adapter, load_spec(base)[0]), str(base), base_hash(base))
+        check_base(load_adapter(resolved.adapter, load_spec(base)[0]), str(base), base_hash(base))
 
 
 def _config(start: Start, config: dict[str, Any]) -> dict[str, Any]:
@@ -62,16 +62,16 @@ def _config(start: Start, config: dict[str, Any]) -> dict[str, Any]:
 
 def _tensors(start: Start, source: pathlib.Path, reader: TensorReader) -> Iterator[NewTensor]:
     """Every tensor of the start, in the order of the source's files, new layers after those they are made from."""
-    found = headers(source)
+    tensors = headers(source)
     spec, _ = load_spec(source)
     names = module_names(start.spec)
     tables = {f"{names[node][0]}.weight" for node in ("embed", "head") if node in names}
-    made = origins(spec.layers, start.blocks) if start.blocks else [(n, False) for n in range(spec.layers)]
+    layer_origins = origins(spec.layers, start.blocks) if start.blocks else [(n, False) for n in range(spec.layers)]
     silent = silent_modules(start.spec, start.blocks) if start.blocks else set()
     copies: dict[int, list[int]] = {}
-    for number, (old, _) in enumerate(made):
+    for number, (old, _) in enumerate(layer_origins):
         copies.setdefault(old, []).append(number)
-    for name, info in found.items():
+    for name, info in tensors.items():
         if spec.tied and name == "lm_head.weight":
             continue
         before, number, after = _layer_of(name)
@@ -88,8 +88,8 @@ def _tensors(start: Start, source: pathlib.Path, reader: TensorReader) -> Iterat
 
 
 def _layer_of(name: str) -> tuple[str, int | None, str]:
-    before, mark, rest = name.partition(".layers.")
-    number, dot, after = rest.partition(".")
+    before, mark, suffix = name.partition(".layers.")
+    number, dot, after = suffix.partition(".")
     return (before + mark, int(number), dot + after) if mark and number.isdigit() else (name, None, "")
 
 
@@ -120,9 +120,9 @@ def resized_table(table: np.ndarray, rows: int, tokens: NewTokens) -> np.ndarray
     """An embedding or head [V, D] with `rows` rows: a new token's is the mean of those of the pieces that its text was
     cut into before; that of none, which no text leads to, is the mean of all."""
     mean = table.mean(axis=0, dtype=np.float64)
-    more = np.repeat(mean[None].astype(table.dtype), rows - table.shape[0], axis=0)
-    grown = np.concatenate([table, more])
-    for one, pieces in zip(tokens.ids, tokens.pieces, strict=True):
-        own = table[list(pieces)].mean(axis=0, dtype=np.float64) if pieces else mean
-        grown[one] = own.astype(table.dtype)
+    added = np.repeat(mean[None].astype(table.dtype), rows - table.shape[0], axis=0)
+    grown = np.concatenate([table, added])
+    for token, pieces in zip(tokens.ids, tokens.pieces, strict=True):
+        embedding = table[list(pieces)].mean(axis=0, dtype=np.float64) if pieces else mean
+        grown[token] = embedding.astype(table.dtype)
     return grown

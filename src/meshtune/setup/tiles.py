@@ -19,47 +19,49 @@ def chunks_of(
 
     None is the whole row. Raises: UserError for chunks of attention over rows that mesh.cp splits already.
     """
-    asked = recipe.compute
-    ways = layout.size("cp") if layout is not None else 1
-    if asked.attention_chunk is not None and ways > 1:
+    options = recipe.compute
+    cp = layout.size("cp") if layout is not None else 1
+    if options.attention_chunk is not None and cp > 1:
         raise UserError(
-            f"compute.attention_chunk takes rows apart that mesh.cp={ways} has split over devices already",
+            f"compute.attention_chunk takes rows apart that mesh.cp={cp} has split over devices already",
             where="compute.attention_chunk, mesh.cp",
             fix="leave out attention_chunk (mlp_chunk works with cp), or give cp's devices to fsdp or tp",
         )
-    if asked.attention_chunk is not None and (whole := _whole_rows(spec)):
-        if asked.attention_chunk != "auto":
+    if options.attention_chunk is not None and (mixer_name := _whole_rows(spec)):
+        if options.attention_chunk != "auto":
             raise UserError(
-                f"this model has {whole} layers, which need whole rows",
+                f"this model has {mixer_name} layers, which need whole rows",
                 where="compute.attention_chunk",
                 fix="leave out attention_chunk; mlp_chunk works",
             )
-        asked = asked.model_copy(update={"attention_chunk": None})
-    here = max(1, rows // (layout.size("dp", "fsdp", "ep") if layout is not None else 1))
+        options = options.model_copy(update={"attention_chunk": None})
+    device_rows = max(1, rows // (layout.size("dp", "fsdp", "ep") if layout is not None else 1))
     heads = layout.size("tp") if layout is not None else 1
     choices = []
 
-    def settled(name: str, chunk: int | str | None, width: int, most: int) -> int | None:
+    def resolve(name: str, chunk: int | str | None, width: int, target_bytes: int) -> int | None:
         if chunk is None:
             return None
         reason = "asked for"
         if chunk == "auto":
-            fitting = most * heads * ways // (2 * here * width)
+            fitting = target_bytes * heads * cp // (2 * device_rows * width)
             chunk = max(LEAST, 1 << (max(1, fitting).bit_length() - 1))
-            reason = f"auto: about {most >> 20} MiB an array"
-        whole = int(chunk) >= length
-        choices.append((name, "the whole row" if whole else f"{chunk} of {length} tokens", reason))
-        return None if whole else int(chunk)
+            reason = f"auto: about {target_bytes >> 20} MiB an array"
+        unchunked = int(chunk) >= length
+        choices.append((name, "the whole row" if unchunked else f"{chunk} of {length} tokens", reason))
+        return None if unchunked else int(chunk)
 
-    mlp = settled("mlp_chunk", asked.mlp_chunk, _widest(spec, "ffn"), WIDE_BYTES)
-    attention = settled("attention_chunk", asked.attention_chunk, _widest(spec, "heads"), ATTENTION_BYTES)
+    mlp = resolve("mlp_chunk", options.mlp_chunk, _widest(spec, "ffn"), WIDE_BYTES)
+    attention = resolve("attention_chunk", options.attention_chunk, _widest(spec, "heads"), ATTENTION_BYTES)
     return mlp, attention, choices
 
 
 def _widest(spec: ModelSpec, axis: str) -> int:
     """The width of the widest array along a logical axis that any block computes."""
     costs = (block.cost(spec.embed) for block in spec.blocks)
-    return max((one.width for cost in costs for one in cost.activations if one.axis == axis), default=1)
+    return max(
+        (activation.width for cost in costs for activation in cost.activations if activation.axis == axis), default=1
+    )
 
 
 def _whole_rows(spec: ModelSpec) -> str | None:

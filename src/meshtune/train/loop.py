@@ -170,16 +170,16 @@ class _Loop:
 
     def _report(self, batch: TrainBatch, metrics: Metrics) -> None:
         values = jax.device_get(metrics)
-        said = self.stop_flag.decision()
-        self.stop = self.stop or said.signal
+        decision = self.stop_flag.decision()
+        self.stop = self.stop or decision.signal
         if not bool(values["finite"]):
             raise _not_finite(self.task, batch, values, self.checkpoints)
-        now = time.perf_counter()
-        seconds, self.clock = now - self.clock, now
+        finished = time.perf_counter()
+        seconds, self.clock = finished - self.clock, finished
         self.seconds = seconds
         step = batch.step + 1
         self.last_loss = float(values["loss"])
-        own = ("loss", "weight", "grad_norm", "finite", "finite_micro")
+        reported = ("loss", "weight", "grad_norm", "finite", "finite_micro")
         self._emit(
             Stepped(
                 step=step,
@@ -187,26 +187,26 @@ class _Loop:
                 loss=self.last_loss,
                 grad_norm=float(values["grad_norm"]),
                 learning_rate=self.task.learning_rate(batch.step),
-                metrics={name: float(value) for name, value in values.items() if name not in own},
+                metrics={name: float(value) for name, value in values.items() if name not in reported},
                 tokens=int(np.count_nonzero(batch.arrays["segment_ids"])),
                 learned=int(np.count_nonzero(batch.arrays["weights"])),
                 seconds=seconds,
                 memory=memory_in_use(),
-                machine=self.devices.read() | ({"skew": said.skew} if self.stop_flag.multi_process else {}),
+                machine=self.devices.read() | ({"skew": decision.skew} if self.stop_flag.multi_process else {}),
             )
         )
 
     def _evaluate(self, done: int, *, counts: bool) -> bool:
         assert self.task.evaluate is not None
-        began = time.perf_counter()
-        found = self.task.evaluate(self.task.shown(self.state))
+        started = time.perf_counter()
+        evaluation = self.task.evaluate(self.task.shown(self.state))
         before = self.early_stopping.best
         if counts:
-            self.early_stopping = self.early_stopping.after(done, found.loss)
+            self.early_stopping = self.early_stopping.after(done, evaluation.loss)
         best = counts and self.early_stopping.best != before
-        self.last_evaluation = found.loss
-        seconds = time.perf_counter() - began
-        self._emit(Evaluated(done, self.task.epoch_at(done), found.loss, found.metrics, best, seconds))
+        self.last_evaluation = evaluation.loss
+        seconds = time.perf_counter() - started
+        self._emit(Evaluated(done, self.task.epoch_at(done), evaluation.loss, evaluation.metrics, best, seconds))
         return best
 
     def _sample(self, done: int) -> None:
@@ -229,8 +229,8 @@ class _Loop:
             return signal.Signals(self.stop).name
         if self.early_stopping.stop:
             best, stale = self.early_stopping.best, self.early_stopping.stale
-            found = f"the best was {best.loss:.4f} after {best.step}" if best else "none was a number"
-            return f"no improvement in {stale} evaluations; {found}"
+            best_text = f"the best was {best.loss:.4f} after {best.step}" if best else "none was a number"
+            return f"no improvement in {stale} evaluations; {best_text}"
         return ""
 
 
@@ -247,14 +247,14 @@ def _not_finite(task: Task, batch: TrainBatch, values: dict[str, Any], checkpoin
     value = f"the loss is {loss}" if not np.isfinite(loss) else f"the gradient's norm is {norm}"
     which = ", ".join(str(number + 1) for number in bad)
     named = list(dict.fromkeys(str(origin) for number in bad for row in batch.origins[number] for origin in row))
-    more = f" and {len(named) - MOST_RECORDS} more" if len(named) > MOST_RECORDS else ""
+    unnamed = f" and {len(named) - MOST_RECORDS} more" if len(named) > MOST_RECORDS else ""
     checkpoints.wait()
     saved = checkpoints.latest()
-    kept = f"the checkpoint of update {saved} is kept" if saved is not None else "no checkpoint was saved yet"
+    status = f"the checkpoint of update {saved} is kept" if saved is not None else "no checkpoint was saved yet"
     lower = f"optimizer.learning_rate={task.learning_rate(batch.step) / 2:.1e}"
     again = f"go on from update {saved} with resume=true accept_changes=true" if saved else "start with resume=true"
     return UserError(
-        f"{value} in update {batch.step + 1}, micro-batch {which} of {len(finite)}; the update was not made; {kept}",
-        where="; ".join(named[:MOST_RECORDS]) + more,
+        f"{value} in update {batch.step + 1}, micro-batch {which} of {len(finite)}; the update was not made; {status}",
+        where="; ".join(named[:MOST_RECORDS]) + unnamed,
         fix=f"look at these records; {again} and a lower rate ({lower}) or compute.precision=float32",
     )

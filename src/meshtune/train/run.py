@@ -95,7 +95,7 @@ def _train(setup: RunSetup, checkpoints: Checkpoints) -> Result:
     reference = Reference(setup.recipe, setup.resolved, setup.compute, setup.data, setup.job, console.print)
     reference.from_model(setup.tokenizer)
     initialized = _initialize(setup)
-    model, state = initialized.made, initialized.state
+    model, state = initialized.model, initialized.state
     reference.from_start(merge(model.trainable, model.frozen), model.spec, setup.start_hash)
     if resumed is not None:
         state = checkpoints.restore(resumed.step, state)
@@ -164,7 +164,7 @@ def _parts(setup: RunSetup, initialized: InitializedRun) -> Parts:
         total=setup.total_steps,
         tokenizer=setup.tokenizer,
         console=setup.console,
-        made=initialized.made,
+        model=initialized.model,
         optimizer=initialized.optimizer,
         schedule=initialized.schedule,
     )
@@ -181,18 +181,18 @@ def _step_probes(setup: RunSetup, task: Task) -> list[Any]:
 def _sinks(setup: RunSetup, start: int, history: list[dict[str, Any]], loss: SmoothedLoss) -> list[Sink]:
     log, output = setup.recipe.log, setup.output
     if not setup.job.is_main_process:
-        return [metrics_log.ProcessLog(output, setup.job.process_index, every=log.every)]
+        return [metrics_log.ProcessLog(output, setup.job.process_index, interval=log.every)]
     stage = STAGES[setup.recipe.stage.kind]
     plot = LossPlot(
         output,
         loss,
-        every=log.plot_every,
+        interval=log.plot_every,
         title=f"{setup.resolved.source.name}, {stage.title}, {setup.recipe.method.kind}",
         unit=stage.unit,
         history=history,
     )
     progress = ProgressBar(setup.console, loss, setup.log, headline=stage.headline)
-    sinks: list[Sink] = [loss, progress, metrics_log.MetricsLog(output, every=log.every), plot]
+    sinks: list[Sink] = [loss, progress, metrics_log.MetricsLog(output, interval=log.every), plot]
     return sinks + [trackers.TRACKERS[name](output, log.project, setup.fields, start) for name in log.trackers]
 
 

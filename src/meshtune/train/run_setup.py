@@ -175,7 +175,7 @@ def _prepare_data(
             recipe,
             tokenizer,
             vocab=resolved.spec.vocab,
-            progress=lambda what, done, of: status.update(f"{what}: {done:,} of {of:,}"),
+            progress=lambda activity, done, of: status.update(f"{activity}: {done:,} of {of:,}"),
         )
     for report in (data.report, data.validation_report):
         for warning in report.warnings if report else ():

@@ -24,7 +24,7 @@ from meshtune.setup.memory import size_in_words
 from meshtune.setup.resolved import ResolvedRun
 from meshtune.setup.stage import objective_of
 from meshtune.train.checkpoint.checkpoints import Record
-from meshtune.train.evaluation.cadence import Cadence, evaluations, every, save_interval
+from meshtune.train.evaluation.cadence import Cadence, at_interval, evaluations, save_interval
 from meshtune.train.evaluation.early_stopping import EarlyStopping
 from meshtune.train.evaluation.evaluate import Evaluation, evaluate
 from meshtune.train.loop import Task
@@ -46,7 +46,7 @@ class Parts:
     total: int
     tokenizer: PreTrainedTokenizerFast
     console: Console
-    made: PreparedModel
+    model: PreparedModel
     optimizer: Any
     schedule: Any
 
@@ -62,7 +62,7 @@ def make_task(parts: Parts, record: Record, state: TrainState) -> Task:
     early = recipe.eval
     return Task(
         step=step,
-        frozen=parts.made.frozen,
+        frozen=parts.model.frozen,
         batches=loader.iterate,
         place=place,
         shown=lambda state: parts.optimizer.eval_params(state.trainable, state.opt_state),
@@ -71,8 +71,8 @@ def make_task(parts: Parts, record: Record, state: TrainState) -> Task:
         cadence=Cadence(
             parts.total,
             evaluate=evaluations(early.every, parts.total, loader.epoch_position),
-            sample=every(recipe.sample.every, parts.total),
-            save=every(save_interval(recipe.checkpoint.every, parts.total), parts.total),
+            sample=at_interval(recipe.sample.every, parts.total),
+            save=at_interval(save_interval(recipe.checkpoint.every, parts.total), parts.total),
         ),
         record=record,
         early_stopping=EarlyStopping(early.early_stopping, early.min_delta, record.best, record.stale),
@@ -97,16 +97,16 @@ def _placing(parts: Parts) -> Callable[[dict[str, np.ndarray]], Any]:
 
 
 def _compiled(parts: Parts, step: Any, state: TrainState, batch: Any) -> Any:
-    began = time.monotonic()
+    started = time.monotonic()
     with parts.console.status("compiling the training step"):
-        compiled = step.lower(state, parts.made.frozen, batch, np.int32(0)).compile()
+        compiled = step.lower(state, parts.model.frozen, batch, np.int32(0)).compile()
     facts = compiled.memory_analysis()
-    words = ""
+    memory = ""
     if facts is not None:
-        held = facts.argument_size_in_bytes + facts.output_size_in_bytes - facts.alias_size_in_bytes
+        resident = facts.argument_size_in_bytes + facts.output_size_in_bytes - facts.alias_size_in_bytes
         where = "of device memory" if parts.compute.layout is None else "of memory on each device"
-        words = f"; it needs {size_in_words(held + facts.temp_size_in_bytes)} {where}"
-    parts.console.print(f"[bold]compiled[/] the training step in {time.monotonic() - began:.1f} s{words}")
+        memory = f"; it needs {size_in_words(resident + facts.temp_size_in_bytes)} {where}"
+    parts.console.print(f"[bold]compiled[/] the training step in {time.monotonic() - started:.1f} s{memory}")
     return compiled
 
 
@@ -121,18 +121,18 @@ def _evaluator(parts: Parts, place: Callable[[dict[str, np.ndarray]], Any]) -> C
     loader = parts.data.validation
     if loader is None or parts.recipe.eval.every is None:
         return None
-    step = make_eval_step(objective_of(parts.recipe), parts.made.spec, parts.compute)
+    step = make_eval_step(objective_of(parts.recipe), parts.model.spec, parts.compute)
 
     def run(trainable: Tree) -> Evaluation:
         with contextlib.closing(loader.iterate(0, loader.steps_per_epoch(0))) as batches:  # pyright: ignore[reportArgumentType]
-            return evaluate(step, trainable, parts.made.frozen, (batch.arrays for batch in batches), place=place)
+            return evaluate(step, trainable, parts.model.frozen, (batch.arrays for batch in batches), place=place)
 
     return run
 
 
 def _sampler(parts: Parts) -> Callable[[Tree], Iterator[tuple[str, str]]] | None:
-    asked = parts.recipe.sample
-    if not asked.prompts:
+    options = parts.recipe.sample
+    if not options.prompts:
         return None
     from meshtune.generate.samples import sample
 
@@ -140,17 +140,17 @@ def _sampler(parts: Parts) -> Callable[[Tree], Iterator[tuple[str, str]]] | None
 
     def run(trainable: Tree) -> Iterator[tuple[str, str]]:
         texts = sample(
-            merge(trainable, parts.made.frozen),
-            parts.made.spec,
+            merge(trainable, parts.model.frozen),
+            parts.model.spec,
             parts.compute,
             parts.tokenizer,
-            asked.prompts,
+            options.prompts,
             chat=chat,
             system=parts.recipe.data.system if chat else None,
-            max_tokens=asked.max_tokens,
-            temperature=asked.temperature,
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
             seed=parts.recipe.seed,
         )
-        return zip(asked.prompts, texts, strict=True)
+        return zip(options.prompts, texts, strict=True)
 
     return run

@@ -50,10 +50,10 @@ def check_changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]
 
     Raises: UserError that lists those it may not have, and those it may.
     """
-    found = changes(before, after)
-    refused = [change for change in found if not _is_allowed(change, before, after)]
+    changed = changes(before, after)
+    refused = [change for change in changed if not _is_allowed(change, before, after)]
     if refused and not after.get("accept_changes"):
-        fine = [change for change in found if change not in refused]
+        fine = [change for change in changed if change not in refused]
         raise UserError(
             "the recipe is not the one this run was started with: "
             + "; ".join(map(str, refused))
@@ -64,7 +64,7 @@ def check_changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]
             "A resumed run may change mesh, output, log, sample, checkpoint, eval (without early stopping), and places "
             "of model and data",
         )
-    return found
+    return changed
 
 
 def _is_allowed(change: Change, before: dict[str, Any], after: dict[str, Any]) -> bool:

@@ -157,8 +157,8 @@ class Checkpoints:
             has_digests = self.record(step).has_digests
         except DamagedError as error:
             damage["record/metadata"] = error.reason
-        for others in self._job.exchange(f"checkpoint {step}: record", damage):
-            damage |= others
+        for process_damage in self._job.exchange(f"checkpoint {step}: record", damage):
+            damage |= process_damage
         if has_digests and not damage:
             state = find_damage_collectively(self.path(step) / "state", self._job, required=True)
             damage = {f"state/{name}": reason for name, reason in state.items()}

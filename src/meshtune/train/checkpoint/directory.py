@@ -43,10 +43,10 @@ def prepare_directory(directory: pathlib.Path, job: Job) -> None:
 def check_same_steps(steps: list[int], directory: pathlib.Path, job: Job) -> None:
     """Raises UserError where processes list different checkpoints."""
     steps_by_process = job.exchange("checkpoints: steps", steps)
-    for process_index, others in enumerate(steps_by_process):
-        if others != steps_by_process[0]:
+    for process_index, listed in enumerate(steps_by_process):
+        if listed != steps_by_process[0]:
             raise UserError(
-                f"process 0 finds the checkpoints {steps_by_process[0]}, and process {process_index} finds {others}",
+                f"process 0 finds the checkpoints {steps_by_process[0]}, and process {process_index} finds {listed}",
                 where=str(directory),
                 fix="wait until the shared file system shows the same on every host, and start again",
             )

@@ -18,10 +18,12 @@ def disk_errors(directory: pathlib.Path) -> Iterator[None]:
     except (OSError, ValueError, RuntimeError) as error:
         if isinstance(error, UserError) or not (reason := disk_reason(error)):
             raise
-        whole = sorted(int(path.name) for path in directory.glob("[0-9]*") if path.name.isdigit())
-        kept = f"whole checkpoints there: {', '.join(map(str, whole))}" if whole else "no checkpoint was saved yet"
+        complete = sorted(int(path.name) for path in directory.glob("[0-9]*") if path.name.isdigit())
+        remaining = (
+            f"whole checkpoints there: {', '.join(map(str, complete))}" if complete else "no checkpoint was saved yet"
+        )
         raise UserError(
-            f"a checkpoint could not be written: {reason}{_measured(error)}; {kept}",
+            f"a checkpoint could not be written: {reason}{_measured(error)}; {remaining}",
             where=str(directory),
             fix="make room or make the directory writable, then run the same command with resume=true",
         ) from error
@@ -37,9 +39,9 @@ def disk_reason(error: BaseException | None) -> str | None:
         if isinstance(error, OSError) and error.errno in _DISK:
             return _DISK[error.errno]
         text = str(error).lower()
-        for number, words in _DISK.items():
-            if any(word in text for word in (words, errno.errorcode[number].lower(), _STRERROR[number])):
-                return words
+        for number, reason in _DISK.items():
+            if any(word in text for word in (reason, errno.errorcode[number].lower(), _STRERROR[number])):
+                return reason
         error = error.__cause__ or error.__context__
     return None
 

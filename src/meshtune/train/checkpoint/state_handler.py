@@ -39,7 +39,7 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
         drafts = list(folder.glob(PROCESS_DIGESTS.format("*")))
         digests: dict[str, FileDigest] = {}
         for draft in drafts:
-            digests |= {name: FileDigest(**one) for name, one in json.loads(draft.read_bytes()).items()}
+            digests |= {name: FileDigest(**fields) for name, fields in json.loads(draft.read_bytes()).items()}
             draft.unlink()
         write_digests(
             folder, digests | digest_files(folder, [name for name in list_files(folder) if name not in digests])
@@ -69,7 +69,7 @@ class _Hashed:
             future.result(timeout)
         prefix = PROCESS_FILES.format(self._process_index)
         names = [name for name in list_files(self._directory) if name.startswith(prefix)]
-        digests = {name: dataclasses.asdict(one) for name, one in digest_files(self._directory, names).items()}
+        digests = {name: dataclasses.asdict(digest) for name, digest in digest_files(self._directory, names).items()}
         draft = self._directory / PROCESS_DIGESTS.format(self._process_index)
         draft.write_text(json.dumps(digests), encoding="utf-8")
 

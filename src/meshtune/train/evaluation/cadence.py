@@ -20,7 +20,7 @@ class Cadence:
     save: Due
 
 
-def every(interval: int | None, total: int) -> Due:
+def at_interval(interval: int | None, total: int) -> Due:
     """Each `interval` updates and after the last one; None: after the last one only."""
     return lambda step: step == total or (interval is not None and step > 0 and step % interval == 0)
 
@@ -39,9 +39,9 @@ def evaluations(interval: int | Literal["epoch"] | None, total: int, place: Call
         return never
     if interval == "epoch":
         return lambda step: step == total or (step > 0 and place(step)[1] == 0)
-    return every(interval, total)
+    return at_interval(interval, total)
 
 
-def save_interval(asked: int | None, total: int) -> int:
+def save_interval(interval: int | None, total: int) -> int:
     """Updates between saves: as asked, or about ten saves a run."""
-    return asked or max(1, math.ceil(total / 10))
+    return interval or max(1, math.ceil(total / 10))

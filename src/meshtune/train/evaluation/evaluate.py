@@ -40,8 +40,8 @@ def evaluate(
     for arrays in batches:
         for number in range(arrays["tokens"].shape[0]):
             placed = place({name: array[number] for name, array in arrays.items()})
-            found = jax.tree.map(np.float64, jax.device_get(step(trainable, frozen, placed)))
-            total = found if total is None else jax.tree.map(np.add, total, found)
+            score = jax.tree.map(np.float64, jax.device_get(step(trainable, frozen, placed)))
+            total = score if total is None else jax.tree.map(np.add, total, score)
     weight = 0.0 if total is None else float(total.weight)
     if total is None or not weight:
         raise UserError("there is nothing to learn anywhere in the validation data", where="data.validation")
@@ -51,5 +51,5 @@ def evaluate(
 
 def _mean(metric: Any, weight: float) -> float:
     """0 where there was nothing to be averaged."""
-    sum_, own = metric if isinstance(metric, WeightedMetric) else (metric, weight)
-    return float(sum_) / (float(own) or 1.0)
+    sum_, divisor = metric if isinstance(metric, WeightedMetric) else (metric, weight)
+    return float(sum_) / (float(divisor) or 1.0)

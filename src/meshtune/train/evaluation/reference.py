@@ -50,7 +50,7 @@ class Reference:
     compute: Compute
     data: PreparedData
     job: Job
-    say: Callable[[str], None] = lambda words: None
+    say: Callable[[str], None] = lambda line: None
 
     @property
     def chosen(self) -> str:
@@ -71,13 +71,13 @@ class Reference:
         _same_tokens(directory, self.chosen, tokenizer, spec, self.resolved.spec)
         layout = self.resolved.layout and layout_for(self.resolved.layout.mesh, spec)[0]
         compute = dataclasses.replace(self.compute, layout=layout)
-        held: list[Tree] = []
+        loaded: list[Tree] = []
 
         def params() -> Tree:
-            if not held:
+            if not loaded:
                 self.say(f"loading the reference, {self.chosen}")
-                held.append(load_params(directory, spec, layout=layout))
-            return held[0]
+                loaded.append(load_params(directory, spec, layout=layout))
+            return loaded[0]
 
         self._give({"model": base_hash(directory)}, params, spec, compute)
 
@@ -87,12 +87,12 @@ class Reference:
             return
         self._give({"model": base} | made_start(self.recipe), lambda: params, spec, self.compute)
 
-    def _give(self, what: dict[str, Any], params: Callable[[], Tree], spec: ModelSpec, compute: Compute) -> None:
+    def _give(self, origin: dict[str, Any], params: Callable[[], Tree], spec: ModelSpec, compute: Compute) -> None:
         tail = getattr(self.recipe.stage, "ld_alpha", None)
         for split, loader in (("train", self.data.train), ("validation", self.data.validation)):
             if not isinstance(loader, Loader):
                 continue
-            facts = what | {
+            facts = origin | {
                 "version": VERSION,
                 "data": loader.store.path.name,
                 "precision": dataclasses.asdict(self.resolved.precision),
@@ -101,15 +101,15 @@ class Reference:
             key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
             file = loader.store.path.parent.parent / "references" / f"{key}.npy"
             documents = len(loader.store)
-            found = self._cached(file, documents)
-            if not all(self.job.exchange(f"reference: {split}", found is not None)):
+            values = self._cached(file, documents)
+            if not all(self.job.exchange(f"reference: {split}", values is not None)):
                 self.say(f"computing the reference's log-probabilities of the {split} data")
-                found = log_probabilities(params(), spec, compute, loader, tail)
+                values = log_probabilities(params(), spec, compute, loader, tail)
                 if self.job.is_main_process:
-                    write_log_probabilities(file, found)
-            assert found is not None
+                    write_log_probabilities(file, values)
+            assert values is not None
             assert loader.units is not None
-            loader.units = dataclasses.replace(loader.units, reference=found)
+            loader.units = dataclasses.replace(loader.units, reference=values)
 
     def _cached(self, file: pathlib.Path, documents: int) -> np.ndarray | None:
         """What `file` holds; None where there is no such file, or with a message where it is damaged."""
@@ -123,10 +123,10 @@ class Reference:
 def made_start(recipe: Recipe) -> dict[str, Any]:
     """What of a recipe decides with which numbers its run begins, the base apart."""
     quantize = None if recipe.quantize is None else recipe.quantize.model_dump(mode="json")
-    found = {"method": recipe.method.model_dump(mode="json"), "seed": recipe.seed, "quantize": quantize}
+    facts = {"method": recipe.method.model_dump(mode="json"), "seed": recipe.seed, "quantize": quantize}
     if getattr(recipe.method, "loftq_calibration", 0):  # the first rows of the data have a part in it
-        found["rows"] = [recipe.data.model_dump(mode="json"), recipe.train.batch_size, recipe.train.accumulation]
-    return found
+        facts["rows"] = [recipe.data.model_dump(mode="json"), recipe.train.batch_size, recipe.train.accumulation]
+    return facts
 
 
 def log_probabilities(
@@ -134,7 +134,7 @@ def log_probabilities(
 ) -> np.ndarray:
     """float32 [documents]: what `answers` gives for every document of a loader's store, whatever its order."""
     rows = loader.batch_size // loader.accumulation
-    every = Loader(
+    ordered = Loader(
         loader.store,
         max_length=loader.row_length // 2,
         batch_size=rows,
@@ -144,42 +144,42 @@ def log_probabilities(
     )
 
     def both(params: Tree, batch: dict[str, jax.Array]) -> jax.Array:
-        found = answer_log_probs(params, spec, compute, batch, None, tail=tail)
-        return jnp.stack([found.first, found.second], axis=-1)
+        pair = answer_log_probs(params, spec, compute, batch, None, tail=tail)
+        return jnp.stack([pair.first, pair.second], axis=-1)
 
     layout = compute.layout
     options = None if compute.dtype == "float32" else compiler_options(compute.platform)
     step = jax.jit(both, out_shardings=None if layout is None else layout.replicated, compiler_options=options)
     cp = 1 if layout is None else layout.size("cp")
-    order = zigzag_order(every.row_length, cp) if cp > 1 else None
-    made = np.zeros((len(loader.store) // 2, 2), np.float32)
-    planned = every.rows(0)
-    for number in range(every.steps_per_epoch(0)):
-        arrays = {name: array[0] for name, array in every.batch(number).arrays.items()}
-        found = np.asarray(step(params, place_batch(arrays, layout, order)).addressable_data(0))
+    order = zigzag_order(ordered.row_length, cp) if cp > 1 else None
+    log_probs = np.zeros((len(loader.store) // 2, 2), np.float32)
+    planned = ordered.rows(0)
+    for number in range(ordered.steps_per_epoch(0)):
+        arrays = {name: array[0] for name, array in ordered.batch(number).arrays.items()}
+        outputs = np.asarray(step(params, place_batch(arrays, layout, order)).addressable_data(0))
         for place in range(min(rows, len(planned) - number * rows)):
-            held = planned[number * rows + place]
-            made[held] = found[place, : len(held)]
-    return made.ravel()
+            pairs = planned[number * rows + place]
+            log_probs[pairs] = outputs[place, : len(pairs)]
+    return log_probs.ravel()
 
 
 def _same_tokens(
     directory: pathlib.Path, name: str, tokenizer: PreTrainedTokenizerFast, theirs: ModelSpec, ours: ModelSpec
 ) -> None:
-    other = load_tokenizer(directory)
-    mine, its = tokenizer.get_vocab(), other.get_vocab()
-    if mine != its:
-        differing = next((token for token in mine if its.get(token) != mine[token]), None)
-        token = differing or next(token for token in its if token not in mine)
+    reference_tokenizer = load_tokenizer(directory)
+    run_vocab, reference_vocab = tokenizer.get_vocab(), reference_tokenizer.get_vocab()
+    if run_vocab != reference_vocab:
+        differing = next((token for token in run_vocab if reference_vocab.get(token) != run_vocab[token]), None)
+        token = differing or next(token for token in reference_vocab if token not in run_vocab)
         raise UserError(
-            f"the reference has another tokenizer: {token!r} is {its.get(token, 'no token')} there and "
-            f"{mine.get(token, 'no token')} here, so its log-probabilities would be of other tokens",
+            f"the reference has another tokenizer: {token!r} is {reference_vocab.get(token, 'no token')} there and "
+            f"{run_vocab.get(token, 'no token')} here, so its log-probabilities would be of other tokens",
             where=f"stage.reference, {name}",
             fix="use a model of the same family and vocabulary, or reference: auto",
         )
-    if max(mine.values()) >= theirs.vocab:
+    if max(run_vocab.values()) >= theirs.vocab:
         raise UserError(
-            f"the reference knows {theirs.vocab} tokens and the data have ids up to {max(mine.values())}",
+            f"the reference knows {theirs.vocab} tokens and the data have ids up to {max(run_vocab.values())}",
             where=f"stage.reference, {name}",
             fix="use a model of the same family and vocabulary, or reference: auto",
         )

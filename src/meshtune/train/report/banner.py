@@ -14,7 +14,7 @@ from meshtune.setup.choices import Decision
 from meshtune.setup.memory import size_in_words
 from meshtune.train.result.result import Result
 
-WRITTEN = {
+OUTPUT_FILES = {
     "metrics.jsonl": "metrics",
     "loss.png": "plot",
     "samples.jsonl": "samples",
@@ -87,7 +87,7 @@ def show_summary(console: Console, result: Result, exported: int) -> None:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     table.add_row("result", f"{result.path} [dim](of update {exported}, read back and verified)[/]")
-    for name, what in WRITTEN.items():
+    for name, label in OUTPUT_FILES.items():
         if (result.output / name).exists():
-            table.add_row(what, str(result.output / name))
+            table.add_row(label, str(result.output / name))
     console.print(table)

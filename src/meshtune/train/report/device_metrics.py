@@ -29,8 +29,8 @@ class DeviceMetrics:
         self._devices = jax.local_devices()
         self._gpus: list[Callable[[], Reading]] = []
         if self._devices[0].platform in ("gpu", "cuda", "rocm"):
-            found = _nvidia() or _amd()
-            self._gpus = [found[number] for number in physical(self._devices, env) if number < len(found)]
+            readers = _nvidia() or _amd()
+            self._gpus = [readers[number] for number in physical(self._devices, env) if number < len(readers)]
 
     def read(self) -> Reading:
         """The figures now; empty on a CPU, which has none."""
@@ -49,9 +49,9 @@ def physical(devices: Sequence[Any], env: Mapping[str, str] = os.environ) -> lis
     """The drivers' numbers of `devices`: they count all of the machine's, JAX those that are visible."""
     shown = next((env[name] for name in VISIBLE_DEVICE_VARIABLES if name in env), "")
     numbers = [int(word) for word in shown.split(",") if word.strip().isdigit()]
-    own = [getattr(device, "local_hardware_id", None) for device in devices]
-    own = [number if number is not None else place for place, number in enumerate(own)]
-    return [numbers[number] if number < len(numbers) else number for number in own]
+    reported = [getattr(device, "local_hardware_id", None) for device in devices]
+    local_ids = [index if number is None else number for index, number in enumerate(reported)]
+    return [numbers[number] if number < len(numbers) else number for number in local_ids]
 
 
 def _nvidia() -> list[Callable[[], Reading]]:
@@ -99,11 +99,11 @@ def _amd() -> list[Callable[[], Reading]]:
                 figures |= _number("utilization", smi.amdsmi_get_gpu_activity(handle).get("gfx_activity"))
             with contextlib.suppress(smi.AmdSmiException):
                 power = smi.amdsmi_get_power_info(handle)
-                now = _number("power", power.get("current_socket_power"))
-                figures |= now or _number("power", power.get("average_socket_power"))
+                current = _number("power", power.get("current_socket_power"))
+                figures |= current or _number("power", power.get("average_socket_power"))
             with contextlib.suppress(smi.AmdSmiException):
-                kind, now = smi.AmdSmiTemperatureType.HOTSPOT, smi.AmdSmiTemperatureMetric.CURRENT
-                figures |= _number("temperature", smi.amdsmi_get_temp_metric(handle, kind, now))
+                sensor, metric = smi.AmdSmiTemperatureType.HOTSPOT, smi.AmdSmiTemperatureMetric.CURRENT
+                figures |= _number("temperature", smi.amdsmi_get_temp_metric(handle, sensor, metric))
             return figures
 
         return read

@@ -19,17 +19,17 @@ TIMINGS = frozenset({"seconds", "tokens_per_second", "memory", "machine"})  # wh
 
 
 class MetricsLog:
-    """The sink that writes both files. `every` is the number of steps between lines of training."""
+    """The sink that writes both files. `interval` is the number of steps between lines of training."""
 
-    def __init__(self, output: pathlib.Path, *, every: int = 1):
-        self._every = every
+    def __init__(self, output: pathlib.Path, *, interval: int = 1):
+        self._interval = interval
         # Append mode: two writers, or a file that was moved, can never overwrite what is there.
         self._metrics = (output / METRICS).open("a", encoding="utf-8", buffering=1)
         self._samples = (output / SAMPLES).open("a", encoding="utf-8", buffering=1)
 
     def receive(self, event: Event) -> None:
         match event:
-            case Stepped() if event.step % self._every == 0:
+            case Stepped() if event.step % self._interval == 0:
                 self._metrics.write(_line(train_row(event)))
             case Evaluated():
                 self._metrics.write(_line(eval_row(event)))
@@ -44,14 +44,14 @@ class MetricsLog:
 class ProcessLog:
     """What the devices of a process other than the first do: logs/process-N.metrics.jsonl."""
 
-    def __init__(self, output: pathlib.Path, process: int, *, every: int = 1):
-        self._every = every
+    def __init__(self, output: pathlib.Path, process: int, *, interval: int = 1):
+        self._interval = interval
         folder = output / LOGS
         folder.mkdir(exist_ok=True)
         self._file = (folder / f"process-{process}.{METRICS}").open("a", encoding="utf-8", buffering=1)
 
     def receive(self, event: Event) -> None:
-        if isinstance(event, Stepped) and event.step % self._every == 0:
+        if isinstance(event, Stepped) and event.step % self._interval == 0:
             row = train_row(event)
             self._file.write(_line({key: row[key] for key in ("step", "seconds", "memory", "machine") if key in row}))
 
@@ -112,9 +112,9 @@ def cut_back(output: pathlib.Path, step: int | None) -> None:
         path = output / name
         if not path.exists():
             continue
-        kept = [row for row in read(path) if step is not None and row["step"] <= step]
+        rows = [row for row in read(path) if step is not None and row["step"] <= step]
         draft = path.with_suffix(".partial")
-        draft.write_text("".join(map(_line, kept)), encoding="utf-8")
+        draft.write_text("".join(map(_line, rows)), encoding="utf-8")
         os.replace(draft, path)
 
 

@@ -29,12 +29,12 @@ class LossPlot:
         output: pathlib.Path,
         loss: SmoothedLoss,
         *,
-        every: int,
+        interval: int,
         title: str,
         unit: str = "token",
         history: Sequence[dict[str, Any]] = (),
     ):
-        self._path, self._every, self._title, self._unit = output / PLOT, every, title, unit
+        self._path, self._interval, self._title, self._unit = output / PLOT, interval, title, unit
         self._loss, self._curve = loss, list(loss.history)
         self._train = [(row["step"], row["loss"]) for row in history if row["kind"] == "train"]
         self._validation = [(row["step"], row["loss"]) for row in history if row["kind"] == "eval"]
@@ -45,7 +45,7 @@ class LossPlot:
             case Stepped():
                 self._train.append((event.step, event.loss))
                 self._curve.append(event.loss if self._loss.value is None else self._loss.value)
-                if event.step % self._every == 0 and time.monotonic() >= self._not_before:
+                if event.step % self._interval == 0 and time.monotonic() >= self._not_before:
                     self._draw()
             case Evaluated():
                 self._validation.append((event.step, event.loss))

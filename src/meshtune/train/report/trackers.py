@@ -65,8 +65,8 @@ class TensorBoard:
             self._writer.add_event(events.Event(wall_time=time.time(), step=start + 1, session_log=log))
 
     def receive(self, event: Event) -> None:
-        if (found := scalars(event)) is not None:
-            step, named = found
+        if (point := scalars(event)) is not None:
+            step, named = point
             values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in named.items()]
             summary = self._summary(value=values)
             self._writer.add_event(self._record(wall_time=time.time(), step=step, summary=summary))
@@ -86,8 +86,8 @@ class Wandb:
         )
 
     def receive(self, event: Event) -> None:
-        if (found := scalars(event)) is not None:
-            self._run.log(found[1], step=found[0])
+        if (point := scalars(event)) is not None:
+            self._run.log(point[1], step=point[0])
         elif isinstance(event, Sampled):
             self._run.log({"sample": f"{event.prompt}\n\n{event.text}"}, step=event.step)
 
@@ -104,8 +104,8 @@ class Trackio:
         self._finish = trackio.finish
 
     def receive(self, event: Event) -> None:
-        if (found := scalars(event)) is not None:
-            self._run.log(found[1], step=found[0])
+        if (point := scalars(event)) is not None:
+            self._run.log(point[1], step=point[0])
 
     def close(self) -> None:
         self._finish()
@@ -122,16 +122,16 @@ class Mlflow:
         if "MLFLOW_TRACKING_URI" not in os.environ:
             mlflow.set_tracking_uri(f"sqlite:///{output.resolve() / 'mlflow.db'}")
         mlflow.set_experiment(project)
-        kept = output / ".mlflow"
-        run_id = kept.read_text().strip() if start and kept.exists() else None
+        id_file = output / ".mlflow"
+        run_id = id_file.read_text().strip() if start and id_file.exists() else None
         run = mlflow.start_run(run_id=run_id, run_name=output.resolve().name)
         if run_id is None:
-            kept.write_text(run.info.run_id)
+            id_file.write_text(run.info.run_id)
             mlflow.log_dict(recipe, "recipe.json")
 
     def receive(self, event: Event) -> None:
-        if (found := scalars(event)) is not None:
-            self._mlflow.log_metrics(found[1], step=found[0])
+        if (point := scalars(event)) is not None:
+            self._mlflow.log_metrics(point[1], step=point[0])
 
     def close(self) -> None:
         self._mlflow.end_run()
@@ -147,11 +147,11 @@ TRACKERS: dict[str, Callable[[pathlib.Path, str, dict[str, Any], int], Sink]] = 
 
 def _run_id(output: pathlib.Path, start: int) -> str:
     """A name of this run that a resumed one finds again."""
-    kept = output / ".run-id"
-    if start and kept.exists():
-        return kept.read_text().strip()
+    id_file = output / ".run-id"
+    if start and id_file.exists():
+        return id_file.read_text().strip()
     import secrets
 
     name = f"{output.resolve().name}-{secrets.token_hex(4)}"
-    kept.write_text(name)
+    id_file.write_text(name)
     return name

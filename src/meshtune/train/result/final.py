@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def export_result(
     output: pathlib.Path,
-    made: PreparedModel,
+    model: PreparedModel,
     method: Method,
     source: pathlib.Path,
     base: BaseRecord,
@@ -51,13 +51,15 @@ def export_result(
         for left in output.glob(f".{dest.name}.partial-*"):  # by an export that was killed
             shutil.rmtree(left)
     if adapter:
-        base = own_base(output, made, method, source, base, layout, job)
-        export_adapter(dest, made, method, base, Compute(layout=layout), job)
+        base = own_base(output, model, method, source, base, layout, job)
+        export_adapter(dest, model, method, base, Compute(layout=layout), job)
     else:
-        params = merge(made.trainable, made.frozen)
-        if any(isinstance(leaf, QuantisedWeight) for leaf in flatten(made.frozen).values()):
+        params = merge(model.trainable, model.frozen)
+        if any(isinstance(leaf, QuantisedWeight) for leaf in flatten(model.frozen).values()):
             params = merged(unflatten(flatten(params)))  # a copy of the dicts, which are used up
-        export_model(params, made.spec, source, dest, overwrite=True, layout=layout, job=job, pad=padding_id(tokenizer))
+        export_model(
+            params, model.spec, source, dest, overwrite=True, layout=layout, job=job, pad=padding_id(tokenizer)
+        )
     with raise_collectively(job, "export: tokenizer"):
         if job.is_main_process:
             tokenizer.save_pretrained(str(dest))

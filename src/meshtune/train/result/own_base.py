@@ -21,7 +21,7 @@ from meshtune.weights.fingerprint import base_hash
 
 def own_base(
     output: pathlib.Path,
-    made: PreparedModel,
+    model: PreparedModel,
     config: LoraConfig,
     source: pathlib.Path,
     base: BaseRecord,
@@ -35,16 +35,16 @@ def own_base(
     """
     if config.adapter != "loftq" or config.loftq_iterations == 1:
         return base
-    whole = flatten(merge(made.trainable, made.frozen))
-    weights = merged(unflatten({path: leaf for path, leaf in whole.items() if not of_adapters(path)}))
+    params = flatten(merge(model.trainable, model.frozen))
+    weights = merged(unflatten({path: leaf for path, leaf in params.items() if not of_adapters(path)}))
     record = {"loftq": {"base": base.path, "hash": base.hash, "quantize": base.quantize, "rank": config.rank}}
     dest = output / BASE
     export_model(
         weights,
-        made.spec,
+        model.spec,
         source,
         dest,
-        dtype=made.spec.dtype,
+        dtype=model.spec.dtype,
         overwrite=True,
         record=record,
         layout=layout,
