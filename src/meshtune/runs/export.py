@@ -1,4 +1,4 @@
-"""From a run, an adapter or a model to a directory that other tools load, verified by reading it back."""
+"""Exports a run, adapter or model to a directory that other tools load, verified by reading it back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ INTO = ("dequantised", "full")
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """`what` ("a PEFT adapter", "a model in float32") is at `path`; `verified` says how it was compared."""
+    """The result of an export.
+
+    `what` names its kind ("a PEFT adapter", "a model in float32"), `verified` describes the check of the written files.
+    """
 
     what: str
     path: Path
@@ -52,15 +55,16 @@ def export(
     any_base: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Exported:
-    """Writes what `source` (a run, an adapter directory, a model) holds to the directory `dest`.
+    """Exports `source` (a run, an adapter directory or a model) to the directory `dest`.
 
-    An adapter stays an adapter unless `merge` is set: then it is folded into its base and written as a whole model, in
-    `dtype` (default: the base's), in files of at most `max_shard_bytes`. `into` says what the adapter of a quantised
-    base is folded into: "dequantised", the numbers that the codes stand for, which it was trained on (default), or
-    "full", the base as it was before; every written file records which. `base` says where an adapter's base lies if it
-    was moved, and with `any_base` another one is taken too. `progress(done, total)` is called in bytes. `dest`
-    appears whole and verified or not at all.
-    Raises UserError for a source without a result, another base than the adapter's, a `dest` that holds something.
+    An adapter is copied unless `merge` is set: then it is merged into its base and written as a full model in `dtype`
+    (default: the base's), in files of at most `max_shard_bytes`. `into` selects the base of an adapter that was trained
+    on a quantised base: "dequantised", the quantised weights that it was trained on (default), or "full", the original
+    weights; every written file records it. `base` overrides the path of an adapter's base, and `any_base` accepts a
+    different base. `progress(done, total)` counts bytes. `dest` appears complete and verified, or not at all.
+
+    Raises: UserError for a source without a result, for a base that is not the adapter's, and for a `dest` that is not
+    empty.
     """
     resolved = find(source) if base is None else find(base, source)
     dest = Path(dest).expanduser()
@@ -70,7 +74,7 @@ def export(
         return _adapter(resolved, resolved.adapter, dest, overwrite)
     spec, _ = load_spec(resolved.base)
     if resolved.adapter is not None and dtype not in (None, spec.dtype):
-        spec, _ = load_spec(resolved.base, "float32")  # the sum is made in float32 and rounded once, to `dtype`
+        spec, _ = load_spec(resolved.base, "float32")  # add in float32 and round once, to `dtype`
     expected, record, base_note, of = None, None, "", "trained"
     if resolved.adapter is not None:
         added = load_adapter(resolved.adapter, spec)
@@ -121,7 +125,7 @@ def export(
 
 
 def _merged_into(base: BaseRecord, into: str | None) -> QuantizeConfig | None:
-    """How the base is quantised before an adapter is folded into it."""
+    """Returns the quantisation of the base that an adapter is merged into, or None for full precision."""
     if into not in (None, *INTO):
         raise UserError(
             f"an adapter cannot be merged into '{into}'", where="--into", fix=f"{nearest(into, INTO)}one of {INTO}"
@@ -136,7 +140,7 @@ def _merged_into(base: BaseRecord, into: str | None) -> QuantizeConfig | None:
 
 
 def merge_record(base: BaseRecord, hash: str, quantised: QuantizeConfig | None) -> dict[str, Any]:
-    """What a merged model's files say of how they came to be, under "meshtune" in their metadata."""
+    """Returns the provenance of a merged model, stored under "meshtune" in the metadata of its files."""
     fields: dict[str, Any] = {"base": base.path, "hash": hash}
     if base.quantize is not None:
         fields |= {"trained_on": base.quantize, "into": "full" if quantised is None else "dequantised"}
@@ -144,7 +148,7 @@ def merge_record(base: BaseRecord, hash: str, quantised: QuantizeConfig | None) 
 
 
 def _adapter(resolved: Source, adapter: Path, dest: Path, overwrite: bool) -> Exported:
-    """Copies an adapter whose base is the right one, and compares every number of the copy with the original's."""
+    """Copies an adapter after checking its base, and compares every array of the copy with the original."""
     if dest.resolve() == adapter.resolve():
         raise UserError("source and destination are the same directory", where=str(dest), fix="give another --to")
     if dest.is_dir() and any(dest.iterdir()) and not overwrite:

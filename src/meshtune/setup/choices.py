@@ -1,4 +1,4 @@
-"""Every 'auto' of a recipe settled, each with its reason, and the recipe's sections as the core's own dataclasses."""
+"""Resolves each 'auto' of a recipe, with the reason for its value, and converts recipe sections to core configs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from meshtune.optim.build import OptimizerConfig
 from meshtune.setup.machine import Machine, this_machine
 from meshtune.setup.tiles import chunks_of
 
-LOGITS_BYTES = 64 * 2**20  # held at once by default
+LOGITS_BYTES = 64 * 2**20  # size of the float32 logits that the default loss chunk materialises
 LEARNING_RATES = {"lora": 2e-4, "full": 2e-5, "freeze": 2e-5, "llama_pro": 2e-4}
-ADAPTER_RATES = {"pissa": 0.1, "vera": 10.0}  # of LoRA's, as their authors train
-GENTLER = 0.1  # of these for stages that compare answers: their gradients keep their size near the start
+ADAPTER_RATES = {"pissa": 0.1, "vera": 10.0}  # relative to LoRA's rate, following the papers
+GENTLER = 0.1  # factor for preference stages, whose gradients do not shrink near the initial model
 
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Dtypes: frozen weights are kept in `frozen`, activations in `compute`; `state` is the optimizer's."""
+    """The dtypes of a run: frozen and trainable weights, activations (`compute`) and optimizer state (`state`)."""
 
     name: str
     frozen: str
@@ -39,7 +39,7 @@ class Precision:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """A settled choice, for the banner."""
+    """A resolved setting and the reason for its value, for the banner."""
 
     name: str
     value: str
@@ -47,7 +47,7 @@ class Decision:
 
 
 def precision_of(recipe: Recipe, stored: str, backend: str | None = None) -> tuple[Precision, Decision]:
-    """The dtypes of a run from a model whose weights are stored in `stored`, on `backend` (default: the one here)."""
+    """Resolves the dtypes of a run for weights stored in dtype `stored`, on `backend` (default: JAX's default)."""
     requested = recipe.compute.precision
     backend = backend or jax.default_backend()
     name = requested if requested != "auto" else ("float32" if backend == "cpu" else "mixed")
@@ -58,25 +58,28 @@ def precision_of(recipe: Recipe, stored: str, backend: str | None = None) -> tup
         case "bfloat16":
             precision = Precision(name, "bfloat16", "bfloat16", "bfloat16", "bfloat16")
         case _:
-            # Weights that will be trained keep all the digits they come with; those that only meet bf16 activations
-            # need not be wider than these.
+            # Weights that may be trained keep their stored precision. Weights that are only multiplied with bf16
+            # activations do not need more than bf16.
             frozen = "bfloat16" if recipe.method.kind == "lora" or stored != "float32" else "float32"
             precision = Precision(name, frozen, "float32", "bfloat16", "float32")
     return precision, Decision("precision", name, reason)
 
 
 def mesh_of(recipe: Recipe, devices: int, spec: ModelSpec) -> tuple[MeshConfig, str]:
-    """The mesh, of `devices` devices or of as many as it was asked for, and why; auto is settled (plan.autotune)."""
-    assert recipe.mesh != "auto", "settle what is left open first"
+    """Resolves the mesh for `devices` devices and returns it with the reason.
+
+    A mesh without a -1 axis keeps its own device count. plan.autotune must have resolved 'auto' before.
+    """
+    assert recipe.mesh != "auto", "resolve mesh=auto before (plan.autotune)"
     config = MeshConfig(**recipe.mesh.model_dump())
     check_experts(config.ep, spec)
     return (resolve_mesh(config, devices) if -1 in config.sizes.values() else config), "asked for"
 
 
 def layout_of(config: MeshConfig, why: str, spec: ModelSpec, machine: Machine) -> tuple[Layout | None, list[Decision]]:
-    """How arrays lie on the machine's devices, None where there is only one, and the mesh in words.
+    """Returns the layout of arrays on the machine's devices (None for a single device) and its banner lines.
 
-    Raises: UserError for a mesh that the model does not allow.
+    Raises: UserError for a mesh that the model does not support.
     """
     if config.devices == 1:
         return None, []
@@ -85,7 +88,7 @@ def layout_of(config: MeshConfig, why: str, spec: ModelSpec, machine: Machine) -
 
 
 def mesh_decisions(config: MeshConfig, why: str, notes: list[Note]) -> list[Decision]:
-    """A mesh and what is remarkable about it, for the banner."""
+    """Describes a mesh and the arrays that it cannot split, for the banner."""
     return [Decision("mesh", str(config), why), *(Decision(note.axis, "whole", note.text) for note in notes)]
 
 
@@ -98,9 +101,9 @@ def compute_of(
     layout: Layout | None = None,
     machine: Machine | None = None,
 ) -> tuple[Compute, list[Decision]]:
-    """How numbers are computed for micro-batches of `rows` rows of `length` positions, over all devices of `layout`.
+    """Resolves the compute options for micro-batches of `rows` rows (over all devices) of `length` positions.
 
-    Raises: UserError for a forced attention backend that cannot serve.
+    Raises: UserError for a forced attention backend that does not support the model.
     """
     options = recipe.compute
     machine = machine or this_machine()
@@ -146,7 +149,7 @@ def compute_of(
 
 
 def attention_requests(compute: Compute, spec: ModelSpec, rows: int, length: int) -> list[AttentionRequest]:
-    """What one device is asked in each kind of layer, for micro-batches of `rows` rows of `length` positions."""
+    """Returns the distinct attention requests of one device, for micro-batches of `rows` rows of `length` positions."""
     q_length = compute.attention_chunk or length
     mixers = (kind.mixer for kind in spec.layer_kinds)
     requests = [mixer.attention_request(rows, q_length, length, compute) for mixer in mixers if mixer is not None]
@@ -158,7 +161,7 @@ def attention_requests(compute: Compute, spec: ModelSpec, rows: int, length: int
 
 
 def method_of(recipe: Recipe) -> Method:
-    """The method as the core's dataclass."""
+    """Converts the recipe's method section to the core's config."""
     match recipe.method:
         case LoraMethod() as lora:
             return LoraConfig(
@@ -179,7 +182,7 @@ def method_of(recipe: Recipe) -> Method:
 
 
 def optimizer_of(recipe: Recipe, precision: Precision) -> OptimizerConfig:
-    """The recipe's optimizer with its learning rate, the dtype of its state and the seed resolved."""
+    """Converts the recipe's optimizer section, with learning rate, state dtype and seed resolved."""
     options, stage = recipe.optimizer, STAGES[recipe.stage.kind]
     rate = LEARNING_RATES[recipe.method.kind] * ADAPTER_RATES.get(getattr(recipe.method, "adapter", ""), 1.0)
     if options.name == "prodigy":

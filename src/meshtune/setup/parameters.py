@@ -1,4 +1,4 @@
-"""Parameters at the start of a run: the base's weights, what is trained of or beside them, and the first state."""
+"""Initialises a run: loads the base weights, adds adapters, and creates the training state."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from meshtune.train.step.state import TrainState, init_state
 from meshtune.weights.load import load_params, load_weight, with_score
 from meshtune.weights.load_report import LoadReport
 
-CALIBRATED = 2048  # tokens of a row that are looked at, at most: none of the tiling of longer ones is used here
+CALIBRATED = 2048  # tokens per row at most: calibration does not chunk longer rows
 
 
 @dataclasses.dataclass(frozen=True)
 class InitializedRun:
-    """The split model, its first state, its optimizer and the learning rate by step."""
+    """The prepared model, its initial training state, its optimizer and the learning-rate schedule."""
 
     model: PreparedModel
     state: TrainState
@@ -45,7 +45,7 @@ class InitializedRun:
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """What a run's parameters are made from; `processes_a_host` read one file together."""
+    """Creates a run's parameters. The `processes_a_host` processes of a host share the reading of each file."""
 
     recipe: Recipe
     resolved: ResolvedRun
@@ -57,7 +57,7 @@ class Parameters:
     console: Console
 
     def initialize(self) -> InitializedRun:
-        """Loads the base and makes the first state; all processes of the job call this."""
+        """Loads the base and creates the initial state. Collective: all processes of the job call this."""
         recipe, resolved = self.recipe, self.resolved
         optimizer, schedule = optimizer_for(recipe, resolved, self.total)
         params = with_score(self._loaded(waiting_weights(resolved, optimizer)), resolved.spec, resolved.layout)
@@ -111,7 +111,7 @@ class Parameters:
         )
 
     def _sizes(self, params: Tree) -> dict[str, jax.Array]:
-        """How large the inputs of every adapted weight are, by its path; {} where it does not matter."""
+        """Measures the input magnitudes of every adapted weight, by path; {} for methods without calibration."""
         resolved = self.resolved
         rows = resolved.method.loftq_calibration if isinstance(resolved.method, LoraConfig) else 0
         if not rows:
@@ -125,7 +125,7 @@ class Parameters:
         return {paths[node]: size for node, size in input_norms.items()}
 
     def _rows(self, count: int) -> Iterator[Tree]:
-        """The first rows of the training data, by micro-batches, on the devices."""
+        """Yields the first `count` rows of the training data in micro-batches, placed on the devices."""
         layout, loader = self.compute.layout, self.data.train
         cp = 1 if layout is None else layout.size("cp")
         length = min(loader.row_length, CALIBRATED // (2 * cp) * (2 * cp))

@@ -1,4 +1,4 @@
-"""The files of a run's start: a model directory made from another one, tensor by tensor, on one process."""
+"""Writes the start model of a run: merged adapters, added layers, resized vocabulary; tensor by tensor, one process."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from meshtune.weights.writer import ST_DTYPES
 
 
 def write_start(start: Start, recipe: Recipe, folder: pathlib.Path, record: dict[str, Any]) -> None:
-    """Writes a start's weights and config into `folder`; `record` goes into the metadata of the weights.
+    """Writes a start model's weights and config into `folder`, with `record` in the metadata of the weights.
 
-    Adapters are folded in one after another, each into what those before made of the base they were all trained on.
-    Raises UserError as `export` does.
+    Adapters are merged one after another, each into the result of the previous merge.
+
+    Raises: UserError as `export` does.
     """
     source, steps = start.source, []
     for number, adapter in enumerate(recipe.model.merge_adapters):
         step = folder / f".merged-{number}"
         any_base = recipe.model.any_base or number > 0
-        if number:  # checked against the base that all were trained on; then folded into what the others made of it
+        if number:  # check against the common base here: `export` sees the result of the previous merge
             _check(adapter, start.source, recipe.model.any_base)
         export(adapter, step, merge=True, base=source, any_base=any_base)
         source = step
@@ -55,13 +56,13 @@ def _check(adapter: str, base: pathlib.Path, any_base: bool) -> None:
 
 
 def _config(start: Start, config: dict[str, Any]) -> dict[str, Any]:
-    """The config in a source, with what is different in the start."""
+    """Returns the source's config with the fields that the start changes."""
     changed = ("vocab_size", "num_hidden_layers", "layer_types")
     return config | {field: start.config[field] for field in changed if field in start.config}
 
 
 def _tensors(start: Start, source: pathlib.Path, reader: TensorReader) -> Iterator[NewTensor]:
-    """Every tensor of the start, in the order of the source's files, new layers after those they are made from."""
+    """Yields every tensor of the start in the order of the source's files; copies of a layer follow its original."""
     tensors = headers(source)
     spec, _ = load_spec(source)
     names = module_names(start.spec)
@@ -94,7 +95,7 @@ def _layer_of(name: str) -> tuple[str, int | None, str]:
 
 
 def _dtype(info: TensorInfo) -> str:
-    """What a tensor is written in: its own dtype, float32 in the place of those that models are not written in."""
+    """Returns the dtype to write a tensor in: its own, or float32 where the writer does not support it."""
     return WRITTEN.get(info.dtype, "float32")
 
 
@@ -117,8 +118,11 @@ def _zeros(shape: tuple[int, ...], dtype: str) -> np.ndarray:
 
 
 def resized_table(table: np.ndarray, rows: int, tokens: NewTokens) -> np.ndarray:
-    """An embedding or head [V, D] with `rows` rows: a new token's is the mean of those of the pieces that its text was
-    cut into before; that of none, which no text leads to, is the mean of all."""
+    """Grows an embedding or head [V, D] to `rows` rows.
+
+    The row of a new token is the mean of the rows of the tokens that its text was split into before. Padding rows,
+    and those of new tokens without such pieces, are the mean of all rows.
+    """
     mean = table.mean(axis=0, dtype=np.float64)
     added = np.repeat(mean[None].astype(table.dtype), rows - table.shape[0], axis=0)
     grown = np.concatenate([table, added])

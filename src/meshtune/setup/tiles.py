@@ -1,4 +1,4 @@
-"""How much of a row exists at once: the chunks of feed-forward layer and of attention, settled from a recipe."""
+"""Resolves the chunk lengths that the MLP and attention are computed in, to bound their activation memory."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from meshtune.errors import UserError
 from meshtune.mesh.layout import Layout
 from meshtune.model.spec import ModelSpec
 
-WIDE_BYTES = 128 * 2**20  # one array as wide as the feed-forward layer, in 16 bits, on one device
-ATTENTION_BYTES = 64 * 2**20  # one array as wide as the queries, likewise
-LEAST = 256  # tokens: shorter chunks make products too small for a device
+WIDE_BYTES = 128 * 2**20  # target size of one MLP activation, 16-bit, per device
+ATTENTION_BYTES = 64 * 2**20  # target size of one array of queries, 16-bit, per device
+LEAST = 256  # tokens: shorter chunks make matmuls too small to use a device well
 
 
 def chunks_of(
     recipe: Recipe, spec: ModelSpec, rows: int, length: int, layout: Layout | None
 ) -> tuple[int | None, int | None, list[tuple[str, str, str]]]:
-    """(mlp_chunk, attention_chunk, the choices in words: name, value, reason) for micro-batches of `rows` rows.
+    """Returns (mlp_chunk, attention_chunk, banner lines as (name, value, reason)) for micro-batches of `rows` rows.
 
-    None is the whole row. Raises: UserError for chunks of attention over rows that mesh.cp splits already.
+    Chunks are in tokens; None computes the whole row at once.
+
+    Raises: UserError for attention chunks with context parallelism or with a mixer that needs whole rows.
     """
     options = recipe.compute
     cp = layout.size("cp") if layout is not None else 1
@@ -57,7 +59,7 @@ def chunks_of(
 
 
 def _widest(spec: ModelSpec, axis: str) -> int:
-    """The width of the widest array along a logical axis that any block computes."""
+    """Returns the width of the widest activation along a logical axis, over all blocks."""
     costs = (block.cost(spec.embed) for block in spec.blocks)
     return max(
         (activation.width for cost in costs for activation in cost.activations if activation.axis == axis), default=1
@@ -65,6 +67,6 @@ def _widest(spec: ModelSpec, axis: str) -> int:
 
 
 def _whole_rows(spec: ModelSpec) -> str | None:
-    """The name of a mixer that cannot be computed by chunks, if there is one."""
+    """Returns the name of a mixer that cannot be computed in chunks, or None."""
     mixers = (kind.mixer for kind in spec.layer_kinds)
     return next((mixer.name for mixer in mixers if mixer is not None and mixer.row_params() is None), None)

@@ -1,7 +1,7 @@
-"""The loop: batches in, updates made, and whatever is due after each.
+"""The training loop: runs updates, and evaluates, samples and saves at the configured intervals.
 
-Metrics of an update are fetched while the next one runs, so the device never waits for the host. Nothing is saved,
-evaluated or sampled before the metrics of the last update are known to be finite.
+Metrics of an update are fetched while the next one runs, so the device never waits for the host. The loop checks that
+the metrics of the last update are finite before it saves, evaluates or samples.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from meshtune.train.report.device_metrics import DeviceMetrics
 from meshtune.train.report.events import Evaluated, Event, Events, Sampled, Saved, Started, Stepped, Stopped
 from meshtune.train.step.state import Metrics, TrainState
 
-MOST_RECORDS = 12  # named in a message
+MOST_RECORDS = 12  # records named in an error message
 
 
 class TrainBatch(Protocol):
-    """One update's rows, as data.loader.Batch."""
+    """The rows of one update; data.loader.Batch implements it."""
 
     @property
     def arrays(self) -> dict[str, np.ndarray]: ...
@@ -47,10 +47,12 @@ class TrainBatch(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a loop works with. `record` is the checkpoint record of its start; `epoch_at(step)` is a fraction.
+    """The functions and settings that a loop runs with.
 
-    `place` puts a batch's arrays on the devices; `shown(state)` are the parameters to evaluate, to sample from and to
-    export. `evaluate(trainable)` and `sample(trainable)` may be None; samples are (prompt, text).
+    `record` is the checkpoint record to start from and `epoch_at(step)` the fractional epoch. `place` puts a batch's
+    arrays on the devices. `shown(state)` returns the parameters to evaluate, sample from and export, which for some
+    optimizers are not the trained ones. `evaluate(trainable)` and `sample(trainable)`, which returns (prompt, text)
+    pairs, are optional.
     """
 
     step: Callable[[TrainState, Tree, Any, Any], tuple[TrainState, Metrics]]
@@ -71,7 +73,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a loop ended: the state after `step` updates; `interrupted` is a signal's number or None."""
+    """The result of a loop: the state after `step` updates. `interrupted` is the signal that stopped it, or None."""
 
     state: TrainState
     step: int
@@ -82,10 +84,10 @@ class Ended:
 
 
 def run_loop(task: Task, state: TrainState, checkpoints: Checkpoints, events: Events, interrupt: Interrupt) -> Ended:
-    """Makes the updates from `task.record.step` on to the last; `state` is used up.
+    """Runs the updates from `task.record.step` to the last. The buffers of `state` are donated.
 
-    Raises: UserError for a loss or gradient that is not finite (naming update, micro-batch and records; the update is
-    not applied) and for a checkpoint that cannot be written.
+    Raises: UserError for a loss or gradient that is not finite (it names the update, micro-batch and records; the
+    update is not applied) and for a checkpoint that cannot be written.
     """
     return _Loop(task, state, checkpoints, events, interrupt).run()
 
@@ -98,7 +100,7 @@ class _Loop:
         self.seed = np.int32(task.record.seed)
         self.stop_flag = StopFlag()
         self.devices = DeviceMetrics()
-        self.stop = 0  # the signal on which all processes have agreed to stop
+        self.stop = 0  # the signal that all processes have agreed to stop on
         self.seconds = 0.0
         self.saved: int | None = None
         self.last_loss: float | None = None
@@ -144,7 +146,7 @@ class _Loop:
         return done
 
     def _stopping(self) -> bool:
-        """One process stops at once; several stop after the same update, which they know one update later."""
+        """A single process stops at once. Several agree on the update to stop after, one update later."""
         if not self.stop_flag.multi_process:
             self.stop = self.interrupt.received or 0
         return self.stop != 0

@@ -1,4 +1,4 @@
-"""The loop's task, made from the parts of a run: the compiled step, when what is due, evaluation, samples."""
+"""Builds the loop's task from the parts of a run: compiled step, cadence, evaluation and sampling."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What a run is made of when its weights are there."""
+    """The parts of a run once its weights are loaded."""
 
     recipe: Recipe
     resolved: ResolvedRun
@@ -52,7 +52,7 @@ class Parts:
 
 
 def make_task(parts: Parts, record: Record, state: TrainState) -> Task:
-    """The task from `record.step` on; compiles the training step if there is anything left to do."""
+    """Builds the task that continues from `record.step`; compiles the training step if any updates remain."""
     recipe, loader = parts.recipe, parts.data.train
     place = _placing(parts)
     step = step_for(recipe, parts.resolved, parts.compute, parts.optimizer)
@@ -84,7 +84,7 @@ def make_task(parts: Parts, record: Record, state: TrainState) -> Task:
 
 
 def _placing(parts: Parts) -> Callable[[dict[str, np.ndarray]], Any]:
-    """How a batch gets to the devices."""
+    """Returns the function that places a batch on the devices, in zigzag order under context parallelism."""
     layout = parts.compute.layout
     cp = 1 if layout is None else layout.size("cp")
     order = zigzag_order(parts.data.train.row_length, cp) if cp > 1 else None

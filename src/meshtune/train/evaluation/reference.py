@@ -1,4 +1,4 @@
-"""Log-probabilities of a reference: computed once for all answers of a store, kept on disk by what made them."""
+"""Log-probabilities of the reference model: computed once for all answers of a data store, and cached on disk."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from meshtune.weights.load import load_params, load_spec
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-VERSION = 2  # of what is computed: raise it when the same model and data give other numbers
+VERSION = 2  # of the computation: increase it when the same model and data give different values
 
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """What answers of a run are compared with, and how it is computed."""
+    """Computes the reference log-probabilities of a run, or reads them from the cache, for the loaders."""
 
     recipe: Recipe
     resolved: ResolvedRun
@@ -54,15 +54,17 @@ class Reference:
 
     @property
     def chosen(self) -> str:
-        """CACHED, another model, or BASE where there is nothing to do: nothing is compared with, or with the base whose
-        adapters are off, in the step itself."""
+        """CACHED, the name of another model, or BASE.
+
+        BASE needs no precomputation: the stage has no reference, or the step computes it with adapters disabled.
+        """
         choice = reference_of(self.recipe, self.resolved.method)
         return BASE if choice is None else choice.value
 
     def from_model(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        """Gives the loaders the log-probabilities of another model. Nothing to do where the start is the reference.
+        """Gives the loaders the log-probabilities of another model; does nothing for BASE and CACHED.
 
-        Raises UserError for a model that is not there, or whose tokenizer is another one.
+        Raises: UserError for a model that does not exist or has a different tokenizer.
         """
         if self.chosen in (BASE, CACHED):
             return
@@ -82,7 +84,7 @@ class Reference:
         self._give({"model": base_hash(directory)}, params, spec, compute)
 
     def from_start(self, params: Tree, spec: ModelSpec, base: str | None) -> None:
-        """Gives the loaders the log-probabilities of the run's own start, `params` of a model made from `base`."""
+        """Gives the loaders the log-probabilities of the run's initial model `params`; `base` is its base's hash."""
         if self.chosen != CACHED:
             return
         self._give({"model": base} | made_start(self.recipe), lambda: params, spec, self.compute)
@@ -112,7 +114,7 @@ class Reference:
             loader.units = dataclasses.replace(loader.units, reference=values)
 
     def _cached(self, file: pathlib.Path, documents: int) -> np.ndarray | None:
-        """What `file` holds; None where there is no such file, or with a message where it is damaged."""
+        """Reads the cached log-probabilities; None if there are none or, with a message, if the file is damaged."""
         try:
             return read_log_probabilities(file, documents)
         except DamagedError as error:
@@ -121,10 +123,10 @@ class Reference:
 
 
 def made_start(recipe: Recipe) -> dict[str, Any]:
-    """What of a recipe decides with which numbers its run begins, the base apart."""
+    """Returns the recipe fields that determine the initial weights of a run, apart from the base."""
     quantize = None if recipe.quantize is None else recipe.quantize.model_dump(mode="json")
     facts = {"method": recipe.method.model_dump(mode="json"), "seed": recipe.seed, "quantize": quantize}
-    if getattr(recipe.method, "loftq_calibration", 0):  # the first rows of the data have a part in it
+    if getattr(recipe.method, "loftq_calibration", 0):  # calibration depends on the first rows of the data
         facts["rows"] = [recipe.data.model_dump(mode="json"), recipe.train.batch_size, recipe.train.accumulation]
     return facts
 
@@ -132,7 +134,7 @@ def made_start(recipe: Recipe) -> dict[str, Any]:
 def log_probabilities(
     params: Tree, spec: ModelSpec, compute: Compute, loader: Loader, tail: float | None = None
 ) -> np.ndarray:
-    """float32 [documents]: what `answers` gives for every document of a loader's store, whatever its order."""
+    """Returns the answer log-probability of each document of a loader's store, in store order: float32 [documents]."""
     rows = loader.batch_size // loader.accumulation
     ordered = Loader(
         loader.store,

@@ -1,4 +1,4 @@
-"""What a run says before it starts: devices, model, plan, and every automatic choice with its reason."""
+"""Prints a run's plan and resolved settings before training, and its summary after."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OUTPUT_FILES = {
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A run in numbers. `state_bytes` are those of weights, gradients and optimizer state."""
+    """The sizes of a run. `state_bytes` covers weights, gradients and optimizer state."""
 
     model: str
     family: str
@@ -42,7 +42,7 @@ class Plan:
 
 
 def show_plan(console: Console, plan: Plan, decisions: Sequence[Decision]) -> None:
-    """The plan and the decisions, a line each."""
+    """Prints the plan and the decisions, one line each."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -68,7 +68,7 @@ def show_plan(console: Console, plan: Plan, decisions: Sequence[Decision]) -> No
 
 
 def in_words(count: float) -> str:
-    """1234567 -> '1.23M'."""
+    """Abbreviates a count: 1234567 -> '1.23M'."""
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.3g}{unit}"
@@ -76,7 +76,7 @@ def in_words(count: float) -> str:
 
 
 def show_summary(console: Console, result: Result, exported: int) -> None:
-    """How the run ended and where everything is."""
+    """Prints the outcome of a run and the paths of its outputs."""
     last = ""
     if result.loss is not None and result.smoothed_loss is not None:
         last = f", smoothed loss {result.smoothed_loss:.4f} (of the last update alone {result.loss:.4f})"

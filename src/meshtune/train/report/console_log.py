@@ -1,4 +1,4 @@
-"""console.log: what a run printed, kept in its output without colours and progress bars."""
+"""console.log: a copy of a run's console output, without colours and progress bars."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from meshtune.terminal import WIDE
 
 
 class ConsoleLog(RenderHook):
-    """Writes whatever a console prints to a file as well; until `open`, into memory, since the output comes later."""
+    """Copies everything a console prints to a file; buffers it until `open`, when the output directory exists."""
 
     def __init__(self) -> None:
         self._console = _plain(io.StringIO())
 
     def open(self, output: pathlib.Path) -> None:
-        """From now on into `output`/console.log, after what was printed before; a resumed run appends."""
+        """Opens `output`/console.log for appending, and writes the buffered text to it."""
         buffer = self._console.file
         assert isinstance(buffer, io.StringIO)
         file = (output / CONSOLE_LOG).open("a", encoding="utf-8", buffering=1)
@@ -31,11 +31,11 @@ class ConsoleLog(RenderHook):
         self._console = _plain(file)
 
     def print(self, line: str) -> None:
-        """A line for the log alone."""
+        """Writes a line to the log only."""
         self._console.print(line, markup=False, soft_wrap=True)
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        """Called by the console with all that it is about to print."""
+        """Rich's hook: the console calls it with everything it is about to print."""
         for renderable in renderables:
             if isinstance(renderable, Text):  # carries the end of its line; printed without wrapping
                 self._console.print(renderable, end=renderable.end, soft_wrap=True)
@@ -49,7 +49,7 @@ class ConsoleLog(RenderHook):
 
 @contextlib.contextmanager
 def logged(console: Console) -> Iterator[ConsoleLog]:
-    """Logs what `console` prints in a block, and the error that ends it."""
+    """Logs what `console` prints within the block, and the exception that leaves it."""
     log = ConsoleLog()
     console.push_render_hook(log)
     try:

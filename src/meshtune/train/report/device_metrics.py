@@ -1,7 +1,7 @@
-"""What the devices of this process do while it trains: memory of each, and how hard and hot the GPUs work.
+"""Samples memory, utilisation, power and temperature of this process's devices.
 
-Memory is JAX's own; utilisation, power and temperature come from `nvidia-ml-py` or AMD's `amdsmi` where one is
-installed. Each reading is a few calls of a driver: milliseconds.
+Memory comes from JAX; the rest from `nvidia-ml-py` or AMD's `amdsmi` where installed. A reading takes milliseconds: a
+few driver calls per device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Reading = dict[str, float]
 
 
 class DeviceMetrics:
-    """Reads this process's devices; keys carry the device's number here, as `device0_memory`.
+    """Reads this process's devices; keys are prefixed by the local device index, as in `device0_memory`.
 
     `memory` and `peak_memory` are bytes, `utilization` percent, `power` watts, `temperature` degrees Celsius.
     """
@@ -33,7 +33,7 @@ class DeviceMetrics:
             self._gpus = [readers[number] for number in physical(self._devices, env) if number < len(readers)]
 
     def read(self) -> Reading:
-        """The figures now; empty on a CPU, which has none."""
+        """Returns the current figures; empty on CPUs, which report none."""
         figures: Reading = {}
         for number, device in enumerate(self._devices):
             stats = device.memory_stats() or {}
@@ -46,7 +46,7 @@ class DeviceMetrics:
 
 
 def physical(devices: Sequence[Any], env: Mapping[str, str] = os.environ) -> list[int]:
-    """The drivers' numbers of `devices`: they count all of the machine's, JAX those that are visible."""
+    """Returns the driver's indices of `devices`: drivers count all devices of a machine, JAX the visible ones."""
     shown = next((env[name] for name in VISIBLE_DEVICE_VARIABLES if name in env), "")
     numbers = [int(word) for word in shown.split(",") if word.strip().isdigit()]
     reported = [getattr(device, "local_hardware_id", None) for device in devices]
@@ -68,7 +68,7 @@ def _nvidia() -> list[Callable[[], Reading]]:
     def reader(handle: Any) -> Callable[[], Reading]:
         def read() -> Reading:
             figures: Reading = {}
-            with contextlib.suppress(nvml.NVMLError):  # not every card tells everything
+            with contextlib.suppress(nvml.NVMLError):  # not every card reports every figure
                 figures["utilization"] = float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
             with contextlib.suppress(nvml.NVMLError):
                 figures["power"] = nvml.nvmlDeviceGetPowerUsage(handle) / 1000
@@ -84,7 +84,7 @@ def _nvidia() -> list[Callable[[], Reading]]:
 def _amd() -> list[Callable[[], Reading]]:
     try:
         smi = importlib.import_module("amdsmi")
-    except (ImportError, KeyError, OSError):  # amdsmi looks for its library, by a variable, while it is imported
+    except (ImportError, KeyError, OSError):  # importing amdsmi locates its library by a variable
         return []
     try:
         smi.amdsmi_init()
@@ -112,5 +112,5 @@ def _amd() -> list[Callable[[], Reading]]:
 
 
 def _number(name: str, value: Any) -> Reading:
-    """amdsmi says 'N/A' for what a card does not tell."""
+    """Returns {name: value}, or {} for the 'N/A' of figures that a card does not report."""
     return {name: float(value)} if isinstance(value, int | float) else {}

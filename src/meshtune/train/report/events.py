@@ -1,6 +1,6 @@
-"""What happens in a run, as plain data, and where it goes: the loop emits events, sinks show or keep them.
+"""The events of a run as plain data: the loop emits them, and sinks display or record them.
 
-A sink is one file here (progress, metrics_log, plot, trackers). It never changes the run.
+Each sink has its own file in this package (progress, metrics_log, plot, trackers). Sinks never change the run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """The loop begins: `done` updates of `total` were made before."""
+    """The loop starts, after `done` of `total` updates."""
 
     done: int
     total: int
@@ -22,13 +22,13 @@ class Started:
 
 @dataclasses.dataclass(frozen=True)
 class Stepped:
-    """Update number `step` (from 1) was made.
+    """Update number `step` (from 1) is done.
 
-    `loss`, `accuracy` and `grad_norm` (before clipping) are of this update's batch, before the update. `tokens` are
-    positions computed that are not padding, `learned` those with a loss, `seconds` the time since the last update,
-    `memory` bytes in use (device memory where the device tells, else of the process). `machine` holds what each device
-    of this process does (train.device_metrics) and, with several processes, `skew`: seconds from the fastest to the
-    slowest.
+    `loss`, `metrics` and `grad_norm` (before clipping) are computed on this update's batch with the parameters before
+    the update. `tokens` counts positions that are not padding, `learned` those with a loss. `seconds` is the time since
+    the previous update, `memory` the bytes in use (of the device if it reports them, else of the process). `machine`
+    holds the figures of each local device (train.report.device_metrics) and, with several processes, `skew`: the
+    seconds between the fastest and the slowest process.
     """
 
     step: int
@@ -46,7 +46,7 @@ class Stepped:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluated:
-    """Validation loss after `step` updates, per unit of weight over the whole validation data."""
+    """Validation loss after `step` updates: the weighted mean over all validation data."""
 
     step: int
     epoch: float
@@ -75,14 +75,14 @@ class Saved:
 
 @dataclasses.dataclass(frozen=True)
 class Note:
-    """Something a person should read."""
+    """A message for the user."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Stopped:
-    """The loop ended after `step` updates; `reason` is empty when all were made."""
+    """The loop ended after `step` updates; `reason` is empty if it ran them all."""
 
     step: int
     reason: str = ""
@@ -92,7 +92,7 @@ Event = Started | Stepped | Evaluated | Sampled | Saved | Note | Stopped
 
 
 class Sink(Protocol):
-    """Receives every event in order; `close` comes last, also after an error."""
+    """Receives every event in order. `close` is called last, also after an error."""
 
     def receive(self, event: Event) -> None: ...
 
@@ -100,20 +100,20 @@ class Sink(Protocol):
 
 
 class Events:
-    """Hands every event to all sinks."""
+    """Dispatches events to all sinks."""
 
     def __init__(self, sinks: Sequence[Sink] = ()):
         self.sinks = list(sinks)
 
     def emit(self, event: Event) -> None:
-        """Gives the event to each sink in turn."""
+        """Passes the event to each sink in turn."""
         for sink in self.sinks:
             sink.receive(event)
 
 
 @contextlib.contextmanager
 def opened(sinks: Sequence[Sink]) -> Iterator[Events]:
-    """Events for a block, with every sink closed at its end, whatever happens in between."""
+    """Yields the dispatcher of `sinks`, and closes every sink at the end of the block, also after an error."""
     with contextlib.ExitStack() as stack:
         for sink in sinks:
             stack.callback(sink.close)

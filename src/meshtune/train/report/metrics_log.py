@@ -1,7 +1,7 @@
-"""metrics.jsonl and samples.jsonl: one JSON object a line, appended as things happen.
+"""metrics.jsonl and samples.jsonl: one JSON object per line, appended while the run goes on.
 
-Lines are written whole and at once, so that a killed process leaves at most one broken line. A resumed run cuts the
-files back to its checkpoint; apart from times they are then the same as those of a run never interrupted.
+Each line is written at once, so a killed process leaves at most one incomplete line. A resumed run truncates the files
+to its checkpoint; apart from `TIMINGS` they then equal those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from meshtune.runs.output import LOGS
 from meshtune.train.report.events import Evaluated, Event, Sampled, Stepped
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
-TIMINGS = frozenset({"seconds", "tokens_per_second", "memory", "machine"})  # what differs between equal runs
+TIMINGS = frozenset({"seconds", "tokens_per_second", "memory", "machine"})  # columns that differ between identical runs
 
 
 class MetricsLog:
-    """The sink that writes both files. `interval` is the number of steps between lines of training."""
+    """The sink that writes both files. A training line is written every `interval` updates."""
 
     def __init__(self, output: pathlib.Path, *, interval: int = 1):
         self._interval = interval
-        # Append mode: two writers, or a file that was moved, can never overwrite what is there.
+        # Append mode never overwrites existing lines, even with two writers.
         self._metrics = (output / METRICS).open("a", encoding="utf-8", buffering=1)
         self._samples = (output / SAMPLES).open("a", encoding="utf-8", buffering=1)
 
@@ -42,7 +42,7 @@ class MetricsLog:
 
 
 class ProcessLog:
-    """What the devices of a process other than the first do: logs/process-N.metrics.jsonl."""
+    """The sink for device metrics of processes other than the first: logs/process-N.metrics.jsonl."""
 
     def __init__(self, output: pathlib.Path, process: int, *, interval: int = 1):
         self._interval = interval
@@ -60,7 +60,7 @@ class ProcessLog:
 
 
 def train_row(event: Stepped) -> dict[str, Any]:
-    """The columns of one update."""
+    """Returns the JSON object of one update."""
     return {
         "kind": "train",
         "step": event.step,
@@ -79,7 +79,7 @@ def train_row(event: Stepped) -> dict[str, Any]:
 
 
 def eval_row(event: Evaluated) -> dict[str, Any]:
-    """The columns of one evaluation."""
+    """Returns the JSON object of one evaluation."""
     return {
         "kind": "eval",
         "step": event.step,
@@ -92,7 +92,7 @@ def eval_row(event: Evaluated) -> dict[str, Any]:
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The whole lines of a file; a last line that was cut off is left out. An absent file has none."""
+    """Reads the complete lines of a file, without an incomplete last one; [] if the file does not exist."""
     if not path.exists():
         return []
     rows = []
@@ -107,7 +107,7 @@ def read(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def cut_back(output: pathlib.Path, step: int | None) -> None:
-    """Leaves in both files what happened up to `step` updates (None: nothing), as one atomic replacement each."""
+    """Truncates both files to their lines up to update `step` (None: all lines go); replaces each file atomically."""
     for name in (METRICS, SAMPLES):
         path = output / name
         if not path.exists():

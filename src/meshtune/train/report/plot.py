@@ -1,4 +1,4 @@
-"""loss.png: training and validation loss against updates, redrawn while the run goes on."""
+"""loss.png: training and validation loss over updates, redrawn during the run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from meshtune.train.report.smoothing import SmoothedLoss
 
 PLOT = "loss.png"
 TRAIN, VALIDATION = "#2f6fde", "#d9480f"
-SHARE = 0.03  # of the time that drawing may take
-POINTS = 2000  # more cannot be told apart in the picture
+SHARE = 0.03  # of the run time that drawing may take
+POINTS = 2000  # more are indistinguishable at this image size
 
 
 class LossPlot:
-    """The sink that draws. `history` holds rows of metrics.jsonl from before a resume; `loss` is the smoothed loss,
-    which has received an event before this sink does."""
+    """The sink that draws the plot.
+
+    `history` holds the rows of metrics.jsonl from before a resume. `loss` is the smoothed loss; it must precede this
+    sink in the list of sinks, so that it has received each event first.
+    """
 
     def __init__(
         self,
@@ -70,12 +73,12 @@ def draw(
     title: str = "",
     unit: str = "token",
 ) -> None:
-    """Writes the picture as one atomic replacement.
+    """Draws the plot and replaces the file atomically.
 
     `train` and `validation` are (update, loss) pairs, `curve` the smoothed training loss at the updates of `train`.
-    `unit` is what the loss is a mean over.
+    `unit` names what the loss is averaged over.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # late: importing it takes a second
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here since it takes a second
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -114,7 +117,7 @@ def draw(
         axes.spines[side].set_visible(side == "bottom")
     axes.spines["bottom"].set_color(GRID)
     axes.tick_params(colors=INK, length=0)
-    # Above the axes, on the right: nowhere inside is sure to be free of the curves.
+    # Above the axes on the right: any place inside may overlap the curves.
     axes.legend(frameon=False, labelcolor=INK, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, borderaxespad=0.2)
     draft = path.with_name(f".{path.name}.partial")
     FigureCanvasAgg(figure).print_png(draft)
@@ -126,7 +129,7 @@ def _columns(pairs: Sequence[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray
 
 
 def _limits(axes: Any, values: np.ndarray) -> None:
-    """From the lowest to the highest value, the first one included, with some air."""
+    """Sets the y limits to the range of `values` with a margin."""
     low, high = float(values.min()), float(values.max())
     air = 0.05 * (high - low) or 0.1 * abs(high) or 0.1
     axes.set_ylim(low - air, high + air)

@@ -1,4 +1,4 @@
-"""The run on the screen: a progress bar on a terminal, plain lines elsewhere."""
+"""Displays a run: a progress bar on terminals, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from meshtune.train.report.events import Evaluated, Event, Note, Sampled, Starte
 from meshtune.train.report.smoothing import SmoothedLoss
 
 WINDOW = 30  # updates that the rate is averaged over
-LINE_SECONDS = 15.0  # between lines where there is no terminal, and in the log
+LINE_SECONDS = 15.0  # between lines without a terminal, and in the log
 
 
 class ProgressBar:
-    """The sink that shows a run.
+    """The sink that displays a run.
 
     `loss` is the smoothed loss to show, `log` gets lines in place of the bar, and `headline` lists further metrics to
     show as (metric, label), which are averaged over the last updates.

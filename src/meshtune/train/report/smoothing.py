@@ -1,4 +1,4 @@
-"""The smoothed training loss: one number for progress, plot and summary."""
+"""The smoothed training loss, shared by progress bar, plot and summary."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ SHARE_OF_RUN = 1 / 20
 
 
 class SmoothedLoss:
-    """A sink: the exponential mean of the losses of all updates so far, over about a twentieth of the run.
+    """A sink that keeps the exponential moving average of the loss, over about a twentieth of the run.
 
     The span grows with the number of updates made, from 1 to its final length, so that the mean starts at the first
-    loss and follows the fast fall at the beginning of a run instead of lagging behind it. `history` are the losses of
-    the updates before a resume.
+    loss and follows the fast decrease at the beginning of a run without lag. `history` holds the losses of the updates
+    before a resume.
     """
 
     def __init__(self, total: int, history: Iterable[float] = ()):
@@ -26,11 +26,11 @@ class SmoothedLoss:
 
     @property
     def span(self) -> float:
-        """Updates that the mean is over, about: 1 means that it is the loss of the last update."""
+        """Approximate number of updates that the mean covers; 1 means that it equals the last loss."""
         return min(self._span, 1.0 + self._count / 4)
 
     def update(self, loss: float) -> float:
-        """The mean after one more update."""
+        """Adds the loss of one update and returns the new mean."""
         weight = 1.0 / self.span
         self.value = loss if self.value is None else self.value + weight * (loss - self.value)
         self._count += 1

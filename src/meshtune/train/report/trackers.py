@@ -1,7 +1,7 @@
-"""TensorBoard, Weights & Biases, trackio and MLflow, each behind the same events.
+"""Sinks for TensorBoard, Weights & Biases, trackio and MLflow.
 
-TensorBoard files are written by tensorboard's own writer, without tensorflow or torch. The others are imported only if
-asked for, and a missing one is an error before anything else is done.
+TensorBoard files are written by tensorboard's own writer, without tensorflow or torch. The others are imported only
+when the recipe selects them; a missing package is an error before the run does any work.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from meshtune.errors import UserError
 from meshtune.train.report.events import Evaluated, Event, Sampled, Sink, Stepped
 
-# Imported to see that it is there; what to install if not.
+# (module, package to install) by tracker.
 NEEDS = {
     "tensorboard": ("tensorboard", "tensorboard"),
     "wandb": ("wandb", "'meshtune[wandb]'"),
@@ -36,7 +36,7 @@ def check_installed(names: list[str]) -> None:
 
 
 def scalars(event: Event) -> tuple[int, dict[str, float]] | None:
-    """(step, named numbers) of the events that have any: train/loss, train/learning_rate, ..., eval/loss, ..."""
+    """Returns (step, {tag: value}) of training and evaluation events, else None. Tags: train/loss, eval/loss, ..."""
     match event:
         case Stepped():
             rate = event.tokens / event.seconds if event.seconds else 0.0
@@ -50,12 +50,12 @@ def scalars(event: Event) -> tuple[int, dict[str, float]] | None:
 
 
 class TensorBoard:
-    """Event files in output/tensorboard. Resuming at `start` tells the board to forget what came after."""
+    """Event files in output/tensorboard. Resuming at `start` discards later points in the board."""
 
     def __init__(self, output: pathlib.Path, project: str, recipe: dict[str, Any], start: int):
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        # Generated modules, whose classes type checkers cannot see.
+        # Generated modules: type checkers cannot see their classes.
         events: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
         summaries: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
         self._record, self._summary = events.Event, summaries.Summary
@@ -76,7 +76,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of Weights & Biases; a resumed run goes on under the same id."""
+    """A run of Weights & Biases; a resumed run continues under the same id."""
 
     def __init__(self, output: pathlib.Path, project: str, recipe: dict[str, Any], start: int):
         wandb: Any = importlib.import_module("wandb")
@@ -96,7 +96,7 @@ class Wandb:
 
 
 class Trackio:
-    """A run of trackio (https://github.com/gradio-app/trackio), kept on this machine."""
+    """A run of trackio (https://github.com/gradio-app/trackio), stored locally."""
 
     def __init__(self, output: pathlib.Path, project: str, recipe: dict[str, Any], start: int):
         trackio: Any = importlib.import_module("trackio")
@@ -112,7 +112,7 @@ class Trackio:
 
 
 class Mlflow:
-    """A run of MLflow at $MLFLOW_TRACKING_URI, or in a database in the output."""
+    """A run of MLflow at $MLFLOW_TRACKING_URI, or in a SQLite database in the output."""
 
     def __init__(self, output: pathlib.Path, project: str, recipe: dict[str, Any], start: int):
         import os
@@ -146,7 +146,7 @@ TRACKERS: dict[str, Callable[[pathlib.Path, str, dict[str, Any], int], Sink]] = 
 
 
 def _run_id(output: pathlib.Path, start: int) -> str:
-    """A name of this run that a resumed one finds again."""
+    """Returns the run's id; a resumed run reads the id that the first one stored."""
     id_file = output / ".run-id"
     if start and id_file.exists():
         return id_file.read_text().strip()
