@@ -1,4 +1,4 @@
-"""Before the first step: the attention kernels that were chosen, checked on the kind of device that is here."""
+"""Checks the selected attention kernels on this kind of device before the first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quantised base of a run: what the recipe asks for, and what the banner says of it."""
+"""Resolves the quantisation of a run's base, and describes it for the banner."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshtune.setup.choices import Decision
 
 
 def quantize_of(recipe: Recipe) -> QuantizeConfig | None:
-    """The recipe's section as the core's dataclass."""
+    """Converts the recipe's quantize section to the core's config."""
     section = recipe.quantize
     return None if section is None else QuantizeConfig(**section.model_dump())
 

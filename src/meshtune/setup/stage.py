@@ -1,4 +1,4 @@
-"""The stage of a recipe: its objective, the arrays of its batches, and what its answers are compared with."""
+"""Resolves a recipe's stage: its objective, the arrays of its batches, and the reference model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def stage_of(recipe: Recipe) -> tuple[Stage, Any]:
 
 
 def objective_of(recipe: Recipe) -> Objective:
-    """What is differentiated."""
+    """Builds the objective that the step differentiates."""
     stage, options = stage_of(recipe)
     return stage.make(options)
 
@@ -64,7 +64,7 @@ def batch_arrays(recipe: Recipe, method: Method, shape: tuple[int, int, int]) ->
 
 
 def reference_of(recipe: Recipe, method: Method) -> Decision | None:
-    """What answers are compared with: base, cached, or another model; None where nothing is.
+    """Resolves the reference model: base, cached, or another model; None for stages without a reference.
 
     Raises UserError where the base with its adapters off is asked for and is not what the run starts from.
     """

@@ -1,4 +1,4 @@
-"""What a disk refuses, in words."""
+"""Converts disk errors to user errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshtune.errors import UserError
 
 @contextlib.contextmanager
 def disk_errors(directory: pathlib.Path) -> Iterator[None]:
-    """What the disk refuses, as an error that says what is still there. Orbax wraps some of these in ValueError."""
+    """Converts disk errors to UserErrors that list the remaining checkpoints. Orbax wraps some in ValueError."""
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""When something is due: functions of the number of updates made alone, so that a resumed run does the same."""
+"""Schedules of evaluation, sampling and saving, by update number alone: a resumed run repeats them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Due = Callable[[int], bool]
 
 @dataclasses.dataclass(frozen=True)
 class Cadence:
-    """What is due after `step` updates, of `total`."""
+    """The schedules of a run of `total` updates."""
 
     total: int
     evaluate: Due
@@ -21,12 +21,12 @@ class Cadence:
 
 
 def at_interval(interval: int | None, total: int) -> Due:
-    """Each `interval` updates and after the last one; None: after the last one only."""
+    """Due every `interval` updates and after the last one; None: after the last one only."""
     return lambda step: step == total or (interval is not None and step > 0 and step % interval == 0)
 
 
 def never(step: int) -> bool:
-    """Not at any step."""
+    """Never due."""
     return False
 
 
@@ -43,5 +43,5 @@ def evaluations(interval: int | Literal["epoch"] | None, total: int, place: Call
 
 
 def save_interval(interval: int | None, total: int) -> int:
-    """Updates between saves: as asked, or about ten saves a run."""
+    """Returns the updates between saves; by default a run saves about ten times."""
     return interval or max(1, math.ceil(total / 10))
