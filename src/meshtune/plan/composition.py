@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import get_args
 
 from meshtune import quickstart
 from meshtune.adapters import ADAPTERS
@@ -27,12 +27,12 @@ from meshtune.plan.program import step_of
 from meshtune.quantize import FORMATS
 
 YES, NO = "●", "–"
-Overrides = Mapping[str, Any]
+Overrides = Mapping[str, object]
 PARTS = get_args(get_args(ComputeSection.model_fields["offload"].annotation)[0])
 
 # Sizes that suit a small model, so that no combination is refused only because of its dimensions.
 WIDTH = 128
-SIZES: dict[str, dict[str, Any]] = {
+SIZES: dict[str, dict[str, object]] = {
     "oft": {"oft_block_size": 4},
     "galore": {"rank": 4},
     "apollo": {"rank": 4},
@@ -75,7 +75,7 @@ def model() -> str:
 
 def recipe_of(*parts: Overrides) -> Recipe:
     """A recipe for the small model with the sections of `parts`; later parts override earlier ones."""
-    fields: dict[str, Any] = {"model": model(), "data": {"train": str(quickstart.LESSON)}, "output": "run"}
+    fields: dict[str, object] = {"model": model(), "data": {"train": str(quickstart.LESSON)}, "output": "run"}
     fields |= {"train": {"steps": 10, "batch_size": 4}}
     for part in parts:
         for section, value in part.items():

@@ -130,7 +130,7 @@ def find_target(text: str, env: Mapping[str, str] = os.environ) -> Target:
 
 def _read(path: pathlib.Path) -> dict[str, Device]:
     try:
-        tables: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables: dict[str, object] = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise UserError(
             f"not valid TOML: {error}", where=str(path), fix="see plan/hardware.toml for the format"
@@ -138,7 +138,7 @@ def _read(path: pathlib.Path) -> dict[str, Device]:
     return {name: _device(name, facts, path) for name, facts in tables.items()}
 
 
-def _device(name: str, facts: Any, path: pathlib.Path) -> Device:
+def _device(name: str, facts: object, path: pathlib.Path) -> Device:
     where = f"{path}, [{name}]"
     if not isinstance(facts, dict) or facts.get("platform") not in ("cuda", "rocm", "tpu", "cpu"):
         raise UserError("a device needs a platform", where=where, fix='platform = "cuda", "rocm", "tpu" or "cpu"')

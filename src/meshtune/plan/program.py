@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
+from jax.stages import Lowered, Wrapped
 
+from meshtune.arrays.tree import Tree
 from meshtune.config.recipe import Recipe
 from meshtune.mesh.axes import MeshConfig
 from meshtune.mesh.layout import Layout
@@ -38,8 +39,8 @@ class Program:
     `length` are those of one micro-batch over all devices, `accumulation` the number of micro-batches of a step.
     """
 
-    step: Any
-    arguments: tuple[TrainState, Any, Any, Any]
+    step: Wrapped
+    arguments: tuple[TrainState, Tree, Tree, jax.ShapeDtypeStruct]
     resolved: ResolvedRun
     compute: Compute
     decisions: list[Decision]
@@ -57,7 +58,7 @@ class Program:
         """The number of devices along each mesh axis."""
         return MeshConfig().sizes if self.layout is None else dict(self.layout.mesh.shape)
 
-    def lower(self) -> Any:
+    def lower(self) -> Lowered:
         """Traces and lowers the step; the result has `.compile()`."""
         return self.step.lower(*self.arguments)
 
@@ -69,7 +70,7 @@ class Program:
 
 
 def step_of(
-    recipe: Recipe, target: Target | None = None, devices: Sequence[Any] | None = None, length: int | None = None
+    recipe: Recipe, target: Target | None = None, devices: Sequence[jax.Device] | None = None, length: int | None = None
 ) -> Program:
     """Builds the step of a recipe for the described `devices` of `target`, or for this process's without a target.
 
@@ -104,13 +105,13 @@ def step_of(
     return Program(step, arguments, resolved, compute, decisions, rows, length, accumulation, steps)
 
 
-def _on(leaf: jax.ShapeDtypeStruct, device: Any) -> jax.ShapeDtypeStruct:
+def _on(leaf: jax.ShapeDtypeStruct, device: jax.Device) -> jax.ShapeDtypeStruct:
     if is_offloaded(leaf.sharding):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=SingleDeviceSharding(device))
 
 
-def _bytes_by_memory(tree: Any) -> dict[str, int]:
+def _bytes_by_memory(tree: object) -> dict[str, int]:
     """Bytes of a tree of abstract arrays on one device, by memory: device or host."""
     sizes = {"device": 0, "host": 0}
     for leaf in jax.tree.leaves(tree):

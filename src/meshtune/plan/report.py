@@ -208,7 +208,7 @@ def _apply_remedies(
     return remedies, plan if plan.fits else None
 
 
-def to_json(report: PlanReport) -> dict[str, Any]:
+def to_json(report: PlanReport) -> dict[str, object]:
     """The JSON form of a report, as `meshtune plan --json` prints it; docs/plan.md describes the keys."""
     best, times = report.best, report.best.roofline
     compiled, candidate = best.compiled, best.scored.candidate
@@ -256,7 +256,7 @@ def to_json(report: PlanReport) -> dict[str, Any]:
     }
 
 
-def _remedy_to_json(remedy: Remedy) -> dict[str, Any]:
+def _remedy_to_json(remedy: Remedy) -> dict[str, object]:
     return {
         "remedy": remedy.name,
         "cost": remedy.cost,
@@ -267,7 +267,7 @@ def _remedy_to_json(remedy: Remedy) -> dict[str, Any]:
     }
 
 
-def _candidate_to_json(plan: StepPlan) -> dict[str, Any]:
+def _candidate_to_json(plan: StepPlan) -> dict[str, object]:
     return {
         "recipe_overrides": plan.scored.shown_overrides,
         "fits": plan.fits,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
 from meshtune.adapters.method import abstract
 from meshtune.arrays.paths import named_leaves
+from meshtune.arrays.tree import Tree
 from meshtune.config.recipe import Recipe
 from meshtune.mesh.axes import MeshConfig, abstract_mesh, resolve_mesh
 from meshtune.mesh.layout import Layout
@@ -95,14 +95,14 @@ def shardings_of(recipe: Recipe, target: Target | None) -> Sharding:
     return Sharding(mesh, name, target.device.memory if target else None, shards, decisions, arrays.spec)
 
 
-def _of_specs(role: str, tree: Any, layout: Layout) -> Iterable[Shard]:
+def _of_specs(role: str, tree: Tree, layout: Layout) -> Iterable[Shard]:
     for path, array in named_leaves(tree):
         sharding = layout.of(array)
         local = sharding.shard_shape(array.shape)
         yield Shard(role, path, array.shape, array.dtype, array.axes, sharding.spec, local)
 
 
-def _of_state(state: Any, layout: Layout) -> Iterable[Shard]:
+def _of_state(state: object, layout: Layout) -> Iterable[Shard]:
     for path, leaf in named_leaves(state):
         local = leaf.sharding.shard_shape(leaf.shape)
         yield Shard("optimizer", path, leaf.shape, str(leaf.dtype), (), leaf.sharding.spec, local)

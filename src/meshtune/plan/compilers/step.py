@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 from meshtune.config.recipe import Recipe
 from meshtune.plan.collectives import collectives_of
@@ -13,10 +13,15 @@ from meshtune.plan.compilers.topology import refused_bytes
 from meshtune.plan.hardware import Target
 from meshtune.plan.program import step_of
 
+if TYPE_CHECKING:
+    import jax
+
 MEMORY = ("argument", "output", "alias", "temp", "host_argument", "host_output", "host_alias", "host_temp")
 
 
-def compile_step(target: Target, devices: list[Any], recipe: dict[str, Any], length: int | None) -> dict[str, Any]:
+def compile_step(
+    target: Target, devices: list[jax.Device], recipe: dict[str, object], length: int | None
+) -> dict[str, object]:
     """Compiles the step and returns the fields of `compiled.Compiled` but target, compiler and notes."""
     import jax
 
@@ -25,7 +30,7 @@ def compile_step(target: Target, devices: list[Any], recipe: dict[str, Any], len
     program = step_of(Recipe.model_validate(recipe), target, devices, length)
     lowered = program.lower()
     traced = time.perf_counter()
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "mesh": program.mesh,
         "rows": program.rows,
         "length": program.length,
@@ -46,6 +51,7 @@ def compile_step(target: Target, devices: list[Any], recipe: dict[str, Any], len
         return fields | refusal | {"compile_seconds": time.perf_counter() - traced}
     fields["compile_seconds"] = time.perf_counter() - traced
     memory = compiled.memory_analysis()
+    assert memory is not None, f"the compiler for {target} reports no memory"
     fields |= {f"{name}_bytes": int(getattr(memory, f"{name}_size_in_bytes")) for name in MEMORY}
     fields["generated_code_bytes"] = int(memory.generated_code_size_in_bytes)
     cost = compiled.cost_analysis() or {}
@@ -56,7 +62,7 @@ def compile_step(target: Target, devices: list[Any], recipe: dict[str, Any], len
     return fields
 
 
-def _collectives(compiled: Any) -> list[dict[str, Any]] | None:
+def _collectives(compiled: jax.stages.Compiled) -> list[dict[str, object]] | None:
     """The collectives of the compiled program, None if this JAX is too old to parse the plugin's output."""
     import jax
 
@@ -64,4 +70,4 @@ def _collectives(compiled: Any) -> list[dict[str, Any]] | None:
         text = compiled.as_text()
     except jax.errors.JaxRuntimeError:
         return None
-    return [dataclasses.asdict(collective) for collective in collectives_of(text)]
+    return [dataclasses.asdict(collective) for collective in collectives_of(text or "")]

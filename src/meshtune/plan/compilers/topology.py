@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from meshtune.errors import UserError
 from meshtune.plan.compilers.gpu_description import target_config
 from meshtune.plan.hardware import Target
 
+if TYPE_CHECKING:
+    import jax
 
-def described_devices(target: Target) -> list[Any]:
+
+def described_devices(target: Target) -> list[jax.Device]:
     """`target.devices` device objects. The process must have loaded the platform's compiler and no other (see `child`).
 
     Raises: UserError for a number of TPUs that forms no slice.
@@ -34,7 +37,7 @@ def described_devices(target: Target) -> list[Any]:
     return list(described.devices)
 
 
-def tpu_slice(target: Target) -> tuple[str, dict[str, Any]]:
+def tpu_slice(target: Target) -> tuple[str, dict[str, object]]:
     """libtpu's name of the topology and its options, for `target.hosts` slices of `target.per_host` devices.
 
     A slice is the most cubic torus of whole hosts, or a part of one host. Raises: UserError if there is none.
@@ -52,7 +55,7 @@ def tpu_slice(target: Target) -> tuple[str, dict[str, Any]]:
             fix="take " + " or ".join(f"{n * device.chip_devices}x{device.name}" for n in sorted(near)),
         )
     bounds = tuple(min(size, limit) for size, limit in zip(shape, host, strict=True))
-    options: dict[str, Any] = {"chips_per_host_bounds": (*bounds, *[1] * (3 - len(bounds)))}
+    options: dict[str, object] = {"chips_per_host_bounds": (*bounds, *[1] * (3 - len(bounds)))}
     if device.arch == "v4":  # JAX sees the two cores of a chip as one device; the compiler must be told
         options["chip_config_name"] = "megacore"
     if target.hosts > 1:

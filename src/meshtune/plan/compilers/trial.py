@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshtune.plan.hardware import Target
 
+if TYPE_CHECKING:
+    import jax
 
-def compile_trial(target: Target, devices: list[Any]) -> dict[str, Any]:
+
+def compile_trial(target: Target, devices: list[jax.Device]) -> dict[str, int]:
     """Compiles a matrix product and a sum, sharded over all devices; returns {"temp_bytes": n}."""
     import jax
     import jax.numpy as jnp
