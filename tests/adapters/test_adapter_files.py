@@ -22,6 +22,7 @@ from meshtune.adapters.peft_format import BaseRecord, attach, check_base, load_a
 from meshtune.adapters.verify import export_adapter, verify_adapter
 from meshtune.arrays.tree import merge
 from meshtune.errors import UserError
+from meshtune.model.spec import ModelSpec
 
 CONFIG = LoraConfig(rank=4, alpha=6, targets=("q_proj", "down_proj"), train_modules=("norm",))
 BASE = BaseRecord("org/base", "sha256:aa")
@@ -92,16 +93,24 @@ def test_the_record_names_base_hash_rank_alpha_and_targets(saved: pathlib.Path):
     assert config["modules_to_save"] == ["model.norm"]  # 'norm' alone would mean every layer norm to peft
 
 
+def narrower(spec: ModelSpec, width: int) -> ModelSpec:
+    """The same model with another width of its feed-forward networks."""
+    (stack,) = spec.stacks
+    (kind,) = stack.pattern
+    kind = dataclasses.replace(kind, ffn=dataclasses.replace(kind.ffn, width=width))
+    return dataclasses.replace(spec, stacks=(dataclasses.replace(stack, pattern=(kind,)),))
+
+
 def test_an_adapter_for_another_base_is_refused(saved: pathlib.Path):
     loaded = load_adapter(saved, base("llama3")[0])
     check_base(loaded, "org/base", "sha256:aa")
     with pytest.raises(UserError, match=r"org/base \(sha256:aa\), not org/other \(sha256:bb\)"):
         check_base(loaded, "org/other", "sha256:bb")
-    narrow = dataclasses.replace(base("llama3")[0], ffn=24)
+    narrow = narrower(base("llama3")[0], 24)
     with pytest.raises(UserError, match=r"down_proj.lora_A.weight is 4 x 56, but the base needs 4 x 24"):
         load_adapter(saved, narrow)
     with pytest.raises(UserError, match=r"(?s)does not fit.*no place for it"):
-        load_adapter(saved, dataclasses.replace(narrow, ffn=56, stacks=base("qwen2_window")[0].stacks[:1]))
+        load_adapter(saved, dataclasses.replace(narrow, stacks=base("qwen2_window")[0].stacks[:1]))
 
 
 FIELDS: dict[str, Any] = {

@@ -140,7 +140,7 @@ def test_adam_mini_keeps_a_second_moment_a_block():
         Q: (3, 2), K: (3, 1), GATE: (3, 16), DOWN: (3, 8), NORM: (3,), BIAS: (3, 8), "norm/weight": (),
         "embed/weight": (11,),
     }  # fmt: skip
-    assert SPEC.head_dim == 4
+    assert SPEC.layer_kinds[0].mixer.head_dim == 4
 
 
 MATRICES = {Q: (3, 12, 8), DOWN: (3, 6, 10), NORM: (3, 8), "embed/weight": (11, 6)}

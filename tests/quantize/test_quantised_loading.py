@@ -153,6 +153,7 @@ def test_what_a_layer_gathers_are_codes_and_scales_of_8_bits():
     env = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
         "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
     ran = subprocess.run([sys.executable, "-c", GATHERED], capture_output=True, text=True, env=env)
     assert ran.returncode == 0, ran.stderr[-4000:]

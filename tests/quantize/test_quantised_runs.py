@@ -210,7 +210,7 @@ def test_layers_adapted_differently_are_restacked_with_their_codes(run, model):
         (["method.train_modules=[q_proj]", "method.targets=[v_proj]"], "q_proj is to be quantised", "method.targets"),
         (["quantize.modules={k_pro: int8}"], "'k_pro' is no module that is quantised", "did you mean 'k_proj'"),
         (["quantize.modules={lm_head: int8}"], "'lm_head' is no module that is quantised", "down_proj"),
-        (["quantize.modules={layers.0: none}"], "part of the 2 layers that are kept together", "all layers"),
+        (["quantize.modules={layers.0: none}"], "part of the 2 layers that are stored together", "all layers"),
         (["quantize.modules={k_proj: int9}"], "quantize.modules.k_proj", "int8"),
         (["quantize.modules={k_proj: none}", "method.adapter=loftq", "method.dropout=0"], "k_proj is not", "targets"),
     ],

@@ -122,8 +122,8 @@ def test_weights_may_wait_on_the_host(name, model, texts, tmp_path):
 @pytest.mark.parametrize(
     ("options", "what", "fix"),
     [
-        (["method.adapter=pissa", "quantize=nf4"], "pissa takes the base apart", "loftq with quantize"),
-        (["method.adapter=loftq"], "what quantising the base loses", "add quantize: nf4"),
+        (["method.adapter=pissa", "quantize=nf4"], "pissa decomposes the base's weights", "loftq with quantize"),
+        (["method.adapter=loftq"], "the error of quantising the base", "add quantize: nf4"),
         (["method.adapter=oft", "method.oft_block_size=48"], "do not divide those of", "give 32"),
         (["method.adapter=oft", "method.dropout=0.1"], "dropout is 0.1", "leave it out"),
         (["method.adapter=vera", "method.rank=33"], "rank 33 is above what", "at most 32"),

@@ -64,8 +64,8 @@ def test_other_meshes_export_the_bytes_of_one_device(base, tmp_path):
 
 def same(path, mesh):
     expected = files(path / "one")
-    adapter = ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"]
-    model = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+    adapter = ["adapter_config.json", "adapter_model.safetensors", "digests.json", "tokenizer.json"]
+    model = ["config.json", "digests.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
     assert sorted(expected) == [*(f"adapter/{name}" for name in adapter), *(f"model/{name}" for name in model)]
     found = files(path / mesh)
     assert {name: found[name] for name in expected} == expected

@@ -17,7 +17,7 @@ from meshtune.config.load import load_recipe
 from meshtune.errors import UserError
 from meshtune.mesh import placement
 from meshtune.train.run import train
-from meshtune.train.step.build import host_state as update
+from meshtune.train.step import host_state as update
 from tiny_models import SMALL
 
 TOKENIZER = pathlib.Path(meshtune.quickstart.__file__).parent / "model"

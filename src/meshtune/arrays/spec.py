@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
-import jax
 import jax.numpy as jnp
 
 # What an array is to a model, which decides how it is optimised, quantised, adapted, gathered and counted:
@@ -59,6 +58,10 @@ class ArraySpec:
             return self
         return dataclasses.replace(self, shape=self.shape[1:], axes=self.axes[1:])
 
+    def stacked(self, layers: int) -> ArraySpec:
+        """This array of every layer in a stack of `layers` layers."""
+        return dataclasses.replace(self, shape=(layers, *self.shape), axes=(LAYERS, *self.axes))
+
     @property
     def size(self) -> int:
         """Number of elements."""
@@ -71,10 +74,3 @@ class ArraySpec:
     def nbytes(self) -> int:
         """Bytes of the whole array."""
         return self.size * jnp.dtype(self.dtype).itemsize
-
-
-def stacked(tree: Any, layers: int) -> Any:
-    """The ArraySpecs of one layer, for a stack of `layers` layers."""
-    return jax.tree.map(
-        lambda leaf: dataclasses.replace(leaf, shape=(layers, *leaf.shape), axes=(LAYERS, *leaf.axes)), tree
-    )

@@ -32,6 +32,13 @@ def unflatten(flat: dict[str, Any]) -> Tree:
     return tree
 
 
+def map_leaves(function: Callable[[Any], Any], tree: Tree) -> Tree:
+    """A tree of the function's results, in the tree's own order, which jax.tree.map would change."""
+    return {
+        key: map_leaves(function, value) if isinstance(value, dict) else function(value) for key, value in tree.items()
+    }
+
+
 def split(tree: Tree, chosen: Callable[[str], bool]) -> tuple[Tree, Tree]:
     """(the leaves whose path is chosen, the others), both as trees without empty branches."""
     flat = flatten(tree)

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from meshtune.arrays.spec import stacked
-from meshtune.arrays.tree import Tree
+from meshtune.arrays.tree import Tree, map_leaves
 from meshtune.errors import UserError
 from meshtune.mesh.layout import Layout
 from meshtune.model.block import Hidden, Sums
@@ -168,7 +167,10 @@ def scores(params: Tree, hidden: Hidden) -> Float[Array, "B T"]:
 def cache_specs(spec: ModelSpec, batch: int, slots: int, dtype: str) -> dict[str, Tree]:
     """The ArraySpecs of the caches of all layers, by key of params["layers"], for rows of up to `slots` tokens."""
     return {
-        key: stacked({} if kind.mixer is None else kind.mixer.cache(batch, slots, dtype), repeats)
+        key: map_leaves(
+            lambda leaf, repeats=repeats: leaf.stacked(repeats),
+            {} if kind.mixer is None else kind.mixer.cache(batch, slots, dtype),
+        )
         for key, repeats, kind, _ in spec.positions()
     }
 

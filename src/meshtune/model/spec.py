@@ -13,11 +13,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Protocol
 
-import jax
 from jaxtyping import Array
 
-from meshtune.arrays.spec import ArraySpec, Role, stacked
-from meshtune.arrays.tree import Tree
+from meshtune.arrays.spec import ArraySpec, Role
+from meshtune.arrays.tree import Tree, map_leaves
 from meshtune.model.block import Block
 from meshtune.model.inputs import Inputs
 from meshtune.model.layer import LayerSpec
@@ -164,10 +163,13 @@ def abstract_params(spec: ModelSpec) -> Tree:
     tree: Tree = {"embed": rows(spec.vocab, "vocab", "table")}
     if spec.side is not None:
         tree[spec.side.name] = spec.side.params(spec)
-    tree["layers"] = {key: stacked(kind.params(spec.embed), repeats) for key, repeats, kind, _ in spec.positions()}
+    tree["layers"] = {
+        key: map_leaves(lambda leaf, repeats=repeats: leaf.stacked(repeats), kind.params(spec.embed))
+        for key, repeats, kind, _ in spec.positions()
+    }
     tree["norm"] = spec.norm.params(spec.embed, "embed")
     if spec.scored:
         tree["score"] = rows(1, "score", "head")
     elif not spec.tied:
         tree["head"] = rows(spec.vocab, "vocab", "head")
-    return jax.tree.map(lambda leaf: dataclasses.replace(leaf, dtype=spec.dtype), tree)
+    return map_leaves(lambda leaf: dataclasses.replace(leaf, dtype=spec.dtype), tree)
