@@ -113,7 +113,7 @@ def test_a_streamed_run_goes_on_bit_for_bit(recipe, streamed):
         (
             STREAMED,
             {"name": "schedule_free", "schedule": "constant", "in_backward": True},
-            "average of all its weights",
+            "an average of all weights",
         ),
     ],
 )
