@@ -11,6 +11,7 @@ from rich.progress import Progress
 from rich.rule import Rule
 from rich.text import Text
 
+from meshtune import terminal
 from meshtune.config.recipe import Recipe
 from meshtune.data.loader import Loader
 from meshtune.data.prepare import prepare_data
@@ -28,7 +29,7 @@ _TRAINED, _PROMPT, _SCALED = ("black on green", "black on bright_green"), ("grey
 
 def inspect_data(recipe: Recipe, *, records: int = 3, tokens: int = 400, console: Console | None = None) -> None:
     """Prints the first documents token by token and the report on every split. Raises UserError as `prepare_data`."""
-    console = console or Console(highlight=False)
+    console = console or terminal.console()
     model = recipe.model
     revision = None if model.tokenizer else model.revision
     tokenizer = load_tokenizer(model.tokenizer or model.path, model.chat_template, revision=revision)

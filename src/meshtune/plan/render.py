@@ -9,6 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from meshtune import terminal
 from meshtune.mesh.axes import MeshConfig
 from meshtune.plan.report import PlanReport, StepPlan
 from meshtune.plan.roofline import EFFICIENCY
@@ -35,7 +36,7 @@ WIDTH = 60  # characters of the memory bar
 
 def print_report(report: PlanReport, arguments: Sequence[str], console: Console | None = None) -> None:
     """Prints a report. `arguments` are the recipe and overrides on the command line, for the command to run."""
-    console = console or Console(highlight=False)
+    console = console or terminal.console()
     best = report.best
     parts: list[RenderableType] = [_verdict(report), _bar(best, report), _roles(best, report)]
     if report.remedies:
