@@ -97,7 +97,7 @@ def results(model, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def selected(request) -> tuple[str, ...]:
-    """The cases of this session's tests, so that each process runs them all."""
+    """The selected cases, so that one process runs them all."""
     params = (item.callspec.params for item in request.session.items if hasattr(item, "callspec"))
     return tuple(sorted({param["name"] for param in params if param.get("name") in CASES}))
 
