@@ -152,7 +152,7 @@ class AttentionSpec:
         return RowParams(frozenset(memory) - norms, frozenset(chunk) - norms)
 
     def divisors(self) -> tuple[Divisor, ...]:
-        kv_heads = Divisor("tp", "key and value heads", self.kv_heads, else_whole="kv_heads")
+        kv_heads = Divisor("tp", "key and value heads", self.kv_heads, replicate_axis="kv_heads")
         return Divisor("tp", "attention heads", self.heads), kv_heads
 
     def cost(self, embed: int) -> Cost:

@@ -67,12 +67,12 @@ class RowParams:
 
 
 class Divisor(NamedTuple):
-    """A size that a mesh axis must divide. Where it need not, the logical axis `else_whole` is then kept whole."""
+    """A size that a mesh axis must divide; with `replicate_axis`, that logical axis is replicated where it does not."""
 
     axis: str
     name: str
     size: int
-    else_whole: str | None = None
+    replicate_axis: str | None = None
 
 
 class Activation(NamedTuple):

@@ -161,15 +161,15 @@ def _by_chunks(x: Hidden, node: Tree, spec: LayerSpec, mixer: Mixer, context: Co
     params = ({} if norm is None else {norm: node[norm]}) | {mixer.name: part(reads.memory)}
     shared = (params, context.index, site_key(context.key, mixer.name))
     beside = {"side": context.side}
-    remember = functools.partial(_remember, **options)
-    memory, _ = over_chunks(remember, shared, x, beside, context.rows, **size)
+    compute_memory = functools.partial(_chunk_memory, **options)
+    memory, _ = over_chunks(compute_memory, shared, x, beside, context.rows, **size)
     shared = (node | {mixer.name: part(reads.chunk)}, context.index, context.key, memory, context.rows)
-    look_back = functools.partial(_look_back, **options)
-    y, sums = over_chunks(look_back, shared, x, beside, context.rows, **size)
+    compute_output = functools.partial(_chunk_output, **options)
+    y, sums = over_chunks(compute_output, shared, x, beside, context.rows, **size)
     return Output(y, None, sums)
 
 
-def _remember(
+def _chunk_memory(
     shared: Any,
     x: Hidden,
     beside: Tree,
@@ -180,7 +180,7 @@ def _remember(
     mixer: Mixer,
     compute: Compute,
 ) -> tuple[Tree, Sums]:
-    """What later tokens need of a chunk."""
+    """What later tokens need of the tokens of a chunk."""
     node, index, key = shared
     norm = spec.input_norm(mixer)
     h = x if norm is None else spec.norm(x, node[norm])
@@ -188,7 +188,7 @@ def _remember(
     return mixer.memory(h, node[mixer.name], context), {}
 
 
-def _look_back(
+def _chunk_output(
     shared: Any,
     x: Hidden,
     beside: Tree,
@@ -199,7 +199,7 @@ def _look_back(
     mixer: Mixer,
     compute: Compute,
 ) -> tuple[Hidden, Sums]:
-    """A chunk after the layer, from what was remembered of whole rows."""
+    """A chunk of the stream after the layer, from the memory of whole rows."""
     node, index, key, memory, all_rows = shared
     context = Context(compute, rows, beside["side"], index, fold(key, number), (memory, all_rows))
     mixed = _branch(x, node, spec, mixer, _keyed(context, mixer.name), None)

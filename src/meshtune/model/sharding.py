@@ -34,13 +34,13 @@ def layout_for(mesh: Mesh | AbstractMesh, spec: ModelSpec) -> tuple[Layout, list
     divisors.append(Divisor("tp", "vocabulary", spec.vocab))
     check_experts(size["ep"], spec)
     replicated, notes = set[str](), []
-    for axis, name, count, else_whole in dict.fromkeys(divisors):
+    for axis, name, count, replicate_axis in dict.fromkeys(divisors):
         if count % size[axis] == 0:
             continue
-        if else_whole is None:
-            required = [divisor.size for divisor in divisors if divisor.axis == axis and divisor.else_whole is None]
+        if replicate_axis is None:
+            required = [divisor.size for divisor in divisors if divisor.axis == axis and divisor.replicate_axis is None]
             raise _uneven(axis, size[axis], name, count, math.gcd(*required))
-        replicated.add(else_whole)
+        replicated.add(replicate_axis)
         notes.append(
             Note(
                 axis,
