@@ -2,10 +2,10 @@
 
     python benchmarks/refactor_gate/speed.py MODEL --tree before=../old/src --tree after=src [--rounds 3] [--json FILE]
 
-Every measurement is a process: `meshtune train` of MODEL with rank 8 on every linear layer, rows of 256 tokens, four rows
-an update, 12 updates. Reported are medians over the rounds and the ratio of the last tree to the first: processor seconds
-of `import meshtune.train.run`, seconds of compiling the step, seconds of an update (the median of the last eight), and
-processor seconds of the whole run. Nothing else should run beside it.
+Every measurement is a process: `meshtune train` of MODEL with rank 8 on every linear layer, four rows of 256 tokens an
+update, 12 updates. Reported are medians over the rounds, and the ratio of the last tree to the first, of: processor
+seconds of `import meshtune.train.run`, seconds of compiling the step, seconds of an update (the median of the last
+eight), and processor seconds of the whole run. Nothing else should run beside it.
 """
 
 from __future__ import annotations
