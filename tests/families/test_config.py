@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from families.case import Case
+from families.cases import CASES, FIRST
 from meshtune.arrays.tree import flatten
+from meshtune.data.chat_templates import template_names
 from meshtune.errors import UserError
-from meshtune.families import FAMILIES, model_spec, module_names
+from meshtune.families import FAMILIES, description, model_spec, module_names, tensors
+from meshtune.families.family import GROUPS
 from meshtune.families.unsupported import KNOWN
 from meshtune.model.spec import Stack, abstract_params, stacks_of
 from model_specs import llama_layer, split_stacks
-from tiny_models import tensor_names
 
 LLAMA = {
     "model_type": "llama",
@@ -126,17 +131,19 @@ def test_the_known_models_are_those_of_transformers():
     assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - FAMILIES.keys() <= KNOWN
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_parameter_has_a_name_for_each_layer(name):
-    config = LLAMA | {"model_type": name, "architectures": None, "num_hidden_layers": 3, "head_dim": 4}
-    spec = model_spec(config)
-    abstract, names = flatten(abstract_params(spec)), tensor_names(spec)
-    assert names.keys() == abstract.keys()
-    for path, leaf in abstract.items():
-        assert len(names[path]) == (leaf.shape[0] if path.startswith("layers/") else 1)
-    every = [name for group in names.values() for name in group]
-    assert len(set(every)) == len(every)
+@pytest.mark.parametrize("case", FIRST, ids=lambda case: case.name)
+def test_every_parameter_has_a_name_for_each_layer(case: Case):
+    """`tensors` itself checks that every part of every leaf and tensor is there once."""
+    spec = model_spec(case.torch_config().to_dict())
+    abstract = flatten(abstract_params(spec))
+    assert {entry.path for entry in tensors(spec)} == abstract.keys()
     assert {path.rsplit("/", 1)[0] for path in abstract} == module_names(spec).keys()
+
+
+def test_every_family_has_a_case():
+    """Baichuan's own tests transcribe its equations: transformers has no such model."""
+    proved = {case.model_type for case in CASES} | {case.text for case in CASES}
+    assert FAMILIES.keys() - proved <= {"baichuan"}
 
 
 def test_layers_are_grouped_by_their_shortest_pattern():
@@ -153,3 +160,13 @@ def test_split_stacks_keeps_every_layer_in_order():
     assert [stack.repeats for stack in parts.stacks] == [5, 2]
     assert [n for *_, numbers in parts.positions() for n in numbers] == list(range(7))
     assert split_stacks(spec, 0) == split_stacks(spec, 7) == spec
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_says_what_it_is(name):
+    family = description(name)
+    assert family.title
+    assert family.special
+    assert family.group in GROUPS
+    assert all(re.fullmatch(r"[\w.-]+/[\w.-]+", model) for model in family.models)
+    assert family.template is None or family.template in template_names()

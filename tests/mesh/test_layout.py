@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from families.cases import FIRST
 from meshtune.adapters.config import FullConfig, LoraConfig
 from meshtune.adapters.method import abstract
 from meshtune.arrays.paths import named_leaves
@@ -18,7 +19,6 @@ from meshtune.mesh.axes import AXES, MeshConfig
 from meshtune.mesh.layout import Layout
 from meshtune.model.sharding import check_batch, layout_for
 from meshtune.model.spec import ModelSpec
-from tiny_models import CONFIGS, torch_model
 
 LLAMA_405B = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 16384, "intermediate_size": 53248,
@@ -66,10 +66,10 @@ def test_during_computation_weights_are_sharded_over_tp_only():
         assert tuple(in_use) + (None,) * (3 - len(in_use)) == axes, site
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("case", FIRST, ids=lambda case: case.name)
 @pytest.mark.parametrize("method", [LoraConfig(), FullConfig()])
-def test_fsdp_replicates_nothing_larger_than_a_norm(name, method):
-    spec = model_spec(torch_model(name).config.to_dict(), "float32")
+def test_fsdp_replicates_nothing_larger_than_a_norm(case, method):
+    spec = model_spec(case.torch_config().to_dict(), "float32")
     layout, _ = layout_for(simulated_mesh(fsdp=8), spec)
     arrays = abstract(method, spec)
     for tree in (arrays.frozen, arrays.trainable):

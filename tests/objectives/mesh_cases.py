@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from units_of import loader_of, random_pairs
 
+from families.cases import BY_NAME
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import abstract, prepare
 from meshtune.arrays.tree import merge
@@ -23,14 +24,12 @@ from meshtune.model.init import init_params
 from meshtune.model.sharding import layout_for
 from meshtune.objectives import STAGES
 from meshtune.objectives.score import metric_means
-from tiny_models import CONFIGS, SMALL
 
 MESHES = ({"dp": 2, "cp": 2}, {"fsdp": 2, "tp": 2})
 
 
 def case(stage: str, options: dict) -> list[dict]:
-    kind, changes = CONFIGS["llama3"]
-    spec = model_spec({"model_type": kind, **SMALL, "vocab_size": 96, "num_hidden_layers": 2, **changes})
+    spec = model_spec(BY_NAME["llama3"].changed(vocab_size=96, num_hidden_layers=2).torch_config().to_dict())
     spec = scored_spec(spec) if STAGES[stage].has_score_head else spec
     objective = STAGES[stage].make(STAGES[stage].config(**options))
     documents = random_pairs(96, 8, longest=10)

@@ -1,6 +1,7 @@
 """Architecture families: a Hugging Face config in, a `ModelSpec` and the table of its tensors out.
 
-A new family is one module with `model_spec(config, where)` and `tensors(spec)`, and one line in FAMILIES.
+A new family is one module with `model_spec(config, where)`, `tensors(spec)` and DESCRIPTIONS (what people are told
+about each model_type that it implements), and one line in FAMILIES.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
 from meshtune.families import baichuan, gemma2, llama, mistral, qwen2, qwen3
+from meshtune.families.family import Family
 from meshtune.families.tensors import TensorMap, validate
 from meshtune.families.unsupported import unsupported
 from meshtune.model.spec import ModelSpec, abstract_params
@@ -41,6 +43,11 @@ def model_spec(config: dict[str, Any], dtype: str = "float32", where: str = "con
         raise unsupported(config, FAMILIES, where)
     spec = dataclasses.replace(FAMILIES[kind].model_spec(config, where), dtype=dtype)
     return scored_spec(spec) if scored else spec
+
+
+def description(model_type: str) -> Family:
+    """What people are told about a model_type of FAMILIES."""
+    return FAMILIES[model_type].DESCRIPTIONS[model_type]
 
 
 def scored_spec(spec: ModelSpec) -> ModelSpec:

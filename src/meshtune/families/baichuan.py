@@ -11,6 +11,7 @@ from typing import Any
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.families.config_fields import ConfigFields
+from meshtune.families.family import Family
 from meshtune.families.llama import OUTSIDE, mlp_spec, norm_spec
 from meshtune.families.tensors import TensorMap, View, one_to_one, with_view
 from meshtune.model.attention import AlibiSpec, AttentionSpec
@@ -32,6 +33,15 @@ FIRST_VOCABULARY = 64000
 ARCHITECTURE, FIRST_7B = "BaichuanForCausalLM", "BaiChuanForCausalLM"
 WIDTH_7B = 4096
 THETA = 10000.0
+
+DESCRIPTIONS = {
+    "baichuan": Family(
+        title="Baichuan and Baichuan2",
+        special="fused queries, keys and values; 13B: biases by distance (ALiBi); Baichuan2: a normalised head",
+        models=("baichuan-inc/Baichuan2-7B-Chat", "baichuan-inc/Baichuan2-13B-Chat"),
+        template="baichuan2",
+    )
+}
 
 
 def model_spec(config: dict[str, Any], where: str) -> ModelSpec:

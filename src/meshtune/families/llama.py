@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshtune.families.config_fields import ConfigFields, read_rope
+from meshtune.families.family import Family
 from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.attention import AttentionSpec
 from meshtune.model.layer import LayerSpec
@@ -31,6 +32,16 @@ MODULES = {
     "mlp/down": "mlp.down_proj",
 }
 OUTSIDE = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head", "score": "score"}
+
+DESCRIPTIONS = {
+    "llama": Family(
+        title="Llama 2, 3, 3.1, 3.2, 3.3 and SmolLM2",
+        special="the layout that the others are described by: pre-norms, rotary embedding, gated SiLU",
+        models=("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.3-70B-Instruct", "HuggingFaceTB/SmolLM2-135M"),
+        template="llama3",
+        maturity="published weights",
+    )
+}
 
 
 def model_spec(config: dict[str, Any], where: str) -> ModelSpec:

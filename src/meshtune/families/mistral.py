@@ -5,11 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from meshtune.families.config_fields import ConfigFields
+from meshtune.families.family import Family
 from meshtune.families.llama import attention_spec, decoder_spec, mlp_spec, norm_spec, tensors
 from meshtune.model.layer import LayerSpec
 from meshtune.model.spec import ModelSpec
 
 __all__ = ["model_spec", "tensors"]
+
+DESCRIPTIONS = {
+    "mistral": Family(
+        title="Mistral 7B and Mistral Nemo",
+        special="a sliding window in every layer of the first version",
+        models=("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-Nemo-Instruct-2407"),
+        template="mistral",
+    )
+}
 
 
 def model_spec(config: dict[str, Any], where: str) -> ModelSpec:

@@ -6,12 +6,22 @@ import dataclasses
 from typing import Any
 
 from meshtune.families.config_fields import ConfigFields
+from meshtune.families.family import Family
 from meshtune.families.llama import attention_spec, decoder_spec, mlp_spec, norm_spec, tensors
 from meshtune.model.attention import AttentionSpec
 from meshtune.model.layer import LayerSpec
 from meshtune.model.spec import ModelSpec
 
 __all__ = ["model_spec", "tensors", "windowed_layers"]
+
+DESCRIPTIONS = {
+    "qwen2": Family(
+        title="Qwen2 and Qwen2.5",
+        special="biases on queries, keys and values; sliding windows in the upper layers of some sizes",
+        models=("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-Coder-32B-Instruct"),
+        template="chatml",
+    )
+}
 
 
 def model_spec(config: dict[str, Any], where: str) -> ModelSpec:

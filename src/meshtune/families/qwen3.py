@@ -5,12 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from meshtune.families.config_fields import ConfigFields
+from meshtune.families.family import Family
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, norm_spec
 from meshtune.families.qwen2 import windowed_layers
 from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.spec import ModelSpec
 
 NORMS = {"attn/q_norm": "self_attn.q_norm", "attn/k_norm": "self_attn.k_norm"}
+
+DESCRIPTIONS = {
+    "qwen3": Family(
+        title="Qwen3",
+        special="queries and keys are normalised head by head",
+        models=("Qwen/Qwen3-8B", "Qwen/Qwen3-32B"),
+        template="chatml",
+    )
+}
 
 
 def model_spec(config: dict[str, Any], where: str) -> ModelSpec:

@@ -1,0 +1,30 @@
+"""What people are told about a model_type: `meshtune families` and docs/families.md are written from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+Group = Literal["dense", "mixture of experts", "hybrid", "latent attention"]
+Maturity = Literal["published weights", "random weights"]
+GROUPS: tuple[Group, ...] = ("dense", "mixture of experts", "hybrid", "latent attention")
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Describes one model_type.
+
+    `special` says in one line what differs from Llama; `models` are ids of published models on the Hugging Face hub.
+    `template` names the chat template that ships with Meshtune and writes the family's own format, for models whose
+    tokenizer has none. `limits` maps what is refused, a mesh axis ("cp") or a method ("expand"), to the reason.
+    `maturity` says on which weights it was compared with transformers.
+    """
+
+    title: str
+    special: str
+    models: tuple[str, ...]
+    group: Group = "dense"
+    template: str | None = None
+    limits: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    maturity: Maturity = "random weights"
