@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import shutil
 
 import jax
 import numpy as np
@@ -23,6 +24,7 @@ from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import prepare
 from meshtune.adapters.peft_format import BaseRecord, attach, load_adapter, save_adapter
 from meshtune.cli.main import app
+from meshtune.digests import DamagedError, check_directory, write_digests
 from meshtune.errors import UserError
 from tiny_models import torch_model
 
@@ -132,6 +134,19 @@ def test_the_result_records_what_it_came_from(adapters, tmp_path):
         zip(given, [0.5, 2.0], strict=True)
     )
     assert all(one["hash"].startswith("sha256:") for one in record["combined"]["of"])
+
+
+def test_a_damaged_adapter_is_not_combined_and_the_result_has_digests(adapters, tmp_path):
+    first = pathlib.Path(shutil.copytree(adapters["first"], tmp_path / "first"))
+    write_digests(first)
+    combined = combine([first, adapters["second"]], tmp_path / "combined", WEIGHTS)
+    assert check_directory(combined.path, fix="")
+    content = bytearray((first / "adapter_model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (first / "adapter_model.safetensors").write_bytes(content)
+    with pytest.raises(DamagedError, match=r"adapter_model\.safetensors is damaged: its contents are not those"):
+        combine([first, adapters["second"]], tmp_path / "refused", WEIGHTS)
+    assert not (tmp_path / "refused").exists()
 
 
 def test_what_cannot_be_combined_is_refused(adapters, tmp_path):

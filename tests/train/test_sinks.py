@@ -47,6 +47,7 @@ def test_metrics_are_one_json_object_a_line(tmp_path):
     assert rows[0]["tokens_per_second"] == 200
     assert rows[0]["accuracy"] == 0.25
     (sample,) = (json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines())
+    assert sample.pop("crc32")
     assert sample == {"step": 1, "prompt": "Hello\n", "text": "wörld\n"}
 
 
@@ -65,6 +66,57 @@ def test_cutting_back_leaves_what_an_uninterrupted_run_had_then(tmp_path):
         assert (cut / name).read_bytes() == (whole / name).read_bytes()
     metrics_log.cut_back(cut, None)
     assert metrics_log.read(cut / "metrics.jsonl") == []
+
+
+def test_every_flipped_bit_of_metrics_loses_its_line_and_no_other(tmp_path):
+    write(tmp_path, [*map(stepped, range(1, 4)), evaluated(3)])
+    file = tmp_path / "metrics.jsonl"
+    content, rows = file.read_bytes(), metrics_log.read(file)
+    ends = [place for place, byte in enumerate(content) if byte == ord("\n")]
+    for bit in range(8 * len(content)):
+        place = bit // 8
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << bit % 8
+        file.write_bytes(damaged)
+        line = sum(end < place for end in ends)
+        lost = {line, line + 1} if place in ends else {line}  # without its end a line runs into the next one
+        assert metrics_log.read(file) == [row for number, row in enumerate(rows) if number not in lost], bit
+
+
+def test_a_resume_says_what_metrics_lack(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+
+    def notes_after(content: bytes | None) -> list[str]:
+        write(tmp_path, [*map(stepped, range(1, 5)), evaluated(4)])
+        if content is None:
+            file.unlink()
+        else:
+            file.write_bytes(content)
+        return metrics_log.cut_back(tmp_path, 4)
+
+    write(tmp_path, [*map(stepped, range(1, 5)), evaluated(4)])
+    whole = file.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    assert notes_after(whole) == []
+    assert notes_after(whole + b'{"kind": "train", "st') == [], "a killed process leaves an incomplete line"
+    flipped = whole.replace(b'"loss": 2.0', b'"loss": 3.0', 1)
+    assert notes_after(flipped) == [
+        "metrics.jsonl is damaged: 1 of its lines are not what was written, and are left out"
+    ]
+    assert file.read_bytes() == b"".join(lines[1:])
+    cut = b"".join(lines[:2]) + lines[2][:20]
+    assert notes_after(cut) == ["metrics.jsonl is damaged: it ends at update 2, and the checkpoint is of update 4"]
+    assert notes_after(None) == ["metrics.jsonl is missing: what it held of earlier updates is lost"]
+    assert metrics_log.cut_back(tmp_path, None) == []
+
+
+def test_metrics_of_versions_without_checksums_are_read(tmp_path):
+    rows = [metrics_log.train_row(stepped(1)), metrics_log.eval_row(evaluated(1)), metrics_log.train_row(stepped(2))]
+    (tmp_path / "samples.jsonl").touch()
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert metrics_log.read(tmp_path / "metrics.jsonl") == rows
+    assert metrics_log.cut_back(tmp_path, 1) == []
+    assert metrics_log.read(tmp_path / "metrics.jsonl") == rows[:2]
 
 
 def test_lines_are_on_disk_at_once(tmp_path):

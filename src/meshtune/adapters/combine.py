@@ -20,9 +20,11 @@ from meshtune.adapters.peft_config import PeftConfig, read_config
 from meshtune.adapters.peft_format import CONFIG, WEIGHTS, BaseRecord, opened, read_fields, record_of
 from meshtune.adapters.peft_tensors import PREFIX
 from meshtune.adapters.weighted import METHODS, Factors, keeps_factors, prunes, weighted
+from meshtune.digests import check_directory, write_digests
 from meshtune.errors import UserError, nearest
 from meshtune.weights.publish import disk_errors, published
 
+FIX_DAMAGED = "export or copy it again; if you changed a file on purpose, delete digests.json beside it"
 A, B = ".lora_A.weight", ".lora_B.weight"
 
 
@@ -64,7 +66,8 @@ def combine(
     not needed.
 
     Raises UserError for adapters that are not LoRA, modules trained in full, different bases (unless `any_base`), ranks
-    that a method cannot add, and options that the method does not use.
+    that a method cannot add, and options that the method does not use; DamagedError for an adapter whose files are not
+    those that its digests are of. The result has digests too.
     """
     paths = [pathlib.Path(source).expanduser() for source in sources]
     dest = pathlib.Path(dest).expanduser()
@@ -110,6 +113,7 @@ def combine(
         (partial / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         for file in (*paths[0].glob("tokenizer*"), *paths[0].glob("chat_template*"), *paths[0].glob("special_tokens*")):
             shutil.copyfile(file, partial / file.name)
+        write_digests(partial)
     return Combined(dest, made_rank, len(modules))
 
 
@@ -157,6 +161,7 @@ def _check(
 
 
 def _read(path: pathlib.Path) -> _Adapter:
+    check_directory(path, fix=FIX_DAMAGED)
     peft = read_config(read_fields(path), str(path / CONFIG))
     if peft.kind != "lora":
         raise UserError(

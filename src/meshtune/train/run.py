@@ -102,7 +102,9 @@ def _train(setup: RunSetup, checkpoints: Checkpoints) -> Result:
         record = dataclasses.replace(record, step=resumed.step, best=resumed.best, stale=resumed.stale)
     banner.show_plan(console, setup.plan(model, state), setup.decisions)
     if setup.job.is_main_process:
-        metrics_log.cut_back(setup.output, resumed.step if resumed else None)
+        step, interval = resumed.step if resumed else None, setup.recipe.log.every
+        for note in metrics_log.cut_back(setup.output, step, interval=interval):
+            console.print(f"[yellow]{note}[/]", highlight=False)
         write_recipe(setup.output, setup.fields | dict.fromkeys(COMMANDS, False))
     _write_run(setup, _facts(setup, record, "running"))
     # Nothing is trained with kernels whose numbers are wrong on this kind of device.

@@ -1,21 +1,29 @@
 """metrics.jsonl and samples.jsonl: one JSON object per line, appended while the run goes on.
 
-Each line is written at once, so a killed process leaves at most one incomplete line. A resumed run truncates the files
-to its checkpoint; apart from `TIMINGS` they then equal those of an uninterrupted run.
+Each line is written at once, so a killed process leaves at most one incomplete line. Each ends with the CRC-32 of the
+rest of it, by which a resumed run finds lines that were damaged since. A resumed run truncates the files to its
+checkpoint; apart from `TIMINGS` they then equal those of an uninterrupted run.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
+import re
+import zlib
 from typing import Any
 
 from meshtune.runs.output import LOGS
 from meshtune.train.report.events import Evaluated, Event, Sampled, Stepped
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
-TIMINGS = frozenset({"seconds", "tokens_per_second", "memory", "machine"})  # columns that differ between identical runs
+CHECKSUM = "crc32"
+# Columns that differ between identical runs.
+TIMINGS = frozenset({"seconds", "tokens_per_second", "memory", "machine", CHECKSUM})
+LAST_COLUMNS = frozenset({"memory", "machine", "seconds", "text"})  # of lines of versions that wrote no checksums
+_CHECKED = re.compile(rb'(.*), "crc32": ([0-9]+)\}\n', re.DOTALL)
 
 
 class MetricsLog:
@@ -92,31 +100,71 @@ def eval_row(event: Evaluated) -> dict[str, Any]:
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Reads the complete lines of a file, without an incomplete last one; [] if the file does not exist."""
-    if not path.exists():
-        return []
-    rows = []
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-        if not line.endswith(b"\n"):
-            rows.pop()
-    return rows
+    """Reads the undamaged lines of a file, without checksums; [] if the file does not exist."""
+    return [line.row for line in _read_lines(path)[0]]
 
 
-def cut_back(output: pathlib.Path, step: int | None) -> None:
-    """Truncates both files to their lines up to update `step` (None: all lines go); replaces each file atomically."""
+def cut_back(output: pathlib.Path, step: int | None, *, interval: int = 1) -> list[str]:
+    """Truncates both files to their lines up to update `step` (None: all lines go); replaces each file atomically.
+
+    Returns messages about lines that are damaged, which are removed, and lines that are missing. `interval` is that of
+    MetricsLog.
+    """
+    notes = []
     for name in (METRICS, SAMPLES):
         path = output / name
         if not path.exists():
+            notes += [f"{name} is missing: what it held of earlier updates is lost"] if step else []
             continue
-        rows = [row for row in read(path) if step is not None and row["step"] <= step]
+        lines, damaged = _read_lines(path)
+        kept = [line for line in lines if step is not None and line.row["step"] <= step]
+        if damaged and step is not None:
+            notes.append(f"{name} is damaged: {damaged} of its lines are not what was written, and are left out")
+        elif step and name == METRICS and (last := _last_update(kept)) + interval <= step:
+            notes.append(f"{name} is damaged: it ends at update {last}, and the checkpoint is of update {step}")
         draft = path.with_suffix(".partial")
-        draft.write_text("".join(map(_line, rows)), encoding="utf-8")
+        draft.write_bytes(b"".join(line.content for line in kept))
         os.replace(draft, path)
+    return notes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    """A line as it is in the file, and its JSON object without the checksum."""
+
+    content: bytes
+    row: dict[str, Any]
+
+
+def _read_lines(path: pathlib.Path) -> tuple[list[_Line], int]:
+    """The undamaged lines of a file, and the number of damaged ones. An incomplete last line is none of either."""
+    if not path.exists():
+        return [], 0
+    contents = path.read_bytes().split(b"\n")[:-1]
+    rows = [(content + b"\n", _parse(content + b"\n")) for content in contents]
+    lines = [_Line(content, row) for content, row in rows if row is not None]
+    return lines, len(rows) - len(lines)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """The JSON object of a line, without its checksum; None if the line is not what was written."""
+    checked = _CHECKED.fullmatch(line)
+    if checked and zlib.crc32(checked[1]) != int(checked[2]):
+        return None
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    if checked:
+        del row[CHECKSUM]
+        return row
+    return row if isinstance(row, dict) and row and list(row)[-1] in LAST_COLUMNS else None
+
+
+def _last_update(lines: list[_Line]) -> int:
+    return max((line.row["step"] for line in lines if line.row.get("kind") == "train"), default=0)
 
 
 def _line(row: dict[str, Any]) -> str:
-    return json.dumps(row, ensure_ascii=False) + "\n"
+    content = json.dumps(row, ensure_ascii=False)[:-1]
+    return f'{content}, "{CHECKSUM}": {zlib.crc32(content.encode())}}}\n'
