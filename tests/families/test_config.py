@@ -124,7 +124,7 @@ def test_a_composite_is_named_with_the_text_model_that_it_wraps():
 
     assert "model_type 'mistral3' is a composite around the text model 'mistral' (text_config)" in message("mistral")
     assert "as a model of type 'mistral', and give that" in message("mistral")
-    assert "use a model without images or audio; supported: " in message("gemma3_text")
+    assert "use a model without images or audio; supported: " in message("ministral3")
 
 
 def test_the_known_models_are_those_of_transformers():

@@ -13,7 +13,7 @@ from typing import Any
 
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
-from meshtune.families import baichuan, gemma2, llama, mistral, qwen2, qwen3
+from meshtune.families import baichuan, gemma, gemma2, gemma3, llama, mistral, qwen2, qwen3
 from meshtune.families.family import Family
 from meshtune.families.tensors import TensorMap, validate
 from meshtune.families.unsupported import unsupported
@@ -26,7 +26,9 @@ FAMILIES: dict[str, ModuleType] = {
     "qwen2": qwen2,
     "qwen3": qwen3,
     "baichuan": baichuan,
+    "gemma": gemma,
     "gemma2": gemma2,
+    "gemma3_text": gemma3,
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshtune.errors import UserError, nearest
@@ -52,6 +52,15 @@ class ConfigFields:
 
     def __init__(self, config: dict[str, Any], where: str):
         self._config, self._where, self._used = config, where, set[str]()
+
+    def with_values(self, part: str, **values: Any) -> ConfigFields:
+        """The same config with other values for some fields, for a part of the model that errors name.
+
+        What is read of it counts as read of the whole.
+        """
+        fields = ConfigFields(self._config | values, f"{self._where}, {part}")
+        fields._used = self._used
+        return fields
 
     def error(self, field: str, what: str, fix: str | None = None) -> UserError:
         return UserError(what, where=f"{self._where}, field {field}", fix=fix)
@@ -141,7 +150,7 @@ def _rope_block(fields: ConfigFields) -> tuple[str, dict[str, Any]]:
         if block.get("type", block.get("rope_type")) != block.get("rope_type", block.get("type")):
             raise fields.error(name, f"{name} has rope_type {block['rope_type']!r} and type {block['type']!r}")
     if len(blocks) == 2:
-        new, old = (_normalised(block) for block in blocks.values())
+        new, old = (normalised_rope(block) for block in blocks.values())
         differing = sorted(key for key in old if old[key] != new.get(key))
         if differing or new.keys() - old.keys() - {"rope_theta"}:
             raise fields.error(
@@ -153,7 +162,7 @@ def _rope_block(fields: ConfigFields) -> tuple[str, dict[str, Any]]:
     return next(iter(blocks.items())) if blocks else ("rope_scaling", {})
 
 
-def _normalised(block: dict[str, Any]) -> dict[str, Any]:
+def normalised_rope(block: Mapping[str, Any]) -> dict[str, Any]:
     """A rope block with its kind under one name, without keys that are null."""
     kind = block.get("rope_type", block.get("type", "default"))
     return {"rope_type": kind} | {k: v for k, v in block.items() if k not in ("type", "rope_type") and v is not None}

@@ -11,6 +11,7 @@ from meshtune.model.attention import AttentionSpec
 from meshtune.model.layer import LayerSpec
 from meshtune.model.mlp import ActivationName, MlpSpec
 from meshtune.model.norm import NormSpec
+from meshtune.model.rope import RopeSpec
 from meshtune.model.spec import ModelSpec, stacks_of
 
 ACTIVATIONS: dict[str, ActivationName] = {
@@ -56,8 +57,11 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     return spec
 
 
-def attention_spec(fields: ConfigFields, **switches: Any) -> AttentionSpec:
-    """Rotary attention from the usual fields. `switches` are fields of AttentionSpec."""
+def attention_spec(fields: ConfigFields, rope: RopeSpec | None = None, **switches: Any) -> AttentionSpec:
+    """Rotary attention from the usual fields; `rope` in place of what the config's fields say of all layers.
+
+    `switches` are fields of AttentionSpec.
+    """
     embed, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -69,7 +73,8 @@ def attention_spec(fields: ConfigFields, **switches: Any) -> AttentionSpec:
     head_dim = fields.integer("head_dim", embed // heads)
     if head_dim % 2:
         raise fields.error("head_dim", f"head_dim {head_dim} is odd; rotary embedding needs pairs")
-    return AttentionSpec(heads, kv_heads, head_dim, rope=read_rope(fields, head_dim), **switches)
+    rope = read_rope(fields, head_dim) if rope is None else rope
+    return AttentionSpec(heads, kv_heads, head_dim, rope=rope, **switches)
 
 
 def mlp_spec(fields: ConfigFields, field: str = "hidden_act", **switches: Any) -> MlpSpec:
