@@ -26,6 +26,7 @@ from meshtune.adapters.peft_format import BaseRecord, attach, load_adapter, save
 from meshtune.cli.main import app
 from meshtune.digests import DamagedError, check_directory, write_digests
 from meshtune.errors import UserError
+from meshtune.runs.combine import combine_checked
 from tiny_models import torch_model
 
 FIRST = LoraConfig(rank=4, alpha=6, targets=("q_proj", "down_proj"))
@@ -139,13 +140,13 @@ def test_the_result_records_what_it_came_from(adapters, tmp_path):
 def test_a_damaged_adapter_is_not_combined_and_the_result_has_digests(adapters, tmp_path):
     first = pathlib.Path(shutil.copytree(adapters["first"], tmp_path / "first"))
     write_digests(first)
-    combined = combine([first, adapters["second"]], tmp_path / "combined", WEIGHTS)
+    combined = combine_checked([first, adapters["second"]], tmp_path / "combined", WEIGHTS)
     assert check_directory(combined.path, fix="")
     content = bytearray((first / "adapter_model.safetensors").read_bytes())
     content[-1] ^= 1
     (first / "adapter_model.safetensors").write_bytes(content)
     with pytest.raises(DamagedError, match=r"adapter_model\.safetensors is damaged: its contents are not those"):
-        combine([first, adapters["second"]], tmp_path / "refused", WEIGHTS)
+        combine_checked([first, adapters["second"]], tmp_path / "refused", WEIGHTS)
     assert not (tmp_path / "refused").exists()
 
 

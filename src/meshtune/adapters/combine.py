@@ -10,7 +10,7 @@ import math
 import os
 import pathlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -20,11 +20,9 @@ from meshtune.adapters.peft_config import PeftConfig, read_config
 from meshtune.adapters.peft_format import CONFIG, WEIGHTS, BaseRecord, opened, read_fields, record_of
 from meshtune.adapters.peft_tensors import PREFIX
 from meshtune.adapters.weighted import METHODS, Factors, keeps_factors, prunes, weighted
-from meshtune.digests import check_directory, write_digests
 from meshtune.errors import UserError, nearest
 from meshtune.weights.publish import disk_errors, published
 
-FIX_DAMAGED = "export or copy it again; if you changed a file on purpose, delete digests.json beside it"
 A, B = ".lora_A.weight", ".lora_B.weight"
 
 
@@ -57,17 +55,17 @@ def combine(
     majority: Literal["total", "frequency"] = "total",
     seed: int = 0,
     any_base: bool = False,
+    finish: Callable[[pathlib.Path], object] = lambda directory: None,
 ) -> Combined:
     """Writes to `dest` the combination of adapter directories by one of `weighted.METHODS`.
 
     A module that only some adapters adapt is combined from those. The rank of the result is the sum of all ranks (cat),
     `rank` or the largest one (svd and methods ending in it), or the rank that all have; its file records its sources.
     `density` is the share of numbers kept by methods that prune; `seed` seeds dare's random choice. The base model is
-    not needed.
+    not needed. `finish` is called with the directory of the result before it gets its name.
 
     Raises UserError for adapters that are not LoRA, modules trained in full, different bases (unless `any_base`), ranks
-    that a method cannot add, and options that the method does not use; DamagedError for an adapter whose files are not
-    those that its digests are of. The result has digests too.
+    that a method cannot add, and options that the method does not use.
     """
     paths = [pathlib.Path(source).expanduser() for source in sources]
     dest = pathlib.Path(dest).expanduser()
@@ -113,7 +111,7 @@ def combine(
         (partial / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         for file in (*paths[0].glob("tokenizer*"), *paths[0].glob("chat_template*"), *paths[0].glob("special_tokens*")):
             shutil.copyfile(file, partial / file.name)
-        write_digests(partial)
+        finish(partial)
     return Combined(dest, made_rank, len(modules))
 
 
@@ -161,7 +159,6 @@ def _check(
 
 
 def _read(path: pathlib.Path) -> _Adapter:
-    check_directory(path, fix=FIX_DAMAGED)
     peft = read_config(read_fields(path), str(path / CONFIG))
     if peft.kind != "lora":
         raise UserError(

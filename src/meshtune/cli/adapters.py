@@ -44,7 +44,7 @@ def combine(
     any_base: Annotated[bool, typer.Option("--any-base", help="Combine adapters of different bases.")] = False,
 ) -> None:
     """Write one LoRA adapter that is the weighted combination of several."""
-    from meshtune.adapters.combine import combine as write
+    from meshtune.runs.combine import combine_checked as write
 
     if majority_sign not in ("total", "frequency"):
         raise UserError(f"--majority-sign is '{majority_sign}'", where="--majority-sign", fix="give total or frequency")
