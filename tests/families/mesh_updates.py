@@ -72,7 +72,7 @@ def trajectory(directory: pathlib.Path, method_name: str, axes: dict[str, int] |
     step = make_train_step(OBJECTIVES["sft"], arrays.spec, compute, optimizer, abstract=arrays.trainable)
     state, losses, norms = init_state(made.trainable, optimizer, like), [], []
     for batch in batches(plain.vocab):
-        state, metrics = step(state, made.frozen, place_batch(batch, layout, order), np.int32(0))
+        state, metrics = step(state, made.frozen, place_batch(batch, layout, order), jax.numpy.int32(0))
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
     leaves = [float(np.linalg.norm(jax.device_get(leaf))) for leaf in jax.tree.leaves(state.trainable)]

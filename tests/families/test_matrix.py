@@ -141,7 +141,9 @@ def test_generation_equals_transformers_token_for_token(case: Case):
     model.generation_config.eos_token_id = None
     options = {"max_new_tokens": case.generated, "do_sample": False, "pad_token_id": 0}
     for prompt, answer in zip(prompts, ours, strict=True):
-        theirs = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **options)
+        theirs = model.generate(  # pyright: ignore[reportCallIssue]
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **options
+        )
         assert answer == theirs[0, len(prompt) :].tolist()
 
 
