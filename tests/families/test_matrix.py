@@ -44,7 +44,7 @@ from meshtune.adapters.config import FullConfig, LoraConfig
 from meshtune.adapters.method import abstract, prepare
 from meshtune.adapters.peft_format import BaseRecord, attach, load_adapter, save_adapter
 from meshtune.arrays.tree import Tree, flatten, merge, unflatten
-from meshtune.families import FAMILIES, description
+from meshtune.families import description
 from meshtune.generate.engine import Engine
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
@@ -277,7 +277,7 @@ def meshes(case: Case) -> list[dict[str, int]]:
     """Those of the case, or all that the family takes."""
     if case.meshes is not None:
         return [dict(mesh) for mesh in case.meshes]
-    family = description(case.model_type if case.model_type in FAMILIES else case.text)
+    family = description(case.text or case.model_type)
     second = [axis for axis in ("tp", "cp", "ep") if axis not in family.limits and (axis != "ep" or family.experts)]
     return [{"fsdp": 2, axis: 2} for axis in second]
 
