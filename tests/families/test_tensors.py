@@ -23,11 +23,17 @@ def numbered(*shape: int) -> np.ndarray:
 
 @st.composite
 def views(draw: st.DrawFn) -> View:
-    """A tensor of up to 4 finer dimensions, merged at random into its own and into the parameter's dimensions."""
+    """A tensor of up to 4 finer dimensions, merged at random into its own and into the parameter's dimensions, its
+    first dimension in part or in another order."""
     split = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     order = draw(st.permutations(range(len(split))))
     view = View.identity(merged(draw, split)).split(*split)
+    rows = draw(st.none() | st.permutations(range(split[0])))
+    if rows is not None:
+        view = view.permute(*rows)
     for n, size in enumerate(split):
+        if n == 0 and rows is not None:
+            continue
         start = draw(st.integers(0, size - 1))
         view = view.slice(n, start, draw(st.integers(start + 1, size)), draw(st.integers(1, 3)))
     view = view.transpose(*order)
@@ -51,7 +57,9 @@ def test_what_is_read_and_written_back_is_the_tensor(view: View):
     tensor = numbered(*view.tensor)
     part = view.read(tensor)
     assert part.shape == view.shape
-    expected = tensor.reshape(view.split_shape)[view.slices].transpose(view.order).reshape(view.shape)
+    expected = tensor.reshape(view.split_shape)[view.slices]
+    expected = expected if view.rows is None else np.stack([expected[row] for row in view.rows])
+    expected = expected.transpose(view.order).reshape(view.shape)
     assert np.array_equal(part, expected)
     back = np.full_like(tensor, -1)
     view.write(part, back)

@@ -195,7 +195,8 @@ def toy_tensors(spec):
     return with_view(one_to_one(spec, modules, outside), "mean/v/weight", lambda array: transposed)
 
 
-FAMILIES["toy"] = types.SimpleNamespace(model_spec=toy_spec, tensors=toy_tensors)  # pyright: ignore[reportArgumentType]
+FAMILIES["toy"] = "toy"
+sys.modules["meshtune.families.toy"] = types.SimpleNamespace(model_spec=toy_spec, tensors=toy_tensors)  # pyright: ignore[reportArgumentType]
 SPEC = model_spec(CONFIG)
 SGD = OptimizerConfig("sgd", 0.05, "constant")
 

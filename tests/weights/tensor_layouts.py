@@ -20,6 +20,7 @@ LEAVES = {
     "q": stacked((H * h, "heads"), d),
     "k": stacked((K * h, "kv_heads"), d),
     "v": stacked((K * h, "kv_heads"), d),
+    "grouped": stacked(((H + 2 * K) * h, "packed_heads"), d),
     "packed": stacked((3 * H * h, "packed_heads"), d),
     "gate": stacked(f, d),
     "up": stacked(f, d),
@@ -38,6 +39,8 @@ def table() -> list[TensorMap]:
     G = H // K
     qkv = View.identity((K * (G + 2) * h, D)).split(K, G + 2, h, D)
     packed = View.identity((3 * H * h, D)).split(3, H, h, D).transpose(1, 0, 2, 3).merge(3 * H * h, D)
+    order = [n for k in range(K) for n in (*range(k * G, (k + 1) * G), H + k, H + K + k)]
+    grouped = View.identity(((H + 2 * K) * h, D)).split(H + 2 * K, h, D).permute(*order).merge((H + 2 * K) * h, D)
     gate_up = View.identity((2 * F, D))
     fused = View.identity((E, 2 * F, D)).split(E, 2, F, D)
     interleaved = View.identity((E, D, 2 * F)).split(E, D, F, 2)
@@ -50,6 +53,7 @@ def table() -> list[TensorMap]:
         ("qkv", "k", qkv.slice(1, G, G + 1).merge(K * h, D)),
         ("qkv", "v", qkv.slice(1, G + 1, G + 2).merge(K * h, D)),
         ("packed", "packed", packed),
+        ("grouped", "grouped", grouped),
         ("gate_up", "gate", gate_up.slice(0, 0, F)),
         ("gate_up", "up", gate_up.slice(0, F, 2 * F)),
         ("conv1d", "conv1d", View.identity((D, F)).transpose(1, 0)),

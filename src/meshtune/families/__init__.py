@@ -1,35 +1,41 @@
 """Architecture families: a Hugging Face config in, a `ModelSpec` and the table of its tensors out.
 
 A new family is one module with `model_spec(config, where)`, `tensors(spec)` and DESCRIPTIONS (what people are told
-about each model_type that it implements), and one line in FAMILIES.
+about each model_type that it implements; see family.FamilyModule), and one line in FAMILIES.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from types import ModuleType
-from typing import Any
+import importlib
+from typing import Any, cast
 
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
-from meshtune.families import baichuan, gemma, gemma2, gemma3, llama, mistral, qwen2, qwen3
-from meshtune.families.family import Family
+from meshtune.families.family import Family, FamilyModule
 from meshtune.families.tensors import TensorMap, validate
 from meshtune.families.unsupported import unsupported
 from meshtune.model.spec import ModelSpec, abstract_params
 
 LANGUAGE, SCORED = "ForCausalLM", "ForSequenceClassification"
-FAMILIES: dict[str, ModuleType] = {
-    "llama": llama,
-    "mistral": mistral,
-    "qwen2": qwen2,
-    "qwen3": qwen3,
-    "baichuan": baichuan,
-    "gemma": gemma,
-    "gemma2": gemma2,
-    "gemma3_text": gemma3,
+# model_type -> the module that implements it, imported when a config asks for it.
+FAMILIES: dict[str, str] = {
+    "baichuan": "baichuan",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "llama": "llama",
+    "mistral": "mistral",
+    "phi3": "phi3",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
 }
+
+
+def family_module(model_type: str) -> FamilyModule:
+    """The module of a model_type of FAMILIES."""
+    return cast(FamilyModule, importlib.import_module(f"{__name__}.{FAMILIES[model_type]}"))
 
 
 def model_spec(config: dict[str, Any], dtype: str = "float32", where: str = "config.json") -> ModelSpec:
@@ -43,13 +49,13 @@ def model_spec(config: dict[str, Any], dtype: str = "float32", where: str = "con
         config = _of_one_score(config, where)
     if kind not in FAMILIES:
         raise unsupported(config, FAMILIES, where)
-    spec = dataclasses.replace(FAMILIES[kind].model_spec(config, where), dtype=dtype)
+    spec = dataclasses.replace(family_module(kind).model_spec(config, where), dtype=dtype)
     return scored_spec(spec) if scored else spec
 
 
 def description(model_type: str) -> Family:
     """What people are told about a model_type of FAMILIES."""
-    return FAMILIES[model_type].DESCRIPTIONS[model_type]
+    return family_module(model_type).DESCRIPTIONS[model_type]
 
 
 def scored_spec(spec: ModelSpec) -> ModelSpec:
@@ -85,7 +91,7 @@ def tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:
 
     Raises AssertionError where the family's table leaves part of a tensor or of a leaf out, or has it twice.
     """
-    table = tuple(FAMILIES[spec.family].tensors(spec))
+    table = tuple(family_module(spec.family).tensors(spec))
     validate(table, flatten(abstract_params(spec)))
     return table
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from meshtune.arrays.spec import ArraySpec
 from meshtune.families.config_fields import ConfigFields
 from meshtune.families.family import Family
 from meshtune.families.llama import OUTSIDE, mlp_spec, norm_spec
-from meshtune.families.tensors import TensorMap, View, one_to_one, with_view
+from meshtune.families.packed import with_qkv_in_blocks
+from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.attention import AlibiSpec, AttentionSpec
 from meshtune.model.layer import LayerSpec
 from meshtune.model.rope import RopeSpec
@@ -111,12 +111,4 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
 
 def tensors(spec: ModelSpec) -> list[TensorMap]:
     """The table of tensors: each is one leaf, or one layer of it, and W_pack has its rows in another order."""
-    return with_view(one_to_one(spec, MODULES, OUTSIDE), "attn/qkv/weight", _head_by_head)
-
-
-def _head_by_head(array: ArraySpec) -> View:
-    """Files have all rows of queries, then all of keys, then all of values; in memory those of one head stand together,
-    so that whatever splits the rows over devices gives each device whole heads."""
-    rows, embed = array.shape[1:]
-    in_file = View.identity((rows, embed)).split(3, rows // (3 * array.head_rows), array.head_rows, embed)
-    return in_file.transpose(1, 0, 2, 3).merge(rows, embed)
+    return with_qkv_in_blocks(one_to_one(spec, MODULES, OUTSIDE), spec)

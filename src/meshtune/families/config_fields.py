@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from meshtune.errors import UserError, nearest
-from meshtune.model.rope import RopeSpec
 
 # Fields that say nothing about the mathematics of a forward pass: names, token ids, generation defaults, bookkeeping.
 HARMLESS = frozenset(
@@ -24,13 +23,16 @@ HARMLESS = frozenset(
     """.split()
 )
 
+# Dropout of the model's own, which is part of how it was trained and not of what it computes: not applied, and said.
+DROPOUTS = frozenset(
+    """
+    attention_dropout hidden_dropout residual_dropout embedding_dropout resid_pdrop embd_pdrop attn_pdrop
+    classifier_dropout summary_first_dropout mlp_dropout
+    """.split()
+)
+
 # Fields whose listed values change nothing; any other value would, and is refused.
 ONLY = {
-    "attention_dropout": (0, 0.0, None),
-    "hidden_dropout": (0, 0.0, None),
-    "residual_dropout": (0, 0.0, None),
-    "embedding_dropout": (0, 0.0, None),
-    "resid_pdrop": (0, 0.0, None),
     "partial_rotary_factor": (1, 1.0, None),
     "quantization_config": (None,),
     "auto_map": (None, {}),
@@ -52,6 +54,7 @@ class ConfigFields:
 
     def __init__(self, config: dict[str, Any], where: str):
         self._config, self._where, self._used = config, where, set[str]()
+        self.notes: list[str] = []
 
     def with_values(self, part: str, **values: Any) -> ConfigFields:
         """The same config with other values for some fields, for a part of the model that errors name.
@@ -59,7 +62,7 @@ class ConfigFields:
         What is read of it counts as read of the whole.
         """
         fields = ConfigFields(self._config | values, f"{self._where}, {part}")
-        fields._used = self._used
+        fields._used, fields.notes = self._used, self.notes
         return fields
 
     def error(self, field: str, what: str, fix: str | None = None) -> UserError:
@@ -113,6 +116,10 @@ class ConfigFields:
         for field, value in self._config.items():
             if field in self._used or field in HARMLESS or field.startswith(("_", "transformers.js")):
                 continue
+            if field in DROPOUTS:
+                if value:
+                    self.notes.append(f"{field} = {value} of the model's config is not applied")
+                continue
             if field in ONLY:
                 if value not in ONLY[field]:
                     reason = REASONS.get(field, "it would change the mathematics and is not implemented")
@@ -125,85 +132,3 @@ class ConfigFields:
                 f"{field} = {value!r} is a field that Meshtune does not know, so it might change the mathematics",
                 f"{nearest(field, self._used)}if it has no effect on the model's numbers, remove it from the config",
             )
-
-
-ROPE_NUMBERS: dict[str, tuple[set[str], set[str]]] = {  # kind -> (required, optional)
-    "default": (set(), set()),
-    "linear": ({"factor"}, set()),
-    "dynamic": ({"factor"}, set()),
-    "yarn": ({"factor"}, {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
-    "llama3": ({"factor", "low_freq_factor", "high_freq_factor"}, set()),
-}
-ALWAYS = {"rope_type", "type", "rope_theta", "original_max_position_embeddings", "partial_rotary_factor"}
-
-
-def _rope_block(fields: ConfigFields) -> tuple[str, dict[str, Any]]:
-    """(the field's name, its value): rope_parameters, or rope_scaling of older configs; both only where they agree.
-
-    transformers 5 lets rope_scaling win where a config has both, so that to ignore either changes the logits.
-    """
-    blocks = {name: fields.get(name) for name in ("rope_parameters", "rope_scaling")}
-    blocks = {name: block for name, block in blocks.items() if block is not None}
-    for name, block in blocks.items():
-        if not isinstance(block, dict):
-            raise fields.error(name, f"{name} must be a mapping, found {block!r}")
-        if block.get("type", block.get("rope_type")) != block.get("rope_type", block.get("type")):
-            raise fields.error(name, f"{name} has rope_type {block['rope_type']!r} and type {block['type']!r}")
-    if len(blocks) == 2:
-        new, old = (normalised_rope(block) for block in blocks.values())
-        differing = sorted(key for key in old if old[key] != new.get(key))
-        if differing or new.keys() - old.keys() - {"rope_theta"}:
-            raise fields.error(
-                "rope_scaling",
-                f"rope_parameters is {blocks['rope_parameters']!r} and rope_scaling is {blocks['rope_scaling']!r}: "
-                "only one of them can hold",
-                "put the block that is meant, with its rope_theta, under rope_parameters and remove rope_scaling",
-            )
-    return next(iter(blocks.items())) if blocks else ("rope_scaling", {})
-
-
-def normalised_rope(block: Mapping[str, Any]) -> dict[str, Any]:
-    """A rope block with its kind under one name, without keys that are null."""
-    kind = block.get("rope_type", block.get("type", "default"))
-    return {"rope_type": kind} | {k: v for k, v in block.items() if k not in ("type", "rope_type") and v is not None}
-
-
-def read_rope(fields: ConfigFields, head_dim: int) -> RopeSpec:
-    """rope_parameters (transformers 5), or rope_theta and rope_scaling (before), as a RopeSpec."""
-    theta = fields.get("rope_theta")
-    source, scaling = _rope_block(fields)
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in ROPE_NUMBERS:
-        known = ", ".join(ROPE_NUMBERS)
-        raise fields.error(
-            source, f"rope type {kind!r} is not implemented", f"{nearest(str(kind), ROPE_NUMBERS)}known: {known}"
-        )
-    required, optional = ROPE_NUMBERS[kind]
-    for key, value in scaling.items():
-        if key not in required | optional | ALWAYS and value is not None:
-            raise fields.error(source, f"{source}.{key} = {value!r} is not known for rope type '{kind}'")
-    if missing := sorted(k for k in required if scaling.get(k) is None):
-        raise fields.error(source, f"rope type '{kind}' needs {', '.join(missing)}")
-    if scaling.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
-        raise fields.error(source, "partial_rotary_factor other than 1 is not implemented")
-    if theta is not None and scaling.get("rope_theta", theta) != theta:
-        raise fields.error(
-            "rope_theta",
-            f"rope_theta is {theta!r}, and {scaling['rope_theta']!r} in {source}",
-            f"keep the one the model was trained with, in {source}",
-        )
-    theta = scaling.get("rope_theta", theta)
-    if theta is None:
-        raise fields.error(
-            "rope_theta", "rope_theta is missing", "add it; the family's published value is in its model card"
-        )
-    longest = fields.integer("max_position_embeddings")
-    numbers = {k: float(scaling[k]) for k in required | optional if scaling.get(k) is not None}
-    return RopeSpec(
-        theta=float(theta),
-        dim=head_dim,
-        kind=kind,
-        parameters=tuple(sorted(numbers.items())),
-        original_length=int(scaling.get("original_max_position_embeddings") or longest),
-        max_length=longest,
-    )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal, Protocol
+
+from meshtune.families.tensors import TensorMap
+from meshtune.model.spec import ModelSpec
 
 Group = Literal["dense", "mixture of experts", "hybrid", "latent attention"]
 Maturity = Literal["published weights", "random weights"]
@@ -18,7 +21,6 @@ class Family:
     `special` says in one line what differs from Llama; `models` are ids of published models on the Hugging Face hub.
     `template` names the chat template that ships with Meshtune and writes the family's own format, for models whose
     tokenizer has none. `limits` maps what is refused, a mesh axis ("cp") or a method ("expand"), to the reason.
-    `mixture` says that a model of another group than mixtures has experts as well.
     `maturity` says on which weights it was compared with transformers.
     """
 
@@ -29,9 +31,17 @@ class Family:
     template: str | None = None
     limits: Mapping[str, str] = dataclasses.field(default_factory=dict)
     maturity: Maturity = "random weights"
-    mixture: bool = False
 
-    @property
-    def experts(self) -> bool:
-        """Whether there are experts, which a mesh splits over ep."""
-        return self.mixture or self.group == "mixture of experts"
+
+class FamilyModule(Protocol):
+    """The module of one or more model types."""
+
+    DESCRIPTIONS: Mapping[str, Family]
+
+    def model_spec(self, config: dict[str, Any], where: str) -> ModelSpec:
+        """The spec of a config. Raises UserError, naming the file `where`, for whatever is not implemented."""
+        ...
+
+    def tensors(self, spec: ModelSpec) -> list[TensorMap]:
+        """The table of tensors, in the order in which models are written."""
+        ...

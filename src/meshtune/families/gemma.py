@@ -40,6 +40,5 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     norm = NormSpec(fields.number("rms_norm_eps", 1e-6), "rms_offset")
     layer = LayerSpec(attention_spec(fields, qkv_bias=bias, out_bias=bias), mlp_spec(fields), norm)
     layers = [layer] * fields.integer("num_hidden_layers")
-    spec = decoder_spec(fields, "gemma", layers, embed_scale=fields.integer("hidden_size") ** 0.5)
-    fields.finish("GemmaForCausalLM")
-    return spec
+    scale = fields.integer("hidden_size") ** 0.5
+    return decoder_spec(fields, "gemma", "GemmaForCausalLM", layers, embed_scale=scale)

@@ -54,15 +54,14 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
         "full_attention": LayerSpec(full, mlp, norm, "both"),
         "sliding_attention": LayerSpec(sliding, mlp, norm, "both"),
     }
-    spec = decoder_spec(
+    return decoder_spec(
         fields,
         "gemma2",
+        "Gemma2ForCausalLM",
         [layers[kind] for kind in fields.layer_types(tuple(layers), default=_alternating)],
         embed_scale=fields.integer("hidden_size") ** 0.5,
         logit_softcap=_softcap(fields, config, "final_logit_softcapping", 30.0),
     )
-    fields.finish("Gemma2ForCausalLM")
-    return spec
 
 
 def _alternating(index: int) -> str:

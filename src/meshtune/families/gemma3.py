@@ -56,7 +56,7 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     ropes = read_ropes(fields, fields.integer("head_dim"), THETAS, scaled=("full_attention",))
     full = attention_spec(
         fields,
-        ropes["full_attention"],
+        rope=ropes["full_attention"],
         scale=fields.number("query_pre_attn_scalar") ** -0.5,
         qkv_bias=bias,
         out_bias=bias,
@@ -74,17 +74,16 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     def default(index: int) -> str:
         return "sliding_attention" if (index + 1) % pattern else "full_attention"
 
-    spec = decoder_spec(
+    return decoder_spec(
         fields,
         "gemma3_text",
+        "Gemma3ForCausalLM",
         [layers[kind] for kind in fields.layer_types(tuple(layers), default)],
         embed_scale=fields.integer("hidden_size") ** 0.5,
         logit_softcap=None
         if fields.get("final_logit_softcapping") is None
         else fields.number("final_logit_softcapping"),
     )
-    fields.finish("Gemma3ForCausalLM")
-    return spec
 
 
 def tensors(spec: ModelSpec) -> list[TensorMap]:

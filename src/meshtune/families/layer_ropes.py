@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from meshtune.families.config_fields import ConfigFields, normalised_rope, read_rope
+from meshtune.families.config_fields import ConfigFields
+from meshtune.families.rope_fields import normalised_rope, read_rope
 from meshtune.model.rope import RopeSpec
 
 
@@ -14,6 +15,9 @@ def read_ropes(
     head_dim: int | Mapping[str, int],
     thetas: Mapping[str, tuple[str, float | None]],
     scaled: Collection[str] | None = None,
+    *,
+    rotated: float | None = None,
+    interleaved: bool = False,
 ) -> dict[str, RopeSpec]:
     """The RopeSpec of every layer type; a type whose block is null has no rotary embedding and is left out.
 
@@ -21,7 +25,8 @@ def read_ropes(
     transformers 5 and to its default (None: it must be given). transformers 5 writes one block for each layer type into
     rope_parameters. Of older configs `rope_scaling` holds for the layer types in `scaled` alone, None: for all; where
     it holds for some, transformers 5 gives a type without a block its default, and ignores a block that is not keyed by
-    layer type, which is refused here. `head_dim` may differ between layer types.
+    layer type, which is refused here. `head_dim` may differ between layer types; `rotated` and `interleaved` are those
+    of `read_rope`.
     """
     blocks = _blocks(fields, list(thetas), scaled)
     ropes: dict[str, RopeSpec] = {}
@@ -35,7 +40,8 @@ def read_ropes(
         part = fields.with_values(
             f"{kind} layers", rope_parameters=block, rope_scaling=None, rope_theta=theta, rope_local_base_freq=None
         )
-        ropes[kind] = read_rope(part, head_dim if isinstance(head_dim, int) else head_dim[kind])
+        size = head_dim if isinstance(head_dim, int) else head_dim[kind]
+        ropes[kind] = read_rope(part, size, rotated=rotated, interleaved=interleaved)
     return ropes
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshtune.families.config_fields import ConfigFields, read_rope
+from meshtune.families.config_fields import ConfigFields
 from meshtune.families.family import Family
+from meshtune.families.rope_fields import read_rope
 from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.attention import AttentionSpec
 from meshtune.model.layer import LayerSpec
 from meshtune.model.mlp import ActivationName, MlpSpec
 from meshtune.model.norm import NormSpec
-from meshtune.model.rope import RopeSpec
 from meshtune.model.spec import ModelSpec, stacks_of
 
 ACTIVATIONS: dict[str, ActivationName] = {
@@ -19,7 +19,12 @@ ACTIVATIONS: dict[str, ActivationName] = {
     "swish": "silu",
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_pytorch": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
+    "xielu": "xielu",
 }
 MODULES = {
     "attn_norm": "input_layernorm",
@@ -52,16 +57,18 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     attention = attention_spec(fields, qkv_bias=bias, out_bias=bias)
     mlp = mlp_spec(fields, bias=bool(fields.get("mlp_bias", False)))
     layer = LayerSpec(attention, mlp, norm_spec(fields))
-    spec = decoder_spec(fields, "llama", [layer] * fields.integer("num_hidden_layers"))
-    fields.finish("LlamaForCausalLM")
-    return spec
+    return decoder_spec(fields, "llama", "LlamaForCausalLM", [layer] * fields.integer("num_hidden_layers"))
 
 
-def attention_spec(fields: ConfigFields, rope: RopeSpec | None = None, **switches: Any) -> AttentionSpec:
-    """Rotary attention from the usual fields; `rope` in place of what the config's fields say of all layers.
+def attention_spec(fields: ConfigFields, **switches: Any) -> AttentionSpec:
+    """Attention from the usual fields, rotary unless `rope` says otherwise. `switches` are fields of AttentionSpec."""
+    heads, kv_heads, head_dim = head_sizes(fields)
+    switches = switches if "rope" in switches else switches | {"rope": read_rope(fields, head_dim)}
+    return AttentionSpec(heads, kv_heads, head_dim, **switches)
 
-    `switches` are fields of AttentionSpec.
-    """
+
+def head_sizes(fields: ConfigFields) -> tuple[int, int, int]:
+    """(query heads, key-value heads, numbers in a head) from the usual fields."""
     embed, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -73,13 +80,12 @@ def attention_spec(fields: ConfigFields, rope: RopeSpec | None = None, **switche
     head_dim = fields.integer("head_dim", embed // heads)
     if head_dim % 2:
         raise fields.error("head_dim", f"head_dim {head_dim} is odd; rotary embedding needs pairs")
-    rope = read_rope(fields, head_dim) if rope is None else rope
-    return AttentionSpec(heads, kv_heads, head_dim, rope=rope, **switches)
+    return heads, kv_heads, head_dim
 
 
-def mlp_spec(fields: ConfigFields, field: str = "hidden_act", **switches: Any) -> MlpSpec:
+def mlp_spec(fields: ConfigFields, field: str = "hidden_act", default: str = "silu", **switches: Any) -> MlpSpec:
     """A gated feed-forward network; `field` names its activation. `switches` are fields of MlpSpec."""
-    name = fields.get(field, "silu")
+    name = fields.get(field, default)
     if name not in ACTIVATIONS:
         raise fields.error(field, f"{field} {name!r} is not implemented", f"known: {', '.join(ACTIVATIONS)}")
     return MlpSpec(fields.integer("intermediate_size"), ACTIVATIONS[name], **switches)
@@ -90,19 +96,23 @@ def norm_spec(fields: ConfigFields) -> NormSpec:
     return NormSpec(fields.number("rms_norm_eps", 1e-6))
 
 
-def decoder_spec(fields: ConfigFields, family: str, layers: list[LayerSpec], **switches: Any) -> ModelSpec:
-    """The model around its layers, from the usual fields. `switches` are fields of ModelSpec."""
-    return ModelSpec(
-        family=family,
-        vocab=fields.integer("vocab_size"),
-        embed=fields.integer("hidden_size"),
-        stacks=stacks_of(layers),
-        norm=layers[0].norm,
-        max_length=fields.integer("max_position_embeddings"),
-        tied=bool(fields.get("tie_word_embeddings", False)),
-        init_std=fields.number("initializer_range", 0.02),
-        **switches,
-    )
+def decoder_spec(
+    fields: ConfigFields, family: str, architecture: str, layers: list[LayerSpec], **switches: Any
+) -> ModelSpec:
+    """The model around its layers, from the usual fields, after which every field of the config must have been read.
+
+    `architecture` is the class of its causal language model, `switches` are fields of ModelSpec.
+    """
+    usual = {
+        "vocab": fields.integer("vocab_size"),
+        "embed": fields.integer("hidden_size"),
+        "norm": layers[0].norm,
+        "max_length": fields.integer("max_position_embeddings"),
+        "tied": bool(fields.get("tie_word_embeddings", False)),
+        "init_std": fields.number("initializer_range", 0.02),
+    }
+    fields.finish(architecture)
+    return ModelSpec(family=family, stacks=stacks_of(layers), notes=tuple(fields.notes), **(usual | switches))
 
 
 def tensors(spec: ModelSpec) -> list[TensorMap]:

@@ -29,6 +29,4 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     if "sliding_window" not in config:
         window = 4096
     layer = LayerSpec(attention_spec(fields, window=window), mlp_spec(fields), norm_spec(fields))
-    spec = decoder_spec(fields, "mistral", [layer] * fields.integer("num_hidden_layers"))
-    fields.finish("MistralForCausalLM")
-    return spec
+    return decoder_spec(fields, "mistral", "MistralForCausalLM", [layer] * fields.integer("num_hidden_layers"))

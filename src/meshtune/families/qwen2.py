@@ -27,9 +27,8 @@ DESCRIPTIONS = {
 def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     """Qwen2Config -> ModelSpec."""
     fields = ConfigFields(config, where)
-    spec = decoder_spec(fields, "qwen2", windowed_layers(fields, attention_spec(fields, qkv_bias=True)))
-    fields.finish("Qwen2ForCausalLM")
-    return spec
+    layers = windowed_layers(fields, attention_spec(fields, qkv_bias=True))
+    return decoder_spec(fields, "qwen2", "Qwen2ForCausalLM", layers)
 
 
 def windowed_layers(fields: ConfigFields, attention: AttentionSpec) -> list[LayerSpec]:

@@ -29,9 +29,7 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     fields = ConfigFields(config, where)
     bias = bool(fields.get("attention_bias", False))
     attention = attention_spec(fields, qkv_bias=bias, out_bias=bias, qk_norm=norm_spec(fields))
-    spec = decoder_spec(fields, "qwen3", windowed_layers(fields, attention))
-    fields.finish("Qwen3ForCausalLM")
-    return spec
+    return decoder_spec(fields, "qwen3", "Qwen3ForCausalLM", windowed_layers(fields, attention))
 
 
 def tensors(spec: ModelSpec) -> list[TensorMap]:

@@ -24,14 +24,15 @@ Range = tuple[int, int, int]
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """Part of a tensor, rearranged: `tensor.reshape(split_shape)[take].transpose(order).reshape(shape)`.
+    """Part of a tensor, rearranged: `tensor.reshape(split_shape)[take][rows].transpose(order).reshape(shape)`.
 
-    `split_shape` refines the tensor's own shape, `take` is (start, stop, step) for each of its dimensions, `order`
-    permutes them, and `shape` merges neighbouring ones. Built from `View.identity(shape)` by its methods, in this
-    order:
+    `split_shape` refines the tensor's own shape, `take` is (start, stop, step) for each of its dimensions, `rows` puts
+    the elements of the first dimension in another order (None: as they are), `order` permutes dimensions, and `shape`
+    merges neighbouring ones. Built from `View.identity(shape)` by its methods, in this order:
 
         View.identity((3 * H * h, D)).split(3, H, h, D).transpose(1, 0, 2, 3).merge(3 * H * h, D)   rows head by head
         View.identity((2 * F, D)).split(2, F, D).slice(0, 1, 2).merge(F, D)                         the second half
+        View.identity((6 * h, D)).split(6, h, D).permute(0, 1, 4, 2, 3, 5).merge(6 * h, D)                q q k | q q k
         View.identity((E, D, 2 * F)).split(E, D, F, 2).slice(3, 0, 1).transpose(0, 2, 3, 1).merge(E, F, D)
     """
 
@@ -40,6 +41,7 @@ class View:
     take: tuple[Range, ...]
     order: tuple[int, ...]
     shape: Shape
+    rows: tuple[int, ...] | None = None
 
     def __post_init__(self):
         assert math.prod(self.tensor) == math.prod(self.split_shape), (self.tensor, self.split_shape)
@@ -47,6 +49,8 @@ class View:
         for n, (start, stop, step) in zip(self.split_shape, self.take, strict=True):
             assert step > 0
             assert 0 <= start < stop <= n, (self.split_shape, self.take)
+        assert self.rows is None or sorted(self.rows) == list(range(self.split_shape[0])), self.rows
+        assert self.rows is None or self.take[0] == (0, self.split_shape[0], 1), "rows are taken in part"
         assert sorted(self.order) == list(range(len(self.split_shape))), self.order
         assert _groups(self.permuted, self.shape) is not None, f"{self.permuted} does not merge into {self.shape}"
 
@@ -64,6 +68,10 @@ class View:
         """Only start..stop, every `step`, of one dimension."""
         take = tuple((start, stop, step) if n == dimension else entry for n, entry in enumerate(self.take))
         return dataclasses.replace(self, take=take, shape=tuple(_count(entry) for entry in take))
+
+    def permute(self, *rows: int) -> View:
+        """With the elements of the first dimension in another order: element i of the part is rows[i] of the tensor."""
+        return dataclasses.replace(self, rows=rows)
 
     def transpose(self, *order: int) -> View:
         """With dimensions in another order."""
@@ -102,14 +110,17 @@ class View:
 
     def read(self, tensor: np.ndarray) -> np.ndarray:
         """The part [*shape] of a whole tensor."""
-        return tensor.reshape(self.split_shape)[self.slices].transpose(self.order).reshape(self.shape)
+        part = tensor.reshape(self.split_shape)[self.slices]
+        part = part if self.rows is None else part[list(self.rows)]
+        return part.transpose(self.order).reshape(self.shape)
 
     def write(self, part: np.ndarray, tensor: np.ndarray) -> None:
         """The inverse of `read`: puts a part where it belongs in a whole, contiguous tensor."""
         assert tensor.flags.c_contiguous
         assert tensor.shape == self.tensor
         inverse = tuple(int(n) for n in np.argsort(self.order))
-        tensor.reshape(self.split_shape)[self.slices] = part.reshape(self.permuted).transpose(inverse)
+        where = self.slices if self.rows is None else (list(self.rows), *self.slices[1:])
+        tensor.reshape(self.split_shape)[where] = part.reshape(self.permuted).transpose(inverse)
 
     def of_rows(self, *columns: int) -> View:
         """The same arrangement of rows for an array [rows, *columns], where only rows are rearranged."""
@@ -125,6 +136,7 @@ class View:
             (*rows[1], *extra.take),
             (*rows[2], *range(lead, lead + len(columns))),
             (self.shape[0], *columns),
+            self.rows,
         )
 
 

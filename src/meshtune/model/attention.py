@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -37,13 +37,38 @@ class AlibiSpec:
 
 
 @dataclasses.dataclass(frozen=True)
+class LongQuerySpec:
+    """Queries that grow with their position: multiplied by 1 + beta * ln(1 + floor((position + offset) / length)).
+
+    Ministral 3 has them, and the layers of Llama 4 without rotary positions.
+    """
+
+    beta: float
+    length: int
+    offset: int = 0
+
+    def __call__(self, q: Heads, positions: Array) -> Heads:
+        """Computed in float32, in q's dtype."""
+        steps = jnp.floor((positions.astype(jnp.float32) + self.offset) / self.length)
+        return (q.astype(jnp.float32) * (1 + self.beta * jnp.log1p(steps))[:, :, None, None]).astype(q.dtype)
+
+
+# What a norm of queries and keys extends over: a head, all with the same weights or each with its own, or all heads.
+NormOver = Literal["head", "own_head", "vector"]
+
+
+@dataclasses.dataclass(frozen=True)
 class AttentionSpec:
     """Softmax attention of H query heads over K key-value heads of h numbers each.
 
     Positions are rotary (`rope`), biases (`alibi`) or absent. `window` is the sliding window in tokens (None: the whole
-    past), `softcap` squashes scores by tanh, `scale` multiplies them (None: h ** -0.5). `qk_norm` normalises every head
-    of queries and keys. With `packed` one projection `qkv` [3 H h, D] computes queries, keys and values: for each head
-    its h rows of queries, of keys and of values, so that tp, which splits the rows, gives every device whole heads.
+    past), `softcap` squashes scores by tanh, `scale` multiplies them (None: h ** -0.5). `qk_norm` normalises queries
+    and keys (`qk_norm_over`), before they are rotated or after (`qk_norm_after_rope`); `clip` limits the numbers of
+    queries, keys and values to [-clip, clip] after that norm. `long_query` makes queries grow with their position.
+    The result is multiplied by the sigmoid of a gate, computed from the input (`gate="input"`), or beside each head's
+    queries by the same projection (`gate="query"`).
+    With `packed` one projection `qkv` [(H + 2 K) h, D] computes queries, keys and values: for each key-value head the
+    rows of its queries, of keys and of values, so that tp, which splits the rows, gives every device whole heads.
     """
 
     heads: int
@@ -57,11 +82,17 @@ class AttentionSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: NormSpec | None = None
+    qk_norm_over: NormOver = "head"
+    qk_norm_after_rope: bool = False
+    clip: float | None = None
+    long_query: LongQuerySpec | None = None
+    gate: Literal["input", "query"] | None = None
     packed: bool = False
     name: ClassVar[str] = "attn"
 
     def __post_init__(self):
-        assert not self.packed or self.heads == self.kv_heads, "packed queries, keys and values are of the same heads"
+        assert self.gate is None or not self.packed, "packed projections have no gate"
+        assert not self.qk_norm_after_rope or self.qk_norm_over != "vector", "heads are rotated one by one"
         assert self.heads % self.kv_heads == 0, "key-value heads must divide the heads"
 
     @property
@@ -69,21 +100,36 @@ class AttentionSpec:
         return () if self.rope is None else (self.rope,)
 
     def params(self, embed: int) -> Tree:
-        """q [H h, D], k and v [K h, D] (or qkv), o [D, H h], and the norms of a head of queries and keys."""
+        """q [H h, D] ([2 H h, D] with a gate beside each query), k and v [K h, D], or qkv; o [D, H h], gate [H h, D],
+        and the norms of queries and keys."""
         d, H, K = (embed, "embed"), self.heads * self.head_dim, self.kv_heads * self.head_dim
         heads, kv_heads = (H, "heads"), (K, "kv_heads")
         if self.packed:
-            tree = {"qkv": linear_params((3 * H, PACKED), d, self.qkv_bias, self.head_dim)}
+            tree = {"qkv": linear_params((H + 2 * K, PACKED), d, self.qkv_bias, self.head_dim)}
         else:
+            width = 2 if self.gate == "query" else 1
             tree = {
-                "q": linear_params(heads, d, self.qkv_bias, self.head_dim),
+                "q": linear_params((width * H, "heads"), d, self.qkv_bias, width * self.head_dim),
                 "k": linear_params(kv_heads, d, self.qkv_bias, self.head_dim),
                 "v": linear_params(kv_heads, d, self.qkv_bias),
             }
         tree["o"] = linear_params(d, heads, self.out_bias)
+        if self.gate == "input":
+            tree["gate"] = linear_params(heads, d, bias=False)
         if self.qk_norm is not None:
-            tree |= {n: self.qk_norm.params(self.head_dim, "head_dim") for n in ("q_norm", "k_norm")}
-        return tree
+            tree |= {"q_norm": self._norm_params("heads"), "k_norm": self._norm_params("kv_heads")}
+        return {name: node for name, node in tree.items() if node}
+
+    def _norm_params(self, axis: Literal["heads", "kv_heads"]) -> Tree:
+        assert self.qk_norm is not None
+        count, size = (self.heads if axis == "heads" else self.kv_heads), self.head_dim
+        match self.qk_norm_over:
+            case "head":
+                return self.qk_norm.params(size, "head_dim")
+            case "own_head":
+                return self.qk_norm.params_of((count, size), (axis, "head_dim"))
+            case "vector":
+                return self.qk_norm.params(count * size, axis)
 
     def apply(self, x: Hidden, node: Tree, context: Context, cache: LayerCache | None = None) -> Output:
         """Attention and its output projection."""
@@ -116,8 +162,10 @@ class AttentionSpec:
             slopes=None if self.alibi is None else jnp.asarray(self.alibi.slopes, jnp.float32),
             **self._scores(),
         )
-        y = linear(mixed.reshape(*mixed.shape[:2], -1), node["o"], site_key(context.key, "o"))
-        return Output(y, cache, {})
+        mixed = mixed.reshape(*mixed.shape[:2], -1)
+        if (gate := self._gate(x, node, context.key)) is not None:
+            mixed = mixed * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(mixed.dtype)
+        return Output(linear(mixed, node["o"], site_key(context.key, "o")), cache, {})
 
     def memory(self, x: Hidden, node: Tree, context: Context) -> Tree:
         """Keys and values [B, T, K, h]."""
@@ -125,7 +173,7 @@ class AttentionSpec:
             _, k, v = self._packed(x, node, context.key)
         else:
             k, v = (self._heads(x, node, name, context.key) for name in ("k", "v"))
-        return {"k": self._rotated(k, node, "k", context.rows), "v": v}
+        return {"k": self._rotated(k, node, "k", context.rows), "v": self._clipped(v)}
 
     def cache(self, batch: int, slots: int, dtype: str) -> Tree:
         """Keys and values of `slots` tokens a row, or of a window."""
@@ -147,26 +195,29 @@ class AttentionSpec:
         if self.packed:  # both passes read the one projection, each for its share of the gradient
             memory, chunk = ["qkv", "k_norm"], ["qkv", "q_norm", "o"]
         else:
-            memory, chunk = ["k", "v", "k_norm"], ["q", "q_norm", "o"]
-        norms = {"q_norm", "k_norm"} if self.qk_norm is None else set()
-        return RowParams(frozenset(memory) - norms, frozenset(chunk) - norms)
+            memory, chunk = ["k", "v", "k_norm"], ["q", "q_norm", "gate", "o"]
+        names = frozenset(self.params(1))
+        return RowParams(names.intersection(memory), names.intersection(chunk))
 
     def divisors(self) -> tuple[Divisor, ...]:
-        kv_heads = Divisor("tp", "key and value heads", self.kv_heads, replicate_axis="kv_heads")
+        replicate_axis = None if self.packed else "kv_heads"
+        kv_heads = Divisor("tp", "key and value heads", self.kv_heads, replicate_axis)
         return Divisor("tp", "attention heads", self.heads), kv_heads
 
     def cost(self, embed: int) -> Cost:
         H, K = self.heads * self.head_dim, self.kv_heads * self.head_dim
         past = Activation("kv_heads", K, self.kv_heads, kept=True, elementwise=2, whole_rows=True)
+        gate = () if self.gate is None else (Activation("heads", H, self.heads, kept=True, elementwise=1),)
         activations = (
             Activation("heads", H, self.heads, kept=True, elementwise=2),
+            *gate,
             past,
             past,
             Activation("heads", H, self.heads, kept=True),
             # The log-sum-exp of every head's scores, in float32.
             Activation("heads", self.heads, self.heads, kept=True, products=0, itemsize=4),
         )
-        return Cost(embed * (2 * H + 2 * K), activations, pairs=4 * H, window=self.window)
+        return Cost(embed * ((2 + len(gate)) * H + 2 * K), activations, pairs=4 * H, window=self.window)
 
     def attention_request(self, rows: int, q_length: int, kv_length: int, compute: Compute) -> AttentionRequest:
         return AttentionRequest(
@@ -194,30 +245,59 @@ class AttentionSpec:
         rows, key = context.rows, context.key
         if self.packed:
             q, k, v = self._packed(x, node, key)
-            return self._rotated(q, node, "q", rows), self._rotated(k, node, "k", rows), v
-        q = self._rotated(self._heads(x, node, "q", key), node, "q", rows)
-        k = self._rotated(self._heads(x, node, "k", key), node, "k", rows)
-        return q, k, self._heads(x, node, "v", key)
+        else:
+            q, k, v = (self._heads(x, node, name, key) for name in ("q", "k", "v"))
+        return self._rotated(q, node, "q", rows), self._rotated(k, node, "k", rows), self._clipped(v)
 
     def _queries(self, x: Hidden, node: Tree, context: Context) -> Heads:
         q = self._packed(x, node, context.key)[0] if self.packed else self._heads(x, node, "q", context.key)
         return self._rotated(q, node, "q", context.rows)
 
     def _heads(self, x: Hidden, node: Tree, name: str, key: Array | None) -> Heads:
-        return linear(x, node[name], site_key(key, name)).reshape(*x.shape[:2], -1, self.head_dim)
+        heads = linear(x, node[name], site_key(key, name))
+        if name == "q" and self.gate == "query":
+            return heads.reshape(*x.shape[:2], -1, 2 * self.head_dim)[..., : self.head_dim]
+        return heads.reshape(*x.shape[:2], -1, self.head_dim)
+
+    def _gate(self, x: Hidden, node: Tree, key: Array | None) -> Float[Array, "B T Hh"] | None:
+        """What the sigmoid that multiplies the result is taken of."""
+        if self.gate == "input":
+            return linear(x, node["gate"], site_key(key, "gate"))
+        if self.gate == "query":
+            heads = linear(x, node["q"], site_key(key, "q")).reshape(*x.shape[:2], -1, 2 * self.head_dim)
+            return heads[..., self.head_dim :].reshape(*x.shape[:2], -1)
+        return None
 
     def _packed(self, x: Hidden, node: Tree, key: Array | None) -> tuple[Heads, Heads, Heads]:
         """Queries, keys and values of one projection, not rotated."""
-        qkv = linear(x, node["qkv"], site_key(key, "qkv")).reshape(*x.shape[:2], -1, 3, self.head_dim)
-        return qkv[:, :, :, 0], qkv[:, :, :, 1], qkv[:, :, :, 2]
+        group = self.heads // self.kv_heads
+        qkv = linear(x, node["qkv"], site_key(key, "qkv")).reshape(*x.shape[:2], -1, group + 2, self.head_dim)
+        q = qkv[:, :, :, :group].reshape(*x.shape[:2], -1, self.head_dim)
+        return q, qkv[:, :, :, group], qkv[:, :, :, group + 1]
 
-    def _rotated(self, heads: Heads, node: Tree, name: str, rows: Rows) -> Heads:
-        """Normalised where the model does that, and rotated."""
-        if self.qk_norm is not None:
-            heads = self.qk_norm(heads, node[f"{name}_norm"])
+    def _rotated(self, heads: Heads, node: Tree, name: Literal["q", "k"], rows: Rows) -> Heads:
+        """Queries or keys, normalised where the model does that, and rotated."""
+        if not self.qk_norm_after_rope:
+            heads = self._normalised(heads, node, name)
+        heads = self._clipped(heads)
         if self.rope is not None:
             heads = rotate(heads, *rows.angles[self.rope], interleaved=self.rope.interleaved)
+        if self.qk_norm_after_rope:
+            heads = self._normalised(heads, node, name)
+        if name == "q" and self.long_query is not None:
+            heads = self.long_query(heads, rows.positions)
         return checkpoint_name(heads, ROTATED)
+
+    def _normalised(self, heads: Heads, node: Tree, name: Literal["q", "k"]) -> Heads:
+        if self.qk_norm is None:
+            return heads
+        params = node.get(f"{name}_norm", {})
+        if self.qk_norm_over != "vector":
+            return self.qk_norm(heads, params)
+        return self.qk_norm(heads.reshape(*heads.shape[:2], -1), params).reshape(heads.shape)
+
+    def _clipped(self, heads: Heads) -> Heads:
+        return heads if self.clip is None else jnp.clip(heads, -self.clip, self.clip)
 
     def _recalled(
         self, k: Heads, v: Heads, rows: Rows, cache: LayerCache

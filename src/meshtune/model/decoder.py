@@ -60,7 +60,7 @@ def forward(
         (x, sums), caches = runner.apply(layer_functions(spec, compute), spec, compute, x, rows, side), {}
     if cache is not None:
         cache = Cache(caches, cache.lengths + jnp.sum(inputs.segment_ids > 0, axis=1, dtype=jnp.int32))
-    return Forward(spec.norm(x, to_device(params["norm"])), cache, sums)
+    return Forward(spec.norm(x, to_device(params.get("norm", {}))), cache, sums)
 
 
 def hidden_states(
@@ -89,6 +89,8 @@ def enter(params: Tree, spec: ModelSpec, compute: Compute, inputs: Inputs) -> tu
     x = x.astype(compute.dtype)
     if spec.embed_scale is not None:
         x = x * jnp.asarray(spec.embed_scale, x.dtype)
+    if spec.learned_positions:
+        x = x + embedded(table(to_device(params["positions"])), inputs.positions, compute.layout).astype(x.dtype)
     side = dict(inputs.side or {})
     if spec.side is not None:
         side |= spec.side.apply(to_device(params[spec.side.name]), inputs, x)

@@ -54,9 +54,14 @@ class LayerSpec:
             if self.placement != "post" and not shared:
                 tree[f"{block.name}_norm"] = self.norm.params(embed, "embed")
             tree[block.name] = block.params(embed)
-            if self.placement in ("post", "both"):
+            if self.has_post_norms:
                 tree[f"{block.name}_post_norm"] = self.norm.params(embed, "embed")
-        return tree
+        return {name: node for name, node in tree.items() if node}
+
+    @property
+    def has_post_norms(self) -> bool:
+        """Whether the blocks' results are normalised before they are added to the stream."""
+        return self.placement in ("post", "both")
 
     def sums(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes of the sums that the layer returns."""
@@ -69,9 +74,9 @@ class LayerSpec:
         return f"{(self.blocks[0] if self.placement == 'parallel_shared' else block).name}_norm"
 
     def nodes(self, block: Block) -> set[str]:
-        """The keys of a layer's parameters that a block's part of it reads."""
+        """The keys of a layer's parameters that a block's part of it may read; a norm without parameters has none."""
         keys = {block.name, self.input_norm(block)}
-        if self.placement in ("post", "both"):
+        if self.has_post_norms:
             keys.add(f"{block.name}_post_norm")
         return {key for key in keys if key is not None}
 
@@ -104,10 +109,10 @@ def _keyed(context: Context, site: str) -> Context:
 def _branch(x: Hidden, node: Tree, spec: LayerSpec, block: Block, context: Context, cache: LayerCache | None) -> Output:
     """What a block adds to the stream x."""
     norm = spec.input_norm(block)
-    h = x if norm is None else spec.norm(x, node[norm])
+    h = x if norm is None else spec.norm(x, node.get(norm, {}))
     y, cache, sums = block.apply(h, node[block.name], context, cache)
-    if (post := node.get(f"{block.name}_post_norm")) is not None:
-        y = spec.norm(y, post)
+    if spec.has_post_norms:
+        y = spec.norm(y, node.get(f"{block.name}_post_norm", {}))
     return Output(y if spec.scale is None else y * spec.scale, cache, sums)
 
 
@@ -122,7 +127,7 @@ def _with_ffn(
     if spec.ffn is None:
         return Output(total, cache, sums)
     parallel = spec.placement.startswith("parallel")
-    params = {name: node[name] for name in spec.nodes(spec.ffn)}
+    params = {name: node[name] for name in spec.nodes(spec.ffn) if name in node}
     feed = functools.partial(_feed, spec=spec, compute=context.compute)
     y, ffn_sums = over_chunks(
         feed,
@@ -158,7 +163,7 @@ def _by_chunks(x: Hidden, node: Tree, spec: LayerSpec, mixer: Mixer, context: Co
         return {name: leaf for name, leaf in node[mixer.name].items() if name in names}
 
     norm = spec.input_norm(mixer)
-    params = ({} if norm is None else {norm: node[norm]}) | {mixer.name: part(reads.memory)}
+    params = ({norm: node[norm]} if norm in node else {}) | {mixer.name: part(reads.memory)}
     shared = (params, context.index, site_key(context.key, mixer.name))
     beside = {"side": context.side}
     compute_memory = functools.partial(_chunk_memory, **options)
@@ -183,7 +188,7 @@ def _chunk_memory(
     """What later tokens need of the tokens of a chunk."""
     node, index, key = shared
     norm = spec.input_norm(mixer)
-    h = x if norm is None else spec.norm(x, node[norm])
+    h = x if norm is None else spec.norm(x, node.get(norm, {}))
     context = Context(compute, rows, beside["side"], index, fold(key, number))
     return mixer.memory(h, node[mixer.name], context), {}
 

@@ -8,8 +8,10 @@ from functools import partial
 from typing import ClassVar, Literal
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
+from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.model.block import Activation, Context, Cost, Divisor, Hidden, Output, RowParams, Sums
 from meshtune.model.cache import LayerCache
@@ -20,37 +22,70 @@ ACTIVATIONS = {
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
-ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu"]
+ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
+XIELU = "xielu"  # the activation with parameters of its own
+XIELU_BETA, XIELU_LARGEST = 0.5, -1e-6
+
+
+def xielu(x: Array, node: Tree) -> Array:
+    """The activation of https://arxiv.org/abs/2411.13010, with the parameters {positive, negative} [1] of one layer.
+
+    a x^2 + x / 2 for positive x, b (exp(x) - 1 - x) + x / 2 for others, where a and b are softplus of the parameters,
+    and 1/2 more for b. Computed in float32, returned in x's dtype.
+    """
+    wide = x.astype(jnp.float32)
+    a, b = (jax.nn.softplus(node[name].astype(jnp.float32)) for name in ("positive", "negative"))
+    below = (XIELU_BETA + b) * (jnp.expm1(jnp.minimum(wide, XIELU_LARGEST)) - wide)
+    return (jnp.where(wide > 0, a * jnp.square(wide), below) + XIELU_BETA * wide).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class MlpSpec:
-    """down(activation(gate(x)) * up(x)); without a gate, down(activation(up(x))). `width` is F."""
+    """down(activation(gate(x)) * up(x)); without a gate, down(activation(up(x))). `width` is F.
+
+    With `packed` one projection `gate_up` [2 F, D] computes both: a row of the gate, then a row of up, in turn, so that
+    tp, which splits the rows, gives every device both of a pair.
+    """
 
     width: int
     activation: ActivationName = "silu"
     bias: bool = False
     gated: bool = True
+    packed: bool = False
     name: ClassVar[str] = "mlp"
 
+    def __post_init__(self):
+        assert self.gated or not self.packed, "only a gate and up can be packed"
+
+    @property
+    def into(self) -> dict[str, int]:
+        """The rows of each projection of the input."""
+        if self.packed:
+            return {"gate_up": 2 * self.width}
+        return dict.fromkeys(("gate", "up") if self.gated else ("up",), self.width)
+
     def params(self, embed: int) -> Tree:
-        """{gate, up} [F, D] and down [D, F]."""
-        wide, narrow = (self.width, "ffn"), (embed, "embed")
-        into = ("gate", "up") if self.gated else ("up",)
-        return {n: linear_params(wide, narrow, self.bias) for n in into} | {
-            "down": linear_params(narrow, wide, self.bias)
-        }
+        """{gate, up} [F, D], or gate_up [2 F, D], and down [D, F]."""
+        narrow = (embed, "embed")
+        tree = {name: linear_params((rows, "ffn"), narrow, self.bias) for name, rows in self.into.items()}
+        tree["down"] = linear_params(narrow, (self.width, "ffn"), self.bias)
+        if self.activation == XIELU:
+            tree[XIELU] = {n: ArraySpec((1,), "float32", ("whole",), role="vector") for n in ("positive", "negative")}
+        return tree
 
     def apply(self, x: Hidden, node: Tree, context: Context, cache: LayerCache | None = None) -> Output:
         """The network's result."""
-        key, activation = context.key, ACTIVATIONS[self.activation]
+        key = context.key
+        activation = partial(xielu, node=node[XIELU]) if self.activation == XIELU else ACTIVATIONS[self.activation]
+        products = [linear(x, node[name], site_key(key, name)) for name in self.into]
+        if self.packed:
+            pairs = products[0].reshape(*x.shape[:-1], self.width, 2)
+            products = [pairs[..., 0], pairs[..., 1]]
+        wide = activation(products[0])
         if self.gated:
-            gate = linear(x, node["gate"], site_key(key, "gate"))
-            up = linear(x, node["up"], site_key(key, "up"))
-            wide = activation(gate) * up
-        else:
-            wide = activation(linear(x, node["up"], site_key(key, "up")))
+            wide = wide * products[1]
         return Output(linear(wide, node["down"], site_key(key, "down")), cache, {})
 
     def side_inputs(self) -> frozenset[str]:
@@ -63,7 +98,8 @@ class MlpSpec:
         return None
 
     def row_params(self) -> RowParams:
-        return RowParams(frozenset(), frozenset(("gate", "up", "down") if self.gated else ("up", "down")))
+        names = {*self.into, "down"} | ({XIELU} if self.activation == XIELU else set())
+        return RowParams(frozenset(), frozenset(names))
 
     def divisors(self) -> tuple[Divisor, ...]:
         return (Divisor("tp", "ffn width", self.width),)

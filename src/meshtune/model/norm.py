@@ -12,41 +12,49 @@ from jaxtyping import Array, Float
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 
+NormKind = Literal["rms", "rms_offset", "rms_plain", "layer", "layer_offset", "layer_scale", "layer_plain"]
+
 
 @dataclasses.dataclass(frozen=True)
 class NormSpec:
     """A norm over the last axis.
 
     `rms` multiplies by its weight, `rms_offset` by one plus its weight (Gemma), which starts at zero; `layer` is layer
-    norm with weight and bias, `layer_scale` without the bias.
+    norm with weight and bias, `layer_offset` with one plus its weight (Nemotron), `layer_scale` without the bias. The
+    `plain` kinds have no parameters.
     """
 
     eps: float
-    kind: Literal["rms", "rms_offset", "layer", "layer_scale"] = "rms"
+    kind: NormKind = "rms"
+
+    @property
+    def has_offset(self) -> bool:
+        """Whether one is added to the weight."""
+        return self.kind in ("rms_offset", "layer_offset")
 
     def params(self, width: int, axis: str) -> Tree:
-        """Its parameters for vectors of `width` numbers."""
-        init = "zeros" if self.kind == "rms_offset" else "ones"
-        weight = {"weight": ArraySpec((width,), "float32", (axis,), init, role="vector")}
-        if self.kind != "layer":
-            return weight
-        return weight | {"bias": ArraySpec((width,), "float32", (axis,), "zeros", role="vector")}
+        """Its parameters for vectors of `width` numbers; none of a plain norm."""
+        return self.params_of((width,), (axis,))
+
+    def params_of(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> Tree:
+        """Its parameters for arrays [.., *shape], of which the last axis is normalised."""
+        if self.kind in ("rms_plain", "layer_plain"):
+            return {}
+        init = "zeros" if self.has_offset else "ones"
+        tree = {"weight": ArraySpec(shape, "float32", axes, init, role="vector")}
+        if self.kind in ("layer", "layer_offset"):
+            tree["bias"] = ArraySpec(shape, "float32", axes, "zeros", role="vector")
+        return tree
 
     def __call__(self, x: Float[Array, "*B D"], node: Tree) -> Float[Array, "*B D"]:
-        """Computed in float32, returned in x's dtype."""
-        weight = node["weight"].astype(jnp.float32)
-        if self.kind == "rms":
-            return rms_norm(x, weight, self.eps)
-        if self.kind == "rms_offset":
-            return rms_norm(x, 1.0 + weight, self.eps)
+        """Computed in float32, returned in x's dtype. `node` holds the parameters."""
         wide = x.astype(jnp.float32)
-        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps) * weight
-        return (wide + node["bias"].astype(jnp.float32) if "bias" in node else wide).astype(x.dtype)
-
-
-def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*B D"]:
-    """x / rms(x) * weight over the last axis, computed in float32, in x's dtype."""
-    wide = x.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale * weight.astype(jnp.float32)).astype(x.dtype)
+        if self.kind.startswith("layer"):
+            wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        if "weight" in node:
+            weight = node["weight"].astype(jnp.float32)
+            wide = wide * (1.0 + weight if self.has_offset else weight)
+        if "bias" in node:
+            wide = wide + node["bias"].astype(jnp.float32)
+        return wide.astype(x.dtype)

@@ -1,7 +1,8 @@
 """Rotary position embedding (https://arxiv.org/abs/2104.09864) and its context extensions.
 
 Formulas follow the papers and transformers' `modeling_rope_utils`, which the tests compare with: linear (position
-interpolation, https://arxiv.org/abs/2306.15595), dynamic NTK, YaRN (https://arxiv.org/abs/2309.00071), llama3.
+interpolation, https://arxiv.org/abs/2306.15595), dynamic NTK, YaRN (https://arxiv.org/abs/2309.00071), llama3, LongRoPE
+(https://arxiv.org/abs/2402.13753), and NTK with a fixed factor (Hunyuan's alpha).
 """
 
 from __future__ import annotations
@@ -15,32 +16,42 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "ntk"]
+LONGROPE_FACTORS = ("short_factor", "long_factor")  # of documents within the original context, and of longer ones
+
 
 @dataclasses.dataclass(frozen=True, order=True)
 class RopeSpec:
     """Rotary position embedding of the first `dim` numbers of a head.
 
-    `kind` is the HF rope type. `parameters` holds that type's own numbers (factor, low_freq_factor, ...), sorted by
-    name. `original_length` is the context the base frequencies were trained for, `max_length` the model's
+    `kind` is the HF rope type ("ntk": dynamic with `alpha`). `parameters` holds that type's own numbers (factor,
+    low_freq_factor, ...), sorted by name; longrope's factors are a number for each pair.
+    `original_length` is the context the base frequencies were trained for, `max_length` the model's
     max_position_embeddings. Pairs are (i, i + dim/2) or, `interleaved`, (2i, 2i + 1).
     """
 
     theta: float
     dim: int
-    kind: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
-    parameters: tuple[tuple[str, float], ...] = ()
+    kind: RopeKind = "default"
+    parameters: tuple[tuple[str, float | tuple[float, ...]], ...] = ()
     original_length: int = 0
     max_length: int = 0
     interleaved: bool = False
 
 
 def frequencies(rope: RopeSpec) -> tuple[np.ndarray, float]:
-    """(inverse frequencies float64 [h/2], factor on cos and sin); 'dynamic' rescales them later, by length."""
-    inverse = 1.0 / rope.theta ** (np.arange(0, rope.dim, 2, dtype=np.float64) / rope.dim)
-    numbers = dict(rope.parameters)
+    """(inverse frequencies float64 [h/2], factor on cos and sin); 'dynamic' and 'longrope' rescale them later, by
+    length."""
+    numbers: dict[str, float] = {name: value for name, value in rope.parameters if not isinstance(value, tuple)}
+    theta = rope.theta
+    if rope.kind == "ntk":
+        theta *= numbers["alpha"] ** (rope.dim / (rope.dim - 2))
+    inverse = 1.0 / theta ** (np.arange(0, rope.dim, 2, dtype=np.float64) / rope.dim)
     match rope.kind:
-        case "default" | "dynamic":
+        case "default" | "dynamic" | "ntk":
             return inverse, 1.0
+        case "longrope":
+            return inverse, _longrope_magnitude(rope, numbers)
         case "linear":
             return inverse / numbers["factor"], 1.0
         case "llama3":
@@ -54,13 +65,17 @@ def angles(
 ) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
     """cos and sin of every token's rotation, float32.
 
-    'dynamic' rescales by the length of the token's own document (the largest position in its segment), so that a
-    document means the same packed and alone.
+    'dynamic' and 'longrope' rescale by the length of the token's own document (the largest position in its segment),
+    so that a document means the same packed and alone.
     """
     inverse, factor = frequencies(rope)
     phase = positions.astype(jnp.float32)[..., None]
     if rope.kind == "dynamic":
         phase = phase * _dynamic(rope, _document_lengths(positions, segment_ids))
+    elif rope.kind == "longrope":
+        is_long = _document_lengths(positions, segment_ids) > rope.original_length
+        short, long = (jnp.asarray(inverse / _pair_factors(rope, name), jnp.float32) for name in LONGROPE_FACTORS)
+        phase = phase * jnp.where(is_long[..., None], long, short)
     else:
         phase = phase * jnp.asarray(inverse, jnp.float32)
     return jnp.cos(phase) * factor, jnp.sin(phase) * factor
@@ -86,6 +101,20 @@ def rotate(
     turned = jnp.stack(pair, axis=-1).reshape(x.shape) if interleaved else jnp.concatenate(pair, axis=-1)
     turned = turned.astype(x.dtype)
     return turned if unrotated.shape[-1] == 0 else jnp.concatenate([turned, unrotated], axis=-1)
+
+
+def _pair_factors(rope: RopeSpec, name: str) -> np.ndarray:
+    factors = dict(rope.parameters)[name]
+    assert isinstance(factors, tuple)
+    assert len(factors) == rope.dim // 2, f"{len(factors)} factors for {rope.dim // 2} pairs"
+    return np.asarray(factors, np.float64)
+
+
+def _longrope_magnitude(rope: RopeSpec, numbers: dict[str, float]) -> float:
+    if (given := numbers.get("attention_factor")) is not None:
+        return given
+    stretch = numbers.get("factor") or rope.max_length / rope.original_length
+    return 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(rope.original_length))
 
 
 def _llama3(inverse: np.ndarray, rope: RopeSpec, numbers: dict[str, float]) -> np.ndarray:
@@ -122,6 +151,7 @@ def _yarn(inverse: np.ndarray, rope: RopeSpec, numbers: dict[str, float]) -> tup
 
 def _dynamic(rope: RopeSpec, lengths: Int[Array, "B T"]) -> Float[Array, "B T half"]:
     factor, dim = dict(rope.parameters)["factor"], rope.dim
+    assert isinstance(factor, float)
     longest = jnp.maximum(lengths, rope.original_length).astype(jnp.float32)
     theta = rope.theta * (factor * longest / rope.original_length - (factor - 1)) ** (dim / (dim - 2))
     return 1.0 / theta[..., None] ** (jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)

@@ -60,9 +60,12 @@ class ModelSpec:
 
     `norm` normalises the last hidden state. `max_length` is the context that the model is for, in tokens (0: unknown).
     A `scored` model gives every token one score instead of the next token's logits: a reward model. Embeddings are
-    multiplied by `embed_scale`, logits by `logit_scale` and squashed by tanh at `logit_softcap`. With `norm_head` the
+    multiplied by `embed_scale`, logits by `logit_scale` and squashed by tanh at `logit_softcap`. With
+    `learned_positions` the row of a second table for a token's position in its document is added to its embedding. The
+    head has a bias where `head_bias` says so. With `norm_head` the
     rows of the output head are divided by their length before logits are computed; what is stored and trained are the
-    rows as they are. `side` computes inputs for all layers from the tokens (see SideSpec).
+    rows as they are. `side` computes inputs for all layers from the tokens (see SideSpec). `notes` are
+    sentences about the model for a run's banner.
     """
 
     family: str
@@ -76,10 +79,13 @@ class ModelSpec:
     init_std: float = 0.02
     scored: bool = False
     norm_head: bool = False
+    head_bias: bool = False
+    learned_positions: bool = False
     embed_scale: float | None = None
     logit_scale: float | None = None
     logit_softcap: float | None = None
     side: SideSpec | None = None
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def layers(self) -> int:
@@ -94,7 +100,8 @@ class ModelSpec:
     @property
     def before(self) -> frozenset[str]:
         """The top-level nodes of parameters that the input of the first layer, or the side inputs, depend on."""
-        return frozenset(("embed",)) | (frozenset() if self.side is None else frozenset((self.side.name,)))
+        nodes = {"embed"} | ({"positions"} if self.learned_positions else set())
+        return frozenset(nodes | ({self.side.name} if self.side is not None else set()))
 
     @property
     def after(self) -> frozenset[str]:
@@ -154,22 +161,28 @@ def abstract_params(spec: ModelSpec) -> Tree:
     """The tree of `ArraySpec` for a model. Linear weights are [out, in], as Hugging Face stores them.
 
     embed/weight [V, D]; layers/"s.p"/.. of every layer's blocks and norms, with a leading `layers` axis each; norm [D];
-    head/weight [V, D] unless tied, or score/weight [1, D] if scored; and what `side` has.
+    head/weight [V, D] unless tied, or score/weight [1, D] if scored; positions/weight [max_length, D] where they are
+    learned; and what `side` has.
     """
 
     def rows(count: int, axis: str, role: Role) -> Tree:
         return {"weight": ArraySpec((count, spec.embed), "float32", (axis, "embed"), role=role)}
 
     tree: Tree = {"embed": rows(spec.vocab, "vocab", "table")}
+    if spec.learned_positions:
+        tree["positions"] = rows(spec.max_length, "whole", "table")
     if spec.side is not None:
         tree[spec.side.name] = spec.side.params(spec)
     tree["layers"] = {
         key: map_leaves(lambda leaf, repeats=repeats: leaf.stacked(repeats), kind.params(spec.embed))
         for key, repeats, kind, _ in spec.positions()
     }
-    tree["norm"] = spec.norm.params(spec.embed, "embed")
+    if norm := spec.norm.params(spec.embed, "embed"):
+        tree["norm"] = norm
     if spec.scored:
         tree["score"] = rows(1, "score", "head")
     elif not spec.tied:
         tree["head"] = rows(spec.vocab, "vocab", "head")
+        if spec.head_bias:
+            tree["head"]["bias"] = ArraySpec((spec.vocab,), "float32", ("vocab",), "zeros", role="vector")
     return map_leaves(lambda leaf: dataclasses.replace(leaf, dtype=spec.dtype), tree)

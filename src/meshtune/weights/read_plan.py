@@ -208,7 +208,24 @@ def _aligned(view: View, box: Box) -> Iterator[tuple[Box, Slices]]:
             for n, part in zip(group, within, strict=True):
                 ranges[n] = part
         selection = dict(zip(view.order, ranges, strict=True))
-        yield tuple(selection[n] for n in range(len(ranges))), tuple(target)
+        in_order = tuple(selection[n] for n in range(len(ranges)))
+        yield from _permuted(view, in_order, tuple(target))
+
+
+def _permuted(view: View, selection: Box, target: Slices) -> Iterator[tuple[Box, Slices]]:
+    """A box of what a view takes, cut where its order of rows jumps: boxes of the tensor, with their slices."""
+    if view.rows is None:
+        yield selection, target
+        return
+    start, stop = selection[0]
+    place = next(n for n, group in enumerate(view.groups) if view.order.index(0) in group)
+    inner = (target[place].stop - target[place].start) // (stop - start)
+    jumps = [i for i in range(start + 1, stop) if view.rows[i] != view.rows[i - 1] + 1]
+    for first, last in itertools.pairwise((start, *jumps, stop)):
+        offset = target[place].start + (first - start) * inner
+        part = slice(offset, offset + (last - first) * inner)
+        row = view.rows[first]
+        yield ((row, row + last - first), *selection[1:]), (*target[:place], part, *target[place + 1 :])
 
 
 def _runs(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, Box]]:

@@ -99,7 +99,9 @@ def _logits(
         x = _step(x, node, rows, side, np.int32(index), kind, compute).block_until_ready()
     params = ends()
     head = {name: leaf for name, leaf in params.items() if name in ("embed", "head", "score")}
-    return np.asarray(_finish(x, to_device(params["norm"]), head_params(head, spec), spec, compute).addressable_data(0))
+    return np.asarray(
+        _finish(x, to_device(params.get("norm", {})), head_params(head, spec), spec, compute).addressable_data(0)
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "compute"))
