@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import dis
 import pathlib
 import sys
+import types
 from collections.abc import Iterator
 
 import pytest
@@ -173,3 +176,16 @@ def test_names_are_the_fields_words():
     names = [(name, path) for path in FILES for name in bound_names(path)]
     fillers = [f"{relative(path)}: {name}" for name, path in names if name.strip("_").lower() in FILLERS]
     assert len(fillers) < 0.005 * len(names), fillers
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_every_name_that_a_function_uses_is_defined(path: pathlib.Path):
+    """Ruff's own check is off: it takes the shapes of jaxtyping's annotations for names."""
+    module = compile(path.read_text(encoding="utf-8"), str(path), "exec")
+    defined = {step.argval for step in dis.get_instructions(module) if step.opname in ("STORE_NAME", "IMPORT_STAR")}
+    functions, used = [module], set()
+    for code in functions:
+        functions += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        used |= {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+        used -= {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL"}
+    assert used - defined - set(dir(builtins)) - {"__file__", "__name__"} == set()

@@ -25,6 +25,7 @@ from meshtune.generate.api import load
 from meshtune.model.compute import Compute
 from meshtune.objectives import STAGES
 from meshtune.objectives.score import metric_means
+from meshtune.runs.export import export
 from meshtune.train.evaluation.reference import log_probabilities, made_start
 from meshtune.train.run import train
 from tiny_models import SMALL, same_weights, torch_model
@@ -187,6 +188,11 @@ def test_a_reward_model_reloads_in_transformers_with_equal_scores(method, model,
         np.testing.assert_allclose(float(scores(params, hidden)[0, -1]), score, rtol=1e-4, atol=1e-5)
     with pytest.raises(UserError, match="a reward model"):
         load(result.path)
+    if method == "lora":
+        merged = export(tmp_path / "run", tmp_path / "merged", merge=True).path
+        whole = transformers.AutoModelForSequenceClassification.from_pretrained(merged)
+        assert whole.config.pad_token_id not in (None, tokenizer.eos_token_id, tokenizer.bos_token_id)
+        np.testing.assert_allclose(scores_of(whole, tokenizer, rows), theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from meshtune.adapters.merge import merged
 from meshtune.adapters.peft_format import CONFIG, BaseRecord, attach, check_base, load_adapter
 from meshtune.arrays.tree import flatten
-from meshtune.data.tokenizer import load_tokenizer
+from meshtune.data.tokenizer import load_tokenizer, padding_id
 from meshtune.digests import write_digests
 from meshtune.errors import UserError, nearest
 from meshtune.quantize.config import QuantizeConfig
@@ -139,9 +138,9 @@ def _merged_into(base: BaseRecord, into: str | None) -> QuantizeConfig | None:
     return None if into == "full" else base.quantised
 
 
-def merge_record(base: BaseRecord, hash: str, quantised: QuantizeConfig | None) -> dict[str, Any]:
+def merge_record(base: BaseRecord, hash: str, quantised: QuantizeConfig | None) -> dict[str, object]:
     """Returns the provenance of a merged model, stored under "meshtune" in the metadata of its files."""
-    fields: dict[str, Any] = {"base": base.path, "hash": hash}
+    fields: dict[str, object] = {"base": base.path, "hash": hash}
     if base.quantize is not None:
         fields |= {"trained_on": base.quantize, "into": "full" if quantised is None else "dequantised"}
     return {"merged": fields}
