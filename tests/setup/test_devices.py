@@ -41,8 +41,11 @@ def test_the_table_has_a_row_for_each_host():
     assert "16 devices, 4 processes, 2 host(s)" in text
 
 
-def test_devices_that_are_as_many_as_the_mesh_needs_pass():
+def test_only_as_many_devices_as_the_mesh_needs_pass():
     check_devices(gpus(8, 8), 16, mesh="dp=2 x fsdp=8")
+    for count in (7, 9):
+        with pytest.raises(UserError, match=f"needs 16 devices, and the job has {8 + count}\n"):
+            check_devices(gpus(8, count), 16, mesh="dp=2 x fsdp=8")
 
 
 def test_slurm_processes_that_see_one_gpu_each_hear_which_option_does_that():
