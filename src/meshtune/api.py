@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshtune.generate.api import Model, load
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["Model", "load", "train"]
 
 
-def train(recipe: Recipe | str | os.PathLike[str] | dict[str, Any], *overrides: str) -> Result:
+def train(recipe: Recipe | str | os.PathLike[str] | dict[str, object], *overrides: str) -> Result:
     """Runs a recipe (a Recipe, a YAML file, a mapping), with "key.sub=value" overrides; gives train.run's Result.
 
     As one of several processes (see docs/launch.md) it finds the others; nothing of JAX may have been used before.

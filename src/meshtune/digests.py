@@ -13,7 +13,6 @@ import mmap
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -68,7 +67,7 @@ def digest_bytes(content: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(content)
 
 
-def digest_json(value: Any) -> str:
+def digest_json(value: object) -> str:
     """The digest of a JSON value, whatever the order of its keys."""
     return digest_bytes(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
 

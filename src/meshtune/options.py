@@ -24,7 +24,7 @@ def option(
     """A dataclass field. The bounds (above, at least, below, at most) are checked where a recipe or a command line is
     read. `flags` are its names on the command line, where `--field-name` does not do."""
     bounds = {"gt": gt, "ge": ge, "lt": lt, "le": le}
-    metadata: dict[str, Any] = {name: bound for name, bound in bounds.items() if bound is not None}
+    metadata: dict[str, object] = {name: bound for name, bound in bounds.items() if bound is not None}
     if flags:
         metadata["flags"] = flags
     return dataclasses.field(default=default, metadata={"description": description, **metadata})

@@ -124,7 +124,7 @@ def updates(case: Case, *, offloaded: bool) -> dict[str, Any]:
     offload = fields.get("offload", ())
     if "weights" in offload:
         like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), frozen)
-        frozen = placement.offload_arrays(frozen, placement.offload_abstract(like, stacked_only=True))
+        frozen = placement.offload_arrays(frozen, placement.offload_stacks(like, arrays.frozen))
     compute = Compute(loss_chunk=16, layout=layout, **fields)
     like = abstract_state(arrays.trainable, optimizer, layout, offload) if layout or offload else None
     if like is not None:

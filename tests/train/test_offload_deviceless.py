@@ -17,7 +17,7 @@ STEP = """
 from meshtune.adapters.config import FullConfig, LoraConfig
 from meshtune.adapters.method import abstract
 from meshtune.families import model_spec
-from meshtune.mesh.placement import is_offloaded, offload_abstract
+from meshtune.mesh.placement import is_offloaded, offload_stacks
 from meshtune.model.compute import Compute
 from meshtune.objectives import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
@@ -41,7 +41,7 @@ f = make_train_step(OBJECTIVES["sft"], arrays.spec, compute, optimizer)
 state = jax.tree.map(place, abstract_state(arrays.trainable, optimizer, None, compute.offload))
 frozen = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arrays.frozen)
 if "weights" in compute.offload:
-    frozen = offload_abstract(frozen, stacked_only=True)
+    frozen = offload_stacks(frozen, arrays.frozen)
 batch = {key: array((1, 1, length), "int32") for key in ("tokens", "targets", "positions", "segment_ids")}
 batch["weights"] = array((1, 1, length))
 args = (state, jax.tree.map(place, frozen), batch, array((), "int32"))

@@ -11,7 +11,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -232,7 +232,7 @@ def _same_shape(name: str, parts: Sequence[Factors]) -> None:
         )
 
 
-def _fields(adapters: list[_Adapter], modules: list[str], rank: int) -> dict[str, Any]:
+def _fields(adapters: list[_Adapter], modules: list[str], rank: int) -> dict[str, object]:
     """The fields of adapter_config.json: those of the first adapter, updated for the result."""
     lists = [adapter.peft.fields.get("target_modules") for adapter in adapters]
     plain = all(isinstance(names, list) for names in lists)

@@ -6,12 +6,12 @@ import dataclasses
 import hashlib
 import os
 import pathlib
-from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.method import PreparedModel, cast
+from meshtune.adapters.method import PreparedModel
 from meshtune.adapters.peft_config import PeftConfig, read_config
 from meshtune.adapters.peft_format import (
     CONFIG,
@@ -24,6 +24,7 @@ from meshtune.adapters.peft_format import (
     read_fields,
 )
 from meshtune.adapters.peft_tensors import sort
+from meshtune.adapters.placement import cast
 from meshtune.adapters.rows import FIELD
 from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.errors import UserError
@@ -100,7 +101,7 @@ def resume_adapter(
     return PreparedModel(abstract.spec, unflatten(trainable), unflatten(flat))
 
 
-def _as(like: Any, leaf: Any, layout: Layout | None) -> Any:
+def _as(like: PyTree, leaf: PyTree, layout: Layout | None) -> PyTree:
     """A leaf in its abstract form: an adapter's options, such as dropout, are the run's."""
     adapter = jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(leaf))
     return cast(adapter, like, layout)

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.kind import Started
+from meshtune.adapters.kind import Original, Started, Weight
 from meshtune.adapters.lora import LoRA, dropped
 from meshtune.adapters.peft_lora import READ, lora_fields, lora_options
 from meshtune.adapters.refusals import check_rank, no_options
@@ -46,7 +46,7 @@ class DoRA:
         "b": "lora_B.weight",
         "magnitude": "lora_magnitude_vector",
     }
-    PEFT_FIELDS: ClassVar[dict[str, Any]] = {"peft_type": "LORA", "use_dora": True}
+    PEFT_FIELDS: ClassVar[dict[str, object]] = {"peft_type": "LORA", "use_dora": True}
     PEFT_READ: ClassVar[frozenset[str]] = READ
     ORIGINAL: ClassVar[bool] = False
     check = staticmethod(no_options)
@@ -76,7 +76,9 @@ class DoRA:
         return LoRA(self.a, self.b, self.scale)
 
     @staticmethod
-    def start(adapter: DoRA, config: LoraConfig, keys: Key[Array, "..."], weight: Any, original: Any = None) -> Started:
+    def start(
+        adapter: DoRA, config: LoraConfig, keys: Key[Array, "..."], weight: Weight, original: Original | None = None
+    ) -> Started:
         """A and B as LoRA's; every length is that of the weight's row, so that the model is the base."""
         lora = adapter.lora.drawn(keys)
         near = to_device(weight)
@@ -87,7 +89,7 @@ class DoRA:
     def apply(
         self,
         x: Float[Array, "*B i"],
-        weight: Any,
+        weight: Weight,
         key: Array | None = None,
         out: DTypeLike | None = None,
         fixed: None = None,
@@ -101,7 +103,7 @@ class DoRA:
         change = share * self.lora.product(left, y.dtype) + (share - 1) * matmul(left, weight, out)
         return (y + change).astype(y.dtype)
 
-    def length(self, weight: Any) -> Float[Array, "o"]:
+    def length(self, weight: Weight) -> Float[Array, "o"]:
         """||W + scale B A|| of every row, float32, from products with A and B: their whole product is never made.
 
         |w + s b A|^2 = |w|^2 + 2 s b (A w) + s^2 b (A A^T) b.
@@ -125,9 +127,9 @@ class DoRA:
         return (share[..., None] * moved).astype(weight.dtype)
 
 
-def _length(weight: Any) -> Float[Array, "o"]:
+def _length(weight: Weight) -> Float[Array, "o"]:
     return jnp.sqrt(jnp.sum(jnp.square(_wide(weight)), axis=-1))
 
 
-def _wide(weight: Any) -> Float[Array, "o i"]:
+def _wide(weight: Weight) -> Float[Array, "o i"]:
     return weight.dequantise("float32") if isinstance(weight, QuantisedWeight) else weight.astype(jnp.float32)

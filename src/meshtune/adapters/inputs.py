@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from meshtune.adapters.kind import Weight
 from meshtune.adapters.method import SHARED
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, merge, unflatten
@@ -46,7 +47,7 @@ class Measure:
     def apply(
         self,
         x: Float[Array, "B T i"],
-        weight: Any,
+        weight: Weight,
         key: Array | None = None,
         out: DTypeLike | None = None,
         fixed: CountedTokens | None = None,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from meshtune.adapters.config import LoraConfig
 from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import Tree
+from meshtune.quantize.weight import QuantisedWeight
+
+Weight = jax.Array | QuantisedWeight  # of a linear layer: [.., out, in]
 
 
 class Adapter(Protocol):
@@ -25,19 +29,19 @@ class Adapter(Protocol):
     def apply(
         self,
         x: Float[Array, "*B i"],
-        weight: Any,
+        weight: Weight,
         key: Array | None = None,
         out: DTypeLike | None = None,
-        fixed: Any = None,
+        fixed: PyTree = None,
     ) -> Float[Array, "*B o"]:
         """The adapted linear layer without its bias, in `out` or x's dtype. `key` turns dropout on."""
         ...
 
-    def in_use(self, gathered: Callable[..., Any], axes: tuple[str, str]) -> Any:
+    def in_use(self, gathered: Callable[..., Array], axes: tuple[str, str]) -> Adapter:
         """Itself, gathered for computing by `gathered(array, *axes)`; `axes` are the weight's, (out, in)."""
         ...
 
-    def merge(self, weight: Float[Array, "*L o i"], fixed: Any = None) -> Float[Array, "*L o i"]:
+    def merge(self, weight: Float[Array, "*L o i"], fixed: PyTree = None) -> Float[Array, "*L o i"]:
         """The weight that is equivalent to weight and adapter, computed in float32, in the weight's dtype."""
         ...
 
@@ -46,16 +50,16 @@ class Original(NamedTuple):
     """A weight [.., out, in] before quantisation, and the root mean square of its inputs on the run's data [.., in], if
     that was measured."""
 
-    weight: Any
-    inputs: Any = None
+    weight: jax.Array
+    inputs: jax.Array | None = None
 
 
 class Started(NamedTuple):
     """An adapter with its initial values, the frozen weight that it adapts, and its frozen arrays (or None)."""
 
-    adapter: Any
-    weight: Any
-    fixed: Any = None
+    adapter: Adapter
+    weight: Weight
+    fixed: PyTree = None
 
 
 class AdapterType(Protocol):
@@ -63,7 +67,7 @@ class AdapterType(Protocol):
 
     PEFT_TENSORS: ClassVar[dict[str, str]]  # those of its adapters
     PEFT_SHARED: ClassVar[dict[str, str]]  # field of the arrays that all adapters share -> PEFT's tensor
-    PEFT_FIELDS: ClassVar[dict[str, Any]]  # the fields of an adapter_config.json that identify the type
+    PEFT_FIELDS: ClassVar[dict[str, object]]  # the fields of an adapter_config.json that identify the type
     PEFT_READ: ClassVar[frozenset[str]]  # further fields that `options` reads, or that have no effect
     ORIGINAL: ClassVar[bool]  # whether `start` needs the weight before quantisation
 
@@ -76,24 +80,24 @@ class AdapterType(Protocol):
         """Raises UserError where the HF module `name`, of weight [out, in], cannot have this adapter."""
 
     @staticmethod
-    def abstract(weight: ArraySpec, config: LoraConfig, dtype: str = "float32") -> Any:
+    def abstract(weight: ArraySpec, config: LoraConfig, dtype: str = "float32") -> Adapter:
         """The adapter of a weight [.., out, in], with ArraySpecs for arrays."""
         ...
 
     @staticmethod
-    def fixed(weight: ArraySpec, config: LoraConfig, dtype: str = "float32") -> Any:
+    def fixed(weight: ArraySpec, config: LoraConfig, dtype: str = "float32") -> PyTree:
         """The frozen arrays of that adapter, as ArraySpecs; None if it has none."""
         ...
 
     @staticmethod
-    def shared(weights: list[ArraySpec], config: LoraConfig, dtype: str = "float32") -> Any:
+    def shared(weights: list[ArraySpec], config: LoraConfig, dtype: str = "float32") -> PyTree:
         """The frozen arrays that the adapters of all these weights share, a pytree with `start()` and `cut(shape)`; or
         None."""
         ...
 
     @staticmethod
     def start(
-        adapter: Any, config: LoraConfig, keys: jax.Array, weight: Any, original: Original | None = None
+        adapter: Any, config: LoraConfig, keys: jax.Array, weight: Weight, original: Original | None = None
     ) -> Started:
         """An abstract adapter's initial values. `keys` is one key, or one per layer of a stack. Works inside jit.
 
@@ -102,21 +106,21 @@ class AdapterType(Protocol):
         ...
 
     @staticmethod
-    def derived(adapter: Any, config: LoraConfig, weight: Any) -> Any:
+    def derived(adapter: Any, config: LoraConfig, weight: Weight) -> PyTree:
         """The frozen arrays of an adapter from a file that are computed from the base's weight, or None."""
         ...
 
     @staticmethod
-    def exported(trainable: Any, frozen: Any, config: LoraConfig) -> tuple[Any, LoraConfig]:
+    def exported(trainable: Tree, frozen: Tree, config: LoraConfig) -> tuple[Tree, LoraConfig]:
         """The adapters to write for a run's trees, and the config that describes them."""
         ...
 
     @staticmethod
-    def fields(config: LoraConfig) -> dict[str, Any]:
+    def fields(config: LoraConfig) -> dict[str, object]:
         """The type's fields of an adapter_config.json, without PEFT_FIELDS."""
         ...
 
     @staticmethod
-    def options(fields: dict[str, Any], where: str) -> dict[str, Any]:
+    def options(fields: Mapping[str, object], where: str) -> dict[str, Any]:
         """The values of LoraConfig for such fields. Raises UserError for values that are not implemented."""
         ...

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from meshtune.adapters.targets import modules
-from meshtune.arrays.tree import Tree, flatten, unflatten
+from meshtune.arrays.tree import Leaves, Tree, flatten, unflatten
 from meshtune.model.spec import ModelSpec, stacks_of
 
 
@@ -50,16 +50,16 @@ def restack(params: Tree, old: ModelSpec, new: ModelSpec) -> Tree:
     for key in list(layers):
         layers[key] = flatten(layers[key])
         sites |= dict.fromkeys(layers[key])
-    moved: dict[str, Any] = {}
+    moved: dict[str, Tree] = {key: {} for key, *_ in new.positions()}
     for site in sites:
         source = {key: leaves.pop(site) for key, leaves in layers.items() if site in leaves}
         for key, _, _, numbers in new.positions():
-            moved[f"layers/{key}/{site}"] = _rows(source, [row_of[n] for n in numbers])
-        jax.block_until_ready([moved[f"layers/{key}/{site}"] for key, *_ in new.positions()])
-    return outside | unflatten(moved)
+            moved[key][site] = _rows(source, [row_of[n] for n in numbers])
+        jax.block_until_ready([leaves[site] for leaves in moved.values()])
+    return outside | {"layers": {key: unflatten(leaves) for key, leaves in moved.items()}}
 
 
-def _rows(source: dict[str, Any], positions: list[tuple[str, int]]) -> Any:
+def _rows(source: Leaves, positions: list[tuple[str, int]]) -> Any:
     """Rows of stacked leaves, as (stack, row), of each array where a leaf is a pytree."""
     if not isinstance(next(iter(source.values())), jax.Array):
         parts = {key: jax.tree.leaves(leaf) for key, leaf in source.items()}

@@ -11,14 +11,14 @@ mean square: it minimises the error of the layer's output, for uncorrelated inpu
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Key
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.kind import Original, Started
+from meshtune.adapters.kind import Original, Started, Weight
 from meshtune.adapters.lora import LoRA
 from meshtune.adapters.peft_lora import READ, lora_fields, lora_options
 from meshtune.adapters.principal import principal
@@ -32,7 +32,7 @@ from meshtune.quantize.weight import QuantisedWeight
 class LoftQ:
     """A kind whose adapters are LoRAs."""
 
-    PEFT_FIELDS: ClassVar[dict[str, Any]] = LoRA.PEFT_FIELDS
+    PEFT_FIELDS: ClassVar[dict[str, object]] = LoRA.PEFT_FIELDS
     PEFT_READ: ClassVar[frozenset[str]] = READ
     PEFT_TENSORS: ClassVar[dict[str, str]] = LoRA.PEFT_TENSORS
     PEFT_SHARED: ClassVar[dict[str, str]] = {}
@@ -54,7 +54,7 @@ class LoftQ:
 
     @staticmethod
     def start(
-        adapter: LoRA, config: LoraConfig, keys: Key[Array, "..."], weight: Any, original: Original | None = None
+        adapter: LoRA, config: LoraConfig, keys: Key[Array, "..."], weight: Weight, original: Original | None = None
     ) -> Started:
         """A and B approximate the quantisation error. Raises UserError for a weight that is not quantised."""
         if not isinstance(weight, QuantisedWeight) or original is None:

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.kind import Started
+from meshtune.adapters.kind import Adapter, Original, Started, Weight
 from meshtune.adapters.peft_lora import READ, lora_fields, lora_options
 from meshtune.adapters.refusals import check_rank, no_options
 from meshtune.arrays.spec import ArraySpec
@@ -38,7 +38,7 @@ class LoRA:
     dropout: float = dataclasses.field(default=0.0, metadata={"static": True})
 
     PEFT_TENSORS: ClassVar[dict[str, str]] = {"a": "lora_A.weight", "b": "lora_B.weight"}
-    PEFT_FIELDS: ClassVar[dict[str, Any]] = {"peft_type": "LORA", "use_dora": False}
+    PEFT_FIELDS: ClassVar[dict[str, object]] = {"peft_type": "LORA", "use_dora": False}
     PEFT_READ: ClassVar[frozenset[str]] = READ
     ORIGINAL: ClassVar[bool] = False
     PEFT_SHARED: ClassVar[dict[str, str]] = {}
@@ -70,7 +70,7 @@ class LoRA:
         return None
 
     @staticmethod
-    def derived(adapter: Any, config: LoraConfig, weight: Any) -> None:
+    def derived(adapter: Adapter, config: LoraConfig, weight: Weight) -> None:
         return None
 
     @staticmethod
@@ -78,7 +78,9 @@ class LoRA:
         return trainable, config
 
     @staticmethod
-    def start(adapter: LoRA, config: LoraConfig, keys: Key[Array, "..."], weight: Any, original: Any = None) -> Started:
+    def start(
+        adapter: LoRA, config: LoraConfig, keys: Key[Array, "..."], weight: Weight, original: Original | None = None
+    ) -> Started:
         """A is uniform in +-1/sqrt(in), as in PEFT, B is zero; the weight is unchanged."""
         return Started(adapter.drawn(keys), weight)
 
@@ -90,7 +92,7 @@ class LoRA:
     def apply(
         self,
         x: Float[Array, "*B i"],
-        weight: Float[Array, "o i"],
+        weight: Weight,
         key: Array | None = None,
         out: DTypeLike | None = None,
         fixed: LoRA | None = None,

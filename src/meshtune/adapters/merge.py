@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
+from meshtune.adapters.kind import Adapter
 from meshtune.adapters.method import SHARED, used_up
 from meshtune.arrays.tree import Tree, unflatten
 from meshtune.errors import UserError
@@ -43,7 +44,7 @@ def merged(params: Tree) -> Tree:
     return unflatten(weights)
 
 
-def _fold(weight: jax.Array | QuantisedWeight, adapter: Any, fixed: Any) -> jax.Array:
+def _fold(weight: jax.Array | QuantisedWeight, adapter: Adapter, fixed: PyTree) -> jax.Array:
     if isinstance(weight, QuantisedWeight):
         return _fold_quantised(weight, adapter, fixed).block_until_ready()
     return _fold_in_place(weight, adapter, fixed)
@@ -55,12 +56,12 @@ def _with_rows(weight: jax.Array, rows: TokenRows) -> jax.Array:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _fold_in_place(weight: jax.Array, adapter: Any, fixed: Any) -> jax.Array:
+def _fold_in_place(weight: jax.Array, adapter: Adapter, fixed: PyTree) -> jax.Array:
     return adapter.merge(weight, fixed)
 
 
 @jax.jit
-def _fold_quantised(weight: QuantisedWeight, adapter: Any, fixed: Any) -> jax.Array:
+def _fold_quantised(weight: QuantisedWeight, adapter: Adapter, fixed: PyTree) -> jax.Array:
     return adapter.merge(weight.dequantise("float32"), fixed).astype(weight.dtype)
 
 

@@ -9,27 +9,26 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Key
+from jaxtyping import Array, Key, PyTree
 
 from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import ExpandConfig, FreezeConfig, FullConfig, LoraConfig, Method
-from meshtune.adapters.kind import Original, Started
+from meshtune.adapters.kind import Adapter, Original, Started, Weight
 from meshtune.adapters.layout import restack, uniform
+from meshtune.adapters.placement import cast, placed
 from meshtune.adapters.refusals import not_of_quantised, only_of_quantised
 from meshtune.adapters.rows import abstract_rows, begun_rows, rows_by_node
 from meshtune.adapters.targets import Module, adapter_targets, fully_trained, modules
 from meshtune.arrays.spec import ArraySpec
-from meshtune.arrays.tree import Tree, flatten, merge, unflatten
+from meshtune.arrays.tree import Leaves, Tree, flatten, merge, unflatten
 from meshtune.errors import UserError
 from meshtune.families.expansion import new_layers
 from meshtune.families.quantised import quantised_leaves
 from meshtune.mesh.layout import Layout
-from meshtune.mesh.placement import cast_offloaded, is_offloaded
 from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.model.token_rows import ROWS
 from meshtune.quantize.config import QuantizeConfig
@@ -122,7 +121,7 @@ def prepare(
     among = modules(plan.spec)
     for name, module in among.items():
         names.setdefault(module.node, []).append(name)
-    trainable: dict[str, Any] = {}
+    trainable: Leaves = {}
     kind = ADAPTERS[method.adapter] if isinstance(method, LoraConfig) else None
     frozen = flatten(plan.frozen)
     for path, leaf in flatten(plan.trainable).items():
@@ -132,7 +131,8 @@ def prepare(
             keys = _keys(key, names[node], among[names[node][0]].row is not None)
             assert kind is not None
             assert isinstance(method, LoraConfig)
-            before = original(weight_path) if original and kind.ORIGINAL and _coded(weights[weight_path]) else None
+            coded = isinstance(weights[weight_path], QuantisedWeight)
+            before = original(weight_path) if original and kind.ORIGINAL and coded else None
             begin = functools.partial(kind.start, leaf, method)
             fixed = frozen.get(f"{node}/fixed")
             started = _start(begin, (leaf, fixed), keys, weights[weight_path], before, layout)
@@ -148,12 +148,13 @@ def prepare(
     return PreparedModel(plan.spec, unflatten(trainable), unflatten(weights))
 
 
-def _coded(weight: Any) -> bool:
-    return isinstance(weight, QuantisedWeight)
-
-
 def _start(
-    begin: Callable[..., Started], arrays: tuple[Any, Any], keys: Array, weight: Any, before: Any, layout: Layout | None
+    begin: Callable[..., Started],
+    arrays: tuple[Adapter, PyTree],
+    keys: Array,
+    weight: Weight,
+    before: Original | None,
+    layout: Layout | None,
 ) -> Started:
     """An adapter with its initial values and the weight it adapts; on a mesh every device computes its own shards.
 
@@ -163,7 +164,7 @@ def _start(
         return begin(keys, weight, before)
     data, kind = np.asarray(jax.random.key_data(keys)), jax.random.key_impl(keys)  # numbers that every process has
 
-    def start(weight: Any, before: Any) -> Started:
+    def start(weight: Weight, before: Original | None) -> Started:
         return begin(jax.random.wrap_key_data(jnp.asarray(data), impl=kind), weight, before)
 
     adapter, fixed = (jax.tree.map(layout.of, array) for array in arrays)
@@ -171,37 +172,9 @@ def _start(
     return jax.jit(start, donate_argnums=0, out_shardings=where)(weight, before)
 
 
-def placed(array: Any, form: Any, layout: Layout | None) -> Any:
-    """Numbers that every process has in host memory, as arrays sharded by a layout."""
-    if layout is None:
-        return jax.tree.map(jnp.asarray, array)
-
-    def place(numbers: np.ndarray, spec: ArraySpec) -> Array:
-        return jax.make_array_from_callback(numbers.shape, layout.of(spec), lambda index: numbers[index])
-
-    return jax.tree.map(place, array, form)
-
-
 def held_weight(node: str, spec: ModelSpec) -> str:
     """The path of the weight that a node's adapter adapts: of a tied head, the embedding's."""
     return "embed/weight" if node == "head" and spec.tied else f"{node}/weight"
-
-
-def cast(leaf: Any, like: Any, layout: Layout | None) -> Any:
-    """A weight or an adapter in the dtypes of its abstract form `like`; waits for the result, so that no two leaves are
-    duplicated at once."""
-
-    def cast_array(array: Array, spec: ArraySpec) -> Array:
-        if array.dtype == spec.dtype:
-            return array
-        if is_offloaded(array.sharding):
-            return cast_offloaded(array, spec.dtype)
-        if layout is None:
-            return array.astype(spec.dtype)
-        sharded = jax.jit(lambda array: array.astype(spec.dtype), out_shardings=layout.of(spec))
-        return sharded(array).block_until_ready()
-
-    return jax.tree.map(cast_array, leaf, like)
 
 
 def count(prepared: PreparedModel) -> Counts:
@@ -234,7 +207,7 @@ def _fixed_arrays(method: LoraConfig, model: PreparedModel, dtype: str) -> Tree:
 def arranged(
     spec: ModelSpec,
     trained: list[str],
-    adapters: dict[str, Any],
+    adapters: Mapping[str, Callable[[ArraySpec], Adapter]],
     dtype: str,
     rows: Mapping[str, tuple[int, ...]] | None = None,
 ) -> PreparedModel:
@@ -258,7 +231,7 @@ def arranged(
     return PreparedModel(spec, unflatten(trainable), unflatten(frozen))
 
 
-def used_up(params: Tree) -> dict[str, Any]:
+def used_up(params: Tree) -> Leaves:
     """The flat form of a tree, whose dicts are emptied, so that a leaf popped from the result is freed."""
     flat = flatten(params)
     _empty(params)
@@ -330,12 +303,12 @@ def _fits_quantised(
             )
 
 
-def _abstract_adapters(method: Method, adapted: list[str], dtype: str) -> dict[str, Any]:
+def _abstract_adapters(method: Method, adapted: list[str], dtype: str) -> dict[str, Callable[[ArraySpec], Adapter]]:
     if not isinstance(method, LoraConfig):
         return {}
     kind = ADAPTERS[method.adapter]
 
-    def make(weight: ArraySpec, module_config: LoraConfig) -> Any:
+    def make(weight: ArraySpec, module_config: LoraConfig) -> Adapter:
         return kind.abstract(weight, module_config, dtype)
 
     return {name: functools.partial(make, module_config=method.of(name)) for name in adapted}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.kind import Started
+from meshtune.adapters.kind import Original, Started, Weight
 from meshtune.adapters.lora import LoRA
 from meshtune.adapters.refusals import no_options, without
 from meshtune.arrays.spec import ArraySpec
@@ -41,7 +41,7 @@ class OFT:
     terms: int | None = dataclasses.field(metadata={"static": True})
 
     PEFT_TENSORS: ClassVar[dict[str, str]] = {"q": "oft_R.weight"}
-    PEFT_FIELDS: ClassVar[dict[str, Any]] = {"peft_type": "OFT"}
+    PEFT_FIELDS: ClassVar[dict[str, object]] = {"peft_type": "OFT"}
     # module_dropout is never applied by PEFT's linear layers, eps only with coft.
     PEFT_READ: ClassVar[frozenset[str]] = frozenset(
         {
@@ -103,14 +103,16 @@ class OFT:
         return self.q.shape[-2]
 
     @staticmethod
-    def start(adapter: OFT, config: LoraConfig, keys: Key[Array, "..."], weight: Any, original: Any = None) -> Started:
+    def start(
+        adapter: OFT, config: LoraConfig, keys: Key[Array, "..."], weight: Weight, original: Original | None = None
+    ) -> Started:
         """The identity; the weight is unchanged."""
         return Started(dataclasses.replace(adapter, q=jnp.zeros(adapter.q.shape, adapter.q.dtype)), weight)
 
     def apply(
         self,
         x: Float[Array, "*B i"],
-        weight: Any,
+        weight: Weight,
         key: Array | None = None,
         out: DTypeLike | None = None,
         fixed: None = None,
@@ -150,7 +152,7 @@ class OFT:
         return turned.reshape(weight.shape).astype(weight.dtype)
 
     @staticmethod
-    def fields(config: LoraConfig) -> dict[str, Any]:
+    def fields(config: LoraConfig) -> dict[str, object]:
         """As PEFT 0.18 and later read them."""
         return {
             "r": 0 if config.oft_block_size else config.rank,
@@ -165,7 +167,7 @@ class OFT:
         }
 
     @staticmethod
-    def options(fields: dict[str, Any], where: str) -> dict[str, Any]:
+    def options(fields: Mapping[str, object], where: str) -> dict[str, object]:
         """Raises UserError for fields of the form that PEFT had before 0.18."""
         series = bool(fields.get("use_cayley_neumann", False))
         version = tuple(int(n) for n in str(fields.get("peft_version") or "0").split(".")[:2] if n.isdigit())

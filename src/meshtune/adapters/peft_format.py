@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 import safetensors
+from jaxtyping import PyTree
 
 from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.kind import AdapterType
+from meshtune.adapters.kind import Adapter, AdapterType
 from meshtune.adapters.layout import restack, uniform
 from meshtune.adapters.method import SHARED, arranged, held_weight, used_up
 from meshtune.adapters.peft_config import PeftConfig, read_config, write_config
@@ -57,7 +58,7 @@ class BaseRecord:
         return None if self.quantize is None else QuantizeConfig(**self.quantize)
 
 
-def recorded(config: QuantizeConfig | None) -> dict[str, Any] | None:
+def recorded(config: QuantizeConfig | None) -> dict[str, object] | None:
     """What `BaseRecord.quantize` holds."""
     if config is None:
         return None
@@ -89,7 +90,7 @@ def save_adapter(
     config: LoraConfig,
     base: BaseRecord,
     *,
-    shared: Any = None,
+    shared: PyTree = None,
     check: Callable[[pathlib.Path], None] | None = None,
     job: Job = SINGLE_PROCESS,
 ) -> pathlib.Path:
@@ -153,7 +154,7 @@ def load_adapter(source: str | os.PathLike[str], spec: ModelSpec, layout: Layout
         among = modules(spec)
         full = [name for name in content.full if not (spec.tied and among[name].node == "head")]
         choice: dict[str, Hashable] = dict.fromkeys(full, "full")
-        makers: dict[str, Callable[[Any], Any]] = {}
+        makers: dict[str, Callable[[ArraySpec], Adapter]] = {}
         for name in content.adapted:
             module_config = dataclasses.replace(peft.config, rank=peft.rank(name), alpha=peft.alpha(name))
             choice[name] = (choice.get(name), module_config.rank, module_config.alpha)
@@ -167,7 +168,7 @@ def load_adapter(source: str | os.PathLike[str], spec: ModelSpec, layout: Layout
         return LoadedAdapter(peft.config, spec, trainable, record_of(file.metadata() or {}, peft), copies, frozen)
 
 
-def _abstract(kind: type[AdapterType], config: LoraConfig, weight: ArraySpec) -> Any:
+def _abstract(kind: type[AdapterType], config: LoraConfig, weight: ArraySpec) -> Adapter:
     return kind.abstract(weight, config)
 
 
@@ -212,7 +213,7 @@ def check_base(adapter: LoadedAdapter, path: str, hash: str) -> None:
         )
 
 
-def _unties(content: Content, peft: PeftConfig, spec: ModelSpec, file: Any) -> bool:
+def _unties(content: Content, peft: PeftConfig, spec: ModelSpec, file: safetensors.safe_open) -> bool:
     """Whether peft, with this adapter, would use a head that differs from the embedding."""
     names = names_of_nodes(spec)
     table, head = (content.full.get(names[node][0]) for node in ("embed", "head"))
@@ -228,7 +229,7 @@ def record_of(metadata: dict[str, str], peft: PeftConfig) -> BaseRecord:
     return BaseRecord(peft.fields.get("base_model_name_or_path") or "unknown")
 
 
-def read_fields(source: pathlib.Path) -> dict[str, Any]:
+def read_fields(source: pathlib.Path) -> dict[str, object]:
     """The fields of an adapter directory's adapter_config.json. Raises UserError if they are not there."""
     path = source / CONFIG
     try:
@@ -245,7 +246,7 @@ def read_fields(source: pathlib.Path) -> dict[str, Any]:
     return fields
 
 
-def opened(path: pathlib.Path) -> Any:
+def opened(path: pathlib.Path) -> safetensors.safe_open:
     """An adapter's tensors, to read one by one. Raises UserError if they are not there, or not whole."""
     if not path.is_file():
         pickled = (path.parent / "adapter_model.bin").exists()

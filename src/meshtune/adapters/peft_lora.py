@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from meshtune.adapters.config import LoraConfig
@@ -14,7 +15,7 @@ READ = frozenset(
 HARMLESS_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
-def lora_fields(config: LoraConfig) -> dict[str, Any]:
+def lora_fields(config: LoraConfig) -> dict[str, object]:
     """Those of a config, rank_pattern and alpha_pattern apart."""
     return {
         "r": config.rank,
@@ -25,7 +26,7 @@ def lora_fields(config: LoraConfig) -> dict[str, Any]:
     }
 
 
-def lora_options(fields: dict[str, Any], where: str) -> dict[str, Any]:
+def lora_options(fields: Mapping[str, object], where: str) -> dict[str, object]:
     """What they say. Raises UserError for a start that changed weights which are not in the adapter."""
     start = fields.get("init_lora_weights", True)
     if start not in HARMLESS_STARTS:
@@ -37,7 +38,7 @@ def lora_options(fields: dict[str, Any], where: str) -> dict[str, Any]:
     return scaled(fields, where)
 
 
-def scaled(fields: dict[str, Any], where: str) -> dict[str, Any]:
+def scaled(fields: Mapping[str, Any], where: str) -> dict[str, object]:
     """Rank, alpha, dropout and scaling. Raises UserError where rank or alpha is missing."""
     if "r" not in fields or "lora_alpha" not in fields:
         raise UserError("r or lora_alpha is missing", where=where, fix="this is not a complete adapter_config.json")

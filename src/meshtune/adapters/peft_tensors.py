@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import safetensors
+from jaxtyping import PyTree
 
 from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.method import placed
+from meshtune.adapters.kind import Adapter
 from meshtune.adapters.peft_config import PeftConfig
+from meshtune.adapters.placement import placed
 from meshtune.adapters.rows import FIELD, TENSOR
 from meshtune.adapters.targets import Module, modules
-from meshtune.arrays.tree import Tree, flatten, unflatten
+from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import Leaves, Tree, flatten, unflatten
 from meshtune.errors import UserError
 from meshtune.families.tensors import View
 from meshtune.mesh.layout import Layout
@@ -55,13 +58,13 @@ class Written:
     rows: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
 
-def collect(trainable: Tree, spec: ModelSpec, config: LoraConfig, shared: Any = None) -> Written:
+def collect(trainable: Tree, spec: ModelSpec, config: LoraConfig, shared: PyTree = None) -> Written:
     """The tensors of a trainable tree, and of what its adapters share. In a tied model a trained embedding is there as
     embed_tokens and as lm_head."""
     names, among = names_of_nodes(spec), modules(spec)
     out = Written([], [], {}, {}, [])
 
-    def add(array: Any, suffix: str, owners: list[str], stacked: bool, view: View | None = None) -> None:
+    def add(array: jax.Array, suffix: str, owners: list[str], stacked: bool, view: View | None = None) -> None:
         for row, name in enumerate(owners):
             index = (row,) if stacked else ()
             out.tensors.append(Tensor.of(f"{PREFIX}{name}.{suffix}", array, str(array.dtype), index, view))
@@ -144,7 +147,9 @@ def sort(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, peft: PeftConfi
     return content
 
 
-def read_shared(spec: ModelSpec, file: Any, content: Content, peft: PeftConfig, layout: Layout | None) -> Any:
+def read_shared(
+    spec: ModelSpec, file: safetensors.safe_open, content: Content, peft: PeftConfig, layout: Layout | None
+) -> PyTree:
     """What the adapters of a file share, float32: as it is there, or drawn again where it was left out; or None."""
     among = modules(spec)
     form = ADAPTERS[peft.kind].shared([among[name].leaves["weight"] for name in content.adapted], peft.config)
@@ -159,7 +164,9 @@ def read_shared(spec: ModelSpec, file: Any, content: Content, peft: PeftConfig, 
     return placed(numbers, form, layout)
 
 
-def read(abstract: Tree, spec: ModelSpec, file: Any, content: Content, layout: Layout | None = None) -> Tree:
+def read(
+    abstract: Tree, spec: ModelSpec, file: safetensors.safe_open, content: Content, layout: Layout | None = None
+) -> Tree:
     """The arrays of an abstract trainable tree: adapters in float32, modules in full in the dtype of the file.
 
     With a layout each process reads what its devices hold.
@@ -170,7 +177,7 @@ def read(abstract: Tree, spec: ModelSpec, file: Any, content: Content, layout: L
         node: str,
         tensors: dict[str, dict[str, str]],
         part: str,
-        array: Any,
+        array: ArraySpec,
         dtype: str | None,
         view: View | None = None,
     ) -> jax.Array:
@@ -192,7 +199,7 @@ def read(abstract: Tree, spec: ModelSpec, file: Any, content: Content, layout: L
             return jnp.asarray(cut((slice(None),) * len(array.shape)))
         return jax.make_array_from_callback(array.shape, layout.of(array), cut)
 
-    leaves: dict[str, Any] = {}
+    leaves: Leaves = {}
     for path, leaf in flatten(abstract).items():
         node, _, last = path.rpartition("/")
         module = among[names[node][0]]
@@ -212,7 +219,7 @@ def read(abstract: Tree, spec: ModelSpec, file: Any, content: Content, layout: L
     return unflatten(leaves)
 
 
-def _views_of(adapter: Any, module: Module, config: LoraConfig | None) -> dict[str, View]:
+def _views_of(adapter: Adapter, module: Module, config: LoraConfig | None) -> dict[str, View]:
     """Where files have the rows of a weight in another order: the views of the adapter's arrays that have these rows.
 
     The axes of an adapter that holds arrays are those of its abstract form, which `config` describes.
@@ -222,7 +229,8 @@ def _views_of(adapter: Any, module: Module, config: LoraConfig | None) -> dict[s
         return {}
     form = adapter
     if config is not None:
-        form = type(adapter).abstract(weight, dataclasses.replace(config, rank=getattr(adapter, "rank", config.rank)))
+        module_config = dataclasses.replace(config, rank=getattr(adapter, "rank", config.rank))
+        form = ADAPTERS[config.adapter].abstract(weight, module_config)
     views: dict[str, View] = {}
     for field in adapter.PEFT_TENSORS:
         array = getattr(form, field)
@@ -232,7 +240,7 @@ def _views_of(adapter: Any, module: Module, config: LoraConfig | None) -> dict[s
     return views
 
 
-def _cut(file: Any, name: str, within: tuple[slice, ...]) -> np.ndarray:
+def _cut(file: safetensors.safe_open, name: str, within: tuple[slice, ...]) -> np.ndarray:
     if all(part == slice(None) for part in within):
         return file.get_tensor(name)
     return file.get_slice(name)[within]
@@ -305,7 +313,7 @@ def _check_shape(
         )
 
 
-def _containers(names: Mapping[str, Any]) -> set[str]:
+def _containers(names: Mapping[str, object]) -> set[str]:
     return {".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 1)}
 
 

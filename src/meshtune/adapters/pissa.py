@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Key
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.kind import Started
+from meshtune.adapters.kind import Original, Started, Weight
 from meshtune.adapters.lora import LoRA
 from meshtune.adapters.peft_lora import READ, lora_fields, scaled
 from meshtune.adapters.principal import principal
@@ -32,7 +33,7 @@ from meshtune.quantize.weight import QuantisedWeight
 class PiSSA:
     """Adapters that are LoRAs, each with the LoRA it started from as `fixed`."""
 
-    PEFT_FIELDS: ClassVar[dict[str, Any]] = {"peft_type": "LORA", "use_dora": False, "init_lora_weights": "pissa"}
+    PEFT_FIELDS: ClassVar[dict[str, object]] = {"peft_type": "LORA", "use_dora": False, "init_lora_weights": "pissa"}
     PEFT_READ: ClassVar[frozenset[str]] = READ
     PEFT_TENSORS: ClassVar[dict[str, str]] = LoRA.PEFT_TENSORS
     PEFT_SHARED: ClassVar[dict[str, str]] = {}
@@ -58,7 +59,9 @@ class PiSSA:
         return dataclasses.replace(LoRA.abstract(weight, config, dtype), dropout=0.0)
 
     @staticmethod
-    def start(adapter: LoRA, config: LoraConfig, keys: Key[Array, "..."], weight: Any, original: Any = None) -> Started:
+    def start(
+        adapter: LoRA, config: LoraConfig, keys: Key[Array, "..."], weight: Weight, original: Original | None = None
+    ) -> Started:
         """A and B are the principal components of the weight, computed in float32, matrix by matrix."""
         if isinstance(weight, QuantisedWeight):
             raise not_of_quantised()
@@ -74,7 +77,7 @@ class PiSSA:
         return Started(trained, weight, start)
 
     @staticmethod
-    def derived(adapter: LoRA, config: LoraConfig, weight: Any) -> LoRA:
+    def derived(adapter: LoRA, config: LoraConfig, weight: Weight) -> LoRA:
         """The LoRA that the adapter started from: the principal components of its base."""
         keys = jax.random.split(jax.random.key(0), weight.shape[:-2])
         return PiSSA.start(adapter, config, keys, weight).fixed
@@ -85,7 +88,7 @@ class PiSSA:
         return plain_lora(trainable, frozen, config) if config.pissa_convert else (trainable, config)
 
     @staticmethod
-    def options(fields: dict[str, Any], where: str) -> dict[str, Any]:
+    def options(fields: Mapping[str, object], where: str) -> dict[str, object]:
         """An adapter in PEFT's own form was made, and will be used, with an exact decomposition."""
         return scaled(fields, where) | {"svd_iterations": None, "pissa_convert": False}
 

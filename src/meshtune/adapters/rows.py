@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 
@@ -54,7 +53,7 @@ def abstract_rows(
     return {f"{node}/{ROWS}": TokenRows.abstract(leaves[f"{node}/weight"], ids, dtype) for node, ids in rows.items()}
 
 
-def begun_rows(abstract: TokenRows, weight: Any, layout: Layout | None) -> TokenRows:
+def begun_rows(abstract: TokenRows, weight: jax.Array, layout: Layout | None) -> TokenRows:
     """The rows as the weight has them; on a mesh where the layout says."""
     where = None if layout is None else layout.of(abstract.values)
     return dataclasses.replace(abstract, values=jax.jit(abstract.of, out_shardings=where)(weight))

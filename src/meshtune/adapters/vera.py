@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.kind import Started
+from meshtune.adapters.kind import Original, Started, Weight
 from meshtune.adapters.lora import LoRA, dropped
 from meshtune.adapters.refusals import check_rank, no_options, without
 from meshtune.arrays.spec import ArraySpec
@@ -65,7 +65,7 @@ class VeRA:
     dropout: float = dataclasses.field(default=0.0, metadata={"static": True})
 
     PEFT_TENSORS: ClassVar[dict[str, str]] = {"lambda_b": "vera_lambda_b", "lambda_d": "vera_lambda_d"}
-    PEFT_FIELDS: ClassVar[dict[str, Any]] = {"peft_type": "VERA"}
+    PEFT_FIELDS: ClassVar[dict[str, object]] = {"peft_type": "VERA"}
     PEFT_READ: ClassVar[frozenset[str]] = frozenset(
         {"r", "vera_dropout", "projection_prng_key", "save_projection", "d_initial", "init_weights"}
     )
@@ -116,7 +116,9 @@ class VeRA:
         return self.lambda_d.shape[-1]
 
     @staticmethod
-    def start(adapter: VeRA, config: LoraConfig, keys: Key[Array, "..."], weight: Any, original: Any = None) -> Started:
+    def start(
+        adapter: VeRA, config: LoraConfig, keys: Key[Array, "..."], weight: Weight, original: Original | None = None
+    ) -> Started:
         """d is `vera_d_initial`, b zero, so that the model is the base."""
         b = jnp.zeros(adapter.lambda_b.shape, adapter.lambda_b.dtype)
         d = jnp.full(adapter.lambda_d.shape, adapter.initial, adapter.lambda_d.dtype)
@@ -125,7 +127,7 @@ class VeRA:
     def apply(
         self,
         x: Float[Array, "*B i"],
-        weight: Any,
+        weight: Weight,
         key: Array | None = None,
         out: DTypeLike | None = None,
         fixed: Projections | None = None,
@@ -152,7 +154,7 @@ class VeRA:
         )
 
     @staticmethod
-    def fields(config: LoraConfig) -> dict[str, Any]:
+    def fields(config: LoraConfig) -> dict[str, object]:
         return {
             "r": config.rank,
             "projection_prng_key": config.vera_key,
@@ -163,7 +165,7 @@ class VeRA:
         }
 
     @staticmethod
-    def options(fields: dict[str, Any], where: str) -> dict[str, Any]:
+    def options(fields: Mapping[str, Any], where: str) -> dict[str, object]:
         if "r" not in fields:
             raise UserError("r is missing", where=where, fix="this is not a complete adapter_config.json")
         return {

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 Tree = dict[str, Any]
+Leaves = dict[str, Any]  # a tree without branches: {path: leaf}
 
 
-def flatten(tree: Tree, prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Tree, prefix: str = "") -> Leaves:
     """{"a": {"b": x}} -> {"a/b": x}, in the tree's own order."""
-    flat: dict[str, Any] = {}
+    flat: Leaves = {}
     for key, value in tree.items():
         path = f"{prefix}{key}"
         if isinstance(value, dict):
@@ -20,7 +21,7 @@ def flatten(tree: Tree, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def unflatten(flat: dict[str, Any]) -> Tree:
+def unflatten(flat: Leaves) -> Tree:
     """The inverse of `flatten`."""
     tree: Tree = {}
     for path, value in flat.items():

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Union
 import typer
 
 
-def expanded(**defaults: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def expanded(**defaults: Mapping[str, object]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator for commands: a parameter annotated with a dataclass becomes one option for every field.
 
     Description, bounds and flags are the field's (meshtune.options). `defaults` gives, by parameter, other defaults
@@ -46,7 +46,7 @@ def expanded(**defaults: Mapping[str, Any]) -> Callable[[Callable[..., None]], C
     return decorate
 
 
-def _options(section: type, defaults: Mapping[str, Any]) -> list[inspect.Parameter]:
+def _options(section: type, defaults: Mapping[str, object]) -> list[inspect.Parameter]:
     """One keyword parameter for every field, annotated as typer reads it."""
     hints = typing.get_type_hints(section)
     return [
@@ -72,7 +72,7 @@ def _typer_option(field: dataclasses.Field[Any]) -> Any:
     )
 
 
-def _default(field: dataclasses.Field[Any], defaults: Mapping[str, Any]) -> Any:
+def _default(field: dataclasses.Field[Any], defaults: Mapping[str, object]) -> Any:
     value = defaults.get(field.name, field.default)
     if value is dataclasses.MISSING:
         return inspect.Parameter.empty

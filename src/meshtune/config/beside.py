@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from meshtune.config.yaml_text import Path, value_at
 
@@ -14,7 +13,7 @@ OTHER_KEYS: tuple[Path, ...] = (("data", "registry"), ("stage", "reference"))
 
 
 def beside_recipe(
-    raw: dict[str, Any], recipe: pathlib.Path, overridden: Callable[[Path], bool], notify: Callable[[str], None]
+    raw: Mapping[str, object], recipe: pathlib.Path, overridden: Callable[[Path], bool], notify: Callable[[str], None]
 ) -> None:
     """Replaces, in place, each relative path of `raw` that leads nowhere from here but somewhere from beside `recipe`.
 
@@ -35,7 +34,7 @@ def beside_recipe(
         notify(f"not found from the current directory, so taken from beside the recipe: {', '.join(replaced)}")
 
 
-def _paths(raw: dict[str, Any]) -> list[Path]:
+def _paths(raw: Mapping[str, object]) -> list[Path]:
     """Every path of `raw` at which a path is written; of a list, each entry's."""
     paths: list[Path] = [("model", key) for key in MODEL_KEYS]
     for part in ("train", "validation"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
@@ -83,12 +83,12 @@ class DataSection(Section):
 
     @field_validator("train", "validation", mode="before")
     @classmethod
-    def _short_sources(cls, value: Any) -> Any:
+    def _short_sources(cls, value: object) -> object:
         return sources(value)
 
     @field_validator("validation")
     @classmethod
-    def _share_or_number(cls, value: Any) -> Any:
+    def _share_or_number(cls, value: object) -> object:
         if isinstance(value, float) and (value <= 0 or (value > 1 and value != int(value))):
             raise ValueError("give a share between 0 and 1, or a whole number of records")
         return value

@@ -135,7 +135,7 @@ def _either(alternatives: list[str]) -> str:
     return f"{', '.join(init)} or {last}" if init else last
 
 
-def _alternatives(annotation: Any, metadata: list[Any]) -> list[str]:
+def _alternatives(annotation: Any, metadata: list[object]) -> list[str]:
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *inner_metadata = get_args(annotation)
@@ -165,7 +165,7 @@ def _section_text(section: SectionType) -> str:
     return str(fields["kind"].default) if "kind" in fields else f"a mapping with keys of {', '.join(fields)}"
 
 
-def _bounds(metadata: list[Any]) -> str:
+def _bounds(metadata: list[object]) -> str:
     return " and ".join(
         f"{text} {getattr(item, name)}" for item in metadata for name, text in BOUNDS.items() if hasattr(item, name)
     )
@@ -184,7 +184,7 @@ def _default(field: FieldInfo) -> str:
     return str(list(value) if isinstance(value, tuple) else value)
 
 
-def _is_list(annotation: Any) -> bool:
+def _is_list(annotation: object) -> bool:
     return get_origin(annotation) is list or any(_is_list(option) for option in get_args(annotation))
 
 

@@ -6,7 +6,6 @@ import errno
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -31,7 +30,7 @@ def silent(notice: str) -> None:
 
 
 def load_recipe(
-    source: str | pathlib.Path | dict[str, Any] | Recipe | None,
+    source: str | pathlib.Path | dict[str, object] | Recipe | None,
     overrides: Sequence[str] = (),
     *,
     notify: Notify = to_stderr,
@@ -138,5 +137,5 @@ def _near(path: pathlib.Path) -> str:
     return f"{nearest(path.name, recipes)}{_offer(parent)}" if recipes else "check the path; a recipe is a YAML file"
 
 
-def _type_name(value: Any) -> str:
+def _type_name(value: object) -> str:
     return {list: "a list", str: "text", bool: "a truth value"}.get(type(value), "a number")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from meshtune.config import yaml_text
@@ -14,8 +14,8 @@ COMMAND_LINE = "command line"
 
 
 def apply(
-    raw: dict[str, Any], overrides: Sequence[str], notify: Callable[[str], None]
-) -> tuple[dict[str, Any], dict[yaml_text.Path, str]]:
+    raw: Mapping[str, object], overrides: Sequence[str], notify: Callable[[str], None]
+) -> tuple[dict[str, object], dict[yaml_text.Path, str]]:
     """`raw` with every override applied, and for each overridden path the override that set it.
 
     A value is YAML (`1e-4`, `true`, `null`, `[q_proj, v_proj]`) and replaces what stood at the key, the whole section
@@ -45,7 +45,7 @@ def apply(
     return raw, origins
 
 
-def _put(raw: dict[str, Any], keys: list[str], value: Any, where: str) -> yaml_text.Path:
+def _put(raw: Mapping[str, object], keys: list[str], value: object, where: str) -> yaml_text.Path:
     """Set the value at `keys`, making sections on the way; the path, with list indices as numbers."""
     node: Any = raw
     path: list[str | int] = []

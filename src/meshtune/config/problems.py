@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -28,7 +28,7 @@ LIST_KEYS = "change it; `meshtune schema --markdown` lists every key"
 Locate = Callable[[Path], tuple[str, int]]
 
 
-def as_user_error(error: ValidationError, raw: dict[str, Any], name: str, locate: Locate) -> UserError:
+def as_user_error(error: ValidationError, raw: Mapping[str, object], name: str, locate: Locate) -> UserError:
     """One UserError for all of pydantic's complaints.
 
     `raw` is the mapping that was validated, `name` what the user calls it.
@@ -43,7 +43,7 @@ def as_user_error(error: ValidationError, raw: dict[str, Any], name: str, locate
     return UserError(f"{len(located)} problems in {name}:\n{lines}", where=name, fix=LIST_KEYS.replace("it", "them", 1))
 
 
-def _where(path: Path, sentence: str, raw: dict[str, Any], name: str, locate: Locate) -> str:
+def _where(path: Path, sentence: str, raw: Mapping[str, object], name: str, locate: Locate) -> str:
     """Where to look: the written keys below `path` that the sentence names, or else `path` itself.
 
     A rule about several keys is reported by pydantic at the section, or the recipe, that holds them all. Overrides come
@@ -94,7 +94,7 @@ def _written_path(details: ErrorDetails, raw: Any) -> Path:
     return tuple(path)
 
 
-def _sentence(path: Path, details: list[ErrorDetails], raw: dict[str, Any]) -> str:
+def _sentence(path: Path, details: list[ErrorDetails], raw: Mapping[str, object]) -> str:
     name = ".".join(map(str, path)) or "the recipe"
     first = details[0]
     field = field_at(path, raw)
@@ -116,11 +116,11 @@ def _sentence(path: Path, details: list[ErrorDetails], raw: dict[str, Any]) -> s
     return f"{name} is {_quoted(first['input'])}: it must be {takes}{_suggestion(first['input'], choices(field))}"
 
 
-def _suggestion(value: Any, valid: list[str]) -> str:
+def _suggestion(value: object, valid: list[str]) -> str:
     return f"; {hint.strip()}" if isinstance(value, str) and (hint := nearest(value, valid)) else ""
 
 
-def _unknown_key(path: Path, raw: dict[str, Any]) -> str:
+def _unknown_key(path: Path, raw: Mapping[str, object]) -> str:
     """An unknown key with the key that was meant: another tool's name for one of ours, else the nearest."""
     name, key = ".".join(map(str, path)), str(path[-1])
     section = section_at(path[:-1], raw)
@@ -139,7 +139,7 @@ def _unknown_key(path: Path, raw: dict[str, Any]) -> str:
     return f"{name} is not a key; {hint}{owner} takes {', '.join(valid)}"
 
 
-def _quoted(value: Any) -> str:
+def _quoted(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):

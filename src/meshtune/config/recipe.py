@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -243,7 +243,7 @@ class Recipe(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _short_forms(cls, value: Any) -> Any:
+    def _short_forms(cls, value: object) -> object:
         return written_out(value) if isinstance(value, dict) else value
 
     @model_validator(mode="after")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from meshtune.config.yaml_text import Path
 from meshtune.errors import UserError
@@ -17,7 +16,7 @@ def current_path(path: Path) -> Path:
     return (*path[:-1], RENAMED[path]) if path in RENAMED else path
 
 
-def with_current_names(raw: dict[str, Any], notify: Callable[[str], None] | None = None) -> dict[str, Any]:
+def with_current_names(raw: Mapping[str, object], notify: Callable[[str], None] | None = None) -> dict[str, object]:
     """A recipe's raw mapping with renamed keys under their current names; `notify` receives a sentence for each.
 
     Raises UserError where both names are given.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from meshtune.config.fields import keys
 from meshtune.config.recipe import Recipe
 
 
-def json_schema() -> dict[str, Any]:
+def json_schema() -> dict[str, object]:
     """JSON schema (https://json-schema.org/draft/2020-12) of a recipe in its long form."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}
 

@@ -32,11 +32,11 @@ def section_fields(section: SectionType) -> dict[str, FieldInfo]:
     }
 
 
-def refuse_truth_values(section: SectionType) -> Callable[[Any], Any]:
+def refuse_truth_values(section: SectionType) -> Callable[[object], object]:
     """A validator, run before the section's own, that raises ValidationError for true and false where the field takes
     neither: pydantic reads `rank: true` as rank 1."""
 
-    def check(value: Any) -> Any:
+    def check(value: object) -> object:
         fields = section_fields(section)
         unfit = [
             InitErrorDetails(
@@ -59,7 +59,7 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_truth_values(cls, value: Any) -> Any:
+    def _refuse_truth_values(cls, value: object) -> object:
         return refuse_truth_values(cls)(value)
 
 

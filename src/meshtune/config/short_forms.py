@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 
-def written_out(raw: dict[str, Any]) -> dict[str, Any]:
+def written_out(raw: Mapping[str, object]) -> dict[str, object]:
     """A copy of a recipe's raw mapping with its short forms written out.
 
     `model: PATH` is `model: {path: PATH}`; `method: full` is `method: {kind: full}`, and a method without a kind is
@@ -33,7 +33,7 @@ def written_out(raw: dict[str, Any]) -> dict[str, Any]:
     return raw
 
 
-def sources(value: Any) -> Any:
+def sources(value: object) -> object:
     """A path, a mapping, or a list of either, as a list of mappings; anything else as it is."""
     if isinstance(value, str | dict):
         value = [value]
@@ -42,7 +42,7 @@ def sources(value: Any) -> Any:
     return value
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: object) -> object:
     """Fresh containers, so that an override never writes into what the caller gave."""
     if isinstance(value, dict):
         return {key: _copy(entry) for key, entry in value.items()}

@@ -49,7 +49,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
 class Located:
     """What a YAML text says, and the line (from 1) on which each of its keys and list entries stands."""
 
-    value: Any
+    value: object
     lines: dict[Path, int]
 
 

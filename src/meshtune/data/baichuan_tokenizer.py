@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from meshtune.data.sentencepiece_model import USER_DEFINED, Pieces, fast_tokenizer, read_pieces
@@ -68,7 +69,7 @@ def load_baichuan(directory: pathlib.Path, template: str) -> PreTrainedTokenizer
     )
 
 
-def _saved_template(directory: pathlib.Path, settings: dict[str, Any]) -> str | None:
+def _saved_template(directory: pathlib.Path, settings: Mapping[str, Any]) -> str | None:
     file = directory / "chat_template.jinja"
     return file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jinja2
 
@@ -73,8 +73,8 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] = (),
         *,
         generation_prompt: bool = False,
     ) -> str:
@@ -136,13 +136,13 @@ def template_error(problem: Exception, *, where: str, fix: str | None = None) ->
     )
 
 
-def as_dicts(conversation: Conversation) -> list[dict[str, Any]]:
+def as_dicts(conversation: Conversation) -> list[dict[str, object]]:
     """The messages in OpenAI's form, which chat templates read."""
     return [_as_dict(message) for message in conversation.messages]
 
 
-def _as_dict(message: Message) -> dict[str, Any]:
-    fields: dict[str, Any] = {"role": message.role, "content": message.content, **dict(message.extra)}
+def _as_dict(message: Message) -> dict[str, object]:
+    fields: dict[str, object] = {"role": message.role, "content": message.content, **dict(message.extra)}
     if message.tool_calls:
         fields["tool_calls"] = list(message.tool_calls)
     return fields

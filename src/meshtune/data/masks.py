@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from meshtune.data.chat import ChatTemplate, as_dicts, template_error
 from meshtune.data.chat_templates import tool_template_names
@@ -119,7 +118,7 @@ def _tool_name(tool: JsonObject) -> str:
 
 
 def _turn(
-    chat: ChatTemplate, text: str, messages: list[dict[str, Any]], conversation: Conversation, index: int, floor: int
+    chat: ChatTemplate, text: str, messages: list[dict[str, object]], conversation: Conversation, index: int, floor: int
 ) -> _Turn:
     """Locates the assistant turn `index` in `text`, at or after `floor`."""
     end = chat.end_of_turn
@@ -129,7 +128,7 @@ def _turn(
         start = len(prompt)
         if index == len(messages) - 1 and text.endswith(end.head + end.tail) and len(text) - len(end.tail) >= start:
             return _Turn(start, len(text) - len(end.tail), False, bool(end.head))
-        content = messages[index]["content"]
+        content = conversation.messages[index].content
         if content and end.head and "tool_calls" not in messages[index]:
             for written in (content, content.strip()):
                 # The whole content followed by the end of turn proves where the turn lies.
@@ -150,7 +149,9 @@ def _turn(
     return _Turn(start, last + len(end.head) if ended else last, not unchanged, ended)
 
 
-def _prompt(chat: ChatTemplate, messages: list[dict[str, Any]], conversation: Conversation, index: int) -> str | None:
+def _prompt(
+    chat: ChatTemplate, messages: list[dict[str, object]], conversation: Conversation, index: int
+) -> str | None:
     """The prompt that generation would be given for turn `index`; None where the template cannot render it."""
     if index == 0:
         return None
@@ -160,7 +161,7 @@ def _prompt(chat: ChatTemplate, messages: list[dict[str, Any]], conversation: Co
         return None
 
 
-def _header(chat: ChatTemplate, messages: list[dict[str, Any]], conversation: Conversation, index: int) -> str:
+def _header(chat: ChatTemplate, messages: list[dict[str, object]], conversation: Conversation, index: int) -> str:
     """What the template writes to start the assistant's turn at `index`."""
     past = messages[:index] or [{"role": "user", "content": "question"}]
     try:
@@ -174,7 +175,7 @@ def _header(chat: ChatTemplate, messages: list[dict[str, Any]], conversation: Co
 def _content_span(
     chat: ChatTemplate,
     text: str,
-    messages: list[dict[str, Any]],
+    messages: list[dict[str, object]],
     conversation: Conversation,
     index: int,
     header: str,
@@ -198,10 +199,10 @@ def _content_span(
 def _changed(
     chat: ChatTemplate,
     text: str,
-    messages: list[dict[str, Any]],
+    messages: list[dict[str, object]],
     conversation: Conversation,
     index: int,
-    message: dict[str, Any],
+    message: Mapping[str, object],
 ) -> tuple[int, int]:
     """The part of `text` that differs once message `index` is replaced by `message` with a unique content."""
     opening, closing = _unused_characters(text)
@@ -224,7 +225,7 @@ def _changed(
 
 
 def _removed(
-    chat: ChatTemplate, text: str, messages: list[dict[str, Any]], conversation: Conversation, index: int
+    chat: ChatTemplate, text: str, messages: list[dict[str, object]], conversation: Conversation, index: int
 ) -> tuple[int, int]:
     """The part of `text`, with its header, that is missing once message `index` is removed. For turns whose content is
     not rendered."""

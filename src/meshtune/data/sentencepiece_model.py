@@ -91,7 +91,7 @@ def fast_tokenizer(model: Pieces, where: str) -> Tokenizer:
             byte_fallback=model.byte_fallback,
         )
     )
-    steps: list[Any] = [normalizers.Precompiled(model.character_map)] if model.character_map else []
+    steps: list[normalizers.Normalizer] = [normalizers.Precompiled(model.character_map)] if model.character_map else []
     if model.single_spaces:
         steps += [normalizers.Strip(), normalizers.Replace(Regex(" +"), " ")]
     if model.dummy_prefix:
@@ -99,7 +99,7 @@ def fast_tokenizer(model: Pieces, where: str) -> Tokenizer:
     if model.escaped_spaces:
         steps.append(normalizers.Replace(" ", SPACE))
     tokenizer.normalizer = normalizers.Sequence(steps)  # pyright: ignore[reportAttributeAccessIssue]
-    decoding: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    decoding: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if model.dummy_prefix:
         decoding.append(decoders.Strip(" ", 1, 0))
     tokenizer.decoder = decoders.Sequence(decoding)  # pyright: ignore[reportAttributeAccessIssue]

@@ -101,7 +101,7 @@ def fingerprint(documents: Iterable[object], *parts: str) -> str:
 
 def open_or_build(
     key: str,
-    build: Callable[[], tuple[Iterable[Example], Callable[[], dict[str, Any]]]],
+    build: Callable[[], tuple[Iterable[Example], Callable[[], dict[str, object]]]],
     cache: str | os.PathLike[str] | None = None,
 ) -> Store:
     """The store of `key`, built if it does not exist or is damaged.
@@ -181,7 +181,7 @@ def _read_meta(file: pathlib.Path) -> dict[str, Any] | None:
     return meta
 
 
-def _digest(meta: Mapping[str, Any]) -> str:
+def _digest(meta: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
 
 
@@ -211,7 +211,7 @@ def _cache_errors(directory: pathlib.Path) -> Iterator[None]:
         ) from problem
 
 
-def _write(draft: pathlib.Path, examples: Iterable[Example], meta: Callable[[], dict[str, Any]]) -> None:
+def _write(draft: pathlib.Path, examples: Iterable[Example], meta: Callable[[], dict[str, object]]) -> None:
     sources: dict[str, int] = {}
     with contextlib.ExitStack() as stack:
         with _cache_errors(draft.parent):

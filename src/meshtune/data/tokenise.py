@@ -55,10 +55,10 @@ def tokenised_store(
     Raises UserError where a template cannot render a conversation, and where the cache cannot be written.
     """
 
-    def build() -> tuple[Iterable[Example], Callable[[], dict[str, Any]]]:
+    def build() -> tuple[Iterable[Example], Callable[[], dict[str, object]]]:
         tokenize = Tokenize(tokenizer, options)
 
-        def meta() -> dict[str, Any]:
+        def meta() -> dict[str, object]:
             return {"counts": dataclasses.asdict(tokenize.counts), "template": _template_info(tokenize)}
 
         return _examples(tokenize, _with_progress(samples, f"tokenising {split} data", progress), stage), meta
@@ -95,7 +95,7 @@ def require_plain_text(documents: Iterable[Document]) -> Iterator[Document]:
         yield document
 
 
-def _template_info(tokenize: Tokenize) -> dict[str, Any] | None:
+def _template_info(tokenize: Tokenize) -> dict[str, object] | None:
     if not tokenize.saw_conversation:
         return None
     end = tokenize.chat.end_of_turn

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Float
 
 from meshtune.arrays.tree import Tree
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     from meshtune.adapters.peft_format import LoadedAdapter
 
-Messages = Sequence[Mapping[str, Any]]
+Messages = Sequence[Mapping[str, object]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -69,7 +70,7 @@ class Model:
         """Generation in token ids."""
         return Engine(self.params, self.spec, self.compute, self.stop_ids)
 
-    def logits(self, token_ids: Any) -> Float[np.ndarray, "B T V"]:
+    def logits(self, token_ids: ArrayLike | Sequence[object]) -> Float[np.ndarray, "B T V"]:
         """float32 logits of every position. `token_ids` is one row of ids, or rows of one length (lists or arrays).
 
         Raises UserError for rows of different lengths, and for ids that the model does not have.
@@ -95,7 +96,7 @@ class Model:
         max_new_tokens: int | None = None,
         stop: str | Sequence[str] = (),
         batch_size: int = 16,
-        **sampling: Any,
+        **sampling: float,
     ) -> str | list[str]:
         """What the model says after `prompt`, without the prompt: a string, or a list of them for several prompts.
 
@@ -108,9 +109,9 @@ class Model:
         """
         how, max_tokens = _sampling(sampling), _token_limit(max_tokens, max_new_tokens)
         if isinstance(prompt, str):
-            return "".join(self.stream(prompt, max_tokens=max_tokens, stop=stop, **sampling))
+            return "".join(self._stream(prompt, how, max_tokens, stop))
         if len(prompt) and isinstance(prompt[0], Mapping):
-            return "".join(self.stream(prompt, max_tokens=max_tokens, stop=stop, **sampling))  # pyright: ignore[reportArgumentType]
+            return "".join(self._stream(prompt, how, max_tokens, stop))  # pyright: ignore[reportArgumentType]
         if batch_size < 1:
             raise UserError(f"batch_size = {batch_size}", fix="give 1 or more")
         answers: list[str] = []
@@ -129,11 +130,15 @@ class Model:
         max_tokens: int | None = None,
         max_new_tokens: int | None = None,
         stop: str | Sequence[str] = (),
-        **sampling: Any,
+        **sampling: float,
     ) -> Iterator[str]:
         """The same text as `generate` gives for one prompt, piece by piece as it is made: whole characters only."""
-        max_tokens = _token_limit(max_tokens, max_new_tokens)
-        rows = self._pieces([prompt], _sampling(sampling), max_tokens=max_tokens, stop=stop, steps=self.stream_steps)
+        return self._stream(prompt, _sampling(sampling), _token_limit(max_tokens, max_new_tokens), stop)
+
+    def _stream(
+        self, prompt: str | Messages, sampling: Sampling, max_tokens: int | None, stop: str | Sequence[str]
+    ) -> Iterator[str]:
+        rows = self._pieces([prompt], sampling, max_tokens=max_tokens, stop=stop, steps=self.stream_steps)
         return (text for (text,) in rows if text)
 
     def chat(
@@ -145,7 +150,7 @@ class Model:
         stop: str | Sequence[str] = (),
         overflow: Overflow = "error",
         notify: Callable[[str], None] | None = None,
-        **sampling: Any,
+        **sampling: float,
     ) -> ChatSession:
         """A conversation with a memory: `.send`, `.stream`, `.messages`, `.reset`; see `ChatSession`."""
         options = {} if notify is None else {"notify": notify}
@@ -256,7 +261,7 @@ def _logits(params: Tree, tokens: jax.Array, length: jax.Array, *, spec: ModelSp
     return logits(params, spec, hidden)
 
 
-def _rows(token_ids: Any, vocab: int) -> np.ndarray:
+def _rows(token_ids: ArrayLike | Sequence[object], vocab: int) -> np.ndarray:
     try:
         ids = np.asarray(token_ids)
     except ValueError as problem:
@@ -277,12 +282,12 @@ def _rows(token_ids: Any, vocab: int) -> np.ndarray:
     return ids
 
 
-def _sampling(options: Mapping[str, Any]) -> Sampling:
+def _sampling(options: Mapping[str, float]) -> Sampling:
     names = [field.name for field in dataclasses.fields(Sampling)]
     for name in options:
         if name not in names:
             raise TypeError(f"unknown option {name!r}; sampling takes {', '.join(names)}")
-    return Sampling(**options)
+    return Sampling(**options)  # pyright: ignore[reportArgumentType]
 
 
 def _token_limit(max_tokens: int | None, max_new_tokens: int | None) -> int | None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 ROLES = ("system", "user", "assistant", "tool")
-ChatMessage = Mapping[str, Any]
+ChatMessage = Mapping[str, object]
 
 
 def continuation_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:

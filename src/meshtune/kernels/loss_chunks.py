@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 # A function of (head params, hidden [..,D]) that returns float32 logits [..,V].
-Head = Callable[[Any, jax.Array], jax.Array]
+Head = Callable[[PyTree, jax.Array], jax.Array]
 
 
 class ChunkSchedule(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jaxtyping import PyTree
 
 # What a result is: "sum" (a scalar), "token" (a number per position), "hidden" (like the hidden states), or ("head", n)
 # (the gradient of leaf n of the head).
@@ -45,7 +46,7 @@ class LossSharding:
         return self.rows if kind in ("token", "hidden") else self.head[_leaf(kind)]
 
 
-def over_mesh(function: Callable[..., Any], sharding: LossSharding | None, results: Any) -> Callable[..., Any]:
+def over_mesh(function: Callable[..., Any], sharding: LossSharding | None, results: PyTree) -> Callable[..., Any]:
     """Maps `function(vocab axis, head leaves, hidden, targets, weights)` over devices and sums its partial results.
 
     `results` is the tree of kinds of what it returns (None for no result). Without a split the function is called as it
@@ -54,10 +55,10 @@ def over_mesh(function: Callable[..., Any], sharding: LossSharding | None, resul
     if sharding is None:
         return functools.partial(function, None)
 
-    def local(*arguments: Any) -> Any:
+    def local(*arguments: PyTree) -> PyTree:
         return jax.tree.map(sum_over_axes, results, function(sharding.vocab, *arguments), is_leaf=_is_kind)
 
-    def sum_over_axes(kind: ResultKind | None, partial: Any) -> Any:
+    def sum_over_axes(kind: ResultKind | None, partial: jax.Array) -> jax.Array:
         axes = () if kind is None else sharding.reduction_axes(kind)
         return jax.lax.psum(partial, axes) if axes else partial
 
@@ -67,7 +68,7 @@ def over_mesh(function: Callable[..., Any], sharding: LossSharding | None, resul
     return jax.shard_map(local, mesh=sharding.mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
 
 
-def _is_kind(x: Any) -> bool:
+def _is_kind(x: object) -> bool:
     return x is None or isinstance(x, str) or (isinstance(x, tuple) and len(x) == 2 and x[0] == "head")
 
 

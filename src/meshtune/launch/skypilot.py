@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from typing import Any
 
 import yaml
 
@@ -14,10 +13,10 @@ from meshtune.launch.train_command import TrainCommand, dns_label
 RECOVERABLE_CODES = [75, 137, 143]  # a process was lost, was killed, or stopped and saved
 
 
-def task(command: TrainCommand, options: TaskOptions) -> dict[str, Any]:
+def task(command: TrainCommand, options: TaskOptions) -> dict[str, object]:
     """The task object. Raises: UserError if the machines would not share the output, or would not see the recipe."""
     _check_shared_paths(command, options)
-    resources: dict[str, Any] = {
+    resources: dict[str, object] = {
         **({"infra": options.infra} if options.infra else {}),
         **({"accelerators": options.accelerators} if options.accelerators else {"cpus": "8+"}),
         **({"image_id": f"docker:{options.image}"} if options.image else {}),
@@ -25,7 +24,7 @@ def task(command: TrainCommand, options: TaskOptions) -> dict[str, Any]:
         # A managed job (sky jobs launch) restarts after these exit codes; any other ends it.
         "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": RECOVERABLE_CODES},
     }
-    spec: dict[str, Any] = {
+    spec: dict[str, object] = {
         "name": dns_label(options.name or command.name),
         "num_nodes": options.nodes,
         "resources": resources,

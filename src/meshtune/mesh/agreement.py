@@ -7,7 +7,6 @@ import hashlib
 import json
 import pathlib
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,7 +19,7 @@ MAX_SHOWN = 120  # characters of a value in a message
 PACKAGE = pathlib.Path(meshtune.errors.__file__).parent
 
 
-def require_agreement(job: Job, subject: str, fields: Mapping[str, Any], *, fix: str) -> None:
+def require_agreement(job: Job, subject: str, fields: Mapping[str, object], *, fix: str) -> None:
     """Compares `fields` (nested mappings of JSON values) between all processes; every process must call it.
 
     Raises, on every process: UserError naming the first field that differs, with both values and the processes.
@@ -68,15 +67,15 @@ def source_digest(package: pathlib.Path = PACKAGE) -> str:
     return digest.hexdigest()[:16]
 
 
-def _flatten(fields: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    pairs: list[tuple[str, Any]] = []
+def _flatten(fields: Mapping[str, object], prefix: str = "") -> list[tuple[str, object]]:
+    pairs: list[tuple[str, object]] = []
     for name, value in fields.items():
         key = f"{prefix}{name}"
         pairs += _flatten(value, key + ".") if isinstance(value, Mapping) and value else [(key, value)]
     return pairs
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = json.dumps(value, sort_keys=True, default=str)
     if len(text) <= MAX_SHOWN:
         return text

@@ -56,7 +56,7 @@ class Client:
         threading.Thread(target=self._receive, name="meshtune-client", daemon=True).start()
         threading.Thread(target=self._send_heartbeats, name="meshtune-heartbeat", daemon=True).start()
 
-    def exchange(self, tag: str, value: Any, timeout: float) -> list[Any]:
+    def exchange(self, tag: str, value: object, timeout: float) -> list[Any]:
         """The `value` (JSON) of every process, in order of process, once all have called with the same `tag`.
 
         Raises: UserError if the job ends meanwhile, or if a process has not called within `timeout` seconds.

@@ -9,7 +9,6 @@ import secrets
 import socket
 import threading
 import time
-from typing import Any
 
 from meshtune.errors import UserError
 from meshtune.mesh.protocol import (
@@ -59,7 +58,7 @@ class Coordinator:
             ) from None
         self.lock = threading.Lock()
         self.connections: dict[int, _Connection] = {}
-        self.values: dict[str, dict[int, Any]] = {}
+        self.values: dict[str, dict[int, object]] = {}
         self.started = self.ended = False
         threading.Thread(target=self._accept, name="meshtune-coordinator", daemon=True).start()
         threading.Thread(target=self._send_heartbeats, name="meshtune-coordinator-heartbeat", daemon=True).start()
@@ -170,7 +169,7 @@ class Coordinator:
             self.connections[client.process_index] = client
         return None
 
-    def _put(self, process_index: int, tag: str, value: Any) -> None:
+    def _put(self, process_index: int, tag: str, value: object) -> None:
         """Stores a process's value for `tag`; the last one to arrive sends all of them to every process."""
         with self.lock:
             by_process = self.values.setdefault(tag, {})

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jaxtyping import PyTree
 
-from meshtune.arrays.paths import named_leaves, path_name
+from meshtune.arrays.paths import named_leaves
+from meshtune.arrays.tree import Tree
 from meshtune.mesh.layout import Layout
 
-Tree = dict[str, Any]
 HOST = "pinned_host"  # JAX's memory kind
 MIN_OFFLOAD_BYTES = 2**14  # smaller arrays stay on the device: a transfer costs more than their memory
 BATCH_AXES = ("whole", "batch", "length")  # of [A, B, T]; [B, T] has no first axis
@@ -45,22 +45,23 @@ def offloaded(sharding: Sharding | None) -> NamedSharding:
     return NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=HOST)
 
 
-def offload_abstract(tree: Any, *, stacked_only: bool = False) -> Any:
-    """A tree of ShapeDtypeStructs with arrays of at least MIN_OFFLOAD_BYTES in the host's memory.
+def offload_abstract(tree: PyTree) -> PyTree:
+    """A tree of ShapeDtypeStructs with arrays of at least MIN_OFFLOAD_BYTES in the host's memory."""
 
-    `stacked_only` offloads only arrays of layers.
-    """
-
-    def offload(path: tuple[Any, ...], leaf: Any) -> Any:
-        small = not leaf.shape or math.prod(leaf.shape) * leaf.dtype.itemsize < MIN_OFFLOAD_BYTES
-        if small or (stacked_only and not path_name(path).startswith("layers/")):
+    def offload(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        if not leaf.shape or math.prod(leaf.shape) * leaf.dtype.itemsize < MIN_OFFLOAD_BYTES:
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=offloaded(leaf.sharding))
 
-    return jax.tree_util.tree_map_with_path(offload, tree)
+    return jax.tree.map(offload, tree)
 
 
-def offloaded_names(tree: Any) -> list[str]:
+def offload_stacks(tree: PyTree, specs: PyTree) -> PyTree:
+    """offload_abstract of the arrays that are stacked by layer, as `specs`, the tree's ArraySpecs, say."""
+    return jax.tree.map(lambda leaf, spec: offload_abstract(leaf) if spec.is_stacked else leaf, tree, specs)
+
+
+def offloaded_names(tree: PyTree) -> list[str]:
     """The paths of the arrays in the host's memory."""
     return [name for name, leaf in named_leaves(tree) if is_offloaded(leaf.sharding)]
 
@@ -104,7 +105,7 @@ def cast_offloaded(array: jax.Array, dtype: str) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
-def place_batch(arrays: Mapping[str, np.ndarray], layout: Layout | None, order: np.ndarray | None = None) -> Any:
+def place_batch(arrays: Mapping[str, np.ndarray], layout: Layout | None, order: np.ndarray | None = None) -> Tree:
     """The arrays of a batch as global arrays, sharded by rows and positions.
 
     `arrays` are complete on every process: [A, B, T] or [B, T], or [A, B, S] or [B, S] for those of the S documents of

@@ -9,7 +9,7 @@ import dataclasses
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -55,7 +55,7 @@ class Job:
         """The name of this process's host."""
         return self.client.host if self.client else socket.gethostname()
 
-    def exchange(self, tag: str, value: Any, timeout: float = EXCHANGE_TIMEOUT) -> list[Any]:
+    def exchange(self, tag: str, value: object, timeout: float = EXCHANGE_TIMEOUT) -> list[Any]:
         """The `value` (small, JSON) of every process, in order of process; all of them must call with the same `tag`.
 
         Blocks until all have called. Raises: UserError if a process was lost or failed, or did not call within
@@ -126,8 +126,8 @@ def _wait_for_others(coordinator: Coordinator | None) -> Callable[[], None]:
 
 
 def _gather_hellos(
-    coordinator: Coordinator | None, client: Client, hello: dict[str, Any], timeout: float
-) -> list[dict[str, Any]]:
+    coordinator: Coordinator | None, client: Client, hello: Mapping[str, object], timeout: float
+) -> list[dict[str, object]]:
     if coordinator is None:
         # Longer than the coordinator's own timeout, so that it can first report which processes are missing.
         return client.exchange("start", hello, timeout + 10)
@@ -150,7 +150,7 @@ def _missing_processes(coordinator: Coordinator, client: Client, timeout: float)
     )
 
 
-def _check_same_environment(hellos: list[dict[str, Any]]) -> None:
+def _check_same_environment(hellos: list[dict[str, object]]) -> None:
     """Checked here because JAX waits minutes for a process whose version or backend differs, and then names neither."""
     for index, hello in enumerate(hellos):
         if hello["jax"] != hellos[0]["jax"]:

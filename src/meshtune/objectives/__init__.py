@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from meshtune.objectives import cpo, dpo, kto, orpo, rm, sft, simpo
 from meshtune.objectives.score import Objective
@@ -19,8 +19,11 @@ DatasetType = Literal["documents", "pairs", "labelled"]
 same prompt, or an answer labelled good or bad."""
 
 
+Options = TypeVar("Options")
+
+
 @dataclasses.dataclass(frozen=True)
-class Stage:
+class Stage(Generic[Options]):
     """A kind of training.
 
     `config` is the dataclass of its options and `make(options)` builds its objective. `title` names the stage for
@@ -30,27 +33,35 @@ class Stage:
     that the cross-entropy of the chosen answers is a term of the loss.
     """
 
-    config: type
-    make: Callable[[Any], Objective]
+    config: type[Options]
+    make: Callable[[Options], Objective]
     title: str
     dataset_type: DatasetType = "documents"
     unit: str = "token"
     headline: tuple[tuple[str, str], ...] = ()
     needs_reference: bool = False
     has_score_head: bool = False
-    uses_nll: Callable[[Any], bool] = lambda options: False
+    uses_nll: Callable[[Options], bool] = lambda options: False
 
 
-def _has_sft_weight(options: Any) -> bool:
+def _has_sft_weight(options: dpo.DpoConfig | simpo.SimpoConfig | cpo.CpoConfig) -> bool:
     return options.sft_weight > 0
 
 
-def _preference_stage(config: type, make: Callable[[Any], Objective], title: str, **fields: Any) -> Stage:
+def _preference_stage(
+    config: type[Options],
+    make: Callable[[Options], Objective],
+    title: str,
+    *,
+    needs_reference: bool = False,
+    has_score_head: bool = False,
+    uses_nll: Callable[[Options], bool] = lambda options: False,
+) -> Stage[Options]:
     headline = (("rewards/accuracies", "accuracy"), ("rewards/margins", "margin"))
-    return Stage(config, make, title, dataset_type="pairs", unit="pair", headline=headline, **fields)
+    return Stage(config, make, title, "pairs", "pair", headline, needs_reference, has_score_head, uses_nll)
 
 
-STAGES: dict[str, Stage] = {
+STAGES: dict[str, Stage[Any]] = {
     "sft": Stage(sft.SftConfig, sft.make, "SFT"),
     "pt": Stage(sft.SftConfig, sft.make, "pretraining"),
     "rm": _preference_stage(rm.RmConfig, rm.make, "reward model", has_score_head=True),

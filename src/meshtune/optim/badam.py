@@ -40,15 +40,15 @@ def badam(
         if key in stacks
     ]
     layers = tuple((*map(int, key.split(".")), row) for _, key, row in sorted(rows))
-    leaves = named_leaves(trainable)
-    if not layers or any("/adapter/" in path for path, _ in leaves):
+    if not layers or any("/adapter/" in path for path, _ in named_leaves(trainable)):
         reason = "adapters keep little state as they are" if layers else "no layer is trained"
         raise UserError(
             f"badam trains one layer at a time, and {reason}",
             where="optimizer.name, method",
             fix="use method: full or freeze with badam, or optimizer.name=adamw",
         )
-    if outside := [path for path, leaf in leaves if leaf.is_stacked and not path.startswith("layers/")]:
+    other_nodes = {name: node for name, node in trainable.items() if name != "layers"}
+    if outside := [path for path, leaf in named_leaves(other_nodes) if leaf.is_stacked]:
         raise UserError(
             f"badam trains the decoder's layers in turns, and {outside[0]} is in another stack",
             where="optimizer.name, method",

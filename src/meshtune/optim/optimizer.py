@@ -12,7 +12,7 @@ import optax
 from jax import lax
 from jaxtyping import Array
 
-from meshtune.arrays.paths import named_leaves, path_name
+from meshtune.arrays.paths import KeyPath, named_leaves, path_name
 from meshtune.arrays.spec import LAYERS, ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.model.gather import to_device
@@ -170,7 +170,7 @@ def _specs_like_parameters(state: State, abstract: Tree, dtype: str | None = Non
     parameters = [(f"/{name}/", array) for name, array in named_leaves(abstract)]
     no_parameter = ArraySpec((-1,), "float32", ("whole",))
 
-    def spec(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> ArraySpec:
+    def spec(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> ArraySpec:
         name = f"/{path_name(path)}/"
         owner = next((a for owned, a in parameters if owned in name and a.shape == leaf.shape), no_parameter)
         return state_spec(leaf, owner, dtype or str(leaf.dtype))

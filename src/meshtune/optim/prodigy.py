@@ -6,8 +6,6 @@ parameters together.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -15,6 +13,7 @@ from optax.contrib import prodigy as optax_prodigy
 
 from meshtune.arrays.tree import Tree
 from meshtune.optim.config import OptimizerConfig
+from meshtune.optim.param_optimizer import State
 from meshtune.optim.schedules import Schedule
 
 LEAST = 1e-8  # of the factor: at 0, where a warm-up begins, the estimate would be 0 / 0
@@ -29,7 +28,7 @@ def prodigy(config: OptimizerConfig, schedule: Schedule, decayed: Tree) -> optax
 
     inner = optax_prodigy(factor, (b1, b2), eps=config.eps, estim_lr_coef=config.d_coef)
 
-    def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, Any]:
+    def update(updates: Tree, state: State, params: Tree | None = None) -> tuple[Tree, State]:
         changes, new = inner.update(updates, state, params)
         if config.weight_decay:
             t = (state.count + 1).astype(jnp.float32)

@@ -7,13 +7,14 @@ sampled from the model itself (objectives.curvature), every `curvature_every` up
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import optax
 from optax.contrib import sophia as optax_sophia
 
 from meshtune.arrays.tree import Tree
 from meshtune.optim.config import OptimizerConfig
+from meshtune.optim.param_optimizer import State
 from meshtune.optim.schedules import Schedule
 
 
@@ -36,9 +37,11 @@ def sophia(config: OptimizerConfig, schedule: Schedule, decayed: Tree) -> optax.
     )
 
 
-def _no_state(params: Any) -> optax.EmptyState:
+def _no_state(params: optax.Params) -> optax.EmptyState:
     return optax.EmptyState()
 
 
-def _curvature(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+def _curvature(
+    updates: optax.Updates, state: State, params: optax.Params | None = None, **extra: Callable[[], optax.Updates]
+) -> tuple[optax.Updates, State]:
     return extra["curvature"](), state

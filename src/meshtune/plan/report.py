@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from meshtune.config.recipe import Recipe
@@ -192,7 +193,7 @@ def split_by_role(scored: ScoredCandidate, compiled: Compiled) -> tuple[dict[str
     return {role: breakdown[role] for role in ROLES}, host
 
 
-def _collective(record: dict[str, Any]) -> Collective:
+def _collective(record: Mapping[str, Any]) -> Collective:
     return Collective(**{**record, "members": tuple(record["members"])})
 
 

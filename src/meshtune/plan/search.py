@@ -11,10 +11,10 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from meshtune.config.quantize import QuantizeSection
 from meshtune.config.recipe import LoraMethod, MeshSection, Recipe
+from meshtune.config.section import Section
 from meshtune.errors import UserError
 from meshtune.mesh.axes import MeshConfig, resolve_mesh
 from meshtune.model.sharding import check_batch, check_experts
@@ -202,7 +202,7 @@ def _combinations(
 
 def apply_overrides(recipe: Recipe, overrides: Overrides) -> Recipe:
     """The recipe with some of its keys (dotted, at most one dot) changed. Fields are not validated again."""
-    changed: dict[str, Any] = {}
+    changed: dict[str, object] = {}
     for key, value in overrides.items():
         section, _, name = key.partition(".")
         if key == MESH:
@@ -214,6 +214,7 @@ def apply_overrides(recipe: Recipe, overrides: Overrides) -> Recipe:
             changed[section] = value
         else:
             current = changed.get(section, getattr(recipe, section))
+            assert isinstance(current, Section)
             changed[section] = current.model_copy(update={name: value})
     return recipe.model_copy(update=changed)
 

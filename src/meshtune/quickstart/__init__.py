@@ -21,6 +21,7 @@ def recipe(output: str | os.PathLike[str], *overrides: str) -> Recipe:
 
     file = DIRECTORY / "recipe.yaml"
     raw = yaml_text.read(file.read_text(encoding="utf-8"), str(file)).value
+    assert isinstance(raw, dict)
     raw |= {"model": str(MODEL), "output": str(output)}
     raw["data"]["train"] = [{"path": str(LESSON), "format": "prompt_completion"}]
     return load_recipe(raw, overrides)

@@ -9,7 +9,7 @@ import fcntl
 import json
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -105,13 +105,13 @@ def claimed(output: pathlib.Path, *, overwrite: bool) -> Iterator[pathlib.Path |
         yield aside
 
 
-def write_run(output: pathlib.Path, fields: dict[str, Any]) -> None:
+def write_run(output: pathlib.Path, fields: Mapping[str, object]) -> None:
     """Merges `fields` into run.json as one atomic replacement; a damaged run.json is replaced."""
     try:
         before = read_run(output)
     except DamagedError:
         before = {}
-    merged = before | fields
+    merged = {**before, **fields}
     content = json.dumps({**merged, DIGEST: digest_json(merged)}, indent=2, ensure_ascii=False)
     _replace(output / RUN, content + "\n")
 
@@ -135,7 +135,7 @@ def read_run(output: pathlib.Path) -> dict[str, Any]:
         ) from error
 
 
-def write_recipe(output: pathlib.Path, recipe: dict[str, Any]) -> None:
+def write_recipe(output: pathlib.Path, recipe: Mapping[str, object]) -> None:
     """recipe.yaml, with every default written out."""
     _replace(output / RECIPE, yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True))
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 
 from meshtune.arrays.tree import Tree
 from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
-from meshtune.mesh.placement import batch_axes, offload_abstract, offloaded_names, shardings
+from meshtune.mesh.placement import batch_axes, offload_stacks, offloaded_names, shardings
 from meshtune.model.compute import Compute
 from meshtune.optim.build import Optimizer, make_optimizer
+from meshtune.optim.schedules import Schedule
 from meshtune.setup.choices import optimizer_of
 from meshtune.setup.resolved import ResolvedRun
 from meshtune.setup.stage import batch_arrays, draws, objective_of
@@ -20,12 +18,12 @@ from meshtune.train.step.build import make_train_step
 from meshtune.train.step.state import TrainState, abstract_state
 
 
-def optimizer_for(recipe: Recipe, resolved: ResolvedRun, steps: int) -> tuple[Optimizer, Callable[[Any], Any]]:
+def optimizer_for(recipe: Recipe, resolved: ResolvedRun, steps: int) -> tuple[Optimizer, Schedule]:
     """(the optimizer, its learning rate by step) of a run of `steps` updates."""
     return make_optimizer(optimizer_of(recipe, resolved.precision), steps, resolved.arrays.trainable, resolved.spec)
 
 
-def step_for(recipe: Recipe, resolved: ResolvedRun, compute: Compute, optimizer: Optimizer) -> Any:
+def step_for(recipe: Recipe, resolved: ResolvedRun, compute: Compute, optimizer: Optimizer) -> jax.stages.Wrapped:
     """The jitted train step (see train.step.make_train_step)."""
     return make_train_step(
         objective_of(recipe),
@@ -63,7 +61,7 @@ def frozen_like(resolved: ResolvedRun) -> Tree:
             frozen,
             shardings(frozen, resolved.layout),
         )
-    return offload_abstract(like, stacked_only=True) if "weights" in resolved.offload else like
+    return offload_stacks(like, frozen) if "weights" in resolved.offload else like
 
 
 def waiting_weights(resolved: ResolvedRun, optimizer: Optimizer) -> list[str]:

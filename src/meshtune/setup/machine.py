@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -14,7 +13,7 @@ class Machine:
     """`platform` is cpu, cuda, rocm or tpu; `devices` are JAX's, all of the job's; `chip` their arch, "": ask them."""
 
     platform: str
-    devices: Sequence[Any]
+    devices: Sequence[jax.Device]
     chip: str = ""
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.continued import check_continued, content_hash
@@ -119,7 +119,7 @@ def resumed_adapter(recipe: Recipe, resolved: ResolvedRun, base: BaseRecord) -> 
     return f" with adapter {content_hash(source)}"
 
 
-def _recorded(dest: pathlib.Path) -> dict[str, Any] | None:
+def _recorded(dest: pathlib.Path) -> dict[str, object] | None:
     """What the model in `dest` was made from; None where nothing whole says so."""
     file = dest / RECORD
     try:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import psutil
+from jaxtyping import PyTree
 
 
 def memory_in_use() -> int:
@@ -17,7 +17,7 @@ def memory_in_use() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def bytes_on_each(tree: Any, itemsize: int | None = None) -> int:
+def bytes_on_each(tree: PyTree, itemsize: int | None = None) -> int:
     """Bytes of a tree's arrays on one device; with `itemsize`, as if every number took so many."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * (itemsize or leaf.dtype.itemsize) for leaf in leaves)

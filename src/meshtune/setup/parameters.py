@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -23,6 +22,8 @@ from meshtune.mesh.placement import offload_arrays, place_batch
 from meshtune.mesh.processes import Job
 from meshtune.model.compute import Compute
 from meshtune.model.spec import abstract_params
+from meshtune.optim.optimizer import Optimizer
+from meshtune.optim.schedules import Schedule
 from meshtune.setup.assemble import frozen_like, optimizer_for, state_like, waiting_weights
 from meshtune.setup.memory import size_in_words
 from meshtune.setup.resolved import ResolvedRun
@@ -39,8 +40,8 @@ class InitializedRun:
 
     model: PreparedModel
     state: TrainState
-    optimizer: Any
-    schedule: Callable[[Any], Any]
+    optimizer: Optimizer
+    schedule: Schedule
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,10 +46,13 @@ def row_length(recipe: Recipe) -> int:
     return recipe.data.max_length * (1 if STAGES[recipe.stage.kind].dataset_type == "documents" else 2)
 
 
-def batch_arrays(recipe: Recipe, method: Method, shape: tuple[int, int, int]) -> dict[str, tuple[Any, Any]]:
+ShapeAndDtype = tuple[tuple[int, ...], np.dtype]
+
+
+def batch_arrays(recipe: Recipe, method: Method, shape: tuple[int, int, int]) -> dict[str, ShapeAndDtype]:
     """(shape, dtype) of every array of a batch [micro-batches, rows, positions], as far as they are known without data:
     the number of units a row has room for is a guess, which changes next to nothing."""
-    arrays: dict[str, tuple[Any, Any]] = {name: (shape, np.dtype(dtype)) for name, dtype in TOKEN_ARRAYS.items()}
+    arrays: dict[str, ShapeAndDtype] = {name: (shape, np.dtype(dtype)) for name, dtype in TOKEN_ARRAYS.items()}
     stage, options = stage_of(recipe)
     if stage.dataset_type == "documents":
         return arrays

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import shutil
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from meshtune.weights.tensor_reader import TensorReader
 from meshtune.weights.writer import ST_DTYPES
 
 
-def write_start(start: Start, recipe: Recipe, folder: pathlib.Path, record: dict[str, Any]) -> None:
+def write_start(start: Start, recipe: Recipe, folder: pathlib.Path, record: Mapping[str, object]) -> None:
     """Writes a start model's weights and config into `folder`, with `record` in the metadata of the weights.
 
     Adapters are merged one after another, each into the result of the previous merge.
@@ -55,10 +54,10 @@ def _check(adapter: str, base: pathlib.Path, any_base: bool) -> None:
         check_base(load_adapter(resolved.adapter, load_spec(base)[0]), str(base), base_hash(base))
 
 
-def _config(start: Start, config: dict[str, Any]) -> dict[str, Any]:
+def _config(start: Start, config: Mapping[str, object]) -> dict[str, object]:
     """Returns the source's config with the fields that the start changes."""
     changed = ("vocab_size", "num_hidden_layers", "layer_types")
-    return config | {field: start.config[field] for field in changed if field in start.config}
+    return {**config} | {field: start.config[field] for field in changed if field in start.config}
 
 
 def _tensors(start: Start, source: pathlib.Path, reader: TensorReader) -> Iterator[NewTensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import Any
 
 from meshtune.adapters.config import Method
 from meshtune.data.new_tokens import NewTokens
@@ -20,7 +19,7 @@ class Start:
     """
 
     source: pathlib.Path
-    config: dict[str, Any]
+    config: dict[str, object]
     spec: ModelSpec
     method: Method
     tokens: NewTokens = dataclasses.field(default_factory=NewTokens)

@@ -10,8 +10,8 @@ import dataclasses
 import operator
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -32,6 +32,9 @@ from meshtune.train.step.state import Metrics, TrainState
 MOST_RECORDS = 12  # records named in an error message
 
 
+PlacedBatch = Mapping[str, jax.Array | np.ndarray]  # a batch's arrays on the devices
+
+
 class TrainBatch(Protocol):
     """The rows of one update; data.loader.Batch implements it."""
 
@@ -39,7 +42,7 @@ class TrainBatch(Protocol):
     def arrays(self) -> dict[str, np.ndarray]: ...
 
     @property
-    def origins(self) -> Any: ...
+    def origins(self) -> Sequence[Sequence[Sequence[object]]]: ...
 
     @property
     def step(self) -> int: ...
@@ -55,7 +58,7 @@ class Task:
     pairs, are optional.
     """
 
-    step: Callable[[TrainState, Tree, Any, Any], tuple[TrainState, Metrics]]
+    step: Callable[[TrainState, Tree, PlacedBatch, np.int32], tuple[TrainState, Metrics]]
     frozen: Tree
     batches: Callable[[int, int], Iterable[TrainBatch]]
     learning_rate: Callable[[int], float]
@@ -63,7 +66,7 @@ class Task:
     cadence: Cadence
     record: Record
     early_stopping: EarlyStopping
-    place: Callable[[dict[str, np.ndarray]], Any] = dict
+    place: Callable[[dict[str, np.ndarray]], PlacedBatch] = dict
     shown: Callable[[TrainState], Tree] = operator.attrgetter("trainable")
     evaluate: Callable[[Tree], Evaluation] | None = None
     evaluate_at_start: bool = False
@@ -242,7 +245,7 @@ def _close(batches: Iterator[TrainBatch]) -> None:
         close()
 
 
-def _not_finite(task: Task, batch: TrainBatch, values: dict[str, Any], checkpoints: Checkpoints) -> UserError:
+def _not_finite(task: Task, batch: TrainBatch, values: Mapping[str, np.ndarray], checkpoints: Checkpoints) -> UserError:
     finite = np.atleast_1d(values["finite_micro"])
     bad = [number for number, fine in enumerate(finite) if not fine] or list(range(len(finite)))
     loss, norm = float(values["loss"]), float(values["grad_norm"])

@@ -6,8 +6,7 @@ import contextlib
 import dataclasses
 import pathlib
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 
@@ -172,7 +171,7 @@ def _parts(setup: RunSetup, initialized: InitializedRun) -> Parts:
     )
 
 
-def _step_probes(setup: RunSetup, task: Task) -> list[Any]:
+def _step_probes(setup: RunSetup, task: Task) -> list[prediction.StepProbe]:
     """What measures the step beside its prediction, on process 0."""
     if not setup.job.is_main_process:
         return []
@@ -180,7 +179,7 @@ def _step_probes(setup: RunSetup, task: Task) -> list[Any]:
     return prediction.step_probes(task.step, setup.recipe, setup.target, setup.resolved.layout, length)
 
 
-def _sinks(setup: RunSetup, start: int, history: list[dict[str, Any]], loss: SmoothedLoss) -> list[Sink]:
+def _sinks(setup: RunSetup, start: int, history: Sequence[Mapping[str, object]], loss: SmoothedLoss) -> list[Sink]:
     log, output = setup.recipe.log, setup.output
     if not setup.job.is_main_process:
         return [metrics_log.ProcessLog(output, setup.job.process_index, interval=log.every)]
@@ -198,13 +197,13 @@ def _sinks(setup: RunSetup, start: int, history: list[dict[str, Any]], loss: Smo
     return sinks + [trackers.TRACKERS[name](output, log.project, setup.fields, start) for name in log.trackers]
 
 
-def _facts(setup: RunSetup, record: Record, status: str) -> dict[str, Any]:
+def _facts(setup: RunSetup, record: Record, status: str) -> dict[str, object]:
     """What run.json says of a run whatever its end."""
     base = {name: value for name, value in dataclasses.asdict(setup.base).items() if value is not None}
     return {"status": status, RESULT_DIGEST: None, "versions": record.versions, "base": base, "data": record.data}
 
 
-def _write_run(setup: RunSetup, fields: dict[str, Any]) -> None:
+def _write_run(setup: RunSetup, fields: Mapping[str, object]) -> None:
     if setup.job.is_main_process:
         write_run(setup.output, fields)
 

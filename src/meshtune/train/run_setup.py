@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -51,7 +51,7 @@ class RunSetup:
     """
 
     recipe: Recipe
-    fields: dict[str, Any]
+    fields: dict[str, object]
     output: pathlib.Path
     console: Console
     log: ConsoleLog

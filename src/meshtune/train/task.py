@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -19,6 +19,9 @@ from meshtune.data.prepare import PreparedData
 from meshtune.kernels.attention import zigzag_order
 from meshtune.mesh.placement import place_batch
 from meshtune.model.compute import Compute
+from meshtune.objectives.score import Batch
+from meshtune.optim.optimizer import Optimizer
+from meshtune.optim.schedules import Schedule
 from meshtune.setup.assemble import step_for
 from meshtune.setup.memory import size_in_words
 from meshtune.setup.resolved import ResolvedRun
@@ -47,8 +50,8 @@ class Parts:
     tokenizer: PreTrainedTokenizerFast
     console: Console
     model: PreparedModel
-    optimizer: Any
-    schedule: Any
+    optimizer: Optimizer
+    schedule: Schedule
 
 
 def make_task(parts: Parts, record: Record, state: TrainState) -> Task:
@@ -83,20 +86,20 @@ def make_task(parts: Parts, record: Record, state: TrainState) -> Task:
     )
 
 
-def _placing(parts: Parts) -> Callable[[dict[str, np.ndarray]], Any]:
+def _placing(parts: Parts) -> Callable[[dict[str, np.ndarray]], Batch]:
     """Returns the function that places a batch on the devices, in zigzag order under context parallelism."""
     layout = parts.compute.layout
     cp = 1 if layout is None else layout.size("cp")
     order = zigzag_order(parts.data.train.row_length, cp) if cp > 1 else None
 
-    def place(arrays: dict[str, np.ndarray]) -> Any:
+    def place(arrays: dict[str, np.ndarray]) -> Batch:
         fits = order is not None and arrays["tokens"].shape[-1] == len(order)
         return place_batch(arrays, layout, order if fits else None)
 
     return place
 
 
-def _compiled(parts: Parts, step: Any, state: TrainState, batch: Any) -> Any:
+def _compiled(parts: Parts, step: jax.stages.Wrapped, state: TrainState, batch: Batch) -> jax.stages.Compiled:
     started = time.monotonic()
     with parts.console.status("compiling the training step"):
         compiled = step.lower(state, parts.model.frozen, batch, np.int32(0)).compile()
@@ -117,7 +120,7 @@ def _epoch_at(parts: Parts, step: int) -> float:
     return epoch + (within + 1) / parts.data.train.steps_per_epoch(epoch)
 
 
-def _evaluator(parts: Parts, place: Callable[[dict[str, np.ndarray]], Any]) -> Callable[[Tree], Evaluation] | None:
+def _evaluator(parts: Parts, place: Callable[[dict[str, np.ndarray]], Batch]) -> Callable[[Tree], Evaluation] | None:
     loader = parts.data.validation
     if loader is None or parts.recipe.eval.every is None:
         return None

@@ -28,7 +28,7 @@ class BroadcastReader:
         self._members = len(devices)
         mesh = Mesh(np.array(devices), ("process",))
         self._rows = NamedSharding(mesh, PartitionSpec("process"))
-        self._sum: Any = jax.jit(
+        self._sum = jax.jit(
             lambda x: jnp.sum(x, 0, dtype=jnp.uint32), out_shardings=NamedSharding(mesh, PartitionSpec())
         )
 
@@ -45,7 +45,7 @@ class BroadcastReader:
         (shard,) = self._sum(rows).addressable_shards
         return np.asarray(shard.data).view(np.uint8)[:size]
 
-    def broadcast_json(self, value: Any) -> Any:
+    def broadcast_json(self, value: object) -> Any:
         """A JSON value of the reader, on every process; the others pass None."""
         text = np.frombuffer(json.dumps(value).encode(), np.uint8) if self.reads else None
         length = None if text is None else np.array([text.size], np.int64)

@@ -11,9 +11,8 @@ import fnmatch
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from jaxtyping import Float
 from numpy import ndarray
@@ -65,7 +64,7 @@ def export_model(
     expected: Float[ndarray, "B T V"] | None = None,
     tokenizer: Path | None = None,
     chat_template: str | None = None,
-    record: dict[str, Any] | None = None,
+    record: Mapping[str, object] | None = None,
     progress: Progress | None = None,
     layout: Layout | None = None,
     job: Job = SINGLE_PROCESS,
@@ -122,7 +121,7 @@ def export_model(
 
 def _write_rest(
     folder: Path,
-    config: dict[str, Any],
+    config: Mapping[str, object],
     files: dict[str, list[Tensor]],
     copies: list[tuple[Path, str]],
     chat_template: str | None,
@@ -183,14 +182,14 @@ def plan_shards(tensors: list[Tensor], max_shard_bytes: int) -> dict[str, list[T
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
-def _exported_config(config: dict[str, Any], spec: ModelSpec, dtype: str, pad: int | None) -> dict[str, Any]:
+def _exported_config(config: Mapping[str, object], spec: ModelSpec, dtype: str, pad: int | None) -> dict[str, object]:
     """The source's config with the dtype that was written, under the name (or names) it has there."""
     fields = [field for field in ("torch_dtype", "dtype") if field in config] or ["dtype"]
-    exported = config | dict.fromkeys(fields, dtype)
+    exported = {**config, **dict.fromkeys(fields, dtype)}
     if bool(config.get("tie_word_embeddings", False)) != spec.tied:
         exported["tie_word_embeddings"] = spec.tied
     if spec.scored:
-        exported |= scored_fields(config, pad)
+        exported |= scored_fields(exported, pad)
     return exported
 
 
@@ -224,7 +223,7 @@ def _write_chat_template(folder: Path, template: str) -> None:
         write_json(settings, fields)
 
 
-def write_json(file: Path, value: dict[str, Any]) -> None:
+def write_json(file: Path, value: Mapping[str, object]) -> None:
     """A JSON object as people read it."""
     file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 

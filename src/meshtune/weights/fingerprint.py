@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 from meshtune.weights.load import load_config
 from meshtune.weights.safetensors_files import TensorInfo, headers
@@ -51,5 +50,5 @@ def _samples(info: TensorInfo) -> list[tuple[int, int]]:
     return [(last * i // (SAMPLES - 1), SAMPLE_BYTES) for i in range(SAMPLES)]
 
 
-def _canonical(value: Any) -> bytes:
+def _canonical(value: object) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n"

@@ -6,12 +6,15 @@ import difflib
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlparse
 
 from meshtune.errors import UserError
 from meshtune.weights.load import load_config
 from meshtune.weights.safetensors_files import headers
+
+if TYPE_CHECKING:
+    from huggingface_hub.errors import HfHubHTTPError
 
 # Never *.bin, *.pt, *.pkl (pickles) or *.py (code).
 TOKENIZER = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
@@ -127,7 +130,7 @@ def _download(repo: str, revision: str | None, allow: tuple[str, ...]) -> Path:
     return Path(snapshot)
 
 
-def _refused(repo: str, where: str, error: Any) -> UserError:
+def _refused(repo: str, where: str, error: HfHubHTTPError) -> UserError:
     status = getattr(error.response, "status_code", None)
     if status in (401, 403):
         return UserError(

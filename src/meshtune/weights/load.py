@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,7 @@ MODEL_DTYPES = ("float32", "bfloat16", "float16")
 STORED_AS = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def load_config(directory: Path) -> dict[str, Any]:
+def load_config(directory: Path) -> dict[str, object]:
     """config.json. Raises UserError if it is absent, or malformed at some line."""
     file = directory / "config.json"
     if not file.is_file():
@@ -45,7 +44,7 @@ def load_config(directory: Path) -> dict[str, Any]:
     return read_json(file)
 
 
-def load_spec(directory: Path, dtype: str | None = None) -> tuple[ModelSpec, dict[str, Any]]:
+def load_spec(directory: Path, dtype: str | None = None) -> tuple[ModelSpec, dict[str, object]]:
     """(spec, config) of a model directory.
 
     `dtype` is the dtype that the weights are loaded in; default: the config's, else that of most stored bytes.
@@ -56,7 +55,7 @@ def load_spec(directory: Path, dtype: str | None = None) -> tuple[ModelSpec, dic
     return model_spec(config, dtype or stored_dtype(directory, config), where=str(directory / "config.json")), config
 
 
-def stored_dtype(directory: Path, config: dict[str, Any]) -> str:
+def stored_dtype(directory: Path, config: Mapping[str, object]) -> str:
     """The dtype of a checkpoint: float32, bfloat16 or float16."""
     named = config.get("dtype") or config.get("torch_dtype")
     if named is not None:

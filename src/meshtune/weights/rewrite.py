@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -38,9 +37,9 @@ class NewTensor:
 def write_model(
     folder: Path,
     source: Path,
-    config: dict[str, Any],
+    config: Mapping[str, object],
     tensors: Sequence[NewTensor],
-    record: dict[str, Any],
+    record: Mapping[str, object],
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Writes the files of a model into an existing folder, but for a tokenizer: `source` gives what travels with it.
@@ -65,7 +64,7 @@ def write_model(
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
     write_json(folder / "config.json", config)
     copied(source, folder, MODEL_FILES)
-    check(folder, model_spec(config, where=str(folder / "config.json")), headers(folder))
+    check(folder, model_spec(dict(config), where=str(folder / "config.json")), headers(folder))
 
 
 def _shards(tensors: Sequence[NewTensor], max_bytes: int) -> Iterator[list[NewTensor]]:

@@ -26,7 +26,7 @@ PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 BLOCK_BYTES = 16 << 20
 HEADER_LIMIT = 100_000_000  # as in the reference implementation
 
-DTYPES: dict[str, np.dtype[Any]] = {
+DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,6 +13,7 @@ from jax import make_array_from_single_device_arrays as from_shards
 from jax.sharding import SingleDeviceSharding
 
 from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import Leaves
 from meshtune.families.tensors import TensorMap
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import concrete_sharding, offloaded
@@ -72,7 +72,7 @@ class Shards:
         """Whether a leaf is read as a quantised weight."""
         return not isinstance(self._arrays[path], ArraySpec)
 
-    def memory_of(self, block: Block, dtype: np.dtype[Any]) -> np.ndarray | None:
+    def memory_of(self, block: Block, dtype: np.dtype) -> np.ndarray | None:
         """The shard's own memory as the array [*block.shape] that a block is read into, where the block goes as it is,
         in one run, to one shard in host memory; else None."""
         if len(block.cuts) != 1 or len(block.cuts[0].devices) != 1:
@@ -155,7 +155,7 @@ class Shards:
         spread = jax.make_array_from_callback(matrix.shape, self._layout.of(matrix_spec), lambda index: matrix[index])
         return np.asarray(_replicated(self._layout)(spread).addressable_data(0))
 
-    def assembled(self) -> dict[str, Any]:
+    def assembled(self) -> Leaves:
         """The leaves, path to global array; this object gives up its own hold on them."""
         self._threads.shutdown()
         arrays: dict[str, jax.Array] = {}
@@ -167,7 +167,7 @@ class Shards:
             parts = [buffers.pop(name).array for buffers in self._buffers.values()]
             arrays[name] = parts[0] if sharding is None else from_shards(shape, sharding, parts)
 
-        def leaf(path: str, array: ArraySpec | QuantisedWeight) -> Any:
+        def leaf(path: str, array: ArraySpec | QuantisedWeight) -> jax.Array | QuantisedWeight:
             if isinstance(array, ArraySpec):
                 return arrays[path]
             return dataclasses.replace(array, **{part: arrays[f"{path}/{part}"] for part in _fields(array)})
@@ -191,13 +191,13 @@ def parts_of(path: str, leaf: ArraySpec | QuantisedWeight) -> dict[str, ArraySpe
     return {f"{path}/{field}": array for field, array in _fields(leaf).items()}
 
 
-def _fields(leaf: QuantisedWeight) -> dict[str, Any]:
+def _fields(leaf: QuantisedWeight) -> dict[str, ArraySpec]:
     fields = {field: getattr(leaf, field) for field in ("codes", "scales", "nested", "offset")}
     return {field: array for field, array in fields.items() if array is not None}
 
 
 @functools.cache
-def _replicated(layout: Layout) -> Any:
+def _replicated(layout: Layout) -> jax.stages.Wrapped:
     return jax.jit(lambda x: x, out_shardings=layout.replicated)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from meshtune.arrays.tree import Tree, flatten, unflatten
+from meshtune.arrays.tree import Leaves, Tree, flatten, unflatten
 from meshtune.errors import UserError
 from meshtune.families import tensors as table_of
 from meshtune.families.tensors import TensorMap
@@ -184,7 +184,7 @@ def _by_layer(spec: ModelSpec) -> list[tuple[int, str, int, LayerSpec]]:
     return sorted(layers, key=lambda entry: entry[0])
 
 
-def _compare_tensors(flat: dict[str, Any], spec: ModelSpec, infos: dict[str, TensorInfo], dtype: str, job: Job) -> int:
+def _compare_tensors(flat: Leaves, spec: ModelSpec, infos: dict[str, TensorInfo], dtype: str, job: Job) -> int:
     files = {file: number for number, file in enumerate(sorted({info.file for info in infos.values()}))}
     local = {name for name, info in infos.items() if (files[info.file] + 1) % job.process_count == job.process_index}
     tensors = tensors_of(table_of(spec), flat, dtype)

@@ -14,7 +14,6 @@ import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +35,7 @@ ST_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 class Part:
     """`leaf[index]`, whose numbers are `view` of a tensor. `leaf` may be abstract where nothing is written."""
 
-    leaf: Any
+    leaf: jax.Array | np.ndarray
     index: tuple[int, ...]
     view: View
 
@@ -51,7 +50,9 @@ class Tensor:
     parts: tuple[Part, ...]
 
     @classmethod
-    def of(cls, name: str, leaf: Any, dtype: str, index: tuple[int, ...] = (), view: View | None = None) -> Tensor:
+    def of(
+        cls, name: str, leaf: jax.Array | np.ndarray, dtype: str, index: tuple[int, ...] = (), view: View | None = None
+    ) -> Tensor:
         """A tensor that is `leaf[index]`, as it is or with its numbers where the view has them."""
         view = view or View.identity(tuple(leaf.shape[len(index) :]))
         return cls(name, view.tensor, dtype, (Part(leaf, index, view),))
@@ -61,7 +62,7 @@ class Tensor:
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
-def tensors_of(table: Iterable[TensorMap], leaves: Mapping[str, Any], dtype: str) -> list[Tensor]:
+def tensors_of(table: Iterable[TensorMap], leaves: Mapping[str, jax.Array | np.ndarray], dtype: str) -> list[Tensor]:
     """The tensors of a table, in its order, with arrays (or their ShapeDtypeStructs) from `leaves`, path to array."""
     by_name: dict[str, list[TensorMap]] = {}
     for entry in table:
@@ -209,7 +210,7 @@ def _box_of_rows(view: View, rows: tuple[int, int]) -> tuple[tuple[int, int], ..
 
 def header(tensors: list[Tensor], metadata: dict[str, str]) -> bytes:
     """What stands before the data of a file of these tensors, its length included."""
-    entries: dict[str, Any] = {"__metadata__": metadata}
+    entries: dict[str, object] = {"__metadata__": metadata}
     for tensor, at in zip(tensors, _offsets(tensors), strict=True):
         offsets = [at, at + tensor.nbytes]
         entries[tensor.name] = {

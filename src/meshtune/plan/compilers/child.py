@@ -10,7 +10,6 @@ import json
 import pathlib
 import sys
 import types
-from typing import Any
 
 from meshtune.errors import UserError
 from meshtune.plan.compilers.topology import described_devices
@@ -28,7 +27,7 @@ def main(path: str) -> None:
     job = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
     target = Target(job["hosts"], job["per_host"], device_from_json(job["device"]))
     isolate(target.device.platform)
-    answer: dict[str, Any]
+    answer: dict[str, object]
     try:
         devices = described_devices(target)
         module, _, name = job["function"].partition(":")

@@ -10,7 +10,6 @@ import json
 import os
 import pathlib
 import tempfile
-from typing import Any
 
 from meshtune.cache import cache_folder
 from meshtune.config.recipe import Recipe
@@ -66,7 +65,7 @@ def compile_recipe(
 def _key(recipe: Recipe, target: Target, length: int | None, compiler: Compiler) -> str:
     """A digest of everything that determines the compiled program."""
     sections = {name: value for name, value in recipe.model_dump(mode="json").items() if name not in IRRELEVANT}
-    facts: dict[str, Any] = {
+    facts: dict[str, object] = {
         "recipe": sections,
         "length": length or row_length(recipe),
         "model": load_config(locate(recipe.model.path, recipe.model.revision, allow=CONFIG)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 # The roles of a step's arguments.
 ROLES = ("frozen", "trained", "optimizer", "batch")
@@ -46,7 +45,7 @@ class Compiled:
     flops: float | None = None
     bytes_accessed: float | None = None
     optimal_seconds: float | None = None
-    collectives: list[dict[str, Any]] | None = dataclasses.field(default_factory=list)
+    collectives: list[dict[str, object]] | None = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     cached: bool = False
 
@@ -62,6 +61,6 @@ class Compiled:
         """Peak bytes in host memory for one device."""
         return self.host_argument_bytes + self.host_output_bytes - self.host_alias_bytes + self.host_temp_bytes
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Plain values; `Compiled(**values)` is the inverse."""
         return dataclasses.asdict(self)

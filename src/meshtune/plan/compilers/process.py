@@ -28,7 +28,7 @@ LIMIT = 900.0  # seconds; a 405B step takes half a minute on two cores
 def run(
     target: Target,
     function: str,
-    arguments: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, object] | None = None,
     *,
     paths: Sequence[str | pathlib.Path] = (),
     compiler: Compiler | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshtune.plan.hardware import Target
 
@@ -20,5 +20,6 @@ def compile_trial(target: Target, devices: list[jax.Device]) -> dict[str, int]:
     sharding = NamedSharding(Mesh(np.array(devices), ("all",)), PartitionSpec("all"))
     rows = jax.ShapeDtypeStruct((64 * len(devices), 256), jnp.bfloat16, sharding=sharding)
     step = jax.jit(lambda x: jnp.sum(jnp.tanh(x @ x.T), dtype=jnp.float32))
-    memory: Any = step.lower(rows).compile().memory_analysis()
+    memory = step.lower(rows).compile().memory_analysis()
+    assert memory is not None, "the backend does not say what the program needs"
     return {"temp_bytes": int(memory.temp_size_in_bytes)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+from collections.abc import Mapping
 from typing import Any
 
 from meshtune.errors import UserError
@@ -28,14 +29,14 @@ class Change:
     """One key of the recipe whose value is not what it was."""
 
     key: str
-    before: Any
-    after: Any
+    before: object
+    after: object
 
     def __str__(self) -> str:
         return f"{self.key}: {self.before!r} -> {self.after!r}"
 
 
-def changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
+def changes(before: Mapping[str, object], after: Mapping[str, object]) -> list[Change]:
     """Differences between two recipes (as `model_dump(mode="json")`), by key, sorted."""
     old, new = _flat(before), _flat(after)
     return [
@@ -45,7 +46,7 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
     ]
 
 
-def check_changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
+def check_changes(before: Mapping[str, object], after: Mapping[str, object]) -> list[Change]:
     """The changes, if a resumed run may have them all: those that change what is learned need `accept_changes`.
 
     Raises: UserError that lists those it may not have, and those it may.
@@ -67,7 +68,7 @@ def check_changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]
     return changed
 
 
-def _is_allowed(change: Change, before: dict[str, Any], after: dict[str, Any]) -> bool:
+def _is_allowed(change: Change, before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
     early = before["eval"]["early_stopping"] or after["eval"]["early_stopping"]
     if change.key in ROWS:
         return False
@@ -86,8 +87,8 @@ def _matches(key: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
 
 
-def _flat(recipe: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flat(recipe: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
     for key, value in recipe.items():
         if isinstance(value, dict):
             flat |= _flat(value, f"{prefix}{key}.")

@@ -22,8 +22,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from meshtune.arrays.paths import named_leaves
+from meshtune.arrays.tree import Leaves
 from meshtune.digests import DamagedError, damaged
 from meshtune.errors import UserError
 from meshtune.mesh.collective_errors import raise_collectively
@@ -238,7 +240,7 @@ class Checkpoints:
         if free < need:
             raise OSError(errno.ENOSPC, f"it needs {size_in_words(need)}, and {size_in_words(free)} are free")
 
-    def _check_same_arrays(self, step: int, target: dict[str, Any]) -> None:
+    def _check_same_arrays(self, step: int, target: Leaves) -> None:
         saved = self._manager.item_metadata(step)["state"].tree
         in_checkpoint = {name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in saved.items()}
         in_run = {name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in target.items()}
@@ -287,11 +289,11 @@ class _Newest:
         return [checkpoint.step in newest or checkpoint.step == self._owner._best for checkpoint in checkpoints]
 
 
-def _by_name(state: Any) -> dict[str, Any]:
+def _by_name(state: PyTree) -> Leaves:
     return dict(named_leaves(state))
 
 
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+def _abstract(leaf: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 

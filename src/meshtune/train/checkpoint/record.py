@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import platform
+from collections.abc import Mapping
 from typing import Any
 
 from meshtune.digests import digest_json
@@ -33,7 +34,7 @@ class Record:
 
     step: int
     seed: int
-    recipe: dict[str, Any]
+    recipe: dict[str, object]
     base_path: str
     base_hash: str
     data: str
@@ -42,14 +43,14 @@ class Record:
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     has_digests: bool = True
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The record and its digest."""
         fields = dataclasses.asdict(self)
         del fields["has_digests"]
         return {"record": fields, "digest": digest_json(fields)}
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Record:
+    def from_json(cls, value: Mapping[str, Any]) -> Record:
         """The record that `to_json` gave, or an earlier version, which had no digest.
 
         Raises: ValueError, KeyError or TypeError where it is neither.

@@ -6,8 +6,8 @@ import dataclasses
 import hashlib
 import json
 import pathlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -89,12 +89,15 @@ class Reference:
             return
         self._give({"model": base} | made_start(self.recipe), lambda: params, spec, self.compute)
 
-    def _give(self, origin: dict[str, Any], params: Callable[[], Tree], spec: ModelSpec, compute: Compute) -> None:
+    def _give(
+        self, origin: Mapping[str, object], params: Callable[[], Tree], spec: ModelSpec, compute: Compute
+    ) -> None:
         tail = getattr(self.recipe.stage, "ld_alpha", None)
         for split, loader in (("train", self.data.train), ("validation", self.data.validation)):
             if not isinstance(loader, Loader):
                 continue
-            facts = origin | {
+            facts = {
+                **origin,
                 "version": VERSION,
                 "data": loader.store.path.name,
                 "precision": dataclasses.asdict(self.resolved.precision),
@@ -122,7 +125,7 @@ class Reference:
             return None
 
 
-def made_start(recipe: Recipe) -> dict[str, Any]:
+def made_start(recipe: Recipe) -> dict[str, object]:
     """Returns the recipe fields that determine the initial weights of a run, apart from the base."""
     quantize = None if recipe.quantize is None else recipe.quantize.model_dump(mode="json")
     facts = {"method": recipe.method.model_dump(mode="json"), "seed": recipe.seed, "quantize": quantize}

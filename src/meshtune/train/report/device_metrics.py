@@ -45,7 +45,7 @@ class DeviceMetrics:
         return figures
 
 
-def physical(devices: Sequence[Any], env: Mapping[str, str] = os.environ) -> list[int]:
+def physical(devices: Sequence[jax.Device], env: Mapping[str, str] = os.environ) -> list[int]:
     """Returns the driver's indices of `devices`: drivers count all devices of a machine, JAX the visible ones."""
     shown = next((env[name] for name in VISIBLE_DEVICE_VARIABLES if name in env), "")
     numbers = [int(word) for word in shown.split(",") if word.strip().isdigit()]

@@ -13,6 +13,7 @@ import os
 import pathlib
 import re
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 from meshtune.runs.output import LOGS
@@ -67,7 +68,7 @@ class ProcessLog:
         self._file.close()
 
 
-def train_row(event: Stepped) -> dict[str, Any]:
+def train_row(event: Stepped) -> dict[str, object]:
     """Returns the JSON object of one update."""
     return {
         "kind": "train",
@@ -86,7 +87,7 @@ def train_row(event: Stepped) -> dict[str, Any]:
     }
 
 
-def eval_row(event: Evaluated) -> dict[str, Any]:
+def eval_row(event: Evaluated) -> dict[str, object]:
     """Returns the JSON object of one evaluation."""
     return {
         "kind": "eval",
@@ -165,6 +166,6 @@ def _last_update(lines: list[_Line]) -> int:
     return max((line.row["step"] for line in lines if line.row.get("kind") == "train"), default=0)
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(row: Mapping[str, object]) -> str:
     content = json.dumps(row, ensure_ascii=False)[:-1]
     return f'{content}, "{CHECKSUM}": {zlib.crc32(content.encode())}}}\n'

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import pathlib
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from meshtune.plan.picture import GRID, INK
 from meshtune.train.report.events import Evaluated, Event, Stepped
 from meshtune.train.report.smoothing import SmoothedLoss
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PLOT = "loss.png"
 TRAIN, VALIDATION = "#2f6fde", "#d9480f"
@@ -35,7 +38,7 @@ class LossPlot:
         interval: int,
         title: str,
         unit: str = "token",
-        history: Sequence[dict[str, Any]] = (),
+        history: Sequence[Mapping[str, Any]] = (),
     ):
         self._path, self._interval, self._title, self._unit = output / PLOT, interval, title, unit
         self._loss, self._curve = loss, list(loss.history)
@@ -128,7 +131,7 @@ def _columns(pairs: Sequence[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray
     return np.array([step for step, _ in pairs]), np.array([loss for _, loss in pairs], float)
 
 
-def _limits(axes: Any, values: np.ndarray) -> None:
+def _limits(axes: Axes, values: np.ndarray) -> None:
     """Sets the y limits to the range of `values` with a margin."""
     low, high = float(values.min()), float(values.max())
     air = 0.05 * (high - low) or 0.1 * abs(high) or 0.1

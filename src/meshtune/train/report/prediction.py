@@ -6,7 +6,6 @@ import dataclasses
 import pathlib
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import psutil
@@ -52,7 +51,7 @@ class Measured:
 
 def predict(compiled: Compiled, recipe: Recipe, target: Target, layout: Layout | None, length: int) -> Prediction:
     """Predicts memory from the compiler's figures and time from the roofline. `recipe` must have no open keys."""
-    memory: Any = compiled.memory_analysis()
+    memory = compiled.memory_analysis()
     peak = resident = None
     if memory is not None:
         resident = int(memory.argument_size_in_bytes)
@@ -129,12 +128,14 @@ class StepProbe:
         return self._arguments + max(0, high_water_mark - self._baseline) // max(1, jax.local_device_count())
 
 
-def step_probes(step: Any, recipe: Recipe, target: Target, layout: Layout | None, length: int) -> list[StepProbe]:
+def step_probes(
+    step: Callable[..., object], recipe: Recipe, target: Target, layout: Layout | None, length: int
+) -> list[StepProbe]:
     """A StepProbe for a compiled step; none for a step that is not compiled ahead of time."""
     return [StepProbe(predict(step, recipe, target, layout, length))] if isinstance(step, Compiled) else []
 
 
-def summary_lines(probes: Sequence[StepProbe], write: Callable[[dict[str, Any]], None]) -> list[str]:
+def summary_lines(probes: Sequence[StepProbe], write: Callable[[dict[str, object]], None]) -> list[str]:
     """The lines that end a run's console output; `write` gets both sides for run.json."""
     lines = []
     for probe in probes:
@@ -162,7 +163,7 @@ def predicted_vs_measured(prediction: Prediction, measured: Measured) -> list[st
     return lines
 
 
-def to_json(prediction: Prediction, measured: Measured) -> dict[str, Any]:
+def to_json(prediction: Prediction, measured: Measured) -> dict[str, object]:
     """The form in run.json."""
     return {"predicted": dataclasses.asdict(prediction), "measured": dataclasses.asdict(measured)}
 

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshtune.errors import UserError
@@ -52,7 +52,7 @@ def scalars(event: Event) -> tuple[int, dict[str, float]] | None:
 class TensorBoard:
     """Event files in output/tensorboard. Resuming at `start` discards later points in the board."""
 
-    def __init__(self, output: pathlib.Path, project: str, recipe: dict[str, Any], start: int):
+    def __init__(self, output: pathlib.Path, project: str, recipe: Mapping[str, object], start: int):
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         # Generated modules: type checkers cannot see their classes.
@@ -78,7 +78,7 @@ class TensorBoard:
 class Wandb:
     """A run of Weights & Biases; a resumed run continues under the same id."""
 
-    def __init__(self, output: pathlib.Path, project: str, recipe: dict[str, Any], start: int):
+    def __init__(self, output: pathlib.Path, project: str, recipe: Mapping[str, object], start: int):
         wandb: Any = importlib.import_module("wandb")
         name = output.resolve().name
         self._run = wandb.init(
@@ -98,7 +98,7 @@ class Wandb:
 class Trackio:
     """A run of trackio (https://github.com/gradio-app/trackio), stored locally."""
 
-    def __init__(self, output: pathlib.Path, project: str, recipe: dict[str, Any], start: int):
+    def __init__(self, output: pathlib.Path, project: str, recipe: Mapping[str, object], start: int):
         trackio: Any = importlib.import_module("trackio")
         self._run = trackio.init(project=project, name=_run_id(output, start), config=recipe, resume="allow")
         self._finish = trackio.finish
@@ -114,7 +114,7 @@ class Trackio:
 class Mlflow:
     """A run of MLflow at $MLFLOW_TRACKING_URI, or in a SQLite database in the output."""
 
-    def __init__(self, output: pathlib.Path, project: str, recipe: dict[str, Any], start: int):
+    def __init__(self, output: pathlib.Path, project: str, recipe: Mapping[str, object], start: int):
         import os
 
         mlflow: Any = importlib.import_module("mlflow")
@@ -137,7 +137,7 @@ class Mlflow:
         self._mlflow.end_run()
 
 
-TRACKERS: dict[str, Callable[[pathlib.Path, str, dict[str, Any], int], Sink]] = {
+TRACKERS: dict[str, Callable[[pathlib.Path, str, dict[str, object], int], Sink]] = {
     "tensorboard": TensorBoard,
     "wandb": Wandb,
     "trackio": Trackio,

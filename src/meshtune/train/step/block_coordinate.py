@@ -20,7 +20,7 @@ from meshtune.model.reverse import Layer, backward, forward, row_of
 from meshtune.model.spec import ModelSpec, Stack
 from meshtune.model.stacks import no_sums
 from meshtune.optim.blocks import ActiveBlock, BlockSchedule
-from meshtune.optim.param_optimizer import COUNT
+from meshtune.optim.param_optimizer import COUNT, State
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ def _stack(number: int, keys: list[str], layer: Layer, stack: Stack, compute: Co
     def run_backward(saved, cotangents):
         differentiated, trained, frozen, layer_inputs, side, rows, (active_stack, active_place, active_row) = saved
 
-        def node(_: Any, place: int, row: Array) -> tuple[Tree, Tree]:
+        def node(_: object, place: int, row: Array) -> tuple[Tree, Tree]:
             return row_of(trained[keys[place]], row), row_of(frozen[keys[place]], row)
 
         def is_active(place: int, row: Array) -> Array:
@@ -101,7 +101,7 @@ def _stack(number: int, keys: list[str], layer: Layer, stack: Stack, compute: Co
 
 
 def active_block(
-    blocks: BlockSchedule, trainable: Tree, frozen: Tree, state: Any
+    blocks: BlockSchedule, trainable: Tree, frozen: Tree, state: State
 ) -> tuple[Tree, Callable[[Tree], Tree]]:
     """(what is differentiated in this update, the parameters as an objective takes them with it).
 

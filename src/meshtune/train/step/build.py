@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def make_train_step(
     max_grad_norm: float | None = None,
     dropout: bool = False,
     abstract: Tree | None = None,
-) -> Callable[[TrainState, Tree, Batch, Array], tuple[TrainState, Metrics]]:
+) -> jax.stages.Wrapped:
     """A jitted step(state, frozen, batch, seed) -> (state, metrics); `state` is donated.
 
     Every array of the batch is [A, B, T]: A micro-batches are computed in turn, their losses, weights and gradients
@@ -135,7 +135,7 @@ def _updated(
         )
         trainable, opt_state = update(gradient, state.opt_state, state.trainable, finite)
         return TrainState(jnp.where(finite, state.step + 1, state.step), trainable, opt_state)
-    extra: dict[str, Any] = {"curvature": hessian} if optimizer.needs_hessian else {}
+    extra = {"curvature": hessian} if optimizer.needs_hessian else {}
     updates, opt_state = optimizer.update(gradient, state.opt_state, state.trainable, **extra)
     trainable = cast(Tree, optax.apply_updates(state.trainable, updates))
     new = TrainState(state.step + 1, trainable, opt_state)

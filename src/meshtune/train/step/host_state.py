@@ -6,32 +6,30 @@ holds the state of one layer of one parameter.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from meshtune.arrays.paths import named_leaves
 from meshtune.arrays.tree import Tree
 from meshtune.mesh.layout import Layout
 from meshtune.model.gather import is_offloaded, to_device
 from meshtune.optim.optimizer import Optimizer
-from meshtune.optim.param_optimizer import COUNT, PARAM_STATE
+from meshtune.optim.param_optimizer import COUNT, PARAM_STATE, State
 
 HOST = jax.memory.Space.Host
 PIECE = 2**26  # bytes of float32 numbers of an offloaded matrix that are updated at once
 
 
-def any_on_host(tree: Any) -> bool:
+def any_on_host(tree: PyTree) -> bool:
     """Whether some array of a tree is kept in the host's memory."""
     return any(is_offloaded(leaf) for leaf in jax.tree.leaves(tree))
 
 
 def updated_by_rows(
-    optimizer: Optimizer, gradients: Tree, state: Any, trainable: Tree, apply: Array
-) -> tuple[Tree, Any]:
+    optimizer: Optimizer, gradients: Tree, state: State, trainable: Tree, apply: Array
+) -> tuple[Tree, State]:
     """(trainable leaves, optimizer state) after the update where `apply` (bool) is true, and unchanged elsewhere.
 
     Arrays stay in the memory they were given in. The optimizer must update every parameter separately
@@ -40,7 +38,7 @@ def updated_by_rows(
     assert optimizer.update_param is not None, "an update that needs all gradients cannot take rows one by one"
     update, count = optimizer.update_param, state[COUNT]
 
-    def update_layer(path: str, gradient: Array, state: Any, parameter: Array, layer: Array) -> tuple[Array, Any]:
+    def update_layer(path: str, gradient: Array, state: State, parameter: Array, layer: Array) -> tuple[Array, State]:
         before = to_device(state)
         new, after = update(path, gradient, before, parameter, count, layer)
         after = jax.tree.map(
@@ -48,8 +46,8 @@ def updated_by_rows(
         )
         return jnp.where(apply, new, parameter), after
 
-    def update_stack(path: str, gradient: Array, state: Any, parameter: Array) -> tuple[Array, Any]:
-        def row(index: Array, running: tuple[Array, Any]) -> tuple[Array, Any]:
+    def update_stack(path: str, gradient: Array, state: State, parameter: Array) -> tuple[Array, State]:
+        def row(index: Array, running: tuple[Array, State]) -> tuple[Array, State]:
             parameter, state = jax.tree.map(lambda leaf: _row(leaf, index), running)
             updated = update_layer(path, _row(gradient, index), state, parameter, index)
             return jax.tree.map(lambda leaf, new: _with_row(leaf, new, index), running, updated)
@@ -72,12 +70,12 @@ def updated_at_once(
     optimizer: Optimizer,
     path: str,
     gradient: Array,
-    state: Any,
+    state: State,
     parameter: Array,
     count: Array,
     apply: Array,
     layout: Layout | None = None,
-) -> tuple[Array, Any]:
+) -> tuple[Array, State]:
     """(parameter, state) of an array outside the stacks of layers, after the update where `apply` (bool) is true.
 
     Arrays stay in the memory they were given in; the gradient is on the device. Of an offloaded matrix, an embedding or
@@ -86,7 +84,7 @@ def updated_at_once(
     update_param = optimizer.update_param
     assert update_param is not None, "an update that needs all gradients cannot take parameters one by one"
 
-    def update(gradient: Array, state: Any, parameter: Array) -> tuple[Array, Any]:
+    def update(gradient: Array, state: State, parameter: Array) -> tuple[Array, State]:
         old_parameter, old_state = before = to_device((parameter, state))
         after = update_param(path, gradient, old_state, old_parameter, count, jnp.int32(0))
         return jax.tree.map(
@@ -99,7 +97,7 @@ def updated_at_once(
     rows, width = parameter.shape[0], parameter.size // parameter.shape[0]
     size = max(1, min(rows, PIECE // (4 * width)))
 
-    def update_piece(start: Array, size: int, running: tuple[Array, Any]) -> tuple[Array, Any]:
+    def update_piece(start: Array, size: int, running: tuple[Array, State]) -> tuple[Array, State]:
         parameter, state = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start, size), running)
         updated = update(lax.dynamic_slice_in_dim(gradient, start, size), state, parameter)
         return jax.tree.map(lambda leaf, new: lax.dynamic_update_slice_in_dim(leaf, new, start, 0), running, updated)

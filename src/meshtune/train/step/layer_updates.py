@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from meshtune.model.reverse import Layer, backward, forward, row_of, with_row
 from meshtune.model.spec import ModelSpec, Stack
 from meshtune.model.stacks import add_sums, no_sums
 from meshtune.optim.optimizer import Optimizer
+from meshtune.optim.param_optimizer import State
 from meshtune.train.step.block_coordinate import placed_as
 
 
@@ -47,7 +48,7 @@ class Carry(NamedTuple):
     """
 
     trained: Tree
-    state: dict[str, Any]
+    state: dict[str, State]
     norm: Norm
     prefetched: dict[str, list[Array]] = {}  # noqa: RUF012  (never changed)
     writeback: dict[str, list[Array]] = {}  # noqa: RUF012
@@ -93,14 +94,13 @@ class LayerUpdates:
         self,
         trained: Tree,
         frozen: Tree,
-        state: dict[str, Any],
+        state: Mapping[str, State],
         layer_inputs: list[list[Array] | None],
         cotangents: tuple[Hidden, Tree, Sums],
         norm: Norm,
-    ) -> tuple[tuple[Hidden, Tree, Sums], Tree, dict[str, Any], Norm]:
+    ) -> tuple[tuple[Hidden, Tree, Sums], Tree, dict[str, State], Norm]:
         """(cotangents below the layers, all that is trained in them, its state by path, the norm), updated."""
-        names = [f"layers/{path}" for path, _ in named_leaves(trained)]
-        carry = Carry(trained, {name: state[name] for name in names}, norm)
+        carry = Carry(trained, {name: state[name] for name, _ in named_leaves({"layers": trained})}, norm)
         for number in reversed(range(len(self.spec.stacks))):
             saved = layer_inputs[number]
             if saved is None:
@@ -215,13 +215,13 @@ class LayerUpdates:
         return carry._replace(fetching=([to_device(row_of(stack, below)) for stack in written],)), cotangent
 
     def _names(self, carry: Carry, key: str) -> list[str]:
-        return [f"layers/{key}/{path}" for path, _ in named_leaves(carry.trained[key])]
+        return [name for name, _ in named_leaves({"layers": {key: carry.trained[key]}})]
 
-    def _stacks(self, carry: Carry, key: str) -> tuple[Tree, list[Any]]:
+    def _stacks(self, carry: Carry, key: str) -> tuple[Tree, list[State]]:
         """What is trained in all layers of a key, and the state of that."""
         return carry.trained[key], [carry.state[name] for name in self._names(carry, key)]
 
-    def _with_stacks(self, carry: Carry, key: str, stacks: tuple[Tree, list[Any]]) -> Carry:
+    def _with_stacks(self, carry: Carry, key: str, stacks: tuple[Tree, list[State]]) -> Carry:
         """carry with the stacks of a key replaced."""
         states = dict(zip(self._names(carry, key), stacks[1], strict=True))
         return carry._replace(trained=carry.trained | {key: stacks[0]}, state=carry.state | states)

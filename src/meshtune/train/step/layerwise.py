@@ -11,8 +11,7 @@ backward, updated on the device, and written back.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -168,7 +167,7 @@ class _OuterUpdates:
         abstract: Tree | None,
         compute: Compute,
         outer: Tree,
-        state: dict[str, Any],
+        state: Mapping[str, object],
         count: Array,
     ):
         self._optimizer, self._abstract, self._layout = optimizer, abstract, compute.layout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from meshtune.arrays.tree import Tree
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import concrete_sharding, is_offloaded, offload_abstract
 from meshtune.optim.optimizer import Optimizer
+from meshtune.optim.param_optimizer import State
 
 Metrics = dict[str, Array]
 
@@ -28,7 +28,7 @@ class TrainState:
 
     step: Int[Array, ""]
     trainable: Tree
-    opt_state: Any
+    opt_state: State
 
 
 def abstract_state(
@@ -64,7 +64,7 @@ def init_state(trainable: Tree, optimizer: Optimizer, like: TrainState | None = 
     return TrainState(step, trainable, init(trainable))
 
 
-def _init_by_leaf(init: Callable[[Tree], Any], trainable: Tree, like: Any) -> Any:
+def _init_by_leaf(init: Callable[[Tree], State], trainable: Tree, like: State) -> State:
     """An optimizer's first state, leaf by leaf: the device may not have room for all that the host has."""
     leaves, structure = jax.tree.flatten(like)
 
