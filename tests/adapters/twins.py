@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import pathlib
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import peft
 import torch
 
 from meshtune.adapters.method import PreparedModel
@@ -55,3 +58,11 @@ def moved(trainable: Tree, seed: int = 7) -> Tree:
 def base(name: str) -> tuple[ModelSpec, Tree]:
     """Our twin of `torch_model(name)`."""
     return same_weights(torch_model(name))
+
+
+def in_peft(model: Any, where: pathlib.Path) -> Any:
+    """The adapter in peft. Missing or unexpected tensors, of which peft only warns, are failures."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", message=".*(missing|unexpected|Unexpected|not found).*")
+        return peft.PeftModel.from_pretrained(model, str(where)).eval()

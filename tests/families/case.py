@@ -9,11 +9,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import torch
 import transformers
+from jaxtyping import Array
 
 from meshtune.arrays.tree import Tree
+from meshtune.model.compute import Compute
+from meshtune.model.decoder import hidden_states, logits
 from meshtune.model.spec import ModelSpec
 from meshtune.weights.load import load_params, load_spec
 
@@ -38,8 +42,11 @@ class Case:
 
     `config` changes SMALL, of which the fields that the family's config does not know are dropped. `randomise(name,
     tensor)` fills a parameter or buffer in place and returns True, or False to leave it to `randomise` of this module.
-    `targets` are the Hugging Face names of LoRA's target modules. `beyond` is a length beyond every window and original
-    context. `meshes` are those on which an update must be that of one device; the vocabulary is then `vocab_on_mesh`.
+    `targets` are the Hugging Face names of LoRA's target modules, and `peft` options of peft's own LoraConfig, where
+    "all-linear" is not it. `beyond` is a length beyond every window and original context, `generated` the tokens that
+    are generated after prompts of 5 and 11. `meshes` are those on which an update must be that of one device; None:
+    fsdp with tp, with cp (but for what the family's `limits` refuse) and, where there are experts, with ep.
+    `vocab_on_mesh` is the size of the vocabulary there.
 
     Of a composite, `model_type` is the outer one, `text` the model_type of its text_config, which `config` describes,
     and `outside` are the other fields of the outer config.
@@ -53,8 +60,10 @@ class Case:
     auto_class: type = transformers.AutoModelForCausalLM
     randomise: Randomise | None = None
     targets: str | tuple[str, ...] = "all-linear"
+    peft: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     beyond: int = 150
-    meshes: tuple[Mapping[str, int], ...] = ({"fsdp": 2, "tp": 2}, {"fsdp": 2, "cp": 2})
+    generated: int = 24
+    meshes: tuple[Mapping[str, int], ...] | None = None
     vocab_on_mesh: int = 96
 
     def torch_config(self) -> transformers.PreTrainedConfig:
@@ -119,6 +128,14 @@ def loaded(case: Case) -> tuple[ModelSpec, Tree]:
     """Our spec and parameters of a case, read from the files that transformers wrote."""
     spec, _ = load_spec(directory(case), "float32")
     return spec, load_params(directory(case), spec)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 5))
+def our_logits(
+    params: Tree, spec: ModelSpec, tokens: Array, positions: Array, segment_ids: Array, compute: Compute = Compute()
+) -> Array:
+    """float32 logits [B, T, V]."""
+    return logits(params, spec, hidden_states(params, spec, compute, tokens, positions, segment_ids))
 
 
 def torch_logits(model: torch.nn.Module, tokens: Any) -> Any:

@@ -6,14 +6,12 @@ The whole proof of a family is test_matrix.py, in the slow tier. One family alon
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 import pytest
 
-from families.case import VOCAB, Case, as_inputs, loaded, torch_logits, torch_model
+from families.case import VOCAB, Case, as_inputs, loaded, our_logits, torch_logits, torch_model
 from families.cases import FIRST
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import hidden_states, logits
 
 SHORT = 9
 
@@ -25,7 +23,7 @@ def test_logits_equal_transformers(case: Case):
     documents = [rng.integers(0, VOCAB, length) for length in (case.beyond, SHORT, case.beyond - SHORT - 5)]
     rows = as_inputs([documents[:1], documents[1:]], case.beyond)
     spec, params = loaded(case)
-    ours = jax.jit(forward, static_argnums=1)(params, spec, *rows)
+    ours = our_logits(params, spec, *rows, Compute(attention="direct"))
     model = torch_model(case)
     whole, short, long = (torch_logits(model, ids[None])[0] for ids in documents)
     for found, expected in (
@@ -34,8 +32,3 @@ def test_logits_equal_transformers(case: Case):
         (ours[1, SHORT : SHORT + len(long)], long),
     ):
         np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
-
-
-def forward(params, spec, tokens, positions, segment_ids):
-    hidden = hidden_states(params, spec, Compute(attention="direct"), tokens, positions, segment_ids)
-    return logits(params, spec, hidden)

@@ -21,6 +21,7 @@ class Family:
     `special` says in one line what differs from Llama; `models` are ids of published models on the Hugging Face hub.
     `template` names the chat template that ships with Meshtune and writes the family's own format, for models whose
     tokenizer has none. `limits` maps what is refused, a mesh axis ("cp") or a method ("expand"), to the reason.
+    `mixture` says that a model of another group than mixtures has experts as well.
     `maturity` says on which weights it was compared with transformers.
     """
 
@@ -31,6 +32,12 @@ class Family:
     template: str | None = None
     limits: Mapping[str, str] = dataclasses.field(default_factory=dict)
     maturity: Maturity = "random weights"
+    mixture: bool = False
+
+    @property
+    def experts(self) -> bool:
+        """Whether there are experts, which a mesh splits over ep."""
+        return self.mixture or self.group == "mixture of experts"
 
 
 class FamilyModule(Protocol):

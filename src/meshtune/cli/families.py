@@ -1,0 +1,140 @@
+"""`meshtune families`: the models that can be tuned, and what each takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, TypedDict
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from meshtune.families.family import Family
+
+INTRODUCTION = """\
+Made by `meshtune families --markdown`. A model is supported if the `model_type` of its config.json is in these tables.
+
+Every family is compared with transformers (Baichuan: with a transcription of its equations) on small models with
+random weights in which no number is trivially zero or one: logits at ordinary lengths and beyond windows and original
+contexts, gradients of every parameter, packed documents against documents alone, generation over the cache token by
+token, exported files to the bit, LoRA in peft both ways, LoRA over nf4, gradients by chunks and in the backward pass,
+and meshes of simulated devices against one device. "Published weights" says that a published model was compared as
+well. `pytest -m slow tests/families/test_matrix.py -k NAME` runs all of it for one family.
+"""
+
+
+class Entry(TypedDict):
+    """One model_type, as `meshtune families --json` prints it."""
+
+    title: str
+    group: str
+    special: str
+    models: list[str]
+    methods: list[str]
+    mesh: list[str]
+    limits: dict[str, str]
+    chat_template: str | None
+    compared_on: str
+
+
+def families(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, as in docs/families.md.")] = False,
+) -> None:
+    """List the models that can be tuned: every model_type, what is special about it, its methods and meshes."""
+    import json
+
+    from meshtune.terminal import console
+
+    if as_json:
+        print(json.dumps(entries(), indent=2, ensure_ascii=False))
+    elif markdown:
+        print(markdown_page(), end="")
+    else:
+        output = console()
+        output.print(_table())
+        output.print(f"[bold]methods[/] of all, but for what is said: {', '.join(_methods())}", soft_wrap=True)
+        output.print("[dim]published models, chat templates, meshes: meshtune families --json[/]", soft_wrap=True)
+
+
+def entries() -> dict[str, Entry]:
+    """Every supported model_type, group by group, then by name."""
+    from meshtune.families import FAMILIES, description
+
+    return {model_type: _entry(description(model_type)) for model_type in sorted(FAMILIES, key=_order)}
+
+
+def markdown_page() -> str:
+    """docs/families.md."""
+    from meshtune.data.formats import DOCUMENT_FORMATS
+    from meshtune.quantize import FORMATS
+
+    lines = ["# Model families", "", INTRODUCTION]
+    lines += [f"- **Methods:** {', '.join(_methods())}, where a table names no exception."]
+    lines += [f"- **Quantised bases:** {', '.join(FORMATS)}."]
+    lines += [f"- **Data:** {', '.join(DOCUMENT_FORMATS)}, and preferences ([data](data.md)), for every family."]
+    lines += ["- **Chat template:** the tokenizer's own; the one named here ships with Meshtune, for tokenizers that"]
+    lines += ["  have none (`model.chat_template`).", ""]
+    group = ""
+    for model_type, entry in entries().items():
+        if entry["group"] != group:
+            group = entry["group"]
+            lines += [*([""] if lines[-1] else []), f"## {group.capitalize()}", ""]
+            lines += ["| model_type | models | special | mesh | template | compared on |", "| --- " * 6 + "|"]
+        models = f"{entry['title']}: {', '.join(f'`{model}`' for model in entry['models'])}"
+        template = f"`{entry['chat_template']}`" if entry["chat_template"] else ""
+        cells = [f"`{model_type}`", models, _special(entry), ", ".join(entry["mesh"]), template, entry["compared_on"]]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _order(model_type: str) -> tuple[int, str]:
+    from meshtune.families import description
+    from meshtune.families.family import GROUPS
+
+    return GROUPS.index(description(model_type).group), model_type
+
+
+def _methods() -> list[str]:
+    from meshtune.adapters import ADAPTERS
+
+    return [*ADAPTERS, "full", "freeze", "expand"]
+
+
+def _entry(family: Family) -> Entry:
+    from meshtune.mesh.axes import AXES
+
+    axes = [axis for axis in AXES if axis != "ep" or family.experts]
+    return {
+        "title": family.title,
+        "group": family.group,
+        "special": family.special,
+        "models": list(family.models),
+        "methods": [method for method in _methods() if method not in family.limits],
+        "mesh": [axis for axis in axes if axis not in family.limits],
+        "limits": dict(family.limits),
+        "chat_template": family.template,
+        "compared_on": family.maturity,
+    }
+
+
+def _special(entry: Entry) -> str:
+    """What is special, and what is refused with its reason."""
+    return "; ".join([entry["special"], *(f"no {name}: {reason}" for name, reason in entry["limits"].items())])
+
+
+def _table() -> Table:
+    from rich.table import Table
+
+    table = Table(title="model families", title_justify="left")
+    table.add_column("model_type", no_wrap=True)
+    for heading in ("models", "special"):
+        table.add_column(heading, overflow="fold")
+    group = ""
+    for model_type, entry in entries().items():
+        if entry["group"] != group:
+            group = entry["group"]
+            table.add_section()
+            table.add_row("", f"[bold]{group}[/]", "")
+        table.add_row(model_type, entry["title"], _special(entry))
+    return table

@@ -1,0 +1,36 @@
+"""`meshtune families` names every model_type that is supported, with what it takes."""
+
+from __future__ import annotations
+
+import json
+
+from typer.testing import CliRunner
+
+from meshtune.cli.main import app
+from meshtune.families import FAMILIES, description
+from meshtune.families.family import GROUPS
+
+
+def printed(*options: str) -> str:
+    result = CliRunner().invoke(app, ["families", *options], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_json_has_every_family_in_the_order_of_groups():
+    entries = json.loads(printed("--json"))
+    assert entries.keys() == FAMILIES.keys()
+    groups = [entry["group"] for entry in entries.values()]
+    assert groups == sorted(groups, key=GROUPS.index)
+    for name, entry in entries.items():
+        family = description(name)
+        assert entry["models"] == list(family.models)
+        assert {"lora", "full"} - family.limits.keys() <= set(entry["methods"])
+        assert {"dp", "fsdp", "tp", "cp"} - family.limits.keys() <= set(entry["mesh"])
+        assert ("ep" in entry["mesh"]) == (family.experts and "ep" not in family.limits)
+        assert family.limits.keys().isdisjoint(entry["mesh"] + entry["methods"])
+
+
+def test_the_table_of_a_narrow_terminal_cuts_no_name():
+    table = printed()
+    assert all(any(line.startswith(f"│ {name} ") for line in table.splitlines()) for name in FAMILIES)

@@ -1,0 +1,86 @@
+"""Updates of a model on simulated devices, as JSON: `mesh_updates.py DIRECTORY METHOD MESHES`. The first is one device.
+
+A process of its own, since the number of devices is fixed when JAX starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import sys
+from typing import Any
+
+DEVICES, UPDATES, ROWS, LENGTH = 4, 3, 4, 32
+
+
+def batches(vocab: int) -> list[dict[str, Any]]:
+    """[1, ROWS, LENGTH] arrays of two packed documents a row."""
+    import numpy as np
+
+    rng = np.random.default_rng(3)
+    lengths = (13, LENGTH - 13)
+    positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)
+    segments = np.repeat([1, 2], lengths).astype(np.int32)
+    weights = np.ones((1, ROWS, LENGTH), np.float32)
+    weights[..., lengths[0] - 1] = 0
+    tokens = [rng.integers(0, vocab, (1, ROWS, LENGTH + 1)).astype(np.int32) for _ in range(UPDATES)]
+    return [
+        {
+            "tokens": each[..., :-1],
+            "targets": each[..., 1:],
+            "positions": np.broadcast_to(positions, (1, ROWS, LENGTH)),
+            "segment_ids": np.broadcast_to(segments, (1, ROWS, LENGTH)),
+            "weights": weights,
+        }
+        for each in tokens
+    ]
+
+
+def trajectory(directory: pathlib.Path, method_name: str, axes: dict[str, int] | None) -> dict[str, list[float]]:
+    """Losses and gradient norms of the updates, and the norm of each trained leaf after them."""
+    import jax
+    import numpy as np
+
+    from meshtune.adapters.config import FullConfig, LoraConfig
+    from meshtune.adapters.method import abstract, prepare
+    from meshtune.kernels.attention import zigzag_order
+    from meshtune.mesh.axes import MeshConfig, make_mesh
+    from meshtune.mesh.placement import place_batch
+    from meshtune.model.compute import Compute
+    from meshtune.model.sharding import layout_for
+    from meshtune.objectives import OBJECTIVES
+    from meshtune.optim.build import OptimizerConfig, make_optimizer
+    from meshtune.train.step.build import make_train_step
+    from meshtune.train.step.state import abstract_state, init_state
+    from meshtune.weights.load import load_params, load_spec
+
+    method = FullConfig() if method_name == "full" else LoraConfig(rank=4, targets=json.loads(method_name))
+    plain, _ = load_spec(directory, "float32")
+    arrays = abstract(method, plain)
+    layout, order, like = None, None, None
+    # SGD's updates are the gradients themselves: a small one that is wrong in size is seen, which Adam would rescale.
+    optimizer, _ = make_optimizer(OptimizerConfig("sgd", 1e-2, "constant"), 10, arrays.trainable, arrays.spec)
+    if axes is not None:
+        mesh = MeshConfig(**axes)
+        layout, _ = layout_for(make_mesh(mesh, jax.devices()[: mesh.devices]), arrays.spec)
+        like = abstract_state(arrays.trainable, optimizer, layout)
+        order = zigzag_order(LENGTH, mesh.cp) if mesh.cp > 1 else None
+    params = load_params(directory, arrays.spec, layout=layout)
+    made = prepare(method, arrays.spec, params, jax.random.key(0), layout=layout)
+    compute = Compute(loss_chunk=8, layout=layout)
+    step = make_train_step(OBJECTIVES["sft"], arrays.spec, compute, optimizer, abstract=arrays.trainable)
+    state, losses, norms = init_state(made.trainable, optimizer, like), [], []
+    for batch in batches(plain.vocab):
+        state, metrics = step(state, made.frozen, place_batch(batch, layout, order), jax.numpy.int32(0))
+        losses.append(float(metrics["loss"]))
+        norms.append(float(metrics["grad_norm"]))
+    leaves = [float(np.linalg.norm(jax.device_get(leaf))) for leaf in jax.tree.leaves(state.trainable)]
+    return {"loss": losses, "grad_norm": norms, "trained": leaves}
+
+
+if __name__ == "__main__":
+    flags = f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0"
+    os.environ |= {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    folder, method, meshes = pathlib.Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    print(json.dumps([trajectory(folder, method, axes) for axes in (None, *meshes)]))
