@@ -23,9 +23,6 @@ COMMON: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "llama-tied": {"tie_word_embeddings": True},
-    "mistral": {"sliding_window": 16},
-    "qwen2": {"tie_word_embeddings": True},
-    "gemma2": {"sliding_window": 16, "tie_word_embeddings": True},
     "qwen3": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
 }
 
