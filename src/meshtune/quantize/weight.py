@@ -126,7 +126,15 @@ class QuantisedWeight:
 @functools.partial(jax.jit, static_argnames=("format", "block_size"))
 def encoded(numbers: Float[Array, "*L i"], *, format: str, block_size: int) -> tuple[Array, Float[Array, "*L n"]]:
     """(codes [.., in / per], float32 scales [.., in / block_size]); the block size must divide the rows."""
-    blocks = numbers.astype(jnp.float32).reshape(*numbers.shape[:-1], -1, block_size)
-    absmax = jnp.abs(blocks).max(axis=-1)
-    codes = FORMATS[format].encode(shares(blocks, absmax))
+    blocks = numbers.reshape(*numbers.shape[:-1], -1, block_size)
+    absmax = jnp.abs(blocks.astype(jnp.float32)).max(axis=-1)
+
+    def encode(blocks: Array, absmax: Array) -> Array:
+        return FORMATS[format].encode(shares(blocks.astype(jnp.float32), absmax))
+
+    encode_bfloat16 = FORMATS[format].encode_bfloat16
+    if numbers.dtype == jnp.bfloat16 and encode_bfloat16 is not None:
+        codes = jax.lax.platform_dependent(blocks, absmax, cpu=encode_bfloat16, default=encode)
+    else:
+        codes = encode(blocks, absmax)
     return codes.reshape(*numbers.shape[:-1], -1), absmax

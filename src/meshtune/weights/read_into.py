@@ -19,7 +19,7 @@ from meshtune.weights.shards import Shards
 from meshtune.weights.tensor_reader import TensorReader
 
 Progress = Callable[[int, int], None]
-THREADS = max(2, min(4, os.cpu_count() or 1))  # each holds a block
+THREADS = max(3, min(4, os.cpu_count() or 1))  # each holds a block; more than cores, since some wait for a device
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from meshtune.weights.safetensors_files import BLOCK_BYTES, DTYPES, TensorInfo, 
 # A shorter run of bytes is not worth a read of its own, which costs some 1.5 microseconds: in these 16 KB of whole rows
 # are copied from the page cache, and storage hands out whole pages anyway.
 RUN_BYTES = 1024
+ALIGNMENT = 64
 
 
 class TensorReader:
@@ -49,7 +50,7 @@ class TensorReader:
 
     def box(self, info: TensorInfo, shape: Shape, ranges: Sequence[Range]) -> np.ndarray:
         """A box of the tensor seen in another shape: (start, stop, step) of each dimension of `shape`."""
-        numbers = np.empty([len(range(*entry)) for entry in ranges], DTYPES[info.dtype])
+        numbers = aligned_empty(tuple(len(range(*entry)) for entry in ranges), DTYPES[info.dtype])
         self.read_into(numbers, info, shape, ranges)
         return numbers
 
@@ -99,6 +100,14 @@ class TensorReader:
             if count == 0:
                 raise broken(info.file, "it became shorter while it was read")
             done += count
+
+
+def aligned_empty(shape: Shape, dtype: np.dtype) -> np.ndarray:
+    """An uninitialised array that a CPU device can use as it is: JAX copies what is not aligned to 64 bytes."""
+    size = math.prod(shape) * dtype.itemsize
+    content = np.empty(size + ALIGNMENT, np.uint8)
+    start = -content.ctypes.data % ALIGNMENT
+    return content[start : start + size].view(dtype).reshape(shape)
 
 
 def run_axis(shape: Shape, ranges: Sequence[Range]) -> int:
