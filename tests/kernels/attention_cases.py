@@ -71,16 +71,16 @@ def unordered_case():
     return *arrays, tokens, {"scale": 0.3, "window": 31, "softcap": None}
 
 
-def output_and_gradients(attend, q, k, v, g):
-    """The output of `attend(q, k, v)` and the gradients of q, k and v."""
+def output_and_gradients(attend, q, k, v, g, *further):
+    """The output of `attend(q, k, v)` and the gradients of q, k and v (and of further inputs)."""
 
     # Compiles in half the time; tests of the compiled programs use the compiler's default optimisation.
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-    def forward_and_backward(q, k, v, g):
-        out, vjp = jax.vjp(attend, q, k, v)
+    def forward_and_backward(q, k, v, g, *further):
+        out, vjp = jax.vjp(attend, q, k, v, *further)
         return out, *vjp(g)
 
-    return [np.asarray(x) for x in forward_and_backward(q, k, v, g)]
+    return [np.asarray(x) for x in forward_and_backward(q, k, v, g, *further)]
 
 
 def by_backend(backend, q, k, v, g, tokens, options, *, aligned=False):

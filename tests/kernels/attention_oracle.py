@@ -57,10 +57,12 @@ def normal(seed, *shapes):
     return [random.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
-def torch_gradients(q, k, v, g, tokens, *, scale, window, softcap):
-    """Output and gradients of q, k and v in float64 by autograd; scaled_dot_product_attention unless softcapped."""
+def torch_gradients(q, k, v, g, tokens, *, scale, window, softcap, sinks=None):
+    """Output and gradients of q, k, v and sinks, if any, in float64 by autograd; scaled_dot_product_attention where it
+    can."""
     q, k, v, g = (torch.tensor(x, dtype=torch.float64).transpose(1, 2) for x in (q, k, v, g))
-    for x in (q, k, v):
+    inputs = [q, k, v] if sinks is None else [q, k, v, torch.tensor(sinks, dtype=torch.float64)]
+    for x in inputs:
         x.requires_grad_()
     names = ("q_positions", "kv_positions", "q_segments", "kv_segments")
     rows = zip(*(tokens[name] for name in names), strict=True)
@@ -69,11 +71,16 @@ def torch_gradients(q, k, v, g, tokens, *, scale, window, softcap):
     # torch gives NaN for a row that sees nothing: let it see everything, and set its result to zero afterwards.
     allowed = is_visible | sees_nothing
     groups = q.shape[1] // k.shape[1]
-    if softcap is None:
+    if softcap is None and sinks is None:
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale, enable_gqa=True)
     else:
-        scores = softcap * torch.tanh(q @ k.repeat_interleave(groups, 1).mT * scale / softcap)
-        out = scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v.repeat_interleave(groups, 1)
+        scores = q @ k.repeat_interleave(groups, 1).mT * scale
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~allowed, -torch.inf)
+        if sinks is not None:  # one more column, whose weight is dropped
+            scores = torch.cat([scores, inputs[3][None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+        out = scores.softmax(-1)[..., : k.shape[2]] @ v.repeat_interleave(groups, 1)
     out = out.masked_fill(sees_nothing, 0.0)
     out.backward(g)
-    return [x.detach().transpose(1, 2).numpy() for x in (out, q.grad, k.grad, v.grad)]
+    results = [x.detach().transpose(1, 2).numpy() for x in (out, q.grad, k.grad, v.grad)]
+    return results if sinks is None else [*results, inputs[3].grad.numpy()]

@@ -24,6 +24,7 @@ class Case:
     dtype: str = "float64"
     window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
     new: int | None = None  # if given, only these last tokens are queries, with a cache of T
 
     def arrays(self):
@@ -49,7 +50,8 @@ class Case:
 
     @property
     def options(self):
-        return {"scale": 0.4, "window": self.window, "softcap": self.softcap}
+        sinks = {"sinks": np.linspace(-1.5, 2.0, self.H).astype(self.dtype)} if self.sinks else {}
+        return {"scale": 0.4, "window": self.window, "softcap": self.softcap, **sinks}
 
 
 PACKED = [[70, 1, 90, 60], [200, 56], [30] * 8, [256]]
@@ -62,6 +64,9 @@ CASES = {
     "padding, and a row of padding only": Case({"cp": 4}, [[20], [41, 3], []], 64),
     "window": Case({"cp": 8}, [[256], [100, 150]], 256, window=40),
     "softcap": Case({"cp": 4}, [[100, 28]], 128, softcap=1.5),
+    "sinks over dp, cp and tp": Case({"dp": 2, "cp": 2, "tp": 2}, PACKED, 256, window=40, sinks=True),
+    "sinks, no ring": Case({"dp": 2, "tp": 4}, PACKED, 256, H=8, K=2, sinks=True, backend="blockwise"),
+    "sinks, direct": Case({"dp": 2, "tp": 2}, [[60], []], 64, sinks=True, backend="direct"),
     "window and softcap": Case({"cp": 4, "tp": 2}, PACKED, 256, window=19, softcap=2.0),
     "chunks that are not multiples of blocks": Case({"cp": 2}, [[104], [50, 40]], 104),
     "two tokens per device": Case({"cp": 8}, [[16], [9, 7]], 16),
@@ -99,7 +104,7 @@ def sharding_of(sizes: dict[str, int], H: int, K: int, kv_replicated: bool = Fal
 
 
 def output_and_gradients(case: Case):
-    """The output and the gradients of q, k and v, in the original order of the tokens."""
+    """The output and the gradients of q, k and v, in the original order of the tokens, and of sinks, if any."""
     import jax
 
     from meshtune.kernels.attention import attention, zigzag_order
@@ -111,20 +116,19 @@ def output_and_gradients(case: Case):
     # Compiles in half the time; tests of the compiled programs use the compiler's default optimisation.
     @jax.jit(compiler_options={"xla_backend_optimization_level": 0})
     def forward_and_backward(q, k, v, g, segments, positions):
-        def attend(q, k, v):
+        def attend(q, k, v, sinks):
             tokens = case.tokens(segments, positions, start)
-            aligned = case.new is None
-            return attention(
-                q, k, v, **tokens, **case.options, backend=case.backend, aligned=aligned, sharding=sharding
-            )
+            options = case.options | {"sinks": sinks, "backend": case.backend, "aligned": case.new is None}
+            return attention(q, k, v, **tokens, **options, sharding=sharding)
 
-        out, vjp = jax.vjp(attend, q, k, v)
+        out, vjp = jax.vjp(attend, q, k, v, case.options.get("sinks"))
         return out, *vjp(g)
 
     if case.new is None:
         arrays = [x[:, order] for x in (q, k, v, g, segments, positions)]
-        return [np.asarray(x)[:, np.argsort(order)] for x in forward_and_backward(*arrays)]
-    return [np.asarray(x) for x in forward_and_backward(q, k, v, g, segments, positions)]
+        results = [np.asarray(x) for x in forward_and_backward(*arrays) if x is not None]
+        return [x[:, np.argsort(order)] if x.ndim == 4 else x for x in results]
+    return [np.asarray(x) for x in forward_and_backward(q, k, v, g, segments, positions) if x is not None]
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ FAST = [
     "groups that tp cuts, direct",
     "rows that dp does not divide",
     "one new token",
+    "sinks over dp, cp and tp",
 ]
 SLOW = [name for name in CASES if name not in FAST]
 

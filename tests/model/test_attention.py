@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from meshtune.kernels import attention as kernels
-from meshtune.model.attention import AlibiSpec, AttentionSpec
+from meshtune.model.attention import AttentionSpec
 from meshtune.model.block import Context
 from meshtune.model.compute import Compute
 from meshtune.model.init import init_params
@@ -17,6 +17,7 @@ from meshtune.model.inputs import Inputs, rows_of
 from meshtune.model.layer import LayerSpec, layer
 from meshtune.model.mlp import MlpSpec
 from meshtune.model.norm import NormSpec
+from meshtune.model.positions import AlibiSpec
 from meshtune.model.rope import RopeSpec
 from model_specs import llama_spec
 
@@ -24,6 +25,22 @@ BLOCKS = {
     "grouped": AttentionSpec(4, 2, 8, rope=RopeSpec(1e4, 8)),
     "window, softcap, scale": AttentionSpec(4, 4, 8, rope=RopeSpec(1e4, 8), window=3, softcap=5.0, scale=0.2),
     "alibi, packed": AttentionSpec(4, 4, 8, alibi=AlibiSpec((0.5, 0.25, 0.125, 0.0625)), packed=True),
+    "packed in groups, norm of all heads, clipped": AttentionSpec(
+        4, 2, 8, rope=RopeSpec(1e4, 8), qk_norm=NormSpec(1e-5), qk_norm_over="vector", clip=0.5, packed=True
+    ),
+    "gate of the input, norms after rotation": AttentionSpec(
+        4,
+        2,
+        8,
+        rope=RopeSpec(1e4, 8),
+        qk_norm=NormSpec(1e-5),
+        qk_norm_over="own_head",
+        qk_norm_after_rope=True,
+        gate="input",
+    ),
+    "gate beside queries, sinks, chunked": AttentionSpec(
+        4, 2, 8, rope=RopeSpec(1e4, 8), gate="query", sinks=True, chunk=3
+    ),
     "norms of heads": AttentionSpec(4, 2, 8, rope=RopeSpec(1e4, 8), qk_norm=NormSpec(1e-5)),
 }
 

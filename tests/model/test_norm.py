@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 
-from meshtune.model.norm import NormSpec
+from meshtune.model.norm import NormKind, NormSpec
 
 WIDTH, EPS = 24, 1e-3
 
@@ -20,13 +23,19 @@ def theirs(kind: str) -> torch.nn.Module:
             return torch.nn.RMSNorm(WIDTH, eps=EPS)
         case "rms_offset":
             return Gemma2RMSNorm(WIDTH, eps=EPS)
+        case "rms_plain":
+            return torch.nn.RMSNorm(WIDTH, eps=EPS, elementwise_affine=False)
         case "layer":
             return torch.nn.LayerNorm(WIDTH, eps=EPS)
+        case "layer_offset":
+            return NemotronLayerNorm1P(WIDTH, eps=EPS)
+        case "layer_plain":
+            return torch.nn.LayerNorm(WIDTH, eps=EPS, elementwise_affine=False)
         case _:
             return torch.nn.LayerNorm(WIDTH, eps=EPS, bias=False)
 
 
-@pytest.mark.parametrize("kind", ["rms", "rms_offset", "layer", "layer_scale"])
+@pytest.mark.parametrize("kind", get_args(NormKind))
 def test_norms_are_those_of_torch(kind):
     torch.manual_seed(0)
     module, spec = theirs(kind), NormSpec(EPS, kind)
@@ -45,7 +54,7 @@ def test_norms_are_those_of_torch(kind):
 
 
 def test_a_norm_starts_as_the_identity_of_normalised_vectors():
-    for kind in ("rms", "rms_offset", "layer"):
+    for kind in get_args(NormKind):
         spec = NormSpec(0.0, kind)
         node = {
             name: (jnp.ones if leaf.init == "ones" else jnp.zeros)(leaf.shape)

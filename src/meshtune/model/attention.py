@@ -20,37 +20,15 @@ from meshtune.model.compute import Compute
 from meshtune.model.inputs import Rows
 from meshtune.model.linear import linear, linear_params, site_key
 from meshtune.model.norm import NormSpec
+from meshtune.model.positions import AlibiSpec, LongQuerySpec
 from meshtune.model.rope import RopeSpec, rotate
 
 ROTATED = "rotated"  # what a rematerialisation policy may keep: queries and keys, rotated
 PACKED = "packed_heads"  # the logical axis of rows of queries, keys and values, head by head
 
+MOST_CHUNKS = 1 << 16  # of a document, where attention is chunked: segments are counted in int32
+
 Heads = Float[Array, "B T H h"]
-
-
-@dataclasses.dataclass(frozen=True)
-class AlibiSpec:
-    """Attention with linear biases (https://arxiv.org/abs/2108.12409): a score loses its head's slope, one of `slopes`,
-    for every position from query back to key."""
-
-    slopes: tuple[float, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class LongQuerySpec:
-    """Queries that grow with their position: multiplied by 1 + beta * ln(1 + floor((position + offset) / length)).
-
-    Ministral 3 has them, and the layers of Llama 4 without rotary positions.
-    """
-
-    beta: float
-    length: int
-    offset: int = 0
-
-    def __call__(self, q: Heads, positions: Array) -> Heads:
-        """Computed in float32, in q's dtype."""
-        steps = jnp.floor((positions.astype(jnp.float32) + self.offset) / self.length)
-        return (q.astype(jnp.float32) * (1 + self.beta * jnp.log1p(steps))[:, :, None, None]).astype(q.dtype)
 
 
 # What a norm of queries and keys extends over: a head, all with the same weights or each with its own, or all heads.
@@ -65,6 +43,8 @@ class AttentionSpec:
     past), `softcap` squashes scores by tanh, `scale` multiplies them (None: h ** -0.5). `qk_norm` normalises queries
     and keys (`qk_norm_over`), before they are rotated or after (`qk_norm_after_rope`); `clip` limits the numbers of
     queries, keys and values to [-clip, clip] after that norm. `long_query` makes queries grow with their position.
+    With `sinks` every head has a trained score that takes part in its softmax and has no value. With `chunk` a token
+    sees only its own part of its document, of which every part is that many tokens long.
     The result is multiplied by the sigmoid of a gate, computed from the input (`gate="input"`), or beside each head's
     queries by the same projection (`gate="query"`).
     With `packed` one projection `qkv` [(H + 2 K) h, D] computes queries, keys and values: for each key-value head the
@@ -87,6 +67,8 @@ class AttentionSpec:
     clip: float | None = None
     long_query: LongQuerySpec | None = None
     gate: Literal["input", "query"] | None = None
+    sinks: bool = False
+    chunk: int | None = None
     packed: bool = False
     name: ClassVar[str] = "attn"
 
@@ -116,6 +98,8 @@ class AttentionSpec:
         tree["o"] = linear_params(d, heads, self.out_bias)
         if self.gate == "input":
             tree["gate"] = linear_params(heads, d, bias=False)
+        if self.sinks:
+            tree["sinks"] = {"weight": ArraySpec((self.heads,), "float32", ("heads",), "zeros", role="vector")}
         if self.qk_norm is not None:
             tree |= {"q_norm": self._norm_params("heads"), "k_norm": self._norm_params("kv_heads")}
         return {name: node for name, node in tree.items() if node}
@@ -151,15 +135,16 @@ class AttentionSpec:
             v.astype(q.dtype),
             q_positions=rows.positions,
             kv_positions=kv_positions,
-            q_segments=rows.segment_ids,
-            kv_segments=kv_segments,
+            q_segments=self._parts(rows.positions, rows.segment_ids),
+            kv_segments=self._parts(kv_positions, kv_segments),
             backend=compute.attention,
             aligned=past is None,
             sharding=None if compute.layout is None else compute.layout.attention_sharding(),
             platform=compute.platform,
             chip=compute.chip,
-            packed=compute.packed,
+            packed=compute.packed or self.chunk is not None,
             slopes=None if self.alibi is None else jnp.asarray(self.alibi.slopes, jnp.float32),
+            sinks=node["sinks"]["weight"] if self.sinks else None,
             **self._scores(),
         )
         mixed = mixed.reshape(*mixed.shape[:2], -1)
@@ -177,7 +162,7 @@ class AttentionSpec:
 
     def cache(self, batch: int, slots: int, dtype: str) -> Tree:
         """Keys and values of `slots` tokens a row, or of a window."""
-        slots = slots if self.window is None else min(slots, self.window)
+        slots = slots if self._reach is None else min(slots, self._reach)
         shape = (batch, slots, self.kv_heads, self.head_dim)
         array = ArraySpec(shape, dtype, ("batch", SLOTS, "kv_heads", "head_dim"), "zeros")
         return {"k": array, "v": array}
@@ -193,9 +178,9 @@ class AttentionSpec:
 
     def row_params(self) -> RowParams:
         if self.packed:  # both passes read the one projection, each for its share of the gradient
-            memory, chunk = ["qkv", "k_norm"], ["qkv", "q_norm", "o"]
+            memory, chunk = ["qkv", "k_norm"], ["qkv", "q_norm", "sinks", "o"]
         else:
-            memory, chunk = ["k", "v", "k_norm"], ["q", "q_norm", "gate", "o"]
+            memory, chunk = ["k", "v", "k_norm"], ["q", "q_norm", "gate", "sinks", "o"]
         names = frozenset(self.params(1))
         return RowParams(names.intersection(memory), names.intersection(chunk))
 
@@ -217,7 +202,7 @@ class AttentionSpec:
             # The log-sum-exp of every head's scores, in float32.
             Activation("heads", self.heads, self.heads, kept=True, products=0, itemsize=4),
         )
-        return Cost(embed * ((2 + len(gate)) * H + 2 * K), activations, pairs=4 * H, window=self.window)
+        return Cost(embed * ((2 + len(gate)) * H + 2 * K), activations, pairs=4 * H, window=self._reach)
 
     def attention_request(self, rows: int, q_length: int, kv_length: int, compute: Compute) -> AttentionRequest:
         return AttentionRequest(
@@ -230,11 +215,24 @@ class AttentionSpec:
             dtype=compute.dtype,
             platform=compute.platform or jax.default_backend(),
             chip=compute.chip,
-            packed=compute.packed,
+            packed=compute.packed or self.chunk is not None,
             alibi=self.alibi is not None,
+            sinks=self.sinks,
             aligned=q_length == kv_length,
             **self._scores(),
         )
+
+    @property
+    def _reach(self) -> int | None:
+        """The greatest number of tokens that one sees; None without a limit."""
+        limits = [limit for limit in (self.window, self.chunk) if limit is not None]
+        return min(limits) if limits else None
+
+    def _parts(self, positions: Array, segments: Array) -> Array:
+        """Segments, with every chunk of a document as one of its own."""
+        if self.chunk is None:
+            return segments
+        return jnp.where(segments > 0, segments * MOST_CHUNKS + positions // self.chunk, 0)
 
     def _scores(self) -> dict[str, Any]:
         """How scores are computed: the same for the kernel that runs and for the request that is asked about."""
@@ -307,7 +305,7 @@ class AttentionSpec:
         lengths = cache.lengths + jnp.sum(real, axis=1)
         following = cache.write("k", rows.positions, real, k).write("v", rows.positions, real, v)
         slots, length = cache.arrays["k"].shape[2], k.shape[1]
-        if length == 1 or self.window is None or slots < self.window:  # nothing is overwritten that a new token sees
+        if length == 1 or self._reach is None or slots < self._reach:  # nothing is overwritten that a new token sees
             positions = cache.slot_positions("k", lengths)
             k, v = following.read("k"), following.read("v")
         else:

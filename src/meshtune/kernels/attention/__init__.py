@@ -94,6 +94,7 @@ def attention(
     chip: str = "",
     packed: bool = True,
     slopes: Float[Array, "H"] | None = None,
+    sinks: Float[Array, "H"] | None = None,
 ) -> Float[Array, "B T H h"]:
     """Grouped-query softmax attention over packed rows.
 
@@ -109,6 +110,7 @@ def attention(
     `platform` and `chip` say what the program is compiled for, if not for this process's first device (see chips).
     `packed=False` promises that a row is one document followed by padding. With `slopes` the scaled score of head n is
     reduced by slopes[n] for each position between query and key (ALiBi, arXiv:2108.12409); they get no gradient.
+    `sinks` are scores that take part in the softmax of every token of their head and have no value.
     Raises: UserError for a backend that does not exist or cannot serve the request (see `choose_backend`).
     """
     B, T, H, h = q.shape
@@ -132,8 +134,9 @@ def attention(
         chip=chip or ("" if sharding is None else sharding.chip),
         packed=packed,
         alibi=slopes is not None,
+        sinks=sinks is not None,
     )
-    inputs = AttentionInputs(q, k, v, q_positions, kv_positions, q_segments, kv_segments, slopes)
+    inputs = AttentionInputs(q, k, v, q_positions, kv_positions, q_segments, kv_segments, slopes, sinks)
     if sharding is None or sharding.mesh.size == 1:
         return choose_backend(request, backend)[0].run(inputs, request)
     sharding = sharding.fitted(request)

@@ -11,6 +11,7 @@ import jax
 from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
 from meshtune.kernels.attention.sharding import AttentionSharding
 
+NO_SINKS = "its kernels have no sinks"
 NO_ALIBI = "its kernels have no biases by distance (ALiBi)"
 
 

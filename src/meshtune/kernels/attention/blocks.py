@@ -68,9 +68,14 @@ def block_mask(
     """Repeats the tokens and `slopes` [H] for the rows of a block of scores, which has a row for each query and for
     each query head that shares the key head."""
     visible, group = any_visible(queries, keys, request.window), request.heads // request.kv_heads
-    if slopes is not None:
-        slopes = jnp.repeat(slopes.reshape(request.kv_heads, group), block_sizes(request)[0], axis=1)
+    slopes = None if slopes is None else rows_of_heads(request, slopes)
     return BlockMask(TokenBlocks(*(jnp.tile(x, group) for x in queries)), keys, visible, slopes)
+
+
+def rows_of_heads(request: AttentionRequest, numbers: jax.Array) -> jax.Array:
+    """A number for each head [H] as one for each row of a block of scores [K,R]."""
+    group = request.heads // request.kv_heads
+    return jnp.repeat(numbers.reshape(request.kv_heads, group), block_sizes(request)[0], axis=1)
 
 
 def any_visible(queries: TokenBlocks, keys: TokenBlocks, window: int | None) -> jax.Array:

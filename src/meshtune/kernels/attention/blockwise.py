@@ -13,6 +13,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtune.kernels.attention import ring
+from meshtune.kernels.attention import sinks as with_sinks
 from meshtune.kernels.attention.backend import Backend
 from meshtune.kernels.attention.blocks import BlockMask, inputs_mask
 from meshtune.kernels.attention.online_softmax import LOG_SUM_EXP, OUTPUT, backward, forward
@@ -21,24 +22,29 @@ from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
 
 def run(inputs: AttentionInputs, request: AttentionRequest) -> jax.Array:
     """Softmax attention with scores and sums in float32 (float64 for float64); first derivatives only. [B,T,H,h]."""
-    return _attend(request, inputs.q, inputs.k, inputs.v, inputs_mask(request, inputs))
+    return _attend(request, inputs.q, inputs.k, inputs.v, inputs.sinks, inputs_mask(request, inputs))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(request: AttentionRequest, q: jax.Array, k: jax.Array, v: jax.Array, mask: BlockMask):
-    return forward(request, q, k, v, mask)[0]
+def _attend(
+    request: AttentionRequest, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, mask: BlockMask
+):
+    return _attend_forward(request, q, k, v, sinks, mask)[0]
 
 
-def _attend_forward(request: AttentionRequest, q: jax.Array, k: jax.Array, v: jax.Array, mask: BlockMask):
-    out, log_sum_exp = forward(request, q, k, v, mask)
+def _attend_forward(
+    request: AttentionRequest, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, mask: BlockMask
+):
+    out, log_sum_exp = with_sinks.in_blocks(request, *forward(request, q, k, v, mask), sinks)
     out = checkpoint_name(out, OUTPUT)
     log_sum_exp = checkpoint_name(log_sum_exp, LOG_SUM_EXP)
-    return out, (q, k, v, mask, out, log_sum_exp)
+    return out, (q, k, v, sinks, mask, out, log_sum_exp)
 
 
 def _attend_backward(request: AttentionRequest, residuals, d_out: jax.Array):
-    q, k, v, mask, out, log_sum_exp = residuals
-    return *backward(request, q, k, v, mask, out, log_sum_exp, d_out, k.dtype), None
+    q, k, v, sinks, mask, out, log_sum_exp = residuals
+    d_sinks = with_sinks.grads_in_blocks(request, sinks, out, log_sum_exp, d_out)
+    return *backward(request, q, k, v, mask, out, log_sum_exp, d_out, k.dtype), d_sinks, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

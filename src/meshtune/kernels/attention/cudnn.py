@@ -13,7 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from meshtune.kernels.attention.backend import Backend
+from meshtune.kernels.attention.backend import NO_SINKS, Backend
 from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
 from meshtune.kernels.chips import chip_of
 
@@ -34,6 +34,8 @@ def supports(request: AttentionRequest) -> str | None:
         return "it has no soft cap"
     if request.alibi:
         return "its bias is as large as all scores, so it would hold them (ALiBi)"
+    if request.sinks:
+        return NO_SINKS
     return _jax_refusal(request)
 
 

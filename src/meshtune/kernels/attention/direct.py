@@ -58,6 +58,11 @@ def run(inputs: AttentionInputs, request: AttentionRequest) -> jax.Array:
     maximum = jnp.maximum(jax.lax.stop_gradient(scores.max(-1, keepdims=True)), LOWEST)
     weights = jnp.exp(scores - maximum)
     total = weights.sum(-1, keepdims=True)
+    if inputs.sinks is not None:
+        sinks = jnp.repeat(inputs.sinks.astype(sum_dtype).reshape(K, G), T, axis=1)[..., None]
+        larger = jnp.maximum(maximum, jax.lax.stop_gradient(sinks))
+        weights = weights * jnp.exp(maximum - larger)
+        total = total * jnp.exp(maximum - larger) + jnp.exp(sinks - larger)
     # Rows that see nothing have a total of 0 and give 0. Dividing after the matmul touches h values per row, not S.
     out = jnp.einsum(
         "bkrs,bksh->bkrh",

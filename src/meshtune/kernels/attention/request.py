@@ -16,8 +16,8 @@ class AttentionRequest:
     that comes after it in the row: within a document, whose tokens are contiguous, positions rise by one. `platform` is
     the JAX platform that the program is traced for, `chip` the architecture of its devices ("": this process's first
     device; see chips). `packed=False` promises that a row is one document followed by padding. `alibi` says that the
-    inputs have slopes. On a mesh all sizes are those of one device, and `ring` is the number of devices that a row is
-    sharded over (1: each device has whole rows of keys).
+    inputs have slopes, `sinks` that they have sinks. On a mesh all sizes are those of one device, and `ring` is the
+    number of devices that a row is sharded over (1: each device has whole rows of keys).
     """
 
     batch: int
@@ -36,12 +36,14 @@ class AttentionRequest:
     chip: str = ""
     packed: bool = True
     alibi: bool = False
+    sinks: bool = False
 
 
 class AttentionInputs(NamedTuple):
     """The arrays of one call: q [B,T,H,h], k and v [B,S,K,h]; positions and segments int32 [B,T] and [B,S].
 
     `slopes` float32 [H] are ALiBi's: what a score loses for each position between query and key. None without ALiBi.
+    `sinks` [H] are scores that take part in every softmax and have no value. None without sinks.
     """
 
     q: jax.Array
@@ -52,3 +54,4 @@ class AttentionInputs(NamedTuple):
     q_segments: jax.Array
     kv_segments: jax.Array
     slopes: jax.Array | None = None
+    sinks: jax.Array | None = None

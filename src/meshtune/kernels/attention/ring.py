@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from meshtune.kernels.attention import sinks
 from meshtune.kernels.attention.blocks import (
     TokenBlocks,
     block_mask,
@@ -46,6 +47,7 @@ from meshtune.kernels.attention.sharding import AttentionSharding
 from meshtune.kernels.attention.visibility import accumulator
 
 Tree = TypeVar("Tree")
+FIELDS = len(AttentionInputs._fields)
 
 
 class KeyShard(NamedTuple):
@@ -79,12 +81,12 @@ def _attend_backward(request: AttentionRequest, sharding: AttentionSharding, res
     queries, keys, _ = sharding.specs
 
     def backward_local(*arrays):
-        return _backward_local(request, sharding, AttentionInputs(*arrays[:8]), *arrays[8:])
+        return _backward_local(request, sharding, AttentionInputs(*arrays[:FIELDS]), *arrays[FIELDS:])
 
     extra_in_specs = (queries, _log_sum_exp_spec(sharding), queries)
-    mapped = sharding.shard_map(backward_local, extra_in_specs, (queries, keys, keys))
-    dq, dk, dv = mapped(*inputs, out, log_sum_exp, d_out)
-    return dq, dk, dv, None, None, None, None, None
+    mapped = sharding.shard_map(backward_local, extra_in_specs, (queries, keys, keys, sharding.of_heads))
+    dq, dk, dv, d_sinks = mapped(*inputs, out, log_sum_exp, d_out)
+    return dq, dk, dv, None, None, None, None, None, d_sinks
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -106,7 +108,8 @@ def _forward_local(request: AttentionRequest, sharding: AttentionSharding, input
     """One device's output [B,T,H,h] and log-sum-exp, in blocks."""
     inputs = sharding.with_local_key_heads(inputs, request)
     if request.ring == 1:
-        return forward(request, inputs.q, inputs.k, inputs.v, inputs_mask(request, inputs))
+        results = forward(request, inputs.q, inputs.k, inputs.v, inputs_mask(request, inputs))
+        return sinks.in_blocks(request, *results, inputs.sinks)
     q, queries, shard = q_blocks(request, inputs.q), q_token_blocks(request, inputs), _key_shard(request, inputs)
 
     def accumulate_shard(running: RunningSoftmax, shard: KeyShard) -> RunningSoftmax:
@@ -129,7 +132,7 @@ def _forward_local(request: AttentionRequest, sharding: AttentionSharding, input
 
     (running, shard), _ = jax.lax.scan(step, (empty_softmax(q), shard), None, length=request.ring - 1)
     out, log_sum_exp = finish(accumulate_shard(running, shard))
-    return from_q_blocks(request, out.astype(q.dtype)), log_sum_exp
+    return sinks.in_blocks(request, from_q_blocks(request, out.astype(q.dtype)), log_sum_exp, inputs.sinks)
 
 
 def _backward_local(
@@ -140,7 +143,8 @@ def _backward_local(
     log_sum_exp: jax.Array,
     d_out: jax.Array,
 ):
-    """One device's gradients of q, k and v."""
+    """One device's gradients of q, k and v, and those of all devices of sinks."""
+    d_sinks = sinks.grads_in_blocks(request, inputs.sinks, out, log_sum_exp, d_out)
     kv_heads, kv_dtype, sum_dtype = inputs.k.shape[2], inputs.k.dtype, accumulator(inputs.k.dtype)
     inputs = sharding.with_local_key_heads(inputs, request)
     if request.ring == 1:
@@ -149,7 +153,7 @@ def _backward_local(
     else:
         dq, *d_keys = _backward_in_ring(request, sharding, inputs, out, log_sum_exp, d_out)
     dk, dv = (sharding.sum_key_heads(x, kv_heads, request).astype(kv_dtype) for x in d_keys)
-    return dq, dk, dv
+    return dq, dk, dv, None if d_sinks is None else sharding.sum_over_tokens(d_sinks)
 
 
 def _backward_in_ring(

@@ -96,7 +96,8 @@ def largest_error(request: AttentionRequest, backend: Backend) -> float:
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def forward_and_backward(backend: Backend, request: AttentionRequest, q, k, v, d_out, positions, segments):
-        tokens = positions, positions, segments, segments
+        sinks = jnp.linspace(-1.0, 1.0, request.heads) if request.sinks else None
+        tokens = positions, positions, segments, segments, None, sinks
         q, k, v, d_out = (x.astype(request.dtype) for x in (q, k, v, d_out))
         out, vjp = jax.vjp(lambda q, k, v: backend.run(AttentionInputs(q, k, v, *tokens), request), q, k, v)
         return [x.astype(jnp.float32) for x in (out, *vjp(d_out))]

@@ -116,13 +116,23 @@ class AttentionSharding:
             PartitionSpec(batch, self.length),
         )
 
+    @property
+    def of_heads(self) -> PartitionSpec:
+        """Of arrays [H]."""
+        return PartitionSpec(self.heads)
+
+    def sum_over_tokens(self, x: jax.Array) -> jax.Array:
+        """Inside shard_map: the sum over the devices that have other rows or other tokens of a row."""
+        axes = (*self.batch, *(() if self.length is None else (self.length,)))
+        return jax.lax.psum(x, axes) if axes else x
+
     def shard_map(
         self, function: Callable[..., Any], extra_in_specs: tuple[PartitionSpec, ...], out_specs: Any
     ) -> Callable[..., Any]:
         """Maps `function` over devices: its arguments are the fields of AttentionInputs, then arrays with the specs
         `extra_in_specs`."""
         queries, keys, tokens = self.specs
-        in_specs = (queries, keys, keys, *[tokens] * 4, PartitionSpec(self.heads), *extra_in_specs)
+        in_specs = (queries, keys, keys, *[tokens] * 4, self.of_heads, self.of_heads, *extra_in_specs)
         # Results that are replicated are computed identically on several devices, which the check cannot verify through
         # loops whose carries start from constants.
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

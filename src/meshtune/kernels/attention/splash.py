@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtune.kernels.attention.backend import NO_ALIBI, Backend
+from meshtune.kernels.attention.backend import NO_ALIBI, NO_SINKS, Backend
 from meshtune.kernels.attention.online_softmax import OUTPUT
 from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
 
@@ -30,6 +30,8 @@ def supports(request: AttentionRequest) -> str | None:
         return f"its kernels are for TPUs, not for {request.platform}"
     if request.alibi:
         return NO_ALIBI
+    if request.sinks:
+        return NO_SINKS
     if request.dtype != "bfloat16":
         return f"it would round the factors of {request.dtype} products to bfloat16"
     if not request.aligned:

@@ -12,7 +12,7 @@ import functools
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from meshtune.kernels.attention import triton_ring
+from meshtune.kernels.attention import sinks, triton_ring
 from meshtune.kernels.attention.backend import NO_ALIBI, Backend
 from meshtune.kernels.attention.online_softmax import LOG_SUM_EXP, OUTPUT
 from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
@@ -64,7 +64,7 @@ def _attend(request: AttentionRequest, interpret: bool, *inputs):
 
 
 def _forward(request: AttentionRequest, interpret: bool, inputs: AttentionInputs):
-    return forward(request, inputs, inputs.q.dtype, interpret)
+    return sinks.by_head(*forward(request, inputs, inputs.q.dtype, interpret), inputs.sinks)
 
 
 def _attend_forward(request: AttentionRequest, interpret: bool, *inputs):
@@ -79,7 +79,9 @@ def _attend_backward(request: AttentionRequest, interpret: bool, residuals, d_ou
     inputs = AttentionInputs(*arrays)
     delta = padded_delta(out, d_out, log_sum_exp.shape[2])
     dtypes = tuple(x.dtype for x in inputs[:3])
-    return *backward(request, inputs, log_sum_exp, delta, d_out, dtypes, interpret), None, None, None, None, None
+    d_sinks = sinks.grads_by_head(inputs.sinks, log_sum_exp, delta)
+    grads = backward(request, inputs, log_sum_exp, delta, d_out, dtypes, interpret)
+    return *grads, None, None, None, None, None, d_sinks
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -15,11 +15,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from meshtune.kernels.attention import sinks
 from meshtune.kernels.attention.online_softmax import LOG_SUM_EXP, OUTPUT
 from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
 from meshtune.kernels.attention.ring import rotate
 from meshtune.kernels.attention.sharding import AttentionSharding
 from meshtune.kernels.attention.triton_calls import backward, forward, padded_delta
+
+FIELDS = len(AttentionInputs._fields)
 
 
 class KeyShard(NamedTuple):
@@ -56,12 +59,12 @@ def _attend_backward(request: AttentionRequest, sharding: AttentionSharding, int
     queries, keys, _ = sharding.specs
 
     def backward_local(*arrays):
-        return _backward_local(request, sharding, interpret, AttentionInputs(*arrays[:8]), *arrays[8:])
+        return _backward_local(request, sharding, interpret, AttentionInputs(*arrays[:FIELDS]), *arrays[FIELDS:])
 
     extra_in_specs = (queries, _log_sum_exp_spec(sharding), queries)
-    mapped = sharding.shard_map(backward_local, extra_in_specs, (queries, keys, keys))
-    dq, dk, dv = mapped(*inputs, out, log_sum_exp, d_out)
-    return dq, dk, dv, None, None, None, None, None
+    mapped = sharding.shard_map(backward_local, extra_in_specs, (queries, keys, keys, sharding.of_heads))
+    dq, dk, dv, d_sinks = mapped(*inputs, out, log_sum_exp, d_out)
+    return dq, dk, dv, None, None, None, None, None, d_sinks
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -83,7 +86,7 @@ def _forward_local(request: AttentionRequest, sharding: AttentionSharding, inter
     """One device's output [B,T,H,h] and log-sum-exp [B,H,T padded]."""
     inputs = sharding.with_local_key_heads(inputs, request)
     if request.ring == 1:
-        return forward(request, inputs, inputs.q.dtype, interpret)
+        return sinks.by_head(*forward(request, inputs, inputs.q.dtype, interpret), inputs.sinks)
 
     def attend_shard(shard: KeyShard):
         return forward(request, _with_shard(inputs, shard), jnp.float32, interpret)
@@ -97,7 +100,7 @@ def _forward_local(request: AttentionRequest, sharding: AttentionSharding, inter
     carry = attend_shard(shard), rotate(shard, sharding)
     (merged, shard), _ = jax.lax.scan(step, carry, None, length=request.ring - 2)
     out, log_sum_exp = _merge(merged, attend_shard(shard))
-    return out.astype(inputs.q.dtype), log_sum_exp
+    return sinks.by_head(out.astype(inputs.q.dtype), log_sum_exp, inputs.sinks)
 
 
 def _merge(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -117,10 +120,11 @@ def _merge(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Arra
 def _backward_local(
     request: AttentionRequest, sharding: AttentionSharding, interpret: bool, inputs: AttentionInputs, out, lse, d_out
 ):
-    """One device's gradients of q, k and v."""
+    """One device's gradients of q, k and v, and those of all devices of sinks."""
     kv_heads, kv_dtype = inputs.k.shape[2], inputs.k.dtype
     inputs = sharding.with_local_key_heads(inputs, request)
     delta = padded_delta(out, d_out, lse.shape[2])
+    d_sinks = sinks.grads_by_head(inputs.sinks, lse, delta)
     dtypes = (jnp.float32,) * 3
 
     def shard_grads(shard: KeyShard):
@@ -141,7 +145,8 @@ def _backward_local(
         (dq, d_keys, _), _ = jax.lax.scan(step, carry, None, length=request.ring - 1)
         d_keys = rotate(d_keys, sharding)  # back to the device that the shard belongs to
     dk, dv = (sharding.sum_key_heads(x, kv_heads, request).astype(kv_dtype) for x in d_keys)
-    return dq.astype(inputs.q.dtype), dk, dv
+    d_sinks = None if d_sinks is None else sharding.sum_over_tokens(d_sinks)
+    return dq.astype(inputs.q.dtype), dk, dv, d_sinks
 
 
 def _with_shard(inputs: AttentionInputs, shard: KeyShard) -> AttentionInputs:
