@@ -82,12 +82,17 @@ class LoraConfig:
 
 @dataclasses.dataclass(frozen=True)
 class FullConfig:
-    """Every weight is trained."""
+    """Every weight is trained, but for the routers of experts, which `train_router` adds."""
+
+    train_router: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class FreezeConfig:
-    """Trains the last or first n layers in full, or named modules, or named modules within those layers."""
+    """Trains the last or first n layers in full, or named modules, or named modules within those layers.
+
+    The routers of experts stay as they are, unless they are named.
+    """
 
     last_layers: int | None = None
     first_layers: int | None = None

@@ -219,7 +219,12 @@ def arranged(
     leaves = flatten(abstract_params(spec))
     among = modules(spec)
     first = {module.node: module for module in reversed(among.values())}
-    full = {f"{among[name].node}/{leaf}" for name in trained for leaf in among[name].leaves}
+    full = {
+        f"{among[name].node}/{leaf}"
+        for name in trained
+        for leaf, array in among[name].leaves.items()
+        if array.role != "buffer"
+    }
     trainable = {path: dataclasses.replace(leaf, dtype=dtype) for path, leaf in leaves.items() if path in full}
     for node, module in first.items():
         if module.name in adapters:
@@ -249,7 +254,12 @@ def _choose(method: Method, spec: ModelSpec) -> tuple[list[str], list[str]]:
     among = modules(spec)
     match method:
         case FullConfig():
-            return [], [name for name, module in among.items() if not (spec.tied and module.node == "head")]
+            frozen = () if method.train_router else ("router",)
+            return [], [
+                name
+                for name, module in among.items()
+                if not (spec.tied and module.node == "head") and module.role not in frozen
+            ]
         case FreezeConfig():
             return [], fully_trained(method, spec, among)
         case ExpandConfig():

@@ -189,7 +189,7 @@ def _chosen_layers(method: FreezeConfig, spec: ModelSpec, among: dict[str, Modul
         layers = range(method.first_layers)
     inside = [name for name, module in among.items() if module.layer is None or module.layer in layers]
     if not method.modules:
-        return [name for name in inside if among[name].layer is not None]
+        return [name for name in inside if among[name].layer is not None and among[name].role != "router"]
     named = choose(method.modules, among, "method.modules")
     for name in method.modules:
         if not any(matches(name, module) for module in inside):

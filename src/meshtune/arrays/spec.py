@@ -15,10 +15,11 @@ import jax.numpy as jnp
 #   table    rows looked up by token, an embedding: [vocab, embed]
 #   head     rows that score the last hidden state, an output head or a reward head: [vocab, embed] or [1, embed]
 #   conv     the filters of a short convolution: [channels, width]
+#   buffer   numbers of the model that no gradient trains, such as a router's correction of its choices: [n], float32
 #   state    no parameter: optimizer state, statistics, counts
 # The factors of a low-rank adapter have the role of the weight they adapt. Whoever does not know a role refuses it by
 # name. A stacked array has the axis `layers` in front of these.
-Role = Literal["matrix", "experts", "router", "vector", "table", "head", "conv", "state"]
+Role = Literal["matrix", "experts", "router", "vector", "table", "head", "conv", "buffer", "state"]
 LAYERS = "layers"
 
 

@@ -19,9 +19,12 @@ from meshtune.optim.config import OptimizerOptions
 
 
 class FullMethod(Section):
-    """Every weight is trained."""
+    """Every weight is trained, but for the routers of experts."""
 
     kind: Literal["full"] = "full"
+    train_router: bool = Field(
+        default=False, description="Train the routers of a mixture of experts too, which otherwise stay as they are."
+    )
 
 
 class FreezeMethod(Section):

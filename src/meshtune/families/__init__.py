@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+from collections.abc import Callable, Collection
 from typing import Any, cast
 
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
+from meshtune.families.experts import has_experts, stored_as
 from meshtune.families.family import Family, FamilyModule
 from meshtune.families.tensors import TensorMap, validate
 from meshtune.families.unsupported import unsupported
@@ -27,9 +29,12 @@ FAMILIES: dict[str, str] = {
     "gemma3_text": "gemma3",
     "llama": "llama",
     "mistral": "mistral",
+    "mixtral": "mixtral",
     "phi3": "phi3",
     "qwen2": "qwen2",
+    "qwen2_moe": "qwen2_moe",
     "qwen3": "qwen3",
+    "qwen3_moe": "qwen3_moe",
 }
 
 
@@ -56,6 +61,17 @@ def model_spec(config: dict[str, Any], dtype: str = "float32", where: str = "con
 def description(model_type: str) -> Family:
     """What people are told about a model_type of FAMILIES."""
     return family_module(model_type).DESCRIPTIONS[model_type]
+
+
+def as_stored(spec: ModelSpec, names: Callable[[], Collection[str]], where: str) -> ModelSpec:
+    """The spec for a checkpoint with the tensors `names()`, which is called for models with experts alone: their
+    matrices may be stored by themselves or fused. Raises UserError where they are both."""
+    if not has_experts(spec):
+        return spec
+    single, fused = (
+        {entry.name for entry in tensors(dataclasses.replace(spec, fused_experts=way))} for way in (False, True)
+    )
+    return spec if single == fused else stored_as(spec, names(), (single, fused), where)
 
 
 def scored_spec(spec: ModelSpec) -> ModelSpec:

@@ -77,7 +77,7 @@ def is_quantised(path: str, array: ArraySpec) -> bool:
     match array.role:
         case "matrix" | "experts":
             return array.is_stacked
-        case "router" | "vector" | "table" | "head" | "conv":
+        case "router" | "vector" | "table" | "head" | "conv" | "buffer":
             return False
         case _:
             raise unknown_role("quantize", path, array, where="quantize", fix="leave quantize out for this model")

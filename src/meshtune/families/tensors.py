@@ -142,13 +142,18 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class TensorMap:
-    """`params[path][index]` is `view` of the tensor `name`; `array` describes `params[path]`."""
+    """`params[path][index]` is `view` of the tensor `name`; `array` describes `params[path]`.
+
+    `owner` is the module that users name, where that is not the one that holds the tensor: of experts, the layer's
+    matrices of one kind.
+    """
 
     name: str
     path: str
     index: tuple[int, ...]
     array: ArraySpec
     view: View
+    owner: str = ""
 
     @property
     def shape(self) -> Shape:
@@ -163,14 +168,38 @@ class TensorMap:
     @property
     def module(self) -> str:
         """The Hugging Face module that holds the tensor."""
-        return self.name.rpartition(".")[0]
+        return self.owner or self.name.rpartition(".")[0]
 
 
-def one_to_one(spec: ModelSpec, modules: Mapping[str, str], outside: Mapping[str, str]) -> list[TensorMap]:
-    """A table in which every tensor is one leaf, or one layer of a stacked leaf, as it is.
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """How a leaf of a layer is stored where its tensor is not `<module>.<leaf>`.
 
-    `modules` names the Hugging Face module of each node of a layer ("attn/q": "self_attn.q_proj"), `outside` that of
-    each other node. In the order embedding, layer by layer, norm, head: the order in which models are written.
+    `name` is the tensor's name in the layer, "{}" in it the number of an expert, each of which has a tensor. Otherwise
+    `view(shape)` is the part of the tensor that the leaf of this shape is. `module` is what users call it.
+    """
+
+    name: str
+    module: str
+    view: Callable[[Shape], View] | None = None
+
+    def entries(self, layer: str, path: str, row: int, array: ArraySpec) -> list[TensorMap]:
+        """Those of row `row` of a leaf, in the layer of this name."""
+        owner = f"{layer}.{self.module}"
+        if self.view is not None:
+            view = self.view(array.shape[1:])
+            return [TensorMap(f"{layer}.{self.name}", path, (row,), array, view, owner)]
+        view = View.identity(array.shape[2:])
+        names = (f"{layer}.{self.name.format(expert)}" for expert in range(array.shape[1]))
+        return [TensorMap(name, path, (row, expert), array, view, owner) for expert, name in enumerate(names)]
+
+
+def one_to_one(spec: ModelSpec, modules: Mapping[str, str | Stored], outside: Mapping[str, str]) -> list[TensorMap]:
+    """A table in which every tensor is one leaf, or one layer of a stacked leaf, as it is, but for what is `Stored`.
+
+    `modules` names the Hugging Face module of each node of a layer ("attn/q": "self_attn.q_proj"), or how a leaf of it
+    is stored ("mlp/router/correction"), `outside` the module of each other node. In the order embedding, layer by
+    layer, norm, head: the order in which models are written.
     """
     numbers = {key: numbers for key, _, _, numbers in spec.positions()}
     ordered: list[tuple[float, TensorMap]] = []
@@ -185,8 +214,11 @@ def one_to_one(spec: ModelSpec, modules: Mapping[str, str], outside: Mapping[str
         _, key, inner = node.split("/", 2)
         view = View.identity(array.shape[1:])
         for row, number in enumerate(numbers[key]):
-            name = f"model.layers.{number}.{modules[inner]}.{leaf}"
-            ordered.append((float(number), TensorMap(name, path, (row,), array, view)))
+            layer, stored = f"model.layers.{number}", modules.get(f"{inner}/{leaf}") or modules[inner]
+            if isinstance(stored, Stored):
+                ordered += [(float(number), entry) for entry in stored.entries(layer, path, row, array)]
+                continue
+            ordered.append((float(number), TensorMap(f"{layer}.{stored}.{leaf}", path, (row,), array, view)))
     return [entry for _, entry in sorted(ordered, key=lambda entry: entry[0])]
 
 

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import zlib
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
+from meshtune.kernels.grouped import cast, grouped_matmul
 from meshtune.quantize.weight import QuantisedWeight
 
 # Names a rematerialisation policy may keep: the result of a linear layer, its adapter and bias included, and the narrow
 # product inside an adapter.
 PRODUCT, NARROW = "linear_product", "adapter_narrow"
+
+
+class Groups(NamedTuple):
+    """Rows sorted by expert: the rows of each expert, and each row's expert (E for rows of none, which come last)."""
+
+    sizes: Int[Array, "E"]
+    of_row: Int[Array, "R"]
+
+    def of_rows(self, numbers: Float[Array, "E *o"]) -> Float[Array, "R *o"]:
+        """The numbers of each row's expert; zeros for rows of none."""
+        return jnp.concatenate([numbers, jnp.zeros_like(numbers[:1])])[self.of_row]
 
 
 def linear_params(out: tuple[int, str], into: tuple[int, str], bias: bool, head_rows: int = 1) -> Tree:
@@ -95,6 +108,29 @@ def linear(
     if "bias" in node:
         y = y + node["bias"].astype(y.dtype)
     return checkpoint_name(y, PRODUCT)
+
+
+def grouped_linear(x: Float[Array, "R i"], node: Tree, groups: Groups, platform: str = "") -> Float[Array, "R o"]:
+    """`linear` of rows sorted by expert; node holds `weight` [E, o, i], perhaps `bias` [E, o] and an `adapter`."""
+    product = partial(_grouped, groups=groups, platform=platform)
+    adapter = node.get("adapter")
+    y = (
+        product(x, node["weight"])
+        if adapter is None
+        else adapter.apply_grouped(x, node["weight"], product, node.get("fixed"))
+    )
+    if "bias" in node:
+        y = y + groups.of_rows(node["bias"].astype(y.dtype))
+    return checkpoint_name(y, PRODUCT)
+
+
+def _grouped(x: Array, weight: Array | QuantisedWeight, groups: Groups, platform: str) -> Array:
+    read = _dequantised if isinstance(weight, QuantisedWeight) else cast
+    return grouped_matmul(x, weight, groups.sizes, read=read, platform=platform)
+
+
+def _dequantised(weight: QuantisedWeight, dtype: jnp.dtype) -> Array:
+    return weight.dequantise(dtype)
 
 
 def site_key(key: Array | None, site: str) -> Array | None:

@@ -65,7 +65,8 @@ class ModelSpec:
     head has a bias where `head_bias` says so. With `norm_head` the
     rows of the output head are divided by their length before logits are computed; what is stored and trained are the
     rows as they are. `side` computes inputs for all layers from the tokens (see SideSpec). `notes` are
-    sentences about the model for a run's banner.
+    sentences about the model for a run's banner. `fused_experts` is about files alone: a tensor holds
+    the matrices of all experts of a layer.
     """
 
     family: str
@@ -85,6 +86,7 @@ class ModelSpec:
     logit_scale: float | None = None
     logit_softcap: float | None = None
     side: SideSpec | None = None
+    fused_experts: bool = False
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     @property
@@ -185,4 +187,5 @@ def abstract_params(spec: ModelSpec) -> Tree:
         tree["head"] = rows(spec.vocab, "vocab", "head")
         if spec.head_bias:
             tree["head"]["bias"] = ArraySpec((spec.vocab,), "float32", ("vocab",), "zeros", role="vector")
-    return map_leaves(lambda leaf: dataclasses.replace(leaf, dtype=spec.dtype), tree)
+    # A buffer's small differences would be lost in a narrower dtype.
+    return map_leaves(lambda leaf: leaf if leaf.role == "buffer" else dataclasses.replace(leaf, dtype=spec.dtype), tree)

@@ -173,8 +173,8 @@ def method_of(recipe: Recipe) -> Method:
                 train_modules=tuple(lora.train_modules),
                 **{name: getattr(lora, name) for name in ("adapter", *TYPES_OF_OPTION)},
             )
-        case FullMethod():
-            return FullConfig()
+        case FullMethod() as full:
+            return FullConfig(full.train_router)
         case FreezeMethod() as freeze:
             return FreezeConfig(freeze.last_layers, freeze.first_layers, tuple(freeze.modules))
         case LlamaProMethod() as pro:

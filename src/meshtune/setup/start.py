@@ -24,7 +24,7 @@ from meshtune.runs.sources import is_run
 from meshtune.runs.verify import check_result
 from meshtune.setup.choices import method_of
 from meshtune.setup.start_spec import Start
-from meshtune.weights.load import load_config
+from meshtune.weights.load import load_config, stored_spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -50,7 +50,7 @@ def start_of(recipe: Recipe, source: pathlib.Path, dtype: str) -> Start:
     if isinstance(method, ExpandConfig):
         blocks = method.blocks
         config = expanded_config(config, blocks)
-    spec = model_spec(config, dtype, where)
+    spec = stored_spec(model_spec(config, dtype, where), source)
     if section.adapter is not None:
         assert isinstance(method, LoraConfig), "the recipe has seen to it"
         check_result(adapter_directory(section.adapter))

@@ -28,6 +28,9 @@ FIELDS = {
     "kv_heads": "num_key_value_heads x head_dim",
     "packed_heads": "3 x num_attention_heads x head_dim",
     "head_dim": "head_dim",
+    "experts": "number of experts",
+    "whole": "number of experts",
+    "score": "size",
 }
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.errors import UserError
-from meshtune.families import model_spec, tensors
+from meshtune.families import as_stored, model_spec, tensors
 from meshtune.families.quantised import quantised_leaves
 from meshtune.families.tensors import TensorMap
 from meshtune.mesh.layout import Layout
@@ -52,7 +52,16 @@ def load_spec(directory: Path, dtype: str | None = None) -> tuple[ModelSpec, dic
     """
     directory = Path(directory)
     config = load_config(directory)
-    return model_spec(config, dtype or stored_dtype(directory, config), where=str(directory / "config.json")), config
+    spec = model_spec(config, dtype or stored_dtype(directory, config), where=str(directory / "config.json"))
+    return stored_spec(spec, directory), config
+
+
+def stored_spec(spec: ModelSpec, directory: Path) -> ModelSpec:
+    """The spec of a model whose files are in `directory`, with its experts as they are stored there, if it has files.
+    Raises UserError where they are there twice."""
+    if not any(directory.glob("*.safetensors")):
+        return spec
+    return as_stored(spec, lambda: headers(directory), str(directory))
 
 
 def stored_dtype(directory: Path, config: Mapping[str, object]) -> str:

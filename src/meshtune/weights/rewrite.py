@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshtune.families import model_spec
+from meshtune.families import as_stored, model_spec
 from meshtune.weights.check import check
 from meshtune.weights.export import MODEL_FILES, copied, write_json
 from meshtune.weights.safetensors_files import DTYPES, INDEX, SINGLE, headers
@@ -64,7 +64,9 @@ def write_model(
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
     write_json(folder / "config.json", config)
     copied(source, folder, MODEL_FILES)
-    check(folder, model_spec(dict(config), where=str(folder / "config.json")), headers(folder))
+    infos = headers(folder)
+    spec = as_stored(model_spec(dict(config), where=str(folder / "config.json")), lambda: infos, str(folder))
+    check(folder, spec, infos)
 
 
 def _shards(tensors: Sequence[NewTensor], max_bytes: int) -> Iterator[list[NewTensor]]:

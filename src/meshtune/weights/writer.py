@@ -63,7 +63,8 @@ class Tensor:
 
 
 def tensors_of(table: Iterable[TensorMap], leaves: Mapping[str, jax.Array | np.ndarray], dtype: str) -> list[Tensor]:
-    """The tensors of a table, in its order, with arrays (or their ShapeDtypeStructs) from `leaves`, path to array."""
+    """The tensors of a table in `dtype`, in its order, with arrays (or their ShapeDtypeStructs) from `leaves`, path to
+    array. Buffers are float32 whatever the dtype."""
     by_name: dict[str, list[TensorMap]] = {}
     for entry in table:
         by_name.setdefault(entry.name, []).append(entry)
@@ -71,7 +72,7 @@ def tensors_of(table: Iterable[TensorMap], leaves: Mapping[str, jax.Array | np.n
         Tensor(
             name,
             entries[0].view.tensor,
-            dtype,
+            "float32" if entries[0].array.role == "buffer" else dtype,
             tuple(Part(leaves[entry.path], entry.index, entry.view) for entry in entries),
         )
         for name, entries in by_name.items()

@@ -1,0 +1,141 @@
+"""What families with a mixture of experts share: reading it from a config, and its tensors in files.
+
+A family builds an `ExpertsSpec` with `experts_spec`, and adds `expert_modules(spec, ..)` to the modules of its table.
+Checkpoints hold each expert's matrices by themselves, or those of all experts in one tensor (as transformers 5 has them
+in memory): `families.as_stored` finds out which, and a model is written as it was read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from meshtune.errors import UserError
+from meshtune.families.config_fields import ConfigFields
+from meshtune.families.llama import ACTIVATIONS
+from meshtune.families.tensors import Shape, Stored, View
+from meshtune.model.experts import ExpertsSpec
+from meshtune.model.layer import LayerSpec
+from meshtune.model.router import RouterSpec
+from meshtune.model.spec import ModelSpec
+
+NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+def experts_spec(
+    fields: ConfigFields,
+    *,
+    width: str = "moe_intermediate_size",
+    top_k: str = "num_experts_per_tok",
+    activation: str = "hidden_act",
+    router: Mapping[str, Any],
+    **switches: Any,
+) -> ExpertsSpec:
+    """A mixture of experts from the usual fields; `width` and `top_k` name two of them.
+
+    `router` are fields of RouterSpec, `switches` of ExpertsSpec. The load-balancing loss is left out, as transformers
+    leaves it out unless output_router_logits is set.
+    Raises UserError for more experts per token than there are, and for an unknown activation.
+    """
+    experts = expert_count(fields)
+    chosen = fields.integer(top_k)
+    if chosen > experts:
+        raise fields.error(
+            top_k,
+            f"{top_k} is {chosen}, and there are {experts} experts",
+            f"give a number from 1 to {experts}, as the model was trained",
+        )
+    name = fields.get(activation, "silu")
+    if name not in ACTIVATIONS:
+        raise fields.error(activation, f"{activation} {name!r} is not implemented", f"known: {', '.join(ACTIVATIONS)}")
+    fields.get("output_router_logits")
+    fields.get("router_aux_loss_coef")
+    fields.only("router_jitter_noise", 0, 0.0)
+    return ExpertsSpec(
+        RouterSpec(experts, chosen, **router),
+        fields.integer(width),
+        fields.integer("num_hidden_layers"),
+        activation=ACTIVATIONS[name],
+        **switches,
+    )
+
+
+def expert_count(fields: ConfigFields) -> int:
+    """The number of experts, which transformers 5 and earlier versions call by different names."""
+    counts = {name: fields.get(name) for name in ("num_local_experts", "num_experts", "n_routed_experts")}
+    counts = {name: count for name, count in counts.items() if count is not None}
+    if len(set(counts.values())) > 1:
+        raise fields.error(next(iter(counts)), f"the number of experts is given twice: {counts}")
+    return fields.integer(next(iter(counts), "num_experts"))
+
+
+def sparse_layers(fields: ConfigFields, sparse: LayerSpec, dense: LayerSpec) -> list[LayerSpec]:
+    """Every decoder_sparse_step-th layer is sparse, but for those in mlp_only_layers."""
+    step, dense_layers = fields.integer("decoder_sparse_step", 1), set(fields.get("mlp_only_layers", ()))
+    return [
+        sparse if (index + 1) % step == 0 and index not in dense_layers else dense
+        for index in range(fields.integer("num_hidden_layers"))
+    ]
+
+
+def expert_modules(
+    spec: ModelSpec, *, block: str = "mlp", router: str = "gate", names: Mapping[str, str] = NAMES
+) -> dict[str, str | Stored]:
+    """The modules of a table of tensors that a mixture of experts adds.
+
+    In files with one tensor per matrix, `block` is the module of the mixture, `router` that of the router in it, and
+    `names` are those of an expert's matrices. With all experts in one tensor every family has the names of
+    transformers 5.
+    """
+    if not spec.fused_experts:
+        per_expert = {
+            f"mlp/experts/{node}": Stored(f"{block}.experts.{{}}.{name}.weight", f"{block}.experts.{name}")
+            for node, name in names.items()
+        }
+        return {"mlp/router": f"{block}.{router}", **per_expert}
+    return {
+        "mlp/router": "mlp.gate",
+        "mlp/experts/gate": Stored("mlp.experts.gate_up_proj", "mlp.experts.gate_proj", _first_half),
+        "mlp/experts/up": Stored("mlp.experts.gate_up_proj", "mlp.experts.up_proj", _second_half),
+        "mlp/experts/down": Stored("mlp.experts.down_proj", "mlp.experts.down_proj", View.identity),
+    }
+
+
+def _first_half(shape: Shape) -> View:
+    return _half(shape, 0)
+
+
+def _second_half(shape: Shape) -> View:
+    return _half(shape, 1)
+
+
+def _half(shape: Shape, part: int) -> View:
+    """A part [E, F, D] of a tensor [E, 2 F, D]."""
+    experts, width, embed = shape
+    tensor = View.identity((experts, 2 * width, embed))
+    return tensor.split(experts, 2, width, embed).slice(1, part, part + 1).merge(experts, width, embed)
+
+
+def has_experts(spec: ModelSpec) -> bool:
+    """Whether any layer of a model is a mixture of experts."""
+    return any(isinstance(kind.ffn, ExpertsSpec) for kind in spec.layer_kinds)
+
+
+def stored_as(
+    spec: ModelSpec, names: Collection[str], expected: tuple[Collection[str], Collection[str]], where: str
+) -> ModelSpec:
+    """The spec with `fused_experts` as the tensors in `names` are.
+
+    `expected` are the names of the model's tensors with an expert's matrices by themselves, and fused.
+    Raises UserError where there are tensors of both kinds.
+    """
+    single, fused = (set(names).intersection(first) - set(second) for first, second in (expected, expected[::-1]))
+    if single and fused:
+        raise UserError(
+            f"the experts are there twice: as '{min(fused)}', which holds all of a layer, and one by one, such as "
+            f"'{min(single)}'",
+            where=where,
+            fix="files of two checkpoints are mixed: download or save the model again into an empty folder",
+        )
+    return dataclasses.replace(spec, fused_experts=bool(fused))

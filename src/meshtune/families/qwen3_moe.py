@@ -1,0 +1,46 @@
+"""Qwen3 with a mixture of experts: Qwen3 Coder, 30B-A3B, 235B-A22B (https://arxiv.org/abs/2505.09388)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from meshtune.families.config_fields import ConfigFields
+from meshtune.families.experts import expert_modules, experts_spec, sparse_layers
+from meshtune.families.family import Family
+from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, mlp_spec, norm_spec
+from meshtune.families.qwen3 import NORMS
+from meshtune.families.tensors import TensorMap, one_to_one
+from meshtune.model.layer import LayerSpec
+from meshtune.model.spec import ModelSpec
+
+DESCRIPTIONS = {
+    "qwen3_moe": Family(
+        title="Qwen3 MoE",
+        special="128 experts, of which 8 compute a token",
+        models=("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B", "Qwen/Qwen3-Coder-30B-A3B-Instruct"),
+        group="mixture of experts",
+        template="chatml",
+    )
+}
+
+
+def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
+    """Qwen3MoeConfig -> ModelSpec. A window, where one is used, is that of every layer."""
+    fields = ConfigFields(config, where)
+    bias = bool(fields.get("attention_bias", False))
+    window = fields.get("sliding_window", 4096) if fields.get("use_sliding_window", False) else None
+    attention = attention_spec(fields, qkv_bias=bias, out_bias=bias, qk_norm=norm_spec(fields), window=window)
+    fields.get("sliding_window")
+    fields.get("max_window_layers")  # read by no version of transformers
+    experts = experts_spec(fields, router={"normalize": bool(fields.get("norm_topk_prob", False))})
+    sparse = LayerSpec(attention, experts, norm_spec(fields))
+    dense = dataclasses.replace(sparse, ffn=mlp_spec(fields))
+    spec = decoder_spec(fields, "qwen3_moe", sparse_layers(fields, sparse, dense))
+    fields.finish("Qwen3MoeForCausalLM")
+    return spec
+
+
+def tensors(spec: ModelSpec) -> list[TensorMap]:
+    """The table of tensors; experts by themselves or fused."""
+    return one_to_one(spec, {**MODULES, **NORMS, **expert_modules(spec)}, OUTSIDE)

@@ -1,0 +1,194 @@
+"""A mixture of experts: a feed-forward network of which a router chooses a few parts for every token
+(https://arxiv.org/abs/1701.06538). No token is dropped."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import Tree, flatten, unflatten
+from meshtune.mesh.layout import Layout
+from meshtune.model.block import Activation, Context, Cost, Divisor, Hidden, Output, RowParams, Sums
+from meshtune.model.cache import LayerCache
+from meshtune.model.dispatch import over_mesh
+from meshtune.model.linear import Groups, grouped_linear, linear, linear_params, site_key
+from meshtune.model.mlp import ACTIVATIONS, ActivationName, MlpSpec
+from meshtune.model.router import RouterSpec, Routing
+
+# Of every layer: tokens per expert [L, E], router scores per expert [L, E], and tokens [L].
+TOKENS, SCORES, ROUTED = "expert_tokens", "router_scores", "routed_tokens"
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsSpec:
+    """sum over a token's experts e of weight_e * down_e(activation(gate_e(x)) * up_e(x)), of width F each.
+
+    Without a gate, down_e(activation(up_e(x))). With `clamp` c the gate is limited to c and up to +-c, and they give
+    (up + 1) * gate * sigmoid(1.702 gate) (https://arxiv.org/abs/2508.10925). With `scale_input` the weight multiplies
+    an expert's input in place of its result. A `shared` network computes every token in addition, with `shared_gate`
+    times sigmoid(gate(x)). `layers` is the number of layers in the model. The load-balancing loss
+    (https://arxiv.org/abs/2101.03961) of all layers together, times `aux_loss`, is added to the model's loss.
+    """
+
+    router: RouterSpec
+    width: int
+    layers: int
+    activation: ActivationName = "silu"
+    gated: bool = True
+    bias: bool = False
+    clamp: float | None = None
+    scale_input: bool = False
+    shared: MlpSpec | None = None
+    shared_gate: bool = False
+    aux_loss: float = 0.0
+    name: ClassVar[str] = "mlp"
+
+    def params(self, embed: int) -> Tree:
+        """router {weight [E, D], ..}; experts {gate, up [E, F, D], down [E, D, F]}; shared; shared_gate [1, D]."""
+        tree: Tree = {"router": self.router.params(embed), "experts": self._expert_params(embed)}
+        if self.shared is not None:
+            tree["shared"] = self.shared.params(embed)
+        if self.shared_gate:
+            tree["shared_gate"] = linear_params((1, "score"), (embed, "embed"), bias=False)
+        return tree
+
+    def _expert_params(self, embed: int) -> Tree:
+        wide, narrow = (self.width, "ffn"), (embed, "embed")
+
+        def experts(out: tuple[int, str], into: tuple[int, str]) -> Tree:
+            count = self.router.experts
+            weight = ArraySpec((count, out[0], into[0]), "float32", ("experts", out[1], into[1]), role="experts")
+            if not self.bias:
+                return {"weight": weight}
+            return {
+                "weight": weight,
+                "bias": ArraySpec((count, out[0]), "float32", ("experts", out[1]), "zeros", role="vector"),
+            }
+
+        into = ("gate", "up") if self.gated else ("up",)
+        return {name: experts(wide, narrow) for name in into} | {"down": experts(narrow, wide)}
+
+    def apply(self, x: Hidden, node: Tree, context: Context, cache: LayerCache | None = None) -> Output:
+        """The network's result, zeros for padding where there is no shared network."""
+        key, real = context.key, context.rows.segment_ids > 0
+        routing = self.router.route(x, node["router"], site_key(key, "router"))
+        chosen = jnp.where(real[..., None], routing.experts, self.router.experts)  # padding is computed by none
+        layout = context.compute.layout
+        compute = functools.partial(self._compute, platform=context.compute.platform, layout=layout)
+        y = over_mesh(
+            compute,
+            layout,
+            x,
+            chosen,
+            routing.weights,
+            node["experts"],
+            _specs_in_use(node["experts"], self._expert_params(x.shape[-1]), layout),
+            self.router.experts,
+        )
+        if self.shared is not None:
+            shared = self.shared.apply(x, node["shared"], dataclasses.replace(context, key=site_key(key, "shared"))).y
+            if self.shared_gate:
+                shared = shared * jax.nn.sigmoid(linear(x, node["shared_gate"], site_key(key, "shared_gate")))
+            y = y + shared
+        return Output(y, cache, self._sums(routing, real, context.index))
+
+    def _compute(
+        self, rows: Array, weights: Array, groups: Groups, node: Tree, *, platform: str, layout: Layout | None
+    ) -> Array:
+        """Rows sorted by expert through their experts, times their weights."""
+        product = functools.partial(grouped_linear, groups=groups, platform=platform)
+        factor = weights.astype(rows.dtype)[:, None]
+        if self.scale_input:
+            rows = rows * factor
+        up = product(rows, node["up"])
+        if self.clamp is not None:
+            gate = jnp.minimum(product(rows, node["gate"]), self.clamp)
+            wide = (jnp.clip(up, -self.clamp, self.clamp) + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+        elif self.gated:
+            wide = ACTIVATIONS[self.activation](product(rows, node["gate"])) * up
+        else:
+            wide = ACTIVATIONS[self.activation](up)
+        if self.scale_input:
+            factor = jnp.ones_like(factor)
+        # The weight multiplies what goes into the last product, not its wider result, which nobody then keeps.
+        down = product(wide * factor, {name: leaf for name, leaf in node["down"].items() if name != "bias"})
+        if not self.bias:
+            return down
+        bias = node["down"]["bias"].astype(down.dtype)
+        if layout is not None and layout.size("tp") > 1:  # results are added over tp, and the bias counts once
+            bias = jnp.where(jax.lax.axis_index("tp") == 0, bias, 0)
+        return down + factor * groups.of_rows(bias)
+
+    def _sums(self, routing: Routing, real: Array, index: Array | int) -> Sums:
+        at = (jnp.arange(self.layers) == index).astype(jnp.float32)
+        chosen = jnp.sum(routing.experts[..., None] == jnp.arange(self.router.experts), axis=-2, dtype=jnp.float32)
+        of_layer = {
+            TOKENS: jnp.einsum("bte,bt->e", chosen, real.astype(jnp.float32)),
+            ROUTED: jnp.sum(real, dtype=jnp.float32),
+        }
+        if self.aux_loss:
+            of_layer[SCORES] = jnp.einsum("bte,bt->e", routing.scores.astype(jnp.float32), real.astype(jnp.float32))
+        return {name: at.reshape(-1, *(1,) * value.ndim) * value for name, value in of_layer.items()}
+
+    def side_inputs(self) -> frozenset[str]:
+        return frozenset()
+
+    def sums(self) -> Mapping[str, tuple[int, ...]]:
+        of_experts = (self.layers, self.router.experts)
+        return {TOKENS: of_experts, ROUTED: (self.layers,)} | ({SCORES: of_experts} if self.aux_loss else {})
+
+    def loss(self, sums: Sums) -> Array | None:
+        """E * sum over experts of (their share of the tokens) * (their mean score), times `aux_loss`.
+
+        Shares and means are of the tokens of all layers together, padding excluded, as in transformers. The gradient
+        flows through the scores alone.
+        """
+        if not self.aux_loss:
+            return None
+        routed = jnp.maximum(jnp.sum(sums[ROUTED]), 1.0)
+        share, score = (jnp.sum(sums[name], axis=0) / routed for name in (TOKENS, SCORES))
+        return self.aux_loss * self.router.experts * jnp.sum(jax.lax.stop_gradient(share) * score)
+
+    def row_params(self) -> RowParams:
+        names = {"router", "experts"} | ({"shared"} if self.shared else set())
+        return RowParams(frozenset(), frozenset(names | ({"shared_gate"} if self.shared_gate else set())))
+
+    def divisors(self) -> tuple[Divisor, ...]:
+        own = (Divisor("tp", "width of an expert", self.width), Divisor("ep", "experts", self.router.experts))
+        return own + (() if self.shared is None else self.shared.divisors())
+
+    def cost(self, embed: int) -> Cost:
+        k, matrices = self.router.top_k, 3 if self.gated else 2
+        weights = self.router.experts * embed + k * matrices * embed * self.width
+        wide = Activation("ffn", k * self.width, self.width, kept=True, products=1, elementwise=1)
+        rows = Activation("embed", k * embed, 1, kept=False, products=1, elementwise=1)
+        activations = (rows, *(wide,) * (matrices - 1), wide._replace(kept=False), rows)
+        if self.shared is not None:
+            shared = self.shared.cost(embed)
+            weights, activations = weights + shared.weights, activations + shared.activations
+        return Cost(weights + (embed if self.shared_gate else 0), activations, dispatched=k * embed)
+
+
+def _specs_in_use(node: Tree, arrays: Tree, layout: Layout | None) -> Tree | None:
+    """How each leaf of the experts' parameters, adapters included, is sharded while a layer computes."""
+    if layout is None:
+        return None
+    flat: dict[str, ArraySpec] = flatten(arrays)
+
+    def spec_of(x: jax.Array, *axes: str, unit: int = 1) -> PartitionSpec:
+        return layout.in_use(axes, (*x.shape[:-1], x.shape[-1] // unit)).spec
+
+    specs = {}
+    for path, leaf in flatten(node).items():
+        owner, _, last = path.rpartition("/")
+        axes = flat[f"{owner}/weight" if last in ("adapter", "fixed") else path].axes
+        specs[path] = leaf.in_use(spec_of, axes) if hasattr(leaf, "in_use") else spec_of(leaf, *axes)
+    return unflatten(specs)

@@ -1,0 +1,78 @@
+"""Grouped products are those of a loop over groups, in value and gradient."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshtune.kernels import grouped
+from meshtune.kernels.grouped import grouped_matmul
+
+SIZES = {
+    "uneven": [3, 0, 17, 1, 40, 0],
+    "one group has all": [0, 0, 61, 0, 0, 0],
+    "rows after the last group": [5, 8, 0, 16, 2, 9],
+    "no rows": [0] * 6,
+}
+ROWS, IN, OUT = 61, 7, 5
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    shapes = ((ROWS, IN), (6, OUT, IN), (ROWS, OUT))
+    return [rng.normal(size=shape) for shape in shapes]
+
+
+def looped(x, weight, cotangent, sizes):
+    """(result, gradient of x, of the weight), in float64."""
+    y, d_x, d_weight = np.zeros((ROWS, OUT)), np.zeros_like(x), np.zeros_like(weight)
+    first = 0
+    for group, size in enumerate(sizes):
+        rows = slice(first, first + size)
+        y[rows] = x[rows] @ weight[group].T
+        d_x[rows] = cotangent[rows] @ weight[group]
+        d_weight[group] = cotangent[rows].T @ x[rows]
+        first += size
+    return y, d_x, d_weight
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"], ids=["tiles", "ragged_dot"])
+@pytest.mark.parametrize("name", SIZES)
+def test_products_are_those_of_a_loop(name, platform):
+    """float32 against float64: sums of at most 61 numbers."""
+    x, weight, cotangent = arrays()
+    sizes = jnp.asarray(SIZES[name], jnp.int32)
+    expected = looped(x, weight, cotangent, SIZES[name])
+    narrow = [jnp.asarray(array, jnp.float32) for array in (x, weight, cotangent)]
+    product = functools.partial(grouped_matmul, sizes=sizes, platform=platform)
+
+    @jax.jit
+    def all_of(x, weight, cotangent):
+        y, pull = jax.vjp(product, x, weight)
+        return y, *pull(cotangent)
+
+    for ours, theirs in zip(all_of(*narrow), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_weight_that_is_read_group_by_group():
+    """Any tree with a leading axis of groups, such as codes and scales; it has no gradient."""
+    x, weight, _ = arrays()
+    sizes = jnp.asarray(SIZES["uneven"], jnp.int32)
+    tree = {"codes": jnp.asarray(np.round(weight * 8), jnp.int8), "scale": jnp.full((6, 1, 1), 1 / 8)}
+
+    def read(tree, dtype):
+        return (tree["codes"] * tree["scale"]).astype(dtype)
+
+    ours = grouped_matmul(jnp.asarray(x, jnp.float32), tree, sizes, read=read, platform="cpu")
+    expected = looped(x, np.round(weight * 8) / 8, np.zeros((ROWS, OUT)), SIZES["uneven"])[0]
+    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "groups", "size"), [(16, 64, 8), (4096, 64, 64), (100_000, 8, 128)])
+def test_tiles_are_about_as_long_as_groups(rows, groups, size):
+    assert grouped._tile_rows(rows, groups) == size

@@ -1,0 +1,172 @@
+"""A mixture of experts: routing, sums and the load-balancing loss, chunks, decoding, and what is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+from meshtune.adapters.config import FreezeConfig, FullConfig
+from meshtune.adapters.method import abstract
+from meshtune.arrays.tree import flatten
+from meshtune.generate.engine import Engine
+from meshtune.mesh.axes import MeshConfig, abstract_mesh
+from meshtune.model.attention import AttentionSpec
+from meshtune.model.block import Context
+from meshtune.model.compute import Compute
+from meshtune.model.decoder import forward, layers_loss, logits
+from meshtune.model.experts import ExpertsSpec
+from meshtune.model.init import init_params
+from meshtune.model.inputs import Inputs, Rows
+from meshtune.model.layer import LayerSpec
+from meshtune.model.mlp import MlpSpec
+from meshtune.model.norm import NormSpec
+from meshtune.model.rope import RopeSpec
+from meshtune.model.router import RouterSpec
+from meshtune.model.sharding import layout_for
+from meshtune.model.spec import ModelSpec, Stack
+from meshtune.objectives import OBJECTIVES
+
+EMBED, WIDTH, EXPERTS, CHOSEN, LAYERS = 16, 24, 6, 2, 3
+ROUTER = RouterSpec(EXPERTS, CHOSEN)
+EXPERTS_SPEC = ExpertsSpec(ROUTER, WIDTH, LAYERS, shared=MlpSpec(8), shared_gate=True, aux_loss=0.5)
+
+
+def model(experts=EXPERTS_SPEC):
+    norm = NormSpec(1e-5)
+    layer = LayerSpec(AttentionSpec(2, 1, 8, rope=RopeSpec(1e4, 8)), experts, norm)
+    return ModelSpec("qwen2_moe", 40, EMBED, (Stack((layer,), LAYERS),), norm, max_length=64, init_std=0.3)
+
+
+SPEC = model()
+
+
+def batch(rows=3, length=20):
+    rng = np.random.default_rng(0)
+    place = np.broadcast_to(np.arange(length), (rows, length))
+    arrays = {"tokens": rng.integers(0, 40, (rows, length)), "targets": rng.integers(0, 40, (rows, length))}
+    arrays |= {"positions": place % 9, "segment_ids": np.where(place >= 17, 0, 1 + place // 9)}
+    arrays = {name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()}
+    return arrays | {"weights": (arrays["segment_ids"] > 0).astype(jnp.float32)}
+
+
+def loss(params, compute):
+    score = OBJECTIVES["sft"](params, SPEC, compute, batch(), None)
+    return score.loss / score.weight
+
+
+def route(spec, logits, correction=None):
+    """The routing of tokens with these logits [N, E]."""
+    node = {"weight": jnp.eye(spec.experts), "correction": jnp.asarray(correction) if spec.correction else None}
+    return spec.route(jnp.asarray(logits, jnp.float32)[None], {k: v for k, v in node.items() if v is not None})
+
+
+def test_a_correction_changes_the_choice_and_not_the_weights():
+    spec = RouterSpec(4, 2, "sigmoid", correction=True, scale=2.5)
+    routing = route(spec, [[1.0, 0.5, 0.0, -1.0]], [0.0, 0.0, 0.0, 1.0])
+    assert routing.experts.tolist() == [[[3, 0]]]
+    scores = 1 / (1 + np.exp([1.0, -1.0]))
+    np.testing.assert_allclose(routing.weights[0, 0], 2.5 * scores / scores.sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("best", "chosen"), [(1, {4, 5}), (2, {0, 1})])
+def test_experts_come_from_the_best_groups(best, chosen):
+    """A group's score is its best expert's, or the sum of its two best."""
+    spec = RouterSpec(6, 2, "sigmoid", groups=3, top_groups=1, group_score=best, normalize=False)
+    assert set(route(spec, [[1.0, 1.1, 0.0, 0.0, 1.2, -4.0]]).experts[0, 0].tolist()) == chosen
+
+
+@pytest.mark.parametrize("clamp", [False, True])
+def test_small_sums_of_weights_are_kept_from_zero(clamp):
+    routing = route(RouterSpec(2, 1, "sigmoid", epsilon=0.5, clamp_sum=clamp), [[0.0, -1.0]])
+    np.testing.assert_allclose(routing.weights[0, 0], [0.5 / (0.5 if clamp else 1.0)], rtol=1e-6)
+
+
+def test_the_load_balancing_loss_is_that_of_transformers():
+    """All layers pooled, padding left out; and its gradient, through the scores alone."""
+    params, arrays = init_params(SPEC, jax.random.key(0)), batch()
+    seen = []
+
+    class Spy(RouterSpec):
+        def route(self, x, node, key=None):
+            seen.append(jnp.einsum("btd,ed->bte", x, node["weight"]))
+            return super().route(x, node, key)
+
+    spied = model(dataclasses.replace(EXPERTS_SPEC, router=Spy(EXPERTS, CHOSEN)))
+    inputs = Inputs(*(arrays[name] for name in ("tokens", "positions", "segment_ids")))
+    found = forward(params, spied, Compute(scan=False), inputs)
+    theirs = load_balancing_loss_func(
+        tuple(torch.tensor(np.asarray(layer)).reshape(-1, EXPERTS) for layer in seen),
+        EXPERTS,
+        CHOSEN,
+        torch.tensor(np.asarray(arrays["segment_ids"] > 0).astype(np.int64)),
+    )
+    assert float(layers_loss(SPEC, found.sums)) == pytest.approx(0.5 * float(theirs), rel=1e-5)
+    tokens = float((arrays["segment_ids"] > 0).sum())
+    assert found.sums["routed_tokens"].tolist() == [tokens] * LAYERS
+    assert found.sums["expert_tokens"].sum(axis=1).tolist() == [tokens * CHOSEN] * LAYERS
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [Compute(remat="selective"), Compute(mlp_chunk=6), Compute(remat="full", attention_chunk=7, mlp_chunk=3)],
+    ids=["selective", "mlp by chunks", "rows by chunks"],
+)
+def test_chunks_and_rematerialisation_change_nothing(compute):
+    """The loss of the layers included, which is not linear in the tokens."""
+    params = init_params(SPEC, jax.random.key(0))
+    expected, gradient = jax.jit(jax.value_and_grad(loss), static_argnums=1)(params, Compute())
+    value, ours = jax.jit(jax.value_and_grad(loss), static_argnums=1)(params, compute)
+    assert float(value) == pytest.approx(float(expected), rel=1e-6)
+    for path, leaf in flatten(gradient).items():  # float32, sums in another order
+        np.testing.assert_allclose(flatten(ours)[path], leaf, rtol=1e-4, atol=2e-6, err_msg=path)
+
+
+def test_decoding_is_the_whole_row():
+    params, compute = init_params(SPEC, jax.random.key(3)), Compute()
+    prompts = [[3, 1, 4], [1, 5, 9, 2, 6, 5]]
+    answers = Engine(params, SPEC, compute).generate(prompts, max_tokens=6)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens = jnp.asarray([prompt + answer[:-1]])
+        inputs = Inputs(tokens, jnp.arange(tokens.shape[1])[None], jnp.ones_like(tokens))
+        expected = logits(params, SPEC, forward(params, SPEC, compute, inputs).hidden).argmax(-1)
+        assert answer == expected[0, len(prompt) - 1 :].tolist()
+
+
+def test_padding_is_computed_by_no_expert():
+    spec = dataclasses.replace(EXPERTS_SPEC, shared=None, shared_gate=False)
+    node = init_params(model(spec), jax.random.key(0))["layers"]["0.0"]["mlp"]
+    x = jax.random.normal(jax.random.key(1), (1, 5, EMBED))
+    segments = jnp.asarray([[1, 1, 0, 2, 0]])
+    rows = Rows(jnp.zeros_like(segments), segments, {})
+    y = spec.apply(x, jax.tree.map(lambda leaf: leaf[0], node), Context(Compute(), rows, {})).y
+    assert jnp.any(y != 0, axis=-1).tolist() == [[True, True, False, True, False]]
+
+
+def test_routers_are_trained_only_where_that_is_asked_for():
+    spec = model(dataclasses.replace(EXPERTS_SPEC, router=RouterSpec(EXPERTS, CHOSEN, "sigmoid", correction=True)))
+    router, correction = "layers/0.0/mlp/router/weight", "layers/0.0/mlp/router/correction"
+
+    def trained(method):
+        return flatten(abstract(method, spec).trainable).keys() & {
+            router,
+            correction,
+            "layers/0.0/mlp/experts/up/weight",
+        }
+
+    assert trained(FullConfig()) == {"layers/0.0/mlp/experts/up/weight"}
+    assert trained(FreezeConfig(last_layers=LAYERS)) == {"layers/0.0/mlp/experts/up/weight"}
+    assert trained(FullConfig(train_router=True)) == {router, "layers/0.0/mlp/experts/up/weight"}
+
+
+def test_ep_divides_the_experts():
+    layout, _ = layout_for(abstract_mesh(MeshConfig(fsdp=2, ep=2)), SPEC)
+    assert layout.spec(("layers", "experts", "ffn", "embed"), (LAYERS, EXPERTS, WIDTH, EMBED))[1] == "ep"
+    with pytest.raises(Exception, match="ep=4 does not divide the model's experts of 6") as raised:
+        layout_for(abstract_mesh(MeshConfig(ep=4)), SPEC)
+    assert "1, 2, 3, 6" in raised.value.fix
