@@ -22,7 +22,7 @@ from meshtune.adapters.layout import restack, uniform
 from meshtune.adapters.placement import cast, placed
 from meshtune.adapters.refusals import not_of_quantised, only_of_quantised
 from meshtune.adapters.rows import abstract_rows, begun_rows, rows_by_node
-from meshtune.adapters.targets import Module, adapter_targets, fully_trained, modules
+from meshtune.adapters.targets import Module, adapter_targets, all_trained, fully_trained, modules
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Leaves, Tree, flatten, merge, unflatten
 from meshtune.errors import UserError
@@ -219,12 +219,7 @@ def arranged(
     leaves = flatten(abstract_params(spec))
     among = modules(spec)
     first = {module.node: module for module in reversed(among.values())}
-    full = {
-        f"{among[name].node}/{leaf}"
-        for name in trained
-        for leaf, array in among[name].leaves.items()
-        if array.role != "buffer"
-    }
+    full = {f"{among[name].node}/{leaf}" for name in trained for leaf in among[name].trained_leaves}
     trainable = {path: dataclasses.replace(leaf, dtype=dtype) for path, leaf in leaves.items() if path in full}
     for node, module in first.items():
         if module.name in adapters:
@@ -254,12 +249,7 @@ def _choose(method: Method, spec: ModelSpec) -> tuple[list[str], list[str]]:
     among = modules(spec)
     match method:
         case FullConfig():
-            frozen = () if method.train_router else ("router",)
-            return [], [
-                name
-                for name, module in among.items()
-                if not (spec.tied and module.node == "head") and module.role not in frozen
-            ]
+            return [], all_trained(method, spec, among)
         case FreezeConfig():
             return [], fully_trained(method, spec, among)
         case ExpandConfig():

@@ -7,7 +7,7 @@ import fnmatch
 from collections.abc import Iterable, Sequence
 
 from meshtune.adapters import ADAPTERS
-from meshtune.adapters.config import ALL_LINEAR, FreezeConfig, LoraConfig
+from meshtune.adapters.config import ALL_LINEAR, FreezeConfig, FullConfig, LoraConfig
 from meshtune.arrays.roles import PARAMETER_ROLES, unknown_role
 from meshtune.arrays.spec import ArraySpec, Role
 from meshtune.arrays.tree import flatten
@@ -42,6 +42,11 @@ class Module:
     def linear(self) -> bool:
         """Whether it can have an adapter: a matrix, or a head that is not normalised."""
         return self.plain and self.role in ("matrix", "head")
+
+    @property
+    def trained_leaves(self) -> list[str]:
+        """The leaves that are trained where the module is: all but buffers."""
+        return [name for name, leaf in self.leaves.items() if leaf.role != "buffer"]
 
     @property
     def site(self) -> str:
@@ -159,6 +164,13 @@ def _check_roles(target: str, modules: Iterable[Module]) -> None:
             if leaf.role not in PARAMETER_ROLES:
                 fix = "name the modules to adapt in method.targets, without this one"
                 raise unknown_role("lora", f"{module.node}/{name}", leaf, where="method.targets", fix=fix)
+
+
+def all_trained(method: FullConfig, spec: ModelSpec, among: dict[str, Module]) -> list[str]:
+    """The modules of a model whose every weight is trained, a tied matrix once; routers only where that is chosen."""
+    frozen = set() if method.train_router else {"router"}
+    tied = "head" if spec.tied else None
+    return [name for name, module in among.items() if module.node != tied and module.role not in frozen]
 
 
 def fully_trained(method: LoraConfig | FreezeConfig, spec: ModelSpec, among: dict[str, Module]) -> list[str]:
