@@ -31,9 +31,7 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     attention = attention_spec(fields, window=fields.get("sliding_window"))
     experts = experts_spec(fields, width="intermediate_size", router={"normalize": True})
     layer = LayerSpec(attention, experts, norm_spec(fields))
-    spec = decoder_spec(fields, "mixtral", [layer] * fields.integer("num_hidden_layers"))
-    fields.finish("MixtralForCausalLM")
-    return spec
+    return decoder_spec(fields, "mixtral", "MixtralForCausalLM", [layer] * fields.integer("num_hidden_layers"))
 
 
 def tensors(spec: ModelSpec) -> list[TensorMap]:

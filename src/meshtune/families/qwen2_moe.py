@@ -42,9 +42,7 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     dense = windowed_layers(fields, attention)
     kinds = sparse_layers(fields, dataclasses.replace(dense[0], ffn=experts), dense[0])
     layers = [dataclasses.replace(layer, ffn=kind.ffn) for layer, kind in zip(dense, kinds, strict=True)]
-    spec = decoder_spec(fields, "qwen2_moe", layers)
-    fields.finish("Qwen2MoeForCausalLM")
-    return spec
+    return decoder_spec(fields, "qwen2_moe", "Qwen2MoeForCausalLM", layers)
 
 
 def tensors(spec: ModelSpec) -> list[TensorMap]:

@@ -36,9 +36,7 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     experts = experts_spec(fields, router={"normalize": bool(fields.get("norm_topk_prob", False))})
     sparse = LayerSpec(attention, experts, norm_spec(fields))
     dense = dataclasses.replace(sparse, ffn=mlp_spec(fields))
-    spec = decoder_spec(fields, "qwen3_moe", sparse_layers(fields, sparse, dense))
-    fields.finish("Qwen3MoeForCausalLM")
-    return spec
+    return decoder_spec(fields, "qwen3_moe", "Qwen3MoeForCausalLM", sparse_layers(fields, sparse, dense))
 
 
 def tensors(spec: ModelSpec) -> list[TensorMap]:
