@@ -1,0 +1,71 @@
+"""What `meshtune families` says is so: each method and mesh axis that is listed is possible, each limit is refused."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from families.case import Case
+from families.cases import FIRST
+from meshtune.adapters import ADAPTERS
+from meshtune.adapters.config import ExpandConfig, FreezeConfig, FullConfig, LoraConfig
+from meshtune.adapters.method import abstract
+from meshtune.errors import UserError
+from meshtune.families import description, model_spec
+from meshtune.families.expansion import expanded_config, grouped
+from meshtune.mesh.axes import AXES, MeshConfig
+from meshtune.model.sharding import layout_for
+from meshtune.quantize.config import QuantizeConfig
+
+KNOWN = {*AXES, *ADAPTERS, "full", "freeze", "expand"}
+every_family = pytest.mark.parametrize("case", FIRST, ids=lambda case: case.name)
+
+
+def plan(method: str, case: Case) -> None:
+    """Makes the abstract trees of a method. Raises UserError for one that is not possible."""
+    config = case.torch_config().to_dict()
+    if method == "expand":
+        deeper = grouped(model_spec(expanded_config(config, 2)), 2)
+        abstract(ExpandConfig(2), deeper)
+    elif method in ADAPTERS:
+        quantize = QuantizeConfig("nf4", 8, double=False) if method == "loftq" else None
+        options = {"oft_block_size": 4} if method == "oft" else {"rank": 4}
+        lora = LoraConfig(targets=case.targets, adapter=method, **options)
+        abstract(lora, model_spec(config), quantize=quantize)
+    else:
+        abstract({"full": FullConfig(), "freeze": FreezeConfig(last_layers=1)}[method], model_spec(config))
+
+
+@every_family
+def test_methods_are_possible_but_for_limits(case: Case):
+    limits = description(case.text or case.model_type).limits
+    for method in KNOWN - set(AXES):
+        if method in limits:
+            with pytest.raises(UserError):
+                plan(method, case)
+        else:
+            plan(method, case)
+
+
+@every_family
+def test_mesh_axes_are_possible_but_for_limits(case: Case):
+    """On meshes of two devices, which are one device here: a layout depends on sizes only."""
+    family = description(case.text or case.model_type)
+    spec = model_spec(case.changed(vocab_size=case.vocab_on_mesh).torch_config().to_dict())
+    for axis in AXES:
+        sizes = MeshConfig(**{axis: 2}).sizes
+        mesh = Mesh(np.full(tuple(sizes.values()), jax.devices()[0]), AXES)
+        if axis in family.limits or (axis == "ep" and not family.experts):
+            with pytest.raises(UserError):
+                layout_for(mesh, spec)
+        else:
+            layout_for(mesh, spec)
+
+
+@every_family
+def test_limits_are_of_methods_and_axes(case: Case):
+    limits = description(case.text or case.model_type).limits
+    assert limits.keys() <= KNOWN
+    assert all(limits.values()), "a limit has a reason"
