@@ -25,10 +25,10 @@ def test_json_has_every_family_in_the_order_of_groups():
     for name, entry in entries.items():
         family = description(name)
         assert entry["models"] == list(family.models)
-        assert {"lora", "full"} - family.limits.keys() <= set(entry["methods"])
-        assert {"dp", "fsdp", "tp", "cp"} - family.limits.keys() <= set(entry["mesh"])
-        assert ("ep" in entry["mesh"]) == (family.experts and "ep" not in family.limits)
-        assert family.limits.keys().isdisjoint(entry["mesh"] + entry["methods"])
+        assert {"lora", "full"} - family.refusals.keys() <= set(entry["methods"])
+        assert {"dp", "fsdp", "tp", "cp"} - family.refusals.keys() <= set(entry["mesh"])
+        assert ("ep" in entry["mesh"]) == (family.experts and "ep" not in family.refusals)
+        assert family.refusals.keys().isdisjoint(entry["mesh"] + entry["methods"])
 
 
 def test_the_table_of_a_narrow_terminal_cuts_no_name():

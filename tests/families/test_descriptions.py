@@ -14,13 +14,19 @@ from meshtune.adapters.config import ExpandConfig, FreezeConfig, FullConfig, Lor
 from meshtune.adapters.method import abstract
 from meshtune.errors import UserError
 from meshtune.families import description, model_spec
-from meshtune.families.expansion import expanded_config, grouped
+from meshtune.families.expansion import expanded_config, grouped, silent_modules
+from meshtune.families.family import Family
 from meshtune.mesh.axes import AXES, MeshConfig
 from meshtune.model.sharding import layout_for
 from meshtune.quantize.config import QuantizeConfig
 
 KNOWN = {*AXES, *ADAPTERS, "full", "freeze", "expand"}
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 every_family = pytest.mark.parametrize("case", FIRST, ids=lambda case: case.name)
+
+
+def described(case: Case) -> Family:
+    return description(case.text or case.model_type)
 
 
 def plan(method: str, case: Case) -> None:
@@ -29,10 +35,12 @@ def plan(method: str, case: Case) -> None:
     if method == "expand":
         deeper = grouped(model_spec(expanded_config(config, 2)), 2)
         abstract(ExpandConfig(2), deeper)
+        silent_modules(deeper, 2)
     elif method in ADAPTERS:
         quantize = QuantizeConfig("nf4", 8, double=False) if method == "loftq" else None
         options = {"oft_block_size": 4} if method == "oft" else {"rank": 4}
-        lora = LoraConfig(targets=case.targets, adapter=method, **options)
+        targets = ATTENTION if described(case).experts else case.targets
+        lora = LoraConfig(targets=targets, adapter=method, **options)
         abstract(lora, model_spec(config), quantize=quantize)
     else:
         abstract({"full": FullConfig(), "freeze": FreezeConfig(last_layers=1)}[method], model_spec(config))
@@ -40,7 +48,7 @@ def plan(method: str, case: Case) -> None:
 
 @every_family
 def test_methods_are_possible_but_for_limits(case: Case):
-    limits = description(case.text or case.model_type).limits
+    limits = described(case).refusals
     for method in KNOWN - set(AXES):
         if method in limits:
             with pytest.raises(UserError):
@@ -52,12 +60,12 @@ def test_methods_are_possible_but_for_limits(case: Case):
 @every_family
 def test_mesh_axes_are_possible_but_for_limits(case: Case):
     """On meshes of two devices, which are one device here: a layout depends on sizes only."""
-    family = description(case.text or case.model_type)
+    family = described(case)
     spec = model_spec(case.changed(vocab_size=case.vocab_on_mesh).torch_config().to_dict())
     for axis in AXES:
         sizes = MeshConfig(**{axis: 2}).sizes
         mesh = Mesh(np.full(tuple(sizes.values()), jax.devices()[0]), AXES)
-        if axis in family.limits or (axis == "ep" and not family.experts):
+        if axis in family.refusals or (axis == "ep" and not family.experts):
             with pytest.raises(UserError):
                 layout_for(mesh, spec)
         else:
@@ -66,6 +74,6 @@ def test_mesh_axes_are_possible_but_for_limits(case: Case):
 
 @every_family
 def test_limits_are_of_methods_and_axes(case: Case):
-    limits = description(case.text or case.model_type).limits
+    limits = described(case).refusals
     assert limits.keys() <= KNOWN
     assert all(limits.values()), "a limit has a reason"

@@ -110,9 +110,9 @@ def _entry(family: Family) -> Entry:
         "group": family.group,
         "special": family.special,
         "models": list(family.models),
-        "methods": [method for method in _methods() if method not in family.limits],
-        "mesh": [axis for axis in axes if axis not in family.limits],
-        "limits": dict(family.limits),
+        "methods": [method for method in _methods() if method not in family.refusals],
+        "mesh": [axis for axis in axes if axis not in family.refusals],
+        "limits": dict(family.refusals),
         "chat_template": family.template,
         "compared_on": family.maturity,
     }

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from meshtune.families.config_fields import ConfigFields
-from meshtune.families.family import Family
+from meshtune.families.family import FUSED_ROWS, Family
 from meshtune.families.llama import OUTSIDE, mlp_spec, norm_spec
 from meshtune.families.packed import with_qkv_in_blocks
 from meshtune.families.tensors import TensorMap, one_to_one
@@ -41,6 +41,7 @@ DESCRIPTIONS = {
         special="fused queries, keys and values; 13B: biases by distance (ALiBi); Baichuan2: a normalised head",
         models=("baichuan-inc/Baichuan2-7B-Chat", "baichuan-inc/Baichuan2-13B-Chat"),
         template="baichuan2",
+        limits=FUSED_ROWS,
     )
 }
 

@@ -12,6 +12,10 @@ from meshtune.model.spec import ModelSpec
 Group = Literal["dense", "mixture of experts", "hybrid", "latent attention"]
 Maturity = Literal["published weights", "random weights"]
 GROUPS: tuple[Group, ...] = ("dense", "mixture of experts", "hybrid", "latent attention")
+# The limits of families with queries, keys and values in one tensor.
+FUSED_ROWS: Mapping[str, str] = {
+    "vera": "not on fused queries, keys and values, whose rows have another order in memory"
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +42,11 @@ class Family:
     def experts(self) -> bool:
         """Whether there are experts, which a mesh splits over ep."""
         return self.mixture or self.group == "mixture of experts"
+
+    @property
+    def refusals(self) -> Mapping[str, str]:
+        """The limits of the family, and those that all families with experts have."""
+        return {"expand": "new layers with experts are not implemented", **self.limits} if self.experts else self.limits
 
 
 class FamilyModule(Protocol):

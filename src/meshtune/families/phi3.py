@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshtune.families.config_fields import ConfigFields
-from meshtune.families.family import Family
+from meshtune.families.family import FUSED_ROWS, Family
 from meshtune.families.llama import OUTSIDE, attention_spec, decoder_spec, head_sizes, mlp_spec, norm_spec
 from meshtune.families.packed import with_gate_up_in_halves, with_qkv_in_blocks
 from meshtune.families.rope_fields import read_rope
@@ -28,6 +28,7 @@ DESCRIPTIONS = {
         title="Phi-3, Phi-3.5, Phi-4",
         special="fused projections, partial rotation (Phi-4-mini), LongRoPE (by the length of each document)",
         models=("microsoft/Phi-4-mini-instruct", "microsoft/phi-4", "microsoft/Phi-3.5-mini-instruct"),
+        limits=FUSED_ROWS,
     )
 }
 
