@@ -38,9 +38,11 @@ def plan(method: str, case: Case) -> None:
         silent_modules(deeper, 2)
     elif method in ADAPTERS:
         quantize = QuantizeConfig("nf4", 8, double=False) if method == "loftq" else None
-        options = {"oft_block_size": 4} if method == "oft" else {"rank": 4}
         targets = ATTENTION if described(case).experts else case.targets
-        lora = LoraConfig(targets=targets, adapter=method, **options)
+        if method == "oft":
+            lora = LoraConfig(targets=targets, adapter="oft", oft_block_size=4)
+        else:
+            lora = LoraConfig(targets=targets, adapter=method, rank=4)
         abstract(lora, model_spec(config), quantize=quantize)
     else:
         abstract({"full": FullConfig(), "freeze": FreezeConfig(last_layers=1)}[method], model_spec(config))

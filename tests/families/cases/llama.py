@@ -34,12 +34,12 @@ def rope(kind: str, theta: float, **parameters: object) -> dict[str, object]:
 
 CASES = (
     Case("llama_bias", "llama", {"attention_bias": True, "mlp_bias": True}),
-    Case("llama2", "llama", {"num_key_value_heads": 4, **rope("default", 10000.0)}),
-    Case("llama3", "llama", rope("default", 500000.0)),
+    Case("llama2", "llama", {"num_key_value_heads": 4, **rope("default", 10000.0)}, variant=True),
+    Case("llama3", "llama", rope("default", 500000.0), variant=True),
     Case("llama_tied", "llama", {"tie_word_embeddings": True}),
-    Case("llama_head_dim", "llama", {"head_dim": 12}),
+    Case("llama_head_dim", "llama", {"head_dim": 12}, variant=True),
     *(
-        Case(f"rope_{name}", "llama", {"rope_parameters": {"rope_theta": 10000.0, **parameters}})
+        Case(f"rope_{name}", "llama", {"rope_parameters": {"rope_theta": 10000.0, **parameters}}, variant=True)
         for name, parameters in ROPE.items()
     ),
 )

@@ -6,5 +6,5 @@ from families.case import Case
 
 CASES = (
     Case("mistral_window", "mistral", {"sliding_window": 7}),
-    Case("mistral", "mistral", {"sliding_window": None}),
+    Case("mistral", "mistral", {"sliding_window": None}, variant=True),
 )

@@ -6,5 +6,5 @@ from families.case import Case
 
 CASES = (
     Case("qwen2_window", "qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3}),
-    Case("qwen2", "qwen2"),
+    Case("qwen2", "qwen2", variant=True),
 )
