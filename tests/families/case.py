@@ -46,8 +46,8 @@ class Case:
     "all-linear" is not it. `beyond` is a length beyond every window and original context, `generated` the tokens that
     are generated after prompts of 5 and 11. `meshes` are those on which an update must be that of one device; None:
     fsdp with tp, with cp (but for what the family's `limits` refuse) and, where there are experts, with ep.
-    `vocab_on_mesh` is the size of the vocabulary there. Of a `variant` logits and gradients alone are compared: it differs
-    from another case in the forward pass only (a rotary embedding, a width).
+    `vocab_on_mesh` is the size of the vocabulary there. Of a `variant`, which differs from another case in the forward
+    pass only (a rotary embedding, a width), logits and gradients alone are compared.
 
     Of a composite, `model_type` is the outer one, `text` the model_type of its text_config, which `config` describes,
     and `outside` are the other fields of the outer config.
