@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import re
 
 import pytest
@@ -10,6 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from families.case import Case
 from families.cases import CASES, FIRST
 from meshtune.arrays.tree import flatten
+from meshtune.cli.families import markdown_page
 from meshtune.data.chat_templates import template_names
 from meshtune.errors import UserError
 from meshtune.families import FAMILIES, description, model_spec, module_names, tensors
@@ -174,3 +176,10 @@ def test_every_family_says_what_it_is(name):
     assert family.group in GROUPS
     assert all(re.fullmatch(r"[\w.-]+/[\w.-]+", model) for model in family.models)
     assert family.template is None or family.template in template_names()
+
+
+def test_docs_list_every_family():
+    page = pathlib.Path(__file__).resolve().parents[2] / "docs/families.md"
+    assert page.read_text(encoding="utf-8") == markdown_page(), (
+        "write it again: meshtune families --markdown > docs/families.md"
+    )
