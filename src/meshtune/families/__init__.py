@@ -27,6 +27,7 @@ FAMILIES: dict[str, str] = {
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "lfm2": "lfm2",
     "llama": "llama",
     "mistral": "mistral",
     "mixtral": "mixtral",
@@ -34,6 +35,7 @@ FAMILIES: dict[str, str] = {
     "qwen2": "qwen2",
     "qwen2_moe": "qwen2_moe",
     "qwen3": "qwen3",
+    "qwen3_5_text": "qwen3_5",
     "qwen3_moe": "qwen3_moe",
 }
 

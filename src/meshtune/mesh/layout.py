@@ -29,6 +29,7 @@ RULES: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("kv_heads", (("tp",), SHARDS)),
     ("packed_heads", (("tp",), SHARDS)),
     ("ffn", (("tp",), SHARDS)),
+    ("inner", (("tp",), SHARDS)),
     ("embed", (SHARDS,)),
     ("head_dim", ()),
     ("score", ()),
@@ -39,7 +40,7 @@ RULES: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
 # In a weight [.., one of these, embed] the axes of SHARDS shard the former dimension, within the shards of tp, if they
 # divide it. To gather a weight along its last dimension, XLA for GPUs makes a transposed copy of its whole stack: 60
 # GiB on each of eight devices for 405B.
-OUTPUT_AXES = ("heads", "kv_heads", "packed_heads", "ffn")
+OUTPUT_AXES = ("heads", "kv_heads", "packed_heads", "ffn", "inner")
 _PRIORITY = {name: index for index, (name, _) in enumerate(RULES)}
 
 

@@ -67,12 +67,16 @@ class RowParams:
 
 
 class Divisor(NamedTuple):
-    """A size that a mesh axis must divide; with `replicate_axis`, that logical axis is replicated where it does not."""
+    """A size that a mesh axis must divide; with `replicate_axis`, that logical axis is replicated where it does not.
+
+    `reason` explains to users why it must.
+    """
 
     axis: str
     name: str
     size: int
     replicate_axis: str | None = None
+    reason: str = ""
 
 
 class Activation(NamedTuple):

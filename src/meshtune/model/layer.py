@@ -3,8 +3,8 @@ the layer-by-layer backward pass, decoding over a cache and verifying.
 
 With chunks, what later tokens need of each token (keys and values) is computed for whole rows first. All else a layer
 computes of a token (its query, what it attends to, the feed-forward network) exists for one chunk at a time, forward
-and backward. A long row then costs its residual stream, that stream's gradient, and keys and values with theirs,
-whatever the number of query heads.
+and backward; where the mixer takes whole rows (a recurrence), the feed-forward network alone. A long row then costs its
+residual stream, that stream's gradient, and keys and values with theirs, whatever the number of query heads.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def layer(x: Hidden, node: Tree, spec: LayerSpec, context: Context, cache: Layer
     mixer, chunk = spec.mixer, context.compute.attention_chunk
     if mixer is None:
         return _with_ffn(x, x, node, spec, context, cache, {})
-    if cache is None and chunk is not None and chunk < x.shape[1]:
+    if cache is None and chunk is not None and chunk < x.shape[1] and mixer.row_params() is not None:
         return _by_chunks(x, node, spec, mixer, context)
     mixed = _branch(x, node, spec, mixer, _keyed(context, mixer.name), cache)
     return _with_ffn(x, x + mixed.y, node, spec, context, mixed.cache, mixed.sums)
@@ -153,7 +153,7 @@ def _feed(
 
 def _by_chunks(x: Hidden, node: Tree, spec: LayerSpec, mixer: Mixer, context: Context) -> Output:
     reads, compute = mixer.row_params(), context.compute
-    assert reads is not None, f"{mixer.name} needs whole rows: attention_chunk must be None"
+    assert reads is not None
     names = set(node[mixer.name])
     assert reads.memory | reads.chunk == names, f"{mixer.name}: parameters that no pass reads"
     size = {"chunk": compute.attention_chunk, "ranks": _ranks(compute)}

@@ -25,7 +25,7 @@ class Note:
 def layout_for(mesh: Mesh | AbstractMesh, spec: ModelSpec) -> tuple[Layout, list[Note]]:
     """The layout of a model on a mesh, and notes on it for the banner.
 
-    Key and value heads that tp does not divide are replicated over tp.
+    Key and value heads, and channels of recurrent mixers, that tp does not divide are replicated over tp.
     Raises: UserError for any other dimension that does not divide, naming the sizes that work, and for an axis along
     which nothing in the model can be sharded.
     """
@@ -34,18 +34,25 @@ def layout_for(mesh: Mesh | AbstractMesh, spec: ModelSpec) -> tuple[Layout, list
     divisors.append(Divisor("tp", "vocabulary", spec.vocab))
     check_experts(size["ep"], spec)
     replicated, notes = set[str](), []
-    for axis, name, count, replicate_axis in dict.fromkeys(divisors):
+    for axis, name, count, replicate_axis, reason in dict.fromkeys(divisors):
         if count % size[axis] == 0:
             continue
+        if reason:
+            raise UserError(
+                f"{axis}={size[axis]} cannot split this {spec.family} model's {name}: {reason}",
+                where=f"mesh.{axis}",
+                fix=f"leave mesh.{axis} out, and give its devices to fsdp or tp",
+            )
         if replicate_axis is None:
             required = [divisor.size for divisor in divisors if divisor.axis == axis and divisor.replicate_axis is None]
             raise _uneven(axis, size[axis], name, count, math.gcd(*required))
         replicated.add(replicate_axis)
+        own = "the heads that its own queries need" if replicate_axis == "kv_heads" else "all of them"
         notes.append(
             Note(
                 axis,
                 f"the {count} {name} do not divide by {axis}={size[axis]}: their projections are replicated "
-                f"on all {size[axis]} devices, and each computes the heads that its own queries need",
+                f"on all {size[axis]} devices, and each computes {own}",
             )
         )
     sharded = size["fsdp"] * size["cp"] * size["ep"]

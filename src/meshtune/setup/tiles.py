@@ -19,7 +19,7 @@ def chunks_of(
 
     Chunks are in tokens; None computes the whole row at once.
 
-    Raises: UserError for attention chunks with context parallelism or with a mixer that needs whole rows.
+    Raises: UserError for attention chunks with context parallelism or where every mixer needs whole rows.
     """
     options = recipe.compute
     cp = layout.size("cp") if layout is not None else 1
@@ -29,7 +29,7 @@ def chunks_of(
             where="compute.attention_chunk, mesh.cp",
             fix="leave out attention_chunk (mlp_chunk works with cp), or give cp's devices to fsdp or tp",
         )
-    if options.attention_chunk is not None and (mixer_name := _whole_rows(spec)):
+    if options.attention_chunk is not None and (mixer_name := _only_whole_rows(spec)):
         if options.attention_chunk != "auto":
             raise UserError(
                 f"this model has {mixer_name} layers, which need whole rows",
@@ -66,7 +66,11 @@ def _widest(spec: ModelSpec, axis: str) -> int:
     )
 
 
-def _whole_rows(spec: ModelSpec) -> str | None:
-    """Returns the name of a mixer that cannot be computed in chunks, or None."""
-    mixers = (kind.mixer for kind in spec.layer_kinds)
-    return next((mixer.name for mixer in mixers if mixer is not None and mixer.row_params() is None), None)
+def _only_whole_rows(spec: ModelSpec) -> str | None:
+    """Returns the name of a mixer if none of the model's can be computed in chunks, or None.
+
+    Where some can, the others are computed for whole rows.
+    """
+    mixers = [kind.mixer for kind in spec.layer_kinds if kind.mixer is not None]
+    chunked = any(mixer.row_params() is not None for mixer in mixers)
+    return None if chunked or not mixers else mixers[0].name

@@ -79,7 +79,8 @@ def _tensor_lines(entry: TensorMap, info: TensorInfo) -> list[str]:
     if info.shape == entry.view.tensor:
         return []
     line = f"tensor '{entry.name}' in {info.file.name} has shape {list(info.shape)}, expected {list(entry.view.tensor)}"
-    if len(info.shape) == len(entry.view.tensor) and entry.shape == entry.view.tensor:
+    fields_known = entry.shape == entry.view.tensor and FIELDS.keys() >= set(entry.axes)
+    if len(info.shape) == len(entry.view.tensor) and fields_known:
         differing = [
             f"{FIELDS[axis]} is {want:,} in the config, {have:,} in the file"
             for axis, want, have in zip(entry.axes, entry.view.tensor, info.shape, strict=True)
