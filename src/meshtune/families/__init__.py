@@ -27,6 +27,7 @@ FAMILIES: dict[str, str] = {
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "granitemoehybrid": "granitemoehybrid",
     "lfm2": "lfm2",
     "llama": "llama",
     "mistral": "mistral",

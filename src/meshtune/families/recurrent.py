@@ -1,12 +1,51 @@
-"""How files lay out the arrays of recurrent mixers and convolutions, as views of them."""
+"""What the configs of recurrent mixers share, and how files lay out their arrays, as views of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from meshtune.arrays.spec import ArraySpec
+from meshtune.families.config_fields import ConfigFields
 from meshtune.families.tensors import TensorMap, View, with_view
+from meshtune.model.mamba2 import Mamba2Spec
+from meshtune.model.spec import ModelSpec
+
+MAMBA_NOT_OVER_CP = "Mamba-2 layers carry a state through the tokens of a row in order, and cp splits rows over devices"
+# Names of layer types before transformers 5, and the letters of hybrid_override_pattern.
+LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+
+
+def layer_kinds(fields: ConfigFields, known: tuple[str, ...], default: str | None = None) -> list[str]:
+    """The type of every layer by transformers 5's names: from layer_types, layers_block_type or, of Nemotron-H, the
+    letters of hybrid_override_pattern. `default` is that of all layers where no field says."""
+    named, letters = fields.get("layer_types", fields.get("layers_block_type")), fields.get("hybrid_override_pattern")
+    for field in ("layer_types", "layers_block_type"):
+        fields.get(field)
+    if named is None and letters is not None:
+        named = [LETTERS.get(letter, letter) for letter in letters]
+    if named is None and default is not None:
+        named = [default] * fields.integer("num_hidden_layers")
+    if not isinstance(named, list) or not named:
+        raise fields.error("layer_types", f"layer_types must list one of {sorted(known)} for each layer")
+    kinds = [LAYER_TYPES.get(name, name) for name in named]
+    if unknown := sorted(set(kinds) - set(known)):
+        raise fields.error("layer_types", f"layers of type '{unknown[0]}' are not implemented for this family")
+    count = fields.get("num_hidden_layers", len(kinds))
+    if count != len(kinds):
+        raise fields.error("num_hidden_layers", f"num_hidden_layers is {count}, and {len(kinds)} layers have a type")
+    return kinds
+
+
+def bounds(fields: ConfigFields, field: str) -> tuple[float, float]:
+    """Two numbers, of which transformers may write infinity as {"__float__": "Infinity"}; default: zero, infinity."""
+    pair = fields.get(field, (0.0, math.inf))
+    try:
+        low, high = (float(x["__float__"] if isinstance(x, Mapping) else x) for x in pair)
+    except (TypeError, ValueError, KeyError):
+        raise fields.error(field, f"{field} must be two numbers, found {pair!r}") from None
+    return low, high
 
 
 def with_filters(table: Sequence[TensorMap], node: str) -> list[TensorMap]:
@@ -42,3 +81,14 @@ def with_head_groups(table: Sequence[TensorMap], ending: str, sections: Sequence
         return divided.permute(*order).merge(rows, *columns)
 
     return with_view(table, ending, view)
+
+
+def with_mamba_groups(table: Sequence[TensorMap], spec: ModelSpec, node: str = "mamba") -> list[TensorMap]:
+    """The table for files in which projections and filters of Mamba-2 mixers are section after section."""
+    mamba = next((block for block in spec.blocks if isinstance(block, Mamba2Spec)), None)
+    if mamba is None:
+        return list(table)
+    for name, sections in (("in", mamba.sections), ("filter", mamba.sections[1:4])):
+        for leaf in ("weight", "bias"):
+            table = with_head_groups(table, f"{node}/{name}/{leaf}", sections, mamba.groups)
+    return list(table)

@@ -11,7 +11,6 @@ the rest of a chunk again.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-CHUNK = 64
+from meshtune.model.row_chunks import CHUNK, chunk_size, in_chunks, in_rows, pair_decays, product
+
 NORM_EPS = 1e-6  # under the root of the sum of squares by which queries and keys are divided
 
 States = Float[Array, "B H k v"]
@@ -47,44 +47,13 @@ def gated_delta_rule(
 
     `state` is that of the segment of each row's first token; None: zero.
     """
-    B, T, H, dv = inputs.v.shape
-    chunk = min(chunk, 1 << (T - 1).bit_length())
-    chunks = jax.tree.map(functools.partial(in_chunks, size=chunk), inputs)
+    (B, T, H, dv), size_k = inputs.v.shape, inputs.k.shape[-1]
+    size = chunk_size(T, chunk)
+    chunks = jax.tree.map(lambda x: in_chunks(x, size), inputs)
     if state is None:
-        state = jnp.zeros((B, H, inputs.k.shape[-1], dv), jnp.float32)
+        state = jnp.zeros((B, H, size_k, dv), jnp.float32)
     (state, _), o = lax.scan(jax.checkpoint(_chunk), (state, inputs.segment_ids[:, 0]), chunks)
-    return o.transpose(1, 0, 3, 2, 4).reshape(B, -1, H, dv)[:, :T], state
-
-
-def in_chunks(x: Array, size: int) -> Array:
-    """[B, T, ..] as [chunks, B, size, ..]: filled up with zeros, segment ids with the last one."""
-    missing = -x.shape[1] % size
-    mode = "edge" if jnp.issubdtype(x.dtype, jnp.integer) else "constant"
-    x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), mode=mode)
-    return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
-
-
-def product(equation: str, *factors: Array) -> Array:
-    """A float32 einsum that no chip rounds."""
-    return jnp.einsum(equation, *factors, precision=lax.Precision.HIGHEST)
-
-
-def pair_decays(
-    g: Float[Array, "B H C"], segment_ids: Int[Array, "B C"], state_segment: Int[Array, "B"]
-) -> tuple[Float[Array, "B H C C"], Float[Array, "B H C"], Float[Array, "B H C"]]:
-    """exp of the decay between tokens of a chunk, [i, j] from j to i; from the state before the chunk to each token;
-    from each token to the end of the chunk. Zero between segments and backwards in time.
-
-    `g` are the log decays of the tokens. Each sum of them is computed by itself: differences of running sums would
-    lose the digits of a small one after a large one.
-    """
-    until = jnp.tril(jnp.ones((g.shape[-1],) * 2, g.dtype))
-    same = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (until > 0)
-    between = product("it,bhtj->bhij", until, g[..., None] * (1 - until.T))
-    between = jnp.exp(jnp.where(same[:, None], between, -jnp.inf))
-    from_state = (segment_ids == state_segment[:, None])[:, None]
-    from_state = jnp.exp(jnp.where(from_state, jnp.cumsum(g, axis=-1), -jnp.inf))
-    return between, from_state, between[..., -1, :]
+    return in_rows(o.transpose(0, 1, 3, 2, 4), T), state
 
 
 def _chunk(carry: tuple[States, Array], chunk: DeltaInputs) -> tuple[tuple[States, Array], Float[Array, "B H C v"]]:

@@ -1,0 +1,42 @@
+"""Granite 4's hybrid without experts: two groups of heads, limited time steps, every multiplier away from one."""
+
+from __future__ import annotations
+
+import torch
+
+from families.case import Case
+
+
+def decays(name: str, tensor: torch.Tensor) -> bool:
+    """Some states are forgotten within a token, some last beyond a row."""
+    if name.endswith("A_log"):
+        tensor.copy_(torch.empty_like(tensor).uniform_(-4, 1))
+    elif name.endswith("dt_bias"):
+        tensor.copy_(torch.randn_like(tensor))
+    else:
+        return False
+    return True
+
+
+CASES = (
+    Case(
+        "granitemoehybrid",
+        "granitemoehybrid",
+        {
+            "num_local_experts": 0,
+            "shared_intermediate_size": 56,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 6,
+            "mamba_d_conv": 4,
+            "mamba_proj_bias": True,
+            "mamba_chunk_size": 32,
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 1.7,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 1.5,
+        },
+        randomise=decays,
+    ),
+)
