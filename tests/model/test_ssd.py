@@ -1,4 +1,4 @@
-"""The state-space recurrence of Mamba-2 beside a float64 loop of its formula, and gradients beside torch's of that loop."""
+"""The state-space recurrence of Mamba-2 and its gradients beside a float64 loop of its formula in torch."""
 
 from __future__ import annotations
 
