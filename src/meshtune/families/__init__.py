@@ -23,21 +23,34 @@ from meshtune.model.spec import ModelSpec, abstract_params
 LANGUAGE, SCORED = "ForCausalLM", "ForSequenceClassification"
 # model_type -> the module that implements it, imported when a config asks for it.
 FAMILIES: dict[str, str] = {
+    "arcee": "arcee",
     "baichuan": "baichuan",
+    "ernie4_5": "ernie4_5",
+    "exaone4": "exaone4",
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "glm": "glm",
+    "glm4": "glm",
     "granitemoehybrid": "granitemoehybrid",
+    "hunyuan_v1_dense": "hunyuan",
+    "internlm2": "internlm2",
+    "internlm3": "internlm3",
     "lfm2": "lfm2",
     "llama": "llama",
+    "ministral": "ministral",
+    "ministral3": "ministral",
     "mistral": "mistral",
     "mixtral": "mixtral",
+    "phi": "phi",
     "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen2_moe": "qwen2_moe",
     "qwen3": "qwen3",
     "qwen3_5_text": "qwen3_5",
     "qwen3_moe": "qwen3_moe",
+    "seed_oss": "seed_oss",
+    "smollm3": "smollm3",
 }
 
 

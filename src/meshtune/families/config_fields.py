@@ -106,12 +106,19 @@ class ConfigFields:
         if value not in values:
             raise self.error(field, f"{field} = {value!r} is not implemented for this family")
 
-    def finish(self, architecture: str) -> None:
-        """Refuses unread fields that may matter, and any architecture but the family's causal language model."""
-        architectures = self._config.get("architectures") or [architecture]
-        if architectures != [architecture]:
+    def harmless(self, *names: str) -> None:
+        """Accepts any value of fields that change nothing in this family: leftovers of pretraining, names of code."""
+        self._used.update(names)
+
+    def finish(self, *architectures: str) -> None:
+        """Refuses unread fields that may matter, and any architecture but the family's causal language model.
+
+        The first of `architectures` is the name of transformers; the others are names of the same model elsewhere.
+        """
+        named = self._config.get("architectures") or [architectures[0]]
+        if len(named) != 1 or named[0] not in architectures:
             raise self.error(
-                "architectures", f"architecture {architectures!r} is not supported", f"expected ['{architecture}']"
+                "architectures", f"architecture {named!r} is not supported", f"expected ['{architectures[0]}']"
             )
         for field, value in self._config.items():
             if field in self._used or field in HARMLESS or field.startswith(("_", "transformers.js")):

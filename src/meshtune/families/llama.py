@@ -97,11 +97,12 @@ def norm_spec(fields: ConfigFields) -> NormSpec:
 
 
 def decoder_spec(
-    fields: ConfigFields, family: str, architecture: str, layers: list[LayerSpec], **switches: Any
+    fields: ConfigFields, family: str, architecture: str | tuple[str, ...], layers: list[LayerSpec], **switches: Any
 ) -> ModelSpec:
     """The model around its layers, from the usual fields, after which every field of the config must have been read.
 
-    `architecture` is the class of its causal language model, `switches` are fields of ModelSpec.
+    `architecture` is the class of its causal language model in transformers, followed by names that the same model has
+    elsewhere; `switches` are fields of ModelSpec.
     """
     usual = {
         "vocab": fields.integer("vocab_size"),
@@ -111,7 +112,7 @@ def decoder_spec(
         "tied": bool(fields.get("tie_word_embeddings", False)),
         "init_std": fields.number("initializer_range", 0.02),
     }
-    fields.finish(architecture)
+    fields.finish(*((architecture,) if isinstance(architecture, str) else architecture))
     return ModelSpec(family=family, stacks=stacks_of(layers), notes=tuple(fields.notes), **(usual | switches))
 
 

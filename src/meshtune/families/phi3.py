@@ -36,6 +36,11 @@ DESCRIPTIONS = {
 def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     """Phi3Config -> ModelSpec. A sliding window holds for all layers."""
     fields = ConfigFields({"rms_norm_eps": 1e-5} | config, where)
+    fields.harmless("auto_map")
+    for unchanged in ("full_attn_mod", "interpolate_factor"):
+        fields.only(unchanged, 1)
+    for absent in ("attention_bias", "mlp_bias", "lm_head_bias"):
+        fields.only(absent, False)
     head_dim = head_sizes(fields)[2]
     rope = read_rope(fields, head_dim, theta=10000.0, rotated=1.0)
     attention = attention_spec(fields, rope=rope, window=fields.get("sliding_window"), packed=True)
