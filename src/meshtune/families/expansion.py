@@ -16,6 +16,8 @@ from meshtune.families import model_spec, module_names
 from meshtune.model.layer import LayerSpec
 from meshtune.model.spec import ModelSpec, Stack, abstract_params, stacks_of
 
+BY_LAYER = ("layer_types", "no_rope_layers")  # fields that list something for every layer
+
 
 def origins(layers: int, blocks: int) -> list[tuple[int, bool]]:
     """(source layer, whether it is new) of each layer of the deeper model.
@@ -44,9 +46,9 @@ def expanded_config(config: dict[str, Any], blocks: int) -> dict[str, Any]:
     sources = [source for source, _ in origins(old.layers, blocks)]
     kinds = [layer for stack in old.stacks for _ in range(stack.repeats) for layer in stack.pattern]
     new = config | {"num_hidden_layers": len(sources)}
-    if isinstance(config.get("layer_types"), list):
-        new["layer_types"] = [config["layer_types"][source] for source in sources]
-    elif len(set(kinds)) > 1:
+    listed = [name for name in BY_LAYER if isinstance(config.get(name), list)]
+    new |= {name: [config[name][source] for source in sources] for name in listed}
+    if not listed and len(set(kinds)) > 1:
         new["layer_types"] = [
             "full_attention" if getattr(kinds[n].mixer, "window", None) is None else "sliding_attention"
             for n in sources

@@ -16,5 +16,5 @@ YARN = {
 
 CASES = (
     Case("arcee", "arcee", {"head_dim": 12}),
-    Case("arcee_biases", "arcee", {"attention_bias": True, "mlp_bias": True, "rope_parameters": YARN}),
+    Case("arcee_biases", "arcee", {"attention_bias": True, "mlp_bias": True, "rope_parameters": YARN}, variant=True),
 )

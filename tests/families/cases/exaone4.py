@@ -19,5 +19,6 @@ CASES = (
         "exaone4_full",
         "exaone4",
         {"head_dim": 8, "sliding_window": None, "layer_types": ["full_attention"] * 4, "rope_parameters": LLAMA3},
+        variant=True,
     ),
 )

@@ -6,7 +6,7 @@ from families.case import Case
 
 CASES = (
     Case("glm4", "glm4", {"head_dim": 16}),
-    Case("glm", "glm", {"head_dim": 16}),
+    Case("glm", "glm", {"head_dim": 16}, variant=True),
     Case(
         "glm4_yarn",
         "glm4",
@@ -21,5 +21,6 @@ CASES = (
                 "partial_rotary_factor": 0.5,
             },
         },
+        variant=True,
     ),
 )

@@ -19,7 +19,9 @@ YARN = {
 
 CASES = (
     Case("ministral3", "ministral3", {"head_dim": 12, "rope_parameters": YARN}),
-    Case("ministral3_window", "ministral3", {"head_dim": 8, "rope_parameters": YARN, "sliding_window": 7}),
+    Case(
+        "ministral3_window", "ministral3", {"head_dim": 8, "rope_parameters": YARN, "sliding_window": 7}, variant=True
+    ),
     Case(
         "ministral",
         "ministral",
@@ -28,5 +30,6 @@ CASES = (
             "sliding_window": 6,
             "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "sliding_attention"],
         },
+        variant=True,
     ),
 )

@@ -8,5 +8,7 @@ SHARE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor":
 
 CASES = (
     Case("phi", "phi", {"layer_norm_eps": 1e-4}),
-    Case("phi_qk_norms", "phi", {"qk_layernorm": True, "num_key_value_heads": 4, "rope_parameters": SHARE}),
+    Case(
+        "phi_qk_norms", "phi", {"qk_layernorm": True, "num_key_value_heads": 4, "rope_parameters": SHARE}, variant=True
+    ),
 )

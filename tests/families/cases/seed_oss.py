@@ -6,5 +6,5 @@ from families.case import Case
 
 CASES = (
     Case("seed_oss", "seed_oss", {"head_dim": 12}),
-    Case("seed_oss_biases", "seed_oss", {"head_dim": 8, "attention_out_bias": True, "mlp_bias": True}),
+    Case("seed_oss_biases", "seed_oss", {"head_dim": 8, "attention_out_bias": True, "mlp_bias": True}, variant=True),
 )

@@ -17,5 +17,6 @@ CASES = (
             "mlp_bias": True,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
         },
+        variant=True,
     ),
 )
