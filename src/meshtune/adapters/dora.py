@@ -115,7 +115,7 @@ class DoRA:
         change = jnp.sum(b * (2 * self.scale * crossed + self.scale**2 * inner), axis=-1)
         return jnp.sqrt(jnp.sum(jnp.square(wide), axis=-1) + change)
 
-    def in_use(self, gathered: Callable[..., Array], axes: tuple[str, str]) -> DoRA:
+    def in_use(self, gathered: Callable[..., Array], axes: tuple[str, ...]) -> DoRA:
         """The adapter laid out for computing by `gathered(array, *axes)`; `axes` are the weight's, (out, in)."""
         lora = self.lora.in_use(gathered, axes)
         return dataclasses.replace(self, a=lora.a, b=lora.b, magnitude=gathered(self.magnitude, axes[0]))

@@ -32,7 +32,7 @@ class CountedTokens:
         """The same mask for a weight of any shape."""
         return self
 
-    def in_use(self, gathered: Callable[..., Array], axes: tuple[str, str]) -> CountedTokens:
+    def in_use(self, gathered: Callable[..., Array], axes: tuple[str, ...]) -> CountedTokens:
         """The mask is sharded like the tokens."""
         return self
 
@@ -57,7 +57,7 @@ class Measure:
         counted = jnp.square(x.astype(jnp.float32)) * fixed.tokens[..., None]
         return _noted(matmul(x, weight, out), self.squares, jnp.sum(counted, axis=(0, 1)))
 
-    def in_use(self, gathered: Callable[..., Array], axes: tuple[str, str]) -> Measure:
+    def in_use(self, gathered: Callable[..., Array], axes: tuple[str, ...]) -> Measure:
         """Gathered for computing: see adapters.kind.Adapter."""
         return Measure(gathered(self.squares, axes[1]))
 

@@ -37,8 +37,8 @@ class Adapter(Protocol):
         """The adapted linear layer without its bias, in `out` or x's dtype. `key` turns dropout on."""
         ...
 
-    def in_use(self, gathered: Callable[..., Array], axes: tuple[str, str]) -> Adapter:
-        """Itself, gathered for computing by `gathered(array, *axes)`; `axes` are the weight's, (out, in)."""
+    def in_use(self, gathered: Callable[..., Array], axes: tuple[str, ...]) -> Adapter:
+        """Itself, gathered for computing by `gathered(array, *axes)`; `axes` are the weight's, (.., out, in)."""
         ...
 
     def merge(self, weight: Float[Array, "*L o i"], fixed: PyTree = None) -> Float[Array, "*L o i"]:

@@ -86,7 +86,7 @@ class LoRA:
 
     def drawn(self, keys: Key[Array, "..."]) -> LoRA:
         """An abstract adapter with its initial numbers."""
-        a = _uniform(keys, self.a.shape[-2:], self.a.dtype)
+        a = _uniform(keys, self.a.shape[keys.ndim :], self.a.dtype)
         return dataclasses.replace(self, a=a, b=jnp.zeros(self.b.shape, self.b.dtype))
 
     def apply(
@@ -102,15 +102,31 @@ class LoRA:
         y = jnp.add(y, self.product(dropped(x, self.dropout, key), y.dtype))
         return y if fixed is None else y - fixed.product(x, y.dtype)
 
+    def apply_grouped(
+        self,
+        x: Float[Array, "R i"],
+        weight: Weight,
+        product: Callable[[Array, Weight], Array],
+        fixed: LoRA | None = None,
+    ) -> Float[Array, "R o"]:
+        """The adapted product of rows sorted by expert: `product(rows, weight [E, o, i])`. Nothing is dropped."""
+        y = product(x, weight)
+        for adapter, sign in ((self, 1), (fixed, -1)):
+            if adapter is not None:
+                narrow: Array = checkpoint_name(product(x, adapter.a) * (sign * adapter.scale), NARROW)
+                y = y + product(narrow, adapter.b)
+        return y
+
     def product(self, x: Float[Array, "*B i"], out: DTypeLike) -> Float[Array, "*B o"]:
         """scale * (x A^T) B^T."""
         # The narrow product is scaled: R numbers per token instead of `out`.
         narrow: Array = checkpoint_name(matmul(x, self.a) * self.scale, NARROW)
         return widen(narrow, self.b, out)
 
-    def in_use(self, gathered: Callable[..., Array], axes: tuple[str, str]) -> LoRA:
-        """The adapter laid out for computing by `gathered(array, *axes)`; `axes` are the weight's, (out, in)."""
-        a, b = gathered(self.a, "rank", axes[1]), gathered(self.b, axes[0], "rank")
+    def in_use(self, gathered: Callable[..., Array], axes: tuple[str, ...]) -> LoRA:
+        """The adapter laid out for computing by `gathered(array, *axes)`; `axes` are the weight's, (.., out, in)."""
+        *lead, out, into = axes
+        a, b = gathered(self.a, *lead, "rank", into), gathered(self.b, *lead, out, "rank")
         return dataclasses.replace(self, a=a, b=b)
 
     def merge(self, weight: Float[Array, "*L o i"], fixed: LoRA | None = None) -> Float[Array, "*L o i"]:
@@ -133,8 +149,8 @@ def dropped(x: Float[Array, "*B i"], rate: float, key: Array | None) -> Float[Ar
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _uniform(keys: Array, shape: tuple[int, int], dtype: str) -> Array:
-    bound = 1 / math.sqrt(shape[1])
+def _uniform(keys: Array, shape: tuple[int, ...], dtype: str) -> Array:
+    bound = 1 / math.sqrt(shape[-1])
 
     def draw(key: Array) -> Array:
         return jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)

@@ -141,7 +141,7 @@ class OFT:
             rotation = rotation + 2 * power
         return rotation + product(power, skew)
 
-    def in_use(self, gathered: Callable[..., Array], axes: tuple[str, str]) -> OFT:
+    def in_use(self, gathered: Callable[..., Array], axes: tuple[str, ...]) -> OFT:
         """The adapter laid out for computing by `gathered(array, *axes)`; `axes` are the weight's, (out, in)."""
         return dataclasses.replace(self, q=gathered(self.q, axes[1], "whole"))
 

@@ -14,10 +14,12 @@ from typing import Any
 from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import ALL_LINEAR, LoraConfig
 from meshtune.adapters.kind import AdapterType
+from meshtune.adapters.peft_experts import PARAMETERS, VERSION, is_targeted, parameter_name, part_of
 from meshtune.adapters.peft_lora import plain
 from meshtune.adapters.rows import FIELD
 from meshtune.adapters.targets import Module
 from meshtune.errors import UserError
+from meshtune.families.tensors import View
 
 # Only said for information, or without effect unless another field (which is refused) is set.
 INFORMATION = {
@@ -25,18 +27,31 @@ INFORMATION = {
     "megatron_core", "qalora_group_size", "loftq_config", "eva_config", "runtime_config", "ensure_weight_tying",
     "trainable_modules",
 }  # fmt: skip
-READ = {"target_modules", "modules_to_save", "exclude_modules", "layers_to_transform", "layers_pattern", FIELD}
+READ = {
+    "target_modules",
+    "target_parameters",
+    "modules_to_save",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    FIELD,
+}
 NEUTRAL: dict[str, Any] = {"bias": "none"}
 TASKS = ("CAUSAL_LM", "SEQ_CLS")  # a reward model is a sequence classification model of one label
 
 
 @dataclasses.dataclass(frozen=True)
 class PeftConfig:
-    """The fields of an adapter_config.json that say what the tensors beside it mean."""
+    """The fields of an adapter_config.json that say what the tensors beside it mean.
+
+    `expert_parts` are the parts of a parameter of experts, such as gate and up, that have factors of their own in equal
+    shares of the ranks, where the file's metadata say so.
+    """
 
     fields: dict[str, Any]
     kind: str
     config: LoraConfig
+    expert_parts: Mapping[str, list[str]] = dataclasses.field(default_factory=dict)
 
     @property
     def scored(self) -> bool:
@@ -51,9 +66,23 @@ class PeftConfig:
         """The alpha of the adapter of an HF module."""
         return float(self._pattern("alpha_pattern", name, self.config.alpha))
 
+    def config_of(self, module: Module, views: Mapping[str, View] | None = None) -> LoraConfig:
+        """The config of one module's adapter; `views` are those of tensors that hold the adapters of several experts,
+        of which a part may have only some of the ranks."""
+        if views is None:
+            return dataclasses.replace(self.config, rank=self.rank(module.name), alpha=self.alpha(module.name))
+        parameter = parameter_name(module)
+        rank, alpha, own = self.rank(parameter), self.alpha(parameter), views["a"].shape[1]
+        scale = self.config.scale(rank, alpha)
+        return dataclasses.replace(self.config, rank=own, alpha=scale / self.config.scale(own, 1.0))
+
     def targeted(self, module: Module) -> bool:
         """Whether peft would put an adapter beside this linear module."""
         targets, name = self.fields.get("target_modules"), module.name
+        if module.role == "experts":  # what peft did before transformers 5 is told by the tensors alone
+            return is_targeted(parameter_name(module), self.fields.get("target_parameters") or ()) and (
+                part_of(module) in self.expert_parts.get(PARAMETERS[part_of(module)][0], [part_of(module)])
+            )
         excluded = self.fields.get("exclude_modules") or []
         if isinstance(excluded, str):
             if re.fullmatch(excluded, name):
@@ -133,9 +162,11 @@ def write_config(
     *,
     scored: bool = False,
     rows: Mapping[str, tuple[int, ...]] | None = None,
+    parameters: list[str] | None = None,
 ) -> dict[str, Any]:
     """The fields for adapters of the modules `adapted`, with `trained` modules saved in full and `rows` of others;
-    `ranks` and `alphas` are by HF module, empty for kinds that have neither.
+    `ranks` and `alphas` are by HF module, empty for kinds that have neither. `parameters` are the adapted ones of
+    experts.
 
     `names` are all modules of the model: short names are used where they select exactly the right ones.
     """
@@ -157,6 +188,7 @@ def write_config(
         **patterns,
         "layers_to_transform": None,
         "layers_pattern": None,
+        **({"target_parameters": sorted(parameters), "peft_version": VERSION} if parameters else {}),
         **({FIELD: {name.rpartition(".")[2]: list(ids) for name, ids in rows.items()}} if rows else {}),
     }
 

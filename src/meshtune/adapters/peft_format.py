@@ -104,7 +104,7 @@ def save_adapter(
     """
     dest = pathlib.Path(dest)
     written = collect(trainable, spec, config, shared)
-    names = list(modules(spec))
+    names = [name for name, module in modules(spec).items() if module.role != "experts"]
     fields = write_config(
         config,
         base.path,
@@ -115,6 +115,7 @@ def save_adapter(
         names,
         scored=spec.scored,
         rows=written.rows,
+        parameters=written.parameters,
     )
     record = {
         "base": {field: value for field, value in dataclasses.asdict(base).items() if value is not None},
@@ -123,6 +124,8 @@ def save_adapter(
         "targets": fields["target_modules"],
         "version": importlib.metadata.version("meshtune"),
     }
+    if written.expert_parts:
+        record["experts"] = written.expert_parts
     with published(dest, CONFIG, job) as partial:
         with raise_collectively(job, "adapter: files"), disk_errors(dest):
             metadata = {"format": "pt", "meshtune": json.dumps(record)}
@@ -147,6 +150,8 @@ def load_adapter(source: str | os.PathLike[str], spec: ModelSpec, layout: Layout
     if peft.scored and not spec.scored:
         spec = scored_spec(spec)
     with opened(source / WEIGHTS) as file:
+        metadata = json.loads((file.metadata() or {}).get("meshtune", "{}"))
+        peft = dataclasses.replace(peft, expert_parts=metadata.get("experts", {}))
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         content = sort(shapes, spec, peft, str(source / WEIGHTS))
         if spec.tied and _unties(content, peft, spec, file):
@@ -156,7 +161,7 @@ def load_adapter(source: str | os.PathLike[str], spec: ModelSpec, layout: Layout
         choice: dict[str, Hashable] = dict.fromkeys(full, "full")
         makers: dict[str, Callable[[ArraySpec], Adapter]] = {}
         for name in content.adapted:
-            module_config = dataclasses.replace(peft.config, rank=peft.rank(name), alpha=peft.alpha(name))
+            module_config = peft.config_of(among[name], content.views.get(name))
             choice[name] = (choice.get(name), module_config.rank, module_config.alpha)
             makers[name] = functools.partial(_abstract, ADAPTERS[peft.kind], module_config)
         spec = uniform(spec, choice)

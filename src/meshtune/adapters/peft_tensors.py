@@ -14,7 +14,10 @@ from jaxtyping import PyTree
 from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.kind import Adapter
+from meshtune.adapters.lora import LoRA
 from meshtune.adapters.peft_config import PeftConfig
+from meshtune.adapters.peft_experts import PREFIX, read_experts, written_experts
+from meshtune.adapters.peft_misfits import check_shape, misfit, missing
 from meshtune.adapters.placement import placed
 from meshtune.adapters.rows import FIELD, TENSOR
 from meshtune.adapters.targets import Module, modules
@@ -27,15 +30,14 @@ from meshtune.model.spec import ModelSpec
 from meshtune.model.token_rows import ROWS
 from meshtune.weights.writer import Tensor
 
-PREFIX = "base_model.model."
-
 
 @dataclasses.dataclass(frozen=True)
 class Content:
     """Tensor names by HF module: those of adapters by array field, those of modules saved in full by leaf.
 
     `copies` are the base's own weights, which peft writes beside an adapted lm_head; `shared` are, by array field,
-    those of what all adapters share, and `rows` those of rows trained by themselves, by HF module.
+    those of what all adapters share, and `rows` those of rows trained by themselves, by HF module. `views` are those of
+    the adapters' tensors that hold several experts.
     """
 
     adapted: dict[str, dict[str, str]]
@@ -43,12 +45,14 @@ class Content:
     copies: dict[str, str]
     shared: dict[str, str] = dataclasses.field(default_factory=dict)
     rows: dict[str, str] = dataclasses.field(default_factory=dict)
+    views: dict[str, dict[str, View]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Written:
     """What an adapter's file will hold: tensors by name, the adapted HF modules, ranks and alphas of those that have
-    them, modules in full, and the rows trained by themselves of others."""
+    them, modules in full, and the rows trained by themselves of others. `parameters` are the adapted parameters of
+    experts, by full name, and `expert_parts` the parts of each whose factors follow one another."""
 
     tensors: list[Tensor]
     adapted: list[str]
@@ -56,6 +60,8 @@ class Written:
     alphas: dict[str, float]
     trained: list[str]
     rows: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    parameters: list[str] = dataclasses.field(default_factory=list)
+    expert_parts: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
 
 def collect(trainable: Tree, spec: ModelSpec, config: LoraConfig, shared: PyTree = None) -> Written:
@@ -63,6 +69,7 @@ def collect(trainable: Tree, spec: ModelSpec, config: LoraConfig, shared: PyTree
     embed_tokens and as lm_head."""
     names, among = names_of_nodes(spec), modules(spec)
     out = Written([], [], {}, {}, [])
+    on_experts: dict[str, tuple[Module, int, LoRA]] = {}
 
     def add(array: jax.Array, suffix: str, owners: list[str], stacked: bool, view: View | None = None) -> None:
         for row, name in enumerate(owners):
@@ -82,6 +89,9 @@ def collect(trainable: Tree, spec: ModelSpec, config: LoraConfig, shared: PyTree
             add(leaf, last, owners, stacked, module.views[last])
             out.trained.extend(name for name in owners if name not in out.trained)
             continue
+        if module.role == "experts":
+            on_experts |= {name: (among[name], row, leaf) for row, name in enumerate(owners)}
+            continue
         views = _views_of(leaf, module, config)
         for field, suffix in leaf.PEFT_TENSORS.items():
             add(getattr(leaf, field), suffix, owners, stacked, views.get(field))
@@ -90,6 +100,13 @@ def collect(trainable: Tree, spec: ModelSpec, config: LoraConfig, shared: PyTree
             for name in owners:
                 out.ranks[name] = leaf.rank
                 out.alphas[name] = float(f"{leaf.scale * config.alpha / config.scale(leaf.rank):.12g}")
+    experts = written_experts(on_experts)
+    out.tensors.extend(experts.tensors)
+    for name, rank in experts.ranks.items():
+        out.ranks[name] = rank
+        out.alphas[name] = float(f"{experts.scales[name] * config.alpha / config.scale(rank):.12g}")
+    out.parameters.extend(experts.ranks)
+    out.expert_parts.update(experts.parts)
     for field, name in ADAPTERS[config.adapter].PEFT_SHARED.items():
         array = getattr(shared, field)
         out.tensors.append(Tensor.of(name, array, str(array.dtype)))
@@ -104,8 +121,9 @@ def sort(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, peft: PeftConfi
     """
     among = modules(spec)
     suffixes = {f".{suffix}": field for field, suffix in ADAPTERS[peft.kind].PEFT_TENSORS.items()}
-    content = Content({}, {}, {})
-    for name in shapes:
+    experts, of_experts = read_experts(shapes, among, peft, where)
+    content = Content(dict(experts.tensors), {}, {}, views=experts.views)
+    for name in shapes.keys() - of_experts:
         field = next((field for field, known in ADAPTERS[peft.kind].PEFT_SHARED.items() if known == name), None)
         if field is not None:
             content.shared[field] = name
@@ -115,8 +133,8 @@ def sort(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, peft: PeftConfi
         module, _, leaf = inner.rpartition(".")
         if suffix is not None and inner.removesuffix(suffix) in among:
             module = inner.removesuffix(suffix)
-            if not among[module].linear:
-                raise _misfit(name, where, f"{module} is not a linear layer of this model")
+            if not among[module].linear or among[module].role == "experts":
+                raise misfit(name, where, f"{module} is not a linear layer of this model")
             content.adapted.setdefault(module, {})[suffixes[suffix]] = name
         elif inner.endswith(f".{TENSOR}") and inner.removesuffix(f".{TENSOR}") in among:
             content.rows[inner.removesuffix(f".{TENSOR}")] = name
@@ -125,20 +143,22 @@ def sort(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, peft: PeftConfi
         elif module in among and leaf in among[module].leaves:
             content.full.setdefault(module, {})[leaf] = name
         else:
-            raise _misfit(name, where, "this model has no place for it")
+            raise misfit(name, where, "this model has no place for it")
     for module, tensors in content.adapted.items():
+        if module in experts.tensors:
+            continue
         _check_adapter(among[module], tensors, shapes, peft, where)
     for module, tensors in content.full.items():
         for leaf in among[module].leaves:
             if leaf not in tensors:
-                raise _missing(f"{PREFIX}{module}.{leaf}", where)
-            _check_shape(tensors[leaf], shapes, among[module].views[leaf].tensor, where)
+                raise missing(f"{PREFIX}{module}.{leaf}", where)
+            check_shape(tensors[leaf], shapes, among[module].views[leaf].tensor, where)
     for module in among.values():
         if peft.targeted(module) and module.name not in content.adapted:
-            raise _missing(f"{PREFIX}{module.name}.{next(iter(suffixes))[1:]}", where)
+            raise missing(f"{PREFIX}{module.name}.{next(iter(suffixes))[1:]}", where)
     for module in peft.config.train_modules:
         if not any(name.endswith(module) for name in (*content.full, *_containers(content.full))):
-            raise _missing(f"{PREFIX}{module}.weight", where)
+            raise missing(f"{PREFIX}{module}.weight", where)
     for module in {*content.rows, *peft.rows(list(among))}:
         _check_rows(among[module], content, peft.rows(list(among)), shapes, where)
     if not content.adapted and not content.full and not content.rows:
@@ -184,6 +204,8 @@ def read(
         stacked = array.is_stacked
 
         def read_one(name: str, within: tuple[slice, ...]) -> np.ndarray:
+            if "{}" in name:
+                return np.stack([file.get_tensor(name.format(n)) for n in range(array.shape[-3])])[within]
             if view is None or view.is_identity:
                 return _cut(file, name, within)
             return view.read(file.get_tensor(name))[within]
@@ -204,7 +226,8 @@ def read(
         node, _, last = path.rpartition("/")
         module = among[names[node][0]]
         if last == "adapter":
-            parts, views = {part: getattr(leaf, part) for part in leaf.PEFT_TENSORS}, _views_of(leaf, module, None)
+            parts = {part: getattr(leaf, part) for part in leaf.PEFT_TENSORS}
+            views = content.views.get(module.name) or _views_of(leaf, module, None)
             arrays = {
                 part: load(node, content.adapted, part, array, array.dtype, views.get(part))
                 for part, array in parts.items()
@@ -225,7 +248,7 @@ def _views_of(adapter: Adapter, module: Module, config: LoraConfig | None) -> di
     The axes of an adapter that holds arrays are those of its abstract form, which `config` describes.
     """
     weight, view = module.leaves["weight"], module.views["weight"]
-    if view.is_identity:
+    if view.is_identity or module.role == "experts":
         return {}
     form = adapter
     if config is not None:
@@ -261,8 +284,8 @@ def _check_adapter(
     form = kind.abstract(module.leaves["weight"], dataclasses.replace(peft.config, rank=rank))
     for field, suffix in kind.PEFT_TENSORS.items():
         if field not in tensors:
-            raise _missing(f"{PREFIX}{module.name}.{suffix}", where)
-        _check_shape(tensors[field], shapes, getattr(form, field).shape, where, f" for rank {rank}")
+            raise missing(f"{PREFIX}{module.name}.{suffix}", where)
+        check_shape(tensors[field], shapes, getattr(form, field).shape, where, f" for rank {rank}")
 
 
 def _check_rows(
@@ -273,12 +296,12 @@ def _check_rows(
     where: str,
 ) -> None:
     if module.name not in content.rows:
-        raise _missing(f"{PREFIX}{module.name}.{TENSOR}", f"{where}, field {FIELD}")
+        raise missing(f"{PREFIX}{module.name}.{TENSOR}", f"{where}, field {FIELD}")
     name, (vocab, width) = content.rows[module.name], module.leaves["weight"].shape
     if module.name not in rows or module.node not in ("embed", "head"):
-        raise _misfit(name, where, f"{FIELD} does not say which rows these are of the embedding or the head")
+        raise misfit(name, where, f"{FIELD} does not say which rows these are of the embedding or the head")
     ids = rows[module.name]
-    _check_shape(name, shapes, (len(ids), width), where)
+    check_shape(name, shapes, (len(ids), width), where)
     if not all(0 <= token < vocab for token in ids):
         raise UserError(
             f"the adapter has rows of tokens up to {max(ids)}, and the base has {vocab}",
@@ -296,43 +319,11 @@ def _check_shared(
     form = kind.shared(weights, peft.config) if weights else None
     for field, name in kind.PEFT_SHARED.items() if content.shared or peft.fields.get("save_projection") else ():
         if field not in content.shared:
-            raise _missing(name, where)
+            raise missing(name, where)
         needed = getattr(form, field).shape
         if len(shapes[name]) != 2 or any(has < need for has, need in zip(shapes[name], needed, strict=True)):
-            _check_shape(name, shapes, needed, where)
-
-
-def _check_shape(
-    name: str, shapes: Mapping[str, tuple[int, ...]], expected: tuple[int, ...], where: str, note: str = ""
-) -> None:
-    if tuple(shapes[name]) != expected:
-        raise UserError(
-            f"tensor {name} is {_by(shapes[name])}, but the base needs {_by(expected)}{note}",
-            where=where,
-            fix="give the base this adapter was trained on (base_model_name_or_path), and its own adapter_config.json",
-        )
+            check_shape(name, shapes, needed, where)
 
 
 def _containers(names: Mapping[str, object]) -> set[str]:
     return {".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 1)}
-
-
-def _misfit(name: str, where: str, why: str) -> UserError:
-    return UserError(
-        f"tensor {name} does not fit: {why}",
-        where=where,
-        fix="give the base this adapter was trained on; of peft's kinds, "
-        + f"{', '.join(sorted(ADAPTERS))} on linear layers is supported",
-    )
-
-
-def _missing(name: str, where: str) -> UserError:
-    return UserError(
-        f"tensor {name} is missing, which the adapter_config.json beside it promises",
-        where=where,
-        fix="the adapter is only half there: copy or save it again",
-    )
-
-
-def _by(shape: tuple[int, ...]) -> str:
-    return " x ".join(str(n) for n in shape)

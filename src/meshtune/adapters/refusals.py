@@ -64,8 +64,8 @@ def only_of_quantised(name: str) -> UserError:
 
 
 def check_rank(name: str, weight: ArraySpec, config: LoraConfig) -> None:
-    """Raises UserError for a rank above the size of a weight [out, in], that of the HF module `name`."""
-    out, into = weight.shape
+    """Raises UserError for a rank above the size of a weight [.., out, in], that of the HF module `name`."""
+    out, into = weight.shape[-2:]
     if config.rank > min(out, into):
         raise UserError(
             f"rank {config.rank} is above what {name} can use: its weight is {out} x {into}",

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import ALL_LINEAR, FreezeConfig, FullConfig, LoraConfig
+from meshtune.adapters.expert_targets import check_experts
 from meshtune.arrays.roles import PARAMETER_ROLES, unknown_role
 from meshtune.arrays.spec import ArraySpec, Role
 from meshtune.arrays.tree import flatten
@@ -40,8 +41,8 @@ class Module:
 
     @property
     def linear(self) -> bool:
-        """Whether it can have an adapter: a matrix, or a head that is not normalised."""
-        return self.plain and self.role in ("matrix", "head")
+        """Whether it can have an adapter: a matrix, all experts' matrices, or a head that is not normalised."""
+        return self.plain and self.role in ("matrix", "experts", "head")
 
     @property
     def trained_leaves(self) -> list[str]:
@@ -109,10 +110,11 @@ def choose(patterns: Sequence[str], among: dict[str, Module], where: str) -> lis
 
 
 def adapter_targets(config: LoraConfig, among: dict[str, Module]) -> list[str]:
-    """The linear modules to adapt. A pattern selects the linear layers among its matches, 'all-linear' every matrix.
+    """The linear modules to adapt. A pattern selects the linear layers among its matches, 'all-linear' every matrix,
+    routed experts included.
 
-    Raises UserError for unknown names, for modules that are not linear layers, for the weights of experts, which would
-    otherwise be left out silently, and where this type of adapter is not possible.
+    Raises UserError for unknown names, for modules that are not linear layers, for a shared expert without the routed
+    ones, and where this type of adapter is not possible.
     """
     linear = {name: module for name, module in among.items() if module.linear}
     targets = (config.targets,) if isinstance(config.targets, str) else config.targets
@@ -123,10 +125,10 @@ def adapter_targets(config: LoraConfig, among: dict[str, Module]) -> list[str]:
     chosen: dict[str, Module] = {}
     for target in targets:
         if target.lower() == ALL_LINEAR:
-            _check_roles(target, among.values())
-            selected = [name for name, module in linear.items() if module.role == "matrix"]
+            _check_roles(among.values())
+            selected = [name for name, module in linear.items() if module.role in ("matrix", "experts")]
         else:
-            _check_roles(target, [module for name, module in among.items() if matches(target, name)])
+            _check_roles([module for name, module in among.items() if matches(target, name)])
             selected = [name for name in linear if matches(target, name)]
         if not selected and any(matches(target, name) for name in among):
             raise UserError(
@@ -137,6 +139,7 @@ def adapter_targets(config: LoraConfig, among: dict[str, Module]) -> list[str]:
         if not selected:
             raise _unknown(target, linear, "method.targets")
         chosen |= {name: linear[name] for name in selected}
+    check_experts(config, chosen, among)
     kind = ADAPTERS[config.adapter]
     kind.check(config)
     for name, module in chosen.items():
@@ -150,16 +153,9 @@ def adapter_targets(config: LoraConfig, among: dict[str, Module]) -> list[str]:
     return [name for name in among if name in chosen]
 
 
-def _check_roles(target: str, modules: Iterable[Module]) -> None:
-    """Raises UserError for experts, which cannot have adapters yet, and for a role that adapters do not know."""
+def _check_roles(modules: Iterable[Module]) -> None:
+    """Raises UserError for a role that adapters do not know."""
     for module in modules:
-        if module.role == "experts":
-            raise UserError(
-                f"'{target}' includes {module.name}, an array of role 'experts', and adapters on the weights of "
-                "experts are not implemented",
-                where="method.targets",
-                fix="name the other linear layers, such as [q_proj, k_proj, v_proj, o_proj], or use method: freeze",
-            )
         for name, leaf in module.leaves.items():
             if leaf.role not in PARAMETER_ROLES:
                 fix = "name the modules to adapt in method.targets, without this one"

@@ -49,7 +49,7 @@ class Projections:
         """What a weight of this shape [.., out, in] uses."""
         return dataclasses.replace(self, a=self.a[:, : shape[-1]], b=self.b[: shape[-2]])
 
-    def in_use(self, gathered: Callable[..., Array], axes: tuple[str, str]) -> Projections:
+    def in_use(self, gathered: Callable[..., Array], axes: tuple[str, ...]) -> Projections:
         """Laid out for computing, once cut: see Adapter.in_use."""
         return dataclasses.replace(self, a=gathered(self.a, "rank", axes[1]), b=gathered(self.b, axes[0], "rank"))
 
@@ -138,7 +138,7 @@ class VeRA:
         narrow = checkpoint_name(matmul(dropped(x, self.dropout, key), fixed.a) * self.lambda_d.astype(x.dtype), NARROW)
         return y + matmul(narrow, fixed.b, y.dtype) * self.lambda_b.astype(y.dtype)
 
-    def in_use(self, gathered: Callable[..., Array], axes: tuple[str, str]) -> VeRA:
+    def in_use(self, gathered: Callable[..., Array], axes: tuple[str, ...]) -> VeRA:
         """The adapter laid out for computing by `gathered(array, *axes)`; `axes` are the weight's, (out, in)."""
         return dataclasses.replace(
             self, lambda_b=gathered(self.lambda_b, axes[0]), lambda_d=gathered(self.lambda_d, "rank")

@@ -19,7 +19,7 @@ from meshtune.mesh.layout import Layout
 from meshtune.model.block import Activation, Context, Cost, Divisor, Hidden, Output, RowParams, Sums
 from meshtune.model.cache import LayerCache
 from meshtune.model.dispatch import over_mesh
-from meshtune.model.linear import Groups, grouped_linear, linear, linear_params, site_key
+from meshtune.model.linear import Groups, grouped_linear, linear, site_key
 from meshtune.model.mlp import ACTIVATIONS, ActivationName, MlpSpec
 from meshtune.model.router import RouterSpec, Routing
 
@@ -57,7 +57,8 @@ class ExpertsSpec:
         if self.shared is not None:
             tree["shared"] = self.shared.params(embed)
         if self.shared_gate:
-            tree["shared_gate"] = linear_params((1, "score"), (embed, "embed"), bias=False)
+            gate = ArraySpec((1, embed), "float32", ("score", "embed"), role="router")
+            tree["shared_gate"] = {"weight": gate}
         return tree
 
     def _expert_params(self, embed: int) -> Tree:
