@@ -42,10 +42,9 @@ def test_a_head_is_adapted_where_it_is_named():
     assert chosen(("lm_head", "q_proj"), among(lm_head="head")) == ["q_proj", "lm_head"]
 
 
-@pytest.mark.parametrize("targets", ["all-linear", "experts", ("q_proj", "experts")])
-def test_experts_are_refused_by_name_and_never_left_out(targets):
-    with pytest.raises(UserError, match=r"(?s)layers\.0\.experts, .*role 'experts'.*not implemented.*q_proj"):
-        chosen(targets, among(experts="experts"))
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "experts")])
+def test_experts_are_never_left_out(targets):
+    assert chosen(targets, among(experts="experts")) == ["q_proj", "experts"]
     assert chosen("q_proj", among(experts="experts")) == ["q_proj"]
 
 
