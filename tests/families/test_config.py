@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import re
 
@@ -9,7 +10,7 @@ import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from families.case import Case
-from families.cases import CASES, FIRST
+from families.cases import BY_NAME, CASES, FIRST
 from meshtune.arrays.tree import flatten
 from meshtune.cli.families import markdown_page
 from meshtune.data.chat_templates import template_names
@@ -147,9 +148,16 @@ def test_every_parameter_has_a_name_for_each_layer(case: Case):
 
 
 def test_every_family_has_a_case():
-    """Baichuan's own tests transcribe its equations, InternLM 2's rearrange a Llama: transformers has no such model."""
+    """But for those that transformers does not have: Baichuan's own tests transcribe its equations, InternLM 2's rearrange
+    a Llama, Kimi K2 is DeepSeek V3 by another name, and the toy is that of tests/model/test_toy_blocks.py."""
     proved = {case.model_type for case in CASES} | {case.text for case in CASES}
-    assert FAMILIES.keys() - proved <= {"baichuan", "internlm2", "toy"}  # toy: of tests/model/test_toy_blocks.py
+    assert FAMILIES.keys() - proved <= {"baichuan", "internlm2", "kimi_k2", "toy"}
+
+
+def test_kimi_k2_is_deepseek_v3():
+    config = BY_NAME["deepseek_v3"].torch_config().to_dict()
+    expected = model_spec(config)
+    assert dataclasses.replace(model_spec(config | {"model_type": "kimi_k2"}), family="deepseek_v3") == expected
 
 
 def test_layers_are_grouped_by_their_shortest_pattern():

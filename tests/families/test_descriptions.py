@@ -21,7 +21,7 @@ from meshtune.model.sharding import layout_for
 from meshtune.quantize.config import QuantizeConfig
 
 KNOWN = {*AXES, *ADAPTERS, "full", "freeze", "expand"}
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ATTENTION = ("*attn*",)
 every_family = pytest.mark.parametrize("case", FIRST, ids=lambda case: case.name)
 
 

@@ -30,6 +30,7 @@ RULES: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("packed_heads", (("tp",), SHARDS)),
     ("ffn", (("tp",), SHARDS)),
     ("inner", (("tp",), SHARDS)),
+    ("latent", (SHARDS,)),
     ("embed", (SHARDS,)),
     ("head_dim", ()),
     ("score", ()),

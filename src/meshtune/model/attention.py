@@ -13,7 +13,8 @@ from jaxtyping import Array, Float
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
-from meshtune.kernels.attention import AttentionRequest, attention
+from meshtune.kernels.attention import AttentionRequest
+from meshtune.model.attend import attend, recalled
 from meshtune.model.block import Activation, Context, Cost, Divisor, Hidden, Output, RowParams, Sums
 from meshtune.model.cache import SLOTS, LayerCache
 from meshtune.model.compute import Compute
@@ -25,8 +26,6 @@ from meshtune.model.rope import RopeSpec, rotate
 
 ROTATED = "rotated"  # what a rematerialisation policy may keep: queries and keys, rotated
 PACKED = "packed_heads"  # the logical axis of rows of queries, keys and values, head by head
-
-MOST_CHUNKS = 1 << 16  # of a document, where attention is chunked: segments are counted in int32
 
 Heads = Float[Array, "B T H h"]
 
@@ -126,23 +125,16 @@ class AttentionSpec:
             past = None
         else:
             q, k, v = self._queries_keys_values(x, node, context)
-            k, v, past, cache = self._recalled(k, v, rows, cache)
-        kv_positions, kv_segments = (rows.positions, rows.segment_ids) if past is None else past
-        compute = context.compute
-        mixed = attention(
+            seen, past, cache = recalled(cache, {"k": k, "v": v}, rows, self._reach)
+            k, v = seen["k"], seen["v"]
+        mixed = attend(
             q,
-            k.astype(q.dtype),
-            v.astype(q.dtype),
-            q_positions=rows.positions,
-            kv_positions=kv_positions,
-            q_segments=self._parts(rows.positions, rows.segment_ids),
-            kv_segments=self._parts(kv_positions, kv_segments),
-            backend=compute.attention,
-            aligned=past is None,
-            sharding=None if compute.layout is None else compute.layout.attention_sharding(),
-            platform=compute.platform,
-            chip=compute.chip,
-            packed=compute.packed or self.chunk is not None,
+            k,
+            v,
+            rows,
+            past,
+            context.compute,
+            chunk=self.chunk,
             slopes=None if self.alibi is None else jnp.asarray(self.alibi.slopes, jnp.float32),
             sinks=node["sinks"]["weight"] if self.sinks else None,
             **self._scores(),
@@ -228,12 +220,6 @@ class AttentionSpec:
         limits = [limit for limit in (self.window, self.chunk) if limit is not None]
         return min(limits) if limits else None
 
-    def _parts(self, positions: Array, segments: Array) -> Array:
-        """Segments, with every chunk of a document as one of its own."""
-        if self.chunk is None:
-            return segments
-        return jnp.where(segments > 0, segments * MOST_CHUNKS + positions // self.chunk, 0)
-
     def _scores(self) -> dict[str, Any]:
         """How scores are computed: the same for the kernel that runs and for the request that is asked about."""
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
@@ -296,24 +282,3 @@ class AttentionSpec:
 
     def _clipped(self, heads: Heads) -> Heads:
         return heads if self.clip is None else jnp.clip(heads, -self.clip, self.clip)
-
-    def _recalled(
-        self, k: Heads, v: Heads, rows: Rows, cache: LayerCache
-    ) -> tuple[Heads, Heads, tuple[Array, Array], LayerCache]:
-        """(keys, values, their positions and segments, the next cache) for new tokens that also see the cache."""
-        real = rows.segment_ids > 0
-        lengths = cache.lengths + jnp.sum(real, axis=1)
-        following = cache.write("k", rows.positions, real, k).write("v", rows.positions, real, v)
-        slots, length = cache.arrays["k"].shape[2], k.shape[1]
-        if length == 1 or self._reach is None or slots < self._reach:  # nothing is overwritten that a new token sees
-            positions = cache.slot_positions("k", lengths)
-            k, v = following.read("k"), following.read("v")
-        else:
-            before = cache.slot_positions("k", cache.lengths)
-            positions = jnp.concatenate([before, jnp.where(real, rows.positions, -1)], axis=1)
-            k, v = (
-                jnp.concatenate([cache.read(name), new.astype(cache.arrays[name].dtype)], axis=1)
-                for name, new in (("k", k), ("v", v))
-            )
-        segments = (positions >= 0).astype(jnp.int32)
-        return k, v, (jnp.maximum(positions, 0), segments), following

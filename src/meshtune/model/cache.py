@@ -87,3 +87,26 @@ class LayerCache:
         newest = lengths[:, None] - 1
         position = newest - (newest - jnp.arange(slots)) % slots
         return jnp.where((newest >= 0) & (position >= 0), position, -1)
+
+    def recall(
+        self, new: dict[str, Array], positions: Int[Array, "B T"], real: Array, reach: int | None
+    ) -> tuple[dict[str, Array], Int[Array, "B S"], LayerCache]:
+        """(arrays [B, S, ..] of all tokens that new ones may see, their positions, the cache that holds the new ones).
+
+        `new` are the arrays of the new tokens, which also see themselves; a token sees at most `reach` tokens (None: no
+        limit). Positions are -1 where there is no token.
+        """
+        lengths = self.lengths + jnp.sum(real, axis=1)
+        following = self
+        for name, values in new.items():
+            following = following.write(name, positions, real, values)
+        first = next(iter(new))
+        slots, length = self.arrays[first].shape[2], new[first].shape[1]
+        if length == 1 or reach is None or slots < reach:  # nothing is overwritten that a new token sees
+            return {name: following.read(name) for name in new}, self.slot_positions(first, lengths), following
+        before = self.slot_positions(first, self.lengths)
+        seen = {
+            name: jnp.concatenate([self.read(name), values.astype(self.arrays[name].dtype)], axis=1)
+            for name, values in new.items()
+        }
+        return seen, jnp.concatenate([before, jnp.where(real, positions, -1)], axis=1), following

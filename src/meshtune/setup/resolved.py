@@ -71,6 +71,7 @@ def resolve_run(
     resolve_mesh(mesh, len(machine.devices))
     check_batch(mesh, recipe.train.batch_size // recipe.train.accumulation, 0)
     layout, decisions = layout_of(mesh, why, arrays.spec, machine)
-    decisions = [decision, *decisions, *quantize_decisions(arrays, layout)]
+    notes = [Decision("model", arrays.spec.family, note) for note in arrays.spec.notes]
+    decisions = [*notes, decision, *decisions, *quantize_decisions(arrays, layout)]
     offload = tuple(recipe.compute.offload)
     return ResolvedRun(source, start.method, precision, arrays, machine, layout, decisions, quantize, offload, start)
