@@ -1,6 +1,6 @@
 """LoRA on SmolLM2-135M and alpaca records, CPU: Meshtune beside transformers' Trainer with peft, alternated.
 
-    python benchmarks/cpu_vs_peft/run.py MODEL ALPACA_JSON [--updates 16] [--rounds 3]
+    python benchmarks/cpu_vs_peft/run.py MODEL ALPACA_JSON [--updates 16] [--rounds 3] [--json FILE]
 
 Every arm is a process of its own, run as a user would run it, and takes one pass over the same records with the same
 rank, targets, learning rate and number of sequences an update:
@@ -10,22 +10,27 @@ rank, targets, learning rate and number of sequences an update:
 - meshtune, packed: packed rows, the default; as many records an update on average
 - trainer, fixed and meshtune, fixed: every record padded to one length, equal shapes on both sides
 
-Figures are medians over the rounds; ratios are made round by round, since the speed of a shared machine drifts.
+Figures are medians over the rounds; ratios are made round by round, since the speed of a shared machine drifts, and the
+arms of every other round run in the opposite order. With --json rounds are added to those in the file, so that a
+measurement can be made of several short runs, and with --others runs beside busy programs are dropped.
 Supervised tokens are those whose prediction counts in the loss.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import itertools
 import json
 import os
 import pathlib
+import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from importlib import metadata
 
 HERE = pathlib.Path(__file__).resolve().parent
 SEQUENCES = 8
@@ -120,6 +125,31 @@ def _finished(process: subprocess.Popen) -> int | None:
     return usage.ru_maxrss * 1024
 
 
+class OtherPrograms:
+    """The share of all cores' time that programs other than this one and its children used within the block."""
+
+    share: float
+
+    def __enter__(self) -> OtherPrograms:
+        self._start, self._busy, self._own = time.perf_counter(), _busy_seconds(), _own_seconds()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        capacity = (time.perf_counter() - self._start) * (os.cpu_count() or 1)
+        self.share = max(0.0, (_busy_seconds() - self._busy) - (_own_seconds() - self._own)) / capacity
+
+
+def _busy_seconds() -> float:
+    """Processor seconds of all programs since the machine started: user, nice, system, interrupts."""
+    fields = pathlib.Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    return sum(int(fields[index]) for index in (0, 1, 2, 5, 6)) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -127,31 +157,52 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--arms", default="", help="comma-separated, such as trainer-fixed,meshtune-fixed")
+    parser.add_argument("--json", type=pathlib.Path, help="raw numbers; rounds in the file are kept and added to")
+    parser.add_argument(
+        "--others", type=float, default=1.0, help="drop runs beside which others used more of all cores"
+    )
     given = parser.parse_args()
     arms = [arm for arm in ARMS if not given.arms or "-".join(arm) in given.arms.split(",")]
     records = json.loads(given.data.read_text(encoding="utf-8"))[: given.updates * SEQUENCES]
-    found: dict[str, list[dict]] = {"-".join(arm): [] for arm in arms}
-    for round_number in range(given.rounds):
-        for side, arm in arms:
+    names = ["-".join(arm) for arm in arms]
+    earlier = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}
+    if earlier and earlier["updates"] != given.updates:
+        parser.error(f"{given.json} holds runs of {earlier['updates']} updates")
+    results: dict[str, list[dict]] = {name: [] for name in names} | earlier.get("runs", {})
+    for _ in range(given.rounds):
+        number = len(results[names[0]])
+        for side, arm in arms if number % 2 == 0 else reversed(arms):
+            name = f"{side}-{arm}"
             with tempfile.TemporaryDirectory() as work:
                 data = pathlib.Path(work) / "records.json"
                 data.write_text(json.dumps(records), encoding="utf-8")
                 run = {"trainer": trainer, "meshtune": meshtune}[side]
-                found[f"{side}-{arm}"].append(run(arm, given.model, data, given.updates, pathlib.Path(work)))
-            print(f"round {round_number + 1}, {side}, {arm}: {json.dumps(found[f'{side}-{arm}'][-1])}", flush=True)
-    print(json.dumps(summary(found), indent=2))
+                with OtherPrograms() as others:
+                    measured = run(arm, given.model, data, given.updates, pathlib.Path(work))
+            measured["others"] = round(others.share, 3)
+            print(f"round {number + 1}, {side}, {arm}: {json.dumps(measured)}", flush=True)
+            if others.share <= given.others:
+                results[name].append(measured)
+        if given.json:
+            about = {"date": datetime.date.today().isoformat(), "python": platform.python_version()}
+            about |= {name: metadata.version(name) for name in ("jax", "torch", "transformers", "peft")}
+            content = {"about": about, "updates": given.updates, "runs": results, "summary": summary(results)}
+            given.json.write_text(json.dumps(content, indent=1) + "\n")
+    print(json.dumps(summary(results), indent=2))
 
 
 def summary(found: dict[str, list[dict]]) -> dict:
     """Medians of every arm, and ratios made round by round."""
     medians = {
-        arm: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for arm, runs in found.items()
+        arm: {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+        for arm, runs in found.items()
+        if runs
     }
 
     def ratio(ours: str, theirs: str, key: str) -> float | None:
         if not (found.get(ours) and found.get(theirs)):
             return None
-        pairs = zip(found[ours], found[theirs], strict=True)
+        pairs = zip(found[ours], found[theirs], strict=False)  # runs may have been dropped
         return round(statistics.median(a[key] / b[key] for a, b in pairs), 3)
 
     ratios = {
