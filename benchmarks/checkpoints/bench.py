@@ -38,7 +38,8 @@ def member(directory: pathlib.Path) -> None:
     from meshtune.adapters.config import FullConfig, LoraConfig
     from meshtune.adapters.method import abstract, count
     from meshtune.families import model_spec
-    from meshtune.mesh.axes import MeshConfig, make_mesh
+    from meshtune.mesh.axes import make_mesh
+    from meshtune.mesh.config import MeshConfig
     from meshtune.mesh.processes import start
     from meshtune.model.sharding import layout_for
     from meshtune.optim.build import OptimizerConfig, make_optimizer

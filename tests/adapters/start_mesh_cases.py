@@ -20,12 +20,13 @@ from meshtune.adapters.verify import export_adapter
 from meshtune.arrays.tree import flatten
 from meshtune.families import model_spec, tensors
 from meshtune.families.expansion import grouped
-from meshtune.mesh.axes import MeshConfig, make_mesh
+from meshtune.mesh.axes import make_mesh
+from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.placement import place_batch
 from meshtune.model.compute import Compute
 from meshtune.model.init import init_params
 from meshtune.model.sharding import layout_for
-from meshtune.objectives import STAGES
+from meshtune.objectives.stages import STAGES
 from meshtune.optim.build import make_optimizer
 from meshtune.optim.config import OptimizerConfig
 from meshtune.quantize.config import QuantizeConfig
@@ -87,7 +88,7 @@ def case(kind: str, model: pathlib.Path, start: pathlib.Path, axes: dict[str, in
     spec, method = SPEC, resumed_config(start, SPEC, LoraConfig())
     ratio = 4.0
     if kind == "llama_pro":
-        spec, method, ratio = grouped(SPEC, 2), ExpandConfig(2), None
+        spec, method, ratio = grouped(SPEC, 2), ExpandConfig(blocks=2), None
     plan = abstract(method, spec, "float32", NF4)
     layout = None
     if axes is not None:

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 from optimizer_problems import SPEC
 
-from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import abstract
+from meshtune.adapters.registry import ADAPTERS
 from meshtune.adapters.targets import Module, adapter_targets, modules
 from meshtune.arrays.paths import named_leaves
 from meshtune.arrays.spec import ArraySpec

@@ -21,13 +21,13 @@ from peft.tuners.vera.model import _kaiming_init
 from safetensors.numpy import save_file
 from twins import COMPUTE, TOKENS, base, forward, our_logits, torch_logits, trained_logits
 
-from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.merge import merged
 from meshtune.adapters.method import SHARED, PreparedModel, abstract, prepare
 from meshtune.adapters.peft_config import read_config
 from meshtune.adapters.peft_format import BaseRecord, attach, load_adapter, save_adapter
 from meshtune.adapters.peft_tensors import collect
+from meshtune.adapters.registry import ADAPTERS
 from meshtune.adapters.vera import VeRA
 from meshtune.adapters.verify import CONVERTED, export_adapter, verify_adapter
 from meshtune.arrays.spec import ArraySpec

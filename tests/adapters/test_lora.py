@@ -14,13 +14,13 @@ import pytest
 import torch
 from twins import TOKENS, base, forward, moved, our_logits, trained_logits
 
-from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import FullConfig, LoraConfig
 from meshtune.adapters.kind import Started
 from meshtune.adapters.lora import LoRA
 from meshtune.adapters.method import abstract, prepare
 from meshtune.adapters.peft_format import BaseRecord, save_adapter
 from meshtune.adapters.peft_tensors import Written, collect
+from meshtune.adapters.registry import ADAPTERS
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import merge
 from meshtune.model.compute import Compute

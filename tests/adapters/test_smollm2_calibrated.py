@@ -17,7 +17,7 @@ from meshtune.adapters.method import abstract, prepare
 from meshtune.arrays.tree import flatten, merge
 from meshtune.model.compute import Compute
 from meshtune.model.spec import abstract_params
-from meshtune.objectives import OBJECTIVES
+from meshtune.objectives.stages import OBJECTIVES
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.weights.load import load_params, load_spec, load_weight
 

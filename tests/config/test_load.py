@@ -9,10 +9,12 @@ import pathlib
 
 import pytest
 
+from meshtune.adapters.config import FreezeConfig, FullConfig, LoraOptions
 from meshtune.config.fields import keys
 from meshtune.config.foreign import FOREIGN_KEYS
 from meshtune.config.load import load_recipe
-from meshtune.config.recipe import FreezeMethod, FullMethod, LoraMethod, Recipe
+from meshtune.config.recipe import Recipe
+from meshtune.config.section import section_fields
 from meshtune.errors import UserError
 
 SMALL = "model: some/model\ndata: a.json\noutput: runs/x\n"
@@ -45,8 +47,8 @@ def test_short_forms_stand_for_long_ones(written):
         }
     )
     assert short == long
-    assert load_recipe(written(SMALL + "method: full\n")).method == FullMethod()
-    assert load_recipe(written(SMALL + "method: {rank: 4}\n")).method == LoraMethod(rank=4)
+    assert load_recipe(written(SMALL + "method: full\n")).method == FullConfig()
+    assert load_recipe(written(SMALL + "method: {rank: 4}\n")).method == LoraOptions(rank=4)
     several = load_recipe(written("model: m\noutput: o\ndata: [a.json, {path: b.json, cap: 3}]\n"))
     assert [(source.path, source.cap) for source in several.data.train] == [("a.json", None), ("b.json", 3)]
 
@@ -97,7 +99,7 @@ def test_overrides_replace_what_stands_at_their_key(written):
         ],
     )
     assert (recipe.model.path, recipe.model.revision) == ("other/model", "main")
-    assert recipe.method == LoraMethod(rank=16, alpha=8, targets=["q_proj", "v_proj"])
+    assert recipe.method == LoraOptions(rank=16, alpha=8, targets=("q_proj", "v_proj"))
     assert [(source.path, source.cap) for source in recipe.data.train] == [("a.json", 10), ("b.json", None)]
     assert recipe.data.train[1].columns == {"prompt": "question"}
     assert recipe.data.validation == 0.1
@@ -109,8 +111,8 @@ def test_overrides_replace_what_stands_at_their_key(written):
 
 def test_a_method_override_replaces_the_whole_method(written):
     path = written(SMALL + "method: {rank: 4, alpha: 8}\n")
-    assert load_recipe(path, ["method=full"]).method == FullMethod()
-    assert load_recipe(path, ["method={kind: freeze, last_layers: 1}"]).method == FreezeMethod(last_layers=1)
+    assert load_recipe(path, ["method=full"]).method == FullConfig()
+    assert load_recipe(path, ["method={kind: freeze, last_layers: 1}"]).method == FreezeConfig(last_layers=1)
 
 
 def test_later_overrides_win_and_the_source_is_left_alone():
@@ -159,7 +161,11 @@ def test_merge_keys_and_anchors_work(written):
             4,
         ),
         ("method: {kind: full, rank: 8}\n", "method.rank does not belong to method full, which takes kind", 4),
-        ("method: freeze\n", "method: give last_layers, first_layers or modules; otherwise nothing is trained", 4),
+        (
+            "method: freeze\n",
+            "method: freeze without last_layers, first_layers or modules trains nothing: give",
+            4,
+        ),
         (
             "optimizer: {name: adam}\n",
             "optimizer.name is 'adam': it must be one of adamw, adamw8bit, adam_mini, muon, galore, apollo, badam, "
@@ -237,7 +243,7 @@ def test_all_mistakes_are_listed_at_once_each_with_its_place(written):
         "  output is missing: Directory of the run: checkpoints, logs, plots, the final adapter or model"
         f"  [{path}, line 1]",
         f"  method.rank is -1: it must be a whole number above 0  [{path}, line 4]",
-        f"  method.rnk is not a key; did you mean 'rank'? method takes {', '.join(LoraMethod.model_fields)}"
+        f"  method.rnk is not a key; did you mean 'rank'? method takes {', '.join(section_fields(LoraOptions))}"
         f"  [{path}, line 5]",
         "  eval.every is 'weekly': it must be a whole number above 0, epoch or null  [command line, eval.every=weekly]",
     ]

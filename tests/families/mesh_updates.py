@@ -45,11 +45,12 @@ def trajectory(directory: pathlib.Path, method_name: str, axes: dict[str, int] |
     from meshtune.adapters.config import FullConfig, LoraConfig
     from meshtune.adapters.method import abstract, prepare
     from meshtune.kernels.attention import zigzag_order
-    from meshtune.mesh.axes import MeshConfig, make_mesh
+    from meshtune.mesh.axes import make_mesh
+    from meshtune.mesh.config import MeshConfig
     from meshtune.mesh.placement import place_batch
     from meshtune.model.compute import Compute
     from meshtune.model.sharding import layout_for
-    from meshtune.objectives import OBJECTIVES
+    from meshtune.objectives.stages import OBJECTIVES
     from meshtune.optim.build import OptimizerConfig, make_optimizer
     from meshtune.train.step.build import make_train_step
     from meshtune.train.step.state import abstract_state, init_state

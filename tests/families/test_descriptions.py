@@ -9,14 +9,14 @@ from jax.sharding import Mesh
 
 from families.case import Case
 from families.cases import FIRST
-from meshtune.adapters import ADAPTERS
+from meshtune.adapters.registry import ADAPTERS
 from meshtune.adapters.config import ExpandConfig, FreezeConfig, FullConfig, LoraConfig
 from meshtune.adapters.method import abstract
 from meshtune.errors import UserError
 from meshtune.families import description, model_spec
 from meshtune.families.expansion import expanded_config, grouped, silent_modules
 from meshtune.families.family import Family
-from meshtune.mesh.axes import AXES, MeshConfig
+from meshtune.mesh.config import AXES, MeshConfig
 from meshtune.model.sharding import layout_for
 from meshtune.quantize.config import QuantizeConfig
 

@@ -48,7 +48,7 @@ from meshtune.families import description
 from meshtune.generate.engine import Engine
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
-from meshtune.objectives import OBJECTIVES
+from meshtune.objectives.stages import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.weight import QuantisedWeight

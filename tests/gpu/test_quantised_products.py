@@ -9,8 +9,8 @@ import pytest
 from platforms import on_both
 
 from meshtune.model.linear import matmul
-from meshtune.quantize import FORMATS
 from meshtune.quantize.config import QuantizeConfig
+from meshtune.quantize.formats import FORMATS
 from meshtune.quantize.weight import QuantisedWeight
 
 # Shares of the largest value: float32 sums of some thousand terms; weights and results rounded to 2^-9 in bfloat16.

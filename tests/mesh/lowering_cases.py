@@ -57,10 +57,11 @@ def lowered(case: Case, layers: int | None = None) -> tuple[Any, dict[str, Any]]
     from meshtune.adapters.config import FullConfig, LoraConfig
     from meshtune.adapters.method import abstract
     from meshtune.families import model_spec
-    from meshtune.mesh.axes import MeshConfig, make_mesh
+    from meshtune.mesh.axes import make_mesh
+    from meshtune.mesh.config import MeshConfig
     from meshtune.model.compute import Compute
     from meshtune.model.sharding import layout_for
-    from meshtune.objectives import OBJECTIVES
+    from meshtune.objectives.stages import OBJECTIVES
     from meshtune.optim.build import OptimizerConfig, make_optimizer
     from meshtune.train.step.build import make_train_step
     from meshtune.train.step.state import abstract_state

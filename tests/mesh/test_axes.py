@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from meshtune.errors import UserError
-from meshtune.mesh.axes import AXES, MeshConfig, make_mesh, resolve_mesh
+from meshtune.mesh.axes import make_mesh
+from meshtune.mesh.config import AXES, MeshConfig, resolve_mesh
 
 
 @dataclasses.dataclass(frozen=True, order=True)

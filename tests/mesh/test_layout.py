@@ -15,7 +15,7 @@ from meshtune.adapters.method import abstract
 from meshtune.arrays.paths import named_leaves
 from meshtune.errors import UserError
 from meshtune.families import model_spec
-from meshtune.mesh.axes import AXES, MeshConfig
+from meshtune.mesh.config import AXES, MeshConfig
 from meshtune.mesh.layout import Layout
 from meshtune.model.sharding import check_batch, layout_for
 from meshtune.model.spec import ModelSpec

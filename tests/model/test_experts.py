@@ -15,7 +15,8 @@ from meshtune.adapters.config import FreezeConfig, FullConfig
 from meshtune.adapters.method import abstract
 from meshtune.arrays.tree import flatten
 from meshtune.generate.engine import Engine
-from meshtune.mesh.axes import MeshConfig, abstract_mesh
+from meshtune.mesh.axes import abstract_mesh
+from meshtune.mesh.config import MeshConfig
 from meshtune.model.attention import AttentionSpec
 from meshtune.model.block import Context
 from meshtune.model.compute import Compute
@@ -30,7 +31,7 @@ from meshtune.model.rope import RopeSpec
 from meshtune.model.router import RouterSpec
 from meshtune.model.sharding import layout_for
 from meshtune.model.spec import ModelSpec, Stack
-from meshtune.objectives import OBJECTIVES
+from meshtune.objectives.stages import OBJECTIVES
 
 EMBED, WIDTH, EXPERTS, CHOSEN, LAYERS = 16, 24, 6, 2, 3
 ROUTER = RouterSpec(EXPERTS, CHOSEN)

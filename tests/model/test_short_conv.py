@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from meshtune.errors import UserError
-from meshtune.mesh.axes import MeshConfig, abstract_mesh
+from meshtune.mesh.axes import abstract_mesh
+from meshtune.mesh.config import MeshConfig
 from meshtune.model.cache import LayerCache
 from meshtune.model.inputs import Rows
 from meshtune.model.layer import LayerSpec

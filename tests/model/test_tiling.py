@@ -15,7 +15,7 @@ from meshtune.arrays.tree import flatten, merge
 from meshtune.model.chunks import over_chunks
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import hidden_states
-from meshtune.objectives import OBJECTIVES
+from meshtune.objectives.stages import OBJECTIVES
 from tiny_models import same_weights, torch_model
 
 ROWS, LENGTH = 2, 61

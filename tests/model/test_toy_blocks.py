@@ -30,7 +30,8 @@ from meshtune.errors import UserError
 from meshtune.families import FAMILIES, model_spec
 from meshtune.families.tensors import View, one_to_one, with_view
 from meshtune.generate.engine import Engine
-from meshtune.mesh.axes import MeshConfig, make_mesh
+from meshtune.mesh.axes import make_mesh
+from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.placement import place_batch, shardings
 from meshtune.model.block import Activation, Context, Cost, Divisor, Output, RowParams
 from meshtune.model.compute import Compute
@@ -42,7 +43,7 @@ from meshtune.model.linear import linear, linear_params, site_key
 from meshtune.model.norm import NormSpec
 from meshtune.model.sharding import layout_for
 from meshtune.model.spec import ModelSpec, Stack, abstract_params
-from meshtune.objectives import OBJECTIVES
+from meshtune.objectives.stages import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.plan.candidate import workload_of
 from meshtune.plan.hardware import find_target

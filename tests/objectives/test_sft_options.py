@@ -9,6 +9,7 @@ import pytest
 
 from meshtune.model.compute import Compute
 from meshtune.objectives import sft
+from meshtune.objectives.config import SftConfig
 from tiny_models import same_weights, torch_model
 
 ALPHA = 5.0
@@ -37,7 +38,7 @@ def test_noise_is_bounded_by_each_documents_own_length(case):
 
 def test_noise_changes_training_and_not_evaluation(case):
     spec, params, batch = case
-    plain, noisy = sft.make(sft.SftConfig()), sft.make(sft.SftConfig(neftune_alpha=ALPHA))
+    plain, noisy = sft.make(SftConfig()), sft.make(SftConfig(neftune_alpha=ALPHA))
 
     def loss(objective, rng):
         return float(objective(params, spec, Compute(loss_chunk=24), batch, rng).loss)

@@ -26,7 +26,7 @@ from meshtune.adapters.config import FullConfig
 from meshtune.adapters.method import abstract, prepare
 from meshtune.families import model_spec
 from meshtune.model.compute import Compute
-from meshtune.objectives import STAGES
+from meshtune.objectives.stages import STAGES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.train.evaluation.reference import log_probabilities
 from meshtune.train.step.build import make_train_step

@@ -12,8 +12,8 @@ from meshtune.adapters.method import abstract, prepare
 from meshtune.arrays.tree import merge
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import hidden_states, logits
-from meshtune.objectives import OBJECTIVES
 from meshtune.objectives.curvature import curvature, sample_targets
+from meshtune.objectives.stages import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.train.step.build import make_train_step
 from meshtune.train.step.state import init_state

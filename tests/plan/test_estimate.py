@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from llamas import llama
 
-from meshtune.mesh.axes import MeshConfig
+from meshtune.mesh.config import MeshConfig
 from meshtune.plan.candidate import workload_of
 from meshtune.plan.collectives import Collective
 from meshtune.plan.compilers import compile_recipe

@@ -16,8 +16,8 @@ from meshtune.model.compute import Compute, compiler_options
 from meshtune.model.decoder import hidden_states
 from meshtune.model.linear import matmul
 from meshtune.model.spec import Stack
-from meshtune.quantize import FORMATS
 from meshtune.quantize.config import QuantizeConfig
+from meshtune.quantize.formats import FORMATS
 from meshtune.quantize.weight import QuantisedWeight
 from model_specs import llama_layer, llama_spec
 

@@ -33,7 +33,8 @@ MB = 1 << 20
 ON_MESHES = """
 import json, pathlib, sys
 import jax, numpy as np
-from meshtune.mesh.axes import MeshConfig, make_mesh
+from meshtune.mesh.axes import make_mesh
+from meshtune.mesh.config import MeshConfig
 from meshtune.model.sharding import layout_for
 from meshtune.arrays.tree import flatten
 from meshtune.quantize.config import QuantizeConfig
@@ -123,7 +124,8 @@ import re
 import jax, jax.numpy as jnp
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import abstract
-from meshtune.mesh.axes import MeshConfig, make_mesh
+from meshtune.mesh.axes import make_mesh
+from meshtune.mesh.config import MeshConfig
 from meshtune.model.sharding import layout_for
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import hidden_states

@@ -9,8 +9,8 @@ import pytest
 from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
 from meshtune.families.quantised import is_quantised, quantised_leaves
-from meshtune.quantize import FORMATS
 from meshtune.quantize.config import QuantizeConfig
+from meshtune.quantize.formats import FORMATS
 from meshtune.quantize.weight import QuantisedWeight
 
 EXPERTS = ArraySpec((2, 3, 16, 128), "float32", ("layers", "experts", "ffn", "embed"), role="experts")

@@ -98,12 +98,13 @@ def trajectory(case: Case, on_mesh: bool) -> dict[str, Any]:
     from meshtune.adapters.method import abstract, prepare
     from meshtune.families import model_spec
     from meshtune.kernels.attention import zigzag_order
-    from meshtune.mesh.axes import MeshConfig, make_mesh
+    from meshtune.mesh.axes import make_mesh
+    from meshtune.mesh.config import MeshConfig
     from meshtune.mesh.placement import place_batch, shardings
     from meshtune.model.compute import Compute
     from meshtune.model.init import init_params
     from meshtune.model.sharding import layout_for
-    from meshtune.objectives import OBJECTIVES
+    from meshtune.objectives.stages import OBJECTIVES
     from meshtune.optim.build import OptimizerConfig, make_optimizer
     from meshtune.train.step.build import make_train_step
     from meshtune.train.step.state import abstract_state, init_state

@@ -76,11 +76,12 @@ def updates(case: Case, *, offloaded: bool) -> dict[str, Any]:
     from meshtune.families import model_spec
     from meshtune.kernels.attention import zigzag_order
     from meshtune.mesh import placement
-    from meshtune.mesh.axes import MeshConfig, make_mesh
+    from meshtune.mesh.axes import make_mesh
+    from meshtune.mesh.config import MeshConfig
     from meshtune.model.compute import Compute
     from meshtune.model.init import init_params
     from meshtune.model.sharding import layout_for
-    from meshtune.objectives import OBJECTIVES
+    from meshtune.objectives.stages import OBJECTIVES
     from meshtune.optim.build import OptimizerConfig, make_optimizer
     from meshtune.quantize.config import QuantizeConfig
     from meshtune.quantize.weight import QuantisedWeight

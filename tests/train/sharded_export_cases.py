@@ -24,7 +24,8 @@ from meshtune.adapters.method import PreparedModel, abstract, prepare
 from meshtune.adapters.peft_format import BaseRecord
 from meshtune.arrays.tree import merge
 from meshtune.errors import UserError
-from meshtune.mesh.axes import MeshConfig, make_mesh
+from meshtune.mesh.axes import make_mesh
+from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import shardings
 from meshtune.mesh.processes import Job, start

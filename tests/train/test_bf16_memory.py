@@ -12,7 +12,7 @@ from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import abstract
 from meshtune.families import model_spec
 from meshtune.model.compute import Compute
-from meshtune.objectives import OBJECTIVES
+from meshtune.objectives.stages import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.train.step.build import make_train_step
 from meshtune.train.step.state import init_state

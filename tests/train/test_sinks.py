@@ -15,7 +15,7 @@ from meshtune.adapters.method import Counts
 from meshtune.cache import cache_folder
 from meshtune.data.store import cache_directory
 from meshtune.errors import UserError
-from meshtune.objectives import STAGES
+from meshtune.objectives.stages import STAGES
 from meshtune.plan.compilers.find import compilers_folder
 from meshtune.train.report import metrics_log, trackers
 from meshtune.train.report.banner import Plan, show_plan

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from meshtune.adapters.config import FullConfig
 from meshtune.adapters.method import abstract, prepare
 from meshtune.model.compute import Compute
-from meshtune.objectives import OBJECTIVES
+from meshtune.objectives.stages import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.train.step.build import make_eval_step, make_train_step
 from meshtune.train.step.state import init_state

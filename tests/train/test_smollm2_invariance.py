@@ -12,7 +12,7 @@ from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import prepare
 from meshtune.arrays.tree import flatten
 from meshtune.model.compute import Compute
-from meshtune.objectives import OBJECTIVES
+from meshtune.objectives.stages import OBJECTIVES
 from meshtune.optim.optimizer import from_optax_global
 from meshtune.train.step.build import make_train_step
 from meshtune.train.step.state import init_state

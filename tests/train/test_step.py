@@ -11,7 +11,7 @@ import torch
 
 from meshtune.arrays.tree import flatten, split
 from meshtune.model.compute import Compute
-from meshtune.objectives import OBJECTIVES
+from meshtune.objectives.stages import OBJECTIVES
 from meshtune.optim.optimizer import from_optax_global
 from meshtune.train.step.build import make_eval_step, make_train_step
 from meshtune.train.step.state import init_state

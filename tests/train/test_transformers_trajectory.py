@@ -22,7 +22,7 @@ from meshtune.adapters.method import prepare
 from meshtune.adapters.peft_format import attach, load_adapter
 from meshtune.arrays.tree import split
 from meshtune.model.compute import Compute
-from meshtune.objectives import OBJECTIVES
+from meshtune.objectives.stages import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.train.step.build import make_train_step
 from meshtune.train.step.state import init_state

@@ -16,7 +16,7 @@ from meshtune.arrays.tree import flatten
 from meshtune.mesh import placement
 from meshtune.mesh.placement import offload_arrays
 from meshtune.model.compute import Compute
-from meshtune.objectives import OBJECTIVES
+from meshtune.objectives.stages import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.train.step import host_state as update
 from meshtune.train.step.build import make_train_step

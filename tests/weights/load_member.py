@@ -19,7 +19,8 @@ import numpy as np
 
 from meshtune.arrays.paths import named_leaves
 from meshtune.errors import UserError
-from meshtune.mesh.axes import MeshConfig, make_mesh
+from meshtune.mesh.axes import make_mesh
+from meshtune.mesh.config import MeshConfig
 from meshtune.model.sharding import layout_for
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.weights.load import load_params, load_spec

@@ -35,7 +35,8 @@ def compare(directory: pathlib.Path) -> dict[str, Any]:
     import numpy as np
 
     from meshtune.arrays.tree import flatten
-    from meshtune.mesh.axes import MeshConfig, make_mesh
+    from meshtune.mesh.axes import make_mesh
+    from meshtune.mesh.config import MeshConfig
     from meshtune.model.sharding import layout_for
     from meshtune.model.spec import abstract_params
     from meshtune.weights.load import load_params, load_spec
@@ -76,7 +77,8 @@ def compare_prepared(directory: pathlib.Path, cases: list[tuple[str, str]]) -> d
 
     from meshtune.adapters.config import FreezeConfig, FullConfig, LoraConfig, Method
     from meshtune.adapters.method import abstract, prepare
-    from meshtune.mesh.axes import MeshConfig, make_mesh
+    from meshtune.mesh.axes import make_mesh
+    from meshtune.mesh.config import MeshConfig
     from meshtune.model.sharding import layout_for
     from meshtune.weights.load import load_params, load_spec
 

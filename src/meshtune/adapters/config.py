@@ -1,43 +1,75 @@
-"""The training methods, as plain data: which parameters a run trains."""
+"""The training methods, which recipes read too: which parameters a run trains."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Literal
 
 from meshtune.errors import UserError
+from meshtune.options import option
 
 ALL_LINEAR = "all-linear"
+AdapterName = Literal["lora", "dora", "pissa", "loftq", "oft", "vera"]  # the keys of ADAPTERS
 
 
 @dataclasses.dataclass(frozen=True)
-class LoraConfig:
-    """Low-rank adapters beside frozen weights (https://arxiv.org/abs/2106.09685).
+class LoraOptions:
+    """Adapters beside frozen weights: LoRA (https://arxiv.org/abs/2106.09685) and its variants (docs/adapters.md)."""
 
-    `targets` is 'all-linear' (every matrix of the layers), or module names and patterns, as are `train_modules`, the
-    modules trained in full beside the adapters. `adapter` is a key of `meshtune.adapters.ADAPTERS`; options that start
-    with a type's name are for that type, `svd_iterations` (None: an exact decomposition) for pissa and loftq. `ranks`
-    and `alphas` list single Hugging Face modules whose rank or alpha differs. `token_rows` are the rows of the
+    kind: Literal["lora"] = option("lora", "Which method: lora, full, freeze or llama_pro.")
+    adapter: AdapterName = option(
+        "lora",
+        "Which kind of adapter; rank, alpha, rslora and dropout are not of every kind.",
+    )
+    rank: int = option(8, "R, the adapters' inner dimension.", gt=0)
+    alpha: float = option(16.0, "Adapters are scaled by alpha / rank (rslora: alpha / sqrt(rank)).", gt=0)
+    dropout: float = option(0.0, "Dropout on the adapters' input while training.", ge=0, lt=1)
+    targets: str | tuple[str, ...] = option(
+        ALL_LINEAR,
+        "'all-linear' (every linear layer but the head), module names (q_proj), or patterns (layers.*.mlp.*).",
+    )
+    rslora: bool = option(False, "Rank-stabilised scaling (https://arxiv.org/abs/2312.03732).")
+    train_modules: tuple[str, ...] = option(
+        (), "Modules trained in full beside the adapters, e.g. embed_tokens, lm_head."
+    )
+    svd_iterations: int | None = option(
+        16, "pissa, loftq: iterations of a randomised decomposition; null: an exact one, slow.", gt=0
+    )
+    pissa_convert: bool = option(
+        True,
+        "pissa: write a plain LoRA of twice the rank for the base as it is; false: PEFT's own form, whose base PEFT "
+        "decomposes again when it loads it (needs svd_iterations: null).",
+    )
+    loftq_iterations: int = option(
+        1, "loftq: alternations of quantising and decomposing; above 1 the run keeps its own base in base/.", gt=0
+    )
+    loftq_calibration: int = option(
+        0,
+        "loftq: rows of the training data on which the inputs of every weight are measured first, so that errors at "
+        "large inputs count more; 0: all alike.",
+        ge=0,
+    )
+    oft_block_size: int = option(
+        32, "oft: neighbouring inputs that turn together; must divide the inputs of every target.", gt=0
+    )
+    oft_cayley_terms: int | None = option(
+        5, "oft: terms of the series for the rotation, as PEFT's; null: the exact transform.", gt=0
+    )
+    vera_key: int = option(0, "vera: the seed of its random projections, PEFT's for the same.", ge=0)
+    vera_d_initial: float = option(0.1, "vera: initial value of the trained vector d.")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig(LoraOptions):
+    """The options of a run's adapters, with what its base and the adapter it continues decide.
+
+    `ranks` and `alphas` list single Hugging Face modules whose rank or alpha differs. `token_rows` are the rows of the
     embedding, and of an untied head, that are trained where the whole matrix is not. `continued` is the path of the
     adapter that training resumes from.
     Raises UserError for an invalid rank, alpha or dropout.
     """
 
-    rank: int = 8
-    alpha: float = 16.0
-    dropout: float = 0.0
-    targets: str | tuple[str, ...] = ALL_LINEAR
-    rslora: bool = False
-    train_modules: tuple[str, ...] = ()
-    adapter: str = "lora"
-    svd_iterations: int | None = 16
-    pissa_convert: bool = True
-    loftq_iterations: int = 1
-    loftq_calibration: int = 0
-    oft_block_size: int = 32
-    oft_cayley_terms: int | None = 5
-    vera_key: int = 0
-    vera_d_initial: float = 0.1
     ranks: tuple[tuple[str, int], ...] = ()
     alphas: tuple[tuple[str, float], ...] = ()
     token_rows: tuple[int, ...] = ()
@@ -82,21 +114,26 @@ class LoraConfig:
 
 @dataclasses.dataclass(frozen=True)
 class FullConfig:
-    """Every weight is trained, but for the routers of experts, which `train_router` adds."""
+    """Every weight is trained, but for the routers of experts."""
 
-    train_router: bool = False
+    kind: Literal["full"] = "full"
+    train_router: bool = option(
+        False, "Train the routers of a mixture of experts too, which otherwise stay as they are."
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class FreezeConfig:
-    """Trains the last or first n layers in full, or named modules, or named modules within those layers.
+    """Some layers or modules are trained in full, the rest is frozen. Routers of experts are frozen unless named."""
 
-    The routers of experts stay as they are, unless they are named.
-    """
-
-    last_layers: int | None = None
-    first_layers: int | None = None
-    modules: tuple[str, ...] = ()
+    kind: Literal["freeze"] = "freeze"
+    last_layers: int | None = option(None, "Train the last n decoder layers.", gt=0)
+    first_layers: int | None = option(None, "Train the first n decoder layers.", gt=0)
+    modules: tuple[str, ...] = option(
+        (),
+        "Names or patterns: within the chosen layers if some are chosen, else in all; also embed_tokens, norm, "
+        "lm_head.",
+    )
 
     def __post_init__(self):
         object.__setattr__(self, "modules", tuple(self.modules))
@@ -115,9 +152,12 @@ class FreezeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ExpandConfig:
-    """Trains the `blocks` new layers of an expanded model (families.expansion) in full."""
+    """New layers between those of the model, which stay frozen (https://arxiv.org/abs/2401.02415)."""
 
-    blocks: int
+    kind: Literal["llama_pro"] = "llama_pro"
+    blocks: int = option(
+        8, "New layers, spread evenly; they begin as copies that add nothing, and they alone are trained.", gt=0
+    )
 
 
 Method = LoraConfig | FullConfig | FreezeConfig | ExpandConfig

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key, PyTree
 
-from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import ExpandConfig, FreezeConfig, FullConfig, LoraConfig, Method
 from meshtune.adapters.kind import Adapter, Original, Started, Weight
 from meshtune.adapters.layout import restack, uniform
 from meshtune.adapters.placement import cast, placed
 from meshtune.adapters.refusals import not_of_quantised, only_of_quantised
+from meshtune.adapters.registry import ADAPTERS
 from meshtune.adapters.rows import abstract_rows, begun_rows, rows_by_node
 from meshtune.adapters.targets import Module, adapter_targets, all_trained, fully_trained, modules
 from meshtune.arrays.spec import ArraySpec

@@ -11,11 +11,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from meshtune.adapters import ADAPTERS
-from meshtune.adapters.config import ALL_LINEAR, LoraConfig
+from meshtune.adapters.config import ALL_LINEAR, AdapterName, LoraConfig
 from meshtune.adapters.kind import AdapterType
 from meshtune.adapters.peft_experts import PARAMETERS, VERSION, is_targeted, parameter_name, part_of
 from meshtune.adapters.peft_lora import plain
+from meshtune.adapters.registry import ADAPTERS
 from meshtune.adapters.rows import FIELD
 from meshtune.adapters.targets import Module
 from meshtune.errors import UserError
@@ -49,7 +49,7 @@ class PeftConfig:
     """
 
     fields: dict[str, Any]
-    kind: str
+    kind: AdapterName
     config: LoraConfig
     expert_parts: Mapping[str, list[str]] = dataclasses.field(default_factory=dict)
 

@@ -18,13 +18,13 @@ import numpy as np
 import safetensors
 from jaxtyping import PyTree
 
-from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.kind import Adapter, AdapterType
 from meshtune.adapters.layout import restack, uniform
 from meshtune.adapters.method import SHARED, arranged, held_weight, used_up
 from meshtune.adapters.peft_config import PeftConfig, read_config, write_config
 from meshtune.adapters.peft_tensors import Content, collect, names_of_nodes, read, read_shared, sort
+from meshtune.adapters.registry import ADAPTERS
 from meshtune.adapters.targets import modules
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, flatten, merge, unflatten

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from meshtune.adapters import ADAPTERS
+from meshtune.adapters.registry import ADAPTERS
 from meshtune.errors import UserError
 
 

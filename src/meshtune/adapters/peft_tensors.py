@@ -11,7 +11,6 @@ import numpy as np
 import safetensors
 from jaxtyping import PyTree
 
-from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.kind import Adapter
 from meshtune.adapters.lora import LoRA
@@ -19,6 +18,7 @@ from meshtune.adapters.peft_config import PeftConfig
 from meshtune.adapters.peft_experts import PREFIX, read_experts, written_experts
 from meshtune.adapters.peft_misfits import check_shape, misfit, missing
 from meshtune.adapters.placement import placed
+from meshtune.adapters.registry import ADAPTERS
 from meshtune.adapters.rows import FIELD, TENSOR
 from meshtune.adapters.targets import Module, modules
 from meshtune.arrays.spec import ArraySpec

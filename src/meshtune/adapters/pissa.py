@@ -104,5 +104,12 @@ def plain_lora(trainable: Tree, frozen: Tree, config: LoraConfig) -> tuple[Tree,
             a = jnp.concatenate([leaf.a, start.a], axis=-2)
             flat[path] = dataclasses.replace(leaf, a=a, b=jnp.concatenate([leaf.b, -start.b], axis=-1))
     alpha = config.alpha * (math.sqrt(2) if config.rslora else 2)
-    plain = LoraConfig(2 * config.rank, alpha, config.dropout, config.targets, config.rslora, config.train_modules)
+    plain = LoraConfig(
+        rank=2 * config.rank,
+        alpha=alpha,
+        dropout=config.dropout,
+        targets=config.targets,
+        rslora=config.rslora,
+        train_modules=config.train_modules,
+    )
     return unflatten(flat), plain

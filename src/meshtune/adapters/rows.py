@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import jax
 
-from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import LoraConfig, Method
+from meshtune.adapters.registry import ADAPTERS
 from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
 from meshtune.mesh.layout import Layout

@@ -6,9 +6,9 @@ import dataclasses
 import fnmatch
 from collections.abc import Iterable, Sequence
 
-from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import ALL_LINEAR, FreezeConfig, FullConfig, LoraConfig
 from meshtune.adapters.expert_targets import check_experts
+from meshtune.adapters.registry import ADAPTERS
 from meshtune.arrays.roles import PARAMETER_ROLES, unknown_role
 from meshtune.arrays.spec import ArraySpec, Role
 from meshtune.arrays.tree import flatten

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from meshtune.adapters import ADAPTERS
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import SHARED, PreparedModel, of_adapters
 from meshtune.adapters.peft_format import BaseRecord, attach, load_adapter, save_adapter
+from meshtune.adapters.registry import ADAPTERS
 from meshtune.arrays.tree import Tree, flatten, merge, unflatten
 from meshtune.errors import UserError
 from meshtune.mesh.collective_errors import raise_collectively

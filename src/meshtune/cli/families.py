@@ -67,7 +67,7 @@ def entries() -> dict[str, Entry]:
 def markdown_page() -> str:
     """docs/families.md."""
     from meshtune.data.formats import DOCUMENT_FORMATS
-    from meshtune.quantize import FORMATS
+    from meshtune.quantize.formats import FORMATS
 
     lines = ["# Model families", "", INTRODUCTION]
     lines += [f"- **Methods:** {', '.join(_methods())}, where a table names no exception."]
@@ -96,13 +96,13 @@ def _order(model_type: str) -> tuple[int, str]:
 
 
 def _methods() -> list[str]:
-    from meshtune.adapters import ADAPTERS
+    from meshtune.adapters.registry import ADAPTERS
 
     return [*ADAPTERS, "full", "freeze", "expand"]
 
 
 def _entry(family: Family) -> Entry:
-    from meshtune.mesh.axes import AXES
+    from meshtune.mesh.config import AXES
 
     axes = [axis for axis in AXES if axis != "ep" or family.experts]
     return {

@@ -120,7 +120,7 @@ def _picture(shard: Shard, sharding: Sharding) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    from meshtune.mesh.axes import AXES
+    from meshtune.mesh.config import AXES
 
     sizes = sharding.mesh.sizes
     numbers = np.arange(sharding.mesh.devices).reshape(tuple(sizes.values()))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -86,7 +85,7 @@ def field_at(path: Path, raw: Any) -> FieldInfo | None:
 
 
 def section_at(path: Path, raw: Any) -> SectionType | None:
-    """The section written at `path` itself, such as LoraMethod at ('method',)."""
+    """The section written at `path` itself, such as LoraOptions at ('method',)."""
     section: SectionType | None = Recipe
     for step in path:
         if isinstance(step, str):
@@ -150,7 +149,7 @@ def _alternatives(annotation: Any, metadata: list[object]) -> list[str]:
         if get_origin(entry) is Literal:
             return [f"a list of any of {', '.join(map(str, get_args(entry)))}"]
         return ["a list of sources (paths or mappings)" if _sections(entry) else "a list of texts"]
-    if origin is dict:
+    if origin in (dict, Mapping):
         return ["a mapping of text to text"]
     if annotation is type(None):
         return ["null"]
@@ -177,7 +176,7 @@ def _default(field: FieldInfo) -> str:
     value = field.default
     if value is PydanticUndefined and field.default_factory is not None:
         value = field.default_factory()  # pyright: ignore[reportCallIssue]
-    if isinstance(value, BaseModel):
+    if is_section(type(value)):
         return _section_text(type(value))
     if isinstance(value, bool) or value is None:
         return str({True: "true", False: "false", None: "null"}[value])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator
 
 from meshtune.config.section import refuse_truth_values
 from meshtune.optim.config import OptimizerOptions
@@ -90,7 +90,7 @@ def check_possible(options: OptimizerOptions) -> OptimizerOptions:
 
 OptimizerSection = Annotated[
     OptimizerOptions,
-    BeforeValidator(refuse_truth_values(OptimizerOptions)),
+    refuse_truth_values(OptimizerOptions),
     AfterValidator(check_all_read),
     AfterValidator(check_possible),
 ]

@@ -12,13 +12,13 @@ from pydantic_core import ErrorDetails
 
 from meshtune.config.fields import allowed, allowed_entry, choices, field_at, keys, section_at
 from meshtune.config.foreign import FOREIGN_KEYS
-from meshtune.config.recipe import METHODS
-from meshtune.config.section import Section, section_fields
+from meshtune.config.method import METHODS
+from meshtune.config.section import SectionType, section_fields
 from meshtune.config.stage import STAGES
 from meshtune.config.yaml_text import Path, value_at
 from meshtune.errors import UserError, nearest
 
-KINDS: dict[Path, tuple[type[Section], ...]] = {("method",): METHODS, ("stage",): STAGES}
+KINDS: dict[Path, tuple[SectionType, ...]] = {("method",): METHODS, ("stage",): STAGES}
 UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")  # of models, of dataclasses
 MISSING = "missing"
 CUSTOM = ("value_error", "empty_text")  # raised by a validator of ours: its message is the message
@@ -104,16 +104,23 @@ def _sentence(path: Path, details: list[ErrorDetails], raw: Mapping[str, object]
         about = f": {field.description}" if field is not None and field.description else ""
         return f"{name} is missing{about.rstrip('.')}"
     if first["type"] in CUSTOM:
-        return f"{name}: {first['msg'].removeprefix('Value error, ')}"
+        return f"{name}: {_own_message(first)}"
     if path in KINDS and first["type"].startswith("union_tag"):
         value = raw.get(str(path[0]))
         kind = value.get("kind") if isinstance(value, dict) else value
-        kinds = [str(section.model_fields["kind"].default) for section in KINDS[path]]
+        kinds = [str(section_fields(section)["kind"].default) for section in KINDS[path]]
         return f"{path[0]} is {_quoted(kind)}: it must be one of {', '.join(kinds)}{_suggestion(kind, kinds)}"
     if field is None:
         return f"{name}: {first['msg']}"
     takes = allowed_entry(field) if isinstance(path[-1], int) else allowed(field)
     return f"{name} is {_quoted(first['input'])}: it must be {takes}{_suggestion(first['input'], choices(field))}"
+
+
+def _own_message(details: ErrorDetails) -> str:
+    error = details.get("ctx", {}).get("error")
+    if isinstance(error, UserError):  # of a dataclass of the core
+        return f"{error.what}: {error.fix}" if error.fix else error.what
+    return details["msg"].removeprefix("Value error, ")
 
 
 def _suggestion(value: object, valid: list[str]) -> str:

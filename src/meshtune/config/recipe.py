@@ -6,61 +6,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
+from meshtune.adapters.config import LoraOptions
 from meshtune.config.data import DataSection
-from meshtune.config.lora import LoraMethod
+from meshtune.config.method import MethodSection
 from meshtune.config.model import ModelSection
 from meshtune.config.optimizer import OptimizerSection
-from meshtune.config.quantize import QuantizeSection
 from meshtune.config.rules import check_together
-from meshtune.config.section import PathText, Section
+from meshtune.config.section import PathText, Section, refuse_truth_values
 from meshtune.config.short_forms import written_out
-from meshtune.config.stage import SftStage, Stage
+from meshtune.config.stage import StageSection
+from meshtune.mesh.config import MeshConfig
+from meshtune.objectives.config import SftConfig
 from meshtune.optim.config import OptimizerOptions
-
-
-class FullMethod(Section):
-    """Every weight is trained, but for the routers of experts."""
-
-    kind: Literal["full"] = "full"
-    train_router: bool = Field(
-        default=False, description="Train the routers of a mixture of experts too, which otherwise stay as they are."
-    )
-
-
-class FreezeMethod(Section):
-    """Some layers or modules are trained in full, the rest is frozen."""
-
-    kind: Literal["freeze"] = "freeze"
-    last_layers: PositiveInt | None = Field(default=None, description="Train the last n decoder layers.")
-    first_layers: PositiveInt | None = Field(default=None, description="Train the first n decoder layers.")
-    modules: list[str] = Field(
-        default_factory=list,
-        description="Names or patterns: within the chosen layers if some are chosen, else in all; "
-        "also embed_tokens, norm, lm_head.",
-    )
-
-    @model_validator(mode="after")
-    def _check_any_chosen(self) -> FreezeMethod:
-        if not (self.last_layers or self.first_layers or self.modules):
-            raise ValueError("give last_layers, first_layers or modules; otherwise nothing is trained")
-        if self.last_layers and self.first_layers:
-            raise ValueError("give last_layers or first_layers, not both")
-        return self
-
-
-class LlamaProMethod(Section):
-    """New layers between those of the model, which stay frozen (https://arxiv.org/abs/2401.02415)."""
-
-    kind: Literal["llama_pro"] = "llama_pro"
-    blocks: PositiveInt = Field(
-        default=8,
-        description="New layers, spread evenly; they begin as copies that add nothing, and they alone are trained.",
-    )
-
-
-METHODS = (LoraMethod, FullMethod, FreezeMethod, LlamaProMethod)
-Method = Annotated[LoraMethod | FullMethod | FreezeMethod | LlamaProMethod, Field(discriminator="kind")]
-
+from meshtune.quantize.config import QuantizeConfig
 
 DEFAULT_EPOCHS = 3.0
 
@@ -144,26 +102,8 @@ class ComputeSection(Section):
         return self
 
 
-AxisSize = Annotated[int, Field(ge=-1)]
-
-
-class MeshSection(Section):
-    """Devices along each axis of the mesh; they multiply to the number of devices. One may be -1: all that are left."""
-
-    dp: AxisSize = Field(default=1, description="Replicas: rows are split, parameters are not; goes across hosts.")
-    fsdp: AxisSize = Field(default=1, description="Rows and parameters are split.")
-    tp: AxisSize = Field(default=1, description="Heads, ffn and vocabulary are split.")
-    cp: AxisSize = Field(default=1, description="The sequence is split; parameters as with fsdp.")
-    ep: AxisSize = Field(default=1, description="Experts are split.")
-
-    @model_validator(mode="after")
-    def _sizes(self) -> MeshSection:
-        sizes = self.model_dump()
-        if empty := [axis for axis, size in sizes.items() if size == 0]:
-            raise ValueError(f"{empty[0]} is 0: give a whole number from 1, or -1 for as many devices as are left")
-        if len(left := [axis for axis, size in sizes.items() if size == -1]) > 1:
-            raise ValueError(f"{' and '.join(left)} are both -1: leave at most one axis open")
-        return self
+MeshSection = Annotated[MeshConfig, refuse_truth_values(MeshConfig)]
+QuantizeSection = Annotated[QuantizeConfig, refuse_truth_values(QuantizeConfig)]
 
 
 class EvalSection(Section):
@@ -217,8 +157,8 @@ class Recipe(Section):
     model: ModelSection
     data: DataSection
     output: PathText = Field(description="Directory of the run: checkpoints, logs, plots, the final adapter or model.")
-    stage: Stage = Field(default_factory=SftStage, description="What is learned and how it is scored.")
-    method: Method = Field(default_factory=LoraMethod)
+    stage: StageSection = Field(default_factory=SftConfig, description="What is learned and how it is scored.")
+    method: MethodSection = Field(default_factory=LoraOptions)
     quantize: QuantizeSection | None = Field(
         default=None, description="Keep the frozen base in few bits (nf4, int8, fp8 or int4); null: as it is."
     )

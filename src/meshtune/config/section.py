@@ -8,7 +8,14 @@ import typing
 from collections.abc import Callable
 from typing import Annotated, Any, TypeAlias, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
@@ -32,9 +39,13 @@ def section_fields(section: SectionType) -> dict[str, FieldInfo]:
     }
 
 
-def refuse_truth_values(section: SectionType) -> Callable[[object], object]:
-    """A validator, run before the section's own, that raises ValidationError for true and false where the field takes
-    neither: pydantic reads `rank: true` as rank 1."""
+def refuse_truth_values(section: SectionType) -> BeforeValidator:
+    """A validator that raises ValidationError for true and false where the field takes neither: pydantic reads
+    `rank: true` as rank 1."""
+    return BeforeValidator(_truth_values_refused(section))
+
+
+def _truth_values_refused(section: SectionType) -> Callable[[object], object]:
 
     def check(value: object) -> object:
         fields = section_fields(section)
@@ -60,7 +71,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_truth_values(cls, value: object) -> object:
-        return refuse_truth_values(cls)(value)
+        return _truth_values_refused(cls)(value)
 
 
 def _mentions(field: FieldInfo, member: type) -> bool:

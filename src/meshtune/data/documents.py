@@ -22,7 +22,7 @@ from meshtune.data.sources import DataSource, open_source
 from meshtune.errors import UserError
 
 if TYPE_CHECKING:
-    from meshtune.objectives import DatasetType
+    from meshtune.objectives.stages import DatasetType
 
 DETECTION_RECORDS = 20  # readable records that a format is detected from
 DETECTION_LIMIT = 1000  # records read at most to find them among malformed ones

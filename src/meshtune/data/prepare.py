@@ -31,7 +31,7 @@ from meshtune.data.tokenizer import check_vocabulary
 from meshtune.data.tokens import Tokenize, TokenOptions
 from meshtune.data.units import Units, nll_share
 from meshtune.errors import UserError
-from meshtune.objectives import STAGES
+from meshtune.objectives.stages import STAGES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -22,7 +22,7 @@ from meshtune.data.sources import DataSource, missing_path_error
 from meshtune.errors import UserError, nearest
 
 if TYPE_CHECKING:
-    from meshtune.objectives import DatasetType
+    from meshtune.objectives.stages import DatasetType
 
 FILE = "dataset_info.json"
 TYPES: dict[str, type | tuple[type, ...]] = {

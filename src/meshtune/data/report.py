@@ -16,7 +16,7 @@ from meshtune.data.tokens import TokenCounts
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from meshtune.objectives import DatasetType
+    from meshtune.objectives.stages import DatasetType
 
 # Shares beyond which there is a warning.
 _SHARE_CUT, _SHARE_COPIES, _SHARE_TRAINED, _SHARE_FULL = 0.05, 0.05, 0.02, 0.8

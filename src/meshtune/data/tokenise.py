@@ -17,7 +17,7 @@ from meshtune.data.store import Store, fingerprint, open_or_build
 from meshtune.data.tokens import Example, TokenCounts, Tokenize, TokenOptions
 from meshtune.data.units import tokenise_labelled, tokenise_pairs
 from meshtune.errors import UserError
-from meshtune.objectives import STAGES
+from meshtune.objectives.stages import STAGES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

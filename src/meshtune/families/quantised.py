@@ -12,8 +12,8 @@ from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.errors import UserError, nearest
 from meshtune.families import module_names
 from meshtune.model.spec import ModelSpec, abstract_params
-from meshtune.quantize import FORMATS
 from meshtune.quantize.config import BLOCK_SIZES, UNQUANTISED, QuantizeConfig, check_format
+from meshtune.quantize.formats import FORMATS
 from meshtune.quantize.weight import QuantisedWeight
 
 

@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,8 @@ from meshtune.model.compute import Compute
 from meshtune.model.decoder import hidden_states, logits
 from meshtune.model.spec import ModelSpec
 from meshtune.model.token_rows import folded
-from meshtune.quantize import FORMATS
-from meshtune.quantize.config import QuantizeConfig, check_format
+from meshtune.quantize.config import FormatName, QuantizeConfig, check_format
+from meshtune.quantize.formats import FORMATS
 from meshtune.runs.sources import find
 from meshtune.weights.load import MODEL_DTYPES, load_params, load_spec
 
@@ -250,7 +250,7 @@ def _quantised(quantize: QuantizeConfig | str | None, adapter: LoadedAdapter | N
     if quantize is None or isinstance(quantize, QuantizeConfig):
         return quantize
     check_format(quantize, (*FORMATS, "none"))
-    return None if quantize == "none" else QuantizeConfig(quantize)
+    return None if quantize == "none" else QuantizeConfig(cast(FormatName, quantize))
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "compute"))

@@ -8,7 +8,7 @@ import math
 from jax.sharding import AbstractMesh, Mesh
 
 from meshtune.errors import UserError
-from meshtune.mesh.axes import MeshConfig
+from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.layout import Layout
 from meshtune.model.block import Divisor
 from meshtune.model.spec import ModelSpec

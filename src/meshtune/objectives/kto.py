@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -12,21 +10,9 @@ from meshtune.arrays.tree import Tree
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.answers import answer_log_probs, reference_log_probs
+from meshtune.objectives.config import KtoConfig
 from meshtune.objectives.preference import masked_sum
 from meshtune.objectives.score import Batch, Objective, Score, WeightedMetric, add_layers_loss
-
-
-@dataclasses.dataclass(frozen=True)
-class KtoConfig:
-    """Options of KTO.
-
-    `desirable_weight` and `undesirable_weight` scale the losses of answers labelled good and bad. The paper recommends
-    a ratio (good answers * desirable_weight) / (bad answers * undesirable_weight) between 1 and 4/3.
-    """
-
-    beta: float = 0.1
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
 
 
 def make(config: KtoConfig) -> Objective:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 from jaxtyping import Array
 
@@ -11,15 +9,9 @@ from meshtune.arrays.tree import Tree
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.answers import answer_log_probs
+from meshtune.objectives.config import OrpoConfig
 from meshtune.objectives.preference import log_odds, preference_score
 from meshtune.objectives.score import Batch, Objective, Score
-
-
-@dataclasses.dataclass(frozen=True)
-class OrpoConfig:
-    """`beta` is the weight of the odds-ratio term beside the chosen answers' cross-entropy (the paper's lambda)."""
-
-    beta: float = 0.1
 
 
 def make(config: OrpoConfig) -> Objective:

@@ -3,8 +3,6 @@ https://arxiv.org/abs/2203.02155)."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -15,17 +13,10 @@ from meshtune.model.decoder import forward, layers_loss, scores
 from meshtune.model.inputs import Inputs
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.answers import by_side
+from meshtune.objectives.config import RmConfig
 from meshtune.objectives.preference import masked_sum, reward_metrics
 from meshtune.objectives.score import Batch, Objective, Score, add_layers_loss
 from meshtune.objectives.segments import max_segments, segment_sum
-
-
-@dataclasses.dataclass(frozen=True)
-class RmConfig:
-    """`centre` is the weight of a penalty on the squared sum of both scores, which keeps them near zero
-    (https://arxiv.org/abs/2312.09244)."""
-
-    centre: float = 0.0
 
 
 def make(config: RmConfig) -> Objective:

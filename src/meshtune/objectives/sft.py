@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -10,31 +9,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from meshtune.arrays.tree import Tree
-from meshtune.errors import UserError
 from meshtune.kernels.cross_entropy import cross_entropy
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, head_params, layers_loss, logits_of
 from meshtune.model.gather import loss_sharding
 from meshtune.model.inputs import Inputs
 from meshtune.model.spec import ModelSpec
+from meshtune.objectives.config import SftConfig
 from meshtune.objectives.score import Batch, Objective, Score, add_layers_loss
 from meshtune.objectives.segments import max_segments, segment_sum, to_tokens
-
-
-@dataclasses.dataclass(frozen=True)
-class SftConfig:
-    """Options of SFT and pretraining.
-
-    `label_smoothing` spreads that share of every target over the vocabulary (https://arxiv.org/abs/1512.00567).
-    `neftune_alpha` scales noise that is added to the embeddings in training (https://arxiv.org/abs/2310.05914).
-    """
-
-    label_smoothing: float = 0.0
-    neftune_alpha: float | None = None
-
-    def __post_init__(self):
-        if not 0 <= self.label_smoothing < 1:
-            raise UserError("label_smoothing must be in [0, 1)", where="stage.label_smoothing", fix="such as 0.1")
 
 
 def make(config: SftConfig) -> Objective:

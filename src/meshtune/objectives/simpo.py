@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from jaxtyping import Array
 
 from meshtune.arrays.tree import Tree
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.answers import answer_log_probs
+from meshtune.objectives.config import SimpoConfig
 from meshtune.objectives.preference import preference_score, sigmoid_loss
 from meshtune.objectives.score import Batch, Objective, Score
-
-
-@dataclasses.dataclass(frozen=True)
-class SimpoConfig:
-    """`gamma` is the margin by which the chosen answer's reward should exceed the other; the paper recommends a
-    gamma / beta near 0.5."""
-
-    beta: float = 2.0
-    gamma: float = 1.0
-    label_smoothing: float = 0.0
-    sft_weight: float = 0.0
 
 
 def make(config: SimpoConfig) -> Objective:

@@ -13,7 +13,8 @@ from meshtune.arrays.paths import named_leaves
 from meshtune.arrays.spec import LAYERS, ArraySpec
 from meshtune.arrays.tree import flatten
 from meshtune.config.recipe import Recipe
-from meshtune.mesh.axes import MeshConfig, abstract_mesh
+from meshtune.mesh.axes import abstract_mesh
+from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.layout import Layout
 from meshtune.model.sharding import layout_for
 from meshtune.model.spec import ModelSpec, abstract_params
@@ -21,7 +22,6 @@ from meshtune.optim.build import make_optimizer
 from meshtune.plan.hardware import Target
 from meshtune.plan.layer_costs import LayerCost, layer_costs
 from meshtune.setup.choices import Precision, optimizer_of, precision_of
-from meshtune.setup.quantization import quantize_of
 from meshtune.setup.start import start_of
 from meshtune.weights.hub import CONFIG, locate
 from meshtune.weights.load import load_config, stored_dtype
@@ -170,7 +170,7 @@ def workload_of(recipe: Recipe, backend: str) -> Workload:
     source = locate(recipe.model.path, recipe.model.revision, allow=CONFIG)
     precision, _ = precision_of(recipe, stored_dtype(source, load_config(source)), backend)
     start = start_of(recipe, source, precision.frozen)
-    arrays = abstract(start.method, start.spec, precision.trainable, quantize_of(recipe))
+    arrays = abstract(start.method, start.spec, precision.trainable, recipe.quantize)
     return workload_on(arrays, recipe, start.method, precision)
 
 

@@ -17,14 +17,14 @@ from collections.abc import Mapping
 from typing import get_args
 
 from meshtune import quickstart
-from meshtune.adapters import ADAPTERS
+from meshtune.adapters.registry import ADAPTERS
 from meshtune.config.load import load_recipe
 from meshtune.config.recipe import ComputeSection, Recipe
 from meshtune.errors import UserError
-from meshtune.objectives import STAGES
+from meshtune.objectives.stages import STAGES
 from meshtune.optim.build import OPTIMIZERS
 from meshtune.plan.program import step_of
-from meshtune.quantize import FORMATS
+from meshtune.quantize.formats import FORMATS
 
 YES, NO = "●", "–"
 Overrides = Mapping[str, object]

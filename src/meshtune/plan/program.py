@@ -13,7 +13,7 @@ from jax.stages import Lowered, Wrapped
 
 from meshtune.arrays.tree import Tree
 from meshtune.config.recipe import Recipe
-from meshtune.mesh.axes import MeshConfig
+from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.placement import is_offloaded
 from meshtune.model.compute import Compute

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshtune import terminal
-from meshtune.mesh.axes import MeshConfig
+from meshtune.mesh.config import MeshConfig
 from meshtune.plan.report import PlanReport, StepPlan
 from meshtune.plan.roofline import EFFICIENCY
 from meshtune.plan.search import Overrides

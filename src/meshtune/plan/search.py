@@ -11,18 +11,20 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping
+from typing import cast
 
-from meshtune.config.quantize import QuantizeSection
-from meshtune.config.recipe import LoraMethod, MeshSection, Recipe
+from meshtune.adapters.config import LoraOptions
+from meshtune.config.recipe import Recipe
 from meshtune.config.section import Section
 from meshtune.errors import UserError
-from meshtune.mesh.axes import MeshConfig, resolve_mesh
+from meshtune.mesh.config import MeshConfig, resolve_mesh
 from meshtune.model.sharding import check_batch, check_experts
 from meshtune.plan.candidate import Candidate, Workload, layout_on, workload_of
 from meshtune.plan.estimate import Estimate, estimate, estimated_collectives
 from meshtune.plan.hardware import Target
 from meshtune.plan.roofline import Roofline, roofline
 from meshtune.plan.work import work_of
+from meshtune.quantize.config import FormatName, QuantizeConfig
 from meshtune.setup.choices import compute_of
 from meshtune.setup.machine import Machine
 from meshtune.setup.stage import row_length
@@ -81,7 +83,7 @@ def open_keys(recipe: Recipe, *, search: bool = False) -> frozenset[str]:
         and (recipe.train.micro_batch == "auto" or (search and "micro_batch" not in recipe.train.model_fields_set)),
         REMAT: recipe.compute.remat == "auto" and not layerwise,
         OFFLOAD: search and not layerwise and "offload" not in recipe.compute.model_fields_set,
-        QUANTIZE: search and "quantize" not in recipe.model_fields_set and isinstance(recipe.method, LoraMethod),
+        QUANTIZE: search and "quantize" not in recipe.model_fields_set and isinstance(recipe.method, LoraOptions),
     }
     return frozenset(key for key, value in is_open.items() if value)
 
@@ -149,9 +151,9 @@ def score(
 
 def candidate_of(recipe: Recipe, target: Target, workload: Workload, *, length: int | None = None) -> Candidate:
     """The candidate of a recipe without open keys. Raises: UserError as `score` does."""
-    assert isinstance(recipe.mesh, MeshSection)
+    assert isinstance(recipe.mesh, MeshConfig)
     assert recipe.train.micro_batch != "auto"
-    config = MeshConfig(**recipe.mesh.model_dump())
+    config = recipe.mesh
     check_experts(config.ep, workload.spec)
     mesh = resolve_mesh(config, target.devices)
     rows, length = recipe.train.batch_size // recipe.train.accumulation, length or row_length(recipe)
@@ -207,9 +209,9 @@ def apply_overrides(recipe: Recipe, overrides: Overrides) -> Recipe:
         section, _, name = key.partition(".")
         if key == MESH:
             assert isinstance(value, dict)
-            changed[MESH] = MeshSection(**value)
+            changed[MESH] = MeshConfig(**value)
         elif key == QUANTIZE:
-            changed[QUANTIZE] = QuantizeSection.model_validate({"format": value})
+            changed[QUANTIZE] = QuantizeConfig(cast(FormatName, value))
         elif not name:
             changed[section] = value
         else:

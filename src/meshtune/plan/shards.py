@@ -13,7 +13,8 @@ from meshtune.adapters.method import abstract
 from meshtune.arrays.paths import named_leaves
 from meshtune.arrays.tree import Tree
 from meshtune.config.recipe import Recipe
-from meshtune.mesh.axes import MeshConfig, abstract_mesh, resolve_mesh
+from meshtune.mesh.axes import abstract_mesh
+from meshtune.mesh.config import MeshConfig, resolve_mesh
 from meshtune.mesh.layout import Layout
 from meshtune.model.sharding import check_batch, layout_for
 from meshtune.model.spec import ModelSpec

@@ -12,7 +12,7 @@ from meshtune.config.recipe import DEFAULT_EPOCHS, Recipe
 from meshtune.data.documents import CheckedSource, load_documents
 from meshtune.data.prepare import prepare_data
 from meshtune.errors import UserError
-from meshtune.objectives import STAGES
+from meshtune.objectives.stages import STAGES
 from meshtune.setup.start import tokenizer_of
 from meshtune.weights.hub import TOKENIZER, locate
 

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from meshtune.quantize.config import FormatName
+
 
 @dataclasses.dataclass(frozen=True)
 class Format:
@@ -19,7 +21,7 @@ class Format:
     in less time on a CPU.
     """
 
-    name: str
+    name: FormatName
     dtype: str
     per: int
     encode: Callable[[jax.Array], jax.Array]

@@ -15,9 +15,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from meshtune.arrays.spec import ArraySpec
-from meshtune.quantize import FORMATS
-from meshtune.quantize.config import QuantizeConfig, check_format
+from meshtune.quantize.config import BlockSize, FormatName, QuantizeConfig, check_format
 from meshtune.quantize.format import Format, shares
+from meshtune.quantize.formats import FORMATS
 from meshtune.quantize.scales import nested_blocks, restored, twice_quantised, twice_quantised_on_device
 
 
@@ -37,8 +37,8 @@ class QuantisedWeight:
     scales: Any
     nested: Any
     offset: Any
-    format: str = dataclasses.field(metadata={"static": True})
-    block_size: int = dataclasses.field(metadata={"static": True})
+    format: FormatName = dataclasses.field(metadata={"static": True})
+    block_size: BlockSize = dataclasses.field(metadata={"static": True})
     dtype: str = dataclasses.field(metadata={"static": True})
 
     @classmethod
@@ -124,7 +124,9 @@ class QuantisedWeight:
 
 
 @functools.partial(jax.jit, static_argnames=("format", "block_size"))
-def encoded(numbers: Float[Array, "*L i"], *, format: str, block_size: int) -> tuple[Array, Float[Array, "*L n"]]:
+def encoded(
+    numbers: Float[Array, "*L i"], *, format: FormatName, block_size: int
+) -> tuple[Array, Float[Array, "*L n"]]:
     """(codes [.., in / per], float32 scales [.., in / block_size]); the block size must divide the rows."""
     blocks = numbers.reshape(*numbers.shape[:-1], -1, block_size)
     absmax = jnp.abs(blocks.astype(jnp.float32)).max(axis=-1)

@@ -6,16 +6,16 @@ import dataclasses
 
 import jax
 
-from meshtune.adapters.config import ExpandConfig, FreezeConfig, FullConfig, LoraConfig, Method
-from meshtune.adapters.refusals import TYPES_OF_OPTION
-from meshtune.config.recipe import FreezeMethod, FullMethod, LlamaProMethod, LoraMethod, Recipe
+from meshtune.adapters.config import LoraConfig, LoraOptions, Method
+from meshtune.config.recipe import Recipe
 from meshtune.kernels.attention import AttentionRequest, choose_backend
-from meshtune.mesh.axes import MeshConfig, make_mesh, resolve_mesh
+from meshtune.mesh.axes import make_mesh
+from meshtune.mesh.config import MeshConfig, resolve_mesh
 from meshtune.mesh.layout import Layout
 from meshtune.model.compute import Compute
 from meshtune.model.sharding import Note, check_experts, layout_for
 from meshtune.model.spec import ModelSpec
-from meshtune.objectives import STAGES
+from meshtune.objectives.stages import STAGES
 from meshtune.optim.build import OptimizerConfig
 from meshtune.setup.machine import Machine, this_machine
 from meshtune.setup.tiles import chunks_of
@@ -71,7 +71,7 @@ def mesh_of(recipe: Recipe, devices: int, spec: ModelSpec) -> tuple[MeshConfig, 
     A mesh without a -1 axis keeps its own device count. plan.autotune must have resolved 'auto' before.
     """
     assert recipe.mesh != "auto", "resolve mesh=auto before (plan.autotune)"
-    config = MeshConfig(**recipe.mesh.model_dump())
+    config = recipe.mesh
     check_experts(config.ep, spec)
     return (resolve_mesh(config, devices) if -1 in config.sizes.values() else config), "asked for"
 
@@ -161,24 +161,9 @@ def attention_requests(compute: Compute, spec: ModelSpec, rows: int, length: int
 
 
 def method_of(recipe: Recipe) -> Method:
-    """Converts the recipe's method section to the core's config."""
-    match recipe.method:
-        case LoraMethod() as lora:
-            return LoraConfig(
-                rank=lora.rank,
-                alpha=lora.alpha,
-                dropout=lora.dropout,
-                targets=lora.targets if isinstance(lora.targets, str) else tuple(lora.targets),
-                rslora=lora.rslora,
-                train_modules=tuple(lora.train_modules),
-                **{name: getattr(lora, name) for name in ("adapter", *TYPES_OF_OPTION)},
-            )
-        case FullMethod() as full:
-            return FullConfig(full.train_router)
-        case FreezeMethod() as freeze:
-            return FreezeConfig(freeze.last_layers, freeze.first_layers, tuple(freeze.modules))
-        case LlamaProMethod() as pro:
-            return ExpandConfig(pro.blocks)
+    """The method of a recipe, before its base has decided the rest of an adapter's config."""
+    method = recipe.method
+    return LoraConfig(**vars(method)) if isinstance(method, LoraOptions) else method
 
 
 def optimizer_of(recipe: Recipe, precision: Precision) -> OptimizerConfig:

@@ -1,4 +1,4 @@
-"""Resolves the quantisation of a run's base, and describes it for the banner."""
+"""Describes the quantisation of a run's base for the banner."""
 
 from __future__ import annotations
 
@@ -10,17 +10,9 @@ import jax
 
 from meshtune.adapters.method import PreparedModel
 from meshtune.arrays.tree import flatten
-from meshtune.config.recipe import Recipe
 from meshtune.mesh.layout import Layout
-from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.weight import QuantisedWeight
 from meshtune.setup.choices import Decision
-
-
-def quantize_of(recipe: Recipe) -> QuantizeConfig | None:
-    """Converts the recipe's quantize section to the core's config."""
-    section = recipe.quantize
-    return None if section is None else QuantizeConfig(**section.model_dump())
 
 
 def quantize_decisions(arrays: PreparedModel, layout: Layout | None) -> list[Decision]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from meshtune.adapters.config import Method
 from meshtune.adapters.method import PreparedModel, abstract
 from meshtune.config.recipe import Recipe
-from meshtune.mesh.axes import resolve_mesh
+from meshtune.mesh.config import resolve_mesh
 from meshtune.mesh.layout import Layout
 from meshtune.model.sharding import check_batch
 from meshtune.model.spec import ModelSpec
@@ -17,7 +17,7 @@ from meshtune.quantize.config import QuantizeConfig
 from meshtune.setup.choices import Decision, Precision, layout_of, mesh_of, precision_of
 from meshtune.setup.devices import ProcessDevices, check_devices
 from meshtune.setup.machine import Machine
-from meshtune.setup.quantization import quantize_decisions, quantize_of
+from meshtune.setup.quantization import quantize_decisions
 from meshtune.setup.start import Start, start_of
 from meshtune.weights.hub import CONFIG, MODEL, locate
 from meshtune.weights.load import load_config, stored_dtype
@@ -63,7 +63,7 @@ def resolve_run(
     source = locate(recipe.model.path, recipe.model.revision, allow=MODEL if weights else CONFIG)
     precision, decision = precision_of(recipe, stored_dtype(source, load_config(source)), machine.platform)
     start = start_of(recipe, source, precision.frozen)
-    quantize = quantize_of(recipe)
+    quantize = recipe.quantize
     arrays = abstract(start.method, start.spec, precision.trainable, quantize)
     mesh, why = mesh_of(recipe, len(machine.devices), arrays.spec)
     if processes:

@@ -2,42 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import numpy as np
 
 from meshtune.adapters.config import LoraConfig, Method
 from meshtune.config.recipe import Recipe
 from meshtune.data.loader import TOKEN_ARRAYS
 from meshtune.errors import UserError
-from meshtune.objectives import STAGES, Stage
+from meshtune.objectives.config import SftConfig
 from meshtune.objectives.score import Objective
-from meshtune.objectives.sft import SftConfig
+from meshtune.objectives.stages import STAGES
 from meshtune.setup.choices import Decision
 
 BASE, CACHED, AUTO = "base", "cached", "auto"
 PLANNED_LENGTH = 128  # tokens of an answer with its prompt, where there are no data yet to tell
 
 
-def stage_of(recipe: Recipe) -> tuple[Stage, Any]:
-    """The stage and its options as the core's dataclass. Raises UserError for options that contradict each other."""
-    stage = STAGES[recipe.stage.kind]
-    names = {field.name for field in dataclasses.fields(stage.config)}
-    options = recipe.stage.model_dump()
-    return stage, stage.config(**{name: value for name, value in options.items() if name in names})
-
-
 def objective_of(recipe: Recipe) -> Objective:
     """Builds the objective that the step differentiates."""
-    stage, options = stage_of(recipe)
-    return stage.make(options)
+    return STAGES[recipe.stage.kind].make(recipe.stage)
 
 
 def draws(recipe: Recipe, method: Method) -> bool:
     """Whether a step needs random numbers: dropout, noise."""
-    _, options = stage_of(recipe)
-    noisy = isinstance(options, SftConfig) and options.neftune_alpha is not None
+    noisy = isinstance(recipe.stage, SftConfig) and recipe.stage.neftune_alpha is not None
     return noisy or (isinstance(method, LoraConfig) and method.dropout > 0)
 
 
@@ -53,12 +40,12 @@ def batch_arrays(recipe: Recipe, method: Method, shape: tuple[int, int, int]) ->
     """(shape, dtype) of every array of a batch [micro-batches, rows, positions], as far as they are known without data:
     the number of units a row has room for is a guess, which changes next to nothing."""
     arrays: dict[str, ShapeAndDtype] = {name: (shape, np.dtype(dtype)) for name, dtype in TOKEN_ARRAYS.items()}
-    stage, options = stage_of(recipe)
+    stage = STAGES[recipe.stage.kind]
     if stage.dataset_type == "documents":
         return arrays
     units = max(1, shape[-1] // (2 * PLANNED_LENGTH)) if recipe.data.packing else 1
     arrays |= {name: ((*shape[:2], units), np.dtype(np.float32)) for name in ("units", "values")}
-    if stage.uses_nll(options):
+    if stage.uses_nll(recipe.stage):
         arrays["nll"] = (shape, np.dtype(np.float32))
     choice = reference_of(recipe, method)
     if choice is not None and choice.value != BASE:

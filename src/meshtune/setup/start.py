@@ -18,7 +18,7 @@ from meshtune.errors import UserError
 from meshtune.families import model_spec, scored_spec
 from meshtune.families.expansion import expanded_config, grouped
 from meshtune.model.spec import ModelSpec
-from meshtune.objectives import STAGES
+from meshtune.objectives.stages import STAGES
 from meshtune.runs.output import ADAPTER
 from meshtune.runs.sources import is_run
 from meshtune.runs.verify import check_result

@@ -18,7 +18,7 @@ from meshtune.digests import DamagedError, read_digests
 from meshtune.errors import UserError
 from meshtune.mesh.processes import Job
 from meshtune.mesh.rendezvous import ProcessInfo
-from meshtune.objectives import STAGES
+from meshtune.objectives.stages import STAGES
 from meshtune.runs.output import CHECKPOINTS, RESULT_DIGEST, claimed, read_run, write_recipe, write_run
 from meshtune.setup.attention_check import checked_attention
 from meshtune.setup.parameters import InitializedRun, Parameters

@@ -15,7 +15,7 @@ from meshtune.adapters.peft_format import BaseRecord, recorded
 from meshtune.config.recipe import DEFAULT_EPOCHS, Recipe
 from meshtune.data.prepare import PreparedData, prepare_data
 from meshtune.mesh.agreement import code_version, main_process_first, require_agreement
-from meshtune.mesh.axes import MeshConfig
+from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.processes import Job
 from meshtune.model.compute import Compute
 from meshtune.model.sharding import check_batch

@@ -10,7 +10,7 @@ from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
 from meshtune.errors import UserError, nearest
 
 if TYPE_CHECKING:
-    from meshtune.objectives import DatasetType
+    from meshtune.objectives.stages import DatasetType
 
 DOCUMENT_FORMATS: dict[str, RecordFormat] = {
     module.FORMAT.name: module.FORMAT for module in (alpaca, sharegpt, messages, prompt_completion, text)

@@ -127,8 +127,8 @@ class Reference:
 
 def made_start(recipe: Recipe) -> dict[str, object]:
     """Returns the recipe fields that determine the initial weights of a run, apart from the base."""
-    quantize = None if recipe.quantize is None else recipe.quantize.model_dump(mode="json")
-    facts = {"method": recipe.method.model_dump(mode="json"), "seed": recipe.seed, "quantize": quantize}
+    fields = recipe.model_dump(mode="json")
+    facts = {name: fields[name] for name in ("method", "seed", "quantize")}
     if getattr(recipe.method, "loftq_calibration", 0):  # calibration depends on the first rows of the data
         facts["rows"] = [recipe.data.model_dump(mode="json"), recipe.train.batch_size, recipe.train.accumulation]
     return facts

@@ -11,8 +11,9 @@ import jax
 import psutil
 from jax.stages import Compiled
 
-from meshtune.config.recipe import MeshSection, Recipe
+from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
+from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.layout import Layout
 from meshtune.plan.candidate import workload_of
 from meshtune.plan.collectives import collectives_of
@@ -71,7 +72,7 @@ def predict(compiled: Compiled, recipe: Recipe, target: Target, layout: Layout |
 
 def _resolved(recipe: Recipe, layout: Layout | None) -> Recipe:
     """The recipe with the mesh of its layout, and the whole batch as the micro-batch if that is open."""
-    if not isinstance(recipe.mesh, MeshSection):
+    if not isinstance(recipe.mesh, MeshConfig):
         mesh = {} if layout is None else {axis: size for axis, size in layout.mesh.shape.items() if size > 1}
         recipe = apply_overrides(recipe, {MESH: mesh or {"fsdp": 1}})
     if recipe.train.micro_batch == "auto":

@@ -1,0 +1,94 @@
+"""The stages of training: the objective of each, and what data it is computed from.
+
+An objective is a function (params, spec, compute, batch, rng) -> Score. Adding one takes a dataclass of its options in
+objectives/config.py, a module with `make(options) -> Objective`, a line in STAGES, and a line in config/stage.py, which
+makes the options recipe keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Generic, Literal, TypeVar
+
+from meshtune.objectives import cpo, dpo, kto, orpo, rm, sft, simpo
+from meshtune.objectives.config import (
+    CpoConfig,
+    DpoConfig,
+    KtoConfig,
+    OrpoConfig,
+    PtConfig,
+    RmConfig,
+    SftConfig,
+    SimpoConfig,
+)
+from meshtune.objectives.score import Objective
+
+DatasetType = Literal["documents", "pairs", "labelled"]
+"""What one sample of the data is: a document (text or conversation), a pair of a chosen and a rejected answer to the
+same prompt, or an answer labelled good or bad."""
+
+
+Options = TypeVar("Options")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage(Generic[Options]):
+    """A kind of training.
+
+    `config` is the dataclass of its options and `make(options)` builds its objective. `title` names the stage for
+    people. `unit` is what the loss is averaged over, in the singular; `headline` lists the metrics worth showing while
+    training, as (metric, label). `needs_reference` says that answers are compared with a reference model;
+    `has_score_head` that the model ends in a head of one score instead of one over the vocabulary; `uses_nll(options)`
+    that the cross-entropy of the chosen answers is a term of the loss.
+    """
+
+    config: type[Options]
+    make: Callable[[Options], Objective]
+    title: str
+    dataset_type: DatasetType = "documents"
+    unit: str = "token"
+    headline: tuple[tuple[str, str], ...] = ()
+    needs_reference: bool = False
+    has_score_head: bool = False
+    uses_nll: Callable[[Options], bool] = lambda options: False
+
+
+def _has_sft_weight(options: DpoConfig | SimpoConfig | CpoConfig) -> bool:
+    return options.sft_weight > 0
+
+
+def _preference_stage(
+    config: type[Options],
+    make: Callable[[Options], Objective],
+    title: str,
+    *,
+    needs_reference: bool = False,
+    has_score_head: bool = False,
+    uses_nll: Callable[[Options], bool] = lambda options: False,
+) -> Stage[Options]:
+    headline = (("rewards/accuracies", "accuracy"), ("rewards/margins", "margin"))
+    return Stage(config, make, title, "pairs", "pair", headline, needs_reference, has_score_head, uses_nll)
+
+
+STAGES: dict[str, Stage[Any]] = {
+    "sft": Stage(SftConfig, sft.make, "SFT"),
+    "pt": Stage(PtConfig, lambda options: sft.make(SftConfig()), "pretraining"),
+    "rm": _preference_stage(RmConfig, rm.make, "reward model", has_score_head=True),
+    "dpo": _preference_stage(DpoConfig, dpo.make, "DPO", needs_reference=True, uses_nll=_has_sft_weight),
+    "orpo": _preference_stage(OrpoConfig, orpo.make, "ORPO", uses_nll=lambda options: True),
+    "simpo": _preference_stage(SimpoConfig, simpo.make, "SimPO", uses_nll=_has_sft_weight),
+    "cpo": _preference_stage(CpoConfig, cpo.make, "CPO", uses_nll=_has_sft_weight),
+    "kto": Stage(
+        KtoConfig,
+        kto.make,
+        "KTO",
+        dataset_type="labelled",
+        unit="answer",
+        headline=(("rewards/chosen", "chosen reward"), ("rewards/rejected", "rejected reward")),
+        needs_reference=True,
+    ),
+}
+
+OBJECTIVES: dict[str, Objective] = {name: stage.make(stage.config()) for name, stage in STAGES.items()}
+"""The objective of every stage with default options."""
