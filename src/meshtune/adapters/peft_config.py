@@ -121,7 +121,9 @@ def read_config(fields: dict[str, Any], where: str) -> PeftConfig:
     def refuse(field: str, why: str, fix: str = "train or export the adapter without it") -> UserError:
         return UserError(f"{field} is {fields.get(field)!r}: {why}", where=f"{where}, field {field}", fix=fix)
 
-    kinds = [name for name, kind in ADAPTERS.items() if all(_equal(fields, kind, field) for field in kind.PEFT_FIELDS)]
+    kinds: list[AdapterName] = [
+        name for name, kind in ADAPTERS.items() if all(_equal(fields, kind, field) for field in kind.PEFT_FIELDS)
+    ]
     if not kinds:
         known = {kind.PEFT_FIELDS["peft_type"] for kind in ADAPTERS.values()}
         field = "peft_type" if fields.get("peft_type") not in known else "use_dora"

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from meshtune.errors import UserError, nearest
 from meshtune.options import option, required
 
-FormatName = Literal["nf4", "int8", "fp8", "int4"]  # the keys of meshtune.quantize.FORMATS
+FormatName = Literal["nf4", "int8", "fp8", "int4"]  # the keys of meshtune.quantize.formats.FORMATS
 BlockSize = Literal[8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 BLOCK_SIZES: tuple[BlockSize, ...] = get_args(BlockSize)
 UNQUANTISED = "none"  # the format in `modules` of a module that is not quantised

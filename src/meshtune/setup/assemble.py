@@ -1,4 +1,4 @@
-"""The train step of a run and what it is called with: one place for the run itself and for planning it."""
+"""Builds the train step of a run and the abstract forms of its arguments, for training and for planning."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from meshtune.train.step.state import TrainState, abstract_state
 
 
 def optimizer_for(recipe: Recipe, resolved: ResolvedRun, steps: int) -> tuple[Optimizer, Schedule]:
-    """(the optimizer, its learning rate by step) of a run of `steps` updates."""
+    """Builds the optimizer and the learning-rate schedule of a run of `steps` updates."""
     return make_optimizer(optimizer_of(recipe, resolved.precision), steps, resolved.arrays.trainable, resolved.spec)
 
 
 def step_for(recipe: Recipe, resolved: ResolvedRun, compute: Compute, optimizer: Optimizer) -> jax.stages.Wrapped:
-    """The jitted train step (see train.step.make_train_step)."""
+    """Builds the jitted train step (train.step.build.make_train_step)."""
     return make_train_step(
         objective_of(recipe),
         resolved.spec,
@@ -37,9 +37,9 @@ def step_for(recipe: Recipe, resolved: ResolvedRun, compute: Compute, optimizer:
 
 
 def state_like(resolved: ResolvedRun, optimizer: Optimizer) -> TrainState:
-    """The state as ShapeDtypeStructs, laid out where there is a layout.
+    """Returns the training state as ShapeDtypeStructs, with shardings if the run has a layout.
 
-    Raises: UserError for an optimizer whose state cannot wait in the host's memory, if it is asked to.
+    Raises: UserError if the recipe offloads an optimizer state that cannot be updated layer by layer.
     """
     if "optimizer" in resolved.offload and optimizer.update_param is None:
         raise UserError(
@@ -51,7 +51,7 @@ def state_like(resolved: ResolvedRun, optimizer: Optimizer) -> TrainState:
 
 
 def frozen_like(resolved: ResolvedRun) -> Tree:
-    """The frozen weights as ShapeDtypeStructs, laid out where there is a layout."""
+    """Returns the frozen weights as ShapeDtypeStructs, with shardings if the run has a layout."""
     frozen = resolved.arrays.frozen
     if resolved.layout is None:
         like = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), frozen)
@@ -65,12 +65,15 @@ def frozen_like(resolved: ResolvedRun) -> Tree:
 
 
 def waiting_weights(resolved: ResolvedRun, optimizer: Optimizer) -> list[str]:
-    """The paths of the weights that wait in the host's memory, trained ones too."""
+    """Returns the paths of all frozen and trained weights that are offloaded to host memory."""
     return offloaded_names(frozen_like(resolved)) + offloaded_names(state_like(resolved, optimizer).trainable)
 
 
 def batch_like(recipe: Recipe, resolved: ResolvedRun, shape: tuple[int, int, int]) -> Tree:
-    """A batch [micro-batches, rows, positions] of the recipe's stage as mesh.placement.place_batch lays it."""
+    """Returns a batch [micro-batches, rows, positions] of the recipe's stage as ShapeDtypeStructs.
+
+    Its shardings are those of mesh.placement.place_batch.
+    """
     layout = resolved.layout
     return {
         name: jax.ShapeDtypeStruct(
