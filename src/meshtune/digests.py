@@ -1,7 +1,7 @@
-"""Digests of the files in a directory, written beside them and compared when they are read again.
+"""Digests of the files in a directory, stored beside them and verified when they are read.
 
-They detect what disks, copies and interrupted writes do to files. They are no defence against forgery: XXH3 is not a
-cryptographic hash, and was chosen because it hashes several gigabytes a second on one core.
+They detect damage by disks, copies and interrupted writes. They do not protect against forgery: XXH3 is not a
+cryptographic hash; it was chosen for its speed of several gigabytes per second and core.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ THREADS = min(8, os.cpu_count() or 1)
 
 
 class DamagedError(UserError):
-    """A file is not what was written: it is missing, shorter, longer, or has other contents."""
+    """A file does not match its digest: it is missing, shorter, longer, or has other contents."""
 
     @property
     def reason(self) -> str:
-        """The message without the name of the file."""
+        """Returns the error's message without the file name."""
         return self.what.partition(" is damaged: ")[2]
 
 
@@ -51,7 +51,7 @@ def list_files(directory: Path) -> list[str]:
 
 
 def digest_files(directory: Path, names: Sequence[str]) -> dict[str, FileDigest]:
-    """The digests of files, in parallel over blocks of all of them. Raises: OSError where one cannot be read."""
+    """Computes the digests of files, in parallel over their blocks. Raises: OSError if a file cannot be read."""
     sizes = {name: (directory / name).stat().st_size for name in names}
     blocks = [(name, start) for name, size in sizes.items() for start in range(0, max(1, size), BLOCK_BYTES)]
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
@@ -63,17 +63,17 @@ def digest_files(directory: Path, names: Sequence[str]) -> dict[str, FileDigest]
 
 
 def digest_bytes(content: bytes) -> str:
-    """The digest of bytes in memory, 32 hex digits."""
+    """Computes the digest of bytes in memory, as 32 hex digits."""
     return xxhash.xxh3_128_hexdigest(content)
 
 
 def digest_json(value: object) -> str:
-    """The digest of a JSON value, whatever the order of its keys."""
+    """Computes the digest of a JSON value, independent of the order of keys."""
     return digest_bytes(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
 
 
 def write_digests(directory: Path, digests: Mapping[str, FileDigest] | None = None) -> str:
-    """Writes digests.json for `digests` (default: all files there) as one atomic replacement; its own digest."""
+    """Writes digests.json for `digests` (default: of all files), atomically; returns the digest of digests.json."""
     digests = digest_files(directory, list_files(directory)) if digests is None else digests
     files = {name: dataclasses.asdict(digest) for name, digest in sorted(digests.items())}
     checksum = digest_json(files)
@@ -88,7 +88,7 @@ def write_digests(directory: Path, digests: Mapping[str, FileDigest] | None = No
 
 
 def read_digests(directory: Path) -> tuple[dict[str, FileDigest], str]:
-    """The digests written for a directory, and the digest of digests.json itself.
+    """Reads the digests of a directory; returns them with the digest of digests.json itself.
 
     Raises: DamagedError where digests.json is missing or damaged.
     """
@@ -105,7 +105,7 @@ def read_digests(directory: Path) -> tuple[dict[str, FileDigest], str]:
 
 
 def find_damage(directory: Path, digests: Mapping[str, FileDigest]) -> dict[str, str]:
-    """What is wrong with each file that is not as `digests` says; empty where all are whole."""
+    """Describes the damage of each file that does not match `digests`; {} if all match."""
     damage: dict[str, str] = {}
     readable: list[str] = []
     for name, digest in digests.items():
@@ -132,11 +132,11 @@ def find_damage(directory: Path, digests: Mapping[str, FileDigest]) -> dict[str,
 
 
 def check_directory(directory: Path, *, expected: str | None = None, fix: str) -> bool:
-    """Compares every file of a directory with its digests; False where it has none and none are `expected`.
+    """Verifies every file of a directory; returns False if it has no digests and `expected` is None.
 
-    `expected` is the digest of digests.json itself, where something else recorded it.
+    `expected` is the digest of digests.json itself, if another file recorded it.
 
-    Raises: DamagedError, naming the files, where one is not as it was written.
+    Raises: DamagedError with the names of the files that do not match.
     """
     if expected is None and not (directory / FILE).exists():
         return False
@@ -152,7 +152,7 @@ def check_directory(directory: Path, *, expected: str | None = None, fix: str) -
 
 
 def damaged(directory: Path, damage: Mapping[str, str], fix: str) -> DamagedError:
-    """The error for the files that `find_damage` reports."""
+    """Builds the error for the files that `find_damage` reports."""
     first, *further = sorted(damage)
     summary = (
         f" ({len(further)} more: {', '.join(further[:3])}{', ...' if len(further) > 3 else ''})" if further else ""
@@ -161,7 +161,7 @@ def damaged(directory: Path, damage: Mapping[str, str], fix: str) -> DamagedErro
 
 
 def share(digests: Mapping[str, FileDigest], index: int, count: int) -> dict[str, FileDigest]:
-    """The files that process `index` of `count` compares: dealt out from the largest to the smallest."""
+    """Returns the files that process `index` of `count` verifies; files are dealt out from largest to smallest."""
     largest_first = sorted(digests, key=lambda name: (-digests[name].size, name))
     return {name: digests[name] for name in largest_first[index::count]}
 
@@ -171,7 +171,7 @@ def _reason(error: OSError) -> str:
 
 
 def _hash_block(path: Path, start: int) -> bytes:
-    """The digest of at most BLOCK_BYTES from `start`."""
+    """Computes the digest of at most BLOCK_BYTES from `start`."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         count = min(BLOCK_BYTES, os.fstat(descriptor).st_size - start)
@@ -182,10 +182,10 @@ def _hash_block(path: Path, start: int) -> bytes:
 
 
 def _hash_mapped(descriptor: int, start: int, count: int) -> bytes | None:
-    """The digest of `count` bytes, without the copy from the page cache that takes most of `_hash_read`'s time.
+    """Computes the digest of `count` bytes in a memory map, which avoids the copy that dominates `_hash_read`'s time.
 
-    A page that cannot be read would be a signal that ends the process, so pages are made present first, which is an
-    error of a call. None where that fails, or where the kernel cannot: then they are to be read.
+    Pages are populated first with madvise, because accessing an unreadable page would kill the process with a signal.
+    Returns None if that fails or is not supported; the bytes must then be read.
     """
     hasher = xxhash.xxh3_128()
     try:
@@ -201,7 +201,7 @@ def _hash_mapped(descriptor: int, start: int, count: int) -> bytes | None:
 
 
 def _hash_read(descriptor: int, start: int) -> bytes:
-    """The digest of at most BLOCK_BYTES from `start`, read piece by piece. Raises: OSError."""
+    """Computes the digest of at most BLOCK_BYTES from `start`, reading it in pieces. Raises: OSError."""
     hasher, buffer = xxhash.xxh3_128(), memoryview(bytearray(BUFFER_BYTES))
     stop = start + BLOCK_BYTES
     while start < stop:

@@ -1,4 +1,4 @@
-"""Combines adapters that have digests into one that has."""
+"""Combines adapters after verifying their digests, and writes digests of the result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def combine_checked(
     seed: int = 0,
     any_base: bool = False,
 ) -> Combined:
-    """`adapters.combine.combine`, after each adapter was compared with its digests; the result has digests too.
+    """Verifies the digests of each adapter, calls `adapters.combine.combine`, and writes digests of the result.
 
     Raises: UserError as `combine` does, and DamagedError for an adapter whose files are not what was written.
     """

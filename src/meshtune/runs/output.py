@@ -1,4 +1,4 @@
-"""The directory of a run: who may write there, and the files that say what the run is."""
+"""The output directory of a run: its lock, its checks before a run, and its files run.json and recipe.yaml."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ LOGS = "logs"  # what the processes print, written by what launches them: before
 
 
 def check_output(output: pathlib.Path, *, resume: bool, overwrite: bool) -> None:
-    """Raises UserError, before anything is done, if a run may not be written to `output`.
+    """Raises UserError if a run cannot or may not be written to `output`.
 
-    Creates nothing, but for a directory that is removed at once: only the file system knows what it refuses.
+    Leaves nothing behind. A missing directory is created and removed again, because some file systems refuse names and
+    locations that cannot be known in advance.
     """
     try:
         _check_creatable(output)
@@ -86,10 +87,10 @@ def _unusable(output: pathlib.Path, error: OSError) -> UserError:
 
 @contextlib.contextmanager
 def claimed(output: pathlib.Path, *, overwrite: bool) -> Iterator[pathlib.Path | None]:
-    """Holds `output` for this process; with `overwrite`, what is there is moved aside first and never deleted.
+    """Locks `output` for this process. With `overwrite`, existing contents are first moved to another directory.
 
-    Yields where the old run went, or None. The lock is the system's: it goes with the process, however that ends.
-    Raises: UserError if another process is writing there.
+    Yields the directory that an earlier run was moved to, or None. The operating system releases the lock when the
+    process ends. Raises: UserError if another process holds the lock.
     """
     output.mkdir(parents=True, exist_ok=True)
     aside = None
@@ -117,7 +118,7 @@ def write_run(output: pathlib.Path, fields: Mapping[str, object]) -> None:
 
 
 def read_run(output: pathlib.Path) -> dict[str, Any]:
-    """run.json without its digest, or an empty dict where there is none. Raises: DamagedError."""
+    """Reads run.json, without its digest; {} if the file does not exist. Raises: DamagedError."""
     path = output / RUN
     try:
         fields = json.loads(path.read_bytes())
@@ -136,7 +137,7 @@ def read_run(output: pathlib.Path) -> dict[str, Any]:
 
 
 def write_recipe(output: pathlib.Path, recipe: Mapping[str, object]) -> None:
-    """recipe.yaml, with every default written out."""
+    """Writes recipe.yaml with all defaults, replacing the file atomically."""
     _replace(output / RECIPE, yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True))
 
 
@@ -147,7 +148,7 @@ def _replace(path: pathlib.Path, text: str) -> None:
 
 
 def _content(output: pathlib.Path) -> list[str]:
-    """Names in the directory, without the lock, the logs and what a killed process left half-written."""
+    """Lists the directory's entries except the lock, logs and partial files of a killed process."""
     if not output.is_dir():
         return []
     names = sorted(path.name for path in output.iterdir())

@@ -1,4 +1,4 @@
-"""What a path names: a model, an adapter, or a run; and where its base, adapter and tokenizer lie."""
+"""Resolves a path to a model, adapter or run into the directories of its base, adapter and tokenizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ START = "base"  # in a run: the model it started from, where that was made by th
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Directories to load from. `tokenizer` is a directory or hub id, `chat_template` replaces the tokenizer's own."""
+    """The directories to load from. `tokenizer` is a directory or hub id; `chat_template` replaces the tokenizer's."""
 
     base: Path
     adapter: Path | None
@@ -36,12 +36,12 @@ def find(
     revision: str | None = None,
     chat_template: str | None = None,
 ) -> Source:
-    """Resolves a model directory, hub id, adapter directory or run directory, and an adapter to put on it.
+    """Resolves a model directory, hub id, adapter directory or run directory, optionally with a separate adapter.
 
-    What has digests beside it (results of runs and exports, a base that a run made) is compared with them.
+    Directories with digests (results of runs and exports, the base that a run wrote) are verified.
 
-    Raises: UserError for a path that does not exist, an adapter whose base is not there, a run without a result, and
-    DamagedError for files that are not what was written.
+    Raises: UserError for a path that does not exist, an adapter whose base is not found, or a run without a result;
+    DamagedError for files that do not match their digests.
     """
     directory = Path(path).expanduser()
     if adapter is not None:
@@ -77,7 +77,7 @@ def find(
 
 
 def _locate(path: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """The directory of a model, which is compared with its digests if it has any."""
+    """Returns the directory of a model, downloaded if needed; verifies its digests if it has any."""
     directory = Path(path).expanduser()
     if directory.is_dir():
         check_result(directory)
@@ -85,12 +85,12 @@ def _locate(path: str | os.PathLike[str], revision: str | None = None) -> Path:
 
 
 def is_run(directory: Path) -> bool:
-    """Whether a directory is one that `meshtune train` made."""
+    """Whether a directory is the output of `meshtune train`."""
     return any((directory / name).is_file() for name in RUN_FILES)
 
 
 def _result(run: Path) -> Path:
-    """The directory of a run's result, compared with the digests that the run recorded."""
+    """Returns the directory of a run's result after verifying the digests recorded in run.json."""
     for name, mark in (("adapter", ADAPTER_CONFIG), ("model", "config.json")):
         if (run / name / mark).is_file():
             fields = read_run(run)
@@ -104,7 +104,7 @@ def _result(run: Path) -> Path:
 
 
 def _recipe(run: Path) -> dict[str, Any]:
-    """The run's recipe as a mapping; empty where only run.json is left."""
+    """Reads the run's recipe; {} if recipe.yaml does not exist."""
     file = run / "recipe.yaml"
     if not file.is_file():
         return {}
@@ -114,7 +114,7 @@ def _recipe(run: Path) -> dict[str, Any]:
 
 
 def _base(adapter: Path, named: str | None, revision: str | None) -> Path:
-    """The base of an adapter: what the run names, else what the adapter itself records."""
+    """Locates an adapter's base: the one named by the run, otherwise the one recorded in adapter_config.json."""
     config = read_json(adapter / ADAPTER_CONFIG)
     recorded = named or config.get("base_model_name_or_path")
     if not recorded:

@@ -1,4 +1,4 @@
-"""Whether the files of a model, adapter or checkpoint are what was written, by the digests beside them."""
+"""Verifies the files of models, adapters and checkpoints against the digests stored with them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ FIX = f"make or copy it again; if you changed a file on purpose, delete {FILE} b
 
 
 def check_result(directory: Path, expected: str | None = None) -> None:
-    """Raises DamagedError where a file of a model or adapter is not what was written; without digests, nothing.
+    """Raises DamagedError if a file of a model or adapter does not match its digest. Directories without digests pass.
 
-    `expected` is the digest of digests.json itself, where the run recorded it.
+    `expected` is the digest of digests.json itself, if the run recorded it.
     """
     check_directory(directory, expected=expected, fix=FIX)
 
 
 def check_source(directory: Path, job: Job) -> None:
-    """`check_result` of a directory that all processes of `job` read; each compares a share of the files.
+    """Verifies a directory that all processes of `job` read, like `check_result`; each process hashes a share of files.
 
     Raises: DamagedError, on all processes.
     """
@@ -28,9 +28,9 @@ def check_source(directory: Path, job: Job) -> None:
 
 
 def find_damage_collectively(directory: Path, job: Job, *, required: bool = False) -> dict[str, str]:
-    """What is wrong with each damaged file, on all processes of `job`; each compares a share of the files.
+    """Finds the damaged files of a directory and what is wrong with each; each process of `job` hashes some of them.
 
-    Without digests a directory has no damage, unless they are `required`.
+    Every process gets the same result. A directory without digests counts as undamaged unless they are `required`.
     """
     damage: dict[str, str] = {}
     if required or (directory / FILE).exists():

@@ -1,4 +1,4 @@
-"""The table of devices of the whole job, and the check that they are what the mesh needs."""
+"""Lists the devices of all processes of a job, and checks their number against the mesh."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class ProcessDevices:
 
 
 def local_devices(index: int = 0, host: str = "") -> ProcessDevices:
-    """The devices of this process."""
+    """Describes the devices of this process."""
     local = jax.local_devices()
     kind, memory = _describe(local[0])
     return ProcessDevices(index, host or platform.node(), local[0].platform, kind, len(local), memory)
 
 
 def gather_devices(job: Job) -> list[ProcessDevices]:
-    """The devices of every process of the job, in order of process; all processes call this."""
+    """Exchanges device descriptions between all processes of the job; returns them in order of process."""
     local = dataclasses.asdict(local_devices(job.process_index, job.host))
     return [ProcessDevices(**fields) for fields in job.exchange("devices", local)]
 
 
 def device_table(processes: Sequence[ProcessDevices] | None = None) -> Table:
-    """One row for each host and kind of device, with the processes there; of this process alone unless given."""
+    """Renders a table with a row per host and kind of device. Defaults to the devices of this process alone."""
     processes = processes or [local_devices()]
     several = len(processes) > 1
     table = Table(title="devices", title_justify="left")
@@ -63,14 +63,14 @@ def device_table(processes: Sequence[ProcessDevices] | None = None) -> Table:
 
 
 def hosts(processes: Sequence[ProcessDevices]) -> list[str]:
-    """The names of the hosts, in order of process."""
+    """Returns the distinct host names, in order of process."""
     return list(dict.fromkeys(process.host for process in processes))
 
 
 def check_devices(processes: Sequence[ProcessDevices], expected: int, *, mesh: str, launcher: str = "none") -> None:
-    """Raises UserError, naming every process with what it sees, if the job has not `expected` devices.
+    """Raises UserError, listing the devices of every process, if the job does not have `expected` devices.
 
-    `mesh` is the mesh in words; `launcher` as mesh.rendezvous.ProcessInfo says it, for the advice.
+    `mesh` is the text of the mesh and `launcher` that of mesh.rendezvous.ProcessInfo; both are for the message.
     """
     count = sum(process.count for process in processes)
     if count == expected:

@@ -1,4 +1,4 @@
-"""The devices that a program is made for: those of this job, or devices that are only described."""
+"""The devices that a program is compiled for: those of this job, or a described target."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """`platform` is cpu, cuda, rocm or tpu; `devices` are JAX's, all of the job's; `chip` their arch, "": ask them."""
+    """The devices of a job as JAX lists them, on all of its processes.
+
+    `platform` is cpu, cuda, rocm or tpu. `chip` is the architecture of the devices; if empty, kernels query them.
+    """
 
     platform: str
     devices: Sequence[jax.Device]
@@ -18,12 +21,12 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """The devices JAX sees here, in all processes of the job."""
+    """Returns the machine of the running job."""
     return Machine(platform_here(), tuple(jax.devices()))
 
 
 def platform_here() -> str:
-    """JAX's default backend by the name of its compiler: it says gpu of two kinds."""
+    """Returns JAX's default backend as cpu, cuda, rocm or tpu, where JAX itself calls both cuda and rocm gpu."""
     name = jax.default_backend()
     if name != "gpu":
         return name

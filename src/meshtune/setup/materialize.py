@@ -1,7 +1,7 @@
-"""Writes the model that a run starts from, where that is not a model as published.
+"""Writes the base of a run whose starting point differs from the published model (new tokens, new layers, merges).
 
-It is written once, to base/ in the run, before any weight is loaded. From there on it is a base like any other: it is
-loaded, split, quantised and hashed as such, and adapters name it as theirs.
+The base is written once, to base/ in the output directory, before weights are loaded. It is then loaded, sharded,
+quantised and hashed like any other model, and adapters record it as their base.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def materialize_start(
     job: Job,
     log: Callable[[str], None],
 ) -> pathlib.Path:
-    """The directory that the run's weights are loaded from: output/base, or the source where nothing changes.
+    """Returns the directory to load the run's weights from: output/base, or the source if nothing changes.
 
-    `hash` is the source's. Process 0 writes, one tensor at a time; adapters are merged as by `meshtune export --merge`.
-    A resumed run uses the directory that is there, unless it is damaged.
+    `hash` is the source's. Process 0 writes the base, one tensor at a time; adapters are merged like
+    `meshtune export --merge` does. A resumed run reuses an existing undamaged base.
 
     Raises: UserError as `start_of` and `export` do.
     """
@@ -97,7 +97,7 @@ def materialize_base(
     job: Job,
     log: Callable[[str], None],
 ) -> tuple[ResolvedRun, BaseRecord]:
-    """The run and the record of its base, with the model that it starts from written (`materialize_start`)."""
+    """Writes the base of a run if needed (`materialize_start`); returns the resolved run and the record of its base."""
     start = resolved.start
     if start is None or not start.changed:
         return resolved, base
@@ -107,7 +107,7 @@ def materialize_base(
 
 
 def resumed_adapter(recipe: Recipe, resolved: ResolvedRun, base: BaseRecord) -> str:
-    """The hash of the adapter that a run continues from, as text for its record; empty where there is none.
+    """Returns the hash of the adapter that a run continues from, for its record; "" if there is none.
 
     Raises: UserError for an adapter of another base, unless the recipe accepts any.
     """
@@ -120,7 +120,7 @@ def resumed_adapter(recipe: Recipe, resolved: ResolvedRun, base: BaseRecord) -> 
 
 
 def _recorded(dest: pathlib.Path) -> dict[str, object] | None:
-    """What the model in `dest` was made from; None where nothing whole says so."""
+    """Reads the record of what the model in `dest` was made from; None if it is missing or damaged."""
     file = dest / RECORD
     try:
         return json.loads(file.read_bytes())

@@ -1,4 +1,4 @@
-"""Which evaluation is the best so far, and when it is no use to go on."""
+"""Tracks the best evaluation and decides when to stop a run without improvement."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from meshtune.train.checkpoint.checkpoints import Best
 
 @dataclasses.dataclass(frozen=True)
 class EarlyStopping:
-    """State after some evaluations: the best one, and how many came since without improving on it.
+    """The best evaluation so far, and the number of evaluations since without improvement.
 
-    `patience` None never stops. A loss improves if it is lower than the best by more than `min_delta`.
+    With `patience` None a run never stops early. A loss improves if it is below the best by more than `min_delta`.
     """
 
     patience: int | None = None
@@ -20,12 +20,12 @@ class EarlyStopping:
     stale: int = 0
 
     def after(self, step: int, loss: float) -> EarlyStopping:
-        """The state after an evaluation; a loss that is not a number is never an improvement."""
+        """Returns the state after another evaluation; NaN is never an improvement."""
         if loss < (self.best.loss - self.min_delta if self.best else float("inf")):
             return dataclasses.replace(self, best=Best(step, loss), stale=0)
         return dataclasses.replace(self, stale=self.stale + 1)
 
     @property
     def stop(self) -> bool:
-        """Whether the run should end here."""
+        """Whether the run should stop now."""
         return self.patience is not None and self.stale >= self.patience

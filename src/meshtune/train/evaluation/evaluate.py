@@ -1,4 +1,4 @@
-"""Loss over validation data: sums over all of it, divided once."""
+"""Evaluates the loss on validation data, as one quotient of sums over all of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshtune.objectives.score import Batch, Score, WeightedMetric
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Means over all supervised tokens (each by its weight), or over what else the objective counts."""
+    """Weighted means over all supervised tokens, or over pairs or answers if the objective counts those."""
 
     loss: float
     metrics: dict[str, float]
@@ -30,11 +30,11 @@ def evaluate(
     batches: Iterable[dict[str, np.ndarray]],
     place: Callable[[dict[str, np.ndarray]], Batch] = dict,
 ) -> Evaluation:
-    """The weighted mean over batches of [A, B, T] arrays; every sum is added in float64 on the host.
+    """Returns the weighted means over batches of [A, B, T] arrays; sums are accumulated in float64 on the host.
 
     `place` puts a micro-batch of [B, T] arrays on the devices.
 
-    Raises: UserError if the validation data have nothing to learn.
+    Raises: UserError if the validation data contain no supervised token.
     """
     total: Score | None = None
     for arrays in batches:
@@ -50,6 +50,6 @@ def evaluate(
 
 
 def _mean(metric: Any, weight: float) -> float:
-    """0 where there was nothing to be averaged."""
+    """Divides a sum by its weight; 0 if the weight is 0."""
     sum_, divisor = metric if isinstance(metric, WeightedMetric) else (metric, weight)
     return float(sum_) / (float(divisor) or 1.0)

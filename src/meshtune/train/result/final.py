@@ -1,4 +1,4 @@
-"""What a finished run leaves: a PEFT adapter, or a whole Hugging Face model, verified by reading it again."""
+"""Writes the result of a finished run, a PEFT adapter or a Hugging Face model, and verifies it by reloading it."""
 
 from __future__ import annotations
 
@@ -38,12 +38,11 @@ def export_result(
     layout: Layout | None = None,
     job: Job = SINGLE_PROCESS,
 ) -> pathlib.Path:
-    """Writes output/adapter (lora) or output/model (full, freeze) and returns it; an earlier one is replaced. A base
-    that the run made itself goes to output/base.
+    """Writes output/adapter (lora) or output/model (full, freeze), replacing an earlier one, and returns its path.
 
-    The tokenizer, with the chat template that was trained with, goes along. Parameters on a mesh lie as `layout` says;
-    all processes of `job` call this. Raises UserError if what was written does not give the logits of what was trained;
-    the checkpoints are there still.
+    The tokenizer is saved with it, including the chat template of the training. A base that LoftQ changed is written to
+    output/base. Parameters on a mesh are sharded by `layout`; all processes of `job` must call this. Raises UserError if
+    the written files do not reproduce the trained model's logits; checkpoints are kept.
     """
     adapter = isinstance(method, LoraConfig)
     dest = output / (ADAPTER if adapter else MODEL)

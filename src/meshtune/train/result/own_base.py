@@ -1,4 +1,4 @@
-"""The base of a run whose adapters changed it when they began, as a model that any tool loads."""
+"""Writes the base of a run whose adapter initialisation changed the weights, as a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def own_base(
     layout: Layout | None,
     job: Job,
 ) -> BaseRecord:
-    """What the adapter is to name as its base: `base`, or output/base, written and verified here, where LoftQ in
-    several turns made another: the numbers that its codes stand for, in the dtype they are computed with.
+    """Returns the base that the adapter records: `base`, or output/base if LoftQ with several iterations changed it.
 
-    All processes of `job` call this.
+    output/base is then written and verified: the dequantised weights, in the compute dtype. All processes of `job` must
+    call this.
     """
     if config.adapter != "loftq" or config.loftq_iterations == 1:
         return base

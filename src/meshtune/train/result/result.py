@@ -1,4 +1,4 @@
-"""What became of a run."""
+"""The outcome of a run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from meshtune.train.checkpoint.checkpoints import Best
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What became of a run.
+    """The outcome of a run.
 
-    `steps` updates of `total` are made; `loss` is that of the last one, `smoothed_loss` the mean that progress
-    and plot show (train.report.smoothing), `eval_loss` that of the last evaluation (None if
-    there was none in this process). `path` is the adapter or model, None if the run was interrupted; `interrupted` is
-    then the signal's number.
+    `steps` of `total` updates were completed. `loss` is that of the last update, `smoothed_loss` the exponential mean
+    that progress and plot show (train.report.smoothing), and `eval_loss` that of the last evaluation, None if this
+    process ran none. `path` is the adapter or model, None if the run was interrupted; `interrupted` is then the number
+    of the signal.
     """
 
     output: pathlib.Path
