@@ -41,8 +41,8 @@ def export_result(
     """Writes output/adapter (lora) or output/model (full, freeze), replacing an earlier one, and returns its path.
 
     The tokenizer is saved with it, including the chat template of the training. A base that LoftQ changed is written to
-    output/base. Parameters on a mesh are sharded by `layout`; all processes of `job` must call this. Raises UserError if
-    the written files do not reproduce the trained model's logits; checkpoints are kept.
+    output/base. Parameters on a mesh are sharded by `layout`; all processes of `job` must call this. Raises UserError
+    if the written files do not reproduce the trained model's logits; checkpoints are kept.
     """
     adapter = isinstance(method, LoraConfig)
     dest = output / (ADAPTER if adapter else MODEL)
