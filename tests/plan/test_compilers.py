@@ -267,8 +267,9 @@ def tiny(tmp_path, monkeypatch) -> Recipe:
     return Recipe.model_validate({**fields, "train": {"batch_size": 8, "micro_batch": 4}, "mesh": {"fsdp": 4}})
 
 
-def test_a_recipe_is_compiled_from_its_config_alone_and_the_result_is_cached(tiny, monkeypatch):
+def test_a_recipe_is_compiled_from_its_config_alone_and_the_result_is_cached(tiny, tmp_path, monkeypatch):
     stages: list[str] = []
+    monkeypatch.setenv("MESHTUNE_CACHE", str(tmp_path / "elsewhere"))
     target = find_target("4xCPU", {})
     first = compile_recipe(tiny, target, progress=lambda stage, seconds: stages.append(stage))
     assert (first.rows, first.length, first.accumulation) == (4, 64, 2)
@@ -290,6 +291,12 @@ def test_a_recipe_is_compiled_from_its_config_alone_and_the_result_is_cached(tin
     monkeypatch.setattr("meshtune.plan.compilers.compile.run", never)
     second = compile_recipe(tiny.model_copy(update={"seed": 5, "output": "elsewhere"}), target)
     assert second.cached
+    assert [path.suffix for path in (tmp_path / "elsewhere/plans").iterdir()] == [".json"]
+    assert not (tmp_path / "cache").exists(), "where plans are without MESHTUNE_CACHE"
+    monkeypatch.delenv("MESHTUNE_CACHE")
+    with pytest.raises(AssertionError, match="compiled again"):
+        compile_recipe(tiny, target)
+    monkeypatch.setenv("MESHTUNE_CACHE", str(tmp_path / "elsewhere"))
     assert second == type(second)(**(first.to_json() | {"cached": True}))
     with pytest.raises(AssertionError, match="compiled again"):
         compile_recipe(tiny.model_copy(update={"seed": 5}), find_target("4xCPU", {}), length=32)

@@ -110,6 +110,24 @@ def test_a_finished_run_resumed_changes_nothing(finished, stories260k, lesson):
     assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
+def test_a_resume_without_a_run_says_so_and_a_later_resume_extends_the_console_log(tmp_path, stories260k, lesson):
+    output = tmp_path / "out"
+    output.mkdir()
+    console, text = screen()
+    train(recipe(stories260k, lesson, output, "resume=true", "train.steps=1"), console=console)
+    nothing = f"nothing to resume: {output} holds no checkpoint, so the run starts from the first update"
+    assert nothing in text.getvalue()
+    before = (output / "console.log").read_text()
+    assert before.count(nothing) == 1
+    console, text = screen()
+    train(recipe(stories260k, lesson, output, "resume=true", "train.steps=2"), console=console)
+    assert "nothing to resume" not in text.getvalue()
+    log = (output / "console.log").read_text()
+    assert log.startswith(before)
+    assert "resuming after update 1" not in before
+    assert log.count("resuming after update 1") == text.getvalue().count("resuming after update 1") == 1
+
+
 def test_a_run_is_not_resumed_with_what_would_make_it_another(finished, tmp_path, lesson):
     result, _ = finished
     with pytest.raises(UserError, match=r"optimizer\.learning_rate: 0\.01 -> 0\.02"):
