@@ -9,9 +9,9 @@ from jax.sharding import Mesh
 
 from families.case import Case
 from families.cases import FIRST
-from meshtune.adapters.registry import ADAPTERS
 from meshtune.adapters.config import ExpandConfig, FreezeConfig, FullConfig, LoraConfig
 from meshtune.adapters.method import abstract
+from meshtune.adapters.registry import ADAPTERS
 from meshtune.errors import UserError
 from meshtune.families import description, model_spec
 from meshtune.families.expansion import expanded_config, grouped, silent_modules
