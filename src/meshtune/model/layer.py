@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from meshtune.arrays.tree import Tree
@@ -113,7 +114,9 @@ def _branch(x: Hidden, node: Tree, spec: LayerSpec, block: Block, context: Conte
     y, cache, sums = block.apply(h, node[block.name], context, cache)
     if spec.has_post_norms:
         y = spec.norm(y, node.get(f"{block.name}_post_norm", {}))
-    return Output(y if spec.scale is None else y * spec.scale, cache, sums)
+    if spec.scale is not None:  # in float32: bfloat16 would round 0.22 by a thousandth
+        y = (y.astype(jnp.float32) * spec.scale).astype(y.dtype)
+    return Output(y, cache, sums)
 
 
 def _with_ffn(
