@@ -25,6 +25,8 @@ LANGUAGE, SCORED = "ForCausalLM", "ForSequenceClassification"
 FAMILIES: dict[str, str] = {
     "arcee": "arcee",
     "baichuan": "baichuan",
+    "cohere": "cohere",
+    "cohere2": "cohere2",
     "deepseek_v2": "deepseek",
     "deepseek_v3": "deepseek",
     "ernie4_5": "ernie4_5",
@@ -59,6 +61,8 @@ FAMILIES: dict[str, str] = {
     "qwen3_moe": "qwen3_moe",
     "seed_oss": "seed_oss",
     "smollm3": "smollm3",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
 }
 
 
