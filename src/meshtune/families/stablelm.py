@@ -3,19 +3,21 @@ head's queries and keys (https://arxiv.org/abs/2402.17834)."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from meshtune.families.config_fields import ConfigFields
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, head_sizes, mlp_spec
 from meshtune.families.rope_fields import read_rope
-from meshtune.families.tensors import TensorMap, View, one_to_one
+from meshtune.families.tensors import Stored, TensorMap, one_to_one
 from meshtune.model.layer import LayerSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.spec import ModelSpec
 
-HEAD_NORMS = {"attn/q_norm": "self_attn.q_layernorm.norms", "attn/k_norm": "self_attn.k_layernorm.norms"}
+HEAD_NORMS = {
+    f"attn/{name}_norm": Stored(f"self_attn.{name}_layernorm.norms.{{}}.weight", f"self_attn.{name}_layernorm")
+    for name in ("q", "k")
+}
 
 DESCRIPTIONS = {
     "stablelm": Family(
@@ -47,20 +49,4 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
 
 def tensors(spec: ModelSpec) -> list[TensorMap]:
     """The table of tensors: each is one leaf, or one layer of it; norms of queries and keys, one head of a layer."""
-    table = one_to_one(spec, MODULES | HEAD_NORMS, OUTSIDE)
-    return [part for entry in table for part in _by_head(entry)]
-
-
-def _by_head(entry: TensorMap) -> list[TensorMap]:
-    if not entry.path.endswith(("attn/q_norm/weight", "attn/k_norm/weight")):
-        return [entry]
-    heads, head_dim = entry.shape
-    return [
-        dataclasses.replace(
-            entry,
-            name=f"{entry.module}.{head}.weight",
-            index=(*entry.index, head),
-            view=View.identity((head_dim,)),
-        )
-        for head in range(heads)
-    ]
+    return one_to_one(spec, MODULES | HEAD_NORMS, OUTSIDE)

@@ -122,19 +122,36 @@ class View:
         where = self.slices if self.rows is None else (list(self.rows), *self.slices[1:])
         tensor.reshape(self.split_shape)[where] = part.reshape(self.permuted).transpose(inverse)
 
+    @property
+    def rows_dimension(self) -> int:
+        """The dimension of the tensor that holds the part's rows: 1 of a transposed matrix, else 0."""
+        if self.is_identity:
+            return 0
+        return next(n for n, finer in enumerate(self._split_dimensions) if self.order[self.groups[0][0]] in finer)
+
+    @property
+    def _split_dimensions(self) -> tuple[tuple[int, ...], ...]:
+        """For each dimension of the tensor, the positions in `split_shape` that it is divided into."""
+        groups = _groups(self.split_shape, self.tensor)
+        assert groups is not None
+        return groups
+
     def of_rows(self, *columns: int) -> View:
         """The same arrangement of rows for an array [rows, *columns], where only rows are rearranged."""
-        lead = len(self.split_shape) - (len(self.tensor) - 1)
-        full = tuple((0, n, 1) for n in self.tensor[1:])
-        assert self.take[lead:] == full, "columns are taken in part"
-        assert self.order[lead:] == tuple(range(lead, len(self.order))), "columns are rearranged as well"
-        rows = (self.split_shape[:lead], self.take[:lead], self.order[:lead])
+        dimension = self.rows_dimension
+        finer = self._split_dimensions[dimension]
+        rest = [n for n in range(len(self.split_shape)) if n not in finer]
+        assert all(self.take[n] == (0, self.split_shape[n], 1) for n in rest), "columns are taken in part"
+        order = [self.order[n] for n in self.groups[0]]
+        assert sorted(order) == list(finer), "rows are made of more than rows"
+        assert [n for n in self.order if n in rest] == rest, "columns are rearranged as well"
+        assert self.rows is None or dimension == 0, "columns are put in another order"
         extra = View.identity(columns)
         return View(
-            (math.prod(rows[0]), *columns),
-            (*rows[0], *columns),
-            (*rows[1], *extra.take),
-            (*rows[2], *range(lead, lead + len(columns))),
+            (self.tensor[dimension], *columns),
+            (*(self.split_shape[n] for n in finer), *columns),
+            (*(self.take[n] for n in finer), *extra.take),
+            (*(n - finer[0] for n in order), *(len(finer) + n for n in range(len(columns)))),
             (self.shape[0], *columns),
             self.rows,
         )
@@ -175,8 +192,8 @@ class TensorMap:
 class Stored:
     """How a leaf of a layer is stored where its tensor is not `<module>.<leaf>`.
 
-    `name` is the tensor's name in the layer, "{}" in it the number of an expert, each of which has a tensor. Otherwise
-    `view(shape)` is the part of the tensor that the leaf of this shape is. `module` is what users call it.
+    `name` is the tensor's name in the layer, "{}" in it the number of an expert or a head, each of which has a tensor.
+    Otherwise `view(shape)` is the part of the tensor that the leaf of this shape is. `module` is what users call it.
     """
 
     name: str
@@ -194,12 +211,14 @@ class Stored:
         return [TensorMap(name, path, (row, expert), array, view, owner) for expert, name in enumerate(names)]
 
 
-def one_to_one(spec: ModelSpec, modules: Mapping[str, str | Stored], outside: Mapping[str, str]) -> list[TensorMap]:
+def one_to_one(
+    spec: ModelSpec, modules: Mapping[str, str | Stored], outside: Mapping[str, str], layers: str = "model.layers"
+) -> list[TensorMap]:
     """A table in which every tensor is one leaf, or one layer of a stacked leaf, as it is, but for what is `Stored`.
 
     `modules` names the Hugging Face module of each node of a layer ("attn/q": "self_attn.q_proj"), or how a leaf of it
-    is stored ("mlp/router/correction"), `outside` the module of each other node. In the order embedding, layer by
-    layer, norm, head: the order in which models are written.
+    is stored ("mlp/router/correction"), `outside` the module of each other node, `layers` the list of layers. In the
+    order embedding, layer by layer, norm, head: the order in which models are written.
     """
     numbers = {key: numbers for key, _, _, numbers in spec.positions()}
     ordered: list[tuple[float, TensorMap]] = []
@@ -214,7 +233,7 @@ def one_to_one(spec: ModelSpec, modules: Mapping[str, str | Stored], outside: Ma
         _, key, inner = node.split("/", 2)
         view = View.identity(array.shape[1:])
         for row, number in enumerate(numbers[key]):
-            layer, stored = f"model.layers.{number}", modules.get(f"{inner}/{leaf}") or modules[inner]
+            layer, stored = f"{layers}.{number}", modules.get(f"{inner}/{leaf}") or modules[inner]
             if isinstance(stored, Stored):
                 ordered += [(float(number), entry) for entry in stored.entries(layer, path, row, array)]
                 continue
