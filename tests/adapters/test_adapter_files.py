@@ -116,7 +116,6 @@ def test_an_adapter_for_another_base_is_refused(saved: pathlib.Path):
 FIELDS: dict[str, Any] = {
     "bias": "all",
     "lora_bias": True,
-    "fan_in_fan_out": True,
     "peft_type": "IA3",
     "task_type": "TOKEN_CLS",
     "init_lora_weights": "olora",

@@ -26,6 +26,7 @@ INFORMATION = {
     "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version", "peft_type",
     "megatron_core", "qalora_group_size", "loftq_config", "eva_config", "runtime_config", "ensure_weight_tying",
     "trainable_modules",
+    "fan_in_fan_out",  # peft sets it by the kind of each layer, whatever the file says
 }  # fmt: skip
 READ = {
     "target_modules",
@@ -165,12 +166,14 @@ def write_config(
     scored: bool = False,
     rows: Mapping[str, tuple[int, ...]] | None = None,
     parameters: list[str] | None = None,
+    transposed: bool = False,
 ) -> dict[str, Any]:
     """The fields for adapters of the modules `adapted`, with `trained` modules saved in full and `rows` of others;
     `ranks` and `alphas` are by HF module, empty for kinds that have neither. `parameters` are the adapted ones of
     experts.
 
-    `names` are all modules of the model: short names are used where they select exactly the right ones.
+    `names` are all modules of the model: short names are used where they select exactly the right ones. `transposed`
+    says that the adapted weights are [in, out] in transformers.
     """
     rank_pattern = {name: rank for name, rank in ranks.items() if rank != config.rank}
     alpha_pattern = {name: plain(a) for name, a in alphas.items() if not math.isclose(a, config.alpha, rel_tol=1e-9)}
@@ -186,7 +189,7 @@ def write_config(
         "target_modules": _shortest(adapted, names, "."),
         "modules_to_save": _shortest(trained, names, "") or None,
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": transposed,
         **patterns,
         "layers_to_transform": None,
         "layers_pattern": None,

@@ -104,7 +104,7 @@ def save_adapter(
     """
     dest = pathlib.Path(dest)
     written = collect(trainable, spec, config, shared)
-    names = [name for name, module in modules(spec).items() if module.role != "experts"]
+    among = modules(spec)
     fields = write_config(
         config,
         base.path,
@@ -112,10 +112,11 @@ def save_adapter(
         written.ranks,
         written.alphas,
         written.trained,
-        names,
+        [name for name, module in among.items() if module.role != "experts"],
         scored=spec.scored,
         rows=written.rows,
         parameters=written.parameters,
+        transposed=any(among[name].transposed for name in written.adapted),
     )
     record = {
         "base": {field: value for field, value in dataclasses.asdict(base).items() if value is not None},

@@ -50,6 +50,11 @@ class Module:
         return [name for name, leaf in self.leaves.items() if leaf.role != "buffer"]
 
     @property
+    def transposed(self) -> bool:
+        """Whether its weight is [in, out] in transformers and in files: a Conv1D."""
+        return "weight" in self.views and self.views["weight"].rows_dimension == 1
+
+    @property
     def site(self) -> str:
         """Where in a layer it is ("attn/q"), the same in every layer."""
         return self.node if self.layer is None else self.node.split("/", 2)[2]

@@ -10,6 +10,7 @@ from meshtune.adapters.config import Method
 from meshtune.adapters.method import PreparedModel, abstract
 from meshtune.config.recipe import Recipe
 from meshtune.mesh.config import resolve_mesh
+from meshtune.errors import UserError
 from meshtune.mesh.layout import Layout
 from meshtune.model.sharding import check_batch
 from meshtune.model.spec import ModelSpec
@@ -63,6 +64,7 @@ def resolve_run(
     source = locate(recipe.model.path, recipe.model.revision, allow=MODEL if weights else CONFIG)
     precision, decision = precision_of(recipe, stored_dtype(source, load_config(source)), machine.platform)
     start = start_of(recipe, source, precision.frozen)
+    _check_length(recipe.data.max_length, start.spec)
     quantize = recipe.quantize
     arrays = abstract(start.method, start.spec, precision.trainable, quantize)
     mesh, why = mesh_of(recipe, len(machine.devices), arrays.spec)
@@ -75,3 +77,14 @@ def resolve_run(
     decisions = [*notes, decision, *decisions, *quantize_decisions(arrays, layout)]
     offload = tuple(recipe.compute.offload)
     return ResolvedRun(source, start.method, precision, arrays, machine, layout, decisions, quantize, offload, start)
+
+
+def _check_length(length: int, spec: ModelSpec) -> None:
+    """Raises: UserError for documents of more tokens than a model with learned positions has positions."""
+    if spec.learned_positions and length > spec.max_length:
+        raise UserError(
+            f"documents of up to {length} tokens need as many positions, and this {spec.family} has learned "
+            f"{spec.max_length}",
+            where="data.max_length",
+            fix=f"set data.max_length to {spec.max_length} or less",
+        )

@@ -14,7 +14,7 @@ from meshtune.weights.safetensors_files import FLOATS, TensorInfo
 from meshtune.weights.tensor_reader import TensorReader
 
 # Tensors that checkpoints carry and no model needs: buffers that are computed from the config.
-HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.rotary_emb\.inv_freq|attn\.(masked_)?bias)$")
+HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)$")
 HEAD = "lm_head.weight"
 SCORE = "score/weight"
 SHOWN = 6
@@ -29,7 +29,7 @@ FIELDS = {
     "packed_heads": "3 x num_attention_heads x head_dim",
     "head_dim": "head_dim",
     "experts": "number of experts",
-    "whole": "number of experts",
+    "whole": "number of experts or of positions",
     "score": "size",
 }
 
