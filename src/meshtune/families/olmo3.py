@@ -17,6 +17,7 @@ from meshtune.model.spec import ModelSpec
 
 __all__ = ["model_spec", "tensors"]
 
+KINDS = ("full_attention", "sliding_attention")
 THETA = 500_000.0
 
 DESCRIPTIONS = {
@@ -33,11 +34,11 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     fields = ConfigFields({"sliding_window": 4096} | config, where)
     # transformers 5 reads rope_theta for full attention alone, transformers 4 for all layers: one value means the same.
     fields.only("rope_theta", THETA, int(THETA))
-    thetas = dict.fromkeys(("full_attention", "sliding_attention"), ("rope_theta", THETA))
+    thetas: dict[str, tuple[str, float | None]] = {kind: ("rope_theta", THETA) for kind in KINDS}
     ropes = read_ropes(fields, head_sizes(fields)[2], thetas, scaled=("full_attention",))
     full = olmo2.attention_without_window(fields, ropes["full_attention"])
     mlp, norm = mlp_spec(fields), olmo2.norm_spec(fields)
-    kinds = fields.layer_types(("full_attention", "sliding_attention"), default=_every_fourth)
+    kinds = fields.layer_types(KINDS, default=_every_fourth)
     layers = {"full_attention": LayerSpec(full, mlp, norm, "post")}
     if "sliding_attention" in kinds:
         window = fields.integer("sliding_window")
