@@ -34,7 +34,7 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     fields = ConfigFields({"sliding_window": 4096} | config, where)
     # transformers 5 reads rope_theta for full attention alone, transformers 4 for all layers: one value means the same.
     fields.only("rope_theta", THETA, int(THETA))
-    thetas: dict[str, tuple[str, float | None]] = {kind: ("rope_theta", THETA) for kind in KINDS}
+    thetas: dict[str, tuple[str, float | None]] = dict.fromkeys(KINDS, ("rope_theta", THETA))
     ropes = read_ropes(fields, head_sizes(fields)[2], thetas, scaled=("full_attention",))
     full = olmo2.attention_without_window(fields, ropes["full_attention"])
     mlp, norm = mlp_spec(fields), olmo2.norm_spec(fields)
