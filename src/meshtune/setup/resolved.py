@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from meshtune.adapters.config import Method
 from meshtune.adapters.method import PreparedModel, abstract
 from meshtune.config.recipe import Recipe
-from meshtune.mesh.config import resolve_mesh
 from meshtune.errors import UserError
+from meshtune.mesh.config import resolve_mesh
 from meshtune.mesh.layout import Layout
 from meshtune.model.sharding import check_batch
 from meshtune.model.spec import ModelSpec
