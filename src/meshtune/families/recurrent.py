@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
@@ -9,6 +10,7 @@ from meshtune.arrays.spec import ArraySpec
 from meshtune.families.config_fields import ConfigFields
 from meshtune.families.tensors import TensorMap, View, with_view
 from meshtune.model.mamba2 import Mamba2Spec
+from meshtune.model.parallel import ParallelSpec
 from meshtune.model.spec import ModelSpec
 
 MAMBA_NOT_OVER_CP = "Mamba-2 layers carry a state through the tokens of a row in order, and cp splits rows over devices"
@@ -83,12 +85,25 @@ def with_head_groups(table: Sequence[TensorMap], ending: str, sections: Sequence
     return with_view(table, ending, view)
 
 
-def with_mamba_groups(table: Sequence[TensorMap], spec: ModelSpec, node: str = "mamba") -> list[TensorMap]:
+def with_mamba_groups(table: Sequence[TensorMap], spec: ModelSpec) -> list[TensorMap]:
     """The table for files in which projections and filters of Mamba-2 mixers are section after section."""
-    mamba = next((block for block in spec.blocks if isinstance(block, Mamba2Spec)), None)
+    mixers = [kind.mixer for kind in spec.layer_kinds if kind.mixer is not None]
+    mixers += [branch.mixer for mixer in mixers if isinstance(mixer, ParallelSpec) for branch in mixer.branches]
+    mamba = next((mixer for mixer in mixers if isinstance(mixer, Mamba2Spec)), None)
     if mamba is None:
         return list(table)
     for name, sections in (("in", mamba.sections), ("filter", mamba.sections[1:4])):
         for leaf in ("weight", "bias"):
-            table = with_head_groups(table, f"{node}/{name}/{leaf}", sections, mamba.groups)
+            table = with_head_groups(table, f"mamba/{name}/{leaf}", sections, mamba.groups)
     return list(table)
+
+
+def renamed(table: Sequence[TensorMap], prefix: str, *, modules: bool) -> list[TensorMap]:
+    """The table for files in which `prefix` stands in the place of "model."; with `modules` that of modules too."""
+    entries = []
+    for entry in table:
+        module, first = entry.module, entry.name.startswith("model.")
+        name = prefix + entry.name.removeprefix("model.") if first else entry.name
+        owner = prefix + module.removeprefix("model.") if first and modules else module
+        entries.append(dataclasses.replace(entry, name=name, owner=owner))
+    return entries

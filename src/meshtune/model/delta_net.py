@@ -149,8 +149,9 @@ class DeltaNetSpec:
         products = Activation(INNER, width, units, kept=True, products=1, elementwise=1)
         mixed = Activation(INNER, qkv, units, kept=False, products=2, elementwise=2)
         out = Activation(INNER, self.values, units, kept=False, products=1, elementwise=2, itemsize=4)
-        pairs = heads * (3 * self.key_dim + 2 * self.value_dim)
-        return Cost(embed * (width + self.values), (products, mixed, state, out), pairs=pairs, window=2 * CHUNK)
+        within = 2 * heads * (2 * self.key_dim + 2 * self.value_dim + CHUNK)
+        pairs = within + 6 * heads * self.key_dim * self.value_dim // CHUNK
+        return Cost(embed * (width + self.values), (products, mixed, state, out), pairs=pairs, window=CHUNK)
 
     def attention_request(self, rows: int, q_length: int, kv_length: int, compute: Compute) -> AttentionRequest | None:
         return None

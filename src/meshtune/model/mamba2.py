@@ -159,8 +159,8 @@ class Mamba2Spec:
         mixed = Activation(INNER, self.filter.channels, units, kept=False, products=2, elementwise=2)
         state = Activation(INNER, self.inner * self.state // CHUNK, units, kept=False, itemsize=4)
         out = Activation(INNER, self.inner, units, kept=False, products=1, elementwise=3, itemsize=4)
-        pairs = self.inner + self.groups * self.state + 2 * self.inner * self.state // CHUNK
-        return Cost(embed * (width + self.inner), (products, mixed, state, out), pairs=pairs, window=2 * CHUNK)
+        pairs = 2 * (self.inner + self.groups * self.state) + 4 * self.inner * self.state // CHUNK
+        return Cost(embed * (width + self.inner), (products, mixed, state, out), pairs=pairs, window=CHUNK)
 
     def attention_request(self, rows: int, q_length: int, kv_length: int, compute: Compute) -> AttentionRequest | None:
         return None

@@ -46,7 +46,8 @@ class MlpSpec:
     """down(activation(gate(x)) * up(x)); without a gate, down(activation(up(x))). `width` is F.
 
     With `packed` one projection `gate_up` [2 F, D] computes both: a row of the gate, then a row of up, in turn, so that
-    tp, which splits the rows, gives every device both of a pair.
+    tp, which splits the rows, gives every device both of a pair. The input of the activation is multiplied by
+    `gate_scale`, the result by `out_scale`.
     """
 
     width: int
@@ -54,6 +55,8 @@ class MlpSpec:
     bias: bool = False
     gated: bool = True
     packed: bool = False
+    gate_scale: float | None = None
+    out_scale: float | None = None
     name: ClassVar[str] = "mlp"
 
     def __post_init__(self):
@@ -83,10 +86,11 @@ class MlpSpec:
         if self.packed:
             pairs = products[0].reshape(*x.shape[:-1], self.width, 2)
             products = [pairs[..., 0], pairs[..., 1]]
-        wide = activation(products[0])
+        wide = activation(products[0] if self.gate_scale is None else products[0] * self.gate_scale)
         if self.gated:
             wide = wide * products[1]
-        return Output(linear(wide, node["down"], site_key(key, "down")), cache, {})
+        y = linear(wide, node["down"], site_key(key, "down"))
+        return Output(y if self.out_scale is None else y * self.out_scale, cache, {})
 
     def side_inputs(self) -> frozenset[str]:
         return frozenset()

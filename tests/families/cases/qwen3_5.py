@@ -2,20 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from families.case import Case
-
-
-def decays(name: str, tensor: torch.Tensor) -> bool:
-    """Some states are forgotten within a token, some last beyond a row."""
-    if name.endswith("A_log"):
-        tensor.copy_(torch.empty_like(tensor).uniform_(-4, 1))
-    elif name.endswith("dt_bias"):
-        tensor.copy_(torch.randn_like(tensor))
-    else:
-        return False
-    return True
+from families.decays import decays
 
 
 DELTA = {
