@@ -25,7 +25,7 @@ CONFIG = {
     "ssm_out_multiplier": 0.8,
 }
 CASES = tuple(
-    Case(name, "falcon_h1", {**CONFIG, **switches}, randomise=decays)
+    Case(name, "falcon_h1", {**CONFIG, **switches}, randomise=decays, variant=bool(switches))
     for name, switches in {
         "falcon_h1": {},
         "falcon_h1_norm_first": {"mamba_rms_norm": True, "mamba_norm_before_gate": True},

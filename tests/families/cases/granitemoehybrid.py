@@ -5,7 +5,6 @@ from __future__ import annotations
 from families.case import Case
 from families.decays import decays
 
-
 CASES = (
     Case(
         "granitemoehybrid",

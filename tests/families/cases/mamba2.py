@@ -18,5 +18,5 @@ CONFIG = {
 CASES = (
     Case("mamba2", "mamba2", CONFIG, randomise=decays),
     # While transformers generates, it does not limit time steps.
-    Case("mamba2_limits", "mamba2", {**CONFIG, "time_step_limit": (0.3, 1.1)}, randomise=decays),
+    Case("mamba2_limits", "mamba2", {**CONFIG, "time_step_limit": (0.3, 1.1)}, randomise=decays, variant=True),
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from families.case import Case
 from families.decays import decays
 
-
 DELTA = {
     "head_dim": 16,
     "linear_num_key_heads": 2,
