@@ -38,7 +38,7 @@ LLAMA = {
     ("changes", "message"),
     [
         ({"model_type": "lama"}, "did you mean 'llama'"),
-        ({"model_type": "mamba2"}, "model_type 'mamba2' is a known model that Meshtune does not support"),
+        ({"model_type": "mamba"}, "model_type 'mamba' is a known model that Meshtune does not support"),
         ({"model_type": "qwen9"}, "model_type 'qwen9' is not supported"),
         ({"model_type": None}, "model_type is None"),
         ({"rope_parameters": {"rope_theta": 2.0}}, "rope_theta is 10000.0, and 2.0 in rope_parameters"),
