@@ -124,14 +124,17 @@ def test_a_name_like_that_of_a_family_is_not_taken_for_a_misspelling(name):
 
 
 def test_a_composite_is_named_with_the_text_model_that_it_wraps():
-    def message(text_type: str) -> str:
+    def message(model_type: str, text_type: str) -> str:
         with pytest.raises(UserError) as error:
-            model_spec({"model_type": "mistral3", "text_config": {"model_type": text_type}, "vision_config": {}})
+            model_spec({"model_type": model_type, "text_config": {"model_type": text_type}, "vision_config": {}})
         return str(error.value)
 
-    assert "model_type 'mistral3' is a composite around the text model 'mistral' (text_config)" in message("mistral")
-    assert "as a model of type 'mistral', and give that" in message("mistral")
-    assert "use a model without images or audio; supported: " in message("mistral9")
+    unknown = message("mistral3", "mistral9")
+    assert "model_type 'mistral3' is a composite, and its text model 'mistral9' (text_config) is not" in unknown
+    assert "use another model; supported: " in unknown
+    around = message("mllama", "llama")
+    assert "'mllama' is a composite, and this composite around the text model 'llama' (text_config) is not" in around
+    assert "as a model of type 'llama', and give that" in around
 
 
 def test_the_known_models_are_those_of_transformers():

@@ -167,13 +167,15 @@ def write_config(
     rows: Mapping[str, tuple[int, ...]] | None = None,
     parameters: list[str] | None = None,
     transposed: bool = False,
+    composite: bool = False,
 ) -> dict[str, Any]:
     """The fields for adapters of the modules `adapted`, with `trained` modules saved in full and `rows` of others;
     `ranks` and `alphas` are by HF module, empty for kinds that have neither. `parameters` are the adapted ones of
     experts.
 
     `names` are all modules of the model: short names are used where they select exactly the right ones. `transposed`
-    says that the adapted weights are [in, out] in transformers.
+    says that the adapted weights are [in, out] in transformers. In a `composite` there are other modules, which are
+    excluded.
     """
     rank_pattern = {name: rank for name, rank in ranks.items() if rank != config.rank}
     alpha_pattern = {name: plain(a) for name, a in alphas.items() if not math.isclose(a, config.alpha, rel_tol=1e-9)}
@@ -187,7 +189,8 @@ def write_config(
         "revision": None,
         "inference_mode": True,
         "target_modules": _shortest(adapted, names, "."),
-        "modules_to_save": _shortest(trained, names, "") or None,
+        "modules_to_save": (sorted(trained) if composite else _shortest(trained, names, "")) or None,
+        **({"exclude_modules": _all_but(names)} if composite else {}),
         "bias": "none",
         "fan_in_fan_out": transposed,
         **patterns,
@@ -201,6 +204,13 @@ def write_config(
 def _equal(fields: dict[str, Any], kind: type[AdapterType], field: str) -> bool:
     value = kind.PEFT_FIELDS[field]
     return (fields.get(field) or False) == value if value is False else fields.get(field) == value
+
+
+def _all_but(names: list[str]) -> str:
+    """A pattern of the modules that are none of the text model's, nor inside or around one of these."""
+    roots = sorted({name.partition(".layers.")[0] if ".layers." in name else name for name in names})
+    inside = "|".join(re.escape(root) for root in roots)
+    return rf"(?!({inside})(\.|$)).*"
 
 
 def _shortest(chosen: list[str], names: list[str], before: str) -> list[str]:

@@ -21,7 +21,7 @@ from meshtune.adapters.peft_misfits import check_shape, misfit
 from meshtune.adapters.targets import Module
 from meshtune.errors import UserError
 from meshtune.families.tensors import View
-from meshtune.weights.writer import Part, Tensor
+from meshtune.weights.file_tensors import Part, Tensor
 
 if TYPE_CHECKING:
     from meshtune.adapters.peft_config import PeftConfig

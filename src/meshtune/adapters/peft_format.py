@@ -117,6 +117,7 @@ def save_adapter(
         rows=written.rows,
         parameters=written.parameters,
         transposed=any(among[name].transposed for name in written.adapted),
+        composite=spec.composite is not None,
     )
     record = {
         "base": {field: value for field, value in dataclasses.asdict(base).items() if value is not None},

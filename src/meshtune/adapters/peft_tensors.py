@@ -24,11 +24,12 @@ from meshtune.adapters.targets import Module, modules
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Leaves, Tree, flatten, unflatten
 from meshtune.errors import UserError
+from meshtune.families.composite import module_name
 from meshtune.families.tensors import View
 from meshtune.mesh.layout import Layout
 from meshtune.model.spec import ModelSpec
 from meshtune.model.token_rows import ROWS
-from meshtune.weights.writer import Tensor
+from meshtune.weights.file_tensors import Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +130,7 @@ def sort(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, peft: PeftConfi
             content.shared[field] = name
             continue
         inner = name.removeprefix(PREFIX).replace(".modules_to_save.", ".").replace(".default.", ".")
+        inner = module_name(spec, inner)
         suffix = next((s for s in suffixes if inner.endswith(s)), None)
         module, _, leaf = inner.rpartition(".")
         if suffix is not None and inner.removesuffix(suffix) in among:

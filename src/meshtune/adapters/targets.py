@@ -14,6 +14,7 @@ from meshtune.arrays.spec import ArraySpec, Role
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError, nearest
 from meshtune.families import module_names, tensors
+from meshtune.families.composite import module_name
 from meshtune.families.tensors import View
 from meshtune.model.spec import ModelSpec, abstract_params
 
@@ -70,7 +71,7 @@ def modules(spec: ModelSpec) -> dict[str, Module]:
     named = dict(module_names(spec))
     if spec.tied:
         leaves["head"] = {"weight": dataclasses.replace(leaves["embed"]["weight"], role="head")}
-        named.setdefault("head", ["lm_head"])
+        named.setdefault("head", [module_name(spec, "lm_head")])
     by_name: dict[str, Module] = {}
     views = {(entry.path, entry.index[:1]): entry.view for entry in tensors(spec)}
 

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
+from meshtune.families.composite import TEXT, module_name, read_composite, tensor_name
 from meshtune.families.experts import has_experts, stored_as
 from meshtune.families.family import Family, FamilyModule
 from meshtune.families.tensors import TensorMap, validate
@@ -79,12 +80,19 @@ def family_module(model_type: str) -> FamilyModule:
     return cast(FamilyModule, importlib.import_module(f"{__name__}.{FAMILIES[model_type]}"))
 
 
-def model_spec(config: dict[str, Any], dtype: str = "float32", where: str = "config.json") -> ModelSpec:
-    """The spec of a Hugging Face config.
+def model_spec(
+    config: dict[str, Any], dtype: str = "float32", where: str = "config.json", names: Collection[str] = ()
+) -> ModelSpec:
+    """The spec of a Hugging Face config; of a composite's, that of its text model.
 
+    `names` are those of the tensors in the checkpoint, which say how a composite's are laid out (see read_composite).
     Raises UserError for an unsupported model_type and for every field that would change the mathematics in a way that
     is not implemented; `where` names the config in the message.
     """
+    composite = read_composite(config, where, names)
+    if composite is not None and composite[0]["model_type"] in FAMILIES:
+        spec = model_spec(composite[0], dtype, f"{where}, {TEXT}")
+        return dataclasses.replace(spec, composite=composite[1])
     kind = config.get("model_type")
     if scored := (config.get("architectures") or [""])[0].endswith(SCORED):
         config = _of_one_score(config, where)
@@ -111,7 +119,14 @@ def as_stored(spec: ModelSpec, names: Callable[[], Collection[str]], where: str)
 
 
 def scored_spec(spec: ModelSpec) -> ModelSpec:
-    """The same model with a head of one score instead of its own: a reward model."""
+    """The same model with a head of one score instead of its own: a reward model. Raises UserError for a text model
+    inside a composite."""
+    if spec.composite is not None:
+        raise UserError(
+            f"a reward model cannot be made of the text model inside a {spec.composite.model_type}",
+            where="model.path, stage",
+            fix=f"give a model of type '{spec.family}' that stands alone",
+        )
     return dataclasses.replace(spec, scored=True, tied=False)
 
 
@@ -143,6 +158,11 @@ def tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:
 
     Raises AssertionError where the family's table leaves part of a tensor or of a leaf out, or has it twice.
     """
+    return tuple(dataclasses.replace(entry, name=tensor_name(spec, entry.name)) for entry in _own_tensors(spec))
+
+
+def _own_tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:
+    """The table with the names that tensors have in the model by itself."""
     table = tuple(family_module(spec.family).tensors(spec))
     validate(table, flatten(abstract_params(spec)))
     return table
@@ -150,9 +170,9 @@ def tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:
 
 def module_names(spec: ModelSpec) -> dict[str, list[str]]:
     """Path of a node (a linear layer, a norm, the embedding) -> the Hugging Face modules that it is made of, in the
-    order of its rows."""
+    order of its rows. A composite's are named as transformers has them in memory, whatever its files say."""
     names: dict[str, dict[str, None]] = {}
     for entry in sorted(tensors(spec), key=lambda entry: entry.index):
-        names.setdefault(entry.path.rpartition("/")[0], {})[entry.module] = None
+        names.setdefault(entry.path.rpartition("/")[0], {})[module_name(spec, entry.module)] = None
     order = {path.rpartition("/")[0]: None for path in flatten(abstract_params(spec))}
     return {node: list(names[node]) for node in order}

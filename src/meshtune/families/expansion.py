@@ -12,7 +12,8 @@ from typing import Any
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
-from meshtune.families import model_spec, module_names
+from meshtune.families import model_spec, tensors
+from meshtune.families.composite import text_config, with_text_fields
 from meshtune.model.layer import LayerSpec
 from meshtune.model.spec import ModelSpec, Stack, abstract_params, stacks_of
 
@@ -43,16 +44,25 @@ def new_layers(layers: int, blocks: int) -> list[int]:
 def expanded_config(config: dict[str, Any], blocks: int) -> dict[str, Any]:
     """The Hugging Face config of the deeper model. Raises UserError where the config format cannot express it."""
     old = model_spec(config)
+    if old.mtp_layers:
+        raise UserError(
+            "new layers cannot be added to a model whose checkpoint has layers that predict further tokens: they are "
+            "numbered behind its own",
+            where="method.blocks",
+            fix="use method: lora, full or freeze",
+        )
+    text = text_config(config)
     sources = [source for source, _ in origins(old.layers, blocks)]
     kinds = [layer for stack in old.stacks for _ in range(stack.repeats) for layer in stack.pattern]
-    new = config | {"num_hidden_layers": len(sources)}
-    listed = [name for name in BY_LAYER if isinstance(config.get(name), list)]
-    new |= {name: [config[name][source] for source in sources] for name in listed}
+    fields: dict[str, Any] = {"num_hidden_layers": len(sources)}
+    listed = [name for name in BY_LAYER if isinstance(text.get(name), list)]
+    fields |= {name: [text[name][source] for source in sources] for name in listed}
     if not listed and len(set(kinds)) > 1:
-        new["layer_types"] = [
+        fields["layer_types"] = [
             "full_attention" if getattr(kinds[n].mixer, "window", None) is None else "sliding_attention"
             for n in sources
         ]
+    new = with_text_fields(config, fields)
     deeper = model_spec(new)
     if [layer for stack in deeper.stacks for _ in range(stack.repeats) for layer in stack.pattern] != [
         kinds[source] for source in sources
@@ -76,16 +86,17 @@ def grouped(spec: ModelSpec, blocks: int) -> ModelSpec:
 
 
 def silent_modules(spec: ModelSpec, blocks: int) -> set[str]:
-    """Hugging Face names of the modules of a deeper model whose weights and biases start at zero: those of its new
+    """Names, as in files, of the modules of a deeper model whose weights and biases start at zero: those of its new
     layers that add to the residual stream. Raises UserError for experts."""
     layers = {key: numbers for key, _, _, numbers in spec.positions()}
     new = set(new_layers(spec.layers, blocks))
     leaves = flatten(abstract_params(spec))
     silent: set[str] = set()
-    for node, names in module_names(spec).items():
-        if f"{node}/weight" in leaves and _adds_to_residual(node, leaves[f"{node}/weight"]):
-            numbers = layers[node.split("/")[1]]
-            silent |= {name for name, number in zip(names, numbers, strict=True) if number in new}
+    for entry in tensors(spec):
+        node, _, leaf = entry.path.rpartition("/")
+        adds = leaf == "weight" and _adds_to_residual(node, leaves[entry.path])
+        if adds and layers[node.split("/")[1]][entry.index[0]] in new:
+            silent.add(entry.module)
     return silent
 
 

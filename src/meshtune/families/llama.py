@@ -111,6 +111,7 @@ def decoder_spec(
         "max_length": fields.integer("max_position_embeddings"),
         "tied": bool(fields.get("tie_word_embeddings", False)),
         "init_std": fields.number("initializer_range", 0.02),
+        "mtp_layers": int(fields.get("num_nextn_predict_layers", 0)),
     }
     fields.finish(*((architecture,) if isinstance(architecture, str) else architecture))
     return ModelSpec(family=family, stacks=stacks_of(layers), notes=tuple(fields.notes), **(usual | switches))

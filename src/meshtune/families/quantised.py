@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,7 +56,8 @@ def _formats(config: QuantizeConfig, spec: ModelSpec) -> dict[str, str]:
         check_format(format, (*FORMATS, UNQUANTISED), f"quantize.modules.{module}")
         matches = {path: sum(f".{module}." in name for name in names) for path, names in linear.items()}
         if not any(matches.values()):
-            known = {part for names in linear.values() for name in names for part in name.strip(".").split(".")[3:]}
+            within = [re.split(r"\.\d+\.", name, maxsplit=1)[1] for names in linear.values() for name in names]
+            known = {part for name in within for part in name.strip(".").split(".")}
             raise UserError(
                 f"'{module}' is no module that is quantised",
                 where="quantize.modules",

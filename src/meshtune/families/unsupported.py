@@ -58,15 +58,12 @@ def unsupported(config: Mapping[str, Any], families: Collection[str], where: str
 
 
 def _composite(model_type: str, text_type: str, key: str, families: Collection[str], where: str) -> UserError:
-    fix = f"use a model without images or audio; supported: {', '.join(sorted(families))}"
+    fix = f"use another model; supported: {', '.join(sorted(families))}"
+    problem = f"its text model '{text_type}' ({key}) is not supported"
     if text_type in families:
         fix = f"save its language model alone with transformers, as a model of type '{text_type}', and give that"
-    return UserError(
-        f"model_type '{model_type}' is a composite around the text model '{text_type}' ({key}); composites are not "
-        "supported",
-        where=where,
-        fix=fix,
-    )
+        problem = f"this composite around the text model '{text_type}' ({key}) is not supported"
+    return UserError(f"model_type '{model_type}' is a composite, and {problem}", where=where, fix=fix)
 
 
 def _letters(name: str) -> str:

@@ -55,6 +55,19 @@ class Stack:
 
 
 @dataclasses.dataclass(frozen=True)
+class Composite:
+    """The checkpoint of several models that a text model is part of, beside a vision tower for example.
+
+    `model_type` is the composite's. `tensors` and `modules` are pairs (prefix of a name in the text model alone, prefix
+    in the composite), of tensors in the checkpoint's files and of modules as transformers has them in memory.
+    """
+
+    model_type: str
+    tensors: tuple[tuple[str, str], ...]
+    modules: tuple[tuple[str, str], ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelSpec:
     """A decoder-only model, as pure data. `dtype` is the dtype the weights are kept in.
 
@@ -66,7 +79,9 @@ class ModelSpec:
     rows of the output head are divided by their length before logits are computed; what is stored and trained are the
     rows as they are. `side` computes inputs for all layers from the tokens (see SideSpec). `notes` are
     sentences about the model for a run's banner. `fused_experts` is about files alone: a tensor holds
-    the matrices of all experts of a layer.
+    the matrices of all experts of a layer. `composite` is the checkpoint that the model is part of, if it is;
+    `mtp_layers` more layers, which predict further tokens, follow the model's own in its checkpoint and are not
+    computed.
     """
 
     family: str
@@ -88,6 +103,8 @@ class ModelSpec:
     side: SideSpec | None = None
     fused_experts: bool = False
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    composite: Composite | None = None
+    mtp_layers: int = 0
 
     @property
     def layers(self) -> int:

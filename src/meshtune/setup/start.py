@@ -15,7 +15,8 @@ from meshtune.config.recipe import Recipe
 from meshtune.data.new_tokens import NewTokens, add_tokens
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
-from meshtune.families import model_spec, scored_spec
+from meshtune.families import scored_spec
+from meshtune.families.composite import with_text_fields
 from meshtune.families.expansion import expanded_config, grouped
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.stages import STAGES
@@ -24,7 +25,7 @@ from meshtune.runs.sources import is_run
 from meshtune.runs.verify import check_result
 from meshtune.setup.choices import method_of
 from meshtune.setup.start_spec import Start
-from meshtune.weights.load import load_config, stored_spec
+from meshtune.weights.load import load_config, spec_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -37,20 +38,19 @@ def start_of(recipe: Recipe, source: pathlib.Path, dtype: str) -> Start:
     """
     section, method = recipe.model, method_of(recipe)
     config = load_config(source)
-    where = str(source / "config.json")
     tokens, blocks = NewTokens(), 0
     if section.new_tokens or section.new_special_tokens or section.pad_vocab_to:
         if section.new_tokens or section.new_special_tokens:
             tokenizer = load_tokenizer(section.tokenizer or section.path, revision=section.revision)
             tokens = add_tokens(tokenizer, section.new_tokens, section.new_special_tokens)
-        before = model_spec(config, where=where).vocab
+        before = spec_of(config, source, dtype).vocab
         rows = tokens.padded_vocab(before, section.pad_vocab_to)
-        config = config | {"vocab_size": rows}
+        config = with_text_fields(config, {"vocab_size": rows})
         method = _with_rows(method, tokens, tuple(range(before, rows)), recipe)
     if isinstance(method, ExpandConfig):
         blocks = method.blocks
         config = expanded_config(config, blocks)
-    spec = stored_spec(model_spec(config, dtype, where), source)
+    spec = spec_of(config, source, dtype)
     if section.adapter is not None:
         assert isinstance(method, LoraConfig), "the recipe has seen to it"
         check_result(adapter_directory(section.adapter))

@@ -11,17 +11,18 @@ import numpy as np
 from meshtune.adapters.peft_format import check_base, load_adapter
 from meshtune.config.recipe import Recipe
 from meshtune.data.new_tokens import NewTokens
-from meshtune.families import module_names
+from meshtune.families import tensors
+from meshtune.families.composite import HEAD, passed_through, tensor_name, text_config, with_text_fields
 from meshtune.families.expansion import origins, silent_modules
 from meshtune.runs.export import export
 from meshtune.runs.sources import find
 from meshtune.setup.start_spec import Start
+from meshtune.weights.file_tensors import ST_DTYPES
 from meshtune.weights.fingerprint import base_hash
 from meshtune.weights.load import load_config, load_spec
 from meshtune.weights.rewrite import WRITTEN, NewTensor, write_model
 from meshtune.weights.safetensors_files import DTYPES, TensorInfo, headers
 from meshtune.weights.tensor_reader import TensorReader
-from meshtune.weights.writer import ST_DTYPES
 
 
 def write_start(start: Start, recipe: Recipe, folder: pathlib.Path, record: Mapping[str, object]) -> None:
@@ -56,23 +57,25 @@ def _check(adapter: str, base: pathlib.Path, any_base: bool) -> None:
 
 def _config(start: Start, config: Mapping[str, object]) -> dict[str, object]:
     """Returns the source's config with the fields that the start changes."""
-    changed = ("vocab_size", "num_hidden_layers", "layer_types")
-    return {**config} | {field: start.config[field] for field in changed if field in start.config}
+    changed, text = ("vocab_size", "num_hidden_layers", "layer_types"), text_config(start.config)
+    return with_text_fields(config, {field: text[field] for field in changed if field in text})
 
 
 def _tensors(start: Start, source: pathlib.Path, reader: TensorReader) -> Iterator[NewTensor]:
     """Yields every tensor of the start in the order of the source's files; copies of a layer follow its original."""
-    tensors = headers(source)
     spec, _ = load_spec(source)
-    names = module_names(start.spec)
-    tables = {f"{names[node][0]}.weight" for node in ("embed", "head") if node in names}
+    own = tensors(start.spec)
+    tables = {entry.name for entry in own if entry.path in ("embed/weight", "head/weight")}
     layer_origins = origins(spec.layers, start.blocks) if start.blocks else [(n, False) for n in range(spec.layers)]
     silent = silent_modules(start.spec, start.blocks) if start.blocks else set()
     copies: dict[int, list[int]] = {}
     for number, (old, _) in enumerate(layer_origins):
         copies.setdefault(old, []).append(number)
-    for name, info in tensors.items():
-        if spec.tied and name == "lm_head.weight":
+    for name, info in headers(source).items():
+        if spec.tied and name == tensor_name(spec, HEAD):
+            continue
+        if passed_through(spec, name) is not None:
+            yield _tensor(name, info, reader, None)
             continue
         before, number, after = _layer_of(name)
         if number is None:

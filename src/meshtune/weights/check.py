@@ -7,6 +7,7 @@ from pathlib import Path
 
 from meshtune.errors import UserError, nearest
 from meshtune.families import tensors
+from meshtune.families.composite import HEAD, incomplete_parts, passed_through, tensor_name
 from meshtune.families.tensors import TensorMap
 from meshtune.model.spec import ModelSpec
 from meshtune.weights.buffers import row_ranges
@@ -15,7 +16,6 @@ from meshtune.weights.tensor_reader import TensorReader
 
 # Tensors that checkpoints carry and no model needs: buffers that are computed from the config.
 HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)$")
-HEAD = "lm_head.weight"
 SCORE = "score/weight"
 SHOWN = 6
 
@@ -42,18 +42,20 @@ def check(directory: Path, spec: ModelSpec, infos: dict[str, TensorInfo], *, num
     expected = {entry.name: entry for entry in tensors(spec)}
     missing = [name for name, entry in expected.items() if name not in infos and not starts_anew(entry)]
     extra = [name for name in infos if name not in expected and not _harmless(name, spec)]
-    problems = _missing_lines(missing, expected, infos) + _extra_lines(extra, infos)
+    problems = _missing_lines(missing, expected, infos) + _extra_lines(extra, infos) + incomplete_parts(spec, infos)
     for name, entry in expected.items():
         if name in infos:
             problems += _tensor_lines(entry, infos[name])
     if problems:
         raise _disagreement(directory, problems, _hints(spec, missing, extra, infos))
-    if spec.tied and HEAD in infos:
+    if spec.tied and tensor_name(spec, HEAD) in infos:
         _check_tied_copy(spec, infos, numbers)
 
 
 def _harmless(name: str, spec: ModelSpec) -> bool:
-    return bool(HARMLESS.search(name)) or ((spec.tied or spec.scored) and name == HEAD)
+    if HARMLESS.search(name) or passed_through(spec, name) is not None:
+        return True
+    return (spec.tied or spec.scored) and name == tensor_name(spec, HEAD)
 
 
 def starts_anew(entry: TensorMap) -> bool:
@@ -92,10 +94,11 @@ def _tensor_lines(entry: TensorMap, info: TensorInfo) -> list[str]:
 
 def _hints(spec: ModelSpec, missing: list[str], extra: list[str], infos: dict[str, TensorInfo]) -> str:
     """What most likely happened, from the pattern of the disagreements."""
-    layers = {int(match[1]) for name in infos if (match := re.search(r"\.layers\.(\d+)\.", name))}
+    names = [name for name in infos if passed_through(spec, name) is None]
+    layers = {int(match[1]) for name in names if (match := re.search(r"\.layers\.(\d+)\.", name))}
     if layers and len(layers) == max(layers) + 1 != spec.layers:
         return f"num_hidden_layers is {spec.layers} in the config, but the files hold {len(layers)} layers"
-    if missing == [HEAD]:
+    if missing == [tensor_name(spec, HEAD)]:
         return "if the head shares the embedding, set tie_word_embeddings to true in config.json"
     if (
         missing
@@ -122,8 +125,8 @@ def _disagreement(directory: Path, problems: list[str], hint: str) -> UserError:
 
 def _check_tied_copy(spec: ModelSpec, infos: dict[str, TensorInfo], numbers: bool) -> None:
     """A tied model's lm_head.weight may be written out as a copy of the embedding, never as something else."""
-    embedding = next(entry for entry in tensors(spec) if entry.path == "embed/weight")
-    first, second = infos[embedding.name], infos[HEAD]
+    embedding, head = next(entry for entry in tensors(spec) if entry.path == "embed/weight"), tensor_name(spec, HEAD)
+    first, second = infos[embedding.name], infos[head]
     equal = first.shape == second.shape and first.dtype == second.dtype
     if equal and numbers:
         with TensorReader() as reader:
@@ -133,9 +136,9 @@ def _check_tied_copy(spec: ModelSpec, infos: dict[str, TensorInfo], numbers: boo
             )
     if not equal:
         raise UserError(
-            f"the config ties the head to the embedding, but '{HEAD}' in {second.file.name} is not equal to "
+            f"the config ties the head to the embedding, but '{head}' in {second.file.name} is not equal to "
             f"'{embedding.name}' in {first.file.name}",
             where=str(second.file.parent),
             fix="set tie_word_embeddings to false in config.json if the head is a weight of its own; "
-            f"otherwise save the model again without '{HEAD}'",
+            f"otherwise save the model again without '{head}'",
         )

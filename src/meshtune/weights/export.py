@@ -11,7 +11,7 @@ import fnmatch
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jaxtyping import Float
@@ -20,15 +20,18 @@ from numpy import ndarray
 from meshtune.arrays.tree import Tree, flatten
 from meshtune.errors import UserError
 from meshtune.families import scored_fields, tensors
+from meshtune.families.composite import text_config, with_text_fields
 from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.spec import ModelSpec
-from meshtune.weights.load import MODEL_DTYPES, Progress, load_config, stored_dtype
+from meshtune.weights.file_tensors import FileTensor, StoredTensor, header, tensors_of
+from meshtune.weights.load import MODEL_DTYPES, Progress, load_config, spec_of, stored_dtype
+from meshtune.weights.passed_through import passed_tensors
 from meshtune.weights.publish import disk_errors, published
 from meshtune.weights.safetensors_files import INDEX, SINGLE
 from meshtune.weights.verify import ExportError, Verified, verify_export
-from meshtune.weights.writer import Tensor, header, tensors_of, write_file
+from meshtune.weights.writer import write_file
 
 METADATA = {"format": "pt"}
 
@@ -37,7 +40,10 @@ TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.model",
     "*.tiktoken", "chat_template.*", "additional_chat_templates/*.jinja",
 )  # fmt: skip
-MODEL_FILES = ("generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
+MODEL_FILES = (
+    "generation_config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+    "LICENSE*", "NOTICE*", "USE_POLICY*",
+)  # fmt: skip
 CODE_OR_PICKLES = ("*.py", "*.pkl", "*.bin", "*.pt", "*.pth")
 
 
@@ -76,8 +82,9 @@ def export_model(
     tokenizer from `tokenizer` if given, the chat template from `chat_template`). `dtype` defaults to the source's.
     `record` says how the model came to be; it goes, as JSON, into the metadata of every file.
     `expected` are the `probe_logits` of what was trained, taken before adapters were merged. Tensors are written one
-    after another, so host memory holds one block of one tensor. `dest` appears whole and verified or not at all; an
-    export that fails its verification is left beside it as `<dest>.failed-verification`.
+    after another, so host memory holds one block of one tensor. What the source's checkpoint holds beside the model
+    (vision towers, next-token heads) is copied byte for byte from its files. `dest` appears whole and verified or not
+    at all; an export that fails its verification is left beside it as `<dest>.failed-verification`.
 
     A scored model is written as its family's ForSequenceClassification with one label; `pad` is then the id that
     transformers passes over when it looks for a row's last token.
@@ -94,7 +101,8 @@ def export_model(
     if dtype not in MODEL_DTYPES:
         raise UserError(f"dtype '{dtype}' cannot be exported", fix=f"one of {', '.join(MODEL_DTYPES)}")
     metadata = METADATA | ({} if record is None else {"meshtune": json.dumps(record)})
-    files = plan_shards(tensors_of(tensors(spec), flatten(params), dtype), max_shard_bytes)
+    passed = passed_tensors(source, spec, job)
+    files = plan_shards([*tensors_of(tensors(spec), flatten(params), dtype), *passed], max_shard_bytes)
     total = sum(tensor.nbytes for shard in files.values() for tensor in shard)
     copies = list(_copies(source, MODEL_FILES)) + list(_copies(tokenizer or source, TOKENIZER_FILES))
     with raise_collectively(job, "export: destination"):
@@ -106,23 +114,23 @@ def export_model(
         done = 0
         for number, (name, shard) in enumerate(files.items()):
             with raise_collectively(job, f"export: {name}"), disk_errors(dest):
-                for written in write_file(
-                    folder / name, shard, metadata, writes=number % job.process_count == job.process_index
-                ):
+                by_main = any(isinstance(tensor, StoredTensor) for tensor in shard)  # the others may lack the source
+                writer = 0 if by_main else number % job.process_count
+                for written in write_file(folder / name, shard, metadata, writes=writer == job.process_index):
                     done += written
                     if progress:
                         progress(done, total)
         with raise_collectively(job, "export: config"), disk_errors(dest):
             if job.is_main_process:
-                _write_rest(folder, _exported_config(config, spec, dtype, pad), files, copies, chat_template)
-        verified = _verified(params, spec, folder, dest, dtype, expected, layout, job)
+                _write_rest(folder, _exported_config(config, spec, source, dtype, pad), files, copies, chat_template)
+        verified = _verified(params, spec, folder, dest, dtype, expected, layout, job, passed)
     return Exported(dest, tuple(files), total, dtype, verified)
 
 
 def _write_rest(
     folder: Path,
     config: Mapping[str, object],
-    files: dict[str, list[Tensor]],
+    files: dict[str, list[FileTensor]],
     copies: list[tuple[Path, str]],
     chat_template: str | None,
 ) -> None:
@@ -149,9 +157,12 @@ def _verified(
     expected: ndarray | None,
     layout: Layout | None,
     job: Job,
+    passed: list[StoredTensor],
 ) -> Verified:
     try:
-        return verify_export(params, spec, folder, dtype=dtype, expected=expected, layout=layout, job=job)
+        return verify_export(
+            params, spec, folder, dtype=dtype, expected=expected, layout=layout, job=job, passed=passed
+        )
     except UserError as error:
         failed = dest.with_name(f"{dest.name}.failed-verification")
         if job.is_main_process:
@@ -165,11 +176,11 @@ def _verified(
         ) from error
 
 
-def plan_shards(tensors: list[Tensor], max_shard_bytes: int) -> dict[str, list[Tensor]]:
+def plan_shards(tensors: Sequence[FileTensor], max_shard_bytes: int) -> dict[str, list[FileTensor]]:
     """File name -> tensors of each shard, filled in order up to the size; a larger tensor has a shard of its own."""
     if max_shard_bytes <= 0:
         raise UserError(f"a shard of {max_shard_bytes} bytes cannot hold anything", fix="give a size such as 5 GB")
-    shards: list[list[Tensor]] = []
+    shards: list[list[FileTensor]] = []
     room = 0
     for tensor in tensors:
         if not shards or tensor.nbytes > room:
@@ -182,11 +193,18 @@ def plan_shards(tensors: list[Tensor], max_shard_bytes: int) -> dict[str, list[T
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
-def _exported_config(config: Mapping[str, object], spec: ModelSpec, dtype: str, pad: int | None) -> dict[str, object]:
-    """The source's config with the dtype that was written, under the name (or names) it has there."""
+def _exported_config(
+    config: Mapping[str, Any], spec: ModelSpec, source: Path, dtype: str, pad: int | None
+) -> dict[str, Any]:
+    """The source's config with the dtype that was written, under the name (or names) it has there; of a composite, in
+    the text model's config too, but not in those of parts that are passed through."""
     fields = [field for field in ("torch_dtype", "dtype") if field in config] or ["dtype"]
     exported = {**config, **dict.fromkeys(fields, dtype)}
-    if bool(config.get("tie_word_embeddings", False)) != spec.tied:
+    text = text_config(config)
+    if text is not config:
+        inner = [field for field in ("torch_dtype", "dtype") if field in text]
+        exported = with_text_fields(exported, dict.fromkeys(inner, dtype))
+    if spec_of(config, source, dtype).tied != spec.tied:
         exported["tie_word_embeddings"] = spec.tied
     if spec.scored:
         exported |= scored_fields(exported, pad)
@@ -244,7 +262,7 @@ def _check_destination(dest: Path, sources: tuple[Path, ...], overwrite: bool) -
 
 
 def _check_room(
-    dest: Path, files: dict[str, list[Tensor]], copies: list[tuple[Path, str]], metadata: dict[str, str]
+    dest: Path, files: dict[str, list[FileTensor]], copies: list[tuple[Path, str]], metadata: dict[str, str]
 ) -> None:
     parent = next(p for p in dest.absolute().parents if p.is_dir())
     need = sum(len(header(shard, metadata)) + sum(tensor.nbytes for tensor in shard) for shard in files.values())

@@ -7,11 +7,8 @@ import json
 from pathlib import Path
 
 from meshtune.weights.load import load_config
-from meshtune.weights.safetensors_files import TensorInfo, headers
+from meshtune.weights.safetensors_files import headers, samples
 from meshtune.weights.tensor_reader import TensorReader
-
-SAMPLES = 16
-SAMPLE_BYTES = 4096
 
 # The config fields that the mathematics depends on; all others (versions, names, token ids, dtypes) may be edited.
 MATHEMATICS = """
@@ -38,16 +35,9 @@ def base_hash(directory: Path) -> str:
     with TensorReader() as reader:
         for name, info in sorted(headers(directory).items()):
             digest.update(_canonical([name, info.dtype, list(info.shape)]))
-            for offset, length in _samples(info):
+            for offset, length in samples(info):
                 digest.update(reader.read(info, offset, length))
     return f"sha256:{digest.hexdigest()}"
-
-
-def _samples(info: TensorInfo) -> list[tuple[int, int]]:
-    if info.nbytes <= SAMPLES * SAMPLE_BYTES:
-        return [(0, info.nbytes)]
-    last = info.nbytes - SAMPLE_BYTES
-    return [(last * i // (SAMPLES - 1), SAMPLE_BYTES) for i in range(SAMPLES)]
 
 
 def _canonical(value: object) -> bytes:

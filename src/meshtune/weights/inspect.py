@@ -8,8 +8,10 @@ from pathlib import Path
 
 from meshtune.errors import UserError
 from meshtune.families import tensors
+from meshtune.families.composite import passed_through
 from meshtune.weights.check import check
 from meshtune.weights.load import load_spec
+from meshtune.weights.passed_through import Part, parts
 from meshtune.weights.safetensors_files import headers
 
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -17,7 +19,11 @@ DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bf
 
 @dataclasses.dataclass(frozen=True)
 class ModelSummary:
-    """`dtypes` maps the dtypes that the files hold to bytes, `unused` names tensors that the model does not need."""
+    """`dtypes` maps the dtypes that the files hold to bytes, `unused` names tensors that the model does not need.
+
+    `composite` is the model_type of the checkpoint whose text model it is, if any, and `passed_through` lists the other
+    parts of the checkpoint.
+    """
 
     directory: str
     family: str
@@ -28,6 +34,8 @@ class ModelSummary:
     files: int
     dtypes: dict[str, int]
     unused: list[str]
+    composite: str | None = None
+    passed_through: tuple[Part, ...] = ()
 
 
 def inspect_model(directory: Path) -> ModelSummary:
@@ -55,5 +63,7 @@ def inspect_model(directory: Path) -> ModelSummary:
         bytes=sum(infos[name].nbytes for name in sizes),
         files=len({info.file for info in infos.values()}),
         dtypes=dict(sorted(dtypes.items(), key=lambda entry: -entry[1])),
-        unused=[name for name in infos if name not in sizes],
+        unused=[name for name in infos if name not in sizes and passed_through(spec, name) is None],
+        composite=None if spec.composite is None else spec.composite.model_type,
+        passed_through=parts(infos, spec),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.errors import UserError
 from meshtune.families import as_stored, model_spec, tensors
+from meshtune.families.composite import HEAD, tensor_name, text_config
 from meshtune.families.quantised import quantised_leaves
 from meshtune.families.tensors import TensorMap
 from meshtune.mesh.layout import Layout
@@ -23,7 +25,7 @@ from meshtune.weights.check import SCORE, check
 from meshtune.weights.load_report import LoadReport, MemoryProbe, bytes_in_use, bytes_placed
 from meshtune.weights.read_into import Progress, read_into
 from meshtune.weights.read_plan import Device
-from meshtune.weights.safetensors_files import TensorInfo, headers, read_json
+from meshtune.weights.safetensors_files import TensorInfo, headers, read_json, samples, tensor_names
 from meshtune.weights.shards import Shards
 from meshtune.weights.tensor_reader import TensorReader
 
@@ -52,21 +54,37 @@ def load_spec(directory: Path, dtype: str | None = None) -> tuple[ModelSpec, dic
     """
     directory = Path(directory)
     config = load_config(directory)
-    spec = model_spec(config, dtype or stored_dtype(directory, config), where=str(directory / "config.json"))
-    return stored_spec(spec, directory), config
+    return spec_of(config, directory, dtype or stored_dtype(directory, config)), config
 
 
-def stored_spec(spec: ModelSpec, directory: Path) -> ModelSpec:
-    """The spec of a model whose files are in `directory`, with its experts as they are stored there, if it has files.
-    Raises UserError where they are there twice."""
+def spec_of(config: Mapping[str, Any], directory: Path, dtype: str) -> ModelSpec:
+    """The spec of a config for the weights in `directory`, where there are any: their names say how a composite's text
+    model is laid out, whether it has a head of its own, and how experts are stored. Raises UserError for a bad config
+    or an unsupported model, and for experts that are there twice.
+    """
+    names = tensor_names(directory) if config.get("text_config") else frozenset[str]()
+    spec = model_spec(dict(config), dtype, str(directory / "config.json"), names)
+    if spec.composite is not None and spec.tied and tensor_name(spec, HEAD) in names:
+        infos, entry = headers(directory), next(entry for entry in tensors(spec) if entry.path == "embed/weight")
+        table, head = infos.get(entry.name), infos[tensor_name(spec, HEAD)]
+        if table is not None and not _equal_in_samples(table, head):
+            spec = dataclasses.replace(spec, tied=False)  # as transformers does, whatever the config says
     if not any(directory.glob("*.safetensors")):
         return spec
     return as_stored(spec, lambda: headers(directory), str(directory))
 
 
+def _equal_in_samples(first: TensorInfo, second: TensorInfo) -> bool:
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    with TensorReader() as reader:
+        return all(reader.read(first, *piece) == reader.read(second, *piece) for piece in samples(first))
+
+
 def stored_dtype(directory: Path, config: Mapping[str, object]) -> str:
     """The dtype of a checkpoint: float32, bfloat16 or float16."""
-    named = config.get("dtype") or config.get("torch_dtype")
+    text = text_config(config)
+    named = next((c[field] for c in (config, text) for field in ("dtype", "torch_dtype") if c.get(field)), None)
     if named is not None:
         if named not in MODEL_DTYPES:
             raise UserError(

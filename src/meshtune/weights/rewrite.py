@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from meshtune.families import as_stored, model_spec
 from meshtune.weights.check import check
 from meshtune.weights.export import MODEL_FILES, copied, write_json
+from meshtune.weights.file_tensors import ST_DTYPES, Tensor, header
+from meshtune.weights.load import load_spec
 from meshtune.weights.safetensors_files import DTYPES, INDEX, SINGLE, headers
-from meshtune.weights.writer import ST_DTYPES, Tensor, header
 
 MAX_SHARD_BYTES = 5_000_000_000
 WRITTEN = {short: dtype for dtype, short in ST_DTYPES.items()}
@@ -64,9 +64,7 @@ def write_model(
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
     write_json(folder / "config.json", config)
     copied(source, folder, MODEL_FILES)
-    infos = headers(folder)
-    spec = as_stored(model_spec(dict(config), where=str(folder / "config.json")), lambda: infos, str(folder))
-    check(folder, spec, infos)
+    check(folder, load_spec(folder)[0], headers(folder))
 
 
 def _shards(tensors: Sequence[NewTensor], max_bytes: int) -> Iterator[list[NewTensor]]:

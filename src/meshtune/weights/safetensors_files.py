@@ -24,6 +24,7 @@ SHARD = re.compile(r"^(.+)-(\d{5})-of-(\d{5})\.safetensors$")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 # Host memory that one read may take.
 BLOCK_BYTES = 16 << 20
+SAMPLES, SAMPLE_BYTES = 16, 4096
 HEADER_LIMIT = 100_000_000  # as in the reference implementation
 
 DTYPES: dict[str, np.dtype] = {
@@ -89,6 +90,25 @@ def headers(directory: Path) -> dict[str, TensorInfo]:
             "the weight files hold no tensors", where=str(directory), fix="download or copy the model again"
         )
     return infos
+
+
+def tensor_names(directory: Path) -> frozenset[str]:
+    """The names of the tensors of a model directory; none where it has no weights, or none that can be read."""
+    try:
+        if (directory / INDEX).is_file() and not (directory / SINGLE).is_file():
+            return frozenset(_weight_map(directory / INDEX))
+        return frozenset(headers(directory))
+    except UserError:
+        return frozenset()
+
+
+def samples(info: TensorInfo) -> list[tuple[int, int]]:
+    """(offset, length) of the pieces that stand for a tensor: all of it up to 64 KiB, else 16 of 4 KiB spread evenly
+    from its first byte to its last."""
+    if info.nbytes <= SAMPLES * SAMPLE_BYTES:
+        return [(0, info.nbytes)]
+    last = info.nbytes - SAMPLE_BYTES
+    return [(last * i // (SAMPLES - 1), SAMPLE_BYTES) for i in range(SAMPLES)]
 
 
 def _files(directory: Path) -> tuple[list[Path], dict[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,12 @@ from meshtune.model.inputs import Inputs, Rows
 from meshtune.model.layer import LayerSpec, layer
 from meshtune.model.spec import ModelSpec, Stack
 from meshtune.weights.check import check
+from meshtune.weights.file_tensors import StoredTensor, tensors_of
 from meshtune.weights.load import load_spec
+from meshtune.weights.passed_through import first_changed
 from meshtune.weights.safetensors_files import TensorInfo, headers
 from meshtune.weights.tensor_reader import TensorReader
-from meshtune.weights.writer import first_difference, read_box, tensors_of
+from meshtune.weights.writer import first_difference, read_box
 
 COMPUTE = Compute(dtype="float32", attention="direct")
 PROBE_SHAPE = (2, 48)
@@ -131,13 +133,15 @@ def verify_export(
     expected: Float[np.ndarray, "B T V"] | None = None,
     layout: Layout | None = None,
     job: Job = SINGLE_PROCESS,
+    passed: Sequence[StoredTensor] = (),
 ) -> Verified:
     """Compares a written model directory with the parameters it was written from.
 
     Every tensor must equal, bit for bit, the parameter cast to `dtype`; the directory's own config must give the same
-    spec; and the logits of the probe, computed from the files alone, must agree with `expected` (default: those of
-    `params`) to the dtype's tolerance. One layer is in memory at a time. With several processes each compares the
-    files that another one wrote. Raises ExportError.
+    spec; tensors that were `passed` through must equal those they were copied from; and the logits of the probe,
+    computed from the files alone, must agree with `expected` (default: those of `params`) to the dtype's tolerance. One
+    layer is in memory at a time. With several processes each compares the files that another one wrote. Raises
+    ExportError.
     """
     with raise_collectively(job, "verify: config"):
         written, _ = load_spec(dest, dtype)
@@ -146,7 +150,9 @@ def verify_export(
         infos = headers(dest)
         check(dest, written, infos)
     with raise_collectively(job, "verify: tensors"):
-        compared = _compare_tensors(flatten(params), spec, infos, dtype, job)
+        compared = _compare_tensors(flatten(params), spec, infos, dtype, job) + len(passed)
+        if job.is_main_process and (changed := first_changed(passed, infos)) is not None:
+            raise ExportError(f"tensor '{changed}' differs from that in the source", where=str(dest))
     if expected is None:
         expected = probe_logits(params, spec, layout)
     got = written_logits(dest, layout)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import os
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -21,62 +19,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtune.families.tensors import Range, Shape, TensorMap, View
+from meshtune.families.tensors import Range, Shape, View
 from meshtune.model.gather import to_device
 from meshtune.weights.buffers import row_ranges
+from meshtune.weights.file_tensors import FileTensor, Part, StoredTensor, Tensor, header, offsets
 from meshtune.weights.read_plan import arranged, scattered, tensor_boxes
 from meshtune.weights.safetensors_files import BLOCK_BYTES, DTYPES, TensorInfo
 from meshtune.weights.tensor_reader import RUN_BYTES, TensorReader, run_axis, run_offsets
-
-ST_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """`leaf[index]`, whose numbers are `view` of a tensor. `leaf` may be abstract where nothing is written."""
-
-    leaf: jax.Array | np.ndarray
-    index: tuple[int, ...]
-    view: View
-
-
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """One tensor of a file, in `dtype`, and the parts of leaves that it is made of."""
-
-    name: str
-    shape: Shape
-    dtype: str
-    parts: tuple[Part, ...]
-
-    @classmethod
-    def of(
-        cls, name: str, leaf: jax.Array | np.ndarray, dtype: str, index: tuple[int, ...] = (), view: View | None = None
-    ) -> Tensor:
-        """A tensor that is `leaf[index]`, as it is or with its numbers where the view has them."""
-        view = view or View.identity(tuple(leaf.shape[len(index) :]))
-        return cls(name, view.tensor, dtype, (Part(leaf, index, view),))
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
-
-
-def tensors_of(table: Iterable[TensorMap], leaves: Mapping[str, jax.Array | np.ndarray], dtype: str) -> list[Tensor]:
-    """The tensors of a table in `dtype`, in its order, with arrays (or their ShapeDtypeStructs) from `leaves`, path to
-    array. Buffers are float32 whatever the dtype."""
-    by_name: dict[str, list[TensorMap]] = {}
-    for entry in table:
-        by_name.setdefault(entry.name, []).append(entry)
-    return [
-        Tensor(
-            name,
-            entries[0].view.tensor,
-            "float32" if entries[0].array.role == "buffer" else dtype,
-            tuple(Part(leaves[entry.path], entry.index, entry.view) for entry in entries),
-        )
-        for name, entries in by_name.items()
-    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,15 +121,20 @@ def _cut(leaf: jax.Array, at: jax.Array, *, lead: int, rows: int, dtype: str, sp
     return block if split.replicated is None else lax.with_sharding_constraint(block, split.replicated)
 
 
-def write_file(file: Path, tensors: list[Tensor], metadata: dict[str, str], *, writes: bool = True) -> Iterator[int]:
+def write_file(
+    file: Path, tensors: Sequence[FileTensor], metadata: dict[str, str], *, writes: bool = True
+) -> Iterator[int]:
     """Writes one safetensors file (https://huggingface.co/docs/safetensors); yields the bytes of every block.
 
-    Only the process with `writes` opens the file. If it fails, it still takes part in every block before it raises the
-    OSError, so that no other process waits for it.
+    Only the process with `writes` opens the file, and those that stored tensors are copied from. If it fails, it still
+    takes part in every block before it raises the OSError, so that no other process waits for it.
     """
     output = _Output(file, header(tensors, metadata)) if writes else None
     try:
-        for tensor, offset in zip(tensors, _offsets(tensors), strict=True):
+        for tensor, offset in zip(tensors, offsets(tensors), strict=True):
+            if isinstance(tensor, StoredTensor):
+                yield from _copy(tensor, output, offset)
+                continue
             itemsize = jnp.dtype(tensor.dtype).itemsize
             for part in tensor.parts:
                 row_bytes = math.prod(part.view.shape[1:]) * itemsize
@@ -197,6 +151,15 @@ def write_file(file: Path, tensors: list[Tensor], metadata: dict[str, str], *, w
         raise output.error
 
 
+def _copy(tensor: StoredTensor, output: _Output | None, offset: int) -> Iterator[int]:
+    """Copies a stored tensor to `offset` bytes into the data of a file; yields the bytes of every block."""
+    with TensorReader() as reader:
+        for start, length in tensor.blocks():
+            if output is not None:
+                output.write(offset + start, memoryview(reader.read(tensor.info, start, length)))
+            yield length
+
+
 def _write_rows(output: _Output, offset: int, view: View, rows: tuple[int, int], numbers: np.ndarray) -> None:
     """Writes rows of a view's part where the view has them in its tensor, which starts `offset` bytes into the data."""
     if not view.shape:
@@ -207,29 +170,6 @@ def _write_rows(output: _Output, offset: int, view: View, rows: tuple[int, int],
 
 def _box_of_rows(view: View, rows: tuple[int, int]) -> tuple[tuple[int, int], ...]:
     return (rows, *((0, n) for n in view.shape[1:])) if view.shape else ()
-
-
-def header(tensors: list[Tensor], metadata: dict[str, str]) -> bytes:
-    """What stands before the data of a file of these tensors, its length included."""
-    entries: dict[str, object] = {"__metadata__": metadata}
-    for tensor, at in zip(tensors, _offsets(tensors), strict=True):
-        offsets = [at, at + tensor.nbytes]
-        entries[tensor.name] = {
-            "dtype": ST_DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": offsets,
-        }
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # the data starts at a multiple of eight bytes
-    return struct.pack("<Q", len(text)) + text
-
-
-def _offsets(tensors: list[Tensor]) -> list[int]:
-    at, offsets = 0, []
-    for tensor in tensors:
-        offsets.append(at)
-        at += tensor.nbytes
-    return offsets
 
 
 class _Output:
@@ -243,6 +183,10 @@ class _Output:
         except OSError as error:
             self.error = error
         self._put(0, memoryview(start))
+
+    def write(self, offset: int, content: memoryview) -> None:
+        """Writes bytes `offset` bytes into the data."""
+        self._put(self._data + offset, content)
 
     def write_box(self, offset: int, shape: Shape, ranges: Sequence[Range], numbers: np.ndarray) -> None:
         """Writes a box of a tensor of `shape` that starts `offset` bytes into the data. Where the box's runs of bytes

@@ -1,0 +1,194 @@
+"""Composite checkpoints: a text model with vision towers and the like around it, of which the text model is tuned.
+
+The text model is read from `text_config`, its tensors are found by the prefix that they have in the files, and all
+other tensors are passed through as they are. Only composites whose forward pass of text alone is their text model's are
+listed here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from meshtune.errors import UserError
+from meshtune.families.config_fields import ConfigFields
+from meshtune.model.spec import Composite, ModelSpec
+
+TEXT = "text_config"
+HEAD = "lm_head.weight"
+MTP = "next-token prediction head"
+
+# (prefix in the text model alone, prefix in the composite): in files of transformers before 4.52, which later versions
+# go on writing for the model types of that time, and as its modules are named since.
+BEFORE = (("model.", "language_model.model."), ("lm_head", "language_model.lm_head"))
+SINCE = (("model.", "model.language_model."), ("lm_head", "lm_head"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapper:
+    """Describes a composite model_type: the model_types that its text model may have, the first of which is that of a
+    text_config without one, and the prefixes of the tensors of its other parts, behind an optional "model.".
+
+    `ignored` are fields of text_config that the text model would read and the composite does not.
+    """
+
+    title: str
+    architecture: str
+    texts: tuple[str, ...]
+    parts: Mapping[str, tuple[str, ...]]
+    ignored: tuple[str, ...] = ()
+
+
+VISION = {"vision tower": ("vision_tower.",), "projector": ("multi_modal_projector.",)}
+WRAPPERS: dict[str, Wrapper] = {
+    "gemma3": Wrapper(
+        "Gemma 3 with vision",
+        "Gemma3ForConditionalGeneration",
+        ("gemma3_text",),
+        VISION,
+        ignored=("final_logit_softcapping",),
+    ),
+    "mistral3": Wrapper(
+        "Mistral Small 3, Ministral 3, Devstral with vision",
+        "Mistral3ForConditionalGeneration",
+        ("mistral", "ministral3"),
+        VISION,
+    ),
+}
+# Fields of a composite's config that say nothing of its text model.
+OUTER = re.compile(
+    r"^((vision|image|video|audio|projector|multimodal|multi_modal|mm|boi|eoi|boa|eoa|spatial)_.*|.*_token_(id|index))$"
+)
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the text model: that inside a composite's, or the config itself."""
+    inner = config.get(TEXT)
+    return inner if config.get("model_type") in WRAPPERS and isinstance(inner, Mapping) else config
+
+
+def with_text_fields(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with other values for fields of its text model."""
+    inner = text_config(config)
+    return dict(config) | (dict(fields) if inner is config else {TEXT: {**inner, **fields}})
+
+
+def read_composite(
+    config: Mapping[str, Any], where: str, names: Collection[str]
+) -> tuple[dict[str, Any], Composite] | None:
+    """(the text model's config, with the composite's tied embeddings; how names are prefixed); None for a config that
+    is no composite of WRAPPERS around one of its text models.
+
+    `names` are those of the tensors in the checkpoint's files; without any the newer layout is assumed. Raises
+    UserError where text_config is no mapping, for a field of the composite that is not known, and for files in both
+    layouts.
+    """
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in WRAPPERS:
+        return None
+    wrapper, inner = WRAPPERS[kind], config.get(TEXT)
+    if not isinstance(inner, Mapping):
+        raise UserError(
+            f"{TEXT} of this {kind} is {inner!r}, not a mapping",
+            where=f"{where}, field {TEXT}",
+            fix="give the config.json that was published with the model",
+        )
+    inner = {"model_type": wrapper.texts[0], **inner}
+    if inner["model_type"] not in wrapper.texts:
+        return None
+    for field in wrapper.ignored:
+        if inner.get(field) is not None:
+            raise UserError(
+                f"{TEXT}.{field} is {inner[field]!r}: {wrapper.architecture} of transformers ignores it, and the text "
+                "model by itself does not",
+                where=f"{where}, field {TEXT}",
+                fix="set it to null, or give the text model alone",
+            )
+    fields = ConfigFields(dict(config), where)
+    fields.get(TEXT)
+    tied = fields.get("tie_word_embeddings")
+    for field in config:
+        if OUTER.match(field):
+            fields.get(field)
+    fields.finish(wrapper.architecture)
+    if tied is None and names:
+        tied = True  # transformers' default; load_spec looks whether the files have a head of their own
+    if tied is not None:
+        inner["tie_word_embeddings"] = bool(tied)
+    return inner, Composite(kind, _layout(names, where), SINCE)
+
+
+def _layout(names: Collection[str], where: str) -> tuple[tuple[str, str], ...]:
+    before, since = (
+        next((name for name in names if name.startswith(layout[0][1])), None) for layout in (BEFORE, SINCE)
+    )
+    if before and since:
+        raise UserError(
+            f"the text model is there twice: tensors '{before}' and '{since}' have the prefixes of two layouts",
+            where=where.removesuffix("/config.json"),
+            fix="remove the stale files, or download the model again into an empty folder",
+        )
+    return BEFORE if before else SINCE
+
+
+def renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
+    """A name with the first prefix that it has replaced by the other one of the pair."""
+    for prefix, replacement in prefixes:
+        if name.startswith(prefix):
+            return replacement + name.removeprefix(prefix)
+    return name
+
+
+def tensor_name(spec: ModelSpec, name: str) -> str:
+    """What a tensor of the text model is called in the checkpoint's files."""
+    return name if spec.composite is None else renamed(name, spec.composite.tensors)
+
+
+def module_name(spec: ModelSpec, name: str) -> str:
+    """What transformers calls a module, given its name in the text model alone or in files of the older layout."""
+    if spec.composite is None:
+        return name
+    return renamed(_own_name(name), spec.composite.modules)
+
+
+def _own_name(name: str) -> str:
+    """The name in the text model alone, given that in either layout."""
+    return renamed(name, [(composite, own) for own, composite in (*BEFORE, *SINCE)])
+
+
+def passed_through(spec: ModelSpec, name: str) -> str | None:
+    """The part of the checkpoint that a tensor belongs to, where it is not tuned but passed through; None elsewhere."""
+    if re.match(r"(model\.)?mtp\.", name):
+        return MTP
+    layer = re.match(r"model\.layers\.(\d+)\.", name if spec.composite is None else _own_name(name))
+    if layer and spec.layers <= int(layer[1]) < spec.layers + spec.mtp_layers:
+        return MTP
+    if spec.composite is None:
+        return None
+    for part, prefixes in WRAPPERS[spec.composite.model_type].parts.items():
+        if name.removeprefix("model.").startswith(prefixes):
+            return part
+    return None
+
+
+def incomplete_parts(spec: ModelSpec, names: Collection[str]) -> list[str]:
+    """What is missing of the parts that are passed through: parts without a tensor, and layers that lack a tensor which
+    other layers of the same part have."""
+    if spec.composite is None:
+        return []
+    parts = WRAPPERS[spec.composite.model_type].parts
+    in_parts = {part: [name for name in names if passed_through(spec, name) == part] for part in parts}
+    problems = [f"the {part} of this {spec.composite.model_type} is missing" for part in parts if not in_parts[part]]
+    for part, inside in in_parts.items():
+        layers: dict[str, dict[int, set[str]]] = {}
+        for name in inside:
+            if match := re.match(r"(.*?\.layers\.)(\d+)\.(.*)", name):
+                layers.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(match[3])
+        for prefix, endings in layers.items():
+            every = set[str]().union(*endings.values())
+            for number in range(max(endings) + 1):
+                lacking = sorted(every - endings.get(number, set()))
+                problems += [f"tensor '{prefix}{number}.{ending}' of the {part} is missing" for ending in lacking]
+    return problems

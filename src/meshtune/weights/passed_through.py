@@ -1,0 +1,67 @@
+"""What a checkpoint holds beside the model that is tuned: vision towers, projectors, next-token prediction heads.
+
+Their tensors are no parameters: no device ever holds them. A full export copies them byte for byte.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from meshtune.families.composite import passed_through
+from meshtune.mesh.processes import SINGLE_PROCESS, Job
+from meshtune.model.spec import ModelSpec
+from meshtune.weights.file_tensors import StoredTensor
+from meshtune.weights.safetensors_files import TensorInfo, headers
+from meshtune.weights.tensor_reader import TensorReader
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of a checkpoint that is passed through: its name, its number of tensors and their bytes."""
+
+    name: str
+    tensors: int
+    nbytes: int
+
+
+def passed_tensors(source: Path, spec: ModelSpec, job: Job = SINGLE_PROCESS) -> list[StoredTensor]:
+    """The tensors of the model directory `source` that are passed through, in the order of its files.
+
+    Process 0 of `job` reads the headers, and all processes return the same list.
+    """
+    entries = None
+    if job.is_main_process:
+        infos = headers(source)
+        entries = [
+            [name, list(info.shape), info.dtype, str(info.file), info.start, info.nbytes]
+            for name, info in infos.items()
+            if passed_through(spec, name) is not None
+        ]
+    entries = job.exchange("export: passed through", entries)[0]
+    return [
+        StoredTensor(name, TensorInfo(tuple(shape), dtype, Path(file), start, nbytes))
+        for name, shape, dtype, file, start, nbytes in entries
+    ]
+
+
+def parts(infos: Mapping[str, TensorInfo], spec: ModelSpec) -> tuple[Part, ...]:
+    """The parts of a checkpoint that are passed through, given its tensors."""
+    sizes: dict[str, list[int]] = {}
+    for name, info in infos.items():
+        if (part := passed_through(spec, name)) is not None:
+            sizes.setdefault(part, []).append(info.nbytes)
+    return tuple(Part(name, len(nbytes), sum(nbytes)) for name, nbytes in sizes.items())
+
+
+def first_changed(tensors: Iterable[StoredTensor], written: Mapping[str, TensorInfo]) -> str | None:
+    """The name of the first tensor that is not byte for byte what it was copied from; None if all are."""
+    with TensorReader() as reader:
+        for tensor in tensors:
+            copy = written.get(tensor.name)
+            if copy is None or (copy.shape, copy.dtype) != (tensor.info.shape, tensor.info.dtype):
+                return tensor.name
+            if any(reader.read(tensor.info, *piece) != reader.read(copy, *piece) for piece in tensor.blocks()):
+                return tensor.name
+    return None

@@ -1,0 +1,45 @@
+"""Text models inside vision-language models: the vision towers are in the files, and pass through."""
+
+from __future__ import annotations
+
+import transformers
+
+from families.case import Case
+from families.cases.gemma3 import CASES as GEMMA3
+
+SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+PIXTRAL = {key: value for key, value in SIGLIP.items() if key != "model_type"} | {
+    "model_type": "pixtral",
+    "head_dim": 8,
+}
+# Patterns of peft, which would otherwise adapt the projections of the vision tower too.
+IN_TEXT = r"model\.language_model\.layers\..*_proj"
+
+CASES = (
+    Case(
+        "gemma3_vision",
+        "gemma3",
+        {**GEMMA3[0].config, "final_logit_softcapping": None},
+        text="gemma3_text",
+        outside={"vision_config": SIGLIP, "mm_tokens_per_image": 4, "image_token_index": 200},
+        auto_class=transformers.AutoModelForImageTextToText,
+        peft={"target_modules": IN_TEXT},
+    ),
+    Case(
+        "mistral3_vision",
+        "mistral3",
+        {"sliding_window": None, "head_dim": 8},
+        text="mistral",
+        outside={"vision_config": PIXTRAL, "image_token_index": 200, "tie_word_embeddings": False},
+        auto_class=transformers.AutoModelForImageTextToText,
+        peft={"target_modules": IN_TEXT},
+    ),
+)
