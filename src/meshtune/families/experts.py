@@ -90,7 +90,7 @@ def expert_modules(
     """
     if not spec.fused_experts:
         per_expert = {
-            f"mlp/experts/{node}": Stored(f"{block}.experts.{{}}.{name}.weight", f"{block}.experts.{name}")
+            f"mlp/experts/{node}": Stored(f"{block}.experts.{{}}.{name}", f"{block}.experts.{name}")
             for node, name in names.items()
         }
         return {"mlp/router": f"{block}.{router}", **per_expert}

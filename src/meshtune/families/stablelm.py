@@ -15,7 +15,7 @@ from meshtune.model.norm import NormSpec
 from meshtune.model.spec import ModelSpec
 
 HEAD_NORMS = {
-    f"attn/{name}_norm": Stored(f"self_attn.{name}_layernorm.norms.{{}}.weight", f"self_attn.{name}_layernorm")
+    f"attn/{name}_norm": Stored(f"self_attn.{name}_layernorm.norms.{{}}", f"self_attn.{name}_layernorm")
     for name in ("q", "k")
 }
 

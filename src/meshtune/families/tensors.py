@@ -192,8 +192,9 @@ class TensorMap:
 class Stored:
     """How a leaf of a layer is stored where its tensor is not `<module>.<leaf>`.
 
-    `name` is the tensor's name in the layer, "{}" in it the number of an expert or a head, each of which has a tensor.
-    Otherwise `view(shape)` is the part of the tensor that the leaf of this shape is. `module` is what users call it.
+    `name` is the tensor's name in the layer, and `view(shape)` the part of the tensor that the leaf of this shape is.
+    Without a view, `name` is that of a module for each expert or head, with "{}" for its number. `module` is what users
+    call it.
     """
 
     name: str
@@ -206,8 +207,8 @@ class Stored:
         if self.view is not None:
             view = self.view(array.shape[1:])
             return [TensorMap(f"{layer}.{self.name}", path, (row,), array, view, owner)]
-        view = View.identity(array.shape[2:])
-        names = (f"{layer}.{self.name.format(expert)}" for expert in range(array.shape[1]))
+        view, leaf = View.identity(array.shape[2:]), path.rpartition("/")[2]
+        names = (f"{layer}.{self.name.format(expert)}.{leaf}" for expert in range(array.shape[1]))
         return [TensorMap(name, path, (row, expert), array, view, owner) for expert, name in enumerate(names)]
 
 

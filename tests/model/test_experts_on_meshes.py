@@ -1,0 +1,112 @@
+"""Experts over ep, composed with fsdp, tp and cp, have the losses and gradients of one device.
+
+On four simulated devices, in a process of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshtune.adapters.config import FullConfig, LoraConfig
+from meshtune.adapters.method import abstract, prepare
+from meshtune.arrays.paths import named_leaves
+from meshtune.arrays.tree import merge
+from meshtune.kernels.attention import zigzag_order
+from meshtune.mesh.axes import MeshConfig, make_mesh
+from meshtune.mesh.placement import place_batch, shardings
+from meshtune.model.attention import AttentionSpec
+from meshtune.model.compute import Compute
+from meshtune.model.experts import ExpertsSpec
+from meshtune.model.init import init_params
+from meshtune.model.layer import LayerSpec
+from meshtune.model.mlp import MlpSpec
+from meshtune.model.norm import NormSpec
+from meshtune.model.rope import RopeSpec
+from meshtune.model.router import RouterSpec
+from meshtune.model.sharding import layout_for
+from meshtune.model.spec import ModelSpec, Stack
+from meshtune.objectives import OBJECTIVES
+
+MESHES = ({"fsdp": 2, "ep": 2}, {"ep": 2, "tp": 2}, {"cp": 2, "ep": 2})
+METHODS = {"full": FullConfig(train_router=True), "lora": LoraConfig(rank=4)}
+EXPERTS = ExpertsSpec(RouterSpec(8, 3), 16, 2, bias=True, shared=MlpSpec(8), aux_loss=0.1)
+SPEC = ModelSpec(
+    "qwen2_moe",
+    96,
+    32,
+    (Stack((LayerSpec(AttentionSpec(4, 2, 8, rope=RopeSpec(1e4, 8)), EXPERTS, NormSpec(1e-5)),), 2),),
+    NormSpec(1e-5),
+    max_length=64,
+    init_std=0.3,
+)
+
+
+def batch():
+    """Four rows of two documents and some padding."""
+    rng = np.random.default_rng(0)
+    place = np.broadcast_to(np.arange(32), (4, 32))
+    arrays = {"tokens": rng.integers(0, 96, (4, 32)), "targets": rng.integers(0, 96, (4, 32))}
+    arrays |= {"positions": place % 15, "segment_ids": np.where(place >= 30, 0, 1 + place // 15)}
+    arrays = {name: array.astype(np.int32) for name, array in arrays.items()}
+    return arrays | {"weights": (arrays["segment_ids"] > 0).astype(np.float32)}
+
+
+def gradient(method, axes):
+    """(loss, gradient by path) of one device (axes None) or on a mesh."""
+    prepared = prepare(method, SPEC, init_params(SPEC, jax.random.key(0)), jax.random.key(1))
+    leaves, tree = jax.tree.flatten(prepared.trainable)
+    moved = [x + 0.05 * jax.random.normal(jax.random.key(n), x.shape) for n, x in enumerate(leaves)]
+    trainable, frozen = jax.tree.unflatten(tree, moved), prepared.frozen
+    arrays, layout = batch(), None
+    if axes is not None:
+        layout = layout_for(make_mesh(MeshConfig(**axes), jax.devices()[:4]), SPEC)[0]
+        forms = abstract(method, SPEC)
+        trainable = jax.device_put(trainable, shardings(forms.trainable, layout))
+        frozen = jax.device_put(frozen, shardings(forms.frozen, layout))
+        order = zigzag_order(32, axes["cp"]) if "cp" in axes else np.arange(32)
+        arrays = place_batch({name: array[:, order] for name, array in arrays.items()}, layout, None)
+    compute = Compute(loss_chunk=8, remat="full", layout=layout)
+
+    def loss(trainable, frozen, arrays):
+        score = OBJECTIVES["sft"](merge(trainable, frozen), SPEC, compute, arrays, None)
+        return score.loss / score.weight
+
+    value, found = jax.jit(jax.value_and_grad(loss))(trainable, frozen, jax.tree.map(jnp.asarray, arrays))
+    return float(value), {path: np.asarray(leaf) for path, leaf in named_leaves(found)}
+
+
+def differences(method):
+    """For every mesh: (relative difference of the loss, largest of a gradient relative to its largest number)."""
+    loss, expected = gradient(method, None)
+    results = []
+    for axes in MESHES:
+        value, found = gradient(method, axes)
+        worst = {path: float(np.abs(found[path] - leaf).max() / np.abs(leaf).max()) for path, leaf in expected.items()}
+        path = max(worst, key=lambda path: worst[path])
+        results.append([str(axes), abs(value - loss) / loss, path, worst[path]])
+    return results
+
+
+def test_meshes_are_one_device():
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
+        "PYTHONPATH": os.pathsep.join([str(pathlib.Path(__file__).parent.parent), *filter(None, sys.path)]),
+    }
+    run = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=env, timeout=600)
+    assert run.returncode == 0, run.stderr[-3000:]
+    for method, results in json.loads(run.stdout.splitlines()[-1]).items():
+        for axes, loss, path, worst in results:  # float32, summed over devices in another order
+            assert loss < 1e-6, (method, axes)
+            assert worst < 2e-5, (method, axes, path)
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: differences(method) for name, method in METHODS.items()}))
