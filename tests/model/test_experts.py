@@ -14,6 +14,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from meshtune.adapters.config import FreezeConfig, FullConfig
 from meshtune.adapters.method import abstract
 from meshtune.arrays.tree import flatten
+from meshtune.errors import UserError
+from meshtune.families.experts import with_aux_loss
 from meshtune.generate.engine import Engine
 from meshtune.mesh.axes import abstract_mesh
 from meshtune.mesh.config import MeshConfig
@@ -32,6 +34,7 @@ from meshtune.model.router import RouterSpec
 from meshtune.model.sharding import layout_for
 from meshtune.model.spec import ModelSpec, Stack
 from meshtune.objectives.stages import OBJECTIVES
+from model_specs import llama_layer, llama_spec
 
 EMBED, WIDTH, EXPERTS, CHOSEN, LAYERS = 16, 24, 6, 2, 3
 ROUTER = RouterSpec(EXPERTS, CHOSEN)
@@ -171,3 +174,23 @@ def test_ep_divides_the_experts():
     with pytest.raises(Exception, match="ep=4 does not divide the model's experts of 6") as raised:
         layout_for(abstract_mesh(MeshConfig(ep=4)), SPEC)
     assert "1, 2, 3, 6" in raised.value.fix
+
+
+def test_metrics_say_how_the_load_is_spread():
+    """Of two sparse layers of three: the busiest expert has 3 and 6 times the mean, and 4 and 5 experts have none."""
+    tokens = jnp.asarray([[9.0, 9, 0, 0, 0, 0], [0.0] * 6, [12.0, 0, 0, 0, 0, 0]])
+    sums = {"expert_tokens": tokens, "routed_tokens": jnp.asarray([9.0, 0, 6.0])}  # two experts a token
+    metrics = {name: float(total / weight) for name, (total, weight) in EXPERTS_SPEC.metrics(sums).items()}
+    assert metrics == pytest.approx({"expert_load_max": (3 + 6) / 2, "dead_experts": 4.5, "dropped_tokens": 0})
+
+
+def test_no_token_is_dropped():
+    score = OBJECTIVES["sft"](init_params(SPEC, jax.random.key(0)), SPEC, Compute(), batch(), None)
+    total, weight = score.metrics["dropped_tokens"]
+    assert (float(total), float(weight)) == (0.0, 1.0)
+
+
+def test_a_load_balancing_loss_needs_experts():
+    assert with_aux_loss(SPEC, 0.25).layer_kinds[0].ffn.aux_loss == 0.25
+    with pytest.raises(UserError, match="has no experts whose load could be balanced"):
+        with_aux_loss(llama_spec(8, 8, llama_layer(8, 2, 2, 4), 1), 0.25)

@@ -20,7 +20,8 @@ from meshtune.adapters.method import abstract, prepare
 from meshtune.arrays.paths import named_leaves
 from meshtune.arrays.tree import merge
 from meshtune.kernels.attention import zigzag_order
-from meshtune.mesh.axes import MeshConfig, make_mesh
+from meshtune.mesh.axes import make_mesh
+from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.placement import place_batch, shardings
 from meshtune.model.attention import AttentionSpec
 from meshtune.model.compute import Compute
@@ -33,7 +34,7 @@ from meshtune.model.rope import RopeSpec
 from meshtune.model.router import RouterSpec
 from meshtune.model.sharding import layout_for
 from meshtune.model.spec import ModelSpec, Stack
-from meshtune.objectives import OBJECTIVES
+from meshtune.objectives.stages import OBJECTIVES
 
 MESHES = ({"fsdp": 2, "ep": 2}, {"ep": 2, "tp": 2}, {"cp": 2, "ep": 2})
 METHODS = {"full": FullConfig(train_router=True), "lora": LoraConfig(rank=4)}

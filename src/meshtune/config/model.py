@@ -49,6 +49,11 @@ class ModelSection(Section):
     pad_vocab_to: PositiveInt | None = Field(
         default=None, description="Round the rows of embedding and head up to a multiple of this, such as 64."
     )
+    router_aux_loss: float | None = Field(
+        default=None,
+        ge=0,
+        description="Coefficient of the loss that balances the load of experts, such as 0.001; default: no such loss.",
+    )
 
     @model_validator(mode="after")
     def _one_start(self) -> ModelSection:

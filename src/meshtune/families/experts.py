@@ -122,6 +122,26 @@ def has_experts(spec: ModelSpec) -> bool:
     return any(isinstance(kind.ffn, ExpertsSpec) for kind in spec.layer_kinds)
 
 
+def with_aux_loss(spec: ModelSpec, coefficient: float | None) -> ModelSpec:
+    """The model with the load-balancing loss of its experts. Raises UserError for a model without experts."""
+    if coefficient is None:
+        return spec
+    if not has_experts(spec):
+        raise UserError(
+            f"this {spec.family} model is dense: it has no experts whose load could be balanced",
+            where="model.router_aux_loss",
+            fix="leave model.router_aux_loss out",
+        )
+
+    def changed(layer: LayerSpec) -> LayerSpec:
+        if not isinstance(layer.ffn, ExpertsSpec):
+            return layer
+        return dataclasses.replace(layer, ffn=dataclasses.replace(layer.ffn, aux_loss=coefficient))
+
+    stacks = (dataclasses.replace(stack, pattern=tuple(map(changed, stack.pattern))) for stack in spec.stacks)
+    return dataclasses.replace(spec, stacks=tuple(stacks))
+
+
 def stored_as(
     spec: ModelSpec, names: Collection[str], expected: tuple[Collection[str], Collection[str]], where: str
 ) -> ModelSpec:

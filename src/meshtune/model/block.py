@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float
 
@@ -148,6 +148,15 @@ class Block(Protocol):
         ...
 
     def cost(self, embed: int) -> Cost: ...
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """A block with metrics of its own."""
+
+    def metrics(self, sums: Sums) -> Mapping[str, tuple[Array, Array]]:
+        """Metrics by name, each a total and its weight, from the sums of the whole model."""
+        ...
 
 
 class Mixer(Block, Protocol):

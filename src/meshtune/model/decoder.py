@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -14,7 +15,7 @@ from jaxtyping import Array, Float
 from meshtune.arrays.tree import Tree, map_leaves
 from meshtune.errors import UserError
 from meshtune.mesh.layout import Layout
-from meshtune.model.block import Hidden, Sums
+from meshtune.model.block import Hidden, Measured, Sums
 from meshtune.model.cache import Cache, empty
 from meshtune.model.compute import Compute
 from meshtune.model.embedding import embedded
@@ -106,6 +107,20 @@ def _check_side(spec: ModelSpec, side: Tree) -> None:
         raise UserError(
             f"{problem} of this {spec.family}", where="Inputs.side", fix=f"it takes: {sorted(read) or 'none'}"
         )
+
+
+class LayersResult(NamedTuple):
+    """What the layers add to the mean loss (None: nothing), and their metrics, each a total and its weight."""
+
+    loss: Float[Array, ""] | None
+    metrics: Mapping[str, tuple[Array, Array]]
+
+
+def layers_result(spec: ModelSpec, sums: Sums) -> LayersResult:
+    """The loss and the metrics of the layers, from the sums of a whole batch."""
+    measured = [block for block in spec.blocks if isinstance(block, Measured)]
+    metrics = {name: metric for block in measured for name, metric in block.metrics(sums).items()}
+    return LayersResult(layers_loss(spec, sums), jax.lax.stop_gradient(metrics))
 
 
 def layers_loss(spec: ModelSpec, sums: Sums) -> Array | None:

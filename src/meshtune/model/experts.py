@@ -158,6 +158,20 @@ class ExpertsSpec:
         share, score = (jnp.sum(sums[name], axis=0) / routed for name in (TOKENS, SCORES))
         return self.aux_loss * self.router.experts * jnp.sum(jax.lax.stop_gradient(share) * score)
 
+    def metrics(self, sums: Sums) -> Mapping[str, tuple[Array, Array]]:
+        """Of a micro-batch: `expert_load_max`, the tokens of a layer's busiest expert relative to the mean;
+        `dead_experts`, those of a layer that computed no token; `dropped_tokens`, choices that none computed."""
+        tokens, routed = sums[TOKENS], sums[ROUTED]
+        sparse = (routed > 0).astype(jnp.float32)
+        chosen = self.router.top_k * routed
+        mean = jnp.maximum(chosen, 1.0) / self.router.experts
+        dead = jnp.sum(tokens == 0, axis=-1) * sparse
+        return {
+            "expert_load_max": (jnp.sum(jnp.max(tokens, axis=-1) / mean), jnp.sum(sparse)),
+            "dead_experts": (jnp.sum(dead), jnp.sum(sparse)),
+            "dropped_tokens": (jnp.sum(chosen) - jnp.sum(tokens), jnp.ones(())),
+        }
+
     def row_params(self) -> RowParams:
         names = {"router", "experts"} | ({"shared"} if self.shared else set())
         return RowParams(frozenset(), frozenset(names | ({"shared_gate"} if self.shared_gate else set())))

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from meshtune.arrays.tree import Tree, split
 from meshtune.kernels.log_probs import log_probs
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import forward, head_params, layers_loss, logits_of
+from meshtune.model.decoder import LayersResult, forward, head_params, layers_result, logits_of
 from meshtune.model.gather import loss_sharding
 from meshtune.model.inputs import Inputs
 from meshtune.model.spec import ModelSpec
@@ -24,7 +24,7 @@ class AnswerLogProbs(NamedTuple):
 
     `first` and `second` [B, U] are the log-probabilities of the answers, `lengths` a pair of [B, U] with the answers'
     lengths in tokens, `unit_mask` [B, U] is 1 where a unit exists. `nll` is the batch's weighted cross-entropy (see
-    score.Batch), summed. `layers_loss` is what the layers add to the mean loss, or None.
+    score.Batch), summed. `layers` is the layers' loss and their metrics.
     """
 
     first: Float[Array, "B U"]
@@ -32,7 +32,7 @@ class AnswerLogProbs(NamedTuple):
     lengths: tuple[Float[Array, "B U"], Float[Array, "B U"]]
     unit_mask: Float[Array, "B U"]
     nll: Float[Array, ""]
-    layers_loss: Float[Array, ""] | None
+    layers: LayersResult
 
 
 def answer_log_probs(
@@ -90,14 +90,14 @@ def by_side(values: Float[Array, "B S"]) -> tuple[Float[Array, "B U"], Float[Arr
 
 def _log_probs(
     params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, mask: Array, rng: Array | None
-) -> tuple[Float[Array, "B T"], Float[Array, ""] | None]:
-    """The log-probability of every target in `mask`, and what the layers add to the mean loss."""
+) -> tuple[Float[Array, "B T"], LayersResult]:
+    """The log-probability of every target in `mask`, and the layers' loss and metrics."""
     inputs = Inputs(batch["tokens"], batch["positions"], batch["segment_ids"])
     hidden, _, sums = forward(params, spec, compute, inputs, rng=rng)
     head = head_params(params, spec)
     sharding = loss_sharding(head, spec, compute.layout, mask.shape)
     options = {"chunk": compute.loss_chunk, "sharding": sharding}
-    return log_probs(logits_of(spec), head, hidden, batch["targets"], mask, **options), layers_loss(spec, sums)
+    return log_probs(logits_of(spec), head, hidden, batch["targets"], mask, **options), layers_result(spec, sums)
 
 
 def _tail_factors(batch: Batch, lengths: Float[Array, "B S"], tail: float) -> Float[Array, "B T"]:

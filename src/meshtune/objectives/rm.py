@@ -9,13 +9,13 @@ from jaxtyping import Array, Float
 
 from meshtune.arrays.tree import Tree
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import forward, layers_loss, scores
+from meshtune.model.decoder import LayersResult, forward, layers_result, scores
 from meshtune.model.inputs import Inputs
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.answers import by_side
 from meshtune.objectives.config import RmConfig
 from meshtune.objectives.preference import masked_sum, reward_metrics
-from meshtune.objectives.score import Batch, Objective, Score, add_layers_loss
+from meshtune.objectives.score import Batch, Objective, Score, add_layers
 from meshtune.objectives.segments import max_segments, segment_sum
 
 
@@ -35,16 +35,16 @@ def make(config: RmConfig) -> Objective:
             losses = losses + config.centre * (chosen + rejected) ** 2
         per_pair = reward_metrics(*map(jax.lax.stop_gradient, (chosen, rejected)))
         metrics = {name: masked_sum(values, unit_mask) for name, values in per_pair.items()}
-        return add_layers_loss(Score(masked_sum(losses, unit_mask), jnp.sum(unit_mask), metrics), added)
+        return add_layers(Score(masked_sum(losses, unit_mask), jnp.sum(unit_mask), metrics), added)
 
     return objective
 
 
 def segment_scores(
     params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None
-) -> tuple[Float[Array, "B S"], Float[Array, ""] | None]:
-    """The score of every segment, read at its only token with a weight above 0, and what the layers add to the loss."""
+) -> tuple[Float[Array, "B S"], LayersResult]:
+    """The score of every segment, read at its only token with a weight above 0, and the layers' loss and metrics."""
     inputs = Inputs(batch["tokens"], batch["positions"], batch["segment_ids"])
     hidden, _, sums = forward(params, spec, compute, inputs, rng=rng)
     token_scores = jnp.where(batch["weights"] > 0, scores(params, hidden), 0.0)
-    return segment_sum(token_scores, batch["segment_ids"], max_segments(batch)), layers_loss(spec, sums)
+    return segment_sum(token_scores, batch["segment_ids"], max_segments(batch)), layers_result(spec, sums)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from meshtune.arrays.tree import Tree
 from meshtune.model.compute import Compute
+from meshtune.model.decoder import LayersResult
 from meshtune.model.spec import ModelSpec
 
 Batch = dict[str, Array]
@@ -49,13 +50,13 @@ class Objective(Protocol):
     def __call__(self, params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score: ...
 
 
-def add_layers_loss(score: Score, layers_loss: Float[Array, ""] | None) -> Score:
-    """The score with what the layers add to the mean loss (`model.decoder.layers_loss`), and the metric `aux_loss`."""
-    if layers_loss is None:
-        return score
-    loss = layers_loss * score.weight
-    metrics = {**score.metrics, "aux_loss": jax.lax.stop_gradient(loss)}
-    return Score(score.loss + loss, score.weight, metrics)
+def add_layers(score: Score, layers: LayersResult) -> Score:
+    """The score with what the layers add to the mean loss, the metric `aux_loss`, and the layers' own metrics."""
+    metrics = {**score.metrics, **{name: WeightedMetric(*metric) for name, metric in layers.metrics.items()}}
+    if layers.loss is None:
+        return score._replace(metrics=metrics)
+    loss = layers.loss * score.weight
+    return Score(score.loss + loss, score.weight, {**metrics, "aux_loss": jax.lax.stop_gradient(loss)})
 
 
 def metric_means(score: Score) -> dict[str, Float[Array, ""]]:

@@ -11,12 +11,12 @@ from jaxtyping import Array, Float
 from meshtune.arrays.tree import Tree
 from meshtune.kernels.cross_entropy import cross_entropy
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import forward, head_params, layers_loss, logits_of
+from meshtune.model.decoder import forward, head_params, layers_result, logits_of
 from meshtune.model.gather import loss_sharding
 from meshtune.model.inputs import Inputs
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.config import SftConfig
-from meshtune.objectives.score import Batch, Objective, Score, add_layers_loss
+from meshtune.objectives.score import Batch, Objective, Score, add_layers
 from meshtune.objectives.segments import max_segments, segment_sum, to_tokens
 
 
@@ -43,7 +43,7 @@ def make(config: SftConfig) -> Objective:
             smoothing=config.label_smoothing,
         )
         score = Score(loss, jnp.sum(weights), {"accuracy": correct})
-        return add_layers_loss(score, layers_loss(spec, sums))
+        return add_layers(score, layers_result(spec, sums))
 
     return objective
 

@@ -18,6 +18,7 @@ from meshtune.errors import UserError
 from meshtune.families import scored_spec
 from meshtune.families.composite import with_text_fields
 from meshtune.families.expansion import expanded_config, grouped
+from meshtune.families.experts import with_aux_loss
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.stages import STAGES
 from meshtune.runs.output import ADAPTER
@@ -67,7 +68,11 @@ def start_of(recipe: Recipe, source: pathlib.Path, dtype: str) -> Start:
 
 
 def staged(spec: ModelSpec, recipe: Recipe) -> ModelSpec:
-    """The model with the head that the recipe's stage needs. Raises: UserError for a reward model in other stages."""
+    """The model with the head that the recipe's stage needs, and the loss of its experts.
+
+    Raises: UserError for a reward model in other stages, and for a loss of experts in a model without them.
+    """
+    spec = with_aux_loss(spec, recipe.model.router_aux_loss)
     scores = STAGES[recipe.stage.kind].has_score_head
     if spec.scored and not scores:
         raise UserError(
