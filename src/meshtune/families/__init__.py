@@ -22,6 +22,8 @@ from meshtune.families.unsupported import unsupported
 from meshtune.model.spec import ModelSpec, abstract_params
 
 LANGUAGE, SCORED = "ForCausalLM", "ForSequenceClassification"
+OLDER_LANGUAGE = "LMHeadModel"  # GPT-2's
+BARE = frozenset({"gpt2"})  # families of which checkpoints were published as the base model alone
 # model_type -> the module that implements it, imported when a config asks for it.
 FAMILIES: dict[str, str] = {
     "arcee": "arcee",
@@ -108,8 +110,12 @@ def description(model_type: str) -> Family:
 
 
 def as_stored(spec: ModelSpec, names: Callable[[], Collection[str]], where: str) -> ModelSpec:
-    """The spec for a checkpoint with the tensors `names()`, which is called for models with experts alone: their
-    matrices may be stored by themselves or fused. Raises UserError where they are both."""
+    """The spec for a checkpoint with the tensors `names()`, which is called only where that can make a difference: the
+    matrices of experts may be stored by themselves or fused (UserError where they are both), and the names of a family
+    in BARE may lack the base model's prefix."""
+    if spec.family in BARE:
+        bare = dataclasses.replace(spec, bare_names=True)
+        return bare if tensors(bare)[0].name in names() else spec
     if not has_experts(spec):
         return spec
     single, fused = (
@@ -134,7 +140,8 @@ def scored_fields(config: dict[str, Any], pad: int | None) -> dict[str, Any]:
     """What the config of a scored model has beside its language model's; `pad` is the padding token's id."""
     architecture = (config.get("architectures") or [f"{config['model_type'].capitalize()}{LANGUAGE}"])[0]
     labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "num_labels": 1}
-    return {"architectures": [architecture.replace(LANGUAGE, SCORED)], **labels, "pad_token_id": pad}
+    scored = architecture.replace(OLDER_LANGUAGE, LANGUAGE).replace(LANGUAGE, SCORED)
+    return {"architectures": [scored], **labels, "pad_token_id": pad}
 
 
 def _of_one_score(config: dict[str, Any], where: str) -> dict[str, Any]:
@@ -165,7 +172,15 @@ def _own_tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:
     """The table with the names that tensors have in the model by itself."""
     table = tuple(family_module(spec.family).tensors(spec))
     validate(table, flatten(abstract_params(spec)))
-    return table
+    return tuple(map(_bare, table)) if spec.bare_names else table
+
+
+def _bare(entry: TensorMap) -> TensorMap:
+    """The same part of a tensor that is named without the prefix of the base model, in the module that has it."""
+    prefix, _, name = entry.name.partition(".")
+    if prefix in ("lm_head", "score"):
+        return entry
+    return dataclasses.replace(entry, name=name, owner=entry.module)
 
 
 def module_names(spec: ModelSpec) -> dict[str, list[str]]:

@@ -23,7 +23,7 @@ ELSEWHERE = {
     "rotary_pct": 1.0,
     "rope_scaling_factor": 1.0,
 }
-HARMLESS = ("use_embedding_sharding", "use_parallel_embedding", "cache_implementation")
+HARMLESS = ("auto_map", "use_embedding_sharding", "use_parallel_embedding", "cache_implementation")
 
 DESCRIPTIONS = {
     "cohere": Family(
@@ -57,8 +57,7 @@ def cohere_fields(config: dict[str, Any], where: str) -> ConfigFields:
     fields = ConfigFields({"tie_word_embeddings": True} | config, where)
     for field, value in ELSEWHERE.items():
         fields.only(field, value)
-    for field in HARMLESS:
-        fields.get(field)
+    fields.harmless(*HARMLESS)
     return fields
 
 

@@ -57,8 +57,7 @@ DESCRIPTIONS = {
 def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     """FalconConfig -> ModelSpec, with transformers' defaults for fields that are absent."""
     fields = ConfigFields(_renamed(config), where)
-    for field in HARMLESS:
-        fields.get(field)
+    fields.harmless(*HARMLESS)
     fields.only("apply_residual_connection_post_layernorm", False)
     placement = _placement(fields)
     heads, _, head_dim = head_sizes(fields)

@@ -15,6 +15,7 @@ from meshtune.model.layer import LayerSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.spec import ModelSpec
 
+ARCHITECTURE, LANGUAGE = "GPT2LMHeadModel", "ForCausalLM"
 LAYERS = "transformer.h"
 MODULES = {
     "attn_norm": "ln_1",
@@ -61,8 +62,7 @@ DESCRIPTIONS = {
 def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     """GPT2Config -> ModelSpec, with transformers' defaults for fields that are absent."""
     fields = ConfigFields(_renamed(config), where)
-    for field in HARMLESS:
-        fields.get(field)
+    fields.harmless(*HARMLESS)
     heads, _, head_dim = head_sizes(fields)
     fields.only("num_key_value_heads", heads)
     fields.only("head_dim", fields.integer("hidden_size") // heads)
@@ -75,13 +75,15 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
         LayerSpec(dataclasses.replace(attention, scale=scale / (index + 1)) if by_layer else attention, mlp, norm)
         for index in range(fields.integer("num_hidden_layers"))
     ]
-    return decoder_spec(fields, "gpt2", "GPT2LMHeadModel", layers, learned_positions=True)
+    return decoder_spec(fields, "gpt2", ARCHITECTURE, layers, learned_positions=True)
 
 
 def _renamed(config: dict[str, Any]) -> dict[str, Any]:
     """The config with the names of the usual fields."""
     renamed = {"tie_word_embeddings": True, "max_position_embeddings": 1024}
     renamed |= {NAMES.get(key, key): value for key, value in config.items()}
+    if renamed.get("architectures") == [f"GPT2{LANGUAGE}"]:  # what a reward model was made from
+        renamed["architectures"] = [ARCHITECTURE]
     width = renamed.get("hidden_size")
     if renamed.get("intermediate_size") is None and isinstance(width, int):
         renamed["intermediate_size"] = 4 * width

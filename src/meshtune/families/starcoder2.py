@@ -38,8 +38,7 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     fields = ConfigFields({"tie_word_embeddings": True, "num_key_value_heads": 2} | config, where)
     for field, value in ELSEWHERE.items():
         fields.only(field, value)
-    for field in HARMLESS:
-        fields.get(field)
+    fields.harmless(*HARMLESS)
     bias = bool(fields.get("use_bias", True))
     attention = attention_spec(
         fields,

@@ -78,10 +78,10 @@ class ModelSpec:
     head has a bias where `head_bias` says so. With `norm_head` the
     rows of the output head are divided by their length before logits are computed; what is stored and trained are the
     rows as they are. `side` computes inputs for all layers from the tokens (see SideSpec). `notes` are
-    sentences about the model for a run's banner. `fused_experts` is about files alone: a tensor holds
-    the matrices of all experts of a layer. `composite` is the checkpoint that the model is part of, if it is;
-    `mtp_layers` more layers, which predict further tokens, follow the model's own in its checkpoint and are not
-    computed.
+    sentences about the model for a run's banner. `fused_experts` and `bare_names` are about files alone: a tensor holds
+    the matrices of all experts of a layer; names of tensors lack the prefix of the base model ("model."). `composite`
+    is the checkpoint that the model is part of, if it is; `mtp_layers` more layers, which predict further tokens,
+    follow the model's own in its checkpoint and are not computed.
     """
 
     family: str
@@ -102,6 +102,7 @@ class ModelSpec:
     logit_softcap: float | None = None
     side: SideSpec | None = None
     fused_experts: bool = False
+    bare_names: bool = False
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     composite: Composite | None = None
     mtp_layers: int = 0
