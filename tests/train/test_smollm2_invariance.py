@@ -13,7 +13,7 @@ from meshtune.adapters.method import prepare
 from meshtune.arrays.tree import flatten
 from meshtune.model.compute import Compute
 from meshtune.objectives.stages import OBJECTIVES
-from meshtune.optim.optimizer import from_optax_global
+from meshtune.optim.optax_global import from_optax_global
 from meshtune.train.step.build import make_train_step
 from meshtune.train.step.state import init_state
 from meshtune.weights.load import load_params, load_spec

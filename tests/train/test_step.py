@@ -12,7 +12,7 @@ import torch
 from meshtune.arrays.tree import flatten, split
 from meshtune.model.compute import Compute
 from meshtune.objectives.stages import OBJECTIVES
-from meshtune.optim.optimizer import from_optax_global
+from meshtune.optim.optax_global import from_optax_global
 from meshtune.train.step.build import make_eval_step, make_train_step
 from meshtune.train.step.state import init_state
 from tiny_models import same_weights, torch_model

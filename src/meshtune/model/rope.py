@@ -1,20 +1,16 @@
-"""Rotary position embedding (https://arxiv.org/abs/2104.09864) and its context extensions.
-
-Formulas follow the papers and transformers' `modeling_rope_utils`, which the tests compare with: linear (position
-interpolation, https://arxiv.org/abs/2306.15595), dynamic NTK, YaRN (https://arxiv.org/abs/2309.00071), llama3, LongRoPE
-(https://arxiv.org/abs/2402.13753), and NTK with a fixed factor (Hunyuan's alpha).
-"""
+"""Rotary position embedding (https://arxiv.org/abs/2104.09864). Its context extensions are in rope_scaling.py."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+
+from meshtune.model.rope_scaling import dynamic, llama3, longrope_magnitude, yarn
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "ntk"]
 LONGROPE_FACTORS = ("short_factor", "long_factor")  # of documents within the original context, and of longer ones
@@ -51,13 +47,13 @@ def frequencies(rope: RopeSpec) -> tuple[np.ndarray, float]:
         case "default" | "dynamic" | "ntk":
             return inverse, 1.0
         case "longrope":
-            return inverse, _longrope_magnitude(rope, numbers)
+            return inverse, longrope_magnitude(numbers, rope.original_length, rope.max_length)
         case "linear":
             return inverse / numbers["factor"], 1.0
         case "llama3":
-            return _llama3(inverse, rope, numbers), 1.0
+            return llama3(inverse, numbers, rope.original_length), 1.0
         case "yarn":
-            return _yarn(inverse, rope, numbers)
+            return yarn(inverse, numbers, rope.original_length, rope.theta)
 
 
 def angles(
@@ -71,7 +67,9 @@ def angles(
     inverse, factor = frequencies(rope)
     phase = positions.astype(jnp.float32)[..., None]
     if rope.kind == "dynamic":
-        phase = phase * _dynamic(rope, _document_lengths(positions, segment_ids))
+        lengths, stretch = _document_lengths(positions, segment_ids), dict(rope.parameters)["factor"]
+        assert isinstance(stretch, float)
+        phase = phase * dynamic(lengths, stretch, rope.original_length, rope.theta, rope.dim)
     elif rope.kind == "longrope":
         is_long = _document_lengths(positions, segment_ids) > rope.original_length
         short, long = (jnp.asarray(inverse / _pair_factors(rope, name), jnp.float32) for name in LONGROPE_FACTORS)
@@ -108,53 +106,6 @@ def _pair_factors(rope: RopeSpec, name: str) -> np.ndarray:
     assert isinstance(factors, tuple)
     assert len(factors) == rope.dim // 2, f"{len(factors)} factors for {rope.dim // 2} pairs"
     return np.asarray(factors, np.float64)
-
-
-def _longrope_magnitude(rope: RopeSpec, numbers: dict[str, float]) -> float:
-    if (given := numbers.get("attention_factor")) is not None:
-        return given
-    stretch = numbers.get("factor") or rope.max_length / rope.original_length
-    return 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(rope.original_length))
-
-
-def _llama3(inverse: np.ndarray, rope: RopeSpec, numbers: dict[str, float]) -> np.ndarray:
-    factor, low, high = numbers["factor"], numbers["low_freq_factor"], numbers["high_freq_factor"]
-    wavelength = 2 * math.pi / inverse
-    smooth = (rope.original_length / wavelength - low) / (high - low)
-    blended = (1 - smooth) * inverse / factor + smooth * inverse
-    scaled = np.where(wavelength > rope.original_length / low, inverse / factor, inverse)
-    between = (wavelength >= rope.original_length / high) & (wavelength <= rope.original_length / low)
-    return np.where(between, blended, scaled)
-
-
-def _yarn(inverse: np.ndarray, rope: RopeSpec, numbers: dict[str, float]) -> tuple[np.ndarray, float]:
-    factor = numbers["factor"]
-
-    def magnitude(scale: float, m: float = 1.0) -> float:
-        return 1.0 if scale <= 1 else 0.1 * m * math.log(scale) + 1.0
-
-    attention = numbers.get("attention_factor")
-    if attention is None:
-        m, m_all = numbers.get("mscale"), numbers.get("mscale_all_dim")
-        attention = magnitude(factor, m) / magnitude(factor, m_all) if m and m_all else magnitude(factor)
-
-    def dimension(rotations: float) -> float:
-        return rope.dim * math.log(rope.original_length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
-
-    low, high = dimension(numbers.get("beta_fast") or 32.0), dimension(numbers.get("beta_slow") or 1.0)
-    if numbers.get("truncate", 1.0):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rope.dim - 1)
-    ramp = np.clip((np.arange(rope.dim // 2) - low) / max(high - low, 0.001), 0, 1)
-    return inverse / factor * ramp + inverse * (1 - ramp), attention
-
-
-def _dynamic(rope: RopeSpec, lengths: Int[Array, "B T"]) -> Float[Array, "B T half"]:
-    factor, dim = dict(rope.parameters)["factor"], rope.dim
-    assert isinstance(factor, float)
-    longest = jnp.maximum(lengths, rope.original_length).astype(jnp.float32)
-    theta = rope.theta * (factor * longest / rope.original_length - (factor - 1)) ** (dim / (dim - 2))
-    return 1.0 / theta[..., None] ** (jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
 
 
 def _document_lengths(positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:

@@ -29,8 +29,10 @@ from meshtune.optim.config import OptimizerConfig
 from meshtune.optim.galore import galore
 from meshtune.optim.lora_plus import rate_factors
 from meshtune.optim.muon import muon
-from meshtune.optim.optimizer import Optimizer, by_parameter, from_optax_global
-from meshtune.optim.param_optimizer import ChooseByRole, ParamOptimizer, State, from_optax, per_expert
+from meshtune.optim.optax_global import from_optax_global
+from meshtune.optim.optimizer import Optimizer, by_parameter
+from meshtune.optim.param_optimizer import ChooseByRole, ParamOptimizer, State, from_optax
+from meshtune.optim.per_expert import per_expert
 from meshtune.optim.prodigy import prodigy
 from meshtune.optim.projection import is_projected
 from meshtune.optim.roles import refuse_role

@@ -1,23 +1,21 @@
-"""Optimizers of whole trees, with optax's interface: from ParamOptimizers, or from optax transformations."""
+"""Optimizers of whole trees, with optax's interface, from optimizers of single parameters."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jaxtyping import Array
 
-from meshtune.arrays.paths import KeyPath, named_leaves, path_name
+from meshtune.arrays.paths import named_leaves
 from meshtune.arrays.spec import LAYERS, ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.model.gather import to_device
 from meshtune.optim.blocks import BlockSchedule
-from meshtune.optim.param_optimizer import COUNT, PARAM_STATE, ParamOptimizer, State, UpdateContext, state_spec
+from meshtune.optim.param_optimizer import COUNT, PARAM_STATE, ParamOptimizer, State, UpdateContext
 from meshtune.optim.schedules import Schedule
 
 
@@ -81,8 +79,8 @@ def by_parameter(
         rate = schedule(count) if factors is None else schedule(count) * factors[path]
         context = UpdateContext(path, layer, count, rate, decay[path])
         dtypes = jax.tree.map(lambda leaf: leaf.dtype, state)
-        wide = jax.tree.map(_to_float32, state)
-        change, new = optimizers[path].update(_to_float32(gradient), wide, _to_float32(parameter), context)
+        wide = jax.tree.map(to_float32, state)
+        change, new = optimizers[path].update(to_float32(gradient), wide, to_float32(parameter), context)
         return change, jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), new, dtypes)
 
     def specs(abstract: Tree) -> State:
@@ -95,7 +93,7 @@ def by_parameter(
             start = optimizers[path].init
             if start is not None:
                 dtypes = jax.tree.map(lambda state: state.dtype, states[path])
-                new = (jax.vmap(start) if path in stacked else start)(_to_float32(to_device(leaf)))
+                new = (jax.vmap(start) if path in stacked else start)(to_float32(to_device(leaf)))
                 states[path] = jax.tree.map(lambda new, dtype: new.astype(dtype), new, dtypes)
         return {COUNT: jnp.zeros((), jnp.int32), PARAM_STATE: states}
 
@@ -132,50 +130,7 @@ def sequentially(change: Callable[..., tuple[Array, State]], gradient: Array, st
         updated = change(*one_layer, index)
         return jax.tree.map(lambda stack, new: stack.at[index].set(new.astype(stack.dtype)), running, updated)
 
-    return lax.fori_loop(0, parameter.shape[0], layer, (_to_float32(gradient), state))
-
-
-def from_optax_global(
-    transformation: optax.GradientTransformation, schedule: Schedule, dtype: str | None = None
-) -> Optimizer:
-    """An optimizer from an optax transformation that needs all gradients, and whose updates are the changes themselves.
-
-    It computes in float32, and stores state in a parameter's shape in `dtype` or the parameter's own.
-    """
-
-    def specs(abstract: Tree) -> State:
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, "float32"), abstract)
-        return _specs_like_parameters(jax.eval_shape(transformation.init, shapes), abstract, dtype)
-
-    def init(tree: Tree) -> State:
-        dtypes = specs(jax.tree.map(_replicated_spec, tree))
-        state = transformation.init(jax.tree.map(_to_float32, tree))
-        # A copy: state that starts as a parameter must not share its buffer, which the train step donates.
-        return jax.tree.map(lambda leaf, like: jnp.array(leaf, like.dtype, copy=True), state, dtypes)
-
-    def update(gradients: Tree, state: State, tree: Tree, **extra: Any) -> tuple[Tree, State]:
-        dtypes = jax.tree.map(lambda leaf: leaf.dtype, state)
-        wide = jax.tree.map(_to_float32, (gradients, state, tree))
-        changes, new = transformation.update(*wide, **extra)
-        return changes, jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), new, dtypes)  # pyright: ignore[reportReturnType]
-
-    return Optimizer(init, update, specs, schedule)
-
-
-def _specs_like_parameters(state: State, abstract: Tree, dtype: str | None = None) -> State:
-    """The ArraySpecs of a state from its shapes: the path of a parameter's state contains the parameter's path.
-
-    State in the parameter's shape is sharded like it; the rest (counts, statistics of rows or columns) is replicated.
-    """
-    parameters = [(f"/{name}/", array) for name, array in named_leaves(abstract)]
-    no_parameter = ArraySpec((-1,), "float32", ("whole",))
-
-    def spec(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> ArraySpec:
-        name = f"/{path_name(path)}/"
-        owner = next((a for owned, a in parameters if owned in name and a.shape == leaf.shape), no_parameter)
-        return state_spec(leaf, owner, dtype or str(leaf.dtype))
-
-    return jax.tree_util.tree_map_with_path(spec, state)
+    return lax.fori_loop(0, parameter.shape[0], layer, (to_float32(gradient), state))
 
 
 def _state_of(parameter: ArraySpec, optimizer: ParamOptimizer) -> State:
@@ -187,10 +142,6 @@ def _state_of(parameter: ArraySpec, optimizer: ParamOptimizer) -> State:
     return jax.tree.map(
         lambda leaf: dataclasses.replace(leaf, shape=(layers, *leaf.shape), axes=(LAYERS, *leaf.axes)), state
     )
-
-
-def _replicated_spec(leaf: Array) -> ArraySpec:
-    return ArraySpec(tuple(leaf.shape), str(leaf.dtype), ("whole",) * len(leaf.shape))
 
 
 def _largest_layer(arrays: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
@@ -206,5 +157,6 @@ def _initial(spec: ArraySpec) -> Array:
     return (jnp.ones if spec.init == "ones" else jnp.zeros)(spec.shape, spec.dtype)
 
 
-def _to_float32(leaf: Array) -> Array:
+def to_float32(leaf: Array) -> Array:
+    """A floating-point array in float32, any other unchanged."""
     return leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
