@@ -219,13 +219,18 @@ def _permuted(view: View, selection: Box, target: Slices) -> Iterator[tuple[Box,
         return
     start, stop = selection[0]
     place = next(n for n, group in enumerate(view.groups) if view.order.index(0) in group)
-    inner = (target[place].stop - target[place].start) // (stop - start)
+    merged = [view.order[n] for n in view.groups[place]]
+    outer, inner = merged[: merged.index(0)], merged[merged.index(0) + 1 :]
+    width = math.prod(selection[n][1] - selection[n][0] for n in inner)
     jumps = [i for i in range(start + 1, stop) if view.rows[i] != view.rows[i - 1] + 1]
-    for first, last in itertools.pairwise((start, *jumps, stop)):
-        offset = target[place].start + (first - start) * inner
-        part = slice(offset, offset + (last - first) * inner)
-        row = view.rows[first]
-        yield ((row, row + last - first), *selection[1:]), (*target[:place], part, *target[place + 1 :])
+    offset = target[place].start
+    for singles in itertools.product(*(range(*selection[n]) for n in outer)):
+        single = {n: (i, i + 1) for n, i in zip(outer, singles, strict=True)}
+        for first, last in itertools.pairwise((start, *jumps, stop)):
+            row, size = view.rows[first], (last - first) * width
+            box = {**dict(enumerate(selection)), **single, 0: (row, row + last - first)}
+            yield tuple(box.values()), (*target[:place], slice(offset, offset + size), *target[place + 1 :])
+            offset += size
 
 
 def _runs(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, Box]]:
