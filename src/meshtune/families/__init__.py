@@ -26,6 +26,7 @@ OLDER_LANGUAGE = "LMHeadModel"  # GPT-2's
 BARE = frozenset({"gpt2"})  # families of which checkpoints were published as the base model alone
 # model_type -> the module that implements it, imported when a config asks for it.
 FAMILIES: dict[str, str] = {
+    "apertus": "apertus",
     "arcee": "arcee",
     "baichuan": "baichuan",
     "cohere": "cohere",

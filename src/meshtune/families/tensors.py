@@ -258,6 +258,7 @@ def validate(table: Sequence[TensorMap], arrays: Mapping[str, ArraySpec]) -> Non
         _require(entry.path in arrays, f"{where} of tensor '{entry.name}' is no part of the model")
         lead = len(entry.index)
         expected = arrays[entry.path].shape[lead:]
+        _require(bool(entry.view.split_shape), f"the view of '{entry.name}', a scalar, must begin with split(1)")
         _require(entry.shape == expected, f"{where} is {expected}, its view of '{entry.name}' is {entry.shape}")
         inside = all(0 <= i < n for i, n in zip(entry.index, arrays[entry.path].shape, strict=False))
         _require(inside, f"{where} of tensor '{entry.name}' does not exist: {entry.path} is {arrays[entry.path].shape}")

@@ -26,19 +26,26 @@ ACTIVATIONS = {
 }
 ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
 XIELU = "xielu"  # the activation with parameters of its own
-XIELU_BETA, XIELU_LARGEST = 0.5, -1e-6
 
 
 def xielu(x: Array, node: Tree) -> Array:
-    """The activation of https://arxiv.org/abs/2411.13010, with the parameters {positive, negative} [1] of one layer.
+    """The activation of https://arxiv.org/abs/2411.13010, with the trained alpha_p and alpha_n [1] of one layer and its
+    constants beta and eps [1].
 
-    a x^2 + x / 2 for positive x, b (exp(x) - 1 - x) + x / 2 for others, where a and b are softplus of the parameters,
-    and 1/2 more for b. Computed in float32, returned in x's dtype.
+    a x^2 + beta x for positive x, b (exp(min(x, eps)) - 1 - x) + beta x for others, where a is softplus of alpha_p, and
+    b is beta more than softplus of alpha_n. Computed in float32, returned in x's dtype.
     """
     wide = x.astype(jnp.float32)
-    a, b = (jax.nn.softplus(node[name].astype(jnp.float32)) for name in ("positive", "negative"))
-    below = (XIELU_BETA + b) * (jnp.expm1(jnp.minimum(wide, XIELU_LARGEST)) - wide)
-    return (jnp.where(wide > 0, a * jnp.square(wide), below) + XIELU_BETA * wide).astype(x.dtype)
+    a, softplus = (jax.nn.softplus(node[name].astype(jnp.float32)) for name in ("alpha_p", "alpha_n"))
+    beta, eps = (jax.lax.stop_gradient(node[name]).astype(jnp.float32) for name in ("beta", "eps"))
+    below = (beta + softplus) * (jnp.expm1(jnp.minimum(wide, eps)) - wide)
+    return (jnp.where(wide > 0, a * jnp.square(wide), below) + beta * wide).astype(x.dtype)
+
+
+def _xielu_params() -> Tree:
+    trained = ArraySpec((1,), "float32", ("whole",), role="vector")
+    constant = ArraySpec((1,), "float32", ("whole",), "ones", role="buffer")
+    return {"alpha_p": trained, "alpha_n": trained, "beta": constant, "eps": constant}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +82,7 @@ class MlpSpec:
         tree = {name: linear_params((rows, "ffn"), narrow, self.bias) for name, rows in self.into.items()}
         tree["down"] = linear_params(narrow, (self.width, "ffn"), self.bias)
         if self.activation == XIELU:
-            tree[XIELU] = {n: ArraySpec((1,), "float32", ("whole",), role="vector") for n in ("positive", "negative")}
+            tree[XIELU] = _xielu_params()
         return tree
 
     def apply(self, x: Hidden, node: Tree, context: Context, cache: LayerCache | None = None) -> Output:
