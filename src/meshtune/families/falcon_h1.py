@@ -8,7 +8,7 @@ from meshtune.families.config_fields import ConfigFields
 from meshtune.families.family import Family
 from meshtune.families.llama import OUTSIDE as LLAMA_OUTSIDE
 from meshtune.families.llama import attention_spec, decoder_spec, head_sizes, mlp_spec, norm_spec
-from meshtune.families.recurrent import MAMBA_NOT_OVER_CP, bounds, with_mamba_groups
+from meshtune.families.recurrent import LIMITS, bounds, with_mamba_groups
 from meshtune.families.rope_fields import read_rope
 from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.layer import LayerSpec
@@ -46,7 +46,7 @@ DESCRIPTIONS = {
         "results",
         models=("tiiuae/Falcon-H1-1.5B-Instruct", "tiiuae/Falcon-H1-34B-Instruct"),
         group="hybrid",
-        limits={"cp": MAMBA_NOT_OVER_CP},
+        limits=LIMITS,
     )
 }
 

@@ -9,7 +9,7 @@ from meshtune.families.family import Family
 from meshtune.families.llama import MODULES as LLAMA
 from meshtune.families.llama import OUTSIDE, attention_spec, decoder_spec, head_sizes, norm_spec
 from meshtune.families.packed import with_gate_up_in_halves
-from meshtune.families.recurrent import MAMBA_NOT_OVER_CP, bounds, layer_kinds, with_mamba_groups
+from meshtune.families.recurrent import LIMITS, bounds, layer_kinds, with_mamba_groups
 from meshtune.families.rope_fields import read_rope
 from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.layer import LayerSpec
@@ -43,7 +43,7 @@ DESCRIPTIONS = {
         "logits; models with experts are not supported yet",
         models=("ibm-granite/granite-4.0-h-1b", "ibm-granite/granite-4.0-h-350m"),
         group="hybrid",
-        limits={"cp": MAMBA_NOT_OVER_CP},
+        limits=LIMITS,
     )
 }
 

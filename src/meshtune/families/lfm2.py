@@ -9,7 +9,7 @@ from meshtune.arrays.spec import ArraySpec
 from meshtune.families.config_fields import ConfigFields
 from meshtune.families.family import Family
 from meshtune.families.llama import attention_spec, decoder_spec, head_sizes
-from meshtune.families.recurrent import with_filters
+from meshtune.families.recurrent import LIMITS, with_filters
 from meshtune.families.rope_fields import read_rope
 from meshtune.families.tensors import TensorMap, View, one_to_one, with_view
 from meshtune.model.layer import LayerSpec
@@ -42,7 +42,6 @@ UNUSED = """
     block_dim block_mlp_init_scale block_norm_eps block_out_init_scale block_use_swiglu block_use_xavier_init conv_dim
     conv_dim_out conv_use_xavier_init num_heads theta use_pos_enc
 """.split()
-NOT_OVER_CP = "short convolutions need the tokens of a row in order, and cp splits rows over devices"
 
 DESCRIPTIONS = {
     "lfm2": Family(
@@ -50,7 +49,7 @@ DESCRIPTIONS = {
         special="gated short convolutions, attention with normalised queries and keys in some layers",
         models=("LiquidAI/LFM2-1.2B", "LiquidAI/LFM2-2.6B"),
         group="hybrid",
-        limits={"cp": NOT_OVER_CP},
+        limits=LIMITS,
     )
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 from meshtune.families.config_fields import ConfigFields
 from meshtune.families.family import Family
 from meshtune.families.llama import decoder_spec
-from meshtune.families.recurrent import MAMBA_NOT_OVER_CP, bounds, renamed, with_mamba_groups
+from meshtune.families.recurrent import LIMITS, bounds, renamed, with_mamba_groups
 from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.layer import LayerSpec
 from meshtune.model.mamba2 import Mamba2Spec
@@ -37,7 +37,7 @@ DESCRIPTIONS = {
         special="a state-space mixer in every layer, no attention and no feed-forward networks",
         models=("mistralai/Mamba-Codestral-7B-v0.1",),
         group="hybrid",
-        limits={"cp": MAMBA_NOT_OVER_CP},
+        limits=LIMITS,
     )
 }
 

@@ -11,7 +11,7 @@ from meshtune.families.family import Family
 from meshtune.families.llama import attention_spec, decoder_spec, mlp_spec
 from meshtune.families.mamba2 import MODULES as MAMBA
 from meshtune.families.mamba2 import OUTSIDE
-from meshtune.families.recurrent import MAMBA_NOT_OVER_CP, layer_kinds, renamed, with_mamba_groups
+from meshtune.families.recurrent import LIMITS, layer_kinds, renamed, with_mamba_groups
 from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.layer import LayerSpec
 from meshtune.model.mamba2 import Mamba2Spec
@@ -55,7 +55,7 @@ DESCRIPTIONS = {
         "with experts are not supported yet",
         models=("nvidia/Nemotron-H-8B-Base-8K", "nvidia/NVIDIA-Nemotron-Nano-9B-v2"),
         group="hybrid",
-        limits={"cp": MAMBA_NOT_OVER_CP},
+        limits=LIMITS,
     )
 }
 

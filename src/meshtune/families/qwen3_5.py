@@ -9,7 +9,7 @@ from meshtune.families import qwen3
 from meshtune.families.config_fields import ConfigFields
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, head_sizes, mlp_spec
-from meshtune.families.recurrent import with_head_groups
+from meshtune.families.recurrent import LIMITS, with_head_groups
 from meshtune.families.rope_fields import read_rope
 from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.block import FeedForward
@@ -39,7 +39,6 @@ DELTA_MODULES = {
 IN_MODULES = {f"delta/{name}": f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a", "qkvz", "ba")}
 MROPE = ("mrope_section", "mrope_interleaved")  # which of three positions rotates a pair: they are equal for text
 UNUSED = ("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
-NOT_OVER_CP = "delta nets carry a state through the tokens of a row in order, and cp splits rows over devices"
 
 DESCRIPTIONS = {
     "qwen3_5_text": Family(
@@ -48,7 +47,7 @@ DESCRIPTIONS = {
         models=("Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-27B"),
         group="hybrid",
         template="chatml",
-        limits={"cp": NOT_OVER_CP},
+        limits=LIMITS,
     )
 }
 

@@ -13,7 +13,9 @@ from meshtune.model.mamba2 import Mamba2Spec
 from meshtune.model.parallel import ParallelSpec
 from meshtune.model.spec import ModelSpec
 
-MAMBA_NOT_OVER_CP = "Mamba-2 layers carry a state through the tokens of a row in order, and cp splits rows over devices"
+IN_ORDER = "a state is carried through the tokens of a row in order, and cp splits rows over devices"
+# The limits of families whose files have the rows of projections in another order than memory.
+LIMITS = {"cp": IN_ORDER, "vera": "not on projections whose rows have another order in memory"}
 # Names of layer types before transformers 5, and the letters of hybrid_override_pattern.
 LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}

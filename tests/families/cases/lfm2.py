@@ -1,4 +1,4 @@
-"""LFM2: convolutions with biases, attention in two layers of five, the adjusted width of the feed-forward network."""
+"""LFM2: convolutions with biases, attention in two layers of six, the adjusted width of the feed-forward network."""
 
 from __future__ import annotations
 
