@@ -34,7 +34,7 @@ def plan(method: str, case: Case) -> None:
     config = case.torch_config().to_dict()
     if method == "expand":
         deeper = grouped(model_spec(expanded_config(config, 2)), 2)
-        abstract(ExpandConfig(2), deeper)
+        abstract(ExpandConfig(blocks=2), deeper)
         silent_modules(deeper, 2)
     elif method in ADAPTERS:
         quantize = QuantizeConfig("nf4", 8, double=False) if method == "loftq" else None

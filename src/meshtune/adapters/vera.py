@@ -26,6 +26,7 @@ from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
 from meshtune.model.attention import PACKED
 from meshtune.model.linear import NARROW, matmul
+from meshtune.model.short_conv import INNER
 
 
 @jax.tree_util.register_dataclass
@@ -89,10 +90,10 @@ class VeRA:
     @staticmethod
     def check_weight(name: str, weight: ArraySpec, config: LoraConfig) -> None:
         check_rank(name, weight, config)
-        if PACKED in weight.axes:
+        if weight.axes[-2] in (PACKED, INNER):
             raise UserError(
                 f"VeRA cannot adapt {name}: the rows of its shared projection have an order, that of the file, and "
-                "queries, keys and values made at once lie in another in memory",
+                "those of a fused projection lie in another in memory",
                 where="method.targets",
                 fix=f"leave {name.rpartition('.')[2]} out of method.targets, or use adapter: lora or dora",
             )

@@ -17,7 +17,7 @@ from meshtune.families.composite import text_config, with_text_fields
 from meshtune.model.layer import LayerSpec
 from meshtune.model.spec import ModelSpec, Stack, abstract_params, stacks_of
 
-BY_LAYER = ("layer_types", "no_rope_layers")  # fields that list something for every layer
+BY_LAYER = ("layer_types", "layers_block_type", "no_rope_layers")  # fields that list something for every layer
 
 
 def origins(layers: int, blocks: int) -> list[tuple[int, bool]]:

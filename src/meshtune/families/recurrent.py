@@ -81,6 +81,8 @@ def with_head_groups(table: Sequence[TensorMap], ending: str, sections: Sequence
     def view(array: ArraySpec) -> View:
         rows, *columns = array.shape[1:]
         in_file = [1, *columns] if array.role == "conv" else columns
+        if groups == 1:
+            return View.identity((rows, *in_file)).merge(rows, *columns)
         divided = View.identity((rows, *in_file)).split(len(order), unit, *in_file)
         return divided.permute(*order).merge(rows, *columns)
 

@@ -6,7 +6,7 @@ from families.case import Case
 from families.decays import decays
 
 CONFIG = {
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "mamba_d_ssm": 48,
     "mamba_n_heads": 6,
     "mamba_n_groups": 2,

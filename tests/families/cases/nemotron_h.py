@@ -10,7 +10,7 @@ CASES = (
         "nemotron_h",
         "nemotron_h",
         {
-            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp", "mlp"],
             "head_dim": 8,
             "mamba_num_heads": 8,
             "mamba_head_dim": 8,
