@@ -14,8 +14,8 @@ from meshtune.model.mamba2 import Mamba2Spec
 from meshtune.model.norm import NormSpec
 from meshtune.model.spec import ModelSpec
 
-# Mamba2Config's. It has no context length, but the fields that all models have include one.
-DEFAULTS = {"num_heads": 128, "head_dim": 64, "state_size": 128, "n_groups": 8, "max_position_embeddings": 1}
+# Mamba2Config's. It has no context length, and a state takes any number of tokens.
+DEFAULTS = {"num_heads": 128, "head_dim": 64, "state_size": 128, "n_groups": 8, "max_position_embeddings": 2**20}
 MODULES = {
     "mamba_norm": "norm",
     "mamba": "mixer",
@@ -66,7 +66,7 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
         dt_limit=bounds(fields, "time_step_limit"),
     )
     layers = [LayerSpec(mixer, None, norm)] * fields.integer("num_hidden_layers")
-    return decoder_spec(fields, "mamba2", "Mamba2ForCausalLM", layers, max_length=0)
+    return decoder_spec(fields, "mamba2", "Mamba2ForCausalLM", layers)
 
 
 def tensors(spec: ModelSpec) -> list[TensorMap]:

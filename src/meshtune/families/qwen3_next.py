@@ -11,7 +11,7 @@ from meshtune.families.experts import expert_modules, experts_spec, sparse_layer
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES, OUTSIDE, decoder_spec, mlp_spec, norm_spec
 from meshtune.families.qwen2_moe import SHARED
-from meshtune.families.recurrent import IN_ORDER
+from meshtune.families.recurrent import LIMITS
 from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.layer import LayerSpec
 from meshtune.model.mlp import MlpSpec
@@ -28,7 +28,7 @@ DESCRIPTIONS = {
         models=("Qwen/Qwen3-Next-80B-A3B-Instruct",),
         group="hybrid",
         template="chatml",
-        limits={"cp": IN_ORDER},
+        limits=LIMITS,
         mixture=True,
     )
 }
