@@ -24,6 +24,7 @@ from meshtune.families.composite import BEFORE, SINCE, renamed
 from meshtune.weights.export import export_model
 from meshtune.weights.inspect import inspect_model
 from meshtune.weights.load import load_params, load_spec
+from meshtune.weights.passed_through import notes
 from meshtune.weights.safetensors_files import read_json
 
 CASES = ("gemma3_vision", "mistral3_vision")
@@ -122,6 +123,10 @@ def test_a_summary_says_what_passes_through(gemma3: pathlib.Path):
     parts = {part.name: (part.tensors, part.nbytes) for part in summary.passed_through}
     assert parts["vision tower"] == (len(tower), sum(array.nbytes for array in tower.values()))
     assert parts["projector"][0] == 2
+    ((tuned, rest),) = notes(gemma3, load_spec(gemma3)[0])
+    assert tuned == "text model of gemma3"
+    assert rest.startswith(f"{summary.parameters:,} parameters; not tuned and passed through: ")
+    assert f"vision tower ({len(tower)} tensors, " in rest
 
 
 def test_a_head_of_its_own_is_one_whatever_the_config_says(model: pathlib.Path):

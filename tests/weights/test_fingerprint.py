@@ -8,7 +8,11 @@ import shutil
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from families.case import directory as written_by_transformers
+from families.cases import BY_NAME
+from meshtune.families import mathematics
 from meshtune.weights.fingerprint import base_hash
+from meshtune.weights.safetensors_files import read_json
 
 
 def test_copying_and_sharding_keep_the_hash(make_model, tmp_path):
@@ -27,13 +31,40 @@ def test_bookkeeping_in_the_config_keeps_the_hash(make_model, edit_config):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"rope_theta": 1.0}, {"rms_norm_eps": 1e-3}, {"num_attention_heads": 2}, {"hidden_act": "gelu"}]
+    "fields",
+    [
+        {"rope_parameters": {"rope_theta": 1.0}},
+        {"rms_norm_eps": 1e-3},
+        {"num_attention_heads": 2},
+        {"hidden_act": "gelu"},
+        {"num_nextn_predict_layers": 1},
+    ],
 )
 def test_mathematics_in_the_config_changes_the_hash(make_model, edit_config, fields):
     directory = make_model("llama")
     first = base_hash(directory)
     edit_config(directory, **fields)
     assert base_hash(directory) != first
+
+
+def test_what_the_text_model_of_a_composite_reads_is_hashed(tmp_path, edit_config):
+    directory = shutil.copytree(written_by_transformers(BY_NAME["gemma3_vision"]), tmp_path / "model")
+    first = base_hash(directory)
+    text = read_json(directory / "config.json")["text_config"]
+    edit_config(directory, image_token_index=7, text_config=text | {"use_cache": False})
+    assert base_hash(directory) == first
+    edit_config(directory, text_config=text | {"query_pre_attn_scalar": 12})
+    assert base_hash(directory) != first
+
+
+def test_the_hash_of_a_llama_is_that_of_earlier_versions(make_model):
+    """Their adapters and checkpoints name their base by it: over the fields that were listed by hand then."""
+    directory = make_model("llama")
+    config = read_json(directory / "config.json")
+    listed = """model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+        num_key_value_heads head_dim hidden_act rms_norm_eps rope_theta rope_scaling rope_parameters
+        max_position_embeddings partial_rotary_factor sliding_window attention_bias mlp_bias tie_word_embeddings"""
+    assert mathematics(config) == {name: config[name] for name in listed.split() if config.get(name) is not None}
 
 
 def test_dtype_and_any_changed_tensor_change_the_hash(make_model):

@@ -30,6 +30,7 @@ def check(
     """Check names, shapes, dtypes and file sizes against config.json, from the files' headers alone."""
     from meshtune.weights.finite import require_finite
     from meshtune.weights.inspect import inspect_model
+    from meshtune.weights.passed_through import listed
 
     report = inspect_model(directory)
     if values:
@@ -48,10 +49,14 @@ def check(
         "files": f"{report.files:,}",
         "dtype": dtypes,
     }
+    if report.composite is not None:
+        rows["model"] = f"text model of {report.composite}: {rows['model']}"
+    if report.passed_through:
+        rows["passed through"] = listed(report.passed_through)
     if report.unused:
         rows["not needed"] = ", ".join(report.unused[:3]) + (", ..." if len(report.unused) > 3 else "")
     for name, value in rows.items():
-        print(f"{name:>12}  {value}")
+        print(f"{name:>14}  {value}")
     print("config.json and weights agree: every tensor is there, whole, in its shape and a floating dtype")
     if values:
         print("every number is finite")

@@ -14,7 +14,8 @@ from typing import Any, cast
 
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
-from meshtune.families.composite import TEXT, module_name, read_composite, tensor_name
+from meshtune.families.composite import TEXT, module_name, read_composite, tensor_name, text_config
+from meshtune.families.config_fields import HARMLESS, recorded_fields
 from meshtune.families.experts import has_experts, stored_as
 from meshtune.families.family import Family, FamilyModule
 from meshtune.families.tensors import TensorMap, validate
@@ -103,6 +104,19 @@ def model_spec(
         raise unsupported(config, FAMILIES, where)
     spec = dataclasses.replace(family_module(kind).model_spec(config, where), dtype=dtype)
     return scored_spec(spec) if scored else spec
+
+
+def mathematics(config: dict[str, Any], where: str = "config.json") -> dict[str, object]:
+    """The fields of a config that its family reads, but for those that say nothing about the mathematics; those of a
+    composite's text model are under text_config. Raises UserError as `model_spec` does."""
+    with recorded_fields() as read:
+        model_spec(config, where=where)
+    text = text_config(config)
+    fields = {name: text[name] for name in {"model_type", *(read - HARMLESS)} if text.get(name) is not None}
+    if text is config:
+        return fields
+    outer = {name: config[name] for name in ("model_type", "tie_word_embeddings") if config.get(name) is not None}
+    return {**outer, TEXT: fields}
 
 
 def description(model_type: str) -> Family:

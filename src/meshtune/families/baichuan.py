@@ -57,14 +57,15 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     fields.only("head_dim", head_dim)
     fields.only("tie_word_embeddings", False)
     fields.only("rope_theta", THETA, int(THETA))
-    if fields.get("z_loss_weight", 0):
+    fields.harmless(
+        "z_loss_weight", "auto_map", "gradient_checkpointing"
+    )  # how it was trained, and code that is not run
+    if config.get("z_loss_weight"):
         raise fields.error(
             "z_loss_weight",
             f"z_loss_weight = {config['z_loss_weight']!r}: a loss on the size of logits is not implemented",
             "set it to 0: it has no part in the model's logits, and was for pretraining",
         )
-    for harmless in ("auto_map", "gradient_checkpointing"):  # names of code that is not run, and how it was trained
-        fields.get(harmless)
     first = fields.integer("vocab_size") == FIRST_VOCABULARY
     rope, alibi, longest = _positions(fields, embed, heads, head_dim)
     attention = AttentionSpec(heads, heads, head_dim, rope=rope, alibi=alibi, packed=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from meshtune.errors import UserError, nearest
@@ -49,6 +51,20 @@ REASONS = {
 }
 
 
+_RECORD: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("record", default=None)
+
+
+@contextlib.contextmanager
+def recorded_fields() -> Iterator[set[str]]:
+    """Gives a set to which the names of all fields are added that are read of configs inside the block."""
+    record = set[str]()
+    token = _RECORD.set(record)
+    try:
+        yield record
+    finally:
+        _RECORD.reset(token)
+
+
 class ConfigFields:
     """A config being read; `finish` refuses the fields that nobody asked for."""
 
@@ -71,6 +87,8 @@ class ConfigFields:
     def get(self, field: str, default: Any = None) -> Any:
         """The field's value; its default where it is absent or null."""
         self._used.add(field)
+        if (record := _RECORD.get()) is not None:
+            record.add(field)
         value = self._config.get(field)
         return default if value is None else value
 

@@ -22,6 +22,7 @@ from meshtune.setup.quantization import quantize_decisions
 from meshtune.setup.start import Start, start_of
 from meshtune.weights.hub import CONFIG, MODEL, locate
 from meshtune.weights.load import load_config, stored_dtype
+from meshtune.weights.passed_through import notes as passing_notes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +75,7 @@ def resolve_run(
     check_batch(mesh, recipe.train.batch_size // recipe.train.accumulation, 0)
     layout, decisions = layout_of(mesh, why, arrays.spec, machine)
     notes = [Decision("model", arrays.spec.family, note) for note in arrays.spec.notes]
+    notes += [Decision("model", *note) for note in passing_notes(source, start.spec)]
     decisions = [*notes, decision, *decisions, *quantize_decisions(arrays, layout)]
     offload = tuple(recipe.compute.offload)
     return ResolvedRun(source, start.method, precision, arrays, machine, layout, decisions, quantize, offload, start)

@@ -6,14 +6,16 @@ Their tensors are no parameters: no device ever holds them. A full export copies
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from meshtune.families import tensors
 from meshtune.families.composite import passed_through
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.spec import ModelSpec
 from meshtune.weights.file_tensors import StoredTensor
-from meshtune.weights.safetensors_files import TensorInfo, headers
+from meshtune.weights.safetensors_files import TensorInfo, headers, tensor_names
 from meshtune.weights.tensor_reader import TensorReader
 
 
@@ -53,6 +55,22 @@ def parts(infos: Mapping[str, TensorInfo], spec: ModelSpec) -> tuple[Part, ...]:
         if (part := passed_through(spec, name)) is not None:
             sizes.setdefault(part, []).append(info.nbytes)
     return tuple(Part(name, len(nbytes), sum(nbytes)) for name, nbytes in sizes.items())
+
+
+def listed(parts: Iterable[Part]) -> str:
+    """Parts as a run's banner and `weights check` list them."""
+    return ", ".join(f"{part.name} ({part.tensors:,} tensors, {part.nbytes:,} bytes)" for part in parts)
+
+
+def notes(source: Path, spec: ModelSpec) -> list[tuple[str, str]]:
+    """(which model is tuned, what of its checkpoint passes through) for a run's banner; [] where nothing does."""
+    infos = headers(source) if any(passed_through(spec, name) for name in tensor_names(source)) else {}
+    if spec.composite is None and not infos:
+        return []
+    count = sum(math.prod(shape) for shape in {entry.name: entry.view.tensor for entry in tensors(spec)}.values())
+    model = spec.family if spec.composite is None else f"text model of {spec.composite.model_type}"
+    kept = listed(parts(infos, spec)) or "all other parts"
+    return [(model, f"{count:,} parameters; not tuned and passed through: {kept}")]
 
 
 def first_changed(tensors: Iterable[StoredTensor], written: Mapping[str, TensorInfo]) -> str | None:
