@@ -37,7 +37,10 @@ MODULES = {
     **{f"mlp/{name}": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")},
 }
 OUTSIDE = LLAMA_OUTSIDE | {"norm": "model.final_layernorm"}
-UNUSED = "mamba_chunk_size num_logits_to_keep mamba_use_mlp mlp_expansion_factor time_step_rank layer_types".split()
+UNUSED = """
+    attn_layer_indices layer_types layers_block_type mamba_chunk_size mamba_use_mlp mlp_expansion_factor
+    num_logits_to_keep time_step_floor time_step_max time_step_min time_step_rank
+""".split()
 
 DESCRIPTIONS = {
     "falcon_h1": Family(
@@ -54,7 +57,7 @@ DESCRIPTIONS = {
 def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     """FalconH1Config -> ModelSpec."""
     fields = ConfigFields(DEFAULTS | config, where)
-    for unused in (*UNUSED, "layers_block_type"):
+    for unused in UNUSED:
         fields.get(unused)
     bias, head_dim = bool(fields.get("attention_bias", False)), head_sizes(fields)[2]
     attention = attention_spec(

@@ -27,8 +27,8 @@ MODULES = {
 OUTSIDE = {"embed": "model.embeddings", "norm": "model.norm_f", "head": "lm_head", "score": "score"}
 # Fields that say how the model was initialised, or how transformers computes it.
 UNUSED = """
-    chunk_size rescale_prenorm_residual residual_in_fp32 time_step_floor time_step_max time_step_min time_step_rank
-    layer_types
+    chunk_size intermediate_size norm_before_gate rms_norm rescale_prenorm_residual residual_in_fp32
+    time_step_floor time_step_max time_step_min time_step_rank layer_types
 """.split()
 
 DESCRIPTIONS = {

@@ -40,12 +40,12 @@ MODULES = MAMBA | {
 UNUSED = """
     chunk_size mamba_chunk_size expand mamba_expand hybrid_override_pattern layer_types layers_block_type
     mamba_dt_init_floor mamba_dt_limit mamba_dt_max mamba_ssm_cache_dtype moe_intermediate_size moe_latent_size
-    moe_shared_expert_intermediate_size moe_shared_expert_overlap mtp_hybrid_override_pattern mtp_layers_block_type
-    n_group
-    n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok num_local_experts num_logits_to_keep
-    num_nextn_predict_layers num_query_groups output_router_logits rescale_prenorm_residual residual_in_fp32
-    routed_scaling_factor sliding_window time_step_floor time_step_limit time_step_max topk_group use_mamba_kernels
-    rope_theta rope_scaling rope_parameters partial_rotary_factor attention_head_dim rms_norm_eps
+    moe_shared_expert_intermediate_size moe_shared_expert_overlap mtp_hybrid_override_pattern
+    mtp_layers_block_type n_group n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok
+    num_local_experts num_logits_to_keep num_nextn_predict_layers num_query_groups output_router_logits
+    rescale_prenorm_residual residual_in_fp32 routed_scaling_factor sliding_window time_step_floor
+    time_step_limit time_step_max time_step_rank topk_group use_mamba_kernels rope_theta rope_scaling
+    rope_parameters partial_rotary_factor attention_head_dim rms_norm_eps
 """.split()
 
 DESCRIPTIONS = {

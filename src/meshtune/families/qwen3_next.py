@@ -37,6 +37,8 @@ DESCRIPTIONS = {
 def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     """Qwen3NextConfig -> ModelSpec."""
     fields = ConfigFields(qwen3_5.DEFAULTS | DEFAULTS | config, where)
+    for unused in ("max_window_layers", "sliding_window", "use_sliding_window"):
+        fields.get(unused)
     experts = experts_spec(fields, router={"normalize": bool(fields.get("norm_topk_prob", True))})
     shared = MlpSpec(fields.integer("shared_expert_intermediate_size", 512), experts.activation)
     experts = dataclasses.replace(experts, shared=shared, shared_gate=True)

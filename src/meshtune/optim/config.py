@@ -34,7 +34,9 @@ class OptimizerOptions:
     min_lr_ratio: float = option(0.0, "The schedule ends at this share of the peak.", ge=0, le=1)
     decay_ratio: float = option(0.2, "wsd: share of the steps spent decaying at the end.", gt=0, le=1)
     weight_decay: float = option(0.0, "Decoupled weight decay.", ge=0)
-    no_decay: tuple[str, ...] = option(("*norm*", "*bias"), "Patterns of parameter paths that are never decayed.")
+    no_decay: tuple[str, ...] = option(
+        ("*norm*", "*bias", "*/A_log", "*/D"), "Patterns of parameter paths that are never decayed."
+    )
     beta1: float = option(0.9, "adamw and its variants, lion: decay of the first moment.", ge=0, lt=1)
     beta2: float | None = option(
         None,
