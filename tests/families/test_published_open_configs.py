@@ -11,6 +11,7 @@ import transformers
 from families.published_open_configs import PUBLISHED
 from meshtune.errors import UserError
 from meshtune.families import model_spec, scored_fields, tensors
+from meshtune.families.expansion import expanded_config
 from meshtune.model.spec import ModelSpec
 
 GPT2, PYTHIA, COHERE2 = "openai-community/gpt2", "EleutherAI/pythia-1.4b", "CohereForAI/c4ai-command-r7b-12-2024"
@@ -51,6 +52,12 @@ def test_falcons_differ_in_key_value_heads_and_norms():
     }
 
 
+def test_a_deeper_gpt2_has_its_own_name_of_the_number_of_layers():
+    deeper = expanded_config(PUBLISHED[GPT2], 2)
+    assert deeper["n_layer"] == 6
+    assert "num_hidden_layers" not in deeper
+
+
 def test_gpt2_can_be_a_reward_model():
     fields = {"architectures": ["GPT2ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
     assert changed(GPT2, **fields) == dataclasses.replace(changed(GPT2), scored=True, tied=False)
@@ -72,6 +79,7 @@ def test_gpt2_can_be_a_reward_model():
         ("tiiuae/falcon-40b", {"parallel_attn": False}, "parallel_attn is false"),
         ("tiiuae/falcon-7b", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn = 2"),
         ("tiiuae/falcon-7b", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection"),
+        (GPT2, {"num_hidden_layers": 6}, "n_layer is 4, and num_hidden_layers, its other name, is 6"),
         (GPT2, {"add_cross_attention": True}, "add_cross_attention = True"),
         (GPT2, {"activation_function": "quick_gelu"}, "activation_function 'quick_gelu'"),
         ("nvidia/Minitron-4B-Base", {"rope_percent": 1.0}, "rope_percent = 1.0"),

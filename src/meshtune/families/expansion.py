@@ -54,7 +54,7 @@ def expanded_config(config: dict[str, Any], blocks: int) -> dict[str, Any]:
     text = text_config(config)
     sources = [source for source, _ in origins(old.layers, blocks)]
     kinds = [layer for stack in old.stacks for _ in range(stack.repeats) for layer in stack.pattern]
-    fields: dict[str, Any] = {"num_hidden_layers": len(sources)}
+    fields: dict[str, Any] = {"n_layer" if "n_layer" in text else "num_hidden_layers": len(sources)}  # GPT-2's name
     listed = [name for name in BY_LAYER if isinstance(text.get(name), list)]
     fields |= {name: [text[name][source] for source in sources] for name in listed}
     if not listed and len(set(kinds)) > 1:

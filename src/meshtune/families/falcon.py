@@ -47,7 +47,8 @@ HARMLESS = ("auto_map", "ff_factor", "rotary", "attn_implementation")
 DESCRIPTIONS = {
     "falcon": Family(
         title="Falcon 7B, 40B, 180B, RW, Falcon 2",
-        special="fused queries, keys and values, attention and MLP in parallel; RW: biases by distance (ALiBi)",
+        special="fused queries, keys and values, attention and MLP in parallel; RW: biases by distance (ALiBi), which "
+        "transformers rounds to bfloat16 and Meshtune does not",
         models=("tiiuae/falcon-7b", "tiiuae/falcon-11B", "tiiuae/falcon-rw-1b"),
         limits=FUSED_ROWS,
     )

@@ -62,6 +62,9 @@ DESCRIPTIONS = {
 def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     """GPT2Config -> ModelSpec, with transformers' defaults for fields that are absent."""
     fields = ConfigFields(_renamed(config), where)
+    for name, usual in NAMES.items():
+        if config.get(name, config.get(usual)) != config.get(usual, config.get(name)):
+            raise fields.error(name, f"{name} is {config[name]!r}, and {usual}, its other name, is {config[usual]!r}")
     fields.harmless(*HARMLESS)
     heads, _, head_dim = head_sizes(fields)
     fields.only("num_key_value_heads", heads)

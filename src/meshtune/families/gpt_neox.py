@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from meshtune.families.config_fields import ConfigFields
@@ -62,5 +63,6 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
 
 def tensors(spec: ModelSpec) -> list[TensorMap]:
     """The table of tensors: each is one leaf, or one layer of it. Rows of queries, keys and values stand head by head,
-    as in memory."""
-    return one_to_one(spec, MODULES, OUTSIDE, LAYERS)
+    as in memory. transformers 5 calls the head's module lm_head, and its tensor in files by the older name."""
+    table = one_to_one(spec, MODULES, OUTSIDE, LAYERS)
+    return [dataclasses.replace(entry, owner="lm_head") if entry.path == "head/weight" else entry for entry in table]
