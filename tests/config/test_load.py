@@ -6,6 +6,8 @@ The expected values and messages are written out here by hand: they are the prod
 from __future__ import annotations
 
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -397,3 +399,20 @@ def test_recipes_are_frozen_and_refuse_unknown_keys_in_python_too():
     recipe = load_recipe({"model": "m", "data": "d", "output": "o"})
     with pytest.raises(ValueError, match="frozen"):
         recipe.seed = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_recipes_are_read_without_jax():
+    """It takes longer to import than a recipe to read, and options of the core's dataclasses need none of it."""
+    code = "import meshtune.config.load, sys; print('jax' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "False"
+
+
+def test_options_that_an_objective_refuses_together_are_named_with_their_lines(written):
+    path = written(SMALL + "stage:\n  kind: dpo\n  loss: hinge\n  label_smoothing: 0.1\n")
+    error = refused(path)
+    assert error.what == (
+        "stage: label_smoothing has no meaning for loss hinge: use loss sigmoid (conservative) or robust, or leave "
+        "label_smoothing out"
+    )
+    assert error.where == f"{path}, lines 6 and 7"
