@@ -6,6 +6,7 @@ import transformers
 
 from families.case import Case
 from families.cases.gemma3 import CASES as GEMMA3
+from families.cases.ministral import CASES as MINISTRAL
 
 SIGLIP = {
     "model_type": "siglip_vision_model",
@@ -41,5 +42,15 @@ CASES = (
         outside={"vision_config": PIXTRAL, "image_token_index": 200, "tie_word_embeddings": False},
         auto_class=transformers.AutoModelForImageTextToText,
         peft={"target_modules": IN_TEXT},
+    ),
+    Case(
+        "ministral3_vision",
+        "mistral3",
+        MINISTRAL[0].config,
+        text="ministral3",
+        outside={"vision_config": PIXTRAL, "image_token_index": 200, "tie_word_embeddings": True},
+        auto_class=transformers.AutoModelForImageTextToText,
+        peft={"target_modules": IN_TEXT},
+        variant=True,
     ),
 )
