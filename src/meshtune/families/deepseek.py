@@ -13,6 +13,7 @@ from meshtune.families.family import Family
 from meshtune.families.llama import MODULES, OUTSIDE, decoder_spec, mlp_spec, norm_spec
 from meshtune.families.rope_fields import read_rope
 from meshtune.families.tensors import Stored, TensorMap, View, one_to_one
+from meshtune.model.experts import ExpertsSpec
 from meshtune.model.latent_attention import LatentAttentionSpec
 from meshtune.model.layer import LayerSpec
 from meshtune.model.mlp import MlpSpec
@@ -100,8 +101,8 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     _check_training_fields(fields)
     attention = _attention(fields, always_interleaved=kind == "deepseek_v2")
     dense = LayerSpec(attention, mlp_spec(fields, bias=bool(fields.get("mlp_bias", False))), norm_spec(fields))
-    sparse = dataclasses.replace(dense, ffn=_experts(fields, softmax=kind == "deepseek_v2"))
-    layers = [sparse if is_sparse else dense for is_sparse in _sparse(fields)]
+    sparse = dataclasses.replace(dense, ffn=experts_of(fields, softmax=kind == "deepseek_v2"))
+    layers = [sparse if is_sparse else dense for is_sparse in are_sparse(fields)]
     return decoder_spec(fields, kind, ARCHITECTURES[kind], layers)
 
 
@@ -139,7 +140,8 @@ def _magnitude(rope: RopeSpec) -> float:
     return 1.0 + 0.1 * share * math.log(max(1.0, numbers["factor"])) if share else 1.0
 
 
-def _experts(fields: ConfigFields, softmax: bool) -> Any:
+def experts_of(fields: ConfigFields, softmax: bool) -> ExpertsSpec:
+    """Routed experts and a shared one, with V3's sigmoid router or V2's softmax router."""
     scale = fields.number("routed_scaling_factor")
     groups, top_groups = fields.get("n_group", 1), fields.get("topk_group", 1)
     if softmax:
@@ -170,7 +172,7 @@ def _experts(fields: ConfigFields, softmax: bool) -> Any:
     return dataclasses.replace(experts, shared=MlpSpec(width, experts.activation))
 
 
-def _sparse(fields: ConfigFields) -> list[bool]:
+def are_sparse(fields: ConfigFields) -> list[bool]:
     """Which layers have experts: those after the first few, or those that mlp_layer_types names."""
     count, kinds = fields.integer("num_hidden_layers"), fields.get("mlp_layer_types")
     first = fields.get("first_k_dense_replace")
