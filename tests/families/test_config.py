@@ -152,9 +152,9 @@ def test_every_parameter_has_a_name_for_each_layer(case: Case):
 
 def test_every_family_has_a_case():
     """But for those that transformers does not have: Baichuan's own tests transcribe its equations, InternLM 2's
-    rearrange a Llama, Kimi K2 is DeepSeek V3 by another name, and the toy is that of tests/model/test_toy_blocks.py."""
+    rearrange a Llama, Kimi K2 is DeepSeek V3 by another name."""
     proved = {case.model_type for case in CASES} | {case.text for case in CASES}
-    assert FAMILIES.keys() - proved <= {"baichuan", "internlm2", "kimi_k2", "toy"}
+    assert FAMILIES.keys() - proved <= {"baichuan", "internlm2", "kimi_k2"}
 
 
 def test_kimi_k2_is_deepseek_v3():

@@ -6,6 +6,7 @@ input of every token and returns sums, of which the model's loss has a part.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -13,6 +14,7 @@ import pathlib
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
 from typing import ClassVar
 
 import jax
@@ -196,9 +198,23 @@ def toy_tensors(spec):
     return with_view(one_to_one(spec, modules, outside), "mean/v/weight", lambda array: transposed)
 
 
-FAMILIES["toy"] = "toy"
-sys.modules["meshtune.families.toy"] = types.SimpleNamespace(model_spec=toy_spec, tensors=toy_tensors)  # pyright: ignore[reportArgumentType]
-SPEC = model_spec(CONFIG)
+@contextlib.contextmanager
+def registered() -> Iterator[None]:
+    """With the toy among the families."""
+    FAMILIES["toy"] = "toy"
+    sys.modules["meshtune.families.toy"] = types.SimpleNamespace(model_spec=toy_spec, tensors=toy_tensors)  # pyright: ignore[reportArgumentType]
+    yield
+    del FAMILIES["toy"], sys.modules["meshtune.families.toy"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _toy_family():
+    with registered():
+        yield
+
+
+with registered():
+    SPEC = model_spec(CONFIG)
 SGD = OptimizerConfig("sgd", 0.05, "constant")
 
 
@@ -461,4 +477,5 @@ def test_fsdp_by_tp_is_one_device(tmp_path):
 
 
 if __name__ == "__main__":
-    print(json.dumps([[on_mesh({}, late), on_mesh({"fsdp": 2, "tp": 2}, late)] for late in (False, True)]))
+    with registered():
+        print(json.dumps([[on_mesh({}, late), on_mesh({"fsdp": 2, "tp": 2}, late)] for late in (False, True)]))
