@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from meshtune.cli.main import app
 from meshtune.families import FAMILIES, description
+from meshtune.families.composite import WRAPPERS
 from meshtune.families.family import GROUPS
 
 
@@ -19,11 +20,11 @@ def printed(*options: str) -> str:
 
 def test_json_has_every_family_in_the_order_of_groups():
     entries = json.loads(printed("--json"))
-    assert entries.keys() == FAMILIES.keys()
+    assert entries.keys() == FAMILIES.keys() | WRAPPERS.keys()
     groups = [entry["group"] for entry in entries.values()]
-    assert groups == sorted(groups, key=GROUPS.index)
-    for name, entry in entries.items():
-        family = description(name)
+    assert groups == sorted(groups, key=[*GROUPS, "composite"].index)
+    for name in FAMILIES:
+        family, entry = description(name), entries[name]
         assert entry["models"] == list(family.models)
         assert {"lora", "full"} - family.refusals.keys() <= set(entry["methods"])
         assert {"dp", "fsdp", "tp", "cp"} - family.refusals.keys() <= set(entry["mesh"])

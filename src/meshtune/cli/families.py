@@ -9,6 +9,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from meshtune.families.composite import Wrapper
     from meshtune.families.family import Family
 
 INTRODUCTION = """\
@@ -58,10 +59,12 @@ def families(
 
 
 def entries() -> dict[str, Entry]:
-    """Every supported model_type, group by group, then by name."""
+    """Every supported model_type, group by group, then by name; last the composites around them."""
     from meshtune.families import FAMILIES, description
+    from meshtune.families.composite import WRAPPERS
 
-    return {model_type: _entry(description(model_type)) for model_type in sorted(FAMILIES, key=_order)}
+    alone = {model_type: _entry(description(model_type)) for model_type in sorted(FAMILIES, key=_order)}
+    return alone | {model_type: _composite_entry(wrapper, alone) for model_type, wrapper in WRAPPERS.items()}
 
 
 def markdown_page() -> str:
@@ -81,7 +84,9 @@ def markdown_page() -> str:
             group = entry["group"]
             lines += [*([""] if lines[-1] else []), f"## {group.capitalize()}", ""]
             lines += ["| model_type | models | special | mesh | template | compared on |", "| --- " * 6 + "|"]
-        models = f"{entry['title']}: {', '.join(f'`{model}`' for model in entry['models'])}"
+        models = ": ".join(
+            [entry["title"], *([", ".join(f"`{m}`" for m in entry["models"])] if entry["models"] else [])]
+        )
         template = f"`{entry['chat_template']}`" if entry["chat_template"] else ""
         cells = [f"`{model_type}`", models, _special(entry), ", ".join(entry["mesh"]), template, entry["compared_on"]]
         lines.append(f"| {' | '.join(cells)} |")
@@ -115,6 +120,23 @@ def _entry(family: Family) -> Entry:
         "limits": dict(family.refusals),
         "chat_template": family.template,
         "compared_on": family.maturity,
+    }
+
+
+def _composite_entry(wrapper: Wrapper, alone: dict[str, Entry]) -> Entry:
+    """That of a composite: what all text models take that it may have."""
+    texts = [alone[model_type] for model_type in wrapper.texts]
+    parts = ", ".join(wrapper.parts)
+    return {
+        "title": wrapper.title,
+        "group": "composite",
+        "special": f"the text model inside ({', '.join(wrapper.texts)}) is tuned; {parts} pass through untouched",
+        "models": [],
+        "methods": [method for method in texts[0]["methods"] if all(method in text["methods"] for text in texts)],
+        "mesh": [axis for axis in texts[0]["mesh"] if all(axis in text["mesh"] for text in texts)],
+        "limits": {name: reason for text in texts for name, reason in text["limits"].items()},
+        "chat_template": None,
+        "compared_on": texts[0]["compared_on"],
     }
 
 
