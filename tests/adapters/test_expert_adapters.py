@@ -179,3 +179,9 @@ def test_targets_that_cannot_be_are_errors(config, message, fix):
     with pytest.raises(UserError, match=message) as raised:
         abstract(config, loaded("qwen2_moe")[0])
     assert fix in raised.value.fix
+
+
+def test_experts_that_are_stored_the_other_way_round_are_refused():
+    with pytest.raises(UserError, match="stored as \\[in, out\\]") as error:
+        abstract(LoraConfig(), loaded("gpt_oss")[0])
+    assert "q_proj" in str(error.value.fix)

@@ -48,6 +48,7 @@ FAMILIES: dict[str, str] = {
     "glm4_moe_lite": "deepseek",
     "gpt2": "gpt2",
     "gpt_neox": "gpt_neox",
+    "gpt_oss": "gpt_oss",
     "granite": "granite",
     "granitemoehybrid": "granitemoehybrid",
     "hunyuan_v1_dense": "hunyuan",
