@@ -3,29 +3,20 @@ shared ones (https://arxiv.org/abs/2405.04434, https://arxiv.org/abs/2412.19437)
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 from meshtune.families.config_fields import ConfigFields
-from meshtune.families.deepseek_experts import (
-    CORRECTION,
-    SHARED,
-    dense_then_sparse,
-    sigmoid_router,
-    with_shared_experts,
-)
 from meshtune.families.experts import expert_modules, experts_spec
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES, OUTSIDE, decoder_spec, mlp_spec, norm_spec
 from meshtune.families.rope_fields import read_rope
-<<<<<<< HEAD
 from meshtune.families.tensors import Stored, TensorMap, View, one_to_one
 from meshtune.model.experts import ExpertsSpec
-=======
-from meshtune.families.tensors import TensorMap, one_to_one
->>>>>>> 9a142e9 (OLMoE, GLM-4.5, dots.llm1, MiniMax-M2 and gpt-oss)
 from meshtune.model.latent_attention import LatentAttentionSpec
 from meshtune.model.layer import LayerSpec
+from meshtune.model.mlp import MlpSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.rope import RopeSpec
 from meshtune.model.spec import ModelSpec
@@ -39,6 +30,12 @@ ATTENTION = {
     "attn/kv_norm": "self_attn.kv_a_layernorm",
     "attn/kv_heads": "self_attn.kv_b_proj",
 }
+SHARED = {
+    "mlp/shared/gate": "mlp.shared_experts.gate_proj",
+    "mlp/shared/up": "mlp.shared_experts.up_proj",
+    "mlp/shared/down": "mlp.shared_experts.down_proj",
+}
+CORRECTION = {"mlp/router/correction": Stored("mlp.gate.e_score_correction_bias", "mlp.gate", View.identity)}
 ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
@@ -104,15 +101,9 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     _check_training_fields(fields)
     attention = _attention(fields, always_interleaved=kind == "deepseek_v2")
     dense = LayerSpec(attention, mlp_spec(fields, bias=bool(fields.get("mlp_bias", False))), norm_spec(fields))
-<<<<<<< HEAD
     sparse = dataclasses.replace(dense, ffn=experts_of(fields, softmax=kind == "deepseek_v2"))
     layers = [sparse if is_sparse else dense for is_sparse in are_sparse(fields)]
     return decoder_spec(fields, kind, ARCHITECTURES[kind], layers)
-=======
-    router = _softmax_router(fields) if kind == "deepseek_v2" else sigmoid_router(fields)
-    experts = with_shared_experts(fields, experts_spec(fields, router=router), 2 if kind == "deepseek_v2" else 1)
-    return decoder_spec(fields, kind, ARCHITECTURES[kind], dense_then_sparse(fields, dense, experts))
->>>>>>> 9a142e9 (OLMoE, GLM-4.5, dots.llm1, MiniMax-M2 and gpt-oss)
 
 
 def _check_training_fields(fields: ConfigFields) -> None:
@@ -149,7 +140,6 @@ def _magnitude(rope: RopeSpec) -> float:
     return 1.0 + 0.1 * share * math.log(max(1.0, numbers["factor"])) if share else 1.0
 
 
-<<<<<<< HEAD
 def experts_of(fields: ConfigFields, softmax: bool) -> ExpertsSpec:
     """Routed experts and a shared one, with V3's sigmoid router or V2's softmax router."""
     scale = fields.number("routed_scaling_factor")
@@ -193,19 +183,6 @@ def are_sparse(fields: ConfigFields) -> list[bool]:
             "mlp_layer_types", f"mlp_layer_types must list dense or sparse for each of the {count} layers"
         )
     return [kind == "sparse" for kind in kinds]
-=======
-def _softmax_router(fields: ConfigFields) -> dict[str, Any]:
-    """V2's: the greatest softmax scores, of the best groups of experts where it is group_limited_greedy."""
-    fields.only("scoring_func", "softmax")
-    fields.only("norm_topk_prob", False)
-    method = fields.get("topk_method", "greedy")
-    if method not in ("greedy", "group_limited_greedy"):
-        raise fields.error("topk_method", f"topk_method {method!r} is unknown", "known: greedy, group_limited_greedy")
-    groups, top_groups = fields.get("n_group", 1), fields.get("topk_group", 1)
-    grouped = {"groups": groups, "top_groups": top_groups} if method == "group_limited_greedy" else {}
-    scale = fields.number("routed_scaling_factor")
-    return {"normalize": False, "scale": scale, "float32": True, "group_score": 1, **grouped}
->>>>>>> 9a142e9 (OLMoE, GLM-4.5, dots.llm1, MiniMax-M2 and gpt-oss)
 
 
 def tensors(spec: ModelSpec) -> list[TensorMap]:

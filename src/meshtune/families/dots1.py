@@ -1,52 +1,26 @@
-<<<<<<< HEAD
 """dots.llm1: Qwen3's attention with DeepSeek V3's router and shared experts (https://arxiv.org/abs/2506.05767)."""
-=======
-"""dots.llm1: Qwen3's attention, experts as in DeepSeek V3 (https://arxiv.org/abs/2506.05767)."""
->>>>>>> 9a142e9 (OLMoE, GLM-4.5, dots.llm1, MiniMax-M2 and gpt-oss)
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-<<<<<<< HEAD
 from meshtune.families import qwen3
 from meshtune.families.config_fields import ConfigFields
 from meshtune.families.deepseek import CORRECTION, SHARED, are_sparse, experts_of
 from meshtune.families.experts import expert_modules
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, mlp_spec, norm_spec
-=======
-from meshtune.families.config_fields import ConfigFields
-from meshtune.families.deepseek_experts import (
-    CORRECTION,
-    SHARED,
-    dense_then_sparse,
-    sigmoid_router,
-    with_shared_experts,
-)
-from meshtune.families.experts import expert_modules, experts_spec
-from meshtune.families.family import Family
-from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, mlp_spec, norm_spec
-from meshtune.families.qwen3 import NORMS
->>>>>>> 9a142e9 (OLMoE, GLM-4.5, dots.llm1, MiniMax-M2 and gpt-oss)
 from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.layer import LayerSpec
 from meshtune.model.spec import ModelSpec
 
-<<<<<<< HEAD
 DEFAULTS = {"routed_scaling_factor": 1.0, "first_k_dense_replace": 0, "norm_topk_prob": False}
 
 DESCRIPTIONS = {
     "dots1": Family(
         title="dots.llm1",
         special="128 experts, of which 6 compute a token, and 2 shared ones",
-=======
-DESCRIPTIONS = {
-    "dots1": Family(
-        title="dots.llm1",
-        special="normalised queries and keys, sigmoid router with a correction that balances load, shared experts",
->>>>>>> 9a142e9 (OLMoE, GLM-4.5, dots.llm1, MiniMax-M2 and gpt-oss)
         models=("rednote-hilab/dots.llm1.inst",),
         group="mixture of experts",
     )
@@ -54,7 +28,6 @@ DESCRIPTIONS = {
 
 
 def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
-<<<<<<< HEAD
     """Dots1Config -> ModelSpec."""
     fields = ConfigFields(DEFAULTS | config, where)
     bias, window = bool(fields.get("attention_bias", False)), fields.get("sliding_window")
@@ -74,32 +47,10 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
             norm_spec(fields),
         )
         for kind, is_sparse in zip(kinds, are_sparse(fields), strict=True)
-=======
-    """Dots1Config -> ModelSpec. Layers from max_window_layers on slide, or those that layer_types names."""
-    fields = ConfigFields({"norm_topk_prob": False, "first_k_dense_replace": 0} | config, where)
-    bias = bool(fields.get("attention_bias", False))
-    attention = attention_spec(fields, qkv_bias=bias, out_bias=bias, qk_norm=norm_spec(fields))
-    window, first = fields.get("sliding_window"), fields.get("max_window_layers", 62)
-    window = 4096 if "sliding_window" not in config else window
-    experts = with_shared_experts(fields, experts_spec(fields, router=sigmoid_router(fields)))
-    layers = dense_then_sparse(fields, LayerSpec(attention, mlp_spec(fields), norm_spec(fields)), experts)
-    kinds = fields.layer_types(
-        ("full_attention", "sliding_attention"),
-        lambda index: "sliding_attention" if window is not None and index >= first else "full_attention",
-    )
-    sliding = dataclasses.replace(attention, window=window)
-    layers = [
-        dataclasses.replace(layer, mixer=sliding) if kind == "sliding_attention" else layer
-        for layer, kind in zip(layers, kinds, strict=True)
->>>>>>> 9a142e9 (OLMoE, GLM-4.5, dots.llm1, MiniMax-M2 and gpt-oss)
     ]
     return decoder_spec(fields, "dots1", "Dots1ForCausalLM", layers)
 
 
 def tensors(spec: ModelSpec) -> list[TensorMap]:
     """The table of tensors; routed experts by themselves or fused."""
-<<<<<<< HEAD
     return one_to_one(spec, {**MODULES, **qwen3.NORMS, **SHARED, **CORRECTION, **expert_modules(spec)}, OUTSIDE)
-=======
-    return one_to_one(spec, {**MODULES, **NORMS, **SHARED, **CORRECTION, **expert_modules(spec)}, OUTSIDE)
->>>>>>> 9a142e9 (OLMoE, GLM-4.5, dots.llm1, MiniMax-M2 and gpt-oss)

@@ -1,28 +1,15 @@
-<<<<<<< HEAD
 """MiniMax M2: a sigmoid router with a correction, rotary embeddings of part of a head, and all queries, and all keys,
 normalised together."""
-=======
-"""MiniMax-M2: norms over all heads of queries and of keys, partial rotation, 256 experts chosen by sigmoid scores."""
->>>>>>> 9a142e9 (OLMoE, GLM-4.5, dots.llm1, MiniMax-M2 and gpt-oss)
 
 from __future__ import annotations
 
 from typing import Any
 
-<<<<<<< HEAD
 from meshtune.families import mixtral, qwen3
 from meshtune.families.config_fields import ConfigFields
 from meshtune.families.experts import expert_modules, experts_spec
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, norm_spec
-=======
-from meshtune.families import mixtral
-from meshtune.families.config_fields import ConfigFields
-from meshtune.families.experts import expert_modules, experts_spec
-from meshtune.families.family import Family
-from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, head_sizes, norm_spec
-from meshtune.families.qwen3 import NORMS
->>>>>>> 9a142e9 (OLMoE, GLM-4.5, dots.llm1, MiniMax-M2 and gpt-oss)
 from meshtune.families.rope_fields import read_rope
 from meshtune.families.tensors import Stored, TensorMap, View, one_to_one
 from meshtune.model.layer import LayerSpec
@@ -30,14 +17,8 @@ from meshtune.model.spec import ModelSpec
 
 DESCRIPTIONS = {
     "minimax_m2": Family(
-<<<<<<< HEAD
         title="MiniMax M2",
         special="256 experts, of which 8 compute a token; sigmoid router with a correction",
-=======
-        title="MiniMax-M2",
-        special="queries and keys are normalised over all heads at once, sigmoid router with a correction that "
-        "balances load",
->>>>>>> 9a142e9 (OLMoE, GLM-4.5, dots.llm1, MiniMax-M2 and gpt-oss)
         models=("MiniMaxAI/MiniMax-M2",),
         group="mixture of experts",
     )
@@ -45,7 +26,6 @@ DESCRIPTIONS = {
 
 
 def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
-<<<<<<< HEAD
     """MiniMaxM2Config -> ModelSpec. `rotary_dim` is an older way to say how much of a head is rotated."""
     fields = ConfigFields({"head_dim": 128} | config, where)
     head_dim = fields.integer("head_dim")
@@ -68,34 +48,3 @@ def tensors(spec: ModelSpec) -> list[TensorMap]:
     correction = Stored(f"{block}.e_score_correction_bias", f"{block}.gate", View.identity)
     experts = expert_modules(spec, block="block_sparse_moe", names=mixtral.NAMES)
     return one_to_one(spec, {**MODULES, **qwen3.NORMS, **experts, "mlp/router/correction": correction}, OUTSIDE)
-=======
-    """MiniMaxM2Config -> ModelSpec. The published config gives the rotated part of a head as rotary_dim."""
-    fields = ConfigFields({"head_dim": 128} | config, where)
-    for unused in ("auto_map", "use_mtp", "num_mtp_modules", "mtp_transformer_layers", "attn_type_list"):
-        fields.get(unused)
-    fields.only("use_qk_norm", True)
-    fields.only("qk_norm_type", "per_layer")
-    fields.only("use_routing_bias", True)
-    fields.only("scoring_func", "sigmoid")
-    fields.only("shared_intermediate_size", 0)
-    head_dim = head_sizes(fields)[2]
-    rope = read_rope(fields, head_dim, theta=5_000_000.0, rotated=fields.get("rotary_dim", head_dim) / head_dim)
-    norm = norm_spec(fields)
-    attention = attention_spec(fields, rope=rope, qk_norm=norm, qk_norm_over="vector")
-    experts = experts_spec(
-        fields,
-        width="intermediate_size",
-        router={"scoring": "sigmoid", "normalize": True, "correction": True},
-    )
-    layers = [LayerSpec(attention, experts, norm)] * fields.integer("num_hidden_layers")
-    return decoder_spec(fields, "minimax_m2", "MiniMaxM2ForCausalLM", layers)
-
-
-def tensors(spec: ModelSpec) -> list[TensorMap]:
-    """The table of tensors; experts by themselves, under Mixtral's names, or fused."""
-    block = "mlp" if spec.fused_experts else "block_sparse_moe"
-    correction = Stored(f"{block}.e_score_correction_bias", f"{block}.gate", View.identity)
-    experts = expert_modules(spec, block="block_sparse_moe", names=mixtral.NAMES)
-    modules = {**MODULES, **NORMS, **experts, "mlp/router/correction": correction}
-    return one_to_one(spec, modules, OUTSIDE)
->>>>>>> 9a142e9 (OLMoE, GLM-4.5, dots.llm1, MiniMax-M2 and gpt-oss)

@@ -1,25 +1,14 @@
-<<<<<<< HEAD
 """OLMoE: 64 small experts, and all queries, and all keys, normalised together (https://arxiv.org/abs/2409.02060)."""
-=======
-"""OLMoE: norms over all heads of queries and of keys, 64 experts (https://arxiv.org/abs/2409.02060)."""
->>>>>>> 9a142e9 (OLMoE, GLM-4.5, dots.llm1, MiniMax-M2 and gpt-oss)
 
 from __future__ import annotations
 
 from typing import Any
 
-<<<<<<< HEAD
 from meshtune.families import qwen3
-=======
->>>>>>> 9a142e9 (OLMoE, GLM-4.5, dots.llm1, MiniMax-M2 and gpt-oss)
 from meshtune.families.config_fields import ConfigFields
 from meshtune.families.experts import expert_modules, experts_spec
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, norm_spec
-<<<<<<< HEAD
-=======
-from meshtune.families.qwen3 import NORMS
->>>>>>> 9a142e9 (OLMoE, GLM-4.5, dots.llm1, MiniMax-M2 and gpt-oss)
 from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.layer import LayerSpec
 from meshtune.model.spec import ModelSpec
@@ -27,13 +16,8 @@ from meshtune.model.spec import ModelSpec
 DESCRIPTIONS = {
     "olmoe": Family(
         title="OLMoE",
-<<<<<<< HEAD
         special="64 experts, of which 8 compute a token; queries and keys normalised over all heads",
         models=("allenai/OLMoE-1B-7B-0125-Instruct", "allenai/OLMoE-1B-7B-0924"),
-=======
-        special="queries and keys are normalised over all heads at once; 64 experts, of which 8 compute a token",
-        models=("allenai/OLMoE-1B-7B-0125-Instruct",),
->>>>>>> 9a142e9 (OLMoE, GLM-4.5, dots.llm1, MiniMax-M2 and gpt-oss)
         group="mixture of experts",
     )
 }
@@ -53,20 +37,10 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
         clip=None if clip is None else fields.number("clip_qkv"),
     )
     router = {"normalize": bool(fields.get("norm_topk_prob", False))}
-<<<<<<< HEAD
     layer = LayerSpec(attention, experts_spec(fields, width="intermediate_size", router=router), norm)
     return decoder_spec(fields, "olmoe", "OlmoeForCausalLM", [layer] * fields.integer("num_hidden_layers"))
-=======
-    experts = experts_spec(fields, width="intermediate_size", router=router)
-    layers = [LayerSpec(attention, experts, norm)] * fields.integer("num_hidden_layers")
-    return decoder_spec(fields, "olmoe", "OlmoeForCausalLM", layers)
->>>>>>> 9a142e9 (OLMoE, GLM-4.5, dots.llm1, MiniMax-M2 and gpt-oss)
 
 
 def tensors(spec: ModelSpec) -> list[TensorMap]:
     """The table of tensors; experts by themselves or fused."""
-<<<<<<< HEAD
     return one_to_one(spec, {**MODULES, **qwen3.NORMS, **expert_modules(spec)}, OUTSIDE)
-=======
-    return one_to_one(spec, {**MODULES, **NORMS, **expert_modules(spec)}, OUTSIDE)
->>>>>>> 9a142e9 (OLMoE, GLM-4.5, dots.llm1, MiniMax-M2 and gpt-oss)
