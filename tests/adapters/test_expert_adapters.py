@@ -28,7 +28,7 @@ from meshtune.quantize.weight import QuantisedWeight
 from meshtune.weights.load import load_params, load_spec
 
 SPARSE = BY_NAME["qwen3_moe"].changed(mlp_only_layers=[])
-CASES = {"qwen3_moe": SPARSE, "mixtral": BY_NAME["mixtral"], "qwen2_moe": BY_NAME["qwen2_moe"]}
+CASES = {"qwen3_moe": SPARSE, **{name: BY_NAME[name] for name in ("mixtral", "qwen2_moe", "gpt_oss")}}
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 BASE = BaseRecord("some/base", "sha256:0")
 

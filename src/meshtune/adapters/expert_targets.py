@@ -27,8 +27,8 @@ def check_experts(config: LoraConfig, chosen: Mapping[str, Module], among: Mappi
         return
     if transposed := [name for name in experts if _is_transposed(among[name])]:
         raise UserError(
-            f"the experts of this model are stored as [in, out], such as {transposed[0]}, and adapters on those are not "
-            "implemented",
+            f"the experts of this model are stored as [in, out], such as {transposed[0]}, and adapters on those are "
+            "not implemented",
             where="method.targets",
             fix="name the linear layers outside the experts: [q_proj, k_proj, v_proj, o_proj]",
         )
