@@ -56,6 +56,9 @@ WRAPPERS: dict[str, Wrapper] = {
         ("mistral", "ministral3"),
         VISION,
     ),
+    "qwen3_5": Wrapper(
+        "Qwen3.5 with vision", "Qwen3_5ForConditionalGeneration", ("qwen3_5_text",), {"vision tower": ("visual.",)}
+    ),
 }
 # Fields of a composite's config that say nothing of its text model.
 OUTER = re.compile(

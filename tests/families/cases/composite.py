@@ -7,6 +7,7 @@ import transformers
 from families.case import Case
 from families.cases.gemma3 import CASES as GEMMA3
 from families.cases.ministral import CASES as MINISTRAL
+from families.cases.qwen3_5 import CASES as QWEN3_5_CASES
 
 SIGLIP = {
     "model_type": "siglip_vision_model",
@@ -24,6 +25,16 @@ PIXTRAL = {key: value for key, value in SIGLIP.items() if key != "model_type"} |
 # Patterns of peft, which would otherwise adapt the projections of the vision tower too.
 IN_TEXT = r"model\.language_model\.layers\..*_proj"
 
+QWEN3_5 = QWEN3_5_CASES[0]
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
 CASES = (
     Case(
         "gemma3_vision",
@@ -51,6 +62,16 @@ CASES = (
         outside={"vision_config": PIXTRAL, "image_token_index": 200, "tie_word_embeddings": True},
         auto_class=transformers.AutoModelForImageTextToText,
         peft={"target_modules": IN_TEXT},
+        variant=True,
+    ),
+    Case(
+        "qwen3_5_vision",
+        "qwen3_5",
+        QWEN3_5.config,
+        text="qwen3_5_text",
+        outside={"vision_config": QWEN_VISION, "tie_word_embeddings": False},
+        auto_class=transformers.AutoModelForImageTextToText,
+        randomise=QWEN3_5.randomise,
         variant=True,
     ),
 )
