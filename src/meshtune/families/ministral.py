@@ -46,7 +46,6 @@ DESCRIPTIONS = {
         title="Ministral 3 and Devstral 2 (text)",
         special="YaRN, and queries that grow with their position beyond the original context",
         models=("mistralai/Devstral-2-123B-Instruct-2512",),
-        template="mistral",
     ),
 }
 
