@@ -95,7 +95,7 @@ def meshtune(arm: str, model: str, data: pathlib.Path, _updates: int, work: path
         lines = log.read_text().splitlines() if log.exists() else []
         ends += [time.perf_counter() - began] * (len(lines) - len(ends))
     steps = [json.loads(line) for line in lines]
-    return figures(ends, [one["loss"] for one in steps], sum(one["learned_tokens"] for one in steps), usage)
+    return figures(ends, [step["loss"] for step in steps], sum(step["learned_tokens"] for step in steps), usage)
 
 
 def figures(ends: list[float], losses: list[float], learned: int, peak_bytes: int) -> dict:
@@ -161,15 +161,15 @@ def main() -> None:
     parser.add_argument(
         "--others", type=float, default=1.0, help="drop runs beside which others used more of all cores"
     )
-    given = parser.parse_args()
-    arms = [arm for arm in ARMS if not given.arms or "-".join(arm) in given.arms.split(",")]
-    records = json.loads(given.data.read_text(encoding="utf-8"))[: given.updates * SEQUENCES]
+    options = parser.parse_args()
+    arms = [arm for arm in ARMS if not options.arms or "-".join(arm) in options.arms.split(",")]
+    records = json.loads(options.data.read_text(encoding="utf-8"))[: options.updates * SEQUENCES]
     names = ["-".join(arm) for arm in arms]
-    earlier = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}
-    if earlier and earlier["updates"] != given.updates:
-        parser.error(f"{given.json} holds runs of {earlier['updates']} updates")
+    earlier = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    if earlier and earlier["updates"] != options.updates:
+        parser.error(f"{options.json} holds runs of {earlier['updates']} updates")
     results: dict[str, list[dict]] = {name: [] for name in names} | earlier.get("runs", {})
-    for _ in range(given.rounds):
+    for _ in range(options.rounds):
         number = len(results[names[0]])
         for side, arm in arms if number % 2 == 0 else reversed(arms):
             name = f"{side}-{arm}"
@@ -177,32 +177,32 @@ def main() -> None:
                 data = pathlib.Path(work) / "records.json"
                 data.write_text(json.dumps(records), encoding="utf-8")
                 run = {"trainer": trainer, "meshtune": meshtune}[side]
-                with OtherPrograms() as others:
-                    measured = run(arm, given.model, data, given.updates, pathlib.Path(work))
-            measured["others"] = round(others.share, 3)
+                with OtherPrograms() as other_programs:
+                    measured = run(arm, options.model, data, options.updates, pathlib.Path(work))
+            measured["others"] = round(other_programs.share, 3)
             print(f"round {number + 1}, {side}, {arm}: {json.dumps(measured)}", flush=True)
-            if others.share <= given.others:
+            if other_programs.share <= options.others:
                 results[name].append(measured)
-        if given.json:
+        if options.json:
             about = {"date": datetime.date.today().isoformat(), "python": platform.python_version()}
             about |= {name: metadata.version(name) for name in ("jax", "torch", "transformers", "peft")}
-            content = {"about": about, "updates": given.updates, "runs": results, "summary": summary(results)}
-            given.json.write_text(json.dumps(content, indent=1) + "\n")
+            content = {"about": about, "updates": options.updates, "runs": results, "summary": summary(results)}
+            options.json.write_text(json.dumps(content, indent=1) + "\n")
     print(json.dumps(summary(results), indent=2))
 
 
-def summary(found: dict[str, list[dict]]) -> dict:
+def summary(results_by_arm: dict[str, list[dict]]) -> dict:
     """Medians of every arm, and ratios made round by round."""
     medians = {
         arm: {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-        for arm, runs in found.items()
+        for arm, runs in results_by_arm.items()
         if runs
     }
 
     def ratio(ours: str, theirs: str, key: str) -> float | None:
-        if not (found.get(ours) and found.get(theirs)):
+        if not (results_by_arm.get(ours) and results_by_arm.get(theirs)):
             return None
-        pairs = zip(found[ours], found[theirs], strict=False)  # runs may have been dropped
+        pairs = zip(results_by_arm[ours], results_by_arm[theirs], strict=False)  # runs may have been dropped
         return round(statistics.median(a[key] / b[key] for a, b in pairs), 3)
 
     ratios = {

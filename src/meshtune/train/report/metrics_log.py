@@ -118,13 +118,13 @@ def cut_back(output: pathlib.Path, step: int | None, *, interval: int = 1) -> li
             notes += [f"{name} is missing: what it held of earlier updates is lost"] if step else []
             continue
         lines, damaged = _read_lines(path)
-        kept = [line for line in lines if step is not None and line.row["step"] <= step]
+        current = [line for line in lines if step is not None and line.row["step"] <= step]
         if damaged and step is not None:
             notes.append(f"{name} is damaged: {damaged} of its lines are not what was written, and are left out")
-        elif step and name == METRICS and (last := _last_update(kept)) + interval <= step:
+        elif step and name == METRICS and (last := _last_update(current)) + interval <= step:
             notes.append(f"{name} is damaged: it ends at update {last}, and the checkpoint is of update {step}")
         draft = path.with_suffix(".partial")
-        draft.write_bytes(b"".join(line.content for line in kept))
+        draft.write_bytes(b"".join(line.content for line in current))
         os.replace(draft, path)
     return notes
 
