@@ -28,7 +28,7 @@ def layer_kinds(fields: ConfigFields, known: tuple[str, ...], default: str | Non
     for field in ("layer_types", "layers_block_type"):
         fields.get(field)
     if named is None and letters is not None:
-        named = [LETTERS.get(letter, letter) for letter in letters]
+        named = [LETTERS.get(letter, letter) for letter in str(letters)]
     if named is None and default is not None:
         named = [default] * fields.integer("num_hidden_layers")
     if not isinstance(named, list) or not named:

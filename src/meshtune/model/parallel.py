@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -55,7 +57,7 @@ class ParallelSpec:
             outputs.append((y * branch.out_scale, sums))
             if after is not None:
                 arrays[name] = after.arrays
-        y = sum((y for y, _ in outputs[1:]), outputs[0][0])
+        y = functools.reduce(operator.add, (y for y, _ in outputs))
         cache = None if cache is None else dataclasses.replace(cache, arrays=arrays)
         return Output(y, cache, {name: value for _, sums in outputs for name, value in sums.items()})
 

@@ -64,5 +64,5 @@ def dynamic(
 ) -> Float[Array, "B T half"]:
     """Dynamic NTK's inverse frequencies of every token, by the length of its document."""
     longest = jnp.maximum(lengths, original_length).astype(jnp.float32)
-    theta = theta * (factor * longest / original_length - (factor - 1)) ** (dim / (dim - 2))
-    return 1.0 / theta[..., None] ** (jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
+    thetas = theta * (factor * longest / original_length - (factor - 1)) ** (dim / (dim - 2))
+    return 1.0 / thetas[..., None] ** (jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
