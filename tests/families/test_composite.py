@@ -156,6 +156,21 @@ def test_next_token_layers_pass_through(tmp_path: pathlib.Path):
     assert all(np.array_equal(written[name], array) for name, array in (tensors | extra).items())
 
 
+def test_the_tower_and_the_next_token_head_of_qwen3_5_pass_through(tmp_path: pathlib.Path):
+    model = pathlib.Path(shutil.copytree(directory(BY_NAME["qwen3_5_vision"]), tmp_path / "model"))
+    tensors = load_file(model / WEIGHTS) | {"mtp.layers.0.mlp.up_proj.weight": np.ones((3, 2), np.float16)}
+    save_file(tensors, model / WEIGHTS)
+    summary = inspect_model(model)
+    assert {part.name for part in summary.passed_through} == {"vision tower", "next-token prediction head"}
+    assert (summary.composite, summary.unused) == ("qwen3_5", [])
+    spec, _ = load_spec(model)
+    out = export_model(load_params(model, spec), spec, model, tmp_path / "out").path
+    written = load_file(out / WEIGHTS)
+    assert written.keys() == tensors.keys()
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(written[name], array, strict=True)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

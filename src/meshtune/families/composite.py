@@ -31,7 +31,8 @@ class Wrapper:
     """Describes a composite model_type: the model_types that its text model may have, the first of which is that of a
     text_config without one, and the prefixes of the tensors of its other parts, behind an optional "model.".
 
-    `ignored` are fields of text_config that the text model would read and the composite does not.
+    `ignored` are fields of text_config that the text model would read and the composite does not; `tied` is the default
+    of the composite's tie_word_embeddings in transformers.
     """
 
     title: str
@@ -39,6 +40,7 @@ class Wrapper:
     texts: tuple[str, ...]
     parts: Mapping[str, tuple[str, ...]]
     ignored: tuple[str, ...] = ()
+    tied: bool = True
 
 
 VISION = {"vision tower": ("vision_tower.",), "projector": ("multi_modal_projector.",)}
@@ -57,7 +59,11 @@ WRAPPERS: dict[str, Wrapper] = {
         VISION,
     ),
     "qwen3_5": Wrapper(
-        "Qwen3.5 with vision", "Qwen3_5ForConditionalGeneration", ("qwen3_5_text",), {"vision tower": ("visual.",)}
+        "Qwen3.5 with vision",
+        "Qwen3_5ForConditionalGeneration",
+        ("qwen3_5_text",),
+        {"vision tower": ("visual.",)},
+        tied=False,
     ),
 }
 # Fields of a composite's config that say nothing of its text model.
@@ -117,7 +123,7 @@ def read_composite(
             fields.get(field)
     fields.finish(wrapper.architecture)
     if tied is None and names:
-        tied = True  # transformers' default; load_spec looks whether the files have a head of their own
+        tied = wrapper.tied  # where that is so, spec_of looks whether the files have a head of their own
     if tied is not None:
         inner["tie_word_embeddings"] = bool(tied)
     return inner, Composite(kind, _layout(names, where), SINCE)
