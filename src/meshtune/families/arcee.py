@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from meshtune.families.config_fields import ConfigFields
 from meshtune.families.family import Family
 from meshtune.families.llama import attention_spec, decoder_spec, mlp_spec, tensors
@@ -22,7 +20,7 @@ DESCRIPTIONS = {
 }
 
 
-def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
+def model_spec(config: dict[str, object], where: str) -> ModelSpec:
     """ArceeConfig -> ModelSpec."""
     fields = ConfigFields(config, where)
     bias = bool(fields.get("attention_bias", False))

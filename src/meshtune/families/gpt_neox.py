@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from meshtune.families.config_fields import ConfigFields
 from meshtune.families.family import FUSED_ROWS, Family
@@ -37,7 +36,7 @@ DESCRIPTIONS = {
 }
 
 
-def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
+def model_spec(config: dict[str, object], where: str) -> ModelSpec:
     """GPTNeoXConfig -> ModelSpec, with transformers' defaults for fields that are absent."""
     fields = ConfigFields(config, where)
     heads, _, head_dim = head_sizes(fields)

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from meshtune.families.config_fields import ConfigFields
 from meshtune.families.family import Family
 from meshtune.families.llama import attention_spec, decoder_spec, head_sizes, mlp_spec, norm_spec, tensors
@@ -23,7 +21,7 @@ DESCRIPTIONS = {
 }
 
 
-def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
+def model_spec(config: dict[str, object], where: str) -> ModelSpec:
     """GraniteConfig -> ModelSpec. A multiplier that is absent is 1, that of scores as well."""
     fields = ConfigFields(config, where)
     bias = bool(fields.get("attention_bias", False))

@@ -3,8 +3,6 @@ projection for queries, keys and values."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from meshtune.families.config_fields import ConfigFields
 from meshtune.families.family import Family
 from meshtune.families.llama import attention_spec, decoder_spec, head_sizes, mlp_spec, norm_spec
@@ -35,7 +33,7 @@ DESCRIPTIONS = {
 }
 
 
-def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
+def model_spec(config: dict[str, object], where: str) -> ModelSpec:
     """InternLM2Config -> ModelSpec. `bias` is that of the attention's projections."""
     fields = ConfigFields(config, where)
     fields.harmless("auto_map", "attn_implementation")

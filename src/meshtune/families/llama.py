@@ -50,7 +50,7 @@ DESCRIPTIONS = {
 }
 
 
-def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
+def model_spec(config: dict[str, object], where: str) -> ModelSpec:
     """LlamaConfig -> ModelSpec."""
     fields = ConfigFields(config, where)
     bias = bool(fields.get("attention_bias", False))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from meshtune.families.config_fields import ConfigFields
 from meshtune.families.experts import expert_modules, experts_spec
 from meshtune.families.family import Family
@@ -25,7 +23,7 @@ DESCRIPTIONS = {
 }
 
 
-def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
+def model_spec(config: dict[str, object], where: str) -> ModelSpec:
     """MixtralConfig -> ModelSpec."""
     fields = ConfigFields(config, where)
     attention = attention_spec(fields, window=fields.get("sliding_window"))

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from meshtune.families.config_fields import ConfigFields
 from meshtune.families.family import Family
 from meshtune.families.llama import attention_spec, decoder_spec, head_sizes, mlp_spec, tensors
@@ -26,7 +24,7 @@ DESCRIPTIONS = {
 }
 
 
-def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
+def model_spec(config: dict[str, object], where: str) -> ModelSpec:
     """OlmoConfig -> ModelSpec."""
     fields = ConfigFields(config, where)
     bias = bool(fields.get("attention_bias", False))

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from meshtune.families import qwen3
 from meshtune.families.config_fields import ConfigFields
 from meshtune.families.family import Family
@@ -28,7 +26,7 @@ DESCRIPTIONS = {
 }
 
 
-def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
+def model_spec(config: dict[str, object], where: str) -> ModelSpec:
     """Olmo2Config -> ModelSpec."""
     fields = ConfigFields(config, where)
     attention = attention_without_window(fields, read_rope(fields, head_sizes(fields)[2], theta=10000.0))

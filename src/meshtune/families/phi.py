@@ -3,8 +3,6 @@ stream, biases everywhere, partial rotation (https://arxiv.org/abs/2309.05463)."
 
 from __future__ import annotations
 
-from typing import Any
-
 from meshtune.families.config_fields import ConfigFields
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, head_sizes, mlp_spec
@@ -31,7 +29,7 @@ DESCRIPTIONS = {
 }
 
 
-def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
+def model_spec(config: dict[str, object], where: str) -> ModelSpec:
     """PhiConfig -> ModelSpec."""
     fields = ConfigFields(config, where)
     fields.harmless("auto_map")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from meshtune.families.config_fields import ConfigFields
 from meshtune.families.family import Family
@@ -24,7 +23,7 @@ DESCRIPTIONS = {
 }
 
 
-def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
+def model_spec(config: dict[str, object], where: str) -> ModelSpec:
     """Qwen2Config -> ModelSpec."""
     fields = ConfigFields(config, where)
     layers = windowed_layers(fields, attention_spec(fields, qkv_bias=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from meshtune.families.config_fields import ConfigFields
 from meshtune.families.experts import expert_modules, experts_spec, sparse_layers
@@ -32,7 +31,7 @@ DESCRIPTIONS = {
 }
 
 
-def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
+def model_spec(config: dict[str, object], where: str) -> ModelSpec:
     """Qwen2MoeConfig -> ModelSpec."""
     fields = ConfigFields(config, where)
     attention = attention_spec(fields, qkv_bias=bool(fields.get("qkv_bias", True)))

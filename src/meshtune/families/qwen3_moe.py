@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from meshtune.families.config_fields import ConfigFields
 from meshtune.families.experts import expert_modules, experts_spec, sparse_layers
@@ -25,7 +24,7 @@ DESCRIPTIONS = {
 }
 
 
-def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
+def model_spec(config: dict[str, object], where: str) -> ModelSpec:
     """Qwen3MoeConfig -> ModelSpec. A window, where one is used, is that of every layer."""
     fields = ConfigFields(config, where)
     bias = bool(fields.get("attention_bias", False))
