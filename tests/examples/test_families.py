@@ -8,7 +8,9 @@ import shutil
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import meshtune.quickstart
 from baichuan_files import directory as baichuan_directory
@@ -76,5 +78,6 @@ def own_model(config: dict[str, Any], folder: pathlib.Path) -> pathlib.Path:
     """A random model of a family that transformers does not have, written by us."""
     (folder / "source").mkdir()
     (folder / "source/config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
+    save_file({"unused": np.ones(1, np.float32)}, folder / "source/model.safetensors")
     spec = model_spec(config)
     return export_model(init_params(spec, jax.random.key(0)), spec, folder / "source", folder / "base").path
