@@ -24,16 +24,15 @@ LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe
 def layer_kinds(fields: ConfigFields, known: tuple[str, ...], default: str | None = None) -> list[str]:
     """The type of every layer by transformers 5's names: from layer_types, layers_block_type or, of Nemotron-H, the
     letters of hybrid_override_pattern. `default` is that of all layers where no field says."""
-    named, letters = fields.get("layer_types", fields.get("layers_block_type")), fields.get("hybrid_override_pattern")
-    for field in ("layer_types", "layers_block_type"):
-        fields.get(field)
+    blocks, letters = fields.get("layers_block_type"), fields.get("hybrid_override_pattern")
+    named: object = fields.get("layer_types", blocks)
     if named is None and letters is not None:
         named = [LETTERS.get(letter, letter) for letter in str(letters)]
     if named is None and default is not None:
         named = [default] * fields.integer("num_hidden_layers")
     if not isinstance(named, list) or not named:
         raise fields.error("layer_types", f"layer_types must list one of {sorted(known)} for each layer")
-    kinds = [LAYER_TYPES.get(name, name) for name in named]
+    kinds = [LAYER_TYPES.get(str(name), str(name)) for name in named]
     if unknown := sorted(set(kinds) - set(known)):
         raise fields.error("layer_types", f"layers of type '{unknown[0]}' are not implemented for this family")
     count = fields.get("num_hidden_layers", len(kinds))
