@@ -96,7 +96,8 @@ def layerwise_step(
         )
         if cut.trained_before:
             (gradient,) = enter((d_x, d_side))
-            norm = outer_updates.update(jax.tree.map(jnp.add, gradient, tied) if tied else gradient, norm)
+            gradient |= {name: jax.tree.map(jnp.add, gradient[name], node) for name, node in tied.items()}
+            norm = outer_updates.update(gradient, norm)
         metrics = metric_means(score) | {
             "loss": loss / weight,
             "weight": score.weight,
