@@ -12,6 +12,7 @@ from families.cases import FIRST
 from meshtune.adapters.config import ExpandConfig, FreezeConfig, FullConfig, LoraConfig
 from meshtune.adapters.method import abstract
 from meshtune.adapters.registry import ADAPTERS
+from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
 from meshtune.families import description, model_spec
 from meshtune.families.expansion import expanded_config, grouped, silent_modules
@@ -79,3 +80,11 @@ def test_limits_are_of_methods_and_axes(case: Case):
     limits = described(case).refusals
     assert limits.keys() <= KNOWN
     assert all(limits.values()), "a limit has a reason"
+
+
+def test_all_linear_leaves_out_what_peft_refuses_and_an_explicit_target_says_so():
+    spec = model_spec(next(case for case in FIRST if case.name == "mamba2").torch_config().to_dict())
+    targets = {path.split("/", 2)[2] for path in flatten(abstract(LoraConfig(), spec).trainable)}
+    assert targets == {"mamba/in/adapter"}
+    with pytest.raises(UserError, match=r"peft refuses adapters on .*out_proj"):
+        abstract(LoraConfig(targets=("out_proj",)), spec)

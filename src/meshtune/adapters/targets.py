@@ -18,13 +18,17 @@ from meshtune.families.composite import module_name
 from meshtune.families.tensors import View
 from meshtune.model.spec import ModelSpec, abstract_params
 
+# The families in which peft accepts no adapter on the output of the mixer, for the sake of fused kernels.
+REFUSED_IN_PEFT, REFUSED_MODULE = ("falcon_h1", "mamba2", "nemotron_h"), ".out_proj"
+
 
 @dataclasses.dataclass(frozen=True)
 class Module:
     """A Hugging Face module: its name, the tree node and row that hold it, its leaves (without a layers axis), and the
     views of its tensors in files.
 
-    `plain` says that it multiplies by its weight itself, not by normalised rows of it.
+    `plain` says that it multiplies by its weight itself, not by normalised rows of it, `in_peft` that peft accepts an
+    adapter on it.
     """
 
     name: str
@@ -34,6 +38,7 @@ class Module:
     leaves: dict[str, ArraySpec]
     plain: bool = True
     views: dict[str, View] = dataclasses.field(default_factory=dict)
+    in_peft: bool = True
 
     @property
     def role(self) -> Role | None:
@@ -87,7 +92,8 @@ def modules(spec: ModelSpec) -> dict[str, Module]:
         rows = numbers[node.split("/", 2)[1]]
         one_layer = {name: leaf.layer for name, leaf in weights.items()}
         for row, (name, layer) in enumerate(zip(named[node], rows, strict=True)):
-            by_name[name] = Module(name, node, row, layer, one_layer, views=views_of(node, (row,)))
+            in_peft = not (spec.family in REFUSED_IN_PEFT and name.endswith(REFUSED_MODULE))
+            by_name[name] = Module(name, node, row, layer, one_layer, views=views_of(node, (row,)), in_peft=in_peft)
     return by_name
 
 
@@ -116,8 +122,8 @@ def choose(patterns: Sequence[str], among: dict[str, Module], where: str) -> lis
 
 
 def adapter_targets(config: LoraConfig, among: dict[str, Module]) -> list[str]:
-    """The linear modules to adapt. A pattern selects the linear layers among its matches, 'all-linear' every matrix,
-    routed experts included.
+    """The linear modules to adapt. A pattern selects the linear layers among its matches, 'all-linear' every matrix
+    that peft accepts one on, routed experts included.
 
     Raises UserError for unknown names, for modules that are not linear layers, for a shared expert without the routed
     ones, and where this type of adapter is not possible.
@@ -132,7 +138,9 @@ def adapter_targets(config: LoraConfig, among: dict[str, Module]) -> list[str]:
     for target in targets:
         if target.lower() == ALL_LINEAR:
             _check_roles(among.values())
-            selected = [name for name, module in linear.items() if module.role in ("matrix", "experts")]
+            selected = [
+                name for name, module in linear.items() if module.role in ("matrix", "experts") and module.in_peft
+            ]
         else:
             _check_roles([module for name, module in among.items() if matches(target, name)])
             selected = [name for name in linear if matches(target, name)]
@@ -145,6 +153,12 @@ def adapter_targets(config: LoraConfig, among: dict[str, Module]) -> list[str]:
         if not selected:
             raise _unknown(target, linear, "method.targets")
         chosen |= {name: linear[name] for name in selected}
+    if refused := [name for name, module in chosen.items() if not module.in_peft]:
+        raise UserError(
+            f"peft refuses adapters on {refused[0]}, the output of a Mamba mixer, and could not load them",
+            where="method.targets",
+            fix=f"leave out_proj out, or give '{ALL_LINEAR}', which does",
+        )
     check_experts(config, chosen, among)
     kind = ADAPTERS[config.adapter]
     kind.check(config)

@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 INTRODUCTION = """\
 Made by `meshtune families --markdown`. A model is supported if the `model_type` of its config.json is in these tables.
 
-Every family is compared with transformers (Baichuan: with a transcription of its equations) on small models with
-random weights in which no number is trivially zero or one: logits at ordinary lengths and beyond windows and original
-contexts, gradients of every parameter, packed documents against documents alone, generation over the cache token by
-token, exported files to the bit, LoRA in peft both ways, LoRA over nf4, gradients by chunks and in the backward pass,
-and meshes of simulated devices against one device. "Published weights" says that a published model was compared as
-well. `pytest -m slow tests/families/test_matrix.py -k NAME` runs all of it for one family.
+The fast tests compare every family with transformers (Baichuan: with a transcription of its equations, InternLM 2 and
+Kimi K2: with families that are the same by another name) on small models with random weights in which no number is
+trivially zero or one: logits at ordinary lengths and beyond windows and original contexts, packed documents against
+documents alone. `pytest -m slow tests/families/test_matrix.py -k NAME` compares all else for one family: gradients of
+every parameter, generation over the cache token by token, exported files to the bit, LoRA in peft both ways, LoRA over
+nf4, gradients by chunks and in the backward pass, and meshes of simulated devices against one device. "Published
+weights" says that a published model was compared as well.
 """
 
 

@@ -46,7 +46,7 @@ DESCRIPTIONS = {
     "falcon_h1": Family(
         title="Falcon-H1",
         special="a Mamba-2 mixer and attention side by side in every layer, multipliers of their inputs, parts and "
-        "results",
+        "results; no adapters on the mixer's output, which peft refuses",
         models=("tiiuae/Falcon-H1-1.5B-Instruct", "tiiuae/Falcon-H1-34B-Instruct"),
         group="hybrid",
         limits=LIMITS,

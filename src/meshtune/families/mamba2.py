@@ -34,7 +34,8 @@ UNUSED = """
 DESCRIPTIONS = {
     "mamba2": Family(
         title="Mamba-2",
-        special="a state-space mixer in every layer, no attention and no feed-forward networks",
+        special="a state-space mixer in every layer, no attention and no feed-forward networks; no adapters on the "
+        "mixer's output, which peft refuses",
         models=("mistralai/Mamba-Codestral-7B-v0.1",),
         group="hybrid",
         limits=LIMITS,

@@ -52,7 +52,7 @@ DESCRIPTIONS = {
     "nemotron_h": Family(
         title="Nemotron-H (dense)",
         special="one block a layer: Mamba-2, attention without positions, or a plain network of squared ReLU; models "
-        "with experts are not supported yet",
+        "with experts are not supported yet; no adapters on the mixer's output, which peft refuses",
         models=("nvidia/Nemotron-H-8B-Base-8K", "nvidia/NVIDIA-Nemotron-Nano-9B-v2"),
         group="hybrid",
         limits=LIMITS,

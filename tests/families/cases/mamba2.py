@@ -15,9 +15,8 @@ CONFIG = {
     "chunk_size": 32,
     "layer_norm_epsilon": 1e-5,
 }
-# peft refuses out_proj of Mamba models.
 CASES = (
-    Case("mamba2", "mamba2", CONFIG, randomise=decays, targets=("in_proj",)),
+    Case("mamba2", "mamba2", CONFIG, randomise=decays),
     # While transformers generates, it does not limit time steps.
     Case("mamba2_limits", "mamba2", {**CONFIG, "time_step_limit": (0.3, 1.1)}, randomise=decays, variant=True),
 )

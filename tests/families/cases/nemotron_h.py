@@ -22,7 +22,5 @@ CASES = (
             "layer_norm_epsilon": 1e-5,
         },
         randomise=decays,
-        # peft refuses out_proj of Mamba models.
-        targets=("in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"),
     ),
 )
