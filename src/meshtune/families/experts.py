@@ -63,7 +63,8 @@ def experts_spec(
 
 def expert_count(fields: ConfigFields) -> int:
     """The number of experts, which transformers 5 and earlier versions call by different names."""
-    counts = {name: fields.get(name) for name in ("num_local_experts", "num_experts", "n_routed_experts")}
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    counts = {name: fields.get(name) for name in names}
     counts = {name: count for name, count in counts.items() if count is not None}
     if len(set(counts.values())) > 1:
         raise fields.error(next(iter(counts)), f"the number of experts is given twice: {counts}")
