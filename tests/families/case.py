@@ -66,6 +66,7 @@ class Case:
     generated: int = 24
     meshes: tuple[Mapping[str, int], ...] | None = None
     vocab_on_mesh: int = 96
+    attention: str = "eager"
     variant: bool = False
 
     def torch_config(self) -> transformers.PreTrainedConfig:
@@ -92,7 +93,7 @@ def torch_model(case: Case, seed: int = 0) -> transformers.PreTrainedModel:
     config = case.torch_config()
     torch.manual_seed(seed)
     model = case.auto_class.from_config(
-        config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+        config, attn_implementation=case.attention, experts_implementation="eager", dtype=torch.float32
     )
     saved = model.state_dict().keys()
     tensors = dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in saved}
