@@ -19,6 +19,7 @@ from trl.experimental.orpo import ORPOTrainer
 from units_of import loader_of, random_pairs
 
 from meshtune.model.compute import Compute
+from meshtune.model.decoder import LayersResult
 from meshtune.objectives import answers as answers_module
 from meshtune.objectives import rm
 from meshtune.objectives.score import metric_means
@@ -26,6 +27,7 @@ from meshtune.objectives.stages import STAGES
 
 PAIRS, CLOSE = 5, {"rtol": 1e-5, "atol": 1e-5}
 NONE: dict = {}
+NO_LAYERS = LayersResult(None, {})
 
 
 def identity(x):
@@ -42,7 +44,7 @@ def case(tmp_path, monkeypatch):
     log_probs, reference = (
         np.where(learned, -rng.gamma(2.0, 0.6, learned.shape), 0).astype(np.float32) for _ in range(2)
     )
-    monkeypatch.setattr(answers_module, "_log_probs", lambda params, *_: (jnp.asarray(params["log_probs"]), None))
+    monkeypatch.setattr(answers_module, "_log_probs", lambda params, *_: (jnp.asarray(params["log_probs"]), NO_LAYERS))
 
     def padded(per_token, dtype=np.float32):
         """[2 * pairs, T]: the chosen answers, then the rejected ones, each from its own beginning."""
@@ -243,7 +245,7 @@ def test_reward_model(case, monkeypatch, margin, centre):
     rng = np.random.default_rng(5)
     scores = rng.normal(size=(PAIRS, 2)).astype(np.float32)
     batch["values"] = rng.uniform(0, 2, (PAIRS, 1)).astype(np.float32) * margin
-    monkeypatch.setattr(rm, "segment_scores", lambda *_: (jnp.asarray(scores), None))
+    monkeypatch.setattr(rm, "segment_scores", lambda *_: (jnp.asarray(scores), NO_LAYERS))
     loss, metrics = ours("rm", {"centre": centre}, batch, NONE)
     self = trainer(RewardTrainer, args=types.SimpleNamespace(center_rewards_coefficient=centre or None))
     inputs = {"attention_mask": torch.ones(2 * PAIRS, 3)}
