@@ -12,7 +12,7 @@ CASES = (
         "ernie4_5_moe",
         "ernie4_5_moe",
         SIZES | {"moe_layer_start_index": 1},
-        targets=("q_proj", "k_proj", "v_proj", "o_proj", "experts"),
+        targets=("q_proj", "k_proj", "v_proj", "o_proj"),
     ),
     Case(
         "ernie4_5_moe_interval",
