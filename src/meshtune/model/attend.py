@@ -57,8 +57,8 @@ def recalled(
     cache: LayerCache, new: dict[str, Array], rows: Rows, reach: int | None
 ) -> tuple[dict[str, Array], Past, LayerCache]:
     """(arrays of all tokens that the new ones may see, their positions and segments, the next cache)."""
-    seen, positions, following = cache.recall(new, rows.positions, rows.segment_ids > 0, reach)
-    return seen, (jnp.maximum(positions, 0), (positions >= 0).astype(jnp.int32)), following
+    past_arrays, positions, following = cache.recall(new, rows.positions, rows.segment_ids > 0, reach)
+    return past_arrays, (jnp.maximum(positions, 0), (positions >= 0).astype(jnp.int32)), following
 
 
 def _parts(positions: Array, segments: Array, chunk: int | None) -> Array:

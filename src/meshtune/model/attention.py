@@ -125,8 +125,8 @@ class AttentionSpec:
             past = None
         else:
             q, k, v = self._queries_keys_values(x, node, context)
-            seen, past, cache = recalled(cache, {"k": k, "v": v}, rows, self._reach)
-            k, v = seen["k"], seen["v"]
+            past_kv, past, cache = recalled(cache, {"k": k, "v": v}, rows, self._reach)
+            k, v = past_kv["k"], past_kv["v"]
         mixed = attend(
             q,
             k,

@@ -105,8 +105,8 @@ class LayerCache:
         if length == 1 or reach is None or slots < reach:  # nothing is overwritten that a new token sees
             return {name: following.read(name) for name in new}, self.slot_positions(first, lengths), following
         before = self.slot_positions(first, self.lengths)
-        seen = {
+        past_arrays = {
             name: jnp.concatenate([self.read(name), values.astype(self.arrays[name].dtype)], axis=1)
             for name, values in new.items()
         }
-        return seen, jnp.concatenate([before, jnp.where(real, positions, -1)], axis=1), following
+        return past_arrays, jnp.concatenate([before, jnp.where(real, positions, -1)], axis=1), following

@@ -92,15 +92,15 @@ class LatentAttentionSpec:
         rows, past = context.rows, None
         q = self._queries(x, node, context)
         if context.memory is not None:
-            seen, memory_rows = context.memory
+            kv, memory_rows = context.memory
             past = (memory_rows.positions, memory_rows.segment_ids)
         else:
-            seen = self._latents(x, node, context)
+            latents = self._latents(x, node, context)
             if cache is not None:
-                seen, past, cache = recalled(cache, seen, rows, None)
-                seen = {name: array.astype(x.dtype) for name, array in seen.items()}
-            seen = self._expanded(seen, node, context.key)
-        mixed = attend(q, seen["k"], seen["v"], rows, past, context.compute, scale=self.scale)
+                latents, past, cache = recalled(cache, latents, rows, None)
+                latents = {name: array.astype(x.dtype) for name, array in latents.items()}
+            kv = self._expanded(latents, node, context.key)
+        mixed = attend(q, kv["k"], kv["v"], rows, past, context.compute, scale=self.scale)
         mixed = mixed[..., : self.value_dim].reshape(*x.shape[:2], -1)
         return Output(linear(mixed, node["o"], site_key(context.key, "o")), cache, {})
 
@@ -184,11 +184,11 @@ class LatentAttentionSpec:
         rotated = self._rotated(both[..., None, self.latent :], context)[:, :, 0]
         return {"latent": self.norm(both[..., : self.latent], node["kv_norm"]), "rotated": rotated}
 
-    def _expanded(self, seen: Mapping[str, Array], node: Tree, key: Array | None) -> dict[str, Heads]:
+    def _expanded(self, latents: Mapping[str, Array], node: Tree, key: Array | None) -> dict[str, Heads]:
         """Keys and values of all heads."""
-        heads = linear(seen["latent"], node["kv_heads"], site_key(key, "kv_heads"))
+        heads = linear(latents["latent"], node["kv_heads"], site_key(key, "kv_heads"))
         heads = heads.reshape(*heads.shape[:2], -1, self.head_dim + self.value_dim)
-        shared = jnp.broadcast_to(seen["rotated"][:, :, None], (*heads.shape[:3], self.rope.dim))
+        shared = jnp.broadcast_to(latents["rotated"][:, :, None], (*heads.shape[:3], self.rope.dim))
         k = jnp.concatenate([heads[..., : self.head_dim], shared], axis=-1)
         return {"k": checkpoint_name(self._padded(k), ROTATED), "v": self._padded(heads[..., self.head_dim :])}
 
