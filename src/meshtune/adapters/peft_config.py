@@ -13,7 +13,7 @@ from typing import Any
 
 from meshtune.adapters.config import ALL_LINEAR, AdapterName, LoraConfig
 from meshtune.adapters.kind import AdapterType
-from meshtune.adapters.peft_experts import PARAMETERS, VERSION, is_targeted, parameter_name, part_of
+from meshtune.adapters.peft_experts import VERSION, is_targeted, part_of
 from meshtune.adapters.peft_lora import plain
 from meshtune.adapters.registry import ADAPTERS
 from meshtune.adapters.rows import FIELD
@@ -72,8 +72,7 @@ class PeftConfig:
         of which a part may have only some of the ranks."""
         if views is None:
             return dataclasses.replace(self.config, rank=self.rank(module.name), alpha=self.alpha(module.name))
-        parameter = parameter_name(module)
-        rank, alpha, own = self.rank(parameter), self.alpha(parameter), views["a"].shape[1]
+        rank, alpha, own = self.rank(module.parameter), self.alpha(module.parameter), views["a"].shape[1]
         scale = self.config.scale(rank, alpha)
         return dataclasses.replace(self.config, rank=own, alpha=scale / self.config.scale(own, 1.0))
 
@@ -81,8 +80,9 @@ class PeftConfig:
         """Whether peft would put an adapter beside this linear module."""
         targets, name = self.fields.get("target_modules"), module.name
         if module.role == "experts":  # what peft did before transformers 5 is told by the tensors alone
-            return is_targeted(parameter_name(module), self.fields.get("target_parameters") or ()) and (
-                part_of(module) in self.expert_parts.get(PARAMETERS[part_of(module)][0], [part_of(module)])
+            parts = self.expert_parts.get(module.parameter.rpartition(".")[2], [part_of(module)])
+            return (
+                is_targeted(module.parameter, self.fields.get("target_parameters") or ()) and part_of(module) in parts
             )
         excluded = self.fields.get("exclude_modules") or []
         if isinstance(excluded, str):

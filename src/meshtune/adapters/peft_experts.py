@@ -1,10 +1,10 @@
 """LoRA on experts as PEFT stores it: beside the parameters of a layer's experts module, all experts in two tensors.
 
-transformers holds `mlp.experts.gate_up_proj` [E, 2 F, D] and `mlp.experts.down_proj` [E, D, F]. PEFT's lora_A is
-[E * R, in], expert by expert; its lora_B is [out, R * E], in which the expert counts fastest. Here gate and up have
-factors of their own: R is then the sum of their ranks, A has those of both one below the other, and B is zero where
-one's rows meet the other's ranks. From peft 0.19.1 on in and out are those of the products; before, they are exchanged,
-and the product is stored transposed.
+transformers holds `gate_up_proj` [E, 2 F, D] and `down_proj` [E, D, F] in the experts module of every layer, which the
+family's table of tensors names (`Stored.parameter`). PEFT's lora_A is [E * R, in], expert by expert; its lora_B is
+[out, R * E], in which the expert counts fastest. Here gate and up have factors of their own: R is then the sum of their
+ranks, A has those of both one below the other, and B is zero where one's rows meet the other's ranks. From peft 0.19.1
+on in and out are those of the products; before, they are exchanged, and the product is stored transposed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,8 @@ from meshtune.weights.file_tensors import Part, Tensor
 if TYPE_CHECKING:
     from meshtune.adapters.peft_config import PeftConfig
 
-PREFIX = "base_model.model."
-# The parameter of the experts module that each of our nodes is part of, and which part.
-PARAMETERS = {"gate": ("gate_up_proj", 0), "up": ("gate_up_proj", 1), "down": ("down_proj", 0)}
-HALVES = {"gate_up_proj": 2, "down_proj": 1}
-FUSED = re.compile(
-    r"^(?P<layer>.*\.layers\.\d+)\.mlp\.experts\.(?P<nested>base_layer\.)?lora_(?P<factor>[AB])\.weight$"
-)
+PREFIX, DOWN = "base_model.model.", "down_proj"
+FUSED = re.compile(r"^(?P<experts>.*\.experts)\.(?P<nested>base_layer\.)?lora_(?P<factor>[AB])\.weight$")
 SINGLE = re.compile(r"^(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<matrix>\w+)\.lora_(?P<factor>[AB])\.weight$")
 SWAPPED_UNTIL = (0, 19, 0)  # the last version of peft that stored the transposed product
 VERSION = "0.19.1"  # the first that reads what is written here
@@ -43,9 +38,10 @@ def part_of(module: Module) -> str:
     return module.node.rpartition("/")[2]
 
 
-def parameter_name(module: Module) -> str:
-    """The full name in transformers of the parameter that an experts module of ours is part of."""
-    return f"model.layers.{module.layer}.mlp.experts.{PARAMETERS[part_of(module)][0]}"
+def parts_of(parameter: str) -> tuple[str, ...]:
+    """The parts that a parameter of this name is made of, first to last."""
+    last = parameter.rpartition(".")[2]
+    return ("gate", "up") if last == "gate_up_proj" else (last.removesuffix("_proj"),)
 
 
 def is_targeted(parameter: str, targets: Iterable[str]) -> bool:
@@ -67,11 +63,11 @@ def written_experts(adapters: Mapping[str, tuple[Module, int, LoRA]]) -> Written
     """What a file holds for adapters on experts: module name -> (module, row in its stack, the stack's adapter)."""
     by_parameter: dict[str, list[tuple[Module, int, LoRA]]] = {}
     for module, row, adapter in adapters.values():
-        by_parameter.setdefault(parameter_name(module), []).append((module, row, adapter))
+        by_parameter.setdefault(module.parameter, []).append((module, row, adapter))
     out = WrittenExperts([], {}, {}, {})
     for name, parts in by_parameter.items():
         experts, _, parameter = name.rpartition(".")
-        nested = "base_layer." if parameter == "gate_up_proj" and f"{experts}.down_proj" in by_parameter else ""
+        nested = "base_layer." if parameter != DOWN and f"{experts}.{DOWN}" in by_parameter else ""
         scales = {adapter.scale for _, _, adapter in parts}
         assert len(scales) == 1, f"{name}: gate and up are scaled differently"
         out.ranks[name], out.scales[name] = sum(adapter.rank for *_, adapter in parts), scales.pop()
@@ -87,14 +83,14 @@ def _parts(parts: list[tuple[Module, int, LoRA]], rank: int) -> tuple[tuple[Part
     a, b, first = [], [], 0
     for module, row, adapter in parts:
         count, _, into = module.leaves["weight"].shape
-        parameter, own = PARAMETERS[part_of(module)]
+        halves = parts_of(module.parameter)
         width = module.leaves["weight"].shape[1]
         ranks = (first, first + adapter.rank)
         a.append(Part(adapter.a, (row,), _a_view(count, rank, into, ranks)))
-        for half in range(HALVES[parameter]):
-            view = _b_view(count, rank, width, HALVES[parameter], half, ranks)
+        for half, part in enumerate(halves):
+            view = _b_view(count, rank, width, len(halves), half, ranks)
             zeros = np.zeros(view.shape, np.float32)
-            b.append(Part(adapter.b, (row,), view) if half == own else Part(zeros, (), view))
+            b.append(Part(adapter.b, (row,), view) if part == part_of(module) else Part(zeros, (), view))
         first += adapter.rank
     return tuple(a), tuple(b)
 
@@ -146,16 +142,16 @@ def read_experts(
     for name in shapes:
         inner = name.removeprefix(PREFIX).replace(".default.", ".")
         if match := FUSED.match(inner):
-            fused.setdefault((match["layer"], bool(match["nested"])), {})[match["factor"].lower()] = name
+            fused.setdefault((match["experts"], bool(match["nested"])), {})[match["factor"].lower()] = name
         elif match := SINGLE.match(inner):
             module = f"{match['experts']}.{match['matrix']}"
             single.setdefault(module, {}).setdefault(match["factor"].lower(), {})[int(match["number"])] = name
-    for (layer, nested), names in fused.items():
-        parts = [m for m in among.values() if m.role == "experts" and parameter_name(m).startswith(f"{layer}.mlp.")]
-        parameter = _parameter(layer, nested, peft, where)
-        parts = [module for module in parts if parameter_name(module) == parameter]
+    for (experts, nested), names in fused.items():
+        parts = [m for m in among.values() if m.role == "experts" and m.parameter.startswith(f"{experts}.")]
         if not parts or names.keys() != {"a", "b"}:
             raise misfit(next(iter(names.values())), where, "the base has no such experts, or a factor is missing")
+        parameter = _parameter({module.parameter for module in parts}, nested, peft, where)
+        parts = [module for module in parts if module.parameter == parameter]
         _read_fused(found, parts, names, shapes, peft, where)
         used |= set(names.values())
     for module, factors in single.items():
@@ -164,14 +160,15 @@ def read_experts(
     return found, used
 
 
-def _parameter(layer: str, nested: bool, peft: PeftConfig, where: str) -> str:
-    """The parameter whose factors these are: the first of two is nested, and the key of a single one names none."""
+def _parameter(names: set[str], nested: bool, peft: PeftConfig, where: str) -> str:
+    """The parameter of an experts module, of those with the full names `names`, whose factors these are: the first of
+    two is nested, and the key of a single one names none."""
     targets = peft.fields.get("target_parameters") or ()
-    names = [f"{layer}.mlp.experts.{parameter}" for parameter in HALVES]
-    targeted = [name for name in names if is_targeted(name, targets)]
+    ordered = sorted(names, key=lambda name: name.endswith(f".{DOWN}"))
+    targeted = [name for name in ordered if is_targeted(name, targets)]
     if not targeted or (nested and len(targeted) == 1):
         raise UserError(
-            f"the adapter has tensors for the experts of {layer}, and target_parameters does not name them",
+            f"the adapter has tensors for {ordered[0].rpartition('.')[0]}, and target_parameters does not name them",
             where=f"{where}, field target_parameters",
             fix="give the adapter_config.json that was saved with these tensors",
         )
@@ -187,17 +184,18 @@ def _read_fused(
     where: str,
 ) -> None:
     count, width, into = parts[0].leaves["weight"].shape
-    parameter = PARAMETERS[part_of(parts[0])][0]
-    halves, rank = HALVES[parameter], peft.rank(parameter_name(parts[0]))
+    parameter = parts[0].parameter
+    in_parameter, rank = parts_of(parameter), peft.rank(parameter)
+    halves = len(in_parameter)
     out, a, b = halves * width, shapes[names["a"]], shapes[names["b"]]
     straight, swapped = ((count * rank, into), (out, rank * count)), ((count * rank, out), (into, rank * count))
     if (a, b) not in (straight, swapped):
         raise misfit(names["a"], where, f"it is {a} and lora_B {b}; {count} experts with rank {rank} need {straight}")
     is_swapped = _is_swapped(peft, where) if straight == swapped else (a, b) == swapped
-    own = peft.expert_parts.get(parameter)
+    own = peft.expert_parts.get(parameter.rpartition(".")[2])
     for module in parts:
         part = part_of(module)
-        half = PARAMETERS[part][1]
+        half = in_parameter.index(part)
         if own is not None and part not in own:
             continue
         ranks = (

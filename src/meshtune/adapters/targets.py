@@ -28,7 +28,7 @@ class Module:
     views of its tensors in files.
 
     `plain` says that it multiplies by its weight itself, not by normalised rows of it, `in_peft` that peft accepts an
-    adapter on it.
+    adapter on it. `parameter` is the full name that the weight of experts has in transformers' memory.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Module:
     plain: bool = True
     views: dict[str, View] = dataclasses.field(default_factory=dict)
     in_peft: bool = True
+    parameter: str = ""
 
     @property
     def role(self) -> Role | None:
@@ -78,10 +79,12 @@ def modules(spec: ModelSpec) -> dict[str, Module]:
         leaves["head"] = {"weight": dataclasses.replace(leaves["embed"]["weight"], role="head")}
         named.setdefault("head", [module_name(spec, "lm_head")])
     by_name: dict[str, Module] = {}
-    views = {(entry.path, entry.index[:1]): entry.view for entry in tensors(spec)}
+    entries = {(entry.path, entry.index[:1]): entry for entry in tensors(spec)}
 
     def views_of(node: str, index: tuple[int, ...]) -> dict[str, View]:
-        return {name: view for name in leaves[node] if (view := views.get((f"{node}/{name}", index))) is not None}
+        return {
+            name: entries[f"{node}/{name}", index].view for name in leaves[node] if (f"{node}/{name}", index) in entries
+        }
 
     for node, weights in leaves.items():
         if not any(leaf.is_stacked for leaf in weights.values()):
@@ -93,7 +96,10 @@ def modules(spec: ModelSpec) -> dict[str, Module]:
         one_layer = {name: leaf.layer for name, leaf in weights.items()}
         for row, (name, layer) in enumerate(zip(named[node], rows, strict=True)):
             in_peft = not (spec.family in REFUSED_IN_PEFT and name.endswith(REFUSED_MODULE))
-            by_name[name] = Module(name, node, row, layer, one_layer, views=views_of(node, (row,)), in_peft=in_peft)
+            entry = entries.get((f"{node}/weight", (row,)))
+            parameter = "" if entry is None or not entry.parameter else module_name(spec, entry.parameter)
+            views = views_of(node, (row,))
+            by_name[name] = Module(name, node, row, layer, one_layer, views=views, in_peft=in_peft, parameter=parameter)
     return by_name
 
 

@@ -21,6 +21,8 @@ from meshtune.model.router import RouterSpec
 from meshtune.model.spec import ModelSpec
 
 NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+# The parameters of transformers' experts modules, with all experts of a layer in each.
+PARAMETERS = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
 
 def experts_spec(
@@ -91,7 +93,9 @@ def expert_modules(
     """
     if not spec.fused_experts:
         per_expert = {
-            f"mlp/experts/{node}": Stored(f"{block}.experts.{{}}.{name}", f"{block}.experts.{name}")
+            f"mlp/experts/{node}": Stored(
+                f"{block}.experts.{{}}.{name}", f"{block}.experts.{name}", parameter=f"mlp.experts.{PARAMETERS[node]}"
+            )
             for node, name in names.items()
         }
         return {"mlp/router": f"{block}.{router}", **per_expert}

@@ -162,7 +162,8 @@ class TensorMap:
     """`params[path][index]` is `view` of the tensor `name`; `array` describes `params[path]`.
 
     `owner` is the module that users name, where that is not the one that holds the tensor: of experts, the layer's
-    matrices of one kind.
+    matrices of one kind. `parameter` is what holds it in transformers' memory, where a model of transformers has no
+    parameter of the tensor's name.
     """
 
     name: str
@@ -171,6 +172,7 @@ class TensorMap:
     array: ArraySpec
     view: View
     owner: str = ""
+    parameter: str = ""
 
     @property
     def shape(self) -> Shape:
@@ -194,22 +196,25 @@ class Stored:
 
     `name` is the tensor's name in the layer, and `view(shape)` the part of the tensor that the leaf of this shape is.
     Without a view, `name` is that of a module for each expert or head, with "{}" for its number. `module` is what users
-    call it.
+    call it, and `parameter` what holds it in transformers' memory, where that is not called `name`.
     """
 
     name: str
     module: str
     view: Callable[[Shape], View] | None = None
+    parameter: str = ""
 
     def entries(self, layer: str, path: str, row: int, array: ArraySpec) -> list[TensorMap]:
         """Those of row `row` of a leaf, in the layer of this name."""
-        owner = f"{layer}.{self.module}"
+        owner, parameter = f"{layer}.{self.module}", f"{layer}.{self.parameter or self.name}"
         if self.view is not None:
             view = self.view(array.shape[1:])
-            return [TensorMap(f"{layer}.{self.name}", path, (row,), array, view, owner)]
+            return [TensorMap(f"{layer}.{self.name}", path, (row,), array, view, owner, parameter)]
         view, leaf = View.identity(array.shape[2:]), path.rpartition("/")[2]
         names = (f"{layer}.{self.name.format(expert)}.{leaf}" for expert in range(array.shape[1]))
-        return [TensorMap(name, path, (row, expert), array, view, owner) for expert, name in enumerate(names)]
+        return [
+            TensorMap(name, path, (row, expert), array, view, owner, parameter) for expert, name in enumerate(names)
+        ]
 
 
 def one_to_one(
