@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
+from families.cases import BY_NAME
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
 from meshtune.families import model_spec
@@ -116,3 +117,20 @@ def test_configs_that_cannot_be_are_errors(family, change, message, saved):
     config = json.loads((saved[family] / "config.json").read_text())
     with pytest.raises(UserError, match=message):
         model_spec({"num_local_experts": 4} | config | change)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "message"),
+    [
+        ("glm4_moe", {"scoring_func": "entmax"}, "scoring_func = 'entmax' is not implemented"),
+        ("dots1", {"topk_method": "greedy"}, "topk_method = 'greedy' is not implemented"),
+        ("dots1", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, and there are 8 experts"),
+        ("glm4_moe", {"n_group": 3}, "8 experts do not divide into 3 groups"),
+        ("glm4_moe", {"n_group": 2, "topk_group": 3}, "topk_group is 3, and there are 2 groups"),
+        ("glm4_moe", {"n_group": 4, "num_experts_per_tok": 3}, "the 1 groups that they are chosen from have 2"),
+    ],
+)
+def test_routers_that_cannot_be_are_errors(case, change, message):
+    config = BY_NAME[case].torch_config().to_dict()
+    with pytest.raises(UserError, match=message):
+        model_spec(config | change)

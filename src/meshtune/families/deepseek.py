@@ -8,15 +8,15 @@ import math
 from typing import Any
 
 from meshtune.families.config_fields import ConfigFields
-from meshtune.families.experts import expert_modules, experts_spec
+from meshtune.families.expert_fields import CORRECTION, are_sparse, read_groups, sigmoid_experts, with_shared
+from meshtune.families.experts import expert_modules, experts_spec, shared_modules
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES, OUTSIDE, decoder_spec, mlp_spec, norm_spec
 from meshtune.families.rope_fields import read_rope
-from meshtune.families.tensors import Stored, TensorMap, View, one_to_one
+from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.experts import ExpertsSpec
 from meshtune.model.latent_attention import LatentAttentionSpec
 from meshtune.model.layer import LayerSpec
-from meshtune.model.mlp import MlpSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.rope import RopeSpec
 from meshtune.model.spec import ModelSpec
@@ -30,12 +30,6 @@ ATTENTION = {
     "attn/kv_norm": "self_attn.kv_a_layernorm",
     "attn/kv_heads": "self_attn.kv_b_proj",
 }
-SHARED = {
-    "mlp/shared/gate": "mlp.shared_experts.gate_proj",
-    "mlp/shared/up": "mlp.shared_experts.up_proj",
-    "mlp/shared/down": "mlp.shared_experts.down_proj",
-}
-CORRECTION = {"mlp/router/correction": Stored("mlp.gate.e_score_correction_bias", "mlp.gate", View.identity)}
 ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
@@ -101,7 +95,9 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     _check_training_fields(fields)
     attention = _attention(fields, always_interleaved=kind == "deepseek_v2")
     dense = LayerSpec(attention, mlp_spec(fields, bias=bool(fields.get("mlp_bias", False))), norm_spec(fields))
-    sparse = dataclasses.replace(dense, ffn=experts_of(fields, softmax=kind == "deepseek_v2"))
+    sparse = dataclasses.replace(
+        dense, ffn=_softmax_experts(fields) if kind == "deepseek_v2" else sigmoid_experts(fields)
+    )
     layers = [sparse if is_sparse else dense for is_sparse in are_sparse(fields)]
     return decoder_spec(fields, kind, ARCHITECTURES[kind], layers)
 
@@ -140,51 +136,24 @@ def _magnitude(rope: RopeSpec) -> float:
     return 1.0 + 0.1 * share * math.log(max(1.0, numbers["factor"])) if share else 1.0
 
 
-def experts_of(fields: ConfigFields, softmax: bool) -> ExpertsSpec:
-    """Routed experts and a shared one, with V3's sigmoid router or V2's softmax router."""
+def _softmax_experts(fields: ConfigFields) -> ExpertsSpec:
+    """Routed experts and a shared one, with V2's softmax router."""
+    fields.only("scoring_func", "softmax")
+    fields.only("norm_topk_prob", False)
+    method = fields.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise fields.error("topk_method", f"topk_method {method!r} is unknown", "known: greedy, group_limited_greedy")
+    groups = read_groups(fields)
+    grouped = groups if method == "group_limited_greedy" else {}
     scale = fields.number("routed_scaling_factor")
-    groups, top_groups = fields.get("n_group", 1), fields.get("topk_group", 1)
-    if softmax:
-        fields.only("scoring_func", "softmax")
-        fields.only("norm_topk_prob", False)
-        method = fields.get("topk_method", "greedy")
-        if method not in ("greedy", "group_limited_greedy"):
-            raise fields.error(
-                "topk_method", f"topk_method {method!r} is unknown", "known: greedy, group_limited_greedy"
-            )
-        grouped = {"groups": groups, "top_groups": top_groups} if method == "group_limited_greedy" else {}
-        router = {"normalize": False, "scale": scale, "float32": True, "group_score": 1, **grouped}
-    else:
-        fields.only("scoring_func", "sigmoid")
-        fields.only("topk_method", "noaux_tc")
-        router = {
-            "scoring": "sigmoid",
-            "normalize": bool(fields.get("norm_topk_prob", True)),
-            "epsilon": 1e-20,
-            "scale": scale,
-            "correction": True,
-            "groups": groups,
-            "top_groups": top_groups,
-            "float32": True,
-        }
-    experts = experts_spec(fields, router=router)
-    width = fields.integer("moe_intermediate_size") * fields.integer("n_shared_experts", 2 if softmax else 1)
-    return dataclasses.replace(experts, shared=MlpSpec(width, experts.activation))
-
-
-def are_sparse(fields: ConfigFields) -> list[bool]:
-    """Which layers have experts: those after the first few, or those that mlp_layer_types names."""
-    count, kinds = fields.integer("num_hidden_layers"), fields.get("mlp_layer_types")
-    first = fields.get("first_k_dense_replace")
-    if kinds is None:
-        return [index >= first for index in range(count)]
-    if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= {"dense", "sparse"}:
-        raise fields.error(
-            "mlp_layer_types", f"mlp_layer_types must list dense or sparse for each of the {count} layers"
-        )
-    return [kind == "sparse" for kind in kinds]
+    router = {"normalize": False, "scale": scale, "float32": True, "group_score": 1, **grouped}
+    return with_shared(experts_spec(fields, router=router), fields.integer("n_shared_experts", 2))
 
 
 def tensors(spec: ModelSpec) -> list[TensorMap]:
     """The table of tensors; routed experts by themselves or fused."""
-    return one_to_one(spec, {**MODULES, **ATTENTION, **SHARED, **CORRECTION, **expert_modules(spec)}, OUTSIDE)
+    return one_to_one(
+        spec,
+        {**MODULES, **ATTENTION, **shared_modules("shared_experts"), **CORRECTION, **expert_modules(spec)},
+        OUTSIDE,
+    )

@@ -7,8 +7,8 @@ from typing import Any
 
 from meshtune.families import qwen3
 from meshtune.families.config_fields import ConfigFields
-from meshtune.families.deepseek import CORRECTION, SHARED, are_sparse, experts_of
-from meshtune.families.experts import expert_modules
+from meshtune.families.expert_fields import CORRECTION, are_sparse, sigmoid_experts
+from meshtune.families.experts import expert_modules, shared_modules
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, mlp_spec, norm_spec
 from meshtune.families.tensors import TensorMap, one_to_one
@@ -39,7 +39,7 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
         ("full_attention", "sliding_attention"),
         default=lambda index: "sliding_attention" if window is not None and index >= first else "full_attention",
     )
-    mlp, experts = mlp_spec(fields), experts_of(fields, softmax=False)
+    mlp, experts = mlp_spec(fields), sigmoid_experts(fields)
     layers = [
         LayerSpec(
             dataclasses.replace(attention, window=window if kind == "sliding_attention" else None),
@@ -53,4 +53,5 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
 
 def tensors(spec: ModelSpec) -> list[TensorMap]:
     """The table of tensors; routed experts by themselves or fused."""
-    return one_to_one(spec, {**MODULES, **qwen3.NORMS, **SHARED, **CORRECTION, **expert_modules(spec)}, OUTSIDE)
+    mixture = {**expert_modules(spec), **shared_modules("shared_experts"), **CORRECTION}
+    return one_to_one(spec, {**MODULES, **qwen3.NORMS, **mixture}, OUTSIDE)

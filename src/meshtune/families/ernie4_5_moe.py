@@ -6,14 +6,13 @@ import dataclasses
 from typing import Any
 
 from meshtune.families.config_fields import ConfigFields
-from meshtune.families.deepseek import SHARED
-from meshtune.families.experts import expert_modules, experts_spec
+from meshtune.families.expert_fields import with_shared
+from meshtune.families.experts import expert_modules, experts_spec, shared_modules
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, head_sizes, mlp_spec
 from meshtune.families.rope_fields import read_rope
 from meshtune.families.tensors import Shape, Stored, TensorMap, View, one_to_one
 from meshtune.model.layer import LayerSpec
-from meshtune.model.mlp import MlpSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.spec import ModelSpec
 
@@ -45,8 +44,7 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     router = {"normalize": True, "epsilon": least, "clamp_sum": True, "correction": True, "float32": True}
     experts = experts_spec(fields, top_k="moe_k", router=router)
     if shared := fields.get("moe_num_shared_experts", 2):
-        network = MlpSpec(shared * experts.width, experts.activation, bias=bias)
-        experts = dataclasses.replace(experts, shared=network)
+        experts = with_shared(experts, shared, bias=bias)
     dense = LayerSpec(attention, mlp_spec(fields, bias=bias), NormSpec(fields.number("rms_norm_eps", 1e-5)))
     sparse = dataclasses.replace(dense, ffn=experts)
     layers = [sparse if is_sparse else dense for is_sparse in _sparse(fields)]
@@ -64,8 +62,8 @@ def _sparse(fields: ConfigFields) -> list[bool]:
 def tensors(spec: ModelSpec) -> list[TensorMap]:
     """The table of tensors; routed experts by themselves or fused."""
     correction = Stored("mlp.moe_statics.e_score_correction_bias", "mlp.gate", _row)
-    modules = {**MODULES, **SHARED, **expert_modules(spec), "mlp/router/correction": correction}
-    return one_to_one(spec, modules, OUTSIDE)
+    mixture = {**expert_modules(spec), **shared_modules("shared_experts"), "mlp/router/correction": correction}
+    return one_to_one(spec, {**MODULES, **mixture}, OUTSIDE)
 
 
 def _row(shape: Shape) -> View:

@@ -107,6 +107,11 @@ def expert_modules(
     }
 
 
+def shared_modules(name: str, block: str = "mlp") -> dict[str, str]:
+    """The modules of a table of tensors that a shared expert adds: `name` is its module in the module `block`."""
+    return {f"mlp/shared/{node}": f"{block}.{name}.{matrix}" for node, matrix in NAMES.items()}
+
+
 def _first_half(shape: Shape) -> View:
     return _half(shape, 0)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from meshtune.families import qwen3
 from meshtune.families.config_fields import ConfigFields
-from meshtune.families.deepseek import CORRECTION, SHARED, are_sparse, experts_of
-from meshtune.families.experts import expert_modules
+from meshtune.families.expert_fields import CORRECTION, are_sparse, sigmoid_experts
+from meshtune.families.experts import expert_modules, shared_modules
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, head_sizes, mlp_spec, norm_spec
 from meshtune.families.rope_fields import read_rope
@@ -41,11 +41,12 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
         qk_norm=norm_spec(fields) if fields.get("use_qk_norm", False) else None,
     )
     dense = LayerSpec(attention, mlp_spec(fields), norm_spec(fields))
-    sparse = dataclasses.replace(dense, ffn=experts_of(fields, softmax=False))
+    sparse = dataclasses.replace(dense, ffn=sigmoid_experts(fields))
     layers = [sparse if is_sparse else dense for is_sparse in are_sparse(fields)]
     return decoder_spec(fields, "glm4_moe", "Glm4MoeForCausalLM", layers)
 
 
 def tensors(spec: ModelSpec) -> list[TensorMap]:
     """The table of tensors; routed experts by themselves or fused."""
-    return one_to_one(spec, {**MODULES, **qwen3.NORMS, **SHARED, **CORRECTION, **expert_modules(spec)}, OUTSIDE)
+    mixture = {**expert_modules(spec), **shared_modules("shared_experts"), **CORRECTION}
+    return one_to_one(spec, {**MODULES, **qwen3.NORMS, **mixture}, OUTSIDE)

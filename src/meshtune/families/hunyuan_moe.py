@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from meshtune.families.config_fields import ConfigFields
-from meshtune.families.experts import expert_modules, experts_spec
+from meshtune.families.expert_fields import with_shared
+from meshtune.families.experts import expert_modules, experts_spec, shared_modules
 from meshtune.families.family import Family
 from meshtune.families.hunyuan import NORMS, hunyuan_attention, read_variants
 from meshtune.families.llama import MODULES, OUTSIDE, decoder_spec
 from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.layer import LayerSpec
-from meshtune.model.mlp import MlpSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.spec import ModelSpec
 
-SHARED = {
-    "mlp/shared/gate": "mlp.shared_mlp.gate_proj",
-    "mlp/shared/up": "mlp.shared_mlp.up_proj",
-    "mlp/shared/down": "mlp.shared_mlp.down_proj",
-}
 # Fields that published configs give for every layer, and that must be the same in all.
 BY_LAYER = ("num_experts", "moe_topk", "num_shared_expert", "moe_intermediate_size")
 LEFTOVERS = (
@@ -48,12 +42,10 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     fields = ConfigFields(config, where)
     read_variants(fields, config)
     fields.harmless(*LEFTOVERS)
-    width = fields.integer("intermediate_size")
-    fields.only("moe_intermediate_size", width)
+    fields.only("moe_intermediate_size", fields.integer("intermediate_size"))
     fields.only("num_shared_expert", 1)
     router = {"normalize": True, "float32": True}
-    experts = experts_spec(fields, width="intermediate_size", top_k="moe_topk", router=router)
-    experts = dataclasses.replace(experts, shared=MlpSpec(width, experts.activation))
+    experts = with_shared(experts_spec(fields, width="intermediate_size", top_k="moe_topk", router=router), 1)
     norm = NormSpec(fields.number("rms_norm_eps", 1e-5))
     layers = [LayerSpec(hunyuan_attention(fields, norm), experts, norm)] * fields.integer("num_hidden_layers")
     return decoder_spec(fields, "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", layers)
@@ -70,5 +62,5 @@ def _of_all_layers(value: Any, name: str, where: str) -> Any:
 
 def tensors(spec: ModelSpec) -> list[TensorMap]:
     """The table of tensors; routed experts by themselves or fused."""
-    modules = {**MODULES, **NORMS, **SHARED, **expert_modules(spec), "mlp/router": "mlp.gate.wg"}
+    modules = {**MODULES, **NORMS, **shared_modules("shared_mlp"), **expert_modules(spec), "mlp/router": "mlp.gate.wg"}
     return one_to_one(spec, modules, OUTSIDE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from meshtune.families.config_fields import ConfigFields
-from meshtune.families.experts import expert_modules, experts_spec, sparse_layers
+from meshtune.families.experts import expert_modules, experts_spec, shared_modules, sparse_layers
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec
 from meshtune.families.qwen2 import windowed_layers
@@ -13,12 +13,7 @@ from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.mlp import MlpSpec
 from meshtune.model.spec import ModelSpec
 
-SHARED = {
-    "mlp/shared/gate": "mlp.shared_expert.gate_proj",
-    "mlp/shared/up": "mlp.shared_expert.up_proj",
-    "mlp/shared/down": "mlp.shared_expert.down_proj",
-    "mlp/shared_gate": "mlp.shared_expert_gate",
-}
+SHARED = shared_modules("shared_expert") | {"mlp/shared_gate": "mlp.shared_expert_gate"}
 
 DESCRIPTIONS = {
     "qwen2_moe": Family(
