@@ -70,6 +70,15 @@ def test_a_broken_tokenizer_json_is_refused(tmp_path, shared):
     assert error.value.where == str(tmp_path)
 
 
+def test_a_config_that_transformers_refuses_is_no_defect(tmp_path, shared):
+    shutil.copytree(shared / "assets/tokenizers/smollm2", tmp_path, dirs_exist_ok=True)
+    config = {"model_type": "llama", "hidden_size": 577, "num_attention_heads": 9}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="not a multiple of the number of attention heads") as error:
+        load_tokenizer(tmp_path)
+    assert "config.json" in (error.value.fix or "")
+
+
 def test_code_beside_a_tokenizer_is_not_run(tmp_path, shared):
     source = shared / "assets/models/stories260K"
     shutil.copy(source / "tokenizer.json", tmp_path)

@@ -43,12 +43,13 @@ def _from_transformers(directory: pathlib.Path) -> PreTrainedTokenizerFast:
         tokenizer = AutoTokenizer.from_pretrained(
             str(directory), use_fast=True, trust_remote_code=False, local_files_only=True
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as problem:
-        first = str(problem).strip().splitlines() or [type(problem).__name__]
+    except Exception as problem:  # transformers validates config.json too, with exceptions of several libraries
+        cause = problem.__cause__ or problem
+        first = str(cause).strip().splitlines() or [type(cause).__name__]
         raise UserError(
             f"the tokenizer cannot be read: {first[0]}",
             where=str(directory),
-            fix="check tokenizer.json and tokenizer_config.json (half-downloaded?), or set model.tokenizer",
+            fix="check tokenizer.json, tokenizer_config.json and config.json, or set model.tokenizer",
         ) from problem
     if not tokenizer.is_fast:
         raise UserError(
