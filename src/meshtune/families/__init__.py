@@ -21,6 +21,7 @@ from meshtune.families.family import Family, FamilyModule
 from meshtune.families.tensors import TensorMap, validate
 from meshtune.families.unsupported import unsupported
 from meshtune.model.spec import ModelSpec, abstract_params
+from meshtune.quantize.published import FIELD, read_scheme
 
 LANGUAGE, SCORED = "ForCausalLM", "ForSequenceClassification"
 OLDER_LANGUAGE = "LMHeadModel"  # GPT-2's
@@ -100,16 +101,17 @@ def model_spec(
     Raises UserError for an unsupported model_type and for every field that would change the mathematics in a way that
     is not implemented; `where` names the config in the message.
     """
+    published, config = read_scheme(config, where)
     composite = read_composite(config, where, names)
     if composite is not None and composite[0]["model_type"] in FAMILIES:
         spec = model_spec(composite[0], dtype, f"{where}, {TEXT}")
-        return dataclasses.replace(spec, composite=composite[1])
+        return dataclasses.replace(spec, composite=composite[1], published=published)
     kind = config.get("model_type")
     if scored := (config.get("architectures") or [""])[0].endswith(SCORED):
         config = _of_one_score(config, where)
     if kind not in FAMILIES:
         raise unsupported(config, FAMILIES, where)
-    spec = dataclasses.replace(family_module(kind).model_spec(config, where), dtype=dtype)
+    spec = dataclasses.replace(family_module(kind).model_spec(config, where), dtype=dtype, published=published)
     return scored_spec(spec) if scored else spec
 
 
@@ -118,12 +120,12 @@ def mathematics(config: dict[str, Any], where: str = "config.json") -> dict[str,
     composite's text model are under text_config. Raises UserError as `model_spec` does."""
     with recorded_fields() as read:
         model_spec(config, where=where)
-    text = text_config(config)
+    text, quantised = text_config(config), {FIELD: config[FIELD]} if config.get(FIELD) else {}
     fields = {name: text[name] for name in {"model_type", *(read - HARMLESS)} if text.get(name) is not None}
     if text is config:
-        return fields
+        return fields | quantised
     outer = {name: config[name] for name in ("model_type", "tie_word_embeddings") if config.get(name) is not None}
-    return {**outer, TEXT: fields}
+    return {**outer, **quantised, TEXT: fields}
 
 
 def description(model_type: str) -> Family:

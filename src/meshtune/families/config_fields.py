@@ -36,7 +36,6 @@ DROPOUTS = frozenset(
 # Fields whose listed values change nothing; any other value would, and is refused.
 ONLY = {
     "partial_rotary_factor": (1, 1.0, None),
-    "quantization_config": (None,),
     "auto_map": (None, {}),
     "is_causal": (True, None),
     "add_cross_attention": (False, None),
@@ -46,7 +45,6 @@ ONLY = {
     "rope_interleaved": (False, None),
 }
 REASONS = {
-    "quantization_config": "weights that are already quantised cannot be loaded; use the full-precision checkpoint",
     "auto_map": "this model needs code of its own, which is never run",
 }
 

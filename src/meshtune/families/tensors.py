@@ -132,9 +132,7 @@ class View:
     @property
     def _split_dimensions(self) -> tuple[tuple[int, ...], ...]:
         """For each dimension of the tensor, the positions in `split_shape` that it is divided into."""
-        groups = _groups(self.split_shape, self.tensor)
-        assert groups is not None
-        return groups
+        return split_dimensions(self.split_shape, self.tensor)
 
     def of_rows(self, *columns: int) -> View:
         """The same arrangement of rows for an array [rows, *columns], where only rows are rearranged."""
@@ -299,6 +297,13 @@ def _overlap(view: View, second: View) -> bool:
 def _require(holds: bool, message: str) -> None:
     if not holds:
         raise AssertionError(f"the family's table of tensors is wrong: {message}")
+
+
+def split_dimensions(fine: Shape, coarse: Shape) -> tuple[tuple[int, ...], ...]:
+    """For each dimension of a shape, the positions in the finer shape that it is divided into."""
+    groups = _groups(fine, coarse)
+    assert groups is not None, f"{fine} does not refine {coarse}"
+    return groups
 
 
 def _count(entry: Range) -> int:

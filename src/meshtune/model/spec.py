@@ -22,6 +22,7 @@ from meshtune.model.inputs import Inputs
 from meshtune.model.layer import LayerSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.rope import RopeSpec
+from meshtune.quantize.published.scheme import Scheme
 
 
 class SideSpec(Protocol):
@@ -81,7 +82,8 @@ class ModelSpec:
     sentences about the model for a run's banner. `fused_experts` and `bare_names` are about files alone: a tensor holds
     the matrices of all experts of a layer; names of tensors lack the prefix of the base model ("model."). `composite`
     is the checkpoint that the model is part of, if it is; `mtp_layers` more layers, which predict further tokens,
-    follow the model's own in its checkpoint and are not computed.
+    follow the model's own in its checkpoint and are not computed; `published` says how the weights are quantised in its
+    files, where they are.
     """
 
     family: str
@@ -106,6 +108,7 @@ class ModelSpec:
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     composite: Composite | None = None
     mtp_layers: int = 0
+    published: Scheme | None = None
 
     @property
     def layers(self) -> int:

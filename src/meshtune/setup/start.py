@@ -58,6 +58,8 @@ def start_of(recipe: Recipe, source: pathlib.Path, dtype: str) -> Start:
         method = resumed_config(adapter_directory(section.adapter), staged(spec, recipe), method)
     spec = grouped(spec, blocks) if blocks else spec
     changed = section.changed or blocks > 0
+    if changed:  # it is written in the checkpoint's dtype
+        spec = dataclasses.replace(spec, published=None)
     if changed and isinstance(method, LoraConfig) and method.adapter == "loftq" and method.loftq_iterations > 1:
         raise UserError(
             "loftq in several turns makes a base of its own, and this run has one already: the model it starts from",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import shutil
 from collections.abc import Iterator, Mapping
@@ -14,14 +15,17 @@ from meshtune.data.new_tokens import NewTokens
 from meshtune.families import tensors
 from meshtune.families.composite import HEAD, passed_through, tensor_name, text_config, with_text_fields
 from meshtune.families.expansion import origins, silent_modules
+from meshtune.model.spec import ModelSpec
+from meshtune.quantize.published import without_scheme
 from meshtune.runs.export import export
 from meshtune.runs.sources import find
 from meshtune.setup.start_spec import Start
 from meshtune.weights.file_tensors import ST_DTYPES
 from meshtune.weights.fingerprint import base_hash
-from meshtune.weights.load import load_config, load_spec
+from meshtune.weights.load import load_config, load_spec, stored_dtype
+from meshtune.weights.packed import model_tensors
 from meshtune.weights.rewrite import WRITTEN, NewTensor, write_model
-from meshtune.weights.safetensors_files import DTYPES, TensorInfo, headers
+from meshtune.weights.safetensors_files import DTYPES, TensorInfo
 from meshtune.weights.tensor_reader import TensorReader
 
 
@@ -58,7 +62,7 @@ def _check(adapter: str, base: pathlib.Path, any_base: bool) -> None:
 def _config(start: Start, config: Mapping[str, object]) -> dict[str, object]:
     """Returns the source's config with the fields that the start changes."""
     changed, text = ("vocab_size", "num_hidden_layers", "layer_types"), text_config(start.config)
-    return with_text_fields(config, {field: text[field] for field in changed if field in text})
+    return with_text_fields(without_scheme(config), {field: text[field] for field in changed if field in text})
 
 
 def _tensors(start: Start, source: pathlib.Path, reader: TensorReader) -> Iterator[NewTensor]:
@@ -71,7 +75,7 @@ def _tensors(start: Start, source: pathlib.Path, reader: TensorReader) -> Iterat
     copies: dict[int, list[int]] = {}
     for number, (old, _) in enumerate(layer_origins):
         copies.setdefault(old, []).append(number)
-    for name, info in headers(source).items():
+    for name, info in _stored(source, spec).items():
         if spec.tied and name == tensor_name(spec, HEAD):
             continue
         if passed_through(spec, name) is not None:
@@ -88,6 +92,13 @@ def _tensors(start: Start, source: pathlib.Path, reader: TensorReader) -> Iterat
                 yield NewTensor(new, info.shape, dtype, lambda info=info, dtype=dtype: _zeros(info.shape, dtype))
             else:
                 yield _tensor(new, info, reader, None)
+
+
+def _stored(source: pathlib.Path, spec: ModelSpec) -> dict[str, TensorInfo]:
+    """Returns the tensors of the source. Weights that are published quantised have the dtype to write them in."""
+    as_dtype = ST_DTYPES[stored_dtype(source, load_config(source))]
+    tensors = model_tensors(source, spec.published)
+    return {name: dataclasses.replace(info, dtype=as_dtype) if info.packed else info for name, info in tensors.items()}
 
 
 def _layer_of(name: str) -> tuple[str, int | None, str]:

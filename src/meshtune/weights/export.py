@@ -25,6 +25,7 @@ from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.spec import ModelSpec
+from meshtune.quantize.published import without_scheme
 from meshtune.weights.file_tensors import FileTensor, StoredTensor, header, tensors_of
 from meshtune.weights.load import MODEL_DTYPES, Progress, load_config, spec_of, stored_dtype
 from meshtune.weights.passed_through import passed_tensors
@@ -199,7 +200,7 @@ def _exported_config(
     """The source's config with the dtype that was written, under the name (or names) it has there; of a composite, in
     the text model's config too, but not in those of parts that are passed through."""
     fields = [field for field in ("torch_dtype", "dtype") if field in config] or ["dtype"]
-    exported = {**config, **dict.fromkeys(fields, dtype)}
+    exported = {**without_scheme(config), **dict.fromkeys(fields, dtype)}
     text = text_config(config)
     if text is not config:
         inner = [field for field in ("torch_dtype", "dtype") if field in text]

@@ -11,15 +11,18 @@ from meshtune.families import tensors
 from meshtune.families.composite import passed_through
 from meshtune.weights.check import check
 from meshtune.weights.load import load_spec
+from meshtune.weights.packed import model_tensors
 from meshtune.weights.passed_through import Part, parts
-from meshtune.weights.safetensors_files import headers
+from meshtune.weights.safetensors_files import TensorInfo
 
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelSummary:
-    """`dtypes` maps the dtypes that the files hold to bytes, `unused` names tensors that the model does not need.
+    """`dtypes` maps the dtypes that the files hold, and methods that weights are quantised by, to bytes.
+
+    `unused` names tensors that the model does not need.
 
     `composite` is the model_type of the checkpoint whose text model it is, if any, and `passed_through` lists the other
     parts of the checkpoint.
@@ -38,6 +41,11 @@ class ModelSummary:
     passed_through: tuple[Part, ...] = ()
 
 
+def _dtype(info: TensorInfo) -> str:
+    """What its numbers are stored in: a dtype, or the method by which they are quantised."""
+    return info.packed.scheme.method if info.packed else DTYPE_NAMES.get(info.dtype, info.dtype.lower())
+
+
 def inspect_model(directory: Path) -> ModelSummary:
     """Checks names, shapes, dtypes and file sizes against config.json; no weight is read, nothing is allocated.
 
@@ -47,12 +55,12 @@ def inspect_model(directory: Path) -> ModelSummary:
     if not directory.is_dir():
         raise UserError("there is no such directory", where=str(directory), fix="give the folder of a downloaded model")
     spec, _ = load_spec(directory)
-    infos = headers(directory)
+    infos = model_tensors(directory, spec.published)
     check(directory, spec, infos, numbers=False)
     sizes = {entry.name: math.prod(entry.view.tensor) for entry in tensors(spec)}
     dtypes: dict[str, int] = {}
     for name in sizes:
-        dtype = DTYPE_NAMES.get(infos[name].dtype, infos[name].dtype.lower())
+        dtype = _dtype(infos[name])
         dtypes[dtype] = dtypes.get(dtype, 0) + infos[name].nbytes
     return ModelSummary(
         directory=str(directory),

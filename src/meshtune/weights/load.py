@@ -23,6 +23,7 @@ from meshtune.quantize.config import QuantizeConfig
 from meshtune.weights.broadcast_reader import BroadcastReader, broadcast_reader
 from meshtune.weights.check import SCORE, check
 from meshtune.weights.load_report import LoadReport, MemoryProbe, bytes_in_use, bytes_placed
+from meshtune.weights.packed import model_tensors, with_packed
 from meshtune.weights.read_into import Progress, read_into
 from meshtune.weights.read_plan import Device
 from meshtune.weights.safetensors_files import TensorInfo, headers, read_json, samples, tensor_names
@@ -65,13 +66,16 @@ def spec_of(config: Mapping[str, Any], directory: Path, dtype: str) -> ModelSpec
     names = tensor_names(directory) if config.get("text_config") else frozenset[str]()
     spec = model_spec(dict(config), dtype, str(directory / "config.json"), names)
     if spec.composite is not None and spec.tied and tensor_name(spec, HEAD) in names:
-        infos, entry = headers(directory), next(entry for entry in tensors(spec) if entry.path == "embed/weight")
+        infos, entry = (
+            model_tensors(directory, spec.published),
+            next(entry for entry in tensors(spec) if entry.path == "embed/weight"),
+        )
         table, head = infos.get(entry.name), infos[tensor_name(spec, HEAD)]
         if table is not None and not _equal_in_samples(table, head):
             spec = dataclasses.replace(spec, tied=False)  # as transformers does, whatever the config says
     if not any(directory.glob("*.safetensors")):
         return spec
-    return as_stored(spec, lambda: headers(directory), str(directory))
+    return as_stored(spec, lambda: model_tensors(directory, spec.published), str(directory))
 
 
 def _equal_in_samples(first: TensorInfo, second: TensorInfo) -> bool:
@@ -178,7 +182,7 @@ def load_weight(directory: Path, spec: ModelSpec, path: str, layout: Layout | No
         devices = [*_local_devices(layout)]
     with TensorReader() as reader:
         shards = Shards({path: flatten(abstract_params(spec))[path]}, layout, devices)
-        read_into(shards, _table_of(path, tensors(spec)), headers(directory), reader)
+        read_into(shards, _table_of(path, tensors(spec)), model_tensors(directory, spec.published), reader)
         return shards.assembled()[path]
 
 
@@ -210,21 +214,23 @@ def _checked_headers(directory: Path, spec: ModelSpec, broadcaster: BroadcastRea
     files, and the others receive its result or its error."""
     if broadcaster is None or broadcaster.reads:
         try:
-            infos = headers(directory)
+            stored = headers(directory)
+            infos = with_packed(stored, spec.published)
             check(directory, spec, infos)
         except UserError as error:
             if broadcaster is not None:
                 broadcaster.broadcast_json({"error": [error.what, error.where, error.fix]})
             raise
         if broadcaster is not None:
-            entries = [[n, t.shape, t.dtype, str(t.file), t.start, t.nbytes] for n, t in infos.items()]
+            entries = [[n, t.shape, t.dtype, str(t.file), t.start, t.nbytes] for n, t in stored.items()]
             broadcaster.broadcast_json({"tensors": entries})
         return infos
     received = broadcaster.broadcast_json(None)
     if "error" in received:
         message, where, fix = received["error"]
         raise UserError(message, where=where, fix=fix)
-    return {
+    stored = {
         name: TensorInfo(tuple(shape), dtype, Path(file), start, nbytes)
         for name, shape, dtype, file, start, nbytes in received["tensors"]
     }
+    return with_packed(stored, spec.published)

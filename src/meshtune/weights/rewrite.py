@@ -13,7 +13,8 @@ from meshtune.weights.check import check
 from meshtune.weights.export import MODEL_FILES, copied, write_json
 from meshtune.weights.file_tensors import ST_DTYPES, Tensor, header
 from meshtune.weights.load import load_spec
-from meshtune.weights.safetensors_files import DTYPES, INDEX, SINGLE, headers
+from meshtune.weights.packed import model_tensors
+from meshtune.weights.safetensors_files import DTYPES, INDEX, SINGLE
 
 MAX_SHARD_BYTES = 5_000_000_000
 WRITTEN = {short: dtype for dtype, short in ST_DTYPES.items()}
@@ -64,7 +65,8 @@ def write_model(
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
     write_json(folder / "config.json", config)
     copied(source, folder, MODEL_FILES)
-    check(folder, load_spec(folder)[0], headers(folder))
+    spec, _ = load_spec(folder)
+    check(folder, spec, model_tensors(folder, spec.published))
 
 
 def _shards(tensors: Sequence[NewTensor], max_bytes: int) -> Iterator[list[NewTensor]]:

@@ -11,12 +11,13 @@ import json
 import re
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
 
 from meshtune.errors import UserError
+from meshtune.quantize.published.scheme import Scheme
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -34,6 +35,7 @@ DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "I64": np.dtype(np.int64),
     "I32": np.dtype(np.int32),
     "I16": np.dtype(np.int16),
@@ -49,13 +51,28 @@ FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor is: its safetensors dtype name, and bytes `start` .. `start + nbytes` of `file`."""
+    """Where a tensor is: its safetensors dtype name, and bytes `start` .. `start + nbytes` of `file`.
+
+    A tensor that no file holds as such is `packed`: `start` is then that of its first part, and `nbytes` are those of
+    all parts.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     file: Path
     start: int
     nbytes: int
+    packed: Packed | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """What a weight that is published quantised is read from: the tensors of files that it is made of, by role, and
+    whether it is read as the numbers that they stand for, or as codes or scales of a quantised weight."""
+
+    scheme: Scheme
+    parts: tuple[tuple[str, TensorInfo], ...]
+    content: Literal["numbers", "codes", "scales"] = "numbers"
 
 
 def headers(directory: Path) -> dict[str, TensorInfo]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from meshtune.families.tensors import Range, Shape
+from meshtune.weights.decode import decoded
 from meshtune.weights.safetensors_files import BLOCK_BYTES, DTYPES, TensorInfo, broken
 
 # A shorter run of bytes is not worth a read of its own, which costs some 1.5 microseconds: in these 16 KB of whole rows
@@ -50,6 +51,8 @@ class TensorReader:
 
     def box(self, info: TensorInfo, shape: Shape, ranges: Sequence[Range]) -> np.ndarray:
         """A box of the tensor seen in another shape: (start, stop, step) of each dimension of `shape`."""
+        if info.packed is not None:
+            return decoded(self, info, shape, ranges)
         numbers = aligned_empty(tuple(len(range(*entry)) for entry in ranges), DTYPES[info.dtype])
         self.read_into(numbers, info, shape, ranges)
         return numbers
@@ -57,6 +60,9 @@ class TensorReader:
     def read_into(self, numbers: np.ndarray, info: TensorInfo, shape: Shape, ranges: Sequence[Range]) -> None:
         """Fills a contiguous array with a box of the tensor. Reads the box alone; where its runs are so short that this
         would take longer than reading what lies between them, reads that as well (`bytes` counts it) and cuts."""
+        if info.packed is not None:
+            numbers[...] = decoded(self, info, shape, ranges)
+            return
         itemsize = DTYPES[info.dtype].itemsize
         axis = run_axis(shape, ranges)
         counts = [len(range(*entry)) for entry in ranges]

@@ -32,8 +32,9 @@ from meshtune.model.spec import ModelSpec, Stack
 from meshtune.weights.check import check
 from meshtune.weights.file_tensors import StoredTensor, tensors_of
 from meshtune.weights.load import load_spec
+from meshtune.weights.packed import model_tensors
 from meshtune.weights.passed_through import first_changed
-from meshtune.weights.safetensors_files import TensorInfo, headers
+from meshtune.weights.safetensors_files import TensorInfo
 from meshtune.weights.tensor_reader import TensorReader
 from meshtune.weights.writer import first_difference, read_box
 
@@ -147,7 +148,7 @@ def verify_export(
         written, _ = load_spec(dest, dtype)
         if (changed := _spec_difference(spec, written)) is not None:
             raise ExportError(f"the written config.json describes another model: {changed}", where=str(dest))
-        infos = headers(dest)
+        infos = model_tensors(dest, written.published)
         check(dest, written, infos)
     with raise_collectively(job, "verify: tensors"):
         compared = _compare_tensors(flatten(params), spec, infos, dtype, job) + len(passed)
@@ -168,7 +169,8 @@ def _spec_difference(spec: ModelSpec, written: ModelSpec) -> str | None:
     for number, (trained, theirs) in enumerate(zip(*layers, strict=True)):
         if (difference := _field_difference(trained, theirs)) is not None:
             return f"in layer {number}, {difference}"
-    return _field_difference(dataclasses.replace(spec, stacks=written.stacks, dtype=written.dtype), written)
+        alike = dataclasses.replace(spec, stacks=written.stacks, dtype=written.dtype, published=written.published)
+    return _field_difference(alike, written)
 
 
 def _field_difference(trained: Any, written: Any) -> str | None:
@@ -214,7 +216,7 @@ def _tensor_message(name: str, start: int, trained: np.ndarray, stored: np.ndarr
 def written_logits(directory: Path, layout: Layout | None = None) -> Float[np.ndarray, "B T V"]:
     """float32 logits of the probe from a model directory's files, one layer at a time, each laid out on the mesh."""
     spec, _ = load_spec(directory)
-    infos, table = headers(directory), table_of(spec)
+    infos, table = model_tensors(directory, spec.published), table_of(spec)
     in_layer: dict[tuple[str, int], list[TensorMap]] = {}
     before: list[TensorMap] = []
     after: list[TensorMap] = []

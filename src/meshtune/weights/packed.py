@@ -1,0 +1,88 @@
+"""Weights that are published quantised, as tensors that can be checked and read like all others.
+
+`with_packed` puts one tensor in place of those that it is made of in the files. Boxes of it are decoded when they are
+read, from the boxes of its parts that they need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from meshtune.errors import UserError
+from meshtune.quantize.published.scheme import Scheme
+from meshtune.weights.decode import StoredParts
+from meshtune.weights.safetensors_files import Packed, TensorInfo, headers
+from meshtune.weights.tensor_reader import TensorReader
+
+
+def model_tensors(directory: Path, scheme: Scheme | None) -> dict[str, TensorInfo]:
+    """The tensors of a model directory as its model names them. Raises UserError as `headers` and `with_packed` do."""
+    return with_packed(headers(directory), scheme)
+
+
+def with_packed(infos: Mapping[str, TensorInfo], scheme: Scheme | None) -> dict[str, TensorInfo]:
+    """The tensors of a checkpoint as its model names them, given those in its files, in their order.
+
+    Raises UserError, naming tensor and file, for a weight that lacks a part, is there twice, or has parts that do not
+    fit together.
+    """
+    if scheme is None:
+        return dict(infos)
+    packed = _grouped(infos, scheme)
+    taken = {name: stem for stem, parts in packed.items() for name in parts.values()}
+    result: dict[str, TensorInfo] = {}
+    with TensorReader() as reader:
+        for name, info in infos.items():
+            if name not in taken:
+                if not name.endswith(scheme.ignored):
+                    result[name] = info
+            elif (weight := taken[name] + scheme.ending) not in result:
+                parts = {role: infos[part] for role, part in packed[taken[name]].items()}
+                result[weight] = _packed(weight, parts, scheme, reader)
+    return result
+
+
+def _grouped(infos: Mapping[str, TensorInfo], scheme: Scheme) -> dict[str, dict[str, str]]:
+    """Stem -> role -> the tensor's name, of every quantised weight: what has a part with an ending of its own."""
+    stems: dict[str, None] = {}
+    for name, info in infos.items():
+        for ending in scheme.endings.values():
+            if ending != scheme.ending and name.endswith(ending):
+                stems[name.removesuffix(ending)] = None
+        if info.dtype == "F8_E4M3" and name.endswith(scheme.ending):
+            stems[name.removesuffix(scheme.ending)] = None
+    grouped: dict[str, dict[str, str]] = {}
+    for stem in stems:
+        parts = {role: stem + ending for role, ending in scheme.endings.items() if stem + ending in infos}
+        present = next(iter(parts.values()))
+        where = str(infos[present].file)
+        if missing := [stem + scheme.endings[role] for role in scheme.required if role not in parts]:
+            raise UserError(
+                f"tensor '{missing[0]}' is missing, a part of the weight quantised by {scheme.method} of which "
+                f"'{present}' is there",
+                where=where,
+                fix="download or copy the model again",
+            )
+        if stem + scheme.ending in infos and stem + scheme.ending not in parts.values():
+            raise UserError(
+                f"the weight '{stem}{scheme.ending}' is there twice: as it is, and quantised, in '{present}'",
+                where=where,
+                fix="files of two checkpoints are mixed: download or save the model again into an empty folder",
+            )
+        grouped[stem] = parts
+    return grouped
+
+
+def _packed(weight: str, infos: Mapping[str, TensorInfo], scheme: Scheme, reader: TensorReader) -> TensorInfo:
+    first = min(infos.values(), key=lambda info: (str(info.file), info.start))
+    try:
+        shape = scheme.shape(StoredParts(infos, reader))
+    except ValueError as error:
+        raise UserError(
+            f"the parts of the quantised weight '{weight}' do not fit together: {error}",
+            where=str(first.file),
+            fix="download or copy the model again; config.json and weights must be of the same checkpoint",
+        ) from error
+    nbytes = sum(info.nbytes for info in infos.values())
+    return TensorInfo(shape, "F32", first.file, first.start, nbytes, Packed(scheme, tuple(infos.items())))
