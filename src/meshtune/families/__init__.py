@@ -60,6 +60,7 @@ FAMILIES: dict[str, str] = {
     "kimi_k2": "deepseek",
     "lfm2": "lfm2",
     "llama": "llama",
+    "llama4_text": "llama4",
     "mamba2": "mamba2",
     "minimax_m2": "minimax_m2",
     "ministral": "ministral",

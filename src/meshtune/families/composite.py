@@ -32,7 +32,7 @@ class Wrapper:
     text_config without one, and the prefixes of the tensors of its other parts, behind an optional "model.".
 
     `ignored` are fields of text_config that the text model would read and the composite does not; `tied` is the default
-    of the composite's tie_word_embeddings in transformers.
+    of the composite's tie_word_embeddings in transformers, `in_memory` how modules of its text model are named there.
     """
 
     title: str
@@ -41,6 +41,7 @@ class Wrapper:
     parts: Mapping[str, tuple[str, ...]]
     ignored: tuple[str, ...] = ()
     tied: bool = True
+    in_memory: tuple[tuple[str, str], ...] = SINCE
 
 
 VISION = {"vision tower": ("vision_tower.",), "projector": ("multi_modal_projector.",)}
@@ -51,6 +52,14 @@ WRAPPERS: dict[str, Wrapper] = {
         ("gemma3_text",),
         VISION,
         ignored=("final_logit_softcapping",),
+    ),
+    "llama4": Wrapper(
+        "Llama 4 with vision",
+        "Llama4ForConditionalGeneration",
+        ("llama4_text",),
+        {"vision tower": ("vision_model.",), "projector": ("multi_modal_projector.",)},
+        tied=False,
+        in_memory=BEFORE,
     ),
     "mistral3": Wrapper(
         "Mistral Small 3, Ministral 3, Devstral with vision",
@@ -126,10 +135,10 @@ def read_composite(
         tied = wrapper.tied  # where that is so, spec_of looks whether the files have a head of their own
     if tied is not None:
         inner["tie_word_embeddings"] = bool(tied)
-    return inner, Composite(kind, _layout(names, where), SINCE)
+    return inner, Composite(kind, _layout(names, where, wrapper.in_memory), wrapper.in_memory)
 
 
-def _layout(names: Collection[str], where: str) -> tuple[tuple[str, str], ...]:
+def _layout(names: Collection[str], where: str, default: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
     before, since = (
         next((name for name in names if name.startswith(layout[0][1])), None) for layout in (BEFORE, SINCE)
     )
@@ -139,7 +148,7 @@ def _layout(names: Collection[str], where: str) -> tuple[tuple[str, str], ...]:
             where=where.removesuffix("/config.json"),
             fix="remove the stale files, or download the model again into an empty folder",
         )
-    return BEFORE if before else SINCE
+    return BEFORE if before else SINCE if since else default
 
 
 def renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str:

@@ -127,6 +127,12 @@ def _half(shape: Shape, part: int) -> View:
     return tensor.split(experts, 2, width, embed).slice(1, part, part + 1).merge(experts, width, embed)
 
 
+def transposed(shape: Shape) -> View:
+    """A tensor [E, F, D] as [E, D, F]."""
+    experts, embed, width = shape
+    return View.identity((experts, width, embed)).transpose(0, 2, 1)
+
+
 def has_experts(spec: ModelSpec) -> bool:
     """Whether any layer of a model is a mixture of experts."""
     return any(isinstance(kind.ffn, ExpertsSpec) for kind in spec.layer_kinds)

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from meshtune.families.config_fields import ConfigFields
-from meshtune.families.experts import experts_spec
+from meshtune.families.experts import experts_spec, transposed
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, head_sizes
 from meshtune.families.rope_fields import read_rope
@@ -81,7 +81,7 @@ def _experts() -> dict[str, str | Stored]:
         modules[f"mlp/experts/{name}/bias"] = Stored(
             "mlp.experts.gate_up_proj_bias", f"mlp.experts.{name}_proj", lambda shape, part=part: _numbers(shape, part)
         )
-    modules["mlp/experts/down/weight"] = Stored("mlp.experts.down_proj", "mlp.experts.down_proj", _transposed)
+    modules["mlp/experts/down/weight"] = Stored("mlp.experts.down_proj", "mlp.experts.down_proj", transposed)
     modules["mlp/experts/down/bias"] = Stored("mlp.experts.down_proj_bias", "mlp.experts.down_proj", View.identity)
     return modules
 
@@ -101,9 +101,3 @@ def _numbers(shape: Shape, part: int) -> View:
     """Every second number, from `part` on, of a tensor [E, 2 F], as [E, F]."""
     experts, width = shape
     return View.identity((experts, 2 * width)).split(experts, width, 2).slice(2, part, part + 1).merge(experts, width)
-
-
-def _transposed(shape: Shape) -> View:
-    """A tensor [E, F, D] as [E, D, F]."""
-    experts, embed, width = shape
-    return View.identity((experts, width, embed)).transpose(0, 2, 1)

@@ -27,7 +27,7 @@ def llama3(inverse: np.ndarray, numbers: dict[str, float], original_length: int)
     """Llama 3's inverse frequencies: low ones divided by `factor`, high ones unchanged, those between blended."""
     factor, low, high = numbers["factor"], numbers["low_freq_factor"], numbers["high_freq_factor"]
     wavelength = 2 * math.pi / inverse
-    smooth = (original_length / wavelength - low) / (high - low)
+    smooth = (original_length / wavelength - low) / max(high - low, 1e-9)  # Llama 4's are equal: none is between
     blended = (1 - smooth) * inverse / factor + smooth * inverse
     scaled = np.where(wavelength > original_length / low, inverse / factor, inverse)
     between = (wavelength >= original_length / high) & (wavelength <= original_length / low)

@@ -73,7 +73,9 @@ class RouterSpec:
         logits = linear(x, layer, key, out=jnp.promote_types(x.dtype, jnp.float32))
         scores = jax.nn.softmax(logits, axis=-1) if self.scoring == "softmax" else jax.nn.sigmoid(logits)
         choice = lax.stop_gradient(scores)
-        if self.correction:
+        if self.scoring == "sigmoid" and not self.correction:
+            choice = lax.stop_gradient(logits)  # in the same order, but for scores that round to one
+        elif self.correction:
             choice = choice + lax.stop_gradient(node["correction"]).astype(choice.dtype)
         if self.groups > 1:
             choice = self._in_best_groups(choice)

@@ -6,6 +6,7 @@ import transformers
 
 from families.case import Case
 from families.cases.gemma3 import CASES as GEMMA3
+from families.cases.llama4 import CASES as LLAMA4
 from families.cases.ministral import CASES as MINISTRAL
 from families.cases.qwen3_5 import CASES as QWEN3_5_CASES
 
@@ -21,6 +22,17 @@ SIGLIP = {
 PIXTRAL = {key: value for key, value in SIGLIP.items() if key != "model_type"} | {
     "model_type": "pixtral",
     "head_dim": 8,
+}
+LLAMA4_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+    "projector_input_dim": 16,
+    "projector_output_dim": 16,
+    "vision_output_dim": 16,
 }
 # Patterns of peft, which would otherwise adapt the projections of the vision tower too.
 IN_TEXT = r"model\.language_model\.layers\..*_proj"
@@ -44,6 +56,15 @@ CASES = (
         outside={"vision_config": SIGLIP, "mm_tokens_per_image": 4, "image_token_index": 200},
         auto_class=transformers.AutoModelForImageTextToText,
         peft={"target_modules": IN_TEXT},
+    ),
+    Case(
+        "llama4_vision",
+        "llama4",
+        LLAMA4[0].config,
+        text="llama4_text",
+        outside={"vision_config": LLAMA4_VISION},
+        auto_class=transformers.AutoModelForImageTextToText,
+        variant=True,
     ),
     Case(
         "mistral3_vision",

@@ -1,0 +1,64 @@
+"""Configs of mixtures of experts as they are published are accepted, and mean what transformers reads of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers
+
+from families.published_mixtures import PUBLISHED, SIZES
+from meshtune.errors import UserError
+from meshtune.families import model_spec, tensors
+from meshtune.model.attention import AttentionSpec
+from meshtune.model.spec import ModelSpec
+
+SCOUT = "meta-llama/Llama-4-Scout-17B-16E-Instruct"
+
+
+def changed(name: str, **fields: Any) -> ModelSpec:
+    config = PUBLISHED[name]
+    if "text_config" in config:
+        return model_spec({**config, "text_config": {**config["text_config"], **fields}})
+    return model_spec({**config, **fields})
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_means_what_transformers_reads_of_it(name):
+    """transformers writes every field in its new form, defaults and derived fields included."""
+    config = dict(PUBLISHED[name])
+    spec = model_spec(config)
+    assert tensors(spec)
+    config.pop("auto_map", None)
+    assert model_spec(transformers.AutoConfig.for_model(**config).to_dict()) == spec
+
+
+def test_llama4_layers_without_a_rotary_embedding_see_the_whole_document():
+    chunked, full = (layer.mixer for layer in changed(SCOUT).layer_kinds)
+    assert isinstance(chunked, AttentionSpec)
+    assert isinstance(full, AttentionSpec)
+    assert (chunked.chunk, chunked.rope is None, chunked.long_query is None) == (16, False, True)
+    assert (full.chunk, full.rope is None, full.long_query is None) == (None, True, False)
+    assert [stack.layers for stack in changed(SCOUT).stacks] == [3, 1]
+
+
+def test_llama4_fields_that_are_absent_are_those_of_transformers():
+    short = {**SIZES, "model_type": "llama4_text", "num_local_experts": 4}
+    assert model_spec(short) == model_spec(transformers.AutoConfig.for_model(**short).to_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (SCOUT, {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, and there are 4 experts"),
+        (SCOUT, {"moe_layers": [4]}, "moe_layers must list numbers of layers, from 0 to 3"),
+        (SCOUT, {"no_rope_layers": [1, 2, 1, 0]}, "no_rope_layers must list 0 or 1"),
+        (SCOUT, {"attention_chunk_size": None}, "attention_chunk_size is null"),
+        (SCOUT, {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
+        (SCOUT, {"layer_types": ["sliding_attention"] * 4}, "layer_types must list"),
+    ],
+)
+def test_what_is_not_implemented_is_named(name, changes, message):
+    with pytest.raises(UserError, match=r"config\.json, .*field") as error:
+        changed(name, **changes)
+    assert message in str(error.value)
