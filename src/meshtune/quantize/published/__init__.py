@@ -16,7 +16,11 @@ FIELD = "quantization_config"
 TEXT = "text_config"
 # quant_method -> the module that reads it, imported when a config asks for it.
 METHODS: dict[str, str] = {
+    "awq": "awq",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed_tensors",
     "fp8": "block_fp8",
+    "gptq": "gptq",
 }
 
 

@@ -1,0 +1,163 @@
+"""GPTQ: 4 or 8 bits in groups along the input, with zero points (https://arxiv.org/abs/2210.17323).
+
+The layout of AutoGPTQ and GPTQModel: `qweight` int32 [in / per, out], `per` = 32 / bits codes of one column in a word;
+`qzeros` int32 [groups, out / per]; `scales` [groups, out]; `g_idx` int32 [in], the group of each input.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+from jaxtyping import Int32
+
+from meshtune.arrays.spec import ArraySpec
+from meshtune.errors import UserError
+from meshtune.quantize.published.integers import (
+    FULL_PRECISION,
+    SCALES,
+    WORD,
+    Integers,
+    check_dtype,
+    check_shape,
+    integer_field,
+    only,
+    packed_range,
+    unpacked,
+)
+from meshtune.quantize.published.scheme import Box, Form, Parts, Shape, check_known
+
+KNOWN = """bits group_size desc_act sym checkpoint_format format method is_marlin_format dynamic lm_head damp_percent
+damp_auto_increment static_groups true_sequential model_name_or_path model_file_base_name meta pack_dtype
+pack_impl tokenizer dataset backend use_exllama disable_exllama exllama_config max_input_length use_cuda_fp16
+model_seqlen block_name_to_quantize module_name_preceding_first_block batch_size pad_token_id cache_block_outputs
+modules_in_block_to_quantize act_group_aware mse quant_lm_head adapter offload_to_disk offload_to_disk_path hyb_act
+rotation""".split()
+
+
+@dataclasses.dataclass(frozen=True)
+class Gptq:
+    """How the weights of a checkpoint are packed. `group` is the inputs of a group (-1: all of a row).
+
+    `offset` is what is added to stored zero points: one for `gptq` (to words as a whole, as GPTQModel does, which
+    differs from adding it to each code only where a stored code is 15), none for `gptq_v2`. With `act_order` the groups
+    are not runs of neighbours. `excluded` are regular expressions of modules that are not quantised, `only_modules` the
+    ends of the names of those that are (none: all).
+    """
+
+    bits: int
+    group: int
+    offset: int
+    act_order: bool = False
+    excluded: tuple[str, ...] = ()
+    only_modules: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+    method: ClassVar[str] = "gptq"
+    ending: ClassVar[str] = ".weight"
+    endings: ClassVar[Mapping[str, str]] = {
+        "codes": ".qweight",
+        "zeros": ".qzeros",
+        "scales": ".scales",
+        "groups": ".g_idx",
+    }
+    required: ClassVar[tuple[str, ...]] = ("codes", "zeros", "scales")
+    ignored: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def per(self) -> int:
+        """Codes in a word."""
+        return WORD // self.bits
+
+    def converts(self, module: str, array: ArraySpec) -> bool:
+        if any(re.match(pattern, module) for pattern in self.excluded):
+            return False
+        return not self.only_modules or module.endswith(self.only_modules)
+
+    def shape(self, parts: Parts) -> Shape:
+        rows, out = parts.shape("codes")
+        into = parts.shape("groups")[0] if "groups" in parts else rows * self.per
+        groups = -(-into // self._size(into))
+        for role, expected in (("codes", ("I32",)), ("zeros", ("I32",)), ("scales", SCALES)):
+            check_dtype(parts.dtype(role), expected, f"its {role}")
+        check_shape((rows, out), (-(-into // self.per), out), "its codes")
+        check_shape(parts.shape("zeros"), (groups, -(-out // self.per)), "its zeros")
+        check_shape(parts.shape("scales"), (groups, out), "its scales")
+        if "groups" in parts:
+            check_dtype(parts.dtype("groups"), ("I32", "I64"), "its groups")
+            indices = parts.whole("groups")
+            if indices.min(initial=0) < 0 or indices.max(initial=0) >= groups:
+                raise ValueError(f"g_idx names group {indices.max(initial=0)}, and there are {groups}")
+            if not self.act_order and (indices != np.arange(into) // self._size(into)).any():
+                raise ValueError("g_idx is out of order, which desc_act in config.json denies: set desc_act to true")
+        return out, into
+
+    def decode(self, parts: Parts, box: Box) -> np.ndarray:
+        return self.integers(parts, box).numbers()
+
+    def integers(self, parts: Parts, box: Box) -> Integers:
+        """The integers of a box; with act-order all groups of its rows are read."""
+        (top, bottom), (left, right) = box
+        size = self._size(right if "groups" not in parts else parts.shape("groups")[0])
+        groups = parts.box("groups", ((left, right),)) if self.act_order else np.arange(left, right) // size
+        first, last = (int(groups.min()), int(groups.max()) + 1) if right > left else (0, 0)
+        within = left % self.per
+        packed = parts.box("codes", (packed_range(left, right, self.per), (top, bottom)))
+        codes = unpacked(packed.T, self.bits)[:, within : within + right - left]
+        within = top % self.per
+        packed = self._corrected(parts.box("zeros", ((first, last), packed_range(top, bottom, self.per))))
+        zeros = unpacked(packed, self.bits)[:, within : within + bottom - top].T
+        scales = parts.box("scales", ((first, last), (top, bottom))).T
+        return Integers(codes, zeros, scales, (groups - first).astype(np.int32))
+
+    def form(self, weight: ArraySpec) -> Form | None:
+        return None
+
+    def codes(self, parts: Parts, box: Box) -> np.ndarray:
+        raise NotImplementedError
+
+    def scales(self, parts: Parts, box: Box) -> np.ndarray:
+        raise NotImplementedError
+
+    def _size(self, into: int) -> int:
+        return into if self.group == -1 else self.group
+
+    def _corrected(self, packed: Int32[np.ndarray, "n m"]) -> Int32[np.ndarray, "n m"]:
+        ones = sum(self.offset << shift for shift in range(0, WORD, self.bits))
+        return (packed.view(np.uint32) + np.uint32(ones)).view(np.int32)
+
+
+def read(fields: dict[str, Any], where: str) -> Gptq:
+    """The scheme of a quantization_config. Raises UserError for bits, layouts and options that are not read."""
+    check_known(fields, KNOWN, where)
+    bits = integer_field(fields, "bits", where)
+    only("bits", bits, (4, 8), where)
+    layout = str(fields.get("checkpoint_format") or fields.get("format") or "gptq").lower()
+    only("checkpoint_format", layout, ("gptq", "gptq_v2"), where)
+    only("is_marlin_format", bool(fields.get("is_marlin_format", False)), (False,), where)
+    only("pack_dtype", fields.get("pack_dtype") or "int32", ("int32",), where)
+    only("rotation", fields.get("rotation"), (None,), where)
+    blocks = fields.get("modules_in_block_to_quantize") or []
+    names = [name for block in blocks for name in ([block] if isinstance(block, str) else block)]
+    return Gptq(
+        bits,
+        integer_field(fields, "group_size", where, 128),
+        1 if layout == "gptq" else 0,
+        bool(fields.get("desc_act", False)),
+        _excluded(fields.get("dynamic") or {}, where),
+        tuple(f".{name}" for name in names),
+    )
+
+
+def _excluded(dynamic: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """The patterns of modules that GPTQModel's rules leave out; rules that give some modules other bits are refused."""
+    for rule, values in dynamic.items():
+        if not rule.startswith("-") and values:
+            raise UserError(
+                f"modules that '{rule}' matches are quantised in a way of their own",
+                where=f"{where}, dynamic",
+                fix=f"use a checkpoint in which all modules have the same bits and groups, or {FULL_PRECISION}",
+            )
+    return tuple(rule.removeprefix("-:") for rule in dynamic if rule.startswith("-:"))
