@@ -13,7 +13,8 @@ from meshtune.families import model_spec, tensors
 from meshtune.model.attention import AttentionSpec
 from meshtune.model.spec import ModelSpec
 
-SCOUT = "meta-llama/Llama-4-Scout-17B-16E-Instruct"
+SCOUT, PHI = "meta-llama/Llama-4-Scout-17B-16E-Instruct", "microsoft/Phi-3.5-MoE-instruct"
+LONGROPE = PUBLISHED[PHI]["rope_scaling"]
 
 
 def changed(name: str, **fields: Any) -> ModelSpec:
@@ -47,6 +48,12 @@ def test_llama4_fields_that_are_absent_are_those_of_transformers():
     assert model_spec(short) == model_spec(transformers.AutoConfig.for_model(**short).to_dict())
 
 
+def test_phimoe_says_what_it_does_not_apply():
+    noise, rope = model_spec(PUBLISHED[PHI]).notes
+    assert noise == "input_jitter_noise = 0.01 of the model's config is not applied"
+    assert "beyond 32 tokens LongRoPE has its short factors" in rope
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
@@ -55,6 +62,10 @@ def test_llama4_fields_that_are_absent_are_those_of_transformers():
         (SCOUT, {"no_rope_layers": [1, 2, 1, 0]}, "no_rope_layers must list 0 or 1"),
         (SCOUT, {"attention_chunk_size": None}, "attention_chunk_size is null"),
         (SCOUT, {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
+        (PHI, {"num_experts_per_tok": 3}, "num_experts_per_tok = 3 is not implemented"),
+        (PHI, {"rope_scaling": {**LONGROPE, "long_mscale": 1.3}}, "one number for both is implemented"),
+        (PHI, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "one number for both is implemented"),
+        (PHI, {"rope_scaling": {**LONGROPE, "type": "entropic"}}, "rope type 'entropic' is not implemented"),
         (SCOUT, {"layer_types": ["sliding_attention"] * 4}, "layer_types must list"),
     ],
 )

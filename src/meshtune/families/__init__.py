@@ -75,6 +75,7 @@ FAMILIES: dict[str, str] = {
     "olmoe": "olmoe",
     "phi": "phi",
     "phi3": "phi3",
+    "phimoe": "phimoe",
     "qwen2": "qwen2",
     "qwen2_moe": "qwen2_moe",
     "qwen3": "qwen3",

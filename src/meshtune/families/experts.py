@@ -53,7 +53,8 @@ def experts_spec(
         raise fields.error(activation, f"{activation} {name!r} is not implemented", f"known: {', '.join(ACTIVATIONS)}")
     fields.get("output_router_logits")
     fields.get("router_aux_loss_coef")
-    fields.only("router_jitter_noise", 0, 0.0)
+    if "jitter" not in router:
+        fields.only("router_jitter_noise", 0, 0.0)
     return ExpertsSpec(
         RouterSpec(experts, chosen, **router),
         fields.integer(width),

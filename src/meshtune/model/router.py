@@ -15,7 +15,7 @@ from meshtune.arrays.tree import Tree
 from meshtune.model.block import Hidden
 from meshtune.model.linear import linear
 
-Scoring = Literal["softmax", "sigmoid"]
+Scoring = Literal["softmax", "sigmoid", "sparse_mixer"]
 
 
 class Routing(NamedTuple):
@@ -36,6 +36,10 @@ class RouterSpec:
     trains (https://arxiv.org/abs/2408.15664). With `groups` > 1 experts come from the best `top_groups` groups of
     neighbours: a group's score is its best (`group_score` 1) or the sum of its two best experts' (2). `float32`
     multiplies in float32 whatever the compute dtype; logits are float32 in any case.
+
+    The `sparse_mixer` (https://arxiv.org/abs/2409.12136), without its sampling, weighs each choice by itself: by its
+    share of a softmax over the logits that are no further below it than 2 `jitter` times the greater of their size and
+    its own value, earlier choices left out. Its scores are the softmax.
     """
 
     experts: int
@@ -51,6 +55,7 @@ class RouterSpec:
     top_groups: int = 1
     group_score: Literal[1, 2] = 2
     float32: bool = False
+    jitter: float = 0.0
 
     def __post_init__(self):
         assert 1 <= self.top_k <= self.experts, (self.top_k, self.experts)
@@ -71,7 +76,9 @@ class RouterSpec:
         layer = {name: leaf for name, leaf in node.items() if name != "correction"}
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if self.float32 else x
         logits = linear(x, layer, key, out=jnp.promote_types(x.dtype, jnp.float32))
-        scores = jax.nn.softmax(logits, axis=-1) if self.scoring == "softmax" else jax.nn.sigmoid(logits)
+        scores = jax.nn.sigmoid(logits) if self.scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+        if self.scoring == "sparse_mixer":
+            return self._mixed(logits, scores)
         choice = lax.stop_gradient(scores)
         if self.scoring == "sigmoid" and not self.correction:
             choice = lax.stop_gradient(logits)  # in the same order, but for scores that round to one
@@ -87,6 +94,17 @@ class RouterSpec:
             total = jnp.sum(weights, axis=-1, keepdims=True)
             weights = weights / (jnp.maximum(total, self.epsilon) if self.clamp_sum else total + self.epsilon)
         return Routing(experts, weights if self.scale == 1 else weights * self.scale, scores)
+
+    def _mixed(self, logits: Float[Array, "B T E"], scores: Float[Array, "B T E"]) -> Routing:
+        """The routing of the sparse mixer. Gradients flow through the softmax of each choice."""
+        best, experts = lax.top_k(lax.stop_gradient(logits), self.top_k)
+        chosen = experts[..., None] == jnp.arange(self.experts)
+        earlier = jnp.cumsum(chosen, axis=-2) > chosen
+        fixed = lax.stop_gradient(logits)[..., None, :]
+        distance = (best[..., None] - fixed) / jnp.maximum(jnp.abs(fixed), best[..., None])
+        left_out = earlier | (distance > 2 * self.jitter)
+        shares = jax.nn.softmax(jnp.where(left_out, -jnp.inf, logits[..., None, :]), axis=-1)
+        return Routing(experts, jnp.sum(jnp.where(chosen, shares, 0), axis=-1), scores)
 
     def _in_best_groups(self, choice: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
         """The scores, -inf outside each token's best groups."""
