@@ -52,3 +52,21 @@ def from_block_fp8(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, 
     """The float32 numbers of codes and scales."""
     spread = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return codes.float() * spread[: codes.shape[0], : codes.shape[1]]
+
+
+def mxfp4() -> tuple[Quantise, dict[str, Any]]:
+    """gpt-oss': the matrices of the experts, in blocks and scales."""
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+    def quantise(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            return None
+        blocks = tensor.float().transpose(1, 2).unflatten(-1, (-1, 32))
+        exponents = torch.floor(torch.log2(blocks.abs().amax(-1))) - 2
+        shares = blocks / torch.exp2(exponents)[..., None]
+        codes = (shares.abs()[..., None] - values).abs().argmin(-1) + 8 * (shares < 0)
+        packed = (codes[..., 0::2] | (codes[..., 1::2] << 4)).to(torch.uint8)
+        return {f"{name}_blocks": packed, f"{name}_scales": (exponents + 127).to(torch.uint8)}
+
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    return quantise, {"quant_method": "mxfp4", "modules_to_not_convert": skipped}

@@ -62,8 +62,8 @@ def recorded(config: QuantizeConfig | None) -> dict[str, object] | None:
     """What `BaseRecord.quantize` holds."""
     if config is None:
         return None
-    fields = dataclasses.asdict(config)
-    return fields if config.modules else {name: value for name, value in fields.items() if name != "modules"}
+    left_out = [name for name, value in (("modules", config.modules), ("requantise", config.requantise)) if not value]
+    return {name: value for name, value in dataclasses.asdict(config).items() if name not in left_out}
 
 
 @dataclasses.dataclass(frozen=True)

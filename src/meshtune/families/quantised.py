@@ -11,10 +11,11 @@ from meshtune.arrays.roles import unknown_role
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.errors import UserError, nearest
-from meshtune.families import module_names
+from meshtune.families import module_names, tensors
 from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.quantize.config import BLOCK_SIZES, UNQUANTISED, QuantizeConfig, check_format
 from meshtune.quantize.formats import FORMATS
+from meshtune.quantize.published.scheme import Form
 from meshtune.quantize.weight import QuantisedWeight
 
 
@@ -25,14 +26,20 @@ def quantised_params(spec: ModelSpec, config: QuantizeConfig | None) -> Tree:
 
 def quantised_leaves(leaves: Mapping[str, ArraySpec], config: QuantizeConfig | None, spec: ModelSpec) -> dict[str, Any]:
     """Leaves of a model by path, with a QuantisedWeight of ArraySpecs for every linear layer in a stack, experts
-    included.
+    included; without a config those whose published codes can be computed with as they are.
 
     Embeddings, the head, norms, biases, routers and short convolutions are not quantised, nor are modules that the
     config excludes. Raises UserError for an unknown format or role, for a module in the config that is not quantised
-    anyway, and for a block size that does not divide the rows of some weight.
+    anyway, for a block size that does not divide the rows of some weight, and for a checkpoint that is published
+    quantised and was not asked to be quantised again.
     """
     if config is None:
-        return dict(leaves)
+        forms = {} if spec.published is None else published_forms(spec)
+        return {
+            path: QuantisedWeight.published(array, forms[path]) if path in forms else array
+            for path, array in leaves.items()
+        }
+    _check_again(config, spec)
     formats = _formats(config, spec)
     chosen = {path: array for path, array in leaves.items() if formats.get(path, UNQUANTISED) != UNQUANTISED}
     _check_rows(chosen, config)
@@ -50,7 +57,7 @@ def _formats(config: QuantizeConfig, spec: ModelSpec) -> dict[str, str]:
         for path, array in flatten(abstract_params(spec)).items()
         if is_quantised(path, array)
     }
-    check_format(config.format, tuple(FORMATS))
+    check_format(config.format, (*FORMATS, UNQUANTISED))
     formats = dict.fromkeys(linear, config.format)
     for module, format in config.modules.items():
         check_format(format, (*FORMATS, UNQUANTISED), f"quantize.modules.{module}")
@@ -71,6 +78,35 @@ def _formats(config: QuantizeConfig, spec: ModelSpec) -> dict[str, str]:
             )
         formats |= {path: format for path, count in matches.items() if count}
     return formats
+
+
+def published_forms(spec: ModelSpec) -> dict[str, Form]:
+    """The weights of a checkpoint that is published quantised whose codes can be computed with, by path: those of which
+    every layer is quantised."""
+    scheme, forms, plain = spec.published, dict[str, Form](), set[str]()
+    assert scheme is not None
+    for entry in tensors(spec):
+        path, array = entry.path, entry.array
+        if not is_quantised(path, array) or path in plain:
+            continue
+        converted = scheme.converts(entry.name.removesuffix(".weight"), array) and entry.view.columns is not None
+        form = scheme.form(array) if converted else None
+        if form is None:
+            plain.add(path)
+        else:
+            forms[path] = form
+    return {path: form for path, form in forms.items() if path not in plain}
+
+
+def _check_again(config: QuantizeConfig, spec: ModelSpec) -> None:
+    if config.quantises and spec.published is not None and not config.requantise:
+        raise UserError(
+            f"this checkpoint is quantised already ({spec.published.method}), and quantising its weights again would "
+            "add a second rounding",
+            where="quantize",
+            fix="leave quantize out to train over the codes as they are where they can be computed with; set quantize: "
+            "none to read them wide, or quantize.requantise: true to quantise them again",
+        )
 
 
 def is_quantised(path: str, array: ArraySpec) -> bool:

@@ -134,6 +134,30 @@ class View:
         """For each dimension of the tensor, the positions in `split_shape` that it is divided into."""
         return split_dimensions(self.split_shape, self.tensor)
 
+    @property
+    def columns(self) -> int | None:
+        """The position in `split_shape` that is the last dimension of the part, where that is one whole dimension of
+        the tensor; else None."""
+        positions = [self.order[n] for n in self.groups[-1]]
+        wide = [n for n in positions if self.counts[n] > 1] or positions[-1:]
+        if len(wide) != 1 or (wide[0],) not in self._split_dimensions or (self.rows is not None and wide[0] == 0):
+            return None
+        return wide[0] if self.take[wide[0]] == (0, self.split_shape[wide[0]], 1) else None
+
+    def with_columns(self, count: int) -> View:
+        """The same arrangement of a tensor with another size of the dimension that is the part's last one."""
+        place = self.columns
+        assert place is not None, "the last dimension is not one whole dimension of the tensor"
+        dimension = self._split_dimensions.index((place,))
+        return View(
+            (*self.tensor[:dimension], count, *self.tensor[dimension + 1 :]),
+            (*self.split_shape[:place], count, *self.split_shape[place + 1 :]),
+            (*self.take[:place], (0, count, 1), *self.take[place + 1 :]),
+            self.order,
+            (*self.shape[:-1], count),
+            self.rows,
+        )
+
     def of_rows(self, *columns: int) -> View:
         """The same arrangement of rows for an array [rows, *columns], where only rows are rearranged."""
         dimension = self.rows_dimension

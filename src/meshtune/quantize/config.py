@@ -10,6 +10,7 @@ from meshtune.errors import UserError, nearest
 from meshtune.options import option, required
 
 FormatName = Literal["nf4", "int8", "fp8", "int4"]  # the keys of meshtune.quantize.formats.FORMATS
+StoredFormatName = FormatName | Literal["e4m3", "mxfp4"]  # the keys of meshtune.quantize.formats.STORED
 BlockSize = Literal[8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 BLOCK_SIZES: tuple[BlockSize, ...] = get_args(BlockSize)
 UNQUANTISED = "none"  # the format in `modules` of a module that is not quantised
@@ -21,12 +22,14 @@ class QuantizeConfig:
     stay. `quantize: nf4` is short for `quantize: {format: nf4}`.
 
     With `double` the scales are quantised too, to 8 bits (https://arxiv.org/abs/2305.14314). `modules` maps Hugging
-    Face module names (k_proj, mlp) to formats, UNQUANTISED to exclude a module; the last match applies.
+    Face module names (k_proj, mlp) to formats, UNQUANTISED to exclude a module; the last match applies. With the
+    format UNQUANTISED, codes in which a checkpoint is published are read as the numbers that they stand for.
     Raises UserError for a block size that is not a power of two in BLOCK_SIZES.
     """
 
-    format: FormatName = required(
-        "nf4: 4 bits, spaced as weights are; int4: 4 bits, evenly spaced; int8 and fp8 (e4m3): 8 bits."
+    format: FormatName | Literal["none"] = required(
+        "nf4: 4 bits, spaced as weights are; int4: 4 bits, evenly spaced; int8 and fp8 (e4m3): 8 bits; none: not "
+        "quantised, also where the checkpoint is published in codes."
     )
     block_size: BlockSize = option(
         64, "Consecutive values in a row of a weight that share a scale; must divide every row."
@@ -41,6 +44,10 @@ class QuantizeConfig:
         },
     )
 
+    requantise: bool = option(
+        False, "Quantise a checkpoint that is published quantised once more, from the numbers that its codes stand for."
+    )
+
     def __post_init__(self):
         if self.block_size not in BLOCK_SIZES:
             raise UserError(
@@ -49,11 +56,18 @@ class QuantizeConfig:
                 fix=f"give a power of two from {BLOCK_SIZES[0]} to {BLOCK_SIZES[-1]}, such as 64",
             )
 
+    @property
+    def quantises(self) -> bool:
+        """Whether any module is quantised."""
+        return any(format != UNQUANTISED for format in (self.format, *self.modules.values()))
+
     def within(self, format: str) -> QuantizeConfig:
         """The same block size and scales, with one format for all modules."""
         return dataclasses.replace(self, format=format, modules={})
 
     def __str__(self) -> str:
+        if not self.quantises:
+            return UNQUANTISED
         modules = "".join(
             f", {name} {'whole' if format == UNQUANTISED else format}" for name, format in self.modules.items()
         )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from meshtune.quantize.config import FormatName
+from meshtune.quantize.config import StoredFormatName
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,14 +19,19 @@ class Format:
     `dtype` is the storage dtype of codes, `per` how many numbers one element of it holds. `encode_bfloat16` (if any)
     maps bfloat16 blocks [.., B, n] and their largest magnitudes (float32 [.., B]) to the same codes [.., B, n / per],
     in less time on a CPU.
+
+    Formats without `encode` are those of published checkpoints, whose codes are taken as they are: `decode` gives
+    numbers of any size, to be multiplied by the scales, which `decode_scales` (if any) makes of `scales_dtype`.
     """
 
-    name: FormatName
+    name: StoredFormatName
     dtype: str
     per: int
-    encode: Callable[[jax.Array], jax.Array]
+    encode: Callable[[jax.Array], jax.Array] | None
     decode: Callable[[jax.Array], jax.Array]
     encode_bfloat16: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    scales_dtype: str = "float32"
+    decode_scales: Callable[[jax.Array], jax.Array] | None = None
 
 
 def pairs_packed(codes: Array) -> Array:

@@ -1,12 +1,19 @@
-"""The formats of quantised weights. A new one is one module with a `format.Format` and one line here."""
+"""The formats of quantised weights. A new one is one module with a `format.Format` and one line here.
+
+FORMATS are those that weights are quantised in; PUBLISHED those of codes that are taken from files as they are.
+"""
 
 from __future__ import annotations
 
-from meshtune.quantize.config import FormatName
+from meshtune.quantize.config import FormatName, StoredFormatName
+from meshtune.quantize.e4m3 import E4M3
 from meshtune.quantize.format import Format
 from meshtune.quantize.fp8 import FP8
 from meshtune.quantize.int4 import INT4
 from meshtune.quantize.int8 import INT8
+from meshtune.quantize.mxfp4 import MXFP4
 from meshtune.quantize.nf4 import NF4
 
-FORMATS: dict[FormatName, Format] = {format.name: format for format in (NF4, INT4, INT8, FP8)}
+FORMATS: dict[FormatName, Format] = {"nf4": NF4, "int4": INT4, "int8": INT8, "fp8": FP8}
+PUBLISHED: dict[StoredFormatName, Format] = {format.name: format for format in (E4M3, MXFP4)}
+STORED: dict[StoredFormatName, Format] = {**FORMATS, **PUBLISHED}

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from meshtune.arrays.spec import ArraySpec
-from meshtune.quantize.config import BlockSize, FormatName, QuantizeConfig, check_format
+from meshtune.quantize.config import BlockSize, FormatName, QuantizeConfig, StoredFormatName, check_format
 from meshtune.quantize.format import Format, shares
-from meshtune.quantize.formats import FORMATS
+from meshtune.quantize.formats import FORMATS, PUBLISHED, STORED
+from meshtune.quantize.published.scheme import Form
 from meshtune.quantize.scales import nested_blocks, restored, twice_quantised, twice_quantised_on_device
 
 
@@ -28,7 +29,8 @@ class QuantisedWeight:
 
     `codes` [.., out, in / per] have the format's dtype. `scales` [.., out, in / block_size], the largest magnitude of
     each block, are float32, or uint8 where they are quantised too; `nested` [.., m] and `offset` [..], float32, then
-    restore them (else both are None). A block never crosses a row, so codes and scales are sharded by the rules of the
+    restore them (else both are None). Of a weight that is published quantised, codes and scales are those of its
+    files, each code relative to nothing but its scale. A block never crosses a row, so codes and scales are sharded by the rules of the
     weight they replace, in whole blocks; `nested` is replicated, one number for 256 blocks. Leading axes (layers,
     experts) lead every array, so that a scan slices a quantised weight like any other.
     """
@@ -37,7 +39,7 @@ class QuantisedWeight:
     scales: Any
     nested: Any
     offset: Any
-    format: FormatName = dataclasses.field(metadata={"static": True})
+    format: StoredFormatName = dataclasses.field(metadata={"static": True})
     block_size: BlockSize = dataclasses.field(metadata={"static": True})
     dtype: str = dataclasses.field(metadata={"static": True})
 
@@ -59,6 +61,23 @@ class QuantisedWeight:
             nested = ArraySpec((*lead, nested_blocks(out * blocks)), "float32", (*lead_axes, "whole"))
             offset = ArraySpec(tuple(lead), "float32", lead_axes)
         return cls(codes, scales, nested, offset, config.format, config.block_size, weight.dtype)
+
+    @classmethod
+    def published(cls, weight: ArraySpec, form: Form) -> QuantisedWeight:
+        """The codes of a weight [.., out, in] as they are in the files of its checkpoint, with ArraySpecs for arrays."""
+        format = PUBLISHED[form.format]
+        *lead, out, into = weight.shape
+        assert into % form.block_size == 0, (weight.shape, form)
+        shape, unit = (*lead, out, into // format.per), form.block_size // format.per
+        codes = ArraySpec(shape, format.dtype, weight.axes, unit=unit, role=weight.role)
+        blocks = (*lead, out, into // form.block_size)
+        scales = ArraySpec(blocks, format.scales_dtype, weight.axes, role=weight.role)
+        return cls(codes, scales, None, None, form.format, form.block_size, weight.dtype)
+
+    @property
+    def is_published(self) -> bool:
+        """Whether its codes are those of a checkpoint's files."""
+        return self.format in PUBLISHED
 
     @classmethod
     def quantise(cls, weight: Float[Array, "*L o i"], config: QuantizeConfig) -> QuantisedWeight:
@@ -90,7 +109,7 @@ class QuantisedWeight:
 
     @property
     def _kind(self) -> Format:
-        return FORMATS[self.format]
+        return STORED[self.format]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -108,13 +127,15 @@ class QuantisedWeight:
 
     @property
     def config(self) -> QuantizeConfig:
-        return QuantizeConfig(self.format, self.block_size, self.nested is not None)
+        assert not self.is_published, f"no recipe quantises in {self.format}"
+        return QuantizeConfig(cast(FormatName, self.format), self.block_size, self.nested is not None)
 
     def dequantise(self, dtype: DTypeLike | None = None) -> Float[Array, "*L o i"]:
         """The weight in `dtype` (default: its original dtype), computed in float32."""
+        kind, shape = self._kind, self.shape
         scales = self.scales if self.nested is None else restored(self.scales, self.nested, self.offset)
-        shape = self.shape
-        blocks = self._kind.decode(self.codes).reshape(*shape[:-1], -1, self.block_size)
+        scales = scales if kind.decode_scales is None else kind.decode_scales(scales)
+        blocks = kind.decode(self.codes).reshape(*shape[:-1], -1, self.block_size)
         return (blocks * scales[..., None]).reshape(shape).astype(dtype or self.dtype)
 
     def in_use(self, gathered: Callable[..., Array], axes: tuple[str, ...]) -> QuantisedWeight:
@@ -125,16 +146,18 @@ class QuantisedWeight:
 
 @functools.partial(jax.jit, static_argnames=("format", "block_size"))
 def encoded(
-    numbers: Float[Array, "*L i"], *, format: FormatName, block_size: int
+    numbers: Float[Array, "*L i"], *, format: StoredFormatName, block_size: int
 ) -> tuple[Array, Float[Array, "*L n"]]:
     """(codes [.., in / per], float32 scales [.., in / block_size]); the block size must divide the rows."""
     blocks = numbers.reshape(*numbers.shape[:-1], -1, block_size)
     absmax = jnp.abs(blocks.astype(jnp.float32)).max(axis=-1)
 
     def encode(blocks: Array, absmax: Array) -> Array:
-        return FORMATS[format].encode(shares(blocks.astype(jnp.float32), absmax))
+        assert kind.encode is not None, f"codes of {format} come from files"
+        return kind.encode(shares(blocks.astype(jnp.float32), absmax))
 
-    encode_bfloat16 = FORMATS[format].encode_bfloat16
+    kind = STORED[format]
+    encode_bfloat16 = kind.encode_bfloat16
     if numbers.dtype == jnp.bfloat16 and encode_bfloat16 is not None:
         codes = jax.lax.platform_dependent(blocks, absmax, cpu=encode_bfloat16, default=encode)
     else:

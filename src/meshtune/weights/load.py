@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtune.arrays.tree import Tree, flatten, unflatten
+from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import Leaves, Tree, flatten, unflatten
 from meshtune.errors import UserError
 from meshtune.families import as_stored, model_spec, tensors
 from meshtune.families.composite import HEAD, tensor_name, text_config
@@ -20,10 +21,11 @@ from meshtune.families.tensors import TensorMap
 from meshtune.mesh.layout import Layout
 from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.quantize.config import QuantizeConfig
+from meshtune.quantize.weight import QuantisedWeight
 from meshtune.weights.broadcast_reader import BroadcastReader, broadcast_reader
 from meshtune.weights.check import SCORE, check
 from meshtune.weights.load_report import LoadReport, MemoryProbe, bytes_in_use, bytes_placed
-from meshtune.weights.packed import model_tensors, with_packed
+from meshtune.weights.packed import as_in_files, model_tensors, parts_to_read, with_packed
 from meshtune.weights.read_into import Progress, read_into
 from meshtune.weights.read_plan import Device
 from meshtune.weights.safetensors_files import TensorInfo, headers, read_json, samples, tensor_names
@@ -75,7 +77,8 @@ def spec_of(config: Mapping[str, Any], directory: Path, dtype: str) -> ModelSpec
             spec = dataclasses.replace(spec, tied=False)  # as transformers does, whatever the config says
     if not any(directory.glob("*.safetensors")):
         return spec
-    return as_stored(spec, lambda: model_tensors(directory, spec.published), str(directory))
+    spec = as_stored(spec, lambda: model_tensors(directory, spec.published), str(directory))
+    return spec if spec.published is None else as_in_files(spec, model_tensors(directory, spec.published))
 
 
 def _equal_in_samples(first: TensorInfo, second: TensorInfo) -> bool:
@@ -127,7 +130,9 @@ def load_params(
 
     With `quantize` linear layers become QuantisedWeights, quantised block by block from the numbers as they are stored:
     no weight is ever whole, or in float32, in memory. Scales that are quantised too pass through the host matrix by
-    matrix; every process must then call this. Leaves whose path is in `plain` are not quantised.
+    matrix; every process must then call this. Leaves whose path is in `plain` are not quantised. Without `quantize`
+    weights of a checkpoint that is published quantised become QuantisedWeights with the codes of its files, where there
+    is a product with them; a config with the format "none" gives all numbers in the spec's dtype.
 
     Arrays named in `waiting` (by path, or path and field of a QuantisedWeight) are placed in pinned host memory and
     are never on a device; the host briefly holds the largest of them twice.
@@ -152,10 +157,11 @@ def load_params(
     with MemoryProbe() as memory, TensorReader() as reader:
         infos = _checked_headers(directory, spec, broadcaster)
         table = [entry for entry in tensors(spec) if entry.name in infos]
-        paths = {entry.path for entry in table}
-        shards = Shards({path: array for path, array in arrays.items() if path in paths}, layout, devices, waiting)
+        arrays = {path: arrays[path] for path in dict.fromkeys(entry.path for entry in table)}
+        to_read, table, infos = _as_read(arrays, table, infos)
+        shards = Shards(to_read, layout, devices, waiting)
         read_into(shards, table, infos, reader, broadcaster, progress)
-        leaves = shards.assembled()
+        leaves = _with_codes(arrays, shards.assembled())
     if report:
         local = jax.local_devices()[:1] if layout is None else _local_devices(layout)
         report(
@@ -172,6 +178,35 @@ def load_params(
             )
         )
     return unflatten(leaves)
+
+
+def _as_read(
+    arrays: Mapping[str, ArraySpec | QuantisedWeight], table: list[TensorMap], infos: dict[str, TensorInfo]
+) -> tuple[dict[str, ArraySpec | QuantisedWeight], list[TensorMap], dict[str, TensorInfo]]:
+    """What is read into shards: of weights whose published codes are taken as they are, codes and scales."""
+    to_read, entries, tensors = dict(arrays), list[TensorMap](), dict(infos)
+    for entry in table:
+        leaf = arrays[entry.path]
+        if not isinstance(leaf, QuantisedWeight) or not leaf.is_published:
+            entries.append(entry)
+            continue
+        to_read.pop(entry.path, None)
+        for field, part, info in parts_to_read(entry, leaf, infos[entry.name]):
+            to_read[part.path], tensors[part.name] = getattr(leaf, field), info
+            entries.append(part)
+    return to_read, entries, tensors
+
+
+def _with_codes(arrays: Mapping[str, ArraySpec | QuantisedWeight], leaves: Leaves) -> Leaves:
+    """Codes and scales that were read as quantised weights."""
+
+    def leaf(path: str, array: ArraySpec | QuantisedWeight) -> jax.Array | QuantisedWeight:
+        if path in leaves:
+            return leaves[path]
+        assert isinstance(array, QuantisedWeight)
+        return dataclasses.replace(array, codes=leaves[f"{path}/codes"], scales=leaves[f"{path}/scales"])
+
+    return {path: leaf(path, array) for path, array in arrays.items()}
 
 
 def load_weight(directory: Path, spec: ModelSpec, path: str, layout: Layout | None = None) -> jax.Array:

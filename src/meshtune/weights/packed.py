@@ -6,14 +6,25 @@ read, from the boxes of its parts that they need.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, cast
 
+from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
+from meshtune.families import tensors
+from meshtune.families.quantised import is_quantised
+from meshtune.families.tensors import TensorMap
+from meshtune.model.spec import ModelSpec
 from meshtune.quantize.published.scheme import Scheme
+from meshtune.quantize.weight import QuantisedWeight
 from meshtune.weights.decode import StoredParts
-from meshtune.weights.safetensors_files import Packed, TensorInfo, headers
+from meshtune.weights.safetensors_files import DTYPES, Packed, TensorInfo, headers
 from meshtune.weights.tensor_reader import TensorReader
+
+STORED_DTYPES = {dtype.name: name for name, dtype in DTYPES.items()}
 
 
 def model_tensors(directory: Path, scheme: Scheme | None) -> dict[str, TensorInfo]:
@@ -41,6 +52,42 @@ def with_packed(infos: Mapping[str, TensorInfo], scheme: Scheme | None) -> dict[
                 parts = {role: infos[part] for role, part in packed[taken[name]].items()}
                 result[weight] = _packed(weight, parts, scheme, reader)
     return result
+
+
+def as_in_files(spec: ModelSpec, infos: Mapping[str, TensorInfo]) -> ModelSpec:
+    """The spec of a model with the tensors `infos`: what is not quantised there, whatever the config says, is among the
+    modules that are skipped."""
+    scheme = spec.published
+    if scheme is None:
+        return spec
+    plain = {
+        name: None
+        for entry in tensors(spec)
+        if is_quantised(entry.path, entry.array)
+        and scheme.converts(name := entry.name.removesuffix(".weight"), entry.array)
+        and entry.name in infos
+        and infos[entry.name].packed is None
+    }
+    skip = (*scheme.skip, *map(re.escape, plain))
+    return dataclasses.replace(spec, published=dataclasses.replace(cast(Any, scheme), skip=skip)) if plain else spec
+
+
+def parts_to_read(
+    entry: TensorMap, leaf: QuantisedWeight, info: TensorInfo
+) -> Iterator[tuple[str, TensorMap, TensorInfo]]:
+    """(field, entry, tensor) of the codes and the scales of a part of a leaf whose published codes are taken as they
+    are: what is to be read for each field of the quantised weight."""
+    assert info.packed is not None, f"'{entry.name}' is not quantised in its file"
+    for field in ("codes", "scales"):
+        array: ArraySpec = getattr(leaf, field)
+        view = entry.view.with_columns(array.shape[-1])
+        name, path = f"{entry.name} ({field})", f"{entry.path}/{field}"
+        packed = dataclasses.replace(info.packed, content=field)
+        stored = dataclasses.replace(info, shape=view.tensor, dtype=STORED_DTYPES[array.dtype], packed=packed)
+        as_it_is = next((part for _, part in packed.parts if part.shape == view.tensor), None)
+        if field == "codes" and as_it_is is not None and as_it_is.dtype == stored.dtype:
+            stored = as_it_is
+        yield field, dataclasses.replace(entry, name=name, path=path, array=array, view=view), stored
 
 
 def _grouped(infos: Mapping[str, TensorInfo], scheme: Scheme) -> dict[str, dict[str, str]]:

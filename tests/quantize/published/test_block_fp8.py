@@ -17,6 +17,8 @@ from families.published_checkpoints import block_fp8, from_block_fp8, rewritten
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
 from meshtune.families import tensors
+from meshtune.quantize.config import QuantizeConfig
+from meshtune.quantize.weight import QuantisedWeight
 from meshtune.weights.inspect import inspect_model
 from meshtune.weights.load import load_params, load_spec
 
@@ -40,10 +42,15 @@ def wide(checkpoint: Path) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.parametrize("quantize", [None, QuantizeConfig("none")], ids=["codes", "wide"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_are_codes_times_scales_rounded_once(checkpoint: Path, dtype: str):
+def test_weights_are_codes_times_scales_rounded_once(checkpoint: Path, dtype: str, quantize: QuantizeConfig | None):
     spec, _ = load_spec(checkpoint, dtype)
-    params, expected = flatten(load_params(checkpoint, spec)), wide(checkpoint)
+    params, expected = flatten(load_params(checkpoint, spec, quantize=quantize)), wide(checkpoint)
+    coded = {path for path, leaf in params.items() if isinstance(leaf, QuantisedWeight)}
+    assert bool(coded) == (quantize is None)
+    for path in coded:
+        params[path] = params[path].dequantise()
     for entry in tensors(spec):
         numbers = entry.view.read(expected[entry.name].numpy())
         if dtype == "bfloat16" and entry.array.role != "buffer":

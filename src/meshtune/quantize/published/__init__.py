@@ -21,6 +21,7 @@ METHODS: dict[str, str] = {
     "compressed-tensors": "compressed_tensors",
     "fp8": "block_fp8",
     "gptq": "gptq",
+    "mxfp4": "mxfp4",
 }
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
+from meshtune.quantize.config import BLOCK_SIZES, BlockSize
 from meshtune.quantize.published.scheme import Box, Form, Parts, Shape, check_known, is_skipped, skip_list
 
 VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -59,13 +60,22 @@ class BlockFp8:
         return numbers
 
     def form(self, weight: ArraySpec) -> Form | None:
-        return None
+        size = self._group(weight.shape[-1])
+        return None if size is None else Form("e4m3", size)
+
+    def _group(self, into: int) -> BlockSize | None:
+        """Neighbours in a row of `into` numbers that share a scale in memory."""
+        wide = into if self.block is None else self.block[1]
+        fitting = [size for size in BLOCK_SIZES if size <= BLOCK and into % size == wide % size == 0]
+        return max(fitting, default=None)
 
     def codes(self, parts: Parts, box: Box) -> np.ndarray:
         return parts.box("codes", box)
 
     def scales(self, parts: Parts, box: Box) -> np.ndarray:
-        raise NotImplementedError
+        size = self._group(parts.shape("codes")[-1])
+        assert size is not None
+        return np.broadcast_to(self._scales(parts, box, size), [stop - start for start, stop in box])
 
     def _scales(self, parts: Parts, box: Box, columns: int) -> np.ndarray:
         """The scale of every `columns` neighbours of a box whose last dimension counts such groups: [*box]."""

@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
-from meshtune.quantize.config import BlockSize
+from meshtune.quantize.config import BlockSize, StoredFormatName
 
 Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]  # [start, stop) of each dimension
@@ -42,7 +42,7 @@ class Parts(Protocol):
 class Form:
     """The quantised weight that codes in files are, as they are: a format of `quantize.formats` and its block size."""
 
-    format: str
+    format: StoredFormatName
     block_size: BlockSize
 
 
