@@ -31,7 +31,7 @@ from meshtune.families.quantised import quantised_leaves
 from meshtune.mesh.layout import Layout
 from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.model.token_rows import ROWS
-from meshtune.quantize.config import QuantizeConfig
+from meshtune.quantize.config import UNQUANTISED, QuantizeConfig
 from meshtune.quantize.weight import QuantisedWeight
 
 SHARED = "shared"  # where what all adapters read in common lies in `frozen`
@@ -76,7 +76,7 @@ def abstract(
     possible with this model, and for a quantised weight that it would train.
     """
     adapted, trained = _choose(method, spec)
-    if quantize is not None and not isinstance(method, ExpandConfig):  # the new layers alone are trained, and plain
+    if not isinstance(method, ExpandConfig):  # the new layers alone are trained, and plain
         _fits_quantised(method, adapted, trained, quantize, spec)
     choice: dict[str, Hashable] = dict.fromkeys(trained, "full")
     for name in adapted:
@@ -112,7 +112,7 @@ def prepare(
     where that was measured, for adapters initialised from the quantisation error.
     Raises UserError for a method that is not possible with this model.
     """
-    plan = abstract(method, spec, trainable_dtype)
+    plan = abstract(method, spec, trainable_dtype, QuantizeConfig(UNQUANTISED))
     assert layout is None or spec == plan.spec, "on a mesh, load with abstract(method, spec).spec"
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
@@ -276,19 +276,22 @@ def _disjoint(adapted: list[str], trained: list[str], among: dict[str, Module], 
 
 
 def _fits_quantised(
-    method: Method, adapted: list[str], trained: list[str], quantize: QuantizeConfig, spec: ModelSpec
+    method: Method, adapted: list[str], trained: list[str], quantize: QuantizeConfig | None, spec: ModelSpec
 ) -> None:
     """Raises UserError where a quantised weight would be trained itself, or where an adapter requires a quantised or an
     unquantised weight and has the other."""
+    leaves = quantised_leaves(flatten(abstract_params(spec)), quantize, spec)
+    if not any(isinstance(leaf, QuantisedWeight) for leaf in leaves.values()):
+        return
     if not isinstance(method, LoraConfig):
+        instead = "leave quantize out" if quantize is not None else "set quantize: none to read the checkpoint wide"
         raise UserError(
             "a quantised base cannot be trained itself: its codes have no gradient",
             where="quantize, method",
-            fix="use method: lora, which trains adapters beside the quantised weights, or leave quantize out",
+            fix=f"use method: lora, which trains adapters beside the quantised weights, or {instead}",
         )
     if method.adapter == "pissa":
         raise not_of_quantised()
-    leaves = quantised_leaves(flatten(abstract_params(spec)), quantize, spec)
     for name, module in modules(spec).items():
         quantised = isinstance(leaves.get(f"{module.node}/weight"), QuantisedWeight)
         if method.adapter == "loftq" and name in adapted and not quantised:

@@ -41,7 +41,7 @@ def _check_evaluation(recipe: Recipe) -> None:
 
 def _check_base(recipe: Recipe) -> None:
     method = recipe.method.kind
-    if recipe.quantize is not None and method not in ("lora", "llama_pro"):
+    if _quantises(recipe) and method not in ("lora", "llama_pro"):
         raise ValueError(
             f"quantize freezes the base in codes that no update can change, and method {method} trains the base "
             "itself: use method: lora or llama_pro with quantize, or leave quantize out"
@@ -53,14 +53,18 @@ def _check_base(recipe: Recipe) -> None:
         )
 
 
+def _quantises(recipe: Recipe) -> bool:
+    return recipe.quantize is not None and recipe.quantize.quantises
+
+
 def _check_adapter(recipe: Recipe) -> None:
     adapter = getattr(recipe.method, "adapter", None)
-    if adapter == "pissa" and recipe.quantize is not None:
+    if adapter == "pissa" and _quantises(recipe):
         raise ValueError(
             "method.adapter: pissa decomposes the base's weights, and quantising has already changed them: use "
             "method.adapter: loftq with quantize, or leave quantize out"
         )
-    if adapter == "loftq" and recipe.quantize is None:
+    if adapter == "loftq" and not _quantises(recipe):
         raise ValueError(
             "method.adapter: loftq starts from the error of quantising the base: add quantize: nf4 (or int8, int4, "
             "fp8), or use method.adapter: pissa"

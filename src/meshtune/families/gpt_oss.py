@@ -31,8 +31,8 @@ DESCRIPTIONS = {
     "gpt_oss": Family(
         title="gpt-oss",
         special="attention sinks, windows in every other layer, experts with biases and a clamped activation; files in "
-        "bfloat16 (mxfp4 is not read yet); adapters on attention alone",
-        models=("unsloth/gpt-oss-20b-BF16", "unsloth/gpt-oss-120b-BF16"),
+        "mxfp4, as published, or bfloat16; adapters on attention alone",
+        models=("openai/gpt-oss-20b", "openai/gpt-oss-120b"),
         group="mixture of experts",
     )
 }

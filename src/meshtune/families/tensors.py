@@ -10,15 +10,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import flatten
+from meshtune.families.refinement import Shape, groups_of, split_dimensions
 from meshtune.model.spec import ModelSpec, abstract_params
 
-Shape = tuple[int, ...]
 Range = tuple[int, int, int]
 
 
@@ -45,14 +45,14 @@ class View:
 
     def __post_init__(self):
         assert math.prod(self.tensor) == math.prod(self.split_shape), (self.tensor, self.split_shape)
-        assert _groups(self.split_shape, self.tensor) is not None, f"{self.split_shape} does not refine {self.tensor}"
+        assert groups_of(self.split_shape, self.tensor) is not None, f"{self.split_shape} does not refine {self.tensor}"
         for n, (start, stop, step) in zip(self.split_shape, self.take, strict=True):
             assert step > 0
             assert 0 <= start < stop <= n, (self.split_shape, self.take)
         assert self.rows is None or sorted(self.rows) == list(range(self.split_shape[0])), self.rows
         assert self.rows is None or self.take[0] == (0, self.split_shape[0], 1), "rows are taken in part"
         assert sorted(self.order) == list(range(len(self.split_shape))), self.order
-        assert _groups(self.permuted, self.shape) is not None, f"{self.permuted} does not merge into {self.shape}"
+        assert groups_of(self.permuted, self.shape) is not None, f"{self.permuted} does not merge into {self.shape}"
 
     @classmethod
     def identity(cls, shape: Shape) -> View:
@@ -94,7 +94,7 @@ class View:
     @functools.cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """For each dimension of `shape`, the positions in `permuted` that make it up."""
-        groups = _groups(self.permuted, self.shape)
+        groups = groups_of(self.permuted, self.shape)
         assert groups is not None
         return groups
 
@@ -323,32 +323,5 @@ def _require(holds: bool, message: str) -> None:
         raise AssertionError(f"the family's table of tensors is wrong: {message}")
 
 
-def split_dimensions(fine: Shape, coarse: Shape) -> tuple[tuple[int, ...], ...]:
-    """For each dimension of a shape, the positions in the finer shape that it is divided into."""
-    groups = _groups(fine, coarse)
-    assert groups is not None, f"{fine} does not refine {coarse}"
-    return groups
-
-
 def _count(entry: Range) -> int:
     return len(range(*entry))
-
-
-def _groups(fine: Shape, coarse: Shape) -> tuple[tuple[int, ...], ...] | None:
-    """The positions in `fine` whose product is each dimension of `coarse`; None where they do not fit."""
-
-    def of_each() -> Iterator[tuple[int, ...]]:
-        at = 0
-        for n, size in enumerate(coarse):
-            first, product = at, 1
-            while at < len(fine) and product * fine[at] <= size and (product < size or n == len(coarse) - 1):
-                product *= fine[at]
-                at += 1
-            if product != size:
-                return
-            yield tuple(range(first, at))
-        if all(n == 1 for n in fine[at:]):
-            yield ()
-
-    groups = tuple(of_each())
-    return groups[:-1] if len(groups) == len(coarse) + 1 else None

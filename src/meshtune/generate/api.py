@@ -27,7 +27,7 @@ from meshtune.model.compute import Compute
 from meshtune.model.decoder import hidden_states, logits
 from meshtune.model.spec import ModelSpec
 from meshtune.model.token_rows import folded
-from meshtune.quantize.config import FormatName, QuantizeConfig, check_format
+from meshtune.quantize.config import UNQUANTISED, FormatName, QuantizeConfig, check_format
 from meshtune.quantize.formats import FORMATS
 from meshtune.runs.sources import find
 from meshtune.weights.load import MODEL_DTYPES, load_params, load_spec
@@ -249,8 +249,8 @@ def _quantised(quantize: QuantizeConfig | str | None, adapter: LoadedAdapter | N
         return None if adapter is None else adapter.base.quantised
     if quantize is None or isinstance(quantize, QuantizeConfig):
         return quantize
-    check_format(quantize, (*FORMATS, "none"))
-    return None if quantize == "none" else QuantizeConfig(cast(FormatName, quantize))
+    check_format(quantize, (*FORMATS, UNQUANTISED))
+    return QuantizeConfig(cast(FormatName, quantize), requantise=quantize != UNQUANTISED)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "compute"))

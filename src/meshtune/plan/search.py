@@ -25,9 +25,13 @@ from meshtune.plan.hardware import Target
 from meshtune.plan.roofline import Roofline, roofline
 from meshtune.plan.work import work_of
 from meshtune.quantize.config import FormatName, QuantizeConfig
+from meshtune.quantize.published import read_scheme
+from meshtune.quantize.published.scheme import Scheme
 from meshtune.setup.choices import compute_of
 from meshtune.setup.machine import Machine
 from meshtune.setup.stage import row_length
+from meshtune.weights.hub import CONFIG, locate
+from meshtune.weights.load import load_config
 
 RESERVE = 0.06  # share of a device's memory left to the driver, library workspaces and fragmentation
 MESH, MICRO, REMAT, OFFLOAD, QUANTIZE = "mesh", "train.micro_batch", "compute.remat", "compute.offload", "quantize"
@@ -69,6 +73,12 @@ class ScoredCandidate:
         return {key: value for key, value in self.overrides.items() if key != MESH or self.mesh.devices > 1}
 
 
+def _published(recipe: Recipe) -> Scheme | None:
+    """How the weights of a recipe's model are quantised as they are published."""
+    config = locate(recipe.model.path, recipe.model.revision, allow=CONFIG)
+    return read_scheme(load_config(config), str(config))[0]
+
+
 def memory_limit(target: Target, reserve: float = RESERVE) -> int:
     """Bytes of a device's memory without the reserve."""
     return int(target.device.memory * (1 - reserve))
@@ -83,7 +93,10 @@ def open_keys(recipe: Recipe, *, search: bool = False) -> frozenset[str]:
         and (recipe.train.micro_batch == "auto" or (search and "micro_batch" not in recipe.train.model_fields_set)),
         REMAT: recipe.compute.remat == "auto" and not layerwise,
         OFFLOAD: search and not layerwise and "offload" not in recipe.compute.model_fields_set,
-        QUANTIZE: search and "quantize" not in recipe.model_fields_set and isinstance(recipe.method, LoraOptions),
+        QUANTIZE: search
+        and "quantize" not in recipe.model_fields_set
+        and isinstance(recipe.method, LoraOptions)
+        and _published(recipe) is None,
     }
     return frozenset(key for key, value in is_open.items() if value)
 

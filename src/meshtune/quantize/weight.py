@@ -29,10 +29,10 @@ class QuantisedWeight:
 
     `codes` [.., out, in / per] have the format's dtype. `scales` [.., out, in / block_size], the largest magnitude of
     each block, are float32, or uint8 where they are quantised too; `nested` [.., m] and `offset` [..], float32, then
-    restore them (else both are None). Of a weight that is published quantised, codes and scales are those of its
-    files, each code relative to nothing but its scale. A block never crosses a row, so codes and scales are sharded by the rules of the
-    weight they replace, in whole blocks; `nested` is replicated, one number for 256 blocks. Leading axes (layers,
-    experts) lead every array, so that a scan slices a quantised weight like any other.
+    restore them (else both are None). Of a weight that is published quantised, codes and scales are those of its files.
+    A block never crosses a row, so codes and scales are sharded by the rules of the weight they replace, in whole
+    blocks; `nested` is replicated, one number for 256 blocks. Leading axes (layers, experts) lead every array, so that
+    a scan slices a quantised weight like any other.
     """
 
     codes: Any
@@ -48,7 +48,8 @@ class QuantisedWeight:
         """The quantised form of a weight [.., out, in], with ArraySpecs for arrays. Raises UserError for an unknown
         format."""
         check_format(config.format, tuple(FORMATS))
-        format = FORMATS[config.format]
+        name = cast(FormatName, config.format)
+        format = FORMATS[name]
         *lead, out, into = weight.shape
         assert into % config.block_size == 0, (weight.shape, config)
         lead_axes, blocks = weight.axes[:-2], into // config.block_size
@@ -60,11 +61,11 @@ class QuantisedWeight:
         if config.double:
             nested = ArraySpec((*lead, nested_blocks(out * blocks)), "float32", (*lead_axes, "whole"))
             offset = ArraySpec(tuple(lead), "float32", lead_axes)
-        return cls(codes, scales, nested, offset, config.format, config.block_size, weight.dtype)
+        return cls(codes, scales, nested, offset, name, config.block_size, weight.dtype)
 
     @classmethod
     def published(cls, weight: ArraySpec, form: Form) -> QuantisedWeight:
-        """The codes of a weight [.., out, in] as they are in the files of its checkpoint, with ArraySpecs for arrays."""
+        """The codes of a weight [.., out, in] as they are in its checkpoint's files, with ArraySpecs for arrays."""
         format = PUBLISHED[form.format]
         *lead, out, into = weight.shape
         assert into % form.block_size == 0, (weight.shape, form)

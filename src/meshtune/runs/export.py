@@ -17,7 +17,7 @@ from meshtune.arrays.tree import flatten
 from meshtune.data.tokenizer import load_tokenizer, padding_id
 from meshtune.digests import write_digests
 from meshtune.errors import UserError, nearest
-from meshtune.quantize.config import QuantizeConfig
+from meshtune.quantize.config import UNQUANTISED, QuantizeConfig
 from meshtune.runs.sources import Source, find
 from meshtune.weights.export import export_model
 from meshtune.weights.fingerprint import base_hash
@@ -95,7 +95,7 @@ def export(
             fix="leave --merge out to write it in another dtype or other file sizes",
         )
     else:
-        params = load_params(resolved.base, spec)
+        params = load_params(resolved.base, spec, quantize=QuantizeConfig(UNQUANTISED))
     template = None
     if resolved.chat_template is not None:
         chat_template = load_tokenizer(resolved.tokenizer, resolved.chat_template).chat_template

@@ -10,31 +10,56 @@ import jax
 
 from meshtune.adapters.method import PreparedModel
 from meshtune.arrays.tree import flatten
+from meshtune.families import tensors
+from meshtune.families.quantised import is_quantised
 from meshtune.mesh.layout import Layout
+from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.weight import QuantisedWeight
 from meshtune.setup.choices import Decision
 
 
-def quantize_decisions(arrays: PreparedModel, layout: Layout | None) -> list[Decision]:
-    """The format of the quantised weights with what it takes, and which of them a mesh cannot split."""
+def quantize_decisions(arrays: PreparedModel, layout: Layout | None, quantize: QuantizeConfig | None) -> list[Decision]:
+    """The format of the quantised weights with what it takes, and which of them a mesh cannot split; of a checkpoint
+    that is published quantised also what is read wide."""
     weights = {path: x for path, x in flatten(arrays.frozen).items() if isinstance(x, QuantisedWeight)}
+    decisions = _read_wide(arrays, set(weights), quantize)
     if not weights:
-        return []
-    config = next(iter(weights.values())).config
-    decisions: list[Decision] = []
+        return decisions
     for format in dict.fromkeys(weight.format for weight in weights.values()):
         of_format = {path: weight for path, weight in weights.items() if weight.format == format}
         stored_bytes = sum(array.nbytes for weight in of_format.values() for array in jax.tree.leaves(weight))
         numbers = sum(weight.size for weight in of_format.values())
-        why = f"asked for: {8 * stored_bytes / numbers:.2f} bits a weight of {numbers:,}"
+        first = next(iter(of_format.values()))
+        published = f"as published ({arrays.spec.published.method})" if arrays.spec.published else ""
+        why = f"{published if first.is_published else 'asked for'}: {8 * stored_bytes / numbers:.2f} bits a weight"
         where = "" if len(of_format) == len(weights) else f", in {_sites(of_format)}"
-        decisions.append(Decision("quantize", str(config.within(format)), why + where))
+        chosen = f"{format}, blocks of {first.block_size}" if first.is_published else str(first.config)
+        decisions.append(Decision("quantize", chosen, f"{why} of {numbers:,}{where}"))
     uneven = [] if layout is None else [path for path, weight in weights.items() if _cut_short(weight, layout)]
     if uneven:
-        blocks = f"blocks of {config.block_size} cannot be dealt out evenly in {_sites(uneven)}"
+        blocks = f"blocks of {weights[uneven[0]].block_size} cannot be dealt out evenly in {_sites(uneven)}"
         why = f"{blocks}: whole rows are on each device"
         decisions.append(Decision("quantize", "whole", why))
     return decisions
+
+
+def _read_wide(arrays: PreparedModel, coded: set[str], quantize: QuantizeConfig | None) -> list[Decision]:
+    """That weights which are quantised in the checkpoint's files are read as the numbers that they stand for."""
+    scheme, spec = arrays.spec.published, arrays.spec
+    if scheme is None or (quantize is not None and quantize.quantises):
+        return []
+    wide = [
+        entry.path
+        for entry in tensors(spec)
+        if entry.path not in coded
+        and is_quantised(entry.path, entry.array)
+        and scheme.converts(entry.name.removesuffix(".weight"), entry.array)
+    ]
+    if not wide:
+        return []
+    why = f"published in {scheme.method}, "
+    why += "and asked for wide" if quantize is not None else f"whose codes have no product here: {_sites(wide)}"
+    return [Decision("quantize", spec.dtype, why)]
 
 
 def _sites(paths: Iterable[str]) -> str:

@@ -66,7 +66,7 @@ def resolve_run(
     precision, decision = precision_of(recipe, stored_dtype(source, load_config(source)), machine.platform)
     start = start_of(recipe, source, precision.frozen)
     _check_length(recipe.data.max_length, start.spec)
-    quantize = recipe.quantize
+    quantize = _asked(recipe.quantize, start.spec)
     arrays = abstract(start.method, start.spec, precision.trainable, quantize)
     mesh, why = mesh_of(recipe, len(machine.devices), arrays.spec)
     if processes:
@@ -76,9 +76,14 @@ def resolve_run(
     layout, decisions = layout_of(mesh, why, arrays.spec, machine)
     notes = [Decision("model", arrays.spec.family, note) for note in arrays.spec.notes]
     notes += [Decision("model", *note) for note in passing_notes(source, start.spec)]
-    decisions = [*notes, decision, *decisions, *quantize_decisions(arrays, layout)]
+    decisions = [*notes, decision, *decisions, *quantize_decisions(arrays, layout, quantize)]
     offload = tuple(recipe.compute.offload)
     return ResolvedRun(source, start.method, precision, arrays, machine, layout, decisions, quantize, offload, start)
+
+
+def _asked(quantize: QuantizeConfig | None, spec: ModelSpec) -> QuantizeConfig | None:
+    """The quantisation that a recipe asks for: "none" changes nothing where a checkpoint is not published quantised."""
+    return quantize if quantize is not None and (quantize.quantises or spec.published is not None) else None
 
 
 def _check_length(length: int, spec: ModelSpec) -> None:

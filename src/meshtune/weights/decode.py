@@ -9,7 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
-from meshtune.families.tensors import Range, Shape, split_dimensions
+from meshtune.families.refinement import split_dimensions
+from meshtune.families.tensors import Range, Shape
 from meshtune.quantize.published.scheme import Box
 from meshtune.weights.safetensors_files import TensorInfo
 

@@ -42,7 +42,9 @@ def test_numbers_are_those_of_transformers(checkpoint: Path, dtype: str, quantiz
     spec, _ = load_spec(checkpoint, dtype)
     params, expected = flatten(load_params(checkpoint, spec, quantize=quantize)), wide(checkpoint)
     coded = {path for path, leaf in params.items() if isinstance(leaf, QuantisedWeight)}
-    assert coded == ({path for path in params if "experts" in path and path.endswith("weight")} if not quantize else set())
+    assert coded == (
+        {path for path in params if "experts" in path and path.endswith("weight")} if not quantize else set()
+    )
     for entry in tensors(spec):
         leaf = params[entry.path]
         numbers = np.asarray(leaf.dequantise() if isinstance(leaf, QuantisedWeight) else leaf)[entry.index]

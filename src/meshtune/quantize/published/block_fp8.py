@@ -66,8 +66,8 @@ class BlockFp8:
     def _group(self, into: int) -> BlockSize | None:
         """Neighbours in a row of `into` numbers that share a scale in memory."""
         wide = into if self.block is None else self.block[1]
-        fitting = [size for size in BLOCK_SIZES if size <= BLOCK and into % size == wide % size == 0]
-        return max(fitting, default=None)
+        fitting: list[BlockSize] = [size for size in BLOCK_SIZES if size <= BLOCK and into % size == wide % size == 0]
+        return fitting[-1] if fitting else None
 
     def codes(self, parts: Parts, box: Box) -> np.ndarray:
         return parts.box("codes", box)

@@ -37,7 +37,9 @@ class Mxfp4:
     def shape(self, parts: Parts) -> Shape:
         blocks, scales = parts.shape("blocks"), parts.shape("scales")
         if len(blocks) != 4 or blocks[-1] != BYTES:
-            raise ValueError(f"its blocks have shape {list(blocks)}, expected [experts, rows, blocks of a row, {BYTES}]")
+            raise ValueError(
+                f"its blocks have shape {list(blocks)}, expected [experts, rows, blocks of a row, {BYTES}]"
+            )
         if scales != blocks[:-1]:
             raise ValueError(f"its scales have shape {list(scales)}, expected {list(blocks[:-1])}")
         if (parts.dtype("blocks"), parts.dtype("scales")) != ("U8", "U8"):
