@@ -173,11 +173,14 @@ class TokenSide:
 
     name: ClassVar[str] = "side_table"
 
-    def params(self, spec):
-        return {"weight": ArraySpec((spec.vocab, SIDE), "float32", ("vocab", "embed"), role="table")}
+    def params(self, embed):
+        return {"weight": ArraySpec((VOCAB, SIDE), "float32", ("vocab", "embed"), role="table")}
 
-    def apply(self, node, inputs, embeds):
+    def apply(self, node, inputs, embeds, compute):
         return {"token": node["weight"][inputs.tokens]}
+
+    def divisors(self):
+        return ()
 
 
 def toy_spec(config, where):

@@ -44,6 +44,8 @@ FAMILIES: dict[str, str] = {
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
+    "gemma4_unified_text": "gemma4",
     "glm": "glm",
     "glm4": "glm",
     "glm4_moe": "glm4_moe",

@@ -8,17 +8,22 @@ listed here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from meshtune.errors import UserError
 from meshtune.families.config_fields import ConfigFields
+from meshtune.model.block import SharedMemory
 from meshtune.model.spec import Composite, ModelSpec
 
 TEXT = "text_config"
 HEAD = "lm_head.weight"
 MTP = "next-token prediction head"
+# Of layers that read those of earlier layers. Published files have them, and nothing computes with them.
+UNUSED = "unused keys and values"
+KEYS_AND_VALUES = tuple(f"self_attn.{name}." for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
 
 # (prefix in the text model alone, prefix in the composite): in files of transformers before 4.52, which later versions
 # go on writing for the model types of that time, and as its modules are named since.
@@ -31,8 +36,9 @@ class Wrapper:
     """Describes a composite model_type: the model_types that its text model may have, the first of which is that of a
     text_config without one, and the prefixes of the tensors of its other parts, behind an optional "model.".
 
-    `ignored` are fields of text_config that the text model would read and the composite does not; `tied` is the default
-    of the composite's tie_word_embeddings in transformers, `in_memory` how modules of its text model are named there.
+    A checkpoint may lack the parts that are `optional`. `ignored` are fields of text_config that the text model would
+    read and the composite does not; `tied` is the default of the composite's tie_word_embeddings in transformers,
+    `in_memory` how modules of its text model are named there.
     """
 
     title: str
@@ -40,11 +46,13 @@ class Wrapper:
     texts: tuple[str, ...]
     parts: Mapping[str, tuple[str, ...]]
     ignored: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     tied: bool = True
     in_memory: tuple[tuple[str, str], ...] = SINCE
 
 
 VISION = {"vision tower": ("vision_tower.",), "projector": ("multi_modal_projector.",)}
+MULTIMODAL = {"vision tower": ("vision_tower.", "embed_vision."), "audio tower": ("audio_tower.", "embed_audio.")}
 WRAPPERS: dict[str, Wrapper] = {
     "gemma3": Wrapper(
         "Gemma 3 with vision",
@@ -52,6 +60,20 @@ WRAPPERS: dict[str, Wrapper] = {
         ("gemma3_text",),
         VISION,
         ignored=("final_logit_softcapping",),
+    ),
+    "gemma4": Wrapper(
+        "Gemma 4 with vision and audio",
+        "Gemma4ForConditionalGeneration",
+        ("gemma4_text",),
+        MULTIMODAL,
+        optional=("audio tower",),
+    ),
+    "gemma4_unified": Wrapper(
+        "Gemma 4 12B with vision and audio",
+        "Gemma4UnifiedForConditionalGeneration",
+        ("gemma4_unified_text",),
+        {"vision embedder": ("embed_vision.", "vision_embedder."), "audio embedder": ("embed_audio.",)},
+        optional=("audio embedder",),
     ),
     "llama4": Wrapper(
         "Llama 4 with vision",
@@ -180,9 +202,11 @@ def passed_through(spec: ModelSpec, name: str) -> str | None:
     """The part of the checkpoint that a tensor belongs to, where it is not tuned but passed through; None elsewhere."""
     if re.match(r"(model\.)?mtp\.", name):
         return MTP
-    layer = re.match(r"model\.layers\.(\d+)\.", name if spec.composite is None else _own_name(name))
+    layer = re.match(r"model\.layers\.(\d+)\.(.*)", name if spec.composite is None else _own_name(name))
     if layer and spec.layers <= int(layer[1]) < spec.layers + spec.mtp_layers:
         return MTP
+    if layer and int(layer[1]) in _readers(spec) and layer[2].startswith(KEYS_AND_VALUES):
+        return UNUSED
     if spec.composite is None:
         return None
     for part, prefixes in WRAPPERS[spec.composite.model_type].parts.items():
@@ -191,14 +215,27 @@ def passed_through(spec: ModelSpec, name: str) -> str | None:
     return None
 
 
+@functools.lru_cache(maxsize=16)
+def _readers(spec: ModelSpec) -> frozenset[int]:
+    """The layers that read the keys and values of earlier ones."""
+    return frozenset(
+        number
+        for _, _, kind, numbers in spec.positions()
+        if isinstance(kind.mixer, SharedMemory) and kind.mixer.reads is not None
+        for number in numbers
+    )
+
+
 def incomplete_parts(spec: ModelSpec, names: Collection[str]) -> list[str]:
     """What is missing of the parts that are passed through: parts without a tensor, and layers that lack a tensor which
     other layers of the same part have."""
     if spec.composite is None:
         return []
-    parts = WRAPPERS[spec.composite.model_type].parts
+    wrapper = WRAPPERS[spec.composite.model_type]
+    parts = wrapper.parts
     in_parts = {part: [name for name in names if passed_through(spec, name) == part] for part in parts}
-    problems = [f"the {part} of this {spec.composite.model_type} is missing" for part in parts if not in_parts[part]]
+    required = [part for part in parts if part not in wrapper.optional]
+    problems = [f"the {part} of this {spec.composite.model_type} is missing" for part in required if not in_parts[part]]
     for part, inside in in_parts.items():
         layers: dict[str, dict[int, set[str]]] = {}
         for name in inside:

@@ -51,6 +51,13 @@ def expanded_config(config: dict[str, Any], blocks: int) -> dict[str, Any]:
             where="method.blocks",
             fix="use method: lora, full or freeze",
         )
+    if old.side is not None or any(kind.stores for kind in old.layer_kinds):
+        raise UserError(
+            "new layers cannot be added to a model with per-layer embeddings, or whose last layers read the keys and "
+            "values of earlier ones",
+            where="method.blocks",
+            fix="use method: lora, full or freeze",
+        )
     text = text_config(config)
     sources = [source for source, _ in origins(old.layers, blocks)]
     kinds = [layer for stack in old.stacks for _ in range(stack.repeats) for layer in stack.pattern]

@@ -100,11 +100,15 @@ def expert_modules(
             for node, name in names.items()
         }
         return {"mlp/router": f"{block}.{router}", **per_expert}
+    return {"mlp/router": "mlp.gate", **fused_modules("mlp.experts")}
+
+
+def fused_modules(experts: str) -> dict[str, str | Stored]:
+    """Those of all experts in one tensor; `experts` is the module that holds them."""
     return {
-        "mlp/router": "mlp.gate",
-        "mlp/experts/gate": Stored("mlp.experts.gate_up_proj", "mlp.experts.gate_proj", _first_half),
-        "mlp/experts/up": Stored("mlp.experts.gate_up_proj", "mlp.experts.up_proj", _second_half),
-        "mlp/experts/down": Stored("mlp.experts.down_proj", "mlp.experts.down_proj", View.identity),
+        "mlp/experts/gate": Stored(f"{experts}.gate_up_proj", f"{experts}.gate_proj", _first_half),
+        "mlp/experts/up": Stored(f"{experts}.gate_up_proj", f"{experts}.up_proj", _second_half),
+        "mlp/experts/down": Stored(f"{experts}.down_proj", f"{experts}.down_proj", View.identity),
     }
 
 

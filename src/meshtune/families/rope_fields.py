@@ -16,6 +16,7 @@ ROPE_NUMBERS: dict[RopeKind, tuple[set[str], set[str]]] = {  # kind -> (required
     "yarn": ({"factor"}, {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
     "llama3": ({"factor", "low_freq_factor", "high_freq_factor"}, set()),
     "longrope": (set(LONGROPE_FACTORS), {"attention_factor", "factor"}),
+    "proportional": (set(), {"factor", "partial_rotary_factor"}),
     "ntk": ({"alpha"}, {"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}),
 }
 ALWAYS = {"rope_type", "type", "rope_theta", "original_max_position_embeddings", "partial_rotary_factor"}
@@ -82,7 +83,7 @@ def read_rope(
     width = head_dim if rotated is None else int(head_dim * _rotated_share(fields, source, block, rotated))
     if width % 2 or not width:
         raise fields.error(source, f"{width} of a head's {head_dim} numbers are rotated; rotary embedding needs pairs")
-    if rotated is None and block.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
+    if rotated is None and kind != "proportional" and block.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
         raise fields.error(source, "partial_rotary_factor other than 1 is not implemented for this family")
     return RopeSpec(
         theta=theta,

@@ -23,6 +23,7 @@ from meshtune.model.linear import linear, linear_params, site_key
 from meshtune.model.norm import NormSpec
 from meshtune.model.positions import AlibiSpec, LongQuerySpec
 from meshtune.model.rope import RopeSpec, rotate
+from meshtune.model.side import SHARED
 
 ROTATED = "rotated"  # what a rematerialisation policy may keep: queries and keys, rotated
 PACKED = "packed_heads"  # the logical axis of rows of queries, keys and values, head by head
@@ -48,6 +49,9 @@ class AttentionSpec:
     queries by the same projection (`gate="query"`).
     With `packed` one projection `qkv` [(H + 2 K) h, D] computes queries, keys and values: for each key-value head the
     rows of its queries, of keys and of values, so that tp, which splits the rows, gives every device whole heads.
+    With `v_of_k` values are the result of the keys' projection, neither normalised nor rotated as keys are; `v_norm`
+    normalises values. A layer `stores` its keys and values under a name for later layers, each of which `reads` them in
+    place of computing keys and values, and has a cache of none.
     """
 
     heads: int
@@ -69,10 +73,16 @@ class AttentionSpec:
     sinks: bool = False
     chunk: int | None = None
     packed: bool = False
+    v_of_k: bool = False
+    v_norm: NormSpec | None = None
+    stores: str | None = None
+    reads: str | None = None
     name: ClassVar[str] = "attn"
 
     def __post_init__(self):
         assert self.gate is None or not self.packed, "packed projections have no gate"
+        assert not self.packed or not (self.v_of_k or self.reads or self.v_norm), "packed projections have values"
+        assert self.reads is None or self.stores is None, "keys and values that are read are already stored"
         assert not self.qk_norm_after_rope or self.qk_norm_over != "vector", "heads are rotated one by one"
         assert self.heads % self.kv_heads == 0, "key-value heads must divide the heads"
 
@@ -94,14 +104,23 @@ class AttentionSpec:
                 "k": linear_params(kv_heads, d, self.qkv_bias, self.head_dim),
                 "v": linear_params(kv_heads, d, self.qkv_bias),
             }
+            tree = {name: params for name, params in tree.items() if name == "q" or name in self._kv_projections}
         tree["o"] = linear_params(d, heads, self.out_bias)
         if self.gate == "input":
             tree["gate"] = linear_params(heads, d, bias=False)
         if self.sinks:
             tree["sinks"] = {"weight": ArraySpec((self.heads,), "float32", ("heads",), "zeros", role="vector")}
         if self.qk_norm is not None:
-            tree |= {"q_norm": self._norm_params("heads"), "k_norm": self._norm_params("kv_heads")}
+            tree |= {"q_norm": self._norm_params("heads")}
+            if self.reads is None:
+                tree |= {"k_norm": self._norm_params("kv_heads")}
+        if self.v_norm is not None and self.reads is None:
+            tree["v_norm"] = self.v_norm.params(self.head_dim, "head_dim")
         return {name: node for name, node in tree.items() if node}
+
+    @property
+    def _kv_projections(self) -> tuple[str, ...]:
+        return () if self.reads is not None else ("k",) if self.v_of_k else ("k", "v")
 
     def _norm_params(self, axis: Literal["heads", "kv_heads"]) -> Tree:
         assert self.qk_norm is not None
@@ -116,17 +135,21 @@ class AttentionSpec:
 
     def apply(self, x: Hidden, node: Tree, context: Context, cache: LayerCache | None = None) -> Output:
         """Attention and its output projection."""
-        rows = context.rows
+        rows, stored = context.rows, {}
         if context.memory is not None:
             q, (memory, memory_rows) = self._queries(x, node, context), context.memory
             k, v, past = memory["k"], memory["v"], (memory_rows.positions, memory_rows.segment_ids)
+        elif self.reads is not None:
+            q, memory = self._queries(x, node, context), context.side[SHARED][self.reads]
+            k, v, past = memory["k"], memory["v"], memory.get("past")
         elif cache is None:
             q, k, v = self._queries_keys_values(x, node, context)
-            past = None
+            past, stored = None, {"k": k, "v": v}
         else:
             q, k, v = self._queries_keys_values(x, node, context)
             past_kv, past, cache = recalled(cache, {"k": k, "v": v}, rows, self._reach)
             k, v = past_kv["k"], past_kv["v"]
+            stored = {"k": k, "v": v, "past": past}
         mixed = attend(
             q,
             k,
@@ -142,18 +165,21 @@ class AttentionSpec:
         mixed = mixed.reshape(*mixed.shape[:2], -1)
         if (gate := self._gate(x, node, context.key)) is not None:
             mixed = mixed * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(mixed.dtype)
-        return Output(linear(mixed, node["o"], site_key(context.key, "o")), cache, {})
+        y = linear(mixed, node["o"], site_key(context.key, "o"))
+        return Output(y, cache, {}, {} if self.stores is None or not stored else {self.stores: stored})
 
     def memory(self, x: Hidden, node: Tree, context: Context) -> Tree:
         """Keys and values [B, T, K, h]."""
         if self.packed:
             _, k, v = self._packed(x, node, context.key)
         else:
-            k, v = (self._heads(x, node, name, context.key) for name in ("k", "v"))
-        return {"k": self._rotated(k, node, "k", context.rows), "v": self._clipped(v)}
+            k, v = self._projected_kv(x, node, context.key)
+        return {"k": self._rotated(k, node, "k", context.rows), "v": self._values(v, node)}
 
     def cache(self, batch: int, slots: int, dtype: str) -> Tree:
-        """Keys and values of `slots` tokens a row, or of a window."""
+        """Keys and values of `slots` tokens a row, or of a window; nothing where they are another layer's."""
+        if self.reads is not None:
+            return {}
         slots = slots if self._reach is None else min(slots, self._reach)
         shape = (batch, slots, self.kv_heads, self.head_dim)
         array = ArraySpec(shape, dtype, ("batch", SLOTS, "kv_heads", "head_dim"), "zeros")
@@ -172,7 +198,7 @@ class AttentionSpec:
         if self.packed:  # both passes read the one projection, each for its share of the gradient
             memory, chunk = ["qkv", "k_norm"], ["qkv", "q_norm", "sinks", "o"]
         else:
-            memory, chunk = ["k", "v", "k_norm"], ["q", "q_norm", "gate", "sinks", "o"]
+            memory, chunk = ["k", "v", "k_norm", "v_norm"], ["q", "q_norm", "gate", "sinks", "o"]
         names = frozenset(self.params(1))
         return RowParams(names.intersection(memory), names.intersection(chunk))
 
@@ -185,16 +211,17 @@ class AttentionSpec:
         H, K = self.heads * self.head_dim, self.kv_heads * self.head_dim
         past = Activation("kv_heads", K, self.kv_heads, kept=True, elementwise=2, whole_rows=True)
         gate = () if self.gate is None else (Activation("heads", H, self.heads, kept=True, elementwise=1),)
+        count = 0 if self.reads is not None else 2
         activations = (
             Activation("heads", H, self.heads, kept=True, elementwise=2),
             *gate,
-            past,
-            past,
+            *(past,) * count,
             Activation("heads", H, self.heads, kept=True),
             # The log-sum-exp of every head's scores, in float32.
             Activation("heads", self.heads, self.heads, kept=True, products=0, itemsize=4),
         )
-        return Cost(embed * ((2 + len(gate)) * H + 2 * K), activations, pairs=4 * H, window=self._reach)
+        weights = embed * ((2 + len(gate)) * H + len(self._kv_projections) * K)
+        return Cost(weights, activations, pairs=4 * H, window=self._reach)
 
     def attention_request(self, rows: int, q_length: int, kv_length: int, compute: Compute) -> AttentionRequest:
         return AttentionRequest(
@@ -230,12 +257,22 @@ class AttentionSpec:
         if self.packed:
             q, k, v = self._packed(x, node, key)
         else:
-            q, k, v = (self._heads(x, node, name, key) for name in ("q", "k", "v"))
-        return self._rotated(q, node, "q", rows), self._rotated(k, node, "k", rows), self._clipped(v)
+            q, (k, v) = self._heads(x, node, "q", key), self._projected_kv(x, node, key)
+        return self._rotated(q, node, "q", rows), self._rotated(k, node, "k", rows), self._values(v, node)
 
     def _queries(self, x: Hidden, node: Tree, context: Context) -> Heads:
         q = self._packed(x, node, context.key)[0] if self.packed else self._heads(x, node, "q", context.key)
         return self._rotated(q, node, "q", context.rows)
+
+    def _projected_kv(self, x: Hidden, node: Tree, key: Array | None) -> tuple[Heads, Heads]:
+        """Keys and values as their projections give them."""
+        k = self._heads(x, node, "k", key)
+        return k, k if self.v_of_k else self._heads(x, node, "v", key)
+
+    def _values(self, heads: Heads, node: Tree) -> Heads:
+        if self.v_norm is not None:
+            heads = self.v_norm(heads, node.get("v_norm", {}))
+        return self._clipped(heads)
 
     def _heads(self, x: Hidden, node: Tree, name: str, key: Array | None) -> Heads:
         heads = linear(x, node[name], site_key(key, name))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float
@@ -28,8 +29,9 @@ Sums = Mapping[str, Array]
 class Context:
     """What a block may read beside its input and its parameters.
 
-    `rows` describes the tokens of the input; `side` holds arrays [B, T, ..] that the model computes once for all layers
-    and that are differentiated (ModelSpec.side). `index` is the number of the layer in the model, `key` the source of
+    `rows` describes the tokens of the input; `side` holds what is computed outside the layer and is differentiated:
+    arrays [B, T, ..] that the model computes once for its layers (ModelSpec.side), and memories of earlier layers
+    (model.side). `index` is the number of the layer in the model, `key` the source of
     dropout (None: no dropout). `memory` is what `Mixer.memory` returned for whole rows, with a description of these
     rows, where the input is only a chunk of each.
     """
@@ -46,12 +48,14 @@ class Output(NamedTuple):
     """What a block or a layer returns: the next hidden state, the next cache, and sums over the tokens.
 
     `sums` are float32 arrays by name, in the shapes that `Block.sums` declares. They are added over chunks, layers of a
-    model and devices, and are differentiated: router losses, loads of experts, statistics.
+    model and devices, and are differentiated: router losses, loads of experts, statistics. `stored` is the memory that
+    the block leaves for later layers, by name (see SharedMemory).
     """
 
     y: Hidden
     cache: LayerCache | None
     sums: Sums
+    stored: Mapping[str, Tree] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +182,21 @@ class Mixer(Block, Protocol):
     def attention_request(self, rows: int, q_length: int, kv_length: int, compute: Compute) -> AttentionRequest | None:
         """What `apply` asks of the attention kernels for rows in training; None for a mixer that uses none of them."""
         ...
+
+
+@runtime_checkable
+class SharedMemory(Protocol):
+    """A mixer whose memory (keys and values) is shared between layers.
+
+    It leaves its memory under the name `stores` for later layers, or reads that of the name `reads`, of an earlier
+    layer, in place of one that it computes; both may be None.
+    """
+
+    @property
+    def stores(self) -> str | None: ...
+
+    @property
+    def reads(self) -> str | None: ...
 
 
 class FeedForward(Block, Protocol):

@@ -23,6 +23,7 @@ from meshtune.model.gather import to_device, with_shared
 from meshtune.model.inputs import Inputs, Rows, rows_of
 from meshtune.model.linear import linear
 from meshtune.model.reverse import LayerRunner
+from meshtune.model.side import BY_LAYER, for_all
 from meshtune.model.spec import ModelSpec
 from meshtune.model.stacks import layer_functions, through_layers
 from meshtune.model.token_rows import ROWS, table
@@ -52,8 +53,7 @@ def forward(
     With a `cache` the tokens also see what it holds, and are added to it; their positions go on from there. `rng` turns
     adapters' dropout on; `perturb` changes the embeddings.
     """
-    rows, x, side = enter(params, spec, compute, inputs)
-    x = x if perturb is None else perturb(x)
+    rows, x, side = enter(params, spec, compute, inputs, perturb)
     if isinstance(params["layers"], dict):
         x, caches, sums = through_layers(params, spec, compute, x, rows, side, rng, cache)
     else:  # one of train.step's: without adapters, and so without dropout
@@ -78,10 +78,17 @@ def hidden_states(
     return forward(params, spec, compute, Inputs(tokens, positions, segment_ids), rng=rng).hidden
 
 
-def enter(params: Tree, spec: ModelSpec, compute: Compute, inputs: Inputs) -> tuple[Rows, Hidden, Tree]:
+def enter(
+    params: Tree,
+    spec: ModelSpec,
+    compute: Compute,
+    inputs: Inputs,
+    perturb: Callable[[Hidden], Hidden] | None = None,
+) -> tuple[Rows, Hidden, Tree]:
     """(what every layer knows of the tokens, their embeddings in compute.dtype, the side inputs of all layers).
 
-    Reads the nodes of params that `ModelSpec.before` names, and no others.
+    `perturb` changes the embeddings, and with them what side inputs are computed from. Reads the nodes of params that
+    `ModelSpec.before` names, and no others.
     """
     rows = rows_of(inputs, spec.ropes)
     x = inputs.embeds
@@ -92,17 +99,19 @@ def enter(params: Tree, spec: ModelSpec, compute: Compute, inputs: Inputs) -> tu
         x = x * jnp.asarray(spec.embed_scale, x.dtype)
     if spec.learned_positions:
         x = x + embedded(table(to_device(params["positions"])), inputs.positions, compute.layout).astype(x.dtype)
+    x = x if perturb is None else perturb(x)
     side = dict(inputs.side or {})
     if spec.side is not None:
-        side |= spec.side.apply(to_device(params[spec.side.name]), inputs, x)
+        side |= spec.side.apply(to_device(params[spec.side.name]), inputs, x, compute)
     _check_side(spec, side)
     return rows, x, side
 
 
 def _check_side(spec: ModelSpec, side: Tree) -> None:
     read = frozenset(name for block in spec.blocks for name in block.side_inputs())
-    if side.keys() != read:
-        unread, missing = sorted(side.keys() - read), sorted(read - side.keys())
+    given = for_all(side).keys() | side.get(BY_LAYER, {}).keys()
+    if given != read:
+        unread, missing = sorted(given - read), sorted(read - given)
         problem = f"side input '{unread[0]}' is read by no layer" if unread else f"side input '{missing[0]}' is missing"
         raise UserError(
             f"{problem} of this {spec.family}", where="Inputs.side", fix=f"it takes: {sorted(read) or 'none'}"

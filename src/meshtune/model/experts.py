@@ -21,6 +21,7 @@ from meshtune.model.cache import LayerCache
 from meshtune.model.dispatch import over_mesh
 from meshtune.model.linear import Groups, grouped_linear, linear, site_key
 from meshtune.model.mlp import ACTIVATIONS, ActivationName, MlpSpec
+from meshtune.model.norm import NormSpec
 from meshtune.model.router import RouterSpec, Routing
 
 # Of every layer: tokens per expert [L, E], router scores per expert [L, E], and tokens [L].
@@ -34,7 +35,9 @@ class ExpertsSpec:
     Without a gate, down_e(activation(up_e(x))). With `clamp` c the gate is limited to c and up to +-c, and they give
     (up + 1) * gate * sigmoid(1.702 gate) (https://arxiv.org/abs/2508.10925). With `scale_input` the weight multiplies
     an expert's input in place of its result. A `shared` network computes every token in addition, with `shared_gate`
-    times sigmoid(gate(x)). `layers` is the number of layers in the model. The load-balancing loss
+    times sigmoid(gate(x)). With `norm` the input is the stream as it is (LayerSpec.ffn_norm): it is normalised for the
+    experts and for the shared network, and so are both results, each with weights of its own; the router reads the
+    stream. `layers` is the number of layers in the model. The load-balancing loss
     (https://arxiv.org/abs/2101.03961) of all layers together, times `aux_loss`, is added to the model's loss.
     """
 
@@ -49,6 +52,7 @@ class ExpertsSpec:
     shared: MlpSpec | None = None
     shared_gate: bool = False
     aux_loss: float = 0.0
+    norm: NormSpec | None = None
     name: ClassVar[str] = "mlp"
 
     def params(self, embed: int) -> Tree:
@@ -59,7 +63,14 @@ class ExpertsSpec:
         if self.shared_gate:
             gate = ArraySpec((1, embed), "float32", ("score", "embed"), role="router")
             tree["shared_gate"] = {"weight": gate}
+        if self.norm is not None:
+            tree |= {name: self.norm.params(embed, "embed") for name in self._norms}
         return tree
+
+    @property
+    def _norms(self) -> tuple[str, ...]:
+        norms = () if self.norm is None else ("norm", "post_norm")
+        return norms if self.shared is None else (*norms, *(f"shared_{name}" for name in norms))
 
     def _expert_params(self, embed: int) -> Tree:
         wide, narrow = (self.width, "ffn"), (embed, "embed")
@@ -83,19 +94,25 @@ class ExpertsSpec:
         routing = self.router.route(x, node["router"], site_key(key, "router"))
         chosen = jnp.where(real[..., None], routing.experts, self.router.experts)  # padding is computed by none
         layout = context.compute.layout
+
+        def normed(x: Hidden, name: str) -> Hidden:
+            return x if self.norm is None else self.norm(x, node[name])
+
         compute = functools.partial(self._compute, platform=context.compute.platform, layout=layout)
         y = over_mesh(
             compute,
             layout,
-            x,
+            normed(x, "norm"),
             chosen,
             routing.weights,
             node["experts"],
             _specs_in_use(node["experts"], self._expert_params(x.shape[-1]), layout),
             self.router.experts,
         )
+        y = normed(y, "post_norm")
         if self.shared is not None:
-            shared = self.shared.apply(x, node["shared"], dataclasses.replace(context, key=site_key(key, "shared"))).y
+            own = dataclasses.replace(context, key=site_key(key, "shared"))
+            shared = normed(self.shared.apply(normed(x, "shared_norm"), node["shared"], own).y, "shared_post_norm")
             if self.shared_gate:
                 shared = shared * jax.nn.sigmoid(linear(x, node["shared_gate"], site_key(key, "shared_gate")))
             y = y + shared
@@ -173,7 +190,7 @@ class ExpertsSpec:
         }
 
     def row_params(self) -> RowParams:
-        names = {"router", "experts"} | ({"shared"} if self.shared else set())
+        names = {"router", "experts", *self._norms} | ({"shared"} if self.shared else set())
         return RowParams(frozenset(), frozenset(names | ({"shared_gate"} if self.shared_gate else set())))
 
     def divisors(self) -> tuple[Divisor, ...]:

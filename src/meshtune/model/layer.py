@@ -18,45 +18,69 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.mesh.layout import Layout, constrain
-from meshtune.model.block import Block, Context, FeedForward, Hidden, Mixer, Output, Sums
+from meshtune.model.block import Block, Context, FeedForward, Hidden, Mixer, Output, SharedMemory, Sums
 from meshtune.model.cache import LayerCache
 from meshtune.model.chunks import over_chunks
 from meshtune.model.compute import Compute
 from meshtune.model.inputs import Rows
 from meshtune.model.linear import site_key
 from meshtune.model.norm import NormSpec
+from meshtune.model.side import SHARED, of_tokens
 
 # Where norms stand: before each block, after it (and before the residual sum), both; or both blocks read the same
 # normalised stream and are added to it together, with a norm for each of them or one for both.
 Placement = Literal["pre", "post", "both", "parallel", "parallel_shared"]
+SCALAR = "scalar"  # the key of the number that multiplies the stream
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """One layer: its blocks (either may be absent), their norms, and what multiplies their results (`scale`)."""
+    """One layer: its mixer and feed-forward network (either may be absent), their norms, and what multiplies their
+    results (`scale`).
+
+    `per_layer` is added to the stream behind them, from the stream as it is (model.per_layer). With `scalar` the stream
+    that leaves the layer is multiplied by a number of the model that is not trained. With `ffn_norm` False the
+    feed-forward network is given the stream as it is, and normalises it itself.
+    """
 
     mixer: Mixer | None
     ffn: FeedForward | None
     norm: NormSpec
     placement: Placement = "pre"
     scale: float | None = None
+    per_layer: FeedForward | None = None
+    scalar: bool = False
+    ffn_norm: bool = True
+
+    def __post_init__(self):
+        assert self.ffn is not None or not (self.per_layer or self.scalar), "they follow a feed-forward network"
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        return tuple(block for block in (self.mixer, self.ffn) if block is not None)
+        return tuple(block for block in (self.mixer, self.ffn, self.per_layer) if block is not None)
+
+    @property
+    def stores(self) -> str | None:
+        """The name of the memory that the mixer stores for later layers."""
+        return self.mixer.stores if isinstance(self.mixer, SharedMemory) else None
 
     def params(self, embed: int) -> Tree:
         """ArraySpecs of one layer: {attn_norm, attn, mlp_norm, mlp}, and post-norms as {attn_post_norm, ..}."""
         tree: Tree = {}
-        for block in self.blocks:
+        for block in (block for block in (self.mixer, self.ffn) if block is not None):
             shared = self.placement == "parallel_shared" and block is not self.blocks[0]
-            if self.placement != "post" and not shared:
+            if self.input_norm(block) is not None and not shared:
                 tree[f"{block.name}_norm"] = self.norm.params(embed, "embed")
             tree[block.name] = block.params(embed)
             if self.has_post_norms:
                 tree[f"{block.name}_post_norm"] = self.norm.params(embed, "embed")
+        if self.per_layer is not None:
+            tree[self.per_layer.name] = self.per_layer.params(embed)
+        if self.scalar:
+            tree[SCALAR] = {"weight": ArraySpec((1,), "float32", ("whole",), "ones", role="buffer")}
         return {name: node for name, node in tree.items() if node}
 
     @property
@@ -70,7 +94,7 @@ class LayerSpec:
 
     def input_norm(self, block: Block) -> str | None:
         """The key of the norm that a block's input goes through, None if there is none."""
-        if self.placement == "post":
+        if self.placement == "post" or (block is self.ffn and not self.ffn_norm):
             return None
         return f"{(self.blocks[0] if self.placement == 'parallel_shared' else block).name}_norm"
 
@@ -90,7 +114,8 @@ def layer(x: Hidden, node: Tree, spec: LayerSpec, context: Context, cache: Layer
     if cache is None and chunk is not None and chunk < x.shape[1] and mixer.row_params() is not None:
         return _by_chunks(x, node, spec, mixer, context)
     mixed = _branch(x, node, spec, mixer, _keyed(context, mixer.name), cache)
-    return _with_ffn(x, x + mixed.y, node, spec, context, mixed.cache, mixed.sums)
+    output = _with_ffn(x, x + mixed.y, node, spec, context, mixed.cache, mixed.sums)
+    return output._replace(stored=mixed.stored)
 
 
 def laid_out(x: Hidden, layout: Layout | None) -> Hidden:
@@ -111,12 +136,12 @@ def _branch(x: Hidden, node: Tree, spec: LayerSpec, block: Block, context: Conte
     """What a block adds to the stream x."""
     norm = spec.input_norm(block)
     h = x if norm is None else spec.norm(x, node.get(norm, {}))
-    y, cache, sums = block.apply(h, node[block.name], context, cache)
+    y, cache, sums, stored = block.apply(h, node[block.name], context, cache)
     if spec.has_post_norms:
         y = spec.norm(y, node.get(f"{block.name}_post_norm", {}))
     if spec.scale is not None:  # in float32: bfloat16 would round 0.22 by a thousandth
         y = (y.astype(jnp.float32) * spec.scale).astype(y.dtype)
-    return Output(y, cache, sums)
+    return Output(y, cache, sums, stored)
 
 
 def _with_ffn(
@@ -130,13 +155,14 @@ def _with_ffn(
     if spec.ffn is None:
         return Output(total, cache, sums)
     parallel = spec.placement.startswith("parallel")
-    params = {name: node[name] for name in spec.nodes(spec.ffn) if name in node}
+    behind = {SCALAR} | (set() if spec.per_layer is None else {spec.per_layer.name})
+    params = {name: node[name] for name in spec.nodes(spec.ffn) | behind if name in node}
     feed = functools.partial(_feed, spec=spec, compute=context.compute)
     y, ffn_sums = over_chunks(
         feed,
-        (params, context.index, site_key(context.key, spec.ffn.name)),
+        (params, context.index, context.key),
         x if parallel else total,
-        {"side": context.side} | ({"total": total} if parallel else {}),
+        {"side": of_tokens(context.side)} | ({"total": total} if parallel else {}),
         context.rows,
         chunk=context.compute.mlp_chunk,
         ranks=_ranks(context.compute),
@@ -149,12 +175,22 @@ def _feed(
 ) -> tuple[Hidden, Sums]:
     node, index, key = shared
     assert spec.ffn is not None
-    context = Context(compute, rows, beside["side"], index, fold(key, number))
-    fed = _branch(x, node, spec, spec.ffn, context, None)
-    return laid_out(beside.get("total", x) + fed.y, compute.layout), fed.sums
+    context = Context(compute, rows, beside["side"], index, key)
+
+    def of(block: FeedForward) -> Context:
+        return dataclasses.replace(context, key=fold(site_key(key, block.name), number))
+
+    fed = _branch(x, node, spec, spec.ffn, of(spec.ffn), None)
+    y = beside.get("total", x) + fed.y
+    if spec.per_layer is not None:
+        y = y + spec.per_layer.apply(y, node[spec.per_layer.name], of(spec.per_layer), None).y
+    if spec.scalar:
+        y = y * jax.lax.stop_gradient(node[SCALAR]["weight"]).astype(y.dtype)
+    return laid_out(y, compute.layout), fed.sums
 
 
 def _by_chunks(x: Hidden, node: Tree, spec: LayerSpec, mixer: Mixer, context: Context) -> Output:
+    """From the memory of whole rows, which the mixer computes or an earlier layer has stored."""
     reads, compute = mixer.row_params(), context.compute
     assert reads is not None
     names = set(node[mixer.name])
@@ -168,13 +204,16 @@ def _by_chunks(x: Hidden, node: Tree, spec: LayerSpec, mixer: Mixer, context: Co
     norm = spec.input_norm(mixer)
     params = ({norm: node[norm]} if norm in node else {}) | {mixer.name: part(reads.memory)}
     shared = (params, context.index, site_key(context.key, mixer.name))
-    beside = {"side": context.side}
-    compute_memory = functools.partial(_chunk_memory, **options)
-    memory, _ = over_chunks(compute_memory, shared, x, beside, context.rows, **size)
+    beside = {"side": of_tokens(context.side)}
+    if isinstance(mixer, SharedMemory) and mixer.reads is not None:
+        memory = context.side[SHARED][mixer.reads]
+    else:
+        compute_memory = functools.partial(_chunk_memory, **options)
+        memory, _ = over_chunks(compute_memory, shared, x, beside, context.rows, **size)
     shared = (node | {mixer.name: part(reads.chunk)}, context.index, context.key, memory, context.rows)
     compute_output = functools.partial(_chunk_output, **options)
     y, sums = over_chunks(compute_output, shared, x, beside, context.rows, **size)
-    return Output(y, None, sums)
+    return Output(y, None, sums, {} if spec.stores is None else {spec.stores: memory})
 
 
 def _chunk_memory(

@@ -53,7 +53,7 @@ class ParallelSpec:
             name = branch.mixer.name
             own = dataclasses.replace(context, key=site_key(context.key, name))
             before = None if cache is None else dataclasses.replace(cache, arrays=cache.arrays[name])
-            y, after, sums = branch.mixer.apply(x * branch.in_scale, node[name], own, before)
+            y, after, sums, _ = branch.mixer.apply(x * branch.in_scale, node[name], own, before)
             outputs.append((y * branch.out_scale, sums))
             if after is not None:
                 arrays[name] = after.arrays

@@ -20,10 +20,12 @@ from meshtune.model.block import Hidden, Sums
 from meshtune.model.compute import Compute
 from meshtune.model.gather import is_offloaded, to_device
 from meshtune.model.inputs import Rows
+from meshtune.model.side import SHARED, with_stored
 from meshtune.model.spec import ModelSpec, Stack
 
-# (x, one layer's parameters as they are stored, place in the pattern, row in the stack, rows, side inputs) -> (x, sums)
-Layer = Callable[[Hidden, Tree, int, Array, Rows, Tree], tuple[Hidden, Sums]]
+# (x, one layer's parameters as they are stored, place in the pattern, row in the stack, rows, side inputs)
+# -> (x, sums, memories for later layers)
+Layer = Callable[[Hidden, Tree, int, Array, Rows, Tree], tuple[Hidden, Sums, Tree]]
 # (carry, place in the pattern, row, the layer's trained parameters, their gradient) -> carry
 Visit = Callable[[Any, int, Array, Tree, Tree], Any]
 
@@ -50,25 +52,26 @@ def forward(
     side: Tree,
     sums: Sums,
     compute: Compute,
-) -> tuple[Hidden, Sums, list[Array]]:
-    """(x after the stack, `sums` with the stack's, the layers' inputs: [repeats, B, T, D] by place in the pattern).
+) -> tuple[Hidden, Sums, list[Array], Tree]:
+    """(x after the stack, `sums` with the stack's, the layers' inputs: [repeats, B, T, D] by place in the pattern,
+    `side` with the memories that the stack's layers store).
 
     `nodes` are the stacked parameters of every place. With "residual" in compute.offload the inputs are kept in the
     host's memory.
     """
     offload = RESIDUAL in compute.offload
 
-    def group(stream: tuple[Hidden, Sums], row: Array) -> tuple[tuple[Hidden, Sums], list[Array]]:
+    def group(stream: tuple[Hidden, Sums], row: Array) -> tuple[tuple[Hidden, Sums], tuple[list[Array], Tree]]:
         x, sums = stream
-        layer_inputs = []
+        layer_inputs, stored = [], {}
         for place in range(len(stack.pattern)):
             layer_inputs.append(jax.device_put(x, HOST) if offload else x)
-            x, new = layer(x, row_of(nodes[place], row), place, row, rows, side)
-            sums = jax.tree.map(jnp.add, sums, new)
-        return (x, sums), layer_inputs
+            x, new, left = layer(x, row_of(nodes[place], row), place, row, rows, with_stored(side, stored))
+            sums, stored = jax.tree.map(jnp.add, sums, new), stored | left
+        return (x, sums), (layer_inputs, stored)
 
-    (x, sums), layer_inputs = lax.scan(group, (x, sums), jnp.arange(stack.repeats))
-    return x, sums, layer_inputs
+    (x, sums), (layer_inputs, stored) = lax.scan(group, (x, sums), jnp.arange(stack.repeats))
+    return x, sums, layer_inputs, with_stored(side, jax.tree.map(lambda leaf: leaf[0], stored))
 
 
 def backward(
@@ -89,11 +92,13 @@ def backward(
 ) -> tuple[tuple[Hidden, Tree, Sums], Any]:
     """(cotangents, carry) after the layers from the top of a stack down to row `lowest`.
 
-    `cotangents` are those of the residual stream that leaves the stack, of the side inputs as far as layers above have
-    added to them, and of the sums, which are the same for every layer. `node(carry, place, row)` is a layer's
-    parameters, (trained, frozen), which `merged` puts together. Every layer is computed again from its input; gradients
-    of parameters are computed only where `selected(place, row)` says so. `between(carry, place, row, cotangent,
-    output)`, (carry, cotangent), is called when a layer has been computed again and its gradient is not yet begun.
+    `side` has all memories that the stack's layers read or store. `cotangents` are those of the residual stream that
+    leaves the stack, of `side` as far as layers above have added to them, and of the sums, which are the same for every
+    layer. That of a memory is complete at the layer which stores it, and is no longer needed below.
+    `node(carry, place, row)` is a layer's parameters, (trained, frozen), which `merged` puts together. Every layer is
+    computed again from its input; gradients of parameters are computed only where `selected(place, row)` says so.
+    `between(carry, place, row, cotangent, output)`, (carry, cotangent), is called when a layer has been computed again
+    and its gradient is not yet begun.
     """
     d_sums = cotangents[2]
 
@@ -102,20 +107,22 @@ def backward(
         x = to_device(row_of(layer_inputs[place], row))
         # What is computed again must not be shared with the forward pass, as the compiler would do if left alone.
         x, d_x = lax.optimization_barrier((x, d_x))
+        name = stack.pattern[place].stores
+        d_stored = {} if name is None else {name: d_side[SHARED][name]}
 
         def with_gradient(carry: Any) -> tuple[Hidden, Tree, Any]:
-            (output, _), pull = jax.vjp(
+            (output, *_), pull = jax.vjp(
                 lambda t, x, side: layer(x, merged(t, frozen), place, row, rows, side), trained, x, side
             )
             d_output = d_x
             if between is not None:
                 carry, d_output = between(carry, place, row, d_output, output)
-            gradient, d_input, d_side_input = pull((d_output, d_sums))
+            gradient, d_input, d_side_input = pull((d_output, d_sums, d_stored))
             return d_input, jax.tree.map(jnp.add, d_side, d_side_input), visit(carry, place, row, trained, gradient)
 
         def without(carry: Any) -> tuple[Hidden, Tree, Any]:
             _, pull = jax.vjp(lambda x, side: layer(x, merged(trained, frozen), place, row, rows, side), x, side)
-            d_input, d_side_input = pull((d_x, d_sums))
+            d_input, d_side_input = pull((d_x, d_sums, d_stored))
             return d_input, jax.tree.map(jnp.add, d_side, d_side_input), carry
 
         if selected is None:

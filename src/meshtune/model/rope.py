@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from meshtune.model.rope_scaling import dynamic, llama3, longrope_magnitude, yarn
 
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "ntk"]
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "ntk", "proportional"]
 LONGROPE_FACTORS = ("short_factor", "long_factor")  # of documents within the original context, and of longer ones
 
 
@@ -20,7 +20,8 @@ LONGROPE_FACTORS = ("short_factor", "long_factor")  # of documents within the or
 class RopeSpec:
     """Rotary position embedding of the first `dim` numbers of a head.
 
-    `kind` is the HF rope type ("ntk": dynamic with `alpha`). `parameters` holds that type's own numbers (factor,
+    `kind` is the HF rope type ("ntk": dynamic with `alpha`). Of "proportional" all pairs beyond a share
+    `partial_rotary_factor` of them have the frequency zero. `parameters` holds that type's own numbers (factor,
     low_freq_factor, ...), sorted by name; longrope's factors are a number for each pair.
     `original_length` is the context the base frequencies were trained for, `max_length` the model's
     max_position_embeddings. Pairs are (i, i + dim/2) or, `interleaved`, (2i, 2i + 1).
@@ -50,6 +51,10 @@ def frequencies(rope: RopeSpec) -> tuple[np.ndarray, float]:
             return inverse, longrope_magnitude(numbers, rope.original_length, rope.max_length)
         case "linear":
             return inverse / numbers["factor"], 1.0
+        case "proportional":
+            rotated = int(numbers.get("partial_rotary_factor", 1.0) * rope.dim // 2)
+            inverse[rotated:] = 0
+            return inverse / numbers.get("factor", 1.0), 1.0
         case "llama3":
             return llama3(inverse, numbers, rope.original_length), 1.0
         case "yarn":

@@ -14,6 +14,7 @@ from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.model.block import Hidden
 from meshtune.model.linear import linear
+from meshtune.model.norm import NormSpec
 
 Scoring = Literal["softmax", "sigmoid", "sparse_mixer"]
 
@@ -32,10 +33,12 @@ class RouterSpec:
 
     Weights are the scores of the chosen experts, divided by their sum with `normalize` (`epsilon` is added to the sum,
     or with `clamp_sum` its least value), times `scale`. Softmax over the chosen logits alone is softmax with
-    `normalize`. With `correction` experts are chosen by score + correction, a number per expert that no gradient
-    trains (https://arxiv.org/abs/2408.15664). With `groups` > 1 experts come from the best `top_groups` groups of
-    neighbours: a group's score is its best (`group_score` 1) or the sum of its two best experts' (2). `float32`
-    multiplies in float32 whatever the compute dtype; logits are float32 in any case.
+    `normalize`. With `norm` the input is normalised, and with `input_scale` multiplied by a vector of the model over
+    the root of its width; `expert_scale` multiplies an expert's weights by a number of its own. With `correction`
+    experts are chosen by score + correction, a number per expert that no gradient trains
+    (https://arxiv.org/abs/2408.15664). With `groups` > 1 experts come from the best `top_groups` groups of neighbours:
+    a group's score is its best (`group_score` 1) or the sum of its two best experts' (2). `float32` multiplies in
+    float32 whatever the compute dtype; logits are float32 in any case.
 
     The `sparse_mixer` (https://arxiv.org/abs/2409.12136), without its sampling, weighs each choice by itself: by its
     share of a softmax over the logits that are no further below it than 2 `jitter` times the greater of their size and
@@ -56,24 +59,38 @@ class RouterSpec:
     group_score: Literal[1, 2] = 2
     float32: bool = False
     jitter: float = 0.0
+    norm: NormSpec | None = None
+    input_scale: bool = False
+    expert_scale: bool = False
 
     def __post_init__(self):
+        assert self.norm is None or self.norm.kind.endswith("plain"), "the norm of a router has no weights"
         assert 1 <= self.top_k <= self.experts, (self.top_k, self.experts)
         assert self.experts % self.groups == 0, (self.experts, self.groups)
         assert 1 <= self.top_groups <= self.groups, (self.top_groups, self.groups)
 
     def params(self, embed: int) -> Tree:
-        """weight [E, D], and where the router has them bias [E] and correction [E], the latter always float32."""
+        """weight [E, D], and where the router has them bias [E], correction [E], always float32, and scales:
+        scale [D] of the input, per_expert_scale [E]."""
         tree = {"weight": ArraySpec((self.experts, embed), "float32", ("whole", "embed"), role="router")}
         if self.bias:
             tree["bias"] = ArraySpec((self.experts,), "float32", ("whole",), "zeros", role="router")
         if self.correction:
             tree["correction"] = ArraySpec((self.experts,), "float32", ("whole",), "zeros", role="buffer")
-        return tree
+        scales: Tree = {}
+        if self.input_scale:
+            scales["scale"] = ArraySpec((embed,), "float32", ("embed",), "ones", role="router")
+        if self.expert_scale:
+            scales["per_expert_scale"] = ArraySpec((self.experts,), "float32", ("whole",), "ones", role="router")
+        return tree | ({"scales": scales} if scales else {})
 
     def route(self, x: Hidden, node: Tree, key: Array | None = None) -> Routing:
         """The routing of every token. Gradients flow through weights and scores; of equal scores the first wins."""
-        layer = {name: leaf for name, leaf in node.items() if name != "correction"}
+        layer = {name: leaf for name, leaf in node.items() if name not in ("correction", "scales")}
+        if self.norm is not None:
+            x = self.norm(x, {})
+        if self.input_scale:
+            x = x * node["scales"]["scale"].astype(x.dtype) * x.shape[-1] ** -0.5
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if self.float32 else x
         logits = linear(x, layer, key, out=jnp.promote_types(x.dtype, jnp.float32))
         scores = jax.nn.sigmoid(logits) if self.scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
@@ -93,6 +110,9 @@ class RouterSpec:
         if self.normalize:
             total = jnp.sum(weights, axis=-1, keepdims=True)
             weights = weights / (jnp.maximum(total, self.epsilon) if self.clamp_sum else total + self.epsilon)
+        if self.expert_scale:
+            scale = node["scales"]["per_expert_scale"].astype(weights.dtype)
+            weights = weights * jnp.sum(jnp.where(chosen, scale, 0), axis=-1)
         return Routing(experts, weights if self.scale == 1 else weights * self.scale, scores)
 
     def _mixed(self, logits: Float[Array, "B T E"], scores: Float[Array, "B T E"]) -> Routing:

@@ -32,6 +32,7 @@ def layout_for(mesh: Mesh | AbstractMesh, spec: ModelSpec) -> tuple[Layout, list
     size = dict(mesh.shape)
     divisors = [divisor for block in spec.blocks for divisor in block.divisors()]
     divisors.append(Divisor("tp", "vocabulary", spec.vocab))
+    divisors += () if spec.side is None else spec.side.divisors()
     check_experts(size["ep"], spec)
     replicated, notes = set[str](), []
     for axis, name, count, replicate_axis, reason in dict.fromkeys(divisors):

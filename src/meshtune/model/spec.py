@@ -17,7 +17,8 @@ from jaxtyping import Array
 
 from meshtune.arrays.spec import ArraySpec, Role
 from meshtune.arrays.tree import Tree, map_leaves
-from meshtune.model.block import Block
+from meshtune.model.block import Block, Divisor
+from meshtune.model.compute import Compute
 from meshtune.model.inputs import Inputs
 from meshtune.model.layer import LayerSpec
 from meshtune.model.norm import NormSpec
@@ -34,21 +35,28 @@ class SideSpec(Protocol):
     @property
     def name(self) -> str: ...
 
-    def params(self, spec: ModelSpec) -> Tree:
+    def params(self, embed: int) -> Tree:
         """Its parameters as ArraySpecs."""
         ...
 
-    def apply(self, node: Tree, inputs: Inputs, embeds: Array) -> Tree:
-        """Arrays [B, T, ..] by name, from the tokens and their embeddings [B, T, D]."""
+    def apply(self, node: Tree, inputs: Inputs, embeds: Array, compute: Compute) -> Tree:
+        """Arrays by name, as model.side describes them, from the tokens and their embeddings [B, T, D]."""
+        ...
+
+    def divisors(self) -> tuple[Divisor, ...]:
+        """What mesh axes must divide."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """`repeats` copies of a short pattern of layers, scanned over as one group."""
+    """`repeats` copies of a short pattern of layers, scanned over as one group; one where a layer stores its memory."""
 
     pattern: tuple[LayerSpec, ...]
     repeats: int
+
+    def __post_init__(self):
+        assert self.repeats == 1 or not any(layer.stores for layer in self.pattern), "a memory is stored twice"
 
     @property
     def layers(self) -> int:
@@ -162,8 +170,14 @@ class ModelSpec:
 
 
 def stacks_of(layers: list[LayerSpec]) -> tuple[Stack, ...]:
-    """Groups a list of layers into the stacks to scan: the shortest repeating pattern, or runs of equal layers."""
+    """Groups a list of layers into the stacks to scan: the shortest repeating pattern, or runs of equal layers. A layer
+    that stores its memory for later ones is a stack by itself."""
     assert layers
+    for place, layer in enumerate(layers):
+        if layer.stores is not None:
+            parts = layers[:place], [layer], layers[place + 1 :]
+            before, after = (stacks_of(part) if part else () for part in (parts[0], parts[2]))
+            return (*before, Stack((layer,), 1), *after)
     n = len(layers)
     for width in range(1, min(n // 2, 16) + 1):
         pattern, covered = layers[:width], n // width * width
@@ -195,7 +209,7 @@ def abstract_params(spec: ModelSpec) -> Tree:
     if spec.learned_positions:
         tree["positions"] = rows(spec.max_length, "whole", "table")
     if spec.side is not None:
-        tree[spec.side.name] = spec.side.params(spec)
+        tree[spec.side.name] = spec.side.params(spec.embed)
     tree["layers"] = {
         key: map_leaves(lambda leaf, repeats=repeats: leaf.stacked(repeats), kind.params(spec.embed))
         for key, repeats, kind, _ in spec.positions()

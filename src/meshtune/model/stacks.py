@@ -24,6 +24,7 @@ from meshtune.model.inputs import Rows
 from meshtune.model.layer import fold, layer
 from meshtune.model.linear import NARROW, PRODUCT
 from meshtune.model.reverse import RESIDUAL, Layer
+from meshtune.model.side import by_groups, for_all, of_layer, with_stored
 from meshtune.model.spec import ModelSpec
 
 # The results of matrix products (with LoRA the sum, not its parts) and of attention.
@@ -61,32 +62,49 @@ def through_layers(
     rng: Array | None,
     cache: Cache | None,
 ) -> tuple[Hidden, dict[str, Tree], Sums]:
-    """(x after all layers, their caches, their sums)."""
+    """(x after all layers, their caches, their sums).
+
+    A memory that a layer stores is there for all layers behind it; each stack closes over those of earlier stacks.
+    """
     first, shared = 0, params.get("shared")
     stream = Stream(x, {} if cache is None else cache.layers, no_sums(spec))
     for s, stack in enumerate(spec.stacks):
         nodes = {f"{s}.{p}": params["layers"][f"{s}.{p}"] for p in range(len(stack.pattern))}
 
-        def group(stream: Stream, at: tuple[Tree, Array], first: int = first, stack: Any = stack, s: int = s) -> Any:
-            nodes, row = at
+        by_layer = by_groups(side, first, stack.repeats, len(stack.pattern))
+
+        def group(
+            stream: Stream,
+            at: tuple[Tree, Array, Tree],
+            first: int = first,
+            stack: Any = stack,
+            s: int = s,
+            side: Tree = for_all(side),
+        ) -> Any:
+            nodes, row, by_place = at
             x, caches, sums = stream
+            stored: dict[str, Tree] = {}
             x, caches = jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL), (x, caches))
             for p, kind in enumerate(stack.pattern):
                 key, number = f"{s}.{p}", first + row * len(stack.pattern) + p
                 node = gather_layer_params(nodes[key], spec, key, compute, shared)
-                context = Context(compute, rows, side, number, fold(rng, number))
+                given = with_stored(side, stored) | {name: array[p] for name, array in by_place.items()}
+                context = Context(compute, rows, given, number, fold(rng, number))
                 before = None if cache is None else LayerCache(caches[key], row, cache.lengths)
-                x, after, new = layer(x, node, kind, context, before)
+                x, after, new, left = layer(x, node, kind, context, before)
+                stored |= left
                 caches = caches if after is None else caches | {key: after.arrays}
                 sums = add_sums(sums, new)
-            return Stream(x, caches, sums), None
+            return Stream(x, caches, sums), stored
 
         group = _rematerialised(group, compute, nodes)
         if compute.scan and stack.repeats > 1:
-            stream, _ = lax.scan(group, stream, (nodes, jnp.arange(stack.repeats)))
+            stream, _ = lax.scan(group, stream, (nodes, jnp.arange(stack.repeats), by_layer))
         else:
             for row in range(stack.repeats):
-                stream, _ = group(stream, (jax.tree.map(lambda leaf, row=row: leaf[row], nodes), jnp.int32(row)))
+                parts = jax.tree.map(lambda leaf, row=row: leaf[row], (nodes, by_layer))
+                stream, stored = group(stream, (parts[0], jnp.int32(row), parts[1]))
+                side = with_stored(side, stored)
         first += stack.layers
     return stream.x, stream.caches, stream.sums
 
@@ -96,11 +114,11 @@ def single_layer(spec: ModelSpec, compute: Compute, stack: int) -> Layer:
     first = sum(earlier.layers for earlier in spec.stacks[:stack])
     pattern = spec.stacks[stack].pattern
 
-    def apply(x: Hidden, node: Tree, place: int, row: Array, rows: Rows, side: Tree) -> tuple[Hidden, Sums]:
+    def apply(x: Hidden, node: Tree, place: int, row: Array, rows: Rows, side: Tree) -> tuple[Hidden, Sums, Tree]:
         node = gather_layer_params(node, spec, f"{stack}.{place}", compute)
-        context = Context(compute, rows, side, first + row * len(pattern) + place)
-        output = layer(x, node, pattern[place], context)
-        return output.y, add_sums(no_sums(spec), output.sums)
+        number = first + row * len(pattern) + place
+        output = layer(x, node, pattern[place], Context(compute, rows, of_layer(side, number), number))
+        return output.y, add_sums(no_sums(spec), output.sums), dict(output.stored)
 
     return apply
 

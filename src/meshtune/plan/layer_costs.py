@@ -66,10 +66,11 @@ class LayerCost:
     repeats: int
     mixer: BlockCost | None
     ffn: BlockCost | None
+    per_layer: BlockCost | None = None
 
     @property
     def blocks(self) -> tuple[BlockCost, ...]:
-        return tuple(block for block in (self.mixer, self.ffn) if block is not None)
+        return tuple(block for block in (self.mixer, self.ffn, self.per_layer) if block is not None)
 
     @property
     def active_weights(self) -> int:
@@ -92,6 +93,6 @@ def layer_costs(spec: ModelSpec, parameters: Mapping[str, ArraySpec]) -> tuple[L
     costs = []
     for key, repeats, layer, _ in spec.positions():
         prefix = f"{LAYERS}/{key}/"
-        mixer, ffn = (block_cost(block, prefix, repeats) for block in (layer.mixer, layer.ffn))
-        costs.append(LayerCost(prefix, repeats, mixer, ffn))
+        blocks = (block_cost(block, prefix, repeats) for block in (layer.mixer, layer.ffn, layer.per_layer))
+        costs.append(LayerCost(prefix, repeats, *blocks))
     return tuple(costs)

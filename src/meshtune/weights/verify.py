@@ -28,6 +28,7 @@ from meshtune.model.decoder import enter, head_logits, head_params
 from meshtune.model.gather import to_device, with_shared
 from meshtune.model.inputs import Inputs, Rows
 from meshtune.model.layer import LayerSpec, layer
+from meshtune.model.side import of_layer, with_stored
 from meshtune.model.spec import ModelSpec, Stack
 from meshtune.weights.check import check
 from meshtune.weights.file_tensors import StoredTensor, tensors_of
@@ -99,7 +100,9 @@ def _logits(
     batch = place_batch(dict(zip(names, map(np.asarray, probe(spec)), strict=True)), layout)
     rows, x, side = _enter(embedding(), batch, spec, compute)
     for index, (kind, node) in enumerate(layers):
-        x = _step(x, node, rows, side, np.int32(index), kind, compute).block_until_ready()
+        x, stored = _step(x, node, rows, side, np.int32(index), kind, compute)
+        side = with_stored(side, stored)
+        x.block_until_ready()
     params = ends()
     head = {name: leaf for name, leaf in params.items() if name in ("embed", "head", "score")}
     return np.asarray(
@@ -115,8 +118,9 @@ def _enter(params: Tree, batch: Tree, spec: ModelSpec, compute: Compute) -> tupl
 @functools.partial(jax.jit, static_argnames=("kind", "compute"))
 def _step(
     x: jax.Array, node: Tree, rows: Rows, side: Tree, index: jax.Array, kind: LayerSpec, compute: Compute
-) -> jax.Array:
-    return layer(x, node, kind, Context(compute, rows, side, index)).y
+) -> tuple[jax.Array, Tree]:
+    output = layer(x, node, kind, Context(compute, rows, of_layer(side, index), index))
+    return output.y, dict(output.stored)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "compute"))

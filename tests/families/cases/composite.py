@@ -6,6 +6,7 @@ import transformers
 
 from families.case import Case
 from families.cases.gemma3 import CASES as GEMMA3
+from families.cases.gemma4 import CASES as GEMMA4
 from families.cases.llama4 import CASES as LLAMA4
 from families.cases.ministral import CASES as MINISTRAL
 from families.cases.qwen3_5 import CASES as QWEN3_5_CASES
@@ -47,6 +48,16 @@ QWEN_VISION = {
     "out_hidden_size": 32,
     "num_position_embeddings": 16,
 }
+GEMMA4_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "patch_size": 4,
+    "position_embedding_size": 16,
+}
 CASES = (
     Case(
         "gemma3_vision",
@@ -56,6 +67,17 @@ CASES = (
         outside={"vision_config": SIGLIP, "mm_tokens_per_image": 4, "image_token_index": 200},
         auto_class=transformers.AutoModelForImageTextToText,
         peft={"target_modules": IN_TEXT},
+    ),
+    Case(
+        "gemma4_vision",
+        "gemma4",
+        {**GEMMA4[0].config, "vocab_size": 100, "pad_token_id": 99},
+        text="gemma4_text",
+        outside={"vision_config": GEMMA4_VISION, "audio_config": None, "image_token_id": 200},
+        auto_class=transformers.AutoModelForImageTextToText,
+        randomise=GEMMA4[0].randomise,
+        peft={"target_modules": IN_TEXT},
+        variant=True,
     ),
     Case(
         "llama4_vision",

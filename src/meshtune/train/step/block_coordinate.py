@@ -17,6 +17,7 @@ from meshtune.model.block import Hidden, Sums
 from meshtune.model.compute import Compute
 from meshtune.model.inputs import Rows
 from meshtune.model.reverse import Layer, backward, forward, row_of
+from meshtune.model.side import without_memory
 from meshtune.model.spec import ModelSpec, Stack
 from meshtune.model.stacks import no_sums
 from meshtune.optim.blocks import ActiveBlock, BlockSchedule
@@ -47,18 +48,19 @@ class ActiveBlockRunner:
                 {key: tree.get(key, {}) for key in keys} for tree in (self.differentiated, self.trained, self.frozen)
             ]
             run = _stack(number, keys, layers(number), stack, compute)
-            x, sums = run(*nodes, (x, side, sums), rows, active)
+            x, side, sums = run(*nodes, (x, side, sums), rows, active)
         return x, sums
 
 
 def _stack(number: int, keys: list[str], layer: Layer, stack: Stack, compute: Compute) -> Callable[..., Any]:
-    """A stack's forward pass, whose gradient is that of the active layer."""
+    """A stack's forward pass, whose gradient is that of the active layer; `side` leaves it with the memories that its
+    layers store."""
 
     def run_forward(differentiated, trained, frozen, stream, rows, active):
         x, side, sums = stream
         nodes = [merge(trained[key], frozen[key]) for key in keys]
-        x, sums, layer_inputs = forward(layer, stack, nodes, x, rows, side, sums, compute)
-        return (x, sums), (differentiated, trained, frozen, layer_inputs, side, rows, active)
+        x, sums, layer_inputs, side = forward(layer, stack, nodes, x, rows, side, sums, compute)
+        return (x, side, sums), (differentiated, trained, frozen, layer_inputs, side, rows, active)
 
     def run_backward(saved, cotangents):
         differentiated, trained, frozen, layer_inputs, side, rows, (active_stack, active_place, active_row) = saved
@@ -75,13 +77,13 @@ def _stack(number: int, keys: list[str], layer: Layer, stack: Stack, compute: Co
         # Below the active layer only what feeds the layers could still need a cotangent, and that is not trained.
         above = jnp.where(active_stack < number, 0, stack.repeats)
         lowest = jnp.where(active_stack == number, active_row, above)
-        d_x, d_sums = cotangents
+        d_x, d_side, d_sums = cotangents
         (d_x, d_side, _), gradients = backward(
             layer,
             stack,
             node,
             layer_inputs,
-            (d_x, jax.tree.map(jnp.zeros_like, side), d_sums),
+            (d_x, d_side, d_sums),
             rows,
             side,
             visit,
@@ -90,6 +92,8 @@ def _stack(number: int, keys: list[str], layer: Layer, stack: Stack, compute: Co
             selected=is_active,
             lowest=lowest,
         )
+        for name in (kind.stores for kind in stack.pattern if kind.stores is not None):
+            d_side = without_memory(d_side, name)
         return gradients, None, None, (d_x, d_side, d_sums), None, None
 
     @jax.custom_vjp

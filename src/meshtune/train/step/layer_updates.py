@@ -19,6 +19,7 @@ from meshtune.model.compute import Compute
 from meshtune.model.gather import is_offloaded, to_device
 from meshtune.model.inputs import Rows
 from meshtune.model.reverse import Layer, backward, forward, row_of, with_row
+from meshtune.model.side import with_stored
 from meshtune.model.spec import ModelSpec, Stack
 from meshtune.model.stacks import add_sums, no_sums
 from meshtune.optim.optimizer import Optimizer
@@ -67,12 +68,12 @@ class LayerUpdates:
     abstract: Tree | None
     count: Array
     rows: Rows
-    side: Tree
 
     def forward(
-        self, trained: Tree, frozen: Tree, x: Hidden, *, through: bool
-    ) -> tuple[Hidden, Sums, list[list[Array] | None]]:
-        """(x after all layers, their sums, the layer inputs of every stack: None of one that needs no gradient).
+        self, trained: Tree, frozen: Tree, x: Hidden, side: Tree, *, through: bool
+    ) -> tuple[Hidden, Sums, list[list[Array] | None], Tree]:
+        """(x after all layers, their sums, the layer inputs of every stack: None of one that needs no gradient, `side`
+        with the memories that layers store for later ones).
 
         `through` says that something below the layers is trained.
         """
@@ -83,12 +84,13 @@ class LayerUpdates:
             through = through or any(key in trained for key in keys)
             nodes = [merge(trained.get(key, {}), frozen.get(key, {})) for key in keys]
             if through:
-                x, sums, saved = forward(self.layers(number), stack, nodes, x, self.rows, self.side, sums, self.compute)
+                layer, compute = self.layers(number), self.compute
+                x, sums, saved, side = forward(layer, stack, nodes, x, self.rows, side, sums, compute)
                 layer_inputs.append(saved)
             else:
-                x, sums = self._frozen_stack(number, stack, nodes, x, sums)
+                x, sums, side = self._frozen_stack(number, stack, nodes, x, side, sums)
                 layer_inputs.append(None)
-        return x, sums, layer_inputs
+        return x, sums, layer_inputs, side
 
     def backward(
         self,
@@ -96,6 +98,7 @@ class LayerUpdates:
         frozen: Tree,
         state: Mapping[str, State],
         layer_inputs: list[list[Array] | None],
+        side: Tree,
         cotangents: tuple[Hidden, Tree, Sums],
         norm: Norm,
     ) -> tuple[tuple[Hidden, Tree, Sums], Tree, dict[str, State], Norm]:
@@ -105,11 +108,17 @@ class LayerUpdates:
             saved = layer_inputs[number]
             if saved is None:
                 break
-            cotangents, carry = self._stack_backward(number, frozen, saved, cotangents, carry)
+            cotangents, carry = self._stack_backward(number, frozen, saved, side, cotangents, carry)
         return cotangents, carry.trained, carry.state, carry.norm
 
     def _stack_backward(
-        self, number: int, frozen: Tree, layer_inputs: list[Array], cotangents: tuple[Hidden, Tree, Sums], carry: Carry
+        self,
+        number: int,
+        frozen: Tree,
+        layer_inputs: list[Array],
+        side: Tree,
+        cotangents: tuple[Hidden, Tree, Sums],
+        carry: Carry,
     ) -> tuple[tuple[Hidden, Tree, Sums], Carry]:
         stack = self.spec.stacks[number]
         keys = keys_of(number, stack)
@@ -132,7 +141,7 @@ class LayerUpdates:
             layer_inputs,
             cotangents,
             self.rows,
-            self.side,
+            side,
             visit,
             carry._replace(prefetched=first, writeback=first, top=top),
             merged=merge,
@@ -142,18 +151,21 @@ class LayerUpdates:
             carry = self._write_back(carry, key)
         return cotangents, carry._replace(prefetched={}, writeback={}, top=None)
 
-    def _frozen_stack(self, number: int, stack: Stack, nodes: list[Tree], x: Hidden, sums: Sums) -> tuple[Hidden, Sums]:
-        """Layers that no gradient passes: nothing is saved of them."""
+    def _frozen_stack(
+        self, number: int, stack: Stack, nodes: list[Tree], x: Hidden, side: Tree, sums: Sums
+    ) -> tuple[Hidden, Sums, Tree]:
+        """Layers that no gradient passes: nothing is saved of them but the memories that they store."""
         layer = self.layers(number)
 
-        def group(stream: tuple[Hidden, Sums], row: Array) -> tuple[tuple[Hidden, Sums], None]:
-            x, sums = stream
+        def group(stream: tuple[Hidden, Sums], row: Array) -> tuple[tuple[Hidden, Sums], Tree]:
+            (x, sums), stored = stream, {}
             for place, node in enumerate(nodes):
-                x, new = layer(x, row_of(node, row), place, row, self.rows, self.side)
-                sums = add_sums(sums, new)
-            return (x, sums), None
+                x, new, left = layer(x, row_of(node, row), place, row, self.rows, with_stored(side, stored))
+                sums, stored = add_sums(sums, new), stored | left
+            return (x, sums), stored
 
-        return lax.scan(group, (x, sums), jnp.arange(stack.repeats))[0]
+        (x, sums), stored = lax.scan(group, (x, sums), jnp.arange(stack.repeats))
+        return x, sums, with_stored(side, jax.tree.map(lambda leaf: leaf[0], stored))
 
     def _apply_layer_update(self, carry: Carry, key: str, row: Array, gradient: Tree) -> Carry:
         """Parameters and state with one layer updated, if its gradient and all before were finite."""

@@ -25,6 +25,7 @@ from meshtune.model.compute import Compute
 from meshtune.model.gather import to_device
 from meshtune.model.inputs import Rows
 from meshtune.model.reverse import Layer
+from meshtune.model.side import without_stored
 from meshtune.model.spec import ModelSpec
 from meshtune.model.stacks import layer_functions, no_sums
 from meshtune.objectives.score import Batch, Objective, Score, metric_means
@@ -80,9 +81,9 @@ def layerwise_step(
         micro, count = jax.tree.map(lambda x: x[0], batch), state.opt_state[COUNT]
         cut = _CutModel(objective, spec, compute, state.trainable, frozen, micro, rng)
         (x, side), enter, rows = jax.vjp(cut.before, to_device(cut.trained_before), has_aux=True)
-        updates = LayerUpdates(layer_functions(spec, compute), spec, compute, optimizer, abstract, count, rows, side)
+        updates = LayerUpdates(layer_functions(spec, compute), spec, compute, optimizer, abstract, count, rows)
         stacks = state.trainable["layers"], frozen.get("layers", {})
-        x, sums, layer_inputs = updates.forward(*stacks, x, through=bool(cut.trained_before))
+        x, sums, layer_inputs, side = updates.forward(*stacks, x, side, through=bool(cut.trained_before))
         loss, leave, score = jax.vjp(cut.after, to_device(cut.trained_after), x, sums, has_aux=True)
         weight = jnp.where(score.weight > 0, score.weight, 1.0)
         gradient, d_x, d_sums = leave(1 / weight)
@@ -92,10 +93,10 @@ def layerwise_step(
         norm = outer_updates.update(gradient, Norm(jnp.float32(0), jnp.isfinite(loss)))
         cotangents = d_x, jax.tree.map(jnp.zeros_like, side), d_sums
         (d_x, d_side, _), trained, layer_state, norm = updates.backward(
-            *stacks, state.opt_state[PARAM_STATE], layer_inputs, cotangents, norm
+            *stacks, state.opt_state[PARAM_STATE], layer_inputs, side, cotangents, norm
         )
         if cut.trained_before:
-            (gradient,) = enter((d_x, d_side))
+            (gradient,) = enter((d_x, without_stored(d_side)))
             gradient |= {name: jax.tree.map(jnp.add, gradient[name], node) for name, node in tied.items()}
             norm = outer_updates.update(gradient, norm)
         metrics = metric_means(score) | {
