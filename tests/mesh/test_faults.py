@@ -47,6 +47,19 @@ def test_an_error_on_one_process_ends_the_other_with_its_reason(
     assert message in first.errors
 
 
+@pytest.mark.slow
+def test_processes_that_come_too_far_apart_end_with_75_and_say_so(tmp_path: pathlib.Path):
+    """Gloo waits half a minute: process 1 never takes part in the first operation, though it lives."""
+    first, second = Processes(tmp_path, "late").exits(90)
+    assert first.code == second.code == 75, first.errors
+    for errors in (first.errors, second.errors):
+        assert "error: process 0 of 2 on " in errors
+        assert "waited 30 s for the others" in errors
+        assert "Gloo" in errors
+        assert "resume=true" in errors
+        assert "Traceback" not in errors.partition("error: ")[2]
+
+
 @pytest.mark.parametrize("signalled", [(0,), (1,), (0, 1)])
 def test_a_signal_to_any_process_stops_all_after_the_same_update(tmp_path: pathlib.Path, signalled: tuple[int, ...]):
     processes = Processes(tmp_path, "stop")

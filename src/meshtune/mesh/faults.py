@@ -1,13 +1,14 @@
 """Ends every process of a job soon after one of them fails, with a message that names it and a telling exit code.
 
-Exit codes: 75 (EX_TEMPFAIL) another process was lost, and the same command resumes the run; 2 a mistake of the user;
-1 a defect, on this process or on the one that the message names.
+Exit codes: 75 (EX_TEMPFAIL) another process was lost or did not come in time, and the same command resumes the run; 2 a
+mistake of the user; 1 a defect, on this process or on the one that the message names.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import re
 import sys
 import threading
 import time
@@ -19,6 +20,10 @@ from meshtune.mesh.protocol import EXIT_PROCESS_LOST, JobEnd
 
 MAIN_THREAD_GRACE = 1.0  # seconds in which the main thread may end by itself, with its own message
 REASON_TIMEOUT = 3.0  # seconds to wait for the reason after a collective operation failed
+GLOO = re.compile(r"\bGloo\b|cpu:gloo")  # in errors of JAX's collective operations between CPUs
+GLOO_SECONDS = (
+    30  # that its processes may come apart; JAX sets no other limit (https://github.com/jax-ml/jax/issues/40831)
+)
 
 _exiting = threading.Lock()
 
@@ -41,11 +46,29 @@ def leave_on_error(client: Client, error: BaseException, wait_for_others: Callab
     if not isinstance(error, UserError | KeyboardInterrupt | SystemExit):
         # A process that dies breaks the pending collective operation, often before its loss is known here.
         client.ended.wait(REASON_TIMEOUT)
+    if client.job_end is None and GLOO.search(str(error)):
+        client.report_failure(_not_connected(client, error))
+        client.job_end = client.job_end or _not_connected(client, error)
     if client.job_end is not None:
         _report_and_exit(client, client.job_end, wait_for_others)
     client.report_failure(job_end_of(client, error))
     wait_for_others()
     atexit.register(_exit, _exit_code(error))
+
+
+def _not_connected(client: Client, error: BaseException) -> JobEnd:
+    """An operation between processes that all live has failed, because they began it further apart than Gloo waits."""
+    info = client.info
+    return JobEnd(
+        "lost",
+        f"process {info.process_index} of {info.process_count} on {client.host} waited {GLOO_SECONDS} s for the others "
+        f"in an operation that all take part in: {str(error).strip().splitlines()[0]}",
+        info.process_index,
+        client.host,
+        fix="the same command with resume=true continues from the last checkpoint; where it happens again, start fewer "
+        "processes on each machine, or leave it other work: JAX's Gloo, which joins CPUs, has no longer limit",
+        exit_code=EXIT_PROCESS_LOST,
+    )
 
 
 def job_end_of(client: Client, error: BaseException, cause: str = "failed") -> JobEnd:
