@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 
 import pytest
 import xxhash
 
 from meshtune import digests
 from meshtune.digests import digest_files, find_damage
+from meshtune.train.checkpoint import follow
 
 SIZES = (0, 1, mmap.PAGESIZE, digests.BUFFER_BYTES + 1, digests.POPULATE_BYTES + 5)
+
+BLOCK = mmap.ALLOCATIONGRANULARITY
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -57,3 +61,51 @@ def test_every_truncation_is_found(tmp_path):
     for size in range(len(content)):
         (tmp_path / "file").write_bytes(content[:size])
         assert "bytes long" in find_damage(tmp_path, written)["file"]
+
+
+class Blocks(list):
+    """The offsets of blocks as they are hashed."""
+
+    def wait_for(self, *expected):
+        deadline = time.monotonic() + 60
+        while list(self) != list(expected):
+            assert time.monotonic() < deadline, self
+            time.sleep(0.001)
+
+
+def follow_writing(folder, write, monkeypatch):
+    """(digests by a Follower of the file that `write` writes, the blocks that were hashed only afterwards)."""
+    monkeypatch.setattr(digests, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(follow, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(follow, "POLL_SECONDS", 0.002)
+    ahead, late, hash_block = Blocks(), Blocks(), digests.hash_block
+    monkeypatch.setattr(follow, "hash_block", lambda *block: (hash_block(*block), ahead.append(block[1]))[0])
+    monkeypatch.setattr(digests, "hash_block", lambda *block: (hash_block(*block), late.append(block[1]))[0])
+    (folder / "data").mkdir()
+    (folder / "other").write_bytes(b"not followed")
+    with (folder / "data" / "file").open("wb", buffering=0) as file, follow.Follower(folder, "data/") as follower:
+        write(file, ahead)
+    return follower.digests(), sorted(late)
+
+
+def test_a_file_is_hashed_while_it_is_written(tmp_path, monkeypatch):
+    def write(file, ahead):
+        file.write(os.urandom(BLOCK + 1))
+        ahead.wait_for(0, BLOCK)
+        file.write(os.urandom(BLOCK))
+        ahead.wait_for(0, BLOCK, BLOCK, 2 * BLOCK)  # what has not grown for a while is hashed
+
+    followed, late = follow_writing(tmp_path, write, monkeypatch)
+    assert late == []
+    assert followed == digest_files(tmp_path, ["data/file"])
+
+
+def test_a_file_that_gets_its_size_before_its_contents_is_hashed_again(tmp_path, monkeypatch):
+    def write(file, ahead):
+        file.truncate(2 * BLOCK)
+        ahead.wait_for(0, BLOCK)
+        file.write(os.urandom(2 * BLOCK))
+
+    followed, late = follow_writing(tmp_path, write, monkeypatch)
+    assert late == [0, BLOCK]
+    assert followed == digest_files(tmp_path, ["data/file"])

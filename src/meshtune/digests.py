@@ -50,15 +50,29 @@ def list_files(directory: Path) -> list[str]:
     return sorted(path for path in paths if path != FILE)
 
 
-def digest_files(directory: Path, names: Sequence[str]) -> dict[str, FileDigest]:
-    """Computes the digests of files, in parallel over their blocks. Raises: OSError if a file cannot be read."""
+# Digests of blocks by (file name, offset), each with the number of bytes that it covers.
+Blocks = Mapping[tuple[str, int], tuple[int, bytes]]
+
+
+def digest_files(directory: Path, names: Sequence[str], known: Blocks | None = None) -> dict[str, FileDigest]:
+    """Computes the digests of files, in parallel over their blocks, of which the `known` ones are not read again.
+
+    Raises: OSError if a file cannot be read.
+    """
     sizes = {name: (directory / name).stat().st_size for name in names}
     blocks = [(name, start) for name, size in sizes.items() for start in range(0, max(1, size), BLOCK_BYTES)]
+
+    def digest(block: tuple[str, int]) -> bytes:
+        name, start = block
+        expected = min(BLOCK_BYTES, sizes[name] - start)
+        count, content = (known or {}).get(block, (-1, b""))
+        return content if count == expected else hash_block(directory / name, start, expected)
+
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        hashed = list(pool.map(lambda block: _hash_block(directory / block[0], block[1]), blocks))
+        hashed = list(pool.map(digest, blocks))
     joined: dict[str, xxhash.xxh3_128] = {name: xxhash.xxh3_128() for name in names}
-    for (name, _), digest in zip(blocks, hashed, strict=True):
-        joined[name].update(digest)
+    for (name, _), content in zip(blocks, hashed, strict=True):
+        joined[name].update(content)
     return {name: FileDigest(sizes[name], joined[name].hexdigest()) for name in names}
 
 
@@ -170,13 +184,13 @@ def _reason(error: OSError) -> str:
     return f"it cannot be read ({error.strerror or error})"
 
 
-def _hash_block(path: Path, start: int) -> bytes:
-    """Computes the digest of at most BLOCK_BYTES from `start`."""
+def hash_block(path: Path, start: int, count: int) -> bytes:
+    """Computes the digest of `count` bytes from `start`, or as many as there are. Raises: OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        count = min(BLOCK_BYTES, os.fstat(descriptor).st_size - start)
+        count = min(count, os.fstat(descriptor).st_size - start)
         digest = _hash_mapped(descriptor, start, count) if count > 0 else None
-        return _hash_read(descriptor, start) if digest is None else digest
+        return _hash_read(descriptor, start, count) if digest is None else digest
     finally:
         os.close(descriptor)
 
@@ -200,14 +214,14 @@ def _hash_mapped(descriptor: int, start: int, count: int) -> bytes | None:
     return hasher.digest()
 
 
-def _hash_read(descriptor: int, start: int) -> bytes:
-    """Computes the digest of at most BLOCK_BYTES from `start`, reading it in pieces. Raises: OSError."""
+def _hash_read(descriptor: int, start: int, count: int) -> bytes:
+    """Computes the digest of at most `count` bytes from `start`, reading it in pieces. Raises: OSError."""
     hasher, buffer = xxhash.xxh3_128(), memoryview(bytearray(BUFFER_BYTES))
-    stop = start + BLOCK_BYTES
+    stop = start + count
     while start < stop:
-        count = os.preadv(descriptor, [buffer[: min(BUFFER_BYTES, stop - start)]], start)
-        if not count:
+        size = os.preadv(descriptor, [buffer[: min(BUFFER_BYTES, stop - start)]], start)
+        if not size:
             break
-        hasher.update(buffer[:count])
-        start += count
+        hasher.update(buffer[:size])
+        start += size
     return hasher.digest()

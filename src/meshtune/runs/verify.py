@@ -27,18 +27,26 @@ def check_source(directory: Path, job: Job) -> None:
         raise damaged(directory, damage, FIX)
 
 
-def find_damage_collectively(directory: Path, job: Job, *, required: bool = False) -> dict[str, str]:
+def find_damage_collectively(
+    directory: Path, job: Job, *, required: bool = False, local: dict[str, str] | None = None
+) -> dict[str, str]:
     """Finds the damaged files of a directory and what is wrong with each; each process of `job` hashes some of them.
 
     Every process gets the same result. A directory without digests counts as undamaged unless they are `required`.
+    `local` is what `find_local_damage` has already found.
     """
-    damage: dict[str, str] = {}
-    if required or (directory / FILE).exists():
-        try:
-            digests, _ = read_digests(directory)
-            damage = find_damage(directory, share(digests, job.process_index, job.process_count))
-        except DamagedError as error:
-            damage = {FILE: error.reason}
+    damage = find_local_damage(directory, job, required=required) if local is None else local
     for process_damage in job.exchange(f"digests of {directory.name}", damage):
         damage |= process_damage
     return damage
+
+
+def find_local_damage(directory: Path, job: Job, *, required: bool = False) -> dict[str, str]:
+    """The damage of this process's share of a directory's files."""
+    if not required and not (directory / FILE).exists():
+        return {}
+    try:
+        digests, _ = read_digests(directory)
+    except DamagedError as error:
+        return {FILE: error.reason}
+    return find_damage(directory, share(digests, job.process_index, job.process_count))

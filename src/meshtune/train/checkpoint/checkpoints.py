@@ -11,6 +11,7 @@ need. Nothing is gathered, and mesh and number of processes may differ between t
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import errno
 import json
@@ -30,7 +31,7 @@ from meshtune.digests import DamagedError, damaged
 from meshtune.errors import UserError
 from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
-from meshtune.runs.verify import find_damage_collectively
+from meshtune.runs.verify import find_damage_collectively, find_local_damage
 from meshtune.setup.memory import size_in_words
 from meshtune.train.checkpoint.directory import UNFINISHED, check_same_steps, prepare_directory, set_aside
 from meshtune.train.checkpoint.disk import disk_errors, disk_reason
@@ -56,13 +57,14 @@ class Checkpoints:
     """
 
     def __init__(self, directory: str | pathlib.Path, *, keep: int, job: Job = SINGLE_PROCESS):
+        self.directory = pathlib.Path(directory).absolute()
+        self._job = job
+        self._hashing = self._hash_newest()
         import orbax.checkpoint as ocp  # late: importing it takes seconds
 
         from meshtune.train.checkpoint.state_handler import StateHandler
 
         _quiet_orbax()
-        self.directory = pathlib.Path(directory).absolute()
-        self._job = job
         self._best: int | None = None
         self._failed: BaseException | None = None
         self._verified: set[int] = set()
@@ -162,7 +164,9 @@ class Checkpoints:
         for process_damage in self._job.exchange(f"checkpoint {step}: record", damage):
             damage |= process_damage
         if has_digests and not damage:
-            state = find_damage_collectively(self.path(step) / "state", self._job, required=True)
+            ahead = self._hashing.pop(step, None)
+            local = None if ahead is None else ahead.result()
+            state = find_damage_collectively(self.path(step) / "state", self._job, required=True, local=local)
             damage = {f"state/{name}": reason for name, reason in state.items()}
         if damage:
             raise damaged(self.path(step), damage, FIX)
@@ -216,6 +220,17 @@ class Checkpoints:
             # Another error is on its way; a failing save must not hide it.
             with contextlib.suppress(UserError):
                 self.close()
+
+    def _hash_newest(self) -> dict[int, concurrent.futures.Future[dict[str, str]]]:
+        """Begins to hash this process's share of the newest checkpoint, so that `verify` need not; by its step."""
+        steps = [int(path.name) for path in self.directory.glob("[0-9]*") if path.name.isdigit()]
+        if not steps:
+            return {}
+        pool = concurrent.futures.ThreadPoolExecutor(1, "digests")
+        state = self.path(max(steps)) / "state"
+        hashing = pool.submit(find_local_damage, state, self._job, required=True)
+        pool.shutdown(wait=False)
+        return {max(steps): hashing}
 
     def _barrier(self, wait: Callable[..., None]) -> Callable[..., None]:
         """Where Orbax's background threads wait for the other processes."""

@@ -11,6 +11,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from meshtune.digests import FileDigest, digest_files, list_files, write_digests
+from meshtune.train.checkpoint.follow import Follower
 
 PROCESS_FILES = "ocdbt.process_{}/"  # Orbax's name for the directory that a process writes its shards to
 PROCESS_DIGESTS = "digests.process_{}.json"
@@ -19,8 +20,8 @@ PROCESS_DIGESTS = "digests.process_{}.json"
 class StateHandler(ocp.PyTreeCheckpointHandler):
     """Orbax's handler for trees of arrays; adds digests.json to the files before the checkpoint gets its name.
 
-    Each process hashes the files with its own shards, which are still in its page cache, after they were written and
-    in the background thread that waited for them. Process 0 hashes what it writes for all, and joins the digests.
+    Each process hashes the files with its own shards while they are written, from its page cache. Process 0 hashes what
+    it writes for all, and joins the digests.
     """
 
     def __init__(self, *, process_index: int, options: ocp.options.MultiprocessingOptions):
@@ -62,16 +63,16 @@ class _Hashed:
     """The future of a save on one process: its files are written, and their digests beside them."""
 
     def __init__(self, futures: Sequence[Any], directory: pathlib.Path, process_index: int):
-        self._futures, self._directory, self._process_index = futures, directory, process_index
+        self._futures = futures
+        self._draft = directory / PROCESS_DIGESTS.format(process_index)
+        self._follower = Follower(directory, PROCESS_FILES.format(process_index))
 
     def result(self, timeout: float | None = None) -> None:
-        for future in self._futures:
-            future.result(timeout)
-        prefix = PROCESS_FILES.format(self._process_index)
-        names = [name for name in list_files(self._directory) if name.startswith(prefix)]
-        digests = {name: dataclasses.asdict(digest) for name, digest in digest_files(self._directory, names).items()}
-        draft = self._directory / PROCESS_DIGESTS.format(self._process_index)
-        draft.write_text(json.dumps(digests), encoding="utf-8")
+        with self._follower:
+            for future in self._futures:
+                future.result(timeout)
+        digests = {name: dataclasses.asdict(digest) for name, digest in self._follower.digests().items()}
+        self._draft.write_text(json.dumps(digests), encoding="utf-8")
 
     def cancel(self) -> bool | None:
         """Nothing can be cancelled."""
