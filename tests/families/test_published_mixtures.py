@@ -14,6 +14,8 @@ from meshtune.model.attention import AttentionSpec
 from meshtune.model.spec import ModelSpec
 
 SCOUT, PHI = "meta-llama/Llama-4-Scout-17B-16E-Instruct", "microsoft/Phi-3.5-MoE-instruct"
+TRINITY, EXAONE = "arcee-ai/Trinity-Mini", "LGAI-EXAONE/K-EXAONE-236B-A23B"
+GRANITE = "ibm-granite/granite-3.1-1b-a400m-instruct"
 LONGROPE = PUBLISHED[PHI]["rope_scaling"]
 
 
@@ -66,6 +68,11 @@ def test_phimoe_says_what_it_does_not_apply():
         (PHI, {"rope_scaling": {**LONGROPE, "long_mscale": 1.3}}, "one number for both is implemented"),
         (PHI, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "one number for both is implemented"),
         (PHI, {"rope_scaling": {**LONGROPE, "type": "entropic"}}, "rope type 'entropic' is not implemented"),
+        (TRINITY, {"score_func": "softmax"}, "score_func = 'softmax' is not implemented"),
+        (TRINITY, {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, and there are 8 experts"),
+        (EXAONE, {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not implemented"),
+        (EXAONE, {"is_moe_layer": [True] * 4}, "is_moe_layer = [True, True, True, True]"),
+        (GRANITE, {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, and there are 8 experts"),
         (SCOUT, {"layer_types": ["sliding_attention"] * 4}, "layer_types must list"),
     ],
 )

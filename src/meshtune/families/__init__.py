@@ -28,6 +28,7 @@ OLDER_LANGUAGE = "LMHeadModel"  # GPT-2's
 BARE = frozenset({"gpt2"})  # families of which checkpoints were published as the base model alone
 # model_type -> the module that implements it, imported when a config asks for it.
 FAMILIES: dict[str, str] = {
+    "afmoe": "afmoe",
     "apertus": "apertus",
     "arcee": "arcee",
     "baichuan": "baichuan",
@@ -39,6 +40,7 @@ FAMILIES: dict[str, str] = {
     "ernie4_5": "ernie4_5",
     "ernie4_5_moe": "ernie4_5_moe",
     "exaone4": "exaone4",
+    "exaone_moe": "exaone_moe",
     "falcon": "falcon",
     "falcon_h1": "falcon_h1",
     "gemma": "gemma",
@@ -54,7 +56,9 @@ FAMILIES: dict[str, str] = {
     "gpt_neox": "gpt_neox",
     "gpt_oss": "gpt_oss",
     "granite": "granite",
+    "granitemoe": "granitemoe",
     "granitemoehybrid": "granitemoehybrid",
+    "granitemoeshared": "granitemoe",
     "hunyuan_v1_dense": "hunyuan",
     "hunyuan_v1_moe": "hunyuan_moe",
     "internlm2": "internlm2",

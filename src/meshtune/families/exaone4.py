@@ -12,12 +12,14 @@ from meshtune.families.config_fields import ConfigFields
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, mlp_spec
 from meshtune.families.tensors import TensorMap, one_to_one
+from meshtune.model.attention import AttentionSpec
 from meshtune.model.layer import LayerSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.spec import ModelSpec
 
 POST_NORMS = {"attn_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
 FULL, SLIDING = "full_attention", "sliding_attention"
+WINDOW = {"sliding_window": 4096}  # of configs that do not say
 
 DESCRIPTIONS = {
     "exaone4": Family(
@@ -31,17 +33,22 @@ DESCRIPTIONS = {
 
 def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     """Exaone4Config -> ModelSpec. sliding_window null means none, which is not the default."""
-    fields = ConfigFields({"sliding_window": 4096} | config, where)
-    window, norm = fields.get("sliding_window"), NormSpec(fields.number("rms_norm_eps", 1e-5))
+    fields = ConfigFields(WINDOW | config, where)
+    norm, mlp = NormSpec(fields.number("rms_norm_eps", 1e-5)), mlp_spec(fields)
+    layers = [LayerSpec(attention, mlp, norm, "post") for attention in exaone_attention(fields, norm)]
+    return decoder_spec(fields, "exaone4", "Exaone4ForCausalLM", layers)
+
+
+def exaone_attention(fields: ConfigFields, norm: NormSpec) -> list[AttentionSpec]:
+    """The attention of every layer."""
+    window = fields.get("sliding_window")
     kinds = fields.layer_types((FULL, SLIDING), default=_pattern(fields) if window is not None else lambda _: FULL)
     fields.get("sliding_window_pattern")
     if window is None and SLIDING in kinds:
         raise fields.error("sliding_window", "sliding_window is null, and layer_types has layers with one")
     sliding = attention_spec(fields, window=window, qk_norm=norm)
     full = sliding if window is None else dataclasses.replace(sliding, window=None, rope=None)
-    mlp = mlp_spec(fields)
-    layers = {FULL: LayerSpec(full, mlp, norm, "post"), SLIDING: LayerSpec(sliding, mlp, norm, "post")}
-    return decoder_spec(fields, "exaone4", "Exaone4ForCausalLM", [layers[kind] for kind in kinds])
+    return [sliding if kind == SLIDING else full for kind in kinds]
 
 
 def _pattern(fields: ConfigFields) -> Callable[[int], str]:

@@ -8,7 +8,7 @@ in memory): `families.as_stored` finds out which, and a model is written as it w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from meshtune.errors import UserError
@@ -103,13 +103,19 @@ def expert_modules(
     return {"mlp/router": "mlp.gate", **fused_modules("mlp.experts")}
 
 
-def fused_modules(experts: str) -> dict[str, str | Stored]:
-    """Those of all experts in one tensor; `experts` is the module that holds them."""
-    return {
-        "mlp/experts/gate": Stored(f"{experts}.gate_up_proj", f"{experts}.gate_proj", _first_half),
-        "mlp/experts/up": Stored(f"{experts}.gate_up_proj", f"{experts}.up_proj", _second_half),
-        "mlp/experts/down": Stored(f"{experts}.down_proj", f"{experts}.down_proj", View.identity),
-    }
+def fused_modules(experts: str, files: Mapping[str, str] = {}) -> dict[str, str | Stored]:
+    """The routed experts with all of a layer in one tensor: [E, 2 F, D], the gate before up, and [E, D, F].
+
+    `experts` is transformers' experts module, `files` the tensors' names in files where they are not its parameters'.
+    """
+
+    def stored(node: str, view: Callable[[Shape], View]) -> Stored:
+        parameter = PARAMETERS[node]
+        name = files.get(parameter, f"{experts}.{parameter}")
+        return Stored(name, f"{experts}.{NAMES[node]}", view, parameter=f"{experts}.{parameter}")
+
+    views = {"gate": _first_half, "up": _second_half, "down": View.identity}
+    return {f"mlp/experts/{node}": stored(node, view) for node, view in views.items()}
 
 
 def shared_modules(name: str, block: str = "mlp") -> dict[str, str]:

@@ -24,10 +24,10 @@ def with_qkv_in_blocks(table: Sequence[TensorMap], spec: ModelSpec) -> list[Tens
     return list(table)
 
 
-def with_gate_up_in_halves(table: Sequence[TensorMap]) -> list[TensorMap]:
-    """The table for files in which a packed projection has all rows of the gate, then all rows of up."""
+def with_gate_up_in_halves(table: Sequence[TensorMap], node: str = "mlp/gate_up") -> list[TensorMap]:
+    """The table for files in which a packed projection, `node`, has all rows of the gate, then all rows of up."""
     for leaf in ("weight", "bias"):
-        table = with_view(table, f"mlp/gate_up/{leaf}", _in_halves)
+        table = with_view(table, f"{node}/{leaf}", _in_halves)
     return list(table)
 
 
