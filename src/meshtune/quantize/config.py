@@ -10,7 +10,8 @@ from meshtune.errors import UserError, nearest
 from meshtune.options import option, required
 
 FormatName = Literal["nf4", "int8", "fp8", "int4"]  # the keys of meshtune.quantize.formats.FORMATS
-StoredFormatName = FormatName | Literal["e4m3", "mxfp4"]  # the keys of meshtune.quantize.formats.STORED
+PublishedFormatName = Literal["e4m3", "mxfp4", "uint4", "uint8", "bnb_nf4", "bnb_fp4", "llm_int8"]
+StoredFormatName = FormatName | PublishedFormatName  # the keys of meshtune.quantize.formats.STORED
 BlockSize = Literal[8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 BLOCK_SIZES: tuple[BlockSize, ...] = get_args(BlockSize)
 UNQUANTISED = "none"  # the format in `modules` of a module that is not quantised

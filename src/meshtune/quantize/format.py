@@ -21,7 +21,8 @@ class Format:
     in less time on a CPU.
 
     Formats without `encode` are those of published checkpoints, whose codes are taken as they are: `decode` gives
-    numbers of any size, to be multiplied by the scales, which `decode_scales` (if any) makes of `scales_dtype`.
+    numbers of any size, to be multiplied by the scales, which `decode_scales` (if any) makes of `scales_dtype`. With
+    `has_zeros` each block has a zero point, which is subtracted first.
     """
 
     name: StoredFormatName
@@ -32,6 +33,7 @@ class Format:
     encode_bfloat16: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     scales_dtype: str = "float32"
     decode_scales: Callable[[jax.Array], jax.Array] | None = None
+    has_zeros: bool = False
 
 
 def pairs_packed(codes: Array) -> Array:

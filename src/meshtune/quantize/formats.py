@@ -5,6 +5,7 @@ FORMATS are those that weights are quantised in; PUBLISHED those of codes that a
 
 from __future__ import annotations
 
+from meshtune.quantize.bitsandbytes import BNB_FP4, BNB_NF4, LLM_INT8
 from meshtune.quantize.config import FormatName, StoredFormatName
 from meshtune.quantize.e4m3 import E4M3
 from meshtune.quantize.format import Format
@@ -13,7 +14,10 @@ from meshtune.quantize.int4 import INT4
 from meshtune.quantize.int8 import INT8
 from meshtune.quantize.mxfp4 import MXFP4
 from meshtune.quantize.nf4 import NF4
+from meshtune.quantize.uint import UINT4, UINT8
 
 FORMATS: dict[FormatName, Format] = {"nf4": NF4, "int4": INT4, "int8": INT8, "fp8": FP8}
-PUBLISHED: dict[StoredFormatName, Format] = {format.name: format for format in (E4M3, MXFP4)}
+PUBLISHED: dict[StoredFormatName, Format] = {
+    format.name: format for format in (E4M3, MXFP4, UINT4, UINT8, BNB_NF4, BNB_FP4, LLM_INT8)
+}
 STORED: dict[StoredFormatName, Format] = {**FORMATS, **PUBLISHED}

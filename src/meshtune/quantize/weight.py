@@ -29,10 +29,11 @@ class QuantisedWeight:
 
     `codes` [.., out, in / per] have the format's dtype. `scales` [.., out, in / block_size], the largest magnitude of
     each block, are float32, or uint8 where they are quantised too; `nested` [.., m] and `offset` [..], float32, then
-    restore them (else both are None). Of a weight that is published quantised, codes and scales are those of its files.
-    A block never crosses a row, so codes and scales are sharded by the rules of the weight they replace, in whole
-    blocks; `nested` is replicated, one number for 256 blocks. Leading axes (layers, experts) lead every array, so that
-    a scan slices a quantised weight like any other.
+    restore them (else both are None). Of a weight that is published quantised, codes and scales are those of its files,
+    and `zeros` (of some formats), uint8 [.., out, in / block_size], are subtracted from the codes. A block never
+    crosses a row, so codes and scales are sharded by the rules of the weight they replace, in whole blocks; `nested` is
+    replicated, one number for 256 blocks. Leading axes (layers, experts) lead every array, so that a scan slices a
+    quantised weight like any other.
     """
 
     codes: Any
@@ -42,6 +43,7 @@ class QuantisedWeight:
     format: StoredFormatName = dataclasses.field(metadata={"static": True})
     block_size: BlockSize = dataclasses.field(metadata={"static": True})
     dtype: str = dataclasses.field(metadata={"static": True})
+    zeros: Any = None
 
     @classmethod
     def abstract(cls, weight: ArraySpec, config: QuantizeConfig) -> QuantisedWeight:
@@ -73,7 +75,8 @@ class QuantisedWeight:
         codes = ArraySpec(shape, format.dtype, weight.axes, unit=unit, role=weight.role)
         blocks = (*lead, out, into // form.block_size)
         scales = ArraySpec(blocks, format.scales_dtype, weight.axes, role=weight.role)
-        return cls(codes, scales, None, None, form.format, form.block_size, weight.dtype)
+        zeros = ArraySpec(blocks, "uint8", weight.axes, role=weight.role) if format.has_zeros else None
+        return cls(codes, scales, None, None, form.format, form.block_size, weight.dtype, zeros)
 
     @property
     def is_published(self) -> bool:
@@ -137,12 +140,15 @@ class QuantisedWeight:
         scales = self.scales if self.nested is None else restored(self.scales, self.nested, self.offset)
         scales = scales if kind.decode_scales is None else kind.decode_scales(scales)
         blocks = kind.decode(self.codes).reshape(*shape[:-1], -1, self.block_size)
+        if self.zeros is not None:
+            blocks = blocks - self.zeros[..., None].astype(blocks.dtype)
         return (blocks * scales[..., None]).reshape(shape).astype(dtype or self.dtype)
 
     def in_use(self, gathered: Callable[..., Array], axes: tuple[str, ...]) -> QuantisedWeight:
         """The weight gathered for computing by `gathered(array, *axes, unit=...)`; `axes` are the weight's own."""
         codes = gathered(self.codes, *axes, unit=self.block_size // self._kind.per)
-        return dataclasses.replace(self, codes=codes, scales=gathered(self.scales, *axes))
+        zeros = None if self.zeros is None else gathered(self.zeros, *axes)
+        return dataclasses.replace(self, codes=codes, scales=gathered(self.scales, *axes), zeros=zeros)
 
 
 @functools.partial(jax.jit, static_argnames=("format", "block_size"))

@@ -52,7 +52,7 @@ def decoded(reader: Reader, info: TensorInfo, shape: Shape, ranges: Sequence[Ran
     assert info.packed is not None
     packed = info.packed
     parts = StoredParts(dict(packed.parts), reader)
-    read = {"numbers": packed.scheme.decode, "codes": packed.scheme.codes, "scales": packed.scheme.scales}
+    read = packed.scheme.decode if packed.content == "numbers" else getattr(packed.scheme, packed.content)
     counts = [len(range(*entry)) for entry in ranges]
     runs = [
         list(_runs(_positions([shape[n] for n in group], [ranges[n] for n in group])))
@@ -61,12 +61,12 @@ def decoded(reader: Reader, info: TensorInfo, shape: Shape, ranges: Sequence[Ran
     pieces: list[np.ndarray] = []
     for combination in itertools.product(*runs):
         box = tuple((int(run[0]), int(run[-1]) + 1) for run in combination)
-        numbers = read[packed.content](parts, box)
+        numbers = read(parts, box)
         for axis, run in enumerate(combination):
             if len(run) < run[-1] + 1 - run[0]:
                 numbers = np.take(numbers, run - run[0], axis=axis)
         pieces.append(numbers)
-    return _joined(pieces, [len(along) for along in runs]).reshape(counts)
+    return np.ascontiguousarray(_joined(pieces, [len(along) for along in runs]).reshape(counts))
 
 
 def _positions(sizes: Sequence[int], ranges: Sequence[Range]) -> np.ndarray:

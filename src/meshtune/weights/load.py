@@ -204,7 +204,9 @@ def _with_codes(arrays: Mapping[str, ArraySpec | QuantisedWeight], leaves: Leave
         if path in leaves:
             return leaves[path]
         assert isinstance(array, QuantisedWeight)
-        return dataclasses.replace(array, codes=leaves[f"{path}/codes"], scales=leaves[f"{path}/scales"])
+        fields = ("codes", "scales", "zeros")
+        read = {field: leaves[f"{path}/{field}"] for field in fields if f"{path}/{field}" in leaves}
+        return dataclasses.replace(array, **read)
 
     return {path: leaf(path, array) for path, array in arrays.items()}
 

@@ -75,11 +75,13 @@ def as_in_files(spec: ModelSpec, infos: Mapping[str, TensorInfo]) -> ModelSpec:
 def parts_to_read(
     entry: TensorMap, leaf: QuantisedWeight, info: TensorInfo
 ) -> Iterator[tuple[str, TensorMap, TensorInfo]]:
-    """(field, entry, tensor) of the codes and the scales of a part of a leaf whose published codes are taken as they
+    """(field, entry, tensor) of the codes, scales and zeros of a part of a leaf whose published codes are taken as they
     are: what is to be read for each field of the quantised weight."""
     assert info.packed is not None, f"'{entry.name}' is not quantised in its file"
-    for field in ("codes", "scales"):
-        array: ArraySpec = getattr(leaf, field)
+    for field in ("codes", "scales", "zeros"):
+        array: ArraySpec | None = getattr(leaf, field)
+        if array is None:
+            continue
         view = entry.view.with_columns(array.shape[-1])
         name, path = f"{entry.name} ({field})", f"{entry.path}/{field}"
         packed = dataclasses.replace(info.packed, content=field)

@@ -68,11 +68,11 @@ class TensorInfo:
 @dataclasses.dataclass(frozen=True)
 class Packed:
     """What a weight that is published quantised is read from: the tensors of files that it is made of, by role, and
-    whether it is read as the numbers that they stand for, or as codes or scales of a quantised weight."""
+    whether it is read as the numbers that they stand for, or as codes, scales or zeros of a quantised weight."""
 
     scheme: Scheme
     parts: tuple[tuple[str, TensorInfo], ...]
-    content: Literal["numbers", "codes", "scales"] = "numbers"
+    content: Literal["numbers", "codes", "scales", "zeros"] = "numbers"
 
 
 def headers(directory: Path) -> dict[str, TensorInfo]:

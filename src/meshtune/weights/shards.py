@@ -192,7 +192,7 @@ def parts_of(path: str, leaf: ArraySpec | QuantisedWeight) -> dict[str, ArraySpe
 
 
 def _fields(leaf: QuantisedWeight) -> dict[str, ArraySpec]:
-    fields = {field: getattr(leaf, field) for field in ("codes", "scales", "nested", "offset")}
+    fields = {field: getattr(leaf, field) for field in ("codes", "scales", "nested", "offset", "zeros")}
     return {field: array for field, array in fields.items() if array is not None}
 
 

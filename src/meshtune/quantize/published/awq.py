@@ -17,12 +17,17 @@ from meshtune.arrays.spec import ArraySpec
 from meshtune.quantize.published.integers import (
     SCALES,
     Integers,
+    Parameters,
+    Range,
+    block_parameters,
     check_divides,
     check_dtype,
     check_shape,
+    form_of,
     groups_of,
     integer_field,
     only,
+    packed_codes,
     packed_range,
     unpacked,
 )
@@ -43,6 +48,7 @@ class Awq:
 
     group: int
     skip: tuple[str, ...] = ()
+    bits: ClassVar[int] = BITS
     method: ClassVar[str] = "awq"
     ending: ClassVar[str] = ".weight"
     endings: ClassVar[Mapping[str, str]] = {"codes": ".qweight", "zeros": ".qzeros", "scales": ".scales"}
@@ -54,7 +60,7 @@ class Awq:
 
     def shape(self, parts: Parts) -> Shape:
         into, columns = parts.shape("codes")
-        size = self._size(into)
+        size = self.size(into)
         check_divides(size, into)
         for role, expected in (("codes", ("I32",)), ("zeros", ("I32",)), ("scales", SCALES)):
             check_dtype(parts.dtype(role), expected, f"its {role}")
@@ -66,26 +72,36 @@ class Awq:
         return self.integers(parts, box).numbers()
 
     def integers(self, parts: Parts, box: Box) -> Integers:
-        """The integers of a box."""
         (top, bottom), (left, right) = box
-        size = self._size(parts.shape("codes")[0])
+        size = self.size(self.row(parts))
         packed, groups = packed_range(top, bottom, PER), groups_of(left, right, size)
         rows = slice(top % PER, top % PER + bottom - top)
         codes = _outputs(parts.box("codes", ((left, right), packed)))[:, rows].T
-        zeros = _outputs(parts.box("zeros", (groups, packed)))[:, rows].T
-        scales = parts.box("scales", (groups, (top, bottom))).T
+        zeros, scales = self.parameters(parts, (top, bottom), groups)
         return Integers(codes, zeros, scales, (np.arange(left, right) // size - groups[0]).astype(np.int32))
 
     def form(self, weight: ArraySpec) -> Form | None:
-        return None
+        into = weight.shape[-1]
+        return form_of(self.bits, self.size(into), into)
 
     def codes(self, parts: Parts, box: Box) -> np.ndarray:
-        raise NotImplementedError
+        return packed_codes(self, parts, box)
 
     def scales(self, parts: Parts, box: Box) -> np.ndarray:
-        raise NotImplementedError
+        return block_parameters(self, parts, box)[1]
 
-    def _size(self, into: int) -> int:
+    def zeros(self, parts: Parts, box: Box) -> np.ndarray:
+        return block_parameters(self, parts, box)[0]
+
+    def parameters(self, parts: Parts, rows: Range, groups: Range) -> Parameters:
+        top, bottom = rows
+        zeros = _outputs(parts.box("zeros", (groups, packed_range(top, bottom, PER)))).T
+        return zeros[top % PER : top % PER + bottom - top], parts.box("scales", (groups, rows)).T
+
+    def row(self, parts: Parts) -> int:
+        return parts.shape("codes")[0]
+
+    def size(self, into: int) -> int:
         return into if self.group == -1 else self.group
 
 

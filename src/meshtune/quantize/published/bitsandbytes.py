@@ -21,12 +21,22 @@ from jaxtyping import Float, UInt8
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
-from meshtune.quantize.published.integers import FULL_PRECISION, SCALES, check_dtype, check_shape, only
+from meshtune.quantize.published.integers import (
+    FULL_PRECISION,
+    ROW_BLOCK,
+    SCALES,
+    check_dtype,
+    check_shape,
+    largest_block,
+    only,
+    pairs,
+)
 from meshtune.quantize.published.scheme import Box, Form, Parts, Shape, check_known, is_skipped, skip_list
 
 KNOWN = """load_in_4bit _load_in_4bit load_in_8bit _load_in_8bit bnb_4bit_quant_type bnb_4bit_use_double_quant
 bnb_4bit_compute_dtype bnb_4bit_quant_storage llm_int8_skip_modules llm_int8_threshold llm_int8_has_fp16_weight
 llm_int8_enable_fp32_cpu_offload""".split()
+BLOCK = 64  # the smallest blocks that are read
 KINDS = ("nf4", "fp4")
 INT8_STEP = np.float32(7.874015718698502e-3)  # 1 / 127, as bitsandbytes writes it
 STORAGES = ("U8", "I8", "F16", "BF16", "F32")  # a packed weight may be stored as any numbers: its bytes count
@@ -53,8 +63,8 @@ def quant_state(content: bytes, kind: str) -> QuantState:
         named = fields["quant_type"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"its quant_state is malformed ({error!r})") from error
-    if named != kind or len(state.shape) != 2 or state.block < 2 or state.block % 2 or nested < 0:
-        raise ValueError(f"its quant_state describes no {kind} matrix in even blocks: {fields}")
+    if named != kind or len(state.shape) != 2 or state.block < BLOCK or state.block % BLOCK or nested < 0:
+        raise ValueError(f"its quant_state describes no {kind} matrix in blocks of {BLOCK} or a multiple: {fields}")
     return state
 
 
@@ -129,13 +139,24 @@ class FourBit:
         return scales + np.float32(state.offset)
 
     def form(self, weight: ArraySpec) -> Form | None:
-        return None
+        block = largest_block(weight.shape[-1], BLOCK)  # a part of a block of the file, which may go across rows
+        return None if block is None else Form("bnb_nf4" if self.kind == "nf4" else "bnb_fp4", block)
 
     def codes(self, parts: Parts, box: Box) -> np.ndarray:
-        raise NotImplementedError
+        (top, bottom), (left, right) = box
+        into = self._state(parts).shape[1]
+        codes = self._bytes(parts, top * into, bottom * into).reshape(bottom - top, into)
+        return pairs(codes[:, 2 * left : 2 * right])
 
     def scales(self, parts: Parts, box: Box) -> np.ndarray:
-        raise NotImplementedError
+        (top, bottom), (left, right) = box
+        state = self._state(parts)
+        into = state.shape[1]
+        size = largest_block(into, BLOCK)
+        assert size is not None
+        numbers = np.arange(top, bottom)[:, None] * into + np.arange(left, right) * size
+        first = int(numbers[0, 0]) // state.block
+        return self.absmax(parts, (first, int(numbers[-1, -1]) // state.block + 1))[numbers // state.block - first]
 
     def _state(self, parts: Parts) -> QuantState:
         return quant_state(parts.whole("state").tobytes(), self.kind)
@@ -183,13 +204,15 @@ class EightBit:
         return numbers
 
     def form(self, weight: ArraySpec) -> Form | None:
-        return None
+        block = largest_block(weight.shape[-1], ROW_BLOCK)
+        return None if block is None else Form("llm_int8", block)
 
     def codes(self, parts: Parts, box: Box) -> np.ndarray:
-        raise NotImplementedError
+        return parts.box("codes", box)
 
     def scales(self, parts: Parts, box: Box) -> np.ndarray:
-        raise NotImplementedError
+        rows, (left, right) = box
+        return np.repeat(parts.box("scales", (rows,)).astype(np.float32)[:, None] * INT8_STEP, right - left, axis=1)
 
 
 def read(fields: dict[str, Any], where: str) -> FourBit | EightBit:

@@ -21,14 +21,19 @@ from meshtune.quantize.published.integers import (
     SCALES,
     WORD,
     Integers,
+    Parameters,
+    Range,
+    block_parameters,
     check_dtype,
     check_shape,
+    form_of,
     integer_field,
     only,
+    packed_codes,
     packed_range,
     unpacked,
 )
-from meshtune.quantize.published.scheme import Box, Form, Parts, Shape, check_known
+from meshtune.quantize.published.scheme import Box, Form, Parts, Shape, check_known, is_skipped
 
 KNOWN = """bits group_size desc_act sym checkpoint_format format method is_marlin_format dynamic lm_head damp_percent
 damp_auto_increment static_groups true_sequential model_name_or_path model_file_base_name meta pack_dtype
@@ -72,14 +77,14 @@ class Gptq:
         return WORD // self.bits
 
     def converts(self, module: str, array: ArraySpec) -> bool:
-        if any(re.match(pattern, module) for pattern in self.excluded):
+        if is_skipped(module, self.skip) or any(re.match(pattern, module) for pattern in self.excluded):
             return False
         return not self.only_modules or module.endswith(self.only_modules)
 
     def shape(self, parts: Parts) -> Shape:
         rows, out = parts.shape("codes")
-        into = parts.shape("groups")[0] if "groups" in parts else rows * self.per
-        groups = -(-into // self._size(into))
+        into = self.row(parts)
+        groups = -(-into // self.size(into))
         for role, expected in (("codes", ("I32",)), ("zeros", ("I32",)), ("scales", SCALES)):
             check_dtype(parts.dtype(role), expected, f"its {role}")
         check_shape((rows, out), (-(-into // self.per), out), "its codes")
@@ -90,7 +95,7 @@ class Gptq:
             indices = parts.whole("groups")
             if indices.min(initial=0) < 0 or indices.max(initial=0) >= groups:
                 raise ValueError(f"g_idx names group {indices.max(initial=0)}, and there are {groups}")
-            if not self.act_order and (indices != np.arange(into) // self._size(into)).any():
+            if not self.act_order and (indices != np.arange(into) // self.size(into)).any():
                 raise ValueError("g_idx is out of order, which desc_act in config.json denies: set desc_act to true")
         return out, into
 
@@ -98,30 +103,40 @@ class Gptq:
         return self.integers(parts, box).numbers()
 
     def integers(self, parts: Parts, box: Box) -> Integers:
-        """The integers of a box; with act-order all groups of its rows are read."""
         (top, bottom), (left, right) = box
-        size = self._size(right if "groups" not in parts else parts.shape("groups")[0])
+        size = self.size(self.row(parts))
         groups = parts.box("groups", ((left, right),)) if self.act_order else np.arange(left, right) // size
         first, last = (int(groups.min()), int(groups.max()) + 1) if right > left else (0, 0)
         within = left % self.per
         packed = parts.box("codes", (packed_range(left, right, self.per), (top, bottom)))
         codes = unpacked(packed.T, self.bits)[:, within : within + right - left]
-        within = top % self.per
-        packed = self._corrected(parts.box("zeros", ((first, last), packed_range(top, bottom, self.per))))
-        zeros = unpacked(packed, self.bits)[:, within : within + bottom - top].T
-        scales = parts.box("scales", ((first, last), (top, bottom))).T
+        zeros, scales = self.parameters(parts, (top, bottom), (first, last))
         return Integers(codes, zeros, scales, (groups - first).astype(np.int32))
 
     def form(self, weight: ArraySpec) -> Form | None:
-        return None
+        into = weight.shape[-1]
+        return None if self.act_order else form_of(self.bits, self.size(into), into)
 
     def codes(self, parts: Parts, box: Box) -> np.ndarray:
-        raise NotImplementedError
+        return packed_codes(self, parts, box)
 
     def scales(self, parts: Parts, box: Box) -> np.ndarray:
-        raise NotImplementedError
+        return block_parameters(self, parts, box)[1]
 
-    def _size(self, into: int) -> int:
+    def zeros(self, parts: Parts, box: Box) -> np.ndarray:
+        return block_parameters(self, parts, box)[0]
+
+    def parameters(self, parts: Parts, rows: Range, groups: Range) -> Parameters:
+        top, bottom = rows
+        within = top % self.per
+        packed = self._corrected(parts.box("zeros", (groups, packed_range(top, bottom, self.per))))
+        zeros = unpacked(packed, self.bits)[:, within : within + bottom - top].T
+        return zeros, parts.box("scales", (groups, rows)).T
+
+    def row(self, parts: Parts) -> int:
+        return parts.shape("groups")[0] if "groups" in parts else parts.shape("codes")[0] * self.per
+
+    def size(self, into: int) -> int:
         return into if self.group == -1 else self.group
 
     def _corrected(self, packed: Int32[np.ndarray, "n m"]) -> Int32[np.ndarray, "n m"]:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import Float, Int32, Integer, UInt8
 
 from meshtune.errors import UserError
+from meshtune.quantize.config import BLOCK_SIZES, BlockSize
+from meshtune.quantize.published.scheme import Box, Form, Parts
 
 WORD = 32  # bits of a packed word
 SCALES = ("F16", "BF16", "F32")
+ROW_BLOCK = 128  # of weights with one scale for a row: a mesh splits rows in whole blocks
 FULL_PRECISION = "use the full-precision checkpoint"
+
+Range = tuple[int, int]  # [start, stop)
+Parameters = tuple[Integer[np.ndarray, "o n"], Float[np.ndarray, "o n"]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +45,66 @@ class Integers:
         numbers -= zeros[:, self.groups]
         numbers *= scales[:, self.groups]
         return numbers
+
+
+class PackedScheme(Protocol):
+    """A scheme whose weights are integers with scales and zero points."""
+
+    bits: Any  # 4 or 8
+
+    def size(self, into: int) -> int:
+        """Numbers of a group in a row of `into`."""
+        ...
+
+    def row(self, parts: Parts) -> int:
+        """Numbers of a row."""
+        ...
+
+    def integers(self, parts: Parts, box: Box) -> Integers:
+        """The integers of a box."""
+        ...
+
+    def parameters(self, parts: Parts, rows: Range, groups: Range) -> Parameters:
+        """(zeros, scales) [rows, groups]."""
+        ...
+
+
+def block_parameters(scheme: PackedScheme, parts: Parts, box: Box) -> Parameters:
+    """(zeros, scales) of a box [rows, blocks] of the form."""
+    rows, (left, right) = box
+    into = scheme.row(parts)
+    form = form_of(scheme.bits, scheme.size(into), into)
+    assert form is not None
+    groups = np.arange(left, right) * form.block_size // scheme.size(into)
+    first = int(groups[0])
+    zeros, scales = scheme.parameters(parts, rows, (first, int(groups[-1]) + 1))
+    return zeros[:, groups - first], scales[:, groups - first].astype(np.float32)
+
+
+def packed_codes(scheme: PackedScheme, parts: Parts, box: Box) -> UInt8[np.ndarray, "o b"]:
+    """A box of the codes of the form: of 4 bits two in a byte, the first in the upper half."""
+    rows, (left, right) = box
+    if scheme.bits == 8:
+        return scheme.integers(parts, box).codes
+    codes = scheme.integers(parts, (rows, (2 * left, 2 * right))).codes
+    return pairs(codes)
+
+
+def form_of(bits: int, size: int, into: int) -> Form | None:
+    """The quantised weight with codes of so many bits in groups of `size` along rows of `into` numbers: its blocks are
+    the groups, or the largest parts of at most ROW_BLOCK that divide them. None where no block does."""
+    block = largest_block(math.gcd(size, into), ROW_BLOCK if size == into else size)
+    return None if block is None else Form("uint4" if bits == 4 else "uint8", block)
+
+
+def largest_block(size: int, limit: int) -> BlockSize | None:
+    """The largest block size of at most `limit` that divides a size; None where none does."""
+    return next((block for block in reversed(BLOCK_SIZES) if size % block == 0 and block <= limit), None)
+
+
+def pairs(codes: UInt8[np.ndarray, "o i"]) -> UInt8[np.ndarray, "o b"]:
+    """Codes of 4 bits as uint8, the first of each pair in the upper half."""
+    return (codes[:, ::2] << 4) | codes[:, 1::2]
 
 
 def unpacked(packed: Int32[np.ndarray, "*B n"], bits: int) -> UInt8[np.ndarray, "*B m"]:

@@ -19,15 +19,20 @@ from meshtune.quantize.published.integers import (
     SCALES,
     WORD,
     Integers,
+    Parameters,
+    Range,
+    block_parameters,
     check_divides,
     check_dtype,
     check_shape,
+    form_of,
     integer_field,
     only,
+    packed_codes,
     packed_range,
     unpacked,
 )
-from meshtune.quantize.published.scheme import Box, Form, Parts, Shape
+from meshtune.quantize.published.scheme import Box, Form, Parts, Shape, is_skipped
 
 REGEX = "re:"
 
@@ -67,12 +72,14 @@ class PackQuantized:
         return WORD // self.bits
 
     def converts(self, module: str, array: ArraySpec) -> bool:
+        if is_skipped(module, self.skip):
+            return False
         return _matches(module, self.targets) and not _matches(module, self.ignored_modules)
 
     def shape(self, parts: Parts) -> Shape:
         check_shape(parts.shape("shape"), (2,), "its weight_shape")
         out, into = (int(size) for size in parts.whole("shape"))
-        size = self._size(into)
+        size = self.size(into)
         check_divides(size, into)
         groups = into // size
         check_dtype(parts.dtype("codes"), ("I32",), "its codes")
@@ -95,9 +102,8 @@ class PackQuantized:
         return self.integers(parts, box).numbers()
 
     def integers(self, parts: Parts, box: Box) -> Integers:
-        """The integers of a box; with act-order all groups of its rows may be read."""
         (top, bottom), (left, right) = box
-        size = self._size(int(parts.whole("shape")[1]))
+        size = self.size(self.row(parts))
         groups = np.arange(left, right) // size
         if self.act_order and "groups" in parts:
             groups = parts.box("groups", ((left, right),))
@@ -105,25 +111,35 @@ class PackQuantized:
         within = left % self.per
         packed = parts.box("codes", ((top, bottom), packed_range(left, right, self.per)))
         codes = unpacked(packed, self.bits)[:, within : within + right - left]
-        scales = parts.box("scales", ((top, bottom), (first, last)))
-        if self.symmetric:
-            zeros = np.full(scales.shape, 1 << (self.bits - 1), np.uint8)
-        else:
-            within = top % self.per
-            packed = parts.box("zeros", (packed_range(top, bottom, self.per), (first, last)))
-            zeros = unpacked(packed.T, self.bits)[:, within : within + bottom - top].T
+        zeros, scales = self.parameters(parts, (top, bottom), (first, last))
         return Integers(codes, zeros, scales, (groups - first).astype(np.int32))
 
     def form(self, weight: ArraySpec) -> Form | None:
-        return None
+        into = weight.shape[-1]
+        return None if self.act_order else form_of(self.bits, self.size(into), into)
 
     def codes(self, parts: Parts, box: Box) -> np.ndarray:
-        raise NotImplementedError
+        return packed_codes(self, parts, box)
 
     def scales(self, parts: Parts, box: Box) -> np.ndarray:
-        raise NotImplementedError
+        return block_parameters(self, parts, box)[1]
 
-    def _size(self, into: int) -> int:
+    def zeros(self, parts: Parts, box: Box) -> np.ndarray:
+        return block_parameters(self, parts, box)[0]
+
+    def parameters(self, parts: Parts, rows: Range, groups: Range) -> Parameters:
+        scales = parts.box("scales", (rows, groups))
+        if self.symmetric:
+            return np.full(scales.shape, 1 << (self.bits - 1), np.uint8), scales
+        top, bottom = rows
+        within = top % self.per
+        packed = parts.box("zeros", (packed_range(top, bottom, self.per), groups))
+        return unpacked(packed.T, self.bits)[:, within : within + bottom - top].T, scales
+
+    def row(self, parts: Parts) -> int:
+        return int(parts.whole("shape")[1])
+
+    def size(self, into: int) -> int:
         return into if self.group == -1 else self.group
 
 

@@ -102,6 +102,14 @@ class Scheme(Protocol):
         ...
 
 
+class ZeroPoints(Protocol):
+    """A scheme with forms that have zero points."""
+
+    def zeros(self, parts: Parts, box: Box) -> np.ndarray:
+        """A box of the zero points of the form, with one for each block of a row."""
+        ...
+
+
 def is_skipped(module: str, patterns: Iterable[str]) -> bool:
     """Whether a module is among those not to convert, as transformers (should_convert_module) matches its name: from
     its beginning, up to a dot, by a regular expression; or its end."""
