@@ -1,6 +1,8 @@
 """Updates of a model on simulated devices, as JSON: `mesh_updates.py DIRECTORY METHOD MESHES`. The first is one device.
 
-A process of its own, since the number of devices is fixed when JAX starts.
+A process of its own, since the number of devices is fixed when JAX starts. Everything that the program computes in
+float32 is computed in float64 here: the order of a sum, which a mesh changes, is then of no account. In float32 three
+updates of an untrained recurrent model make a difference of 1e-7 in the first one into 1e-4.
 """
 
 from __future__ import annotations
@@ -40,7 +42,11 @@ def batches(vocab: int) -> list[dict[str, Any]]:
 def trajectory(directory: pathlib.Path, method_name: str, axes: dict[str, int] | None) -> dict[str, list[float]]:
     """Losses and gradient norms of the updates, and the norm of each trained leaf after them."""
     import jax
+    import jax.numpy as jnp
     import numpy as np
+
+    jax.config.update("jax_enable_x64", True)
+    jnp.float32 = jnp.float64
 
     from meshtune.adapters.config import FullConfig, LoraConfig
     from meshtune.adapters.method import abstract, prepare
@@ -69,11 +75,12 @@ def trajectory(directory: pathlib.Path, method_name: str, axes: dict[str, int] |
         order = zigzag_order(LENGTH, mesh.cp) if mesh.cp > 1 else None
     params = load_params(directory, arrays.spec, layout=layout)
     made = prepare(method, arrays.spec, params, jax.random.key(0), layout=layout)
-    compute = Compute(loss_chunk=8, layout=layout)
+    trainable, frozen = jax.tree.map(lambda x: x.astype("float64"), (made.trainable, made.frozen))
+    compute = Compute(dtype="float64", loss_chunk=8, layout=layout)
     step = make_train_step(OBJECTIVES["sft"], arrays.spec, compute, optimizer, abstract=arrays.trainable)
-    state, losses, norms = init_state(made.trainable, optimizer, like), [], []
+    state, losses, norms = init_state(trainable, optimizer, like), [], []
     for batch in batches(plain.vocab):
-        state, metrics = step(state, made.frozen, place_batch(batch, layout, order), jax.numpy.int32(0))
+        state, metrics = step(state, frozen, place_batch(batch, layout, order), jnp.int32(0))
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
     leaves = [float(np.linalg.norm(jax.device_get(leaf))) for leaf in jax.tree.leaves(state.trainable)]

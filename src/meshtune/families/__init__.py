@@ -85,6 +85,7 @@ FAMILIES: dict[str, str] = {
     "qwen2": "qwen2",
     "qwen2_moe": "qwen2_moe",
     "qwen3": "qwen3",
+    "qwen3_5_moe_text": "qwen3_5_moe",
     "qwen3_5_text": "qwen3_5",
     "qwen3_moe": "qwen3_moe",
     "qwen3_next": "qwen3_next",

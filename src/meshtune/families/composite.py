@@ -96,6 +96,13 @@ WRAPPERS: dict[str, Wrapper] = {
         {"vision tower": ("visual.",)},
         tied=False,
     ),
+    "qwen3_5_moe": Wrapper(
+        "Qwen3.5 MoE with vision",
+        "Qwen3_5MoeForConditionalGeneration",
+        ("qwen3_5_moe_text",),
+        {"vision tower": ("visual.",)},
+        tied=False,
+    ),
 }
 # Fields of a composite's config that say nothing of its text model.
 OUTER = re.compile(
