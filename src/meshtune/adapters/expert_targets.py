@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from meshtune.adapters.targets import Module
 
 
-def check_experts(config: LoraConfig, chosen: Mapping[str, Module], among: Mapping[str, Module]) -> None:
+def check_experts(config: LoraConfig, chosen: Mapping[str, Module]) -> None:
     """Raises UserError where the shared expert is adapted and no routed one, for experts or a type of adapter that do
     not go together, and for dropout."""
     experts = [name for name, module in chosen.items() if module.role == "experts"]
@@ -25,13 +25,6 @@ def check_experts(config: LoraConfig, chosen: Mapping[str, Module], among: Mappi
         )
     if not experts:
         return
-    if transposed := [name for name in experts if _is_transposed(among[name])]:
-        raise UserError(
-            f"the experts of this model are stored as [in, out], such as {transposed[0]}, and adapters on those are "
-            "not implemented",
-            where="method.targets",
-            fix="name the linear layers outside the experts: [q_proj, k_proj, v_proj, o_proj]",
-        )
     if config.adapter != "lora":
         raise UserError(
             f"adapter {config.adapter} is not possible on experts, such as {experts[0]}",
@@ -44,8 +37,3 @@ def check_experts(config: LoraConfig, chosen: Mapping[str, Module], among: Mappi
             where="method.dropout",
             fix="set dropout to 0, or leave the experts out of method.targets",
         )
-
-
-def _is_transposed(module: Module) -> bool:
-    view = module.views.get("weight")
-    return view is not None and view.order != tuple(range(len(view.order)))

@@ -1,10 +1,9 @@
 """LoRA on experts as PEFT stores it: beside the parameters of a layer's experts module, all experts in two tensors.
 
-transformers holds `gate_up_proj` [E, 2 F, D] and `down_proj` [E, D, F] in the experts module of every layer, which the
-family's table of tensors names (`Stored.parameter`). PEFT's lora_A is [E * R, in], expert by expert; its lora_B is
-[out, R * E], in which the expert counts fastest. Here gate and up have factors of their own: R is then the sum of their
-ranks, A has those of both one below the other, and B is zero where one's rows meet the other's ranks. From peft 0.19.1
-on in and out are those of the products; before, they are exchanged, and the product is stored transposed.
+transformers holds `gate_up_proj` and `down_proj` in the experts module of every layer, which the family's table of
+tensors names (`Stored.parameter`, `Stored.layout`); peft_expert_views says where the two tensors have which factors.
+Here gate and up have factors of their own: the rank in peft is then the sum of theirs, the factor of the inputs has
+both one below the other, and that of the outputs is zero where one's outputs meet the other's ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshtune.adapters.lora import LoRA
+from meshtune.adapters.peft_expert_views import FactorViews, is_exchanged
 from meshtune.adapters.peft_misfits import check_shape, misfit
 from meshtune.adapters.targets import Module
 from meshtune.errors import UserError
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 PREFIX, DOWN = "base_model.model.", "down_proj"
 FUSED = re.compile(r"^(?P<experts>.*\.experts)\.(?P<nested>base_layer\.)?lora_(?P<factor>[AB])\.weight$")
 SINGLE = re.compile(r"^(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<matrix>\w+)\.lora_(?P<factor>[AB])\.weight$")
-SWAPPED_UNTIL = (0, 19, 0)  # the last version of peft that stored the transposed product
-VERSION = "0.19.1"  # the first that reads what is written here
+VERSION, WRITTEN = "0.19.1", (0, 19, 1)  # the first version of peft that reads what is written here
 
 
 def part_of(module: Module) -> str:
@@ -72,55 +71,36 @@ def written_experts(adapters: Mapping[str, tuple[Module, int, LoRA]]) -> Written
         assert len(scales) == 1, f"{name}: gate and up are scaled differently"
         out.ranks[name], out.scales[name] = sum(adapter.rank for *_, adapter in parts), scales.pop()
         out.parts[parameter] = [part_of(module) for module, *_ in parts]
-        for factor, tensor_parts in zip("AB", _parts(parts, out.ranks[name]), strict=True):
-            tensor = f"{PREFIX}{experts}.{nested}lora_{factor}.weight"
-            out.tensors.append(Tensor(tensor, tensor_parts[0].view.tensor, str(parts[0][2].a.dtype), tensor_parts))
+        for factor, tensor_parts in _parts(parts, out.ranks[name]).items():
+            tensor = f"{PREFIX}{experts}.{nested}lora_{factor.upper()}.weight"
+            out.tensors.append(
+                Tensor(tensor, tensor_parts[0].view.tensor, str(parts[0][2].a.dtype), tuple(tensor_parts))
+            )
     return out
 
 
-def _parts(parts: list[tuple[Module, int, LoRA]], rank: int) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
-    """The parts of lora_A and of lora_B."""
-    a, b, first = [], [], 0
+def _views(module: Module, rank: int, *, exchanged: bool) -> FactorViews:
+    """Those of the parameter that a module is part of."""
+    count, width, into = module.leaves["weight"].shape
+    parts = len(parts_of(module.parameter))
+    return FactorViews(count, rank, into, width, parts, module.layout.interleaved and parts > 1, exchanged)
+
+
+def _parts(parts: list[tuple[Module, int, LoRA]], rank: int) -> dict[str, list[Part]]:
+    """The parts of lora_A, "a", and of lora_B, "b"."""
+    tensors: dict[str, list[Part]] = {"a": [], "b": []}
+    first = 0
     for module, row, adapter in parts:
-        count, _, into = module.leaves["weight"].shape
-        halves = parts_of(module.parameter)
-        width = module.leaves["weight"].shape[1]
+        views = _views(module, rank, exchanged=is_exchanged(module.layout, WRITTEN))
         ranks = (first, first + adapter.rank)
-        a.append(Part(adapter.a, (row,), _a_view(count, rank, into, ranks)))
-        for half, part in enumerate(halves):
-            view = _b_view(count, rank, width, len(halves), half, ranks)
+        inputs, outputs = (tensors[factor] for factor in views.tensors)
+        inputs.append(Part(adapter.a, (row,), views.of_inputs(ranks)))
+        for n, part in enumerate(parts_of(module.parameter)):
+            view = views.of_outputs(n, ranks)
             zeros = np.zeros(view.shape, np.float32)
-            b.append(Part(adapter.b, (row,), view) if part == part_of(module) else Part(zeros, (), view))
+            outputs.append(Part(adapter.b, (row,), view) if part == part_of(module) else Part(zeros, (), view))
         first += adapter.rank
-    return tuple(a), tuple(b)
-
-
-def _a_view(experts: int, rank: int, into: int, ranks: tuple[int, int]) -> View:
-    """A's rows `ranks` of every expert, [E, r, in], in a tensor [E * rank, in]."""
-    tensor = View.identity((experts * rank, into)).split(experts, rank, into)
-    return tensor.slice(1, *ranks).merge(experts, ranks[1] - ranks[0], into)
-
-
-def _b_view(experts: int, rank: int, width: int, halves: int, half: int, ranks: tuple[int, int]) -> View:
-    """B's columns `ranks` of every expert, [E, width, r], in half `half` of a tensor [halves * width, rank * E]."""
-    tensor = View.identity((halves * width, rank * experts)).split(halves, width, rank, experts)
-    return (
-        tensor.slice(0, half, half + 1)
-        .slice(2, *ranks)
-        .transpose(3, 0, 1, 2)
-        .merge(experts, width, ranks[1] - ranks[0])
-    )
-
-
-def _swapped_a_view(experts: int, rank: int, width: int, halves: int, half: int) -> View:
-    """B [E, width, rank] in a tensor [E * rank, halves * width] of an old peft: the transposed product's A."""
-    tensor = View.identity((experts * rank, halves * width)).split(experts, rank, halves, width)
-    return tensor.slice(2, half, half + 1).transpose(0, 2, 3, 1).merge(experts, width, rank)
-
-
-def _swapped_b_view(experts: int, rank: int, into: int) -> View:
-    """A [E, rank, in] in a tensor [in, rank * E] of an old peft: the transposed product's B."""
-    return View.identity((into, rank * experts)).split(into, rank, experts).transpose(2, 1, 0)
+    return tensors
 
 
 @dataclasses.dataclass
@@ -183,38 +163,37 @@ def _read_fused(
     peft: PeftConfig,
     where: str,
 ) -> None:
-    count, width, into = parts[0].leaves["weight"].shape
-    parameter = parts[0].parameter
+    parameter, layout = parts[0].parameter, parts[0].layout
     in_parameter, rank = parts_of(parameter), peft.rank(parameter)
-    halves = len(in_parameter)
-    out, a, b = halves * width, shapes[names["a"]], shapes[names["b"]]
-    straight, swapped = ((count * rank, into), (out, rank * count)), ((count * rank, out), (into, rank * count))
-    if (a, b) not in (straight, swapped):
-        raise misfit(names["a"], where, f"it is {a} and lora_B {b}; {count} experts with rank {rank} need {straight}")
-    is_swapped = _is_swapped(peft, where) if straight == swapped else (a, b) == swapped
+    straight, other = (_views(parts[0], rank, exchanged=exchanged) for exchanged in (False, True))
+    has = (shapes[names["a"]], shapes[names["b"]])
+    if has not in (straight.shapes, other.shapes):
+        raise misfit(
+            names["a"],
+            where,
+            f"it is {has[0]} and lora_B {has[1]}; {straight.experts} experts with rank {rank} need {straight.shapes}",
+        )
+    exchanged = has == other.shapes
+    if straight.shapes == other.shapes:
+        exchanged = is_exchanged(layout, _version(peft, where))
+    views = other if exchanged else straight
     own = peft.expert_parts.get(parameter.rpartition(".")[2])
     for module in parts:
         part = part_of(module)
-        half = in_parameter.index(part)
         if own is not None and part not in own:
             continue
         ranks = (
             (0, rank) if own is None else (own.index(part) * rank // len(own), (own.index(part) + 1) * rank // len(own))
         )
-        if is_swapped:
-            views = {
-                "a": _swapped_b_view(count, rank, into),
-                "b": _swapped_a_view(count, rank, width, halves, half),
-            }
-            tensors = {"a": names["b"], "b": names["a"]}
-        else:
-            views = {"a": _a_view(count, rank, into, ranks), "b": _b_view(count, rank, width, halves, half, ranks)}
-            tensors = dict(names)
-        found.tensors[module.name], found.views[module.name] = tensors, views
+        found.views[module.name] = {
+            "a": views.of_inputs(ranks),
+            "b": views.of_outputs(in_parameter.index(part), ranks),
+        }
+        found.tensors[module.name] = dict(zip("ab", (names[factor] for factor in views.tensors), strict=True))
 
 
-def _is_swapped(peft: PeftConfig, where: str) -> bool:
-    """Whether a version of peft before 0.19.1 wrote square factors, whose shapes do not tell."""
+def _version(peft: PeftConfig, where: str) -> tuple[int, int, int]:
+    """The version of peft that wrote square factors, whose shapes do not tell which of them is which."""
     version = re.match(r"(\d+)\.(\d+)\.(\d+)", str(peft.fields.get("peft_version") or ""))
     if version is None:
         raise UserError(
@@ -223,7 +202,7 @@ def _is_swapped(peft: PeftConfig, where: str) -> bool:
             where=f"{where}, field peft_version",
             fix="add the peft_version that saved the adapter to its adapter_config.json",
         )
-    return tuple(map(int, version.groups())) <= SWAPPED_UNTIL
+    return int(version[1]), int(version[2]), int(version[3])
 
 
 def _read_single(

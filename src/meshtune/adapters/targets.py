@@ -15,6 +15,7 @@ from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError, nearest
 from meshtune.families import module_names, tensors
 from meshtune.families.composite import module_name
+from meshtune.families.expert_layout import STRAIGHT, ExpertLayout
 from meshtune.families.tensors import View
 from meshtune.model.spec import ModelSpec, abstract_params
 
@@ -28,7 +29,8 @@ class Module:
     views of its tensors in files.
 
     `plain` says that it multiplies by its weight itself, not by normalised rows of it, `in_peft` that peft accepts an
-    adapter on it. `parameter` is the full name that the weight of experts has in transformers' memory.
+    adapter on it. `parameter` is the full name that the weight of experts has in transformers' memory,
+    and `layout` how it lies there.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Module:
     views: dict[str, View] = dataclasses.field(default_factory=dict)
     in_peft: bool = True
     parameter: str = ""
+    layout: ExpertLayout = STRAIGHT
 
     @property
     def role(self) -> Role | None:
@@ -98,8 +101,9 @@ def modules(spec: ModelSpec) -> dict[str, Module]:
             in_peft = not (spec.family in REFUSED_IN_PEFT and name.endswith(REFUSED_MODULE))
             entry = entries.get((f"{node}/weight", (row,)))
             parameter = "" if entry is None or not entry.parameter else module_name(spec, entry.parameter)
+            layout = STRAIGHT if entry is None else entry.layout
             views = views_of(node, (row,))
-            by_name[name] = Module(name, node, row, layer, one_layer, views=views, in_peft=in_peft, parameter=parameter)
+            by_name[name] = Module(name, node, row, layer, one_layer, True, views, in_peft, parameter, layout)
     return by_name
 
 
@@ -165,7 +169,7 @@ def adapter_targets(config: LoraConfig, among: dict[str, Module]) -> list[str]:
             where="method.targets",
             fix=f"leave out_proj out, or give '{ALL_LINEAR}', which does",
         )
-    check_experts(config, chosen, among)
+    check_experts(config, chosen)
     kind = ADAPTERS[config.adapter]
     kind.check(config)
     for name, module in chosen.items():

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 from meshtune.families.config_fields import ConfigFields
+from meshtune.families.expert_layout import ExpertLayout
 from meshtune.families.experts import experts_spec, transposed
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES, OUTSIDE, attention_spec, decoder_spec, head_sizes
@@ -16,6 +17,7 @@ from meshtune.model.layer import LayerSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.spec import ModelSpec
 
+LAYOUT = ExpertLayout(transposed=True, marked=True, interleaved=True)
 ALPHA = 1.702  # of the activation, in the sigmoid
 YARN = {
     "rope_type": "yarn",
@@ -76,12 +78,17 @@ def _experts() -> dict[str, str | Stored]:
     modules: dict[str, str | Stored] = {"mlp/router": "mlp.router"}
     for part, name in enumerate(("gate", "up")):
         modules[f"mlp/experts/{name}/weight"] = Stored(
-            "mlp.experts.gate_up_proj", f"mlp.experts.{name}_proj", lambda shape, part=part: _columns(shape, part)
+            "mlp.experts.gate_up_proj",
+            f"mlp.experts.{name}_proj",
+            lambda shape, part=part: _columns(shape, part),
+            layout=LAYOUT,
         )
         modules[f"mlp/experts/{name}/bias"] = Stored(
             "mlp.experts.gate_up_proj_bias", f"mlp.experts.{name}_proj", lambda shape, part=part: _numbers(shape, part)
         )
-    modules["mlp/experts/down/weight"] = Stored("mlp.experts.down_proj", "mlp.experts.down_proj", transposed)
+    modules["mlp/experts/down/weight"] = Stored(
+        "mlp.experts.down_proj", "mlp.experts.down_proj", transposed, layout=LAYOUT
+    )
     modules["mlp/experts/down/bias"] = Stored("mlp.experts.down_proj_bias", "mlp.experts.down_proj", View.identity)
     return modules
 

@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 from meshtune.families.config_fields import ConfigFields
+from meshtune.families.expert_layout import ExpertLayout
 from meshtune.families.experts import experts_spec, shared_modules, transposed
 from meshtune.families.family import Family
 from meshtune.families.llama import MODULES as LLAMA
@@ -31,6 +32,7 @@ DEFAULTS = {
     "attention_chunk_size": 8192,
 }
 BLOCK = "feed_forward"
+LAYOUT = ExpertLayout(transposed=True)
 MODULES = {node: module.replace("mlp.", f"{BLOCK}.") for node, module in LLAMA.items()}
 
 DESCRIPTIONS = {
@@ -120,10 +122,15 @@ def tensors(spec: ModelSpec) -> list[TensorMap]:
 
 def _experts(module: str) -> dict[str, Stored]:
     halves = {
-        name: Stored(f"{module}.gate_up_proj", f"{module}.{name}_proj", lambda shape, part=part: _columns(shape, part))
+        name: Stored(
+            f"{module}.gate_up_proj",
+            f"{module}.{name}_proj",
+            lambda shape, part=part: _columns(shape, part),
+            layout=LAYOUT,
+        )
         for part, name in enumerate(("gate", "up"))
     }
-    down = Stored(f"{module}.down_proj", f"{module}.down_proj", transposed)
+    down = Stored(f"{module}.down_proj", f"{module}.down_proj", transposed, layout=LAYOUT)
     return {f"mlp/experts/{name}": stored for name, stored in {**halves, "down": down}.items()}
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import flatten
+from meshtune.families.expert_layout import STRAIGHT, ExpertLayout
 from meshtune.families.refinement import Shape, groups_of, split_dimensions
 from meshtune.model.spec import ModelSpec, abstract_params
 
@@ -185,7 +186,7 @@ class TensorMap:
 
     `owner` is the module that users name, where that is not the one that holds the tensor: of experts, the layer's
     matrices of one kind. `parameter` is what holds it in transformers' memory, where a model of transformers has no
-    parameter of the tensor's name.
+    parameter of the tensor's name, and `layout` how.
     """
 
     name: str
@@ -195,6 +196,7 @@ class TensorMap:
     view: View
     owner: str = ""
     parameter: str = ""
+    layout: ExpertLayout = STRAIGHT
 
     @property
     def shape(self) -> Shape:
@@ -218,24 +220,26 @@ class Stored:
 
     `name` is the tensor's name in the layer, and `view(shape)` the part of the tensor that the leaf of this shape is.
     Without a view, `name` is that of a module for each expert or head, with "{}" for its number. `module` is what users
-    call it, and `parameter` what holds it in transformers' memory, where that is not called `name`.
+    call it, `parameter` what holds it in transformers' memory, where that is not called `name`, and `layout` how.
     """
 
     name: str
     module: str
     view: Callable[[Shape], View] | None = None
     parameter: str = ""
+    layout: ExpertLayout = STRAIGHT
 
     def entries(self, layer: str, path: str, row: int, array: ArraySpec) -> list[TensorMap]:
         """Those of row `row` of a leaf, in the layer of this name."""
         owner, parameter = f"{layer}.{self.module}", f"{layer}.{self.parameter or self.name}"
         if self.view is not None:
             view = self.view(array.shape[1:])
-            return [TensorMap(f"{layer}.{self.name}", path, (row,), array, view, owner, parameter)]
+            return [TensorMap(f"{layer}.{self.name}", path, (row,), array, view, owner, parameter, self.layout)]
         view, leaf = View.identity(array.shape[2:]), path.rpartition("/")[2]
         names = (f"{layer}.{self.name.format(expert)}.{leaf}" for expert in range(array.shape[1]))
         return [
-            TensorMap(name, path, (row, expert), array, view, owner, parameter) for expert, name in enumerate(names)
+            TensorMap(name, path, (row, expert), array, view, owner, parameter, self.layout)
+            for expert, name in enumerate(names)
         ]
 
 

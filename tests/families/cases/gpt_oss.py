@@ -26,7 +26,7 @@ CASES = (
             "swiglu_limit": 1.5,
             "rope_parameters": YARN,
         },
-        targets=("q_proj", "k_proj", "v_proj", "o_proj"),
+        peft={"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
         meshes=({"fsdp": 2, "tp": 2}, {"ep": 2, "tp": 2}, {"fsdp": 2, "cp": 2}),
     ),
 )
