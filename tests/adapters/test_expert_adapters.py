@@ -110,18 +110,39 @@ def test_one_parameter_alone_is_told_by_target_parameters(parameter, tmp_path):
     assert np.abs(logits_with("qwen3_moe", folder) - expected).max() < 1e-4
 
 
-def test_factors_of_an_old_peft_are_exchanged(tmp_path):
-    """Before 0.19.1 A was that of the transposed product."""
-    expected, folder = of_peft(tmp_path)
-    tensors = load_file(folder / "adapter_model.safetensors")
-    experts = 8
+def exchange(tensors, experts):
+    """Makes each product's factors those of the transposed one."""
     for name in [name for name in tensors if "experts" in name and "lora_A" in name]:
         other = name.replace("lora_A", "lora_B")
         a, b = tensors[name].reshape(experts, 3, -1), tensors[other].reshape(-1, 3, experts)
         tensors[name] = np.ascontiguousarray(b.transpose(2, 1, 0)).reshape(experts * 3, -1)
         tensors[other] = np.ascontiguousarray(a.transpose(2, 1, 0)).reshape(-1, 3 * experts)
+
+
+def test_factors_of_an_old_peft_are_exchanged(tmp_path):
+    """Before 0.19.1 A was that of the transposed product."""
+    expected, folder = of_peft(tmp_path)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    exchange(tensors, experts=8)
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
     assert np.abs(logits_with("qwen3_moe", folder) - expected).max() < 1e-4
+
+
+def test_the_version_of_peft_tells_square_factors(tmp_path, monkeypatch):
+    """Of gpt-oss's down_proj; peft 0.19.0 alone exchanged its factors."""
+    monkeypatch.setitem(CASES, "square", CASES["gpt_oss"].changed(intermediate_size=32))
+    expected, folder = of_peft(tmp_path, "square", ["mlp.experts.down_proj"])
+    assert np.abs(logits_with("square", folder) - expected).max() < 1e-4
+    tensors = load_file(folder / "adapter_model.safetensors")
+    exchange(tensors, experts=6)
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    assert np.abs(logits_with("square", folder) - expected).max() > 1e-2
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"peft_version": "0.19.0"}))
+    assert np.abs(logits_with("square", folder) - expected).max() < 1e-4
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"peft_version": None}))
+    with pytest.raises(UserError, match="nothing says which of them is which"):
+        load_adapter(folder, loaded("square")[0])
 
 
 def test_an_adapter_for_each_expert_is_read(tmp_path):

@@ -33,7 +33,7 @@ DESCRIPTIONS = {
     "gpt_oss": Family(
         title="gpt-oss",
         special="attention sinks, windows in every other layer, experts with biases and a clamped activation; files in "
-        "mxfp4, as published, or bfloat16; adapters on attention alone",
+        "mxfp4, as published, or bfloat16",
         models=("openai/gpt-oss-20b", "openai/gpt-oss-120b"),
         group="mixture of experts",
     )

@@ -25,8 +25,16 @@ CONFIG = {
     "attn_scale": 0.3,
     "rope_parameters": LLAMA3,
 }
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+PARAMETERS = ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"]
 CASES = (
-    Case("llama4", "llama4_text", CONFIG, targets=("q_proj", "k_proj", "v_proj", "o_proj")),
+    Case(
+        "llama4",
+        "llama4_text",
+        CONFIG,
+        targets=("experts", *ATTENTION),
+        peft={"target_modules": list(ATTENTION), "target_parameters": PARAMETERS},
+    ),
     Case(
         "llama4_128e",
         "llama4_text",
