@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtune.kernels import grouped
+from meshtune.kernels import grouped, grouped_triton
+from meshtune.kernels.chips import Chip
 from meshtune.kernels.grouped import grouped_matmul
 
 SIZES = {
@@ -29,7 +30,7 @@ def arrays():
 
 def looped(x, weight, cotangent, sizes):
     """(result, gradient of x, of the weight), in float64."""
-    y, d_x, d_weight = np.zeros((ROWS, OUT)), np.zeros_like(x), np.zeros_like(weight)
+    y, d_x, d_weight = np.zeros_like(cotangent), np.zeros_like(x), np.zeros_like(weight)
     first = 0
     for group, size in enumerate(sizes):
         rows = slice(first, first + size)
@@ -40,15 +41,19 @@ def looped(x, weight, cotangent, sizes):
     return y, d_x, d_weight
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"], ids=["tiles", "ragged_dot"])
+CHIPS = {"tiles": Chip("cpu"), "triton": Chip("nvidia", "sm_90"), "ragged_dot": Chip("tpu")}
+
+
+@pytest.mark.parametrize("backend", CHIPS)
 @pytest.mark.parametrize("name", SIZES)
-def test_products_are_those_of_a_loop(name, platform):
-    """float32 against float64: sums of at most 61 numbers."""
+def test_products_are_those_of_a_loop(name, backend):
+    """float32 against float64: sums of at most 61 numbers. Kernels run in Pallas's interpreter."""
+    assert grouped.backend_for(CHIPS[backend]) == backend
     x, weight, cotangent = arrays()
     sizes = jnp.asarray(SIZES[name], jnp.int32)
     expected = looped(x, weight, cotangent, SIZES[name])
     narrow = [jnp.asarray(array, jnp.float32) for array in (x, weight, cotangent)]
-    product = functools.partial(grouped_matmul, sizes=sizes, platform=platform)
+    product = functools.partial(grouped_matmul, sizes=sizes, chip=CHIPS[backend], interpret=True)
 
     @jax.jit
     def all_of(x, weight, cotangent):
@@ -57,6 +62,33 @@ def test_products_are_those_of_a_loop(name, platform):
 
     for ours, theirs in zip(all_of(*narrow), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chip", [Chip("nvidia", "sm_75"), Chip("amd", "gfx906"), Chip("")])
+def test_chips_without_matrix_units_in_triton_loop_over_tiles(chip):
+    assert grouped.backend_for(chip) == "tiles"
+
+
+def test_tiles_of_the_triton_kernels_span_groups_and_columns():
+    """Several tiles to a group, a last one that is not full, several steps of terms, in bfloat16: products of numbers
+    with 8 bits are exact in float32, and the sums are rounded to 8 bits once."""
+    rng = np.random.default_rng(1)
+    rows, into, out, sizes = 150, 80, 130, [70, 0, 5, 60]
+    x, weight, cotangent = (
+        np.asarray(jnp.asarray(rng.normal(size=shape), jnp.bfloat16), np.float64)
+        for shape in ((rows, into), (4, out, into), (rows, out))
+    )
+    chip = Chip("nvidia", "sm_90")
+    narrow = [jnp.asarray(array, jnp.bfloat16) for array in (x, weight, cotangent)]
+    y = grouped_triton.product(
+        *narrow[:2], jnp.asarray(sizes, jnp.int32), jnp.float32, chip, transposed=True, interpret=True
+    )
+    d_x = grouped_triton.product(
+        narrow[2], narrow[1], jnp.asarray(sizes, jnp.int32), jnp.float32, chip, transposed=False, interpret=True
+    )
+    d_weight = grouped_triton.weight_grad(narrow[2], narrow[0], jnp.asarray(sizes, jnp.int32), chip, interpret=True)
+    for ours, theirs in zip((y, d_x, d_weight), looped(x, weight, cotangent, sizes), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
 
 
 def test_a_weight_that_is_read_group_by_group():
@@ -68,7 +100,7 @@ def test_a_weight_that_is_read_group_by_group():
     def read(tree, dtype):
         return (tree["codes"] * tree["scale"]).astype(dtype)
 
-    ours = grouped_matmul(jnp.asarray(x, jnp.float32), tree, sizes, read=read, platform="cpu")
+    ours = grouped_matmul(jnp.asarray(x, jnp.float32), tree, sizes, read=read, chip=Chip("cpu"))
     expected = looped(x, np.round(weight * 8) / 8, np.zeros((ROWS, OUT)), SIZES["uneven"])[0]
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
 

@@ -5,6 +5,7 @@ On four simulated devices, in a process of their own.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -18,7 +19,8 @@ import numpy as np
 from meshtune.adapters.config import FullConfig, LoraConfig
 from meshtune.adapters.method import abstract, prepare
 from meshtune.arrays.paths import named_leaves
-from meshtune.arrays.tree import merge
+from meshtune.arrays.tree import flatten, merge, unflatten
+from meshtune.families.quantised import quantised_leaves
 from meshtune.kernels.attention import zigzag_order
 from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import MeshConfig
@@ -33,11 +35,15 @@ from meshtune.model.norm import NormSpec
 from meshtune.model.rope import RopeSpec
 from meshtune.model.router import RouterSpec
 from meshtune.model.sharding import layout_for
-from meshtune.model.spec import ModelSpec, Stack
+from meshtune.model.spec import ModelSpec, Stack, abstract_params
 from meshtune.objectives.stages import OBJECTIVES
+from meshtune.quantize.config import QuantizeConfig
+from meshtune.quantize.weight import QuantisedWeight
 
 MESHES = ({"fsdp": 2, "ep": 2}, {"ep": 2, "tp": 2}, {"cp": 2, "ep": 2})
-METHODS = {"full": FullConfig(train_router=True), "lora": LoraConfig(rank=4)}
+METHODS = {"full": FullConfig(train_router=True), "lora": LoraConfig(rank=4), "qlora": LoraConfig(rank=4)}
+# Twice quantised scales of an expert: 512 of a matrix, two for each number of the second level.
+NF4, WIDTH_OF_NF4 = QuantizeConfig("nf4", block_size=8), 128
 EXPERTS = ExpertsSpec(RouterSpec(8, 3), 16, 2, bias=True, shared=MlpSpec(8), aux_loss=0.1)
 SPEC = ModelSpec(
     "qwen2_moe",
@@ -50,6 +56,15 @@ SPEC = ModelSpec(
 )
 
 
+def spec_of(name):
+    """The model of a method; experts in nf4 are wider."""
+    if name != "qlora":
+        return SPEC
+    layer = SPEC.stacks[0].pattern[0]
+    experts = dataclasses.replace(EXPERTS, width=WIDTH_OF_NF4)
+    return dataclasses.replace(SPEC, stacks=(Stack((dataclasses.replace(layer, ffn=experts),), 2),))
+
+
 def batch():
     """Four rows of two documents and some padding."""
     rng = np.random.default_rng(0)
@@ -60,16 +75,21 @@ def batch():
     return arrays | {"weights": (arrays["segment_ids"] > 0).astype(np.float32)}
 
 
-def gradient(method, axes):
+def gradient(name, axes):
     """(loss, gradient by path) of one device (axes None) or on a mesh."""
-    prepared = prepare(method, SPEC, init_params(SPEC, jax.random.key(0)), jax.random.key(1))
+    method, spec = METHODS[name], spec_of(name)
+    params, quantize = init_params(spec, jax.random.key(0)), None
+    if name == "qlora":
+        quantize, forms = NF4, quantised_leaves(flatten(abstract_params(spec)), NF4, spec)
+        params = unflatten({path: quantised(leaf, forms[path]) for path, leaf in flatten(params).items()})
+    prepared = prepare(method, spec, params, jax.random.key(1))
     leaves, tree = jax.tree.flatten(prepared.trainable)
     moved = [x + 0.05 * jax.random.normal(jax.random.key(n), x.shape) for n, x in enumerate(leaves)]
     trainable, frozen = jax.tree.unflatten(tree, moved), prepared.frozen
     arrays, layout = batch(), None
     if axes is not None:
-        layout = layout_for(make_mesh(MeshConfig(**axes), jax.devices()[:4]), SPEC)[0]
-        forms = abstract(method, SPEC)
+        layout = layout_for(make_mesh(MeshConfig(**axes), jax.devices()[:4]), spec)[0]
+        forms = abstract(method, spec, quantize=quantize)
         trainable = jax.device_put(trainable, shardings(forms.trainable, layout))
         frozen = jax.device_put(frozen, shardings(forms.frozen, layout))
         order = zigzag_order(32, axes["cp"]) if "cp" in axes else np.arange(32)
@@ -77,19 +97,23 @@ def gradient(method, axes):
     compute = Compute(loss_chunk=8, remat="full", layout=layout)
 
     def loss(trainable, frozen, arrays):
-        score = OBJECTIVES["sft"](merge(trainable, frozen), SPEC, compute, arrays, None)
+        score = OBJECTIVES["sft"](merge(trainable, frozen), spec, compute, arrays, None)
         return score.loss / score.weight
 
     value, found = jax.jit(jax.value_and_grad(loss))(trainable, frozen, jax.tree.map(jnp.asarray, arrays))
     return float(value), {path: np.asarray(leaf) for path, leaf in named_leaves(found)}
 
 
-def differences(method):
+def quantised(leaf, form):
+    return QuantisedWeight.quantise(leaf, NF4) if isinstance(form, QuantisedWeight) else leaf
+
+
+def differences(name):
     """For every mesh: (relative difference of the loss, largest of a gradient relative to its largest number)."""
-    loss, expected = gradient(method, None)
+    loss, expected = gradient(name, None)
     results = []
     for axes in MESHES:
-        value, found = gradient(method, axes)
+        value, found = gradient(name, axes)
         worst = {path: float(np.abs(found[path] - leaf).max() / np.abs(leaf).max()) for path, leaf in expected.items()}
         path = max(worst, key=lambda path: worst[path])
         results.append([str(axes), abs(value - loss) / loss, path, worst[path]])
@@ -110,4 +134,4 @@ def test_meshes_are_one_device():
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: differences(method) for name, method in METHODS.items()}))
+    print(json.dumps({name: differences(name) for name in METHODS}))

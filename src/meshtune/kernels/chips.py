@@ -19,6 +19,10 @@ NVIDIA_SHARED_MEMORY_DEFAULT = 101376
 AMD_SHARED_MEMORY = {"gfx950": 163840}
 AMD_SHARED_MEMORY_DEFAULT = 65536
 
+# Older chips have no matrix units that Triton supports: it would multiply number by number.
+OLDEST_NVIDIA = (8, 0)
+AMD_WITHOUT_MATRIX_UNITS = ("gfx900", "gfx902", "gfx906", "gfx909", "gfx90c", "gfx10")
+
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
@@ -51,6 +55,17 @@ def chip_of(platform: str, arch: str = "") -> Chip:
     if match := re.match(r"gfx[0-9a-f]+", arch):
         return Chip("amd", match[0], AMD_SHARED_MEMORY.get(match[0], AMD_SHARED_MEMORY_DEFAULT))
     return Chip(platform if platform in ("cpu", "tpu") else "", arch)
+
+
+def without_triton(chip: Chip) -> str | None:
+    """Why kernels in Triton do not serve a chip, None if they do."""
+    if chip.vendor not in ("nvidia", "amd"):
+        return f"its kernels are for NVIDIA and AMD GPUs, not for {chip.vendor or 'this platform'}"
+    if chip.vendor == "nvidia" and chip.capability < OLDEST_NVIDIA:
+        return f"Triton needs sm_80 or newer, and this is {chip}"
+    if chip.vendor == "amd" and chip.arch.startswith(AMD_WITHOUT_MATRIX_UNITS):
+        return f"{chip} has no matrix units that Triton could use"
+    return None
 
 
 def arch_of(device: jax.Device) -> str:

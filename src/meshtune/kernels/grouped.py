@@ -1,15 +1,16 @@
 """Products of rows with the matrices of experts: each row is multiplied by the matrix of its own group.
 
-Rows are sorted by group, and no row is dropped. TPUs and GPUs use `jax.lax.ragged_dot_general`. On a CPU XLA expands
-that to a product of every row with every matrix; there a loop over tiles of rows does the work of the rows' own groups
-alone, in the same order every time.
+Rows are sorted by group, and no row is dropped. `jax.lax.ragged_dot` is such a product, but most of XLA's compilers
+expand it to a product of every row with every matrix; so it is used where it is not, on TPUs, and there not for the
+gradient of the matrices. NVIDIA's and AMD's GPUs have kernels in Triton. Elsewhere a loop over tiles of rows does the
+work of the rows' own groups alone, in the same order every time.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,19 +18,34 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-Backend = Literal["ragged_dot", "tiles"]
+from meshtune.kernels import grouped_tpu, grouped_triton
+from meshtune.kernels.chips import Chip, chip_of, without_triton
+from meshtune.kernels.row_tiles import row_tiles
+
+Backend = Literal["ragged_dot", "triton", "tiles"]
 # (part of the weight: all groups [E, ..] or one, dtype) -> its matrices [.., o, i] in that dtype
 Read = Callable[[Any, jnp.dtype], Array]
 
 SMALLEST, LARGEST = 8, 128  # rows of a tile
 _OF_GROUPS = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
 _OF_GROUPS_TRANSPOSED = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
-_OF_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
 
 
-def backend_for(platform: str = "") -> Backend:
-    """The backend for a JAX platform ("": the default one)."""
-    return "tiles" if (platform or jax.default_backend()) == "cpu" else "ragged_dot"
+def backend_for(chip: Chip) -> Backend:
+    """The backend for a chip."""
+    if chip.vendor == "tpu":
+        return "ragged_dot"
+    return "triton" if without_triton(chip) is None else "tiles"
+
+
+class _Call(NamedTuple):
+    """What is static in a product: how a weight is read, for which chip, and the dtypes of factors and result."""
+
+    read: Read
+    chip: Chip
+    factors: jnp.dtype
+    out: jnp.dtype
+    interpret: bool
 
 
 def cast(weight: Array, dtype: jnp.dtype) -> Array:
@@ -44,55 +60,66 @@ def grouped_matmul(
     out: DTypeLike | None = None,
     *,
     read: Read = cast,
-    platform: str = "",
+    chip: Chip | None = None,
+    interpret: bool = False,
 ) -> Float[Array, "N o"]:
     """The first sizes[0] rows of x times the transposed first matrix of `weight` [E, o, i], the next sizes[1] rows
     times the second, and so on; zeros for rows after the last group.
 
     Factors are in x's dtype; products are accumulated in float32 or wider and given in `out` (default: x's dtype).
     `weight` is an array, or any tree whose leaves have a leading axis of groups and that `read` makes matrices of; a
-    gradient exists for arrays alone.
+    gradient exists for arrays alone. `chip` is the chip it is computed on (None: the first one here); `interpret` runs
+    its kernels in Pallas's interpreter, for tests.
     """
     assert x.ndim == 2, x.shape
     assert sizes.ndim == 1, sizes.shape
-    return _product(read, backend_for(platform), jnp.dtype(x.dtype), jnp.dtype(out or x.dtype), x, weight, sizes)
+    chip = chip_of(jax.default_backend()) if chip is None else chip
+    return _product(_Call(read, chip, jnp.dtype(x.dtype), jnp.dtype(out or x.dtype), interpret), x, weight, sizes)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _product(
-    read: Read, backend: Backend, factors: jnp.dtype, out: jnp.dtype, x: Array, weight: Any, sizes: Array
-) -> Array:
-    if backend == "tiles":
-        return _tiles(x, weight, sizes, lambda part: read(part, factors), out, transposed=True)
-    return _ragged(x, read(weight, factors), sizes, _OF_GROUPS, out)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(call: _Call, x: Array, weight: Any, sizes: Array) -> Array:
+    return _rows_times(call, x, weight, sizes, call.out, transposed=True)
 
 
-def _forward(
-    read: Read, backend: Backend, factors: jnp.dtype, out: jnp.dtype, x: Array, weight: Any, sizes: Array
-) -> tuple[Array, tuple[Array, Any, Array]]:
-    return _product(read, backend, factors, out, x, weight, sizes), (x, weight, sizes)
+def _forward(call: _Call, x: Array, weight: Any, sizes: Array) -> tuple[Array, tuple[Array, Any, Array]]:
+    return _product(call, x, weight, sizes), (x, weight, sizes)
 
 
-def _backward(
-    read: Read, backend: Backend, factors: jnp.dtype, out: jnp.dtype, saved: tuple[Array, Any, Array], cotangent: Array
-) -> tuple[Array, Any, None]:
+def _backward(call: _Call, saved: tuple[Array, Any, Array], cotangent: Array) -> tuple[Array, Any, None]:
     x, weight, sizes = saved
     # The barrier keeps the compiler from holding a weight that was read for the forward pass until the backward pass.
-    cotangent, weight = lax.optimization_barrier((cotangent.astype(factors), weight))
-    if backend == "tiles":
-        d_x = _tiles(cotangent, weight, sizes, lambda part: read(part, factors), factors, transposed=False)
-    else:
-        d_x = _ragged(cotangent, read(weight, factors), sizes, _OF_GROUPS_TRANSPOSED, factors)
+    cotangent, weight = lax.optimization_barrier((cotangent.astype(call.factors), weight))
+    d_x = _rows_times(call, cotangent, weight, sizes, call.factors, transposed=False)
     if not isinstance(weight, jax.Array):
         return d_x, None, None
-    if backend == "tiles":
-        d_weight = _tiles_of_weight(cotangent, x, sizes)
-    else:
-        d_weight = _ragged(cotangent, x, sizes, _OF_ROWS, jnp.float32)
-    return d_x, d_weight.astype(weight.dtype), None
+    return d_x, _of_weight(call, cotangent, x, sizes).astype(weight.dtype), None
 
 
 _product.defvjp(_forward, _backward)
+
+
+def _rows_times(call: _Call, x: Array, weight: Any, sizes: Array, out: DTypeLike, *, transposed: bool) -> Array:
+    """Every row times its group's matrix, or the transposed matrix, in `out`."""
+    backend = backend_for(call.chip)
+    if backend == "tiles":
+        return _tiles(x, weight, sizes, lambda part: call.read(part, call.factors), out, transposed=transposed)
+    matrices = call.read(weight, call.factors)
+    if backend == "triton":
+        return grouped_triton.product(
+            x, matrices, sizes, out, call.chip, transposed=transposed, interpret=call.interpret
+        )
+    return _ragged(x, matrices, sizes, _OF_GROUPS if transposed else _OF_GROUPS_TRANSPOSED, out)
+
+
+def _of_weight(call: _Call, cotangent: Array, x: Array, sizes: Array) -> Array:
+    """cotangent^T x of the rows of each group [E, o, i], in float32 or wider."""
+    backend = backend_for(call.chip)
+    if backend == "tiles":
+        return _tiles_of_weight(cotangent, x, sizes)
+    if backend == "triton":
+        return grouped_triton.weight_grad(cotangent, x, sizes, call.chip, interpret=call.interpret)
+    return grouped_tpu.weight_grad(cotangent, x, sizes, interpret=call.interpret)
 
 
 def _ragged(left: Array, right: Array, sizes: Array, numbers: lax.RaggedDotDimensionNumbers, out: DTypeLike) -> Array:
@@ -113,19 +140,13 @@ def _over_tiles(rows: int, sizes: Array, step: Callable[[Any, Array, Array, Arra
 
     A tile has `_tile_rows` rows, of which the last ones may belong to the next group, or lie beyond all rows.
     """
-    groups = sizes.shape[0]
-    size = _tile_rows(rows, groups)
-    ends = jnp.cumsum(sizes)
-    counts = -(-sizes // size)
-    after = jnp.cumsum(counts)
-    group_of = jnp.repeat(jnp.arange(groups), counts, total_repeat_length=rows // size + groups)
+    size = _tile_rows(rows, sizes.shape[0])
+    group, first, end, count = row_tiles(sizes, rows, size)
 
     def body(tile: Array, carry: Any) -> Any:
-        group = group_of[tile]
-        first = ends[group] - sizes[group] + (tile - (after[group] - counts[group])) * size
-        return step(carry, group, first, first + jnp.arange(size) < ends[group])
+        return step(carry, group[tile], first[tile], first[tile] + jnp.arange(size) < end[tile])
 
-    return lax.fori_loop(0, after[-1], body, begin)
+    return lax.fori_loop(0, count, body, begin)
 
 
 def _padded(x: Array, groups: int) -> Array:

@@ -15,6 +15,7 @@ from jaxtyping import Array
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, flatten, unflatten
+from meshtune.kernels.chips import Chip, chip_of
 from meshtune.mesh.layout import Layout
 from meshtune.model.block import Activation, Context, Cost, Divisor, Hidden, Output, RowParams, Sums
 from meshtune.model.cache import LayerCache
@@ -23,6 +24,7 @@ from meshtune.model.linear import Groups, grouped_linear, linear, site_key
 from meshtune.model.mlp import ACTIVATIONS, ActivationName, MlpSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.router import RouterSpec, Routing
+from meshtune.quantize.weight import QuantisedWeight
 
 # Of every layer: tokens per expert [L, E], router scores per expert [L, E], and tokens [L].
 TOKENS, SCORES, ROUTED = "expert_tokens", "router_scores", "routed_tokens"
@@ -93,20 +95,23 @@ class ExpertsSpec:
         key, real = context.key, context.rows.segment_ids > 0
         routing = self.router.route(x, node["router"], site_key(key, "router"))
         chosen = jnp.where(real[..., None], routing.experts, self.router.experts)  # padding is computed by none
-        layout = context.compute.layout
+        layout, experts = context.compute.layout, node["experts"]
+        if layout is not None:
+            experts = jax.tree.map(_with_plain_scales, experts, is_leaf=_is_quantised)
 
         def normed(x: Hidden, name: str) -> Hidden:
             return x if self.norm is None else self.norm(x, node[name])
 
-        compute = functools.partial(self._compute, platform=context.compute.platform, layout=layout)
+        chip = chip_of(context.compute.platform or jax.default_backend(), context.compute.chip)
+        compute = functools.partial(self._compute, chip=chip, layout=layout)
         y = over_mesh(
             compute,
             layout,
             normed(x, "norm"),
             chosen,
             routing.weights,
-            node["experts"],
-            _specs_in_use(node["experts"], self._expert_params(x.shape[-1]), layout),
+            experts,
+            _specs_in_use(experts, self._expert_params(x.shape[-1]), layout),
             self.router.experts,
         )
         y = normed(y, "post_norm")
@@ -119,10 +124,10 @@ class ExpertsSpec:
         return Output(y, cache, self._sums(routing, real, context.index))
 
     def _compute(
-        self, rows: Array, weights: Array, groups: Groups, node: Tree, *, platform: str, layout: Layout | None
+        self, rows: Array, weights: Array, groups: Groups, node: Tree, *, chip: Chip, layout: Layout | None
     ) -> Array:
         """Rows sorted by expert through their experts, times their weights."""
-        product = functools.partial(grouped_linear, groups=groups, platform=platform)
+        product = functools.partial(grouped_linear, groups=groups, chip=chip)
         factor = weights.astype(rows.dtype)[:, None]
         if self.scale_input:
             rows = rows * factor
@@ -207,6 +212,14 @@ class ExpertsSpec:
             shared = self.shared.cost(embed)
             weights, activations = weights + shared.weights, activations + shared.activations
         return Cost(weights + (embed if self.shared_gate else 0), activations, dispatched=k * embed)
+
+
+def _is_quantised(leaf: object) -> bool:
+    return isinstance(leaf, QuantisedWeight)
+
+
+def _with_plain_scales(leaf: Array | QuantisedWeight) -> Array | QuantisedWeight:
+    return leaf.with_plain_scales() if isinstance(leaf, QuantisedWeight) else leaf
 
 
 def _specs_in_use(node: Tree, arrays: Tree, layout: Layout | None) -> Tree | None:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
+from meshtune.kernels.chips import Chip
 from meshtune.kernels.grouped import cast, grouped_matmul
 from meshtune.quantize.weight import QuantisedWeight
 
@@ -110,9 +111,9 @@ def linear(
     return checkpoint_name(y, PRODUCT)
 
 
-def grouped_linear(x: Float[Array, "R i"], node: Tree, groups: Groups, platform: str = "") -> Float[Array, "R o"]:
+def grouped_linear(x: Float[Array, "R i"], node: Tree, groups: Groups, chip: Chip) -> Float[Array, "R o"]:
     """`linear` of rows sorted by expert; node holds `weight` [E, o, i], perhaps `bias` [E, o] and an `adapter`."""
-    product = partial(_grouped, groups=groups, platform=platform)
+    product = partial(_grouped, groups=groups, chip=chip)
     adapter = node.get("adapter")
     y = (
         product(x, node["weight"])
@@ -124,9 +125,9 @@ def grouped_linear(x: Float[Array, "R i"], node: Tree, groups: Groups, platform:
     return checkpoint_name(y, PRODUCT)
 
 
-def _grouped(x: Array, weight: Array | QuantisedWeight, groups: Groups, platform: str) -> Array:
+def _grouped(x: Array, weight: Array | QuantisedWeight, groups: Groups, chip: Chip) -> Array:
     read = _dequantised if isinstance(weight, QuantisedWeight) else cast
-    return grouped_matmul(x, weight, groups.sizes, read=read, platform=platform)
+    return grouped_matmul(x, weight, groups.sizes, read=read, chip=chip)
 
 
 def _dequantised(weight: QuantisedWeight, dtype: jnp.dtype) -> Array:

@@ -144,6 +144,13 @@ class QuantisedWeight:
             blocks = blocks - self.zeros[..., None].astype(blocks.dtype)
         return (blocks * scales[..., None]).reshape(shape).astype(dtype or self.dtype)
 
+    def with_plain_scales(self) -> QuantisedWeight:
+        """The same numbers with float32 scales: `nested` belongs to whole matrices, and not to a shard of one."""
+        if self.nested is None:
+            return self
+        scales = restored(self.scales, self.nested, self.offset)
+        return dataclasses.replace(self, scales=scales, nested=None, offset=None)
+
     def in_use(self, gathered: Callable[..., Array], axes: tuple[str, ...]) -> QuantisedWeight:
         """The weight gathered for computing by `gathered(array, *axes, unit=...)`; `axes` are the weight's own."""
         codes = gathered(self.codes, *axes, unit=self.block_size // self._kind.per)

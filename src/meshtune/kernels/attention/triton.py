@@ -18,23 +18,15 @@ from meshtune.kernels.attention.online_softmax import LOG_SUM_EXP, OUTPUT
 from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
 from meshtune.kernels.attention.triton_calls import backward, forward, padded_delta
 from meshtune.kernels.attention.triton_tiles import LARGEST_HEAD, SMALLEST_HEAD
-from meshtune.kernels.chips import chip_of
+from meshtune.kernels.chips import chip_of, without_triton
 
 DTYPES = ("bfloat16", "float16", "float32")
-# Older chips have no matrix units that Triton supports: it would multiply number by number.
-OLDEST_NVIDIA = (8, 0)
-AMD_WITHOUT_MATRIX_UNITS = ("gfx900", "gfx902", "gfx906", "gfx909", "gfx90c", "gfx10")
 
 
 def supports(request: AttentionRequest) -> str | None:
     """NVIDIA GPUs from Ampere on, AMD GPUs with matrix units, head dimensions of 16 to 256."""
-    chip = chip_of(request.platform, request.chip)
-    if chip.vendor not in ("nvidia", "amd"):
-        return f"its kernels are for NVIDIA and AMD GPUs, not for {request.platform}"
-    if chip.vendor == "nvidia" and chip.capability < OLDEST_NVIDIA:
-        return f"Triton needs sm_80 or newer, and this is {chip}"
-    if chip.vendor == "amd" and chip.arch.startswith(AMD_WITHOUT_MATRIX_UNITS):
-        return f"{chip} has no matrix units that Triton could use"
+    if refusal := without_triton(chip_of(request.platform, request.chip)):
+        return refusal
     if request.alibi:
         return NO_ALIBI
     if request.dtype not in DTYPES:

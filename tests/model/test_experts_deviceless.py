@@ -1,0 +1,148 @@
+"""What the compiled program of a layer of experts does, by the real compilers for chips that are not attached.
+
+Forward and backward pass with LoRA on every expert, at 8,192 tokens: 64 experts of which a token has 8. The ideal is
+the work of each token's own experts. Counted are the tiles of rows that the kernels visit, the last of each group
+included, and every product outside of the kernels.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from deviceless import compiled_for
+from meshtune.kernels import grouped, grouped_tpu, grouped_triton
+from meshtune.kernels.chips import chip_of
+from meshtune.kernels.row_tiles import row_tiles
+from meshtune.plan.hardware import find_target
+
+TOKENS, EXPERTS, CHOSEN, EMBED, WIDTH, RANK = 8192, 64, 8, 2048, 1024, 16
+ROWS = TOKENS * CHOSEN
+
+SNIPPET = """
+import dataclasses
+from meshtune.arrays.tree import flatten, unflatten
+from meshtune.adapters.config import LoraConfig
+from meshtune.adapters.lora import LoRA
+from meshtune.kernels.chips import chip_of
+from meshtune.model.dispatch import through_experts
+from meshtune.model.experts import ExpertsSpec
+from meshtune.model.router import RouterSpec
+
+spec = ExpertsSpec(RouterSpec(EXPERTS, CHOSEN), WIDTH, layers=1)
+experts = spec.params(EMBED)["experts"]
+chip = chip_of(target.device.platform, target.device.arch)
+frozen = {name: {"weight": array(node["weight"].shape, "bfloat16")} for name, node in experts.items()}
+adapters = {
+    name: jax.tree.map(lambda leaf: array(leaf.shape, "float32"), LoRA.abstract(node["weight"], LoraConfig(rank=RANK)))
+    for name, node in experts.items()
+}
+
+def loss(adapters, x, frozen, chosen, weights, cotangent):
+    node = {name: {**frozen[name], "adapter": adapters[name]} for name in frozen}
+    compute = lambda rows, factors, groups, node: spec._compute(rows, factors, groups, node, chip=chip, layout=None)
+    y = through_experts(compute, x, chosen, weights, node, EXPERTS)
+    return jnp.sum(y * cotangent, dtype="float32")
+
+f = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+x = array((TOKENS, EMBED), "bfloat16")
+args = (adapters, x, frozen, array((TOKENS, CHOSEN), "int32"), array((TOKENS, CHOSEN), "float32"), x)
+"""
+
+
+def products() -> list[tuple[int, int, bool]]:
+    """(columns, terms, False) of each grouped product of rows, and (o, i, True) of each gradient of a matrix."""
+    calls = []
+    for out, into in ((WIDTH, EMBED), (WIDTH, EMBED), (EMBED, WIDTH)):
+        calls += [(out, into, False), (into, out, False)]  # forward, and the gradient of its rows
+        calls += [(RANK, into, False), (into, RANK, False), (out, RANK, False), (RANK, out, False)]
+        calls += [(RANK, into, True), (out, RANK, True)]
+    return calls
+
+
+def operations(target: str) -> dict[str, float]:
+    """Multiplications and additions of the compiled program: in kernels, outside of them, and ideally."""
+    device = find_target(target).device
+    chip = chip_of(device.platform, device.arch)
+    names = {"TOKENS": TOKENS, "EXPERTS": EXPERTS, "CHOSEN": CHOSEN, "EMBED": EMBED, "WIDTH": WIDTH, "RANK": RANK}
+    program = compiled_for(target, SNIPPET, text=True, **names)
+    rng = np.random.default_rng(0)
+    sizes = rng.multinomial(ROWS, rng.dirichlet(np.full(EXPERTS, 4.0)))
+    counted = ideal = 0.0
+    for columns, terms, of_matrix in products():
+        ideal += 2.0 * ROWS * columns * terms
+        if grouped.backend_for(chip) == "triton":
+            counted += _in_triton(chip, sizes, columns, terms, of_matrix)
+        else:
+            counted += _on_tpu(sizes, columns, terms, program["text"])
+    return {
+        "in_kernels": counted,
+        "outside": outside(program["text"]),
+        "ideal": ideal,
+        "kernels": kernels(program["text"]),
+        "temp_bytes": program["temp_bytes"],
+    }
+
+
+def _in_triton(chip, sizes, columns: int, terms: int, of_matrix: bool) -> float:
+    if of_matrix:
+        tile = grouped_triton.tile_for(chip, "bfloat16", columns, terms, ROWS // EXPERTS)
+        rows = (-(-sizes // tile.terms) * tile.terms).sum()
+        return 2.0 * rows * _padded(columns, tile.rows) * _padded(terms, tile.columns)
+    tile = grouped_triton.tile_for(chip, "bfloat16", ROWS // EXPERTS, columns, terms)
+    tiles = int(row_tiles(jnp.asarray(sizes), ROWS, tile.rows).count)
+    return 2.0 * tiles * tile.rows * _padded(columns, tile.columns) * _padded(terms, tile.terms)
+
+
+def _on_tpu(sizes, columns: int, terms: int, text: str) -> float:
+    """Tiles are aligned there: one with rows of several groups is visited for each."""
+    size = max([grouped_tpu.TILE[0], *(int(found) for found in re.findall(r'ragged_dot_tiling="(\d+),', text))])
+    ends = np.cumsum(sizes)
+    visits = (-(-ends // size) - (ends - sizes) // size)[sizes > 0].sum()
+    return 2.0 * visits * size * columns * terms
+
+
+def _padded(n: int, size: int) -> int:
+    return -(-n // size) * size
+
+
+def kernels(text: str) -> int:
+    """Calls of kernels for grouped products."""
+    return len(re.findall(r'custom_call_target="(?:__gpu\$xla\.gpu\.triton|tpu_custom_call)"', text))
+
+
+def outside(text: str) -> float:
+    """Multiplications and additions of the products in a program's text that are no kernel's."""
+    shapes = {
+        name: [int(size) for size in dims.split(",") if size]
+        for name, dims in re.findall(r"(%[\w.\-]+)\s*(?:=|:)\s*\w+\[([\d,]*)\]", text)
+    }
+    total = 0.0
+    for name, left, contracted in re.findall(
+        r"(%[\w.\-]+) = [^\n]*? dot\((%[\w.\-]+),[^\n]*?lhs_contracting_dims=\{([\d,]*)\}", text
+    ):
+        terms = math.prod(shapes[left][int(axis)] for axis in contracted.split(",") if axis)
+        total += 2.0 * math.prod(shapes[name]) * terms
+    # A product that a library or a TPU's convolution computes would not be counted: none may be there.
+    assert not re.search(r"__cublas|__rocblas| convolution\(", text)
+    return total
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("target", ["H100", "RTX4090", "MI300X", "TPUv5p"])
+def test_a_layer_of_experts_does_the_work_of_each_tokens_own(target):
+    facts = operations(target)
+    assert facts["kernels"] >= len(products())
+    assert facts["in_kernels"] + facts["outside"] <= 1.15 * facts["ideal"]
+    # A product of every row with every matrix would need a copy of the rows for each expert.
+    assert facts["temp_bytes"] < 8 * ROWS * max(EMBED, WIDTH) * 2
+
+
+def test_products_outside_of_kernels_are_counted():
+    text = "%p.1 = bf16[8,16]{1,0} parameter(0)\n%q = bf16[16,32] parameter(1)\n"
+    text += "%dot.2 = bf16[8,32]{1,0} dot(%p.1, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n"
+    assert outside(text) == 2 * 8 * 32 * 16
