@@ -26,6 +26,14 @@ def export(
             "or full (the base as published).",
         ),
     ] = None,
+    format: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="With --merge: published, to write a base that is published in fp8 or mxfp4 in its format again "
+            "(default: wide, in --dtype).",
+        ),
+    ] = None,
     base: Annotated[str | None, typer.Option("--base", help="The adapter's base, if it lies elsewhere now.")] = None,
     max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Of a merged model's files.")] = "5GB",
     dtype: Annotated[str | None, typer.Option("--dtype", help="Of a merged model; default: its base's.")] = None,
@@ -37,8 +45,18 @@ def export(
 
     if into is not None and not merge:
         raise UserError("--into says what an adapter is merged into", where="--into", fix="add --merge")
+    if format is not None and not merge:
+        raise UserError("--format is for whole models", where="--format", fix="add --merge")
     exported = write(
-        source, to, merge=merge, into=into, base=base, max_shard_bytes=size, dtype=dtype, overwrite=overwrite
+        source,
+        to,
+        merge=merge,
+        into=into,
+        format=format,
+        base=base,
+        max_shard_bytes=size,
+        dtype=dtype,
+        overwrite=overwrite,
     )
     print(f"{exported.what} written to {exported.path}, read back and compared: {exported.verified}")
 

@@ -12,8 +12,9 @@ import jax
 import numpy as np
 
 from meshtune.adapters.merge import merged
+from meshtune.adapters.method import SHARED
 from meshtune.adapters.peft_format import CONFIG, BaseRecord, attach, check_base, load_adapter
-from meshtune.arrays.tree import flatten
+from meshtune.arrays.tree import flatten, unflatten
 from meshtune.data.tokenizer import load_tokenizer, padding_id
 from meshtune.digests import write_digests
 from meshtune.errors import UserError, nearest
@@ -24,9 +25,11 @@ from meshtune.weights.fingerprint import base_hash
 from meshtune.weights.hub import TOKENIZER, locate
 from meshtune.weights.load import load_params, load_spec
 from meshtune.weights.publish import published
+from meshtune.weights.republish import republish
 from meshtune.weights.verify import ExportError, probe_logits
 
 INTO = ("dequantised", "full")
+FORMATS = ("published",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +50,7 @@ def export(
     *,
     merge: bool = False,
     into: str | None = None,
+    format: str | None = None,
     base: str | os.PathLike[str] | None = None,
     dtype: str | None = None,
     max_shard_bytes: int = 5_000_000_000,
@@ -59,8 +63,9 @@ def export(
     An adapter is copied unless `merge` is set: then it is merged into its base and written as a full model in `dtype`
     (default: the base's), in files of at most `max_shard_bytes`. `into` selects the base of an adapter that was trained
     on a quantised base: "dequantised", the quantised weights that it was trained on (default), or "full", the original
-    weights; every written file records it. `base` overrides the path of an adapter's base, and `any_base` accepts a
-    different base. `progress(done, total)` counts bytes. `dest` appears complete and verified, or not at all.
+    weights; every written file records it. With `format` "published" a base that is published quantised is written in
+    its format again: what was not adapted is copied, what was is quantised again. `base` overrides the path of an
+    adapter's base, and `any_base` accepts a different base. `progress(done, total)` counts bytes. `dest` appears complete and verified, or not at all.
 
     Raises: UserError for a source without a result, for a base that is not the adapter's, and for a `dest` that is not
     empty.
@@ -71,6 +76,8 @@ def export(
         if dtype is not None:
             raise UserError("dtype is for whole models", where="dtype", fix="add --merge, or leave dtype out")
         return _adapter(resolved, resolved.adapter, dest, overwrite)
+    if format is not None:
+        return _as_published(resolved, dest, format, into, dtype, any_base, overwrite, max_shard_bytes)
     spec, _ = load_spec(resolved.base)
     if resolved.adapter is not None and dtype not in (None, spec.dtype):
         spec, _ = load_spec(resolved.base, "float32")  # add in float32 and round once, to `dtype`
@@ -88,6 +95,8 @@ def export(
         if added.base.quantize is not None:
             base_note = f", merged into the {'full-precision' if quantised is None else 'dequantised'} base"
             of = "trained" if quantised else "merged; the adapter was trained on the quantised base"
+        elif spec.published is not None:
+            base_note = f", merged into the numbers that its base's {spec.published.method} codes stand for"
     elif merge:
         raise UserError(
             "there is no adapter to merge: this is a whole model already",
@@ -96,12 +105,6 @@ def export(
         )
     else:
         params = load_params(resolved.base, spec, quantize=QuantizeConfig(UNQUANTISED))
-    template = None
-    if resolved.chat_template is not None:
-        chat_template = load_tokenizer(resolved.tokenizer, resolved.chat_template).chat_template
-        template = (
-            chat_template if isinstance(chat_template, str) else None
-        )  # several named ones stay in the tokenizer's own files
     done = export_model(
         params,
         spec,
@@ -112,7 +115,7 @@ def export(
         overwrite=overwrite,
         expected=expected,
         tokenizer=locate(resolved.tokenizer, allow=TOKENIZER),
-        chat_template=template,
+        chat_template=_template(resolved),
         record=record,
         progress=progress,
         pad=padding_id(load_tokenizer(resolved.tokenizer)) if spec.scored else None,
@@ -121,6 +124,71 @@ def export(
     compared = done.verified
     how = f"{compared.tensors} tensors equal, logits within {compared.difference:.1e} (relative) of what was {of}"
     return Exported(f"a model in {done.dtype}{base_note}, {len(done.files)} file(s),", done.path, how)
+
+
+def _template(resolved: Source) -> str | None:
+    """Returns the chat template of a run; None for that of the tokenizer's own files, where several are named."""
+    if resolved.chat_template is None:
+        return None
+    chat_template = load_tokenizer(resolved.tokenizer, resolved.chat_template).chat_template
+    return chat_template if isinstance(chat_template, str) else None
+
+
+def _as_published(
+    resolved: Source,
+    dest: Path,
+    format: str,
+    into: str | None,
+    dtype: str | None,
+    any_base: bool,
+    overwrite: bool,
+    max_shard_bytes: int,
+) -> Exported:
+    """Merges an adapter into its base and writes the result in the format that the base is published in."""
+    if format not in FORMATS:
+        raise UserError(
+            f"there is no format '{format}'", where="--format", fix=f"{nearest(format, FORMATS)}one of {FORMATS}"
+        )
+    if resolved.adapter is None or into == "dequantised" or dtype is not None:
+        raise UserError(
+            "--format published writes an adapter and its base in the base's own format",
+            where="--format",
+            fix="give a run with an adapter, or an adapter, and leave --into and --dtype out",
+        )
+    spec, _ = load_spec(resolved.base, "float32")
+    added = load_adapter(resolved.adapter, spec)
+    fingerprint = base_hash(resolved.base)
+    if not any_base:
+        check_base(added, str(resolved.base), fingerprint)
+    tied = spec.tied
+    spec, params = attach(load_params(resolved.base, spec), spec, added)
+    if spec.tied != tied:
+        raise UserError(
+            "the adapter gives the model a head of its own, which its base's files do not have",
+            where="--format",
+            fix="leave --format out",
+        )
+    expected = probe_logits(params, spec)
+    nodes = {path.rpartition("/")[0] for path in flatten(added.trainable)}
+    flat = flatten(params)
+    changed = {path: leaf for path, leaf in flat.items() if path.rpartition("/")[0] in nodes or path == SHARED}
+    done = republish(
+        flatten(merged(unflatten(changed))),
+        spec,
+        resolved.base,
+        dest,
+        expected=expected,
+        tokenizer=locate(resolved.tokenizer, allow=TOKENIZER),
+        chat_template=_template(resolved),
+        record=merge_record(added.base, fingerprint, None),
+        overwrite=overwrite,
+        max_shard_bytes=max_shard_bytes,
+    )
+    write_digests(done.path)
+    assert spec.published is not None
+    lost = f"{done.quantised} weights quantised again, which moved their numbers by up to {done.moved:.1%}, "
+    how = f"{lost if done.quantised else ''}logits within {done.difference:.1e} (relative) of what was trained"
+    return Exported(f"a model in {spec.published.method}, as its base is published,", done.path, how)
 
 
 def _merged_into(base: BaseRecord, into: str | None) -> QuantizeConfig | None:

@@ -108,7 +108,7 @@ def export_model(
     copies = list(_copies(source, MODEL_FILES)) + list(_copies(tokenizer or source, TOKENIZER_FILES))
     with raise_collectively(job, "export: destination"):
         if job.is_main_process:
-            _check_destination(dest, (source, *([tokenizer] if tokenizer else [])), overwrite)
+            check_destination(dest, (source, *([tokenizer] if tokenizer else [])), overwrite)
             _check_room(dest, files, copies, metadata)
 
     with published(dest, "config.json", job) as folder:
@@ -146,7 +146,7 @@ def _write_rest(
     write_json(folder / "config.json", config)
     _copy(copies, folder)
     if chat_template is not None:
-        _write_chat_template(folder, chat_template)
+        write_chat_template(folder, chat_template)
 
 
 def _verified(
@@ -231,7 +231,7 @@ def _copies(directory: Path, patterns: tuple[str, ...]) -> Iterator[tuple[Path, 
             yield file, relative
 
 
-def _write_chat_template(folder: Path, template: str) -> None:
+def write_chat_template(folder: Path, template: str) -> None:
     """One template, in the file that transformers prefers; none elsewhere that could say something different."""
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     (folder / "chat_template.json").unlink(missing_ok=True)
@@ -247,7 +247,8 @@ def write_json(file: Path, value: Mapping[str, object]) -> None:
     file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _check_destination(dest: Path, sources: tuple[Path, ...], overwrite: bool) -> None:
+def check_destination(dest: Path, sources: tuple[Path, ...], overwrite: bool) -> None:
+    """Raises UserError for a destination that is one of the sources, or is not empty."""
     for source in sources:
         ours, theirs = dest.resolve(), source.resolve()
         if ours == theirs or ours in theirs.parents or theirs in ours.parents:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtune.families.tensors import Shape, TensorMap, View
-from meshtune.weights.safetensors_files import BLOCK_BYTES, TensorInfo
+from meshtune.weights.safetensors_files import BLOCK_BYTES, STORED_DTYPES, TensorInfo
 
 ST_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -51,7 +51,7 @@ class Tensor:
     @property
     def stored_dtype(self) -> str:
         """Its dtype as safetensors names it."""
-        return ST_DTYPES[self.dtype]
+        return STORED_DTYPES[self.dtype]
 
 
 @dataclasses.dataclass(frozen=True)

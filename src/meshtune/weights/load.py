@@ -21,6 +21,7 @@ from meshtune.families.tensors import TensorMap
 from meshtune.mesh.layout import Layout
 from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.quantize.config import QuantizeConfig
+from meshtune.quantize.published import read_scheme
 from meshtune.quantize.weight import QuantisedWeight
 from meshtune.weights.broadcast_reader import BroadcastReader, broadcast_reader
 from meshtune.weights.check import SCORE, check
@@ -100,6 +101,8 @@ def stored_dtype(directory: Path, config: Mapping[str, object]) -> str:
                 fix=f"one of {', '.join(MODEL_DTYPES)}",
             )
         return named
+    if read_scheme(config, str(directory / "config.json"))[0] is not None:
+        return "bfloat16"  # what codes stand for has none of its own
     weights = headers(directory).values()
     totals: dict[str, int] = {}
     for info in weights:

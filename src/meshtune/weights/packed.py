@@ -21,10 +21,8 @@ from meshtune.model.spec import ModelSpec
 from meshtune.quantize.published.scheme import Scheme
 from meshtune.quantize.weight import QuantisedWeight
 from meshtune.weights.decode import StoredParts
-from meshtune.weights.safetensors_files import DTYPES, Packed, TensorInfo, headers
+from meshtune.weights.safetensors_files import STORED_DTYPES, Packed, TensorInfo, headers
 from meshtune.weights.tensor_reader import TensorReader
-
-STORED_DTYPES = {dtype.name: name for name, dtype in DTYPES.items()}
 
 
 def model_tensors(directory: Path, scheme: Scheme | None) -> dict[str, TensorInfo]:

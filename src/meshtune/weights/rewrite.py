@@ -14,7 +14,7 @@ from meshtune.weights.export import MODEL_FILES, copied, write_json
 from meshtune.weights.file_tensors import ST_DTYPES, Tensor, header
 from meshtune.weights.load import load_spec
 from meshtune.weights.packed import model_tensors
-from meshtune.weights.safetensors_files import DTYPES, INDEX, SINGLE
+from meshtune.weights.safetensors_files import DTYPES, INDEX, SINGLE, STORED_DTYPES
 
 MAX_SHARD_BYTES = 5_000_000_000
 WRITTEN = {short: dtype for dtype, short in ST_DTYPES.items()}
@@ -57,7 +57,7 @@ def write_model(
             for tensor in shard:
                 numbers = np.ascontiguousarray(tensor.make())
                 assert numbers.shape == tensor.shape, (tensor.name, numbers.shape, tensor.shape)
-                assert numbers.dtype == DTYPES[ST_DTYPES[tensor.dtype]], (tensor.name, numbers.dtype, tensor.dtype)
+                assert numbers.dtype == DTYPES[STORED_DTYPES[tensor.dtype]], (tensor.name, numbers.dtype, tensor.dtype)
                 file.write(numbers.reshape(-1).view("u1").data)
     if len(shards) > 1:
         where = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}

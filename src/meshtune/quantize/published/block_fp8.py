@@ -19,6 +19,7 @@ from meshtune.quantize.config import BLOCK_SIZES, BlockSize
 from meshtune.quantize.published.scheme import Box, Form, Parts, Shape, check_known, is_skipped, skip_list
 
 VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+LARGEST = 448.0
 BLOCK = 128  # numbers of a row that share a scale in memory, at most
 SCALES = {"F32": np.float32, "BF16": np.float32, "F16": np.float32, "F8_E8M0": np.float32, "U8": np.float32}
 
@@ -34,6 +35,7 @@ class BlockFp8:
     endings: ClassVar[Mapping[str, str]] = {"codes": "", "scales": "_scale_inv"}
     required: ClassVar[tuple[str, ...]] = ("codes", "scales")
     ignored: ClassVar[tuple[str, ...]] = (".activation_scale", ".input_scale")
+    largest_error: ClassVar[float] = 0.05
 
     def converts(self, module: str, array: ArraySpec) -> bool:
         return not is_skipped(module, self.skip)
@@ -88,6 +90,35 @@ class BlockFp8:
         scales = as_float32(parts.box("scales", read))
         rows = np.arange(top, bottom) // high - top // high
         return scales[..., rows, :][..., np.arange(left, right) * columns // wide - first]
+
+    def encode(self, numbers: np.ndarray, dtypes: Mapping[str, np.dtype]) -> dict[str, np.ndarray]:
+        *lead, rows, columns = numbers.shape
+        high, wide = (rows, columns) if self.block is None else self.block
+        grid = (-(-rows // high), -(-columns // wide))
+        padded = np.zeros((*lead, grid[0] * high, grid[1] * wide), np.float32)
+        padded[..., :rows, :columns] = numbers
+        blocks = padded.reshape(*lead, grid[0], high, grid[1], wide)
+        largest = np.abs(blocks).max(axis=(-3, -1) if self.block is not None else None)
+        scales = _rounded_up(np.where(largest > 0, largest / LARGEST, 1).astype(np.float32), dtypes["scales"])
+        shares = (
+            blocks / as_float32(scales)[..., :, None, :, None]
+            if self.block is not None
+            else blocks / as_float32(scales)
+        )
+        codes = shares.reshape(padded.shape)[..., :rows, :columns].astype(dtypes["codes"])
+        return {"codes": codes, "scales": scales if self.block is not None else scales.reshape(1)}
+
+
+def _rounded_up(scales: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Positive scales in a dtype, none smaller than it was: codes never exceed the largest e4m3 number."""
+    if dtype.itemsize == 1:
+        exponents = np.ceil(np.log2(scales)).astype(np.int32) + 127
+        return np.clip(exponents, 0, 254).astype(np.uint8).view(dtype)
+    rounded = scales.astype(dtype)
+    if dtype == np.float32:
+        return rounded
+    bits = rounded.view(np.uint16)
+    return np.where(rounded.astype(np.float32) < scales, bits + 1, bits).astype(np.uint16).view(dtype)
 
 
 def as_float32(scales: np.ndarray) -> np.ndarray:

@@ -13,11 +13,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from meshtune.arrays.spec import ArraySpec
-from meshtune.quantize.mxfp4 import BIAS, PAIRS
+from meshtune.quantize.mxfp4 import BIAS, PAIRS, VALUES
 from meshtune.quantize.published.scheme import Box, Form, Parts, Shape, check_known, is_skipped, skip_list
 
 BLOCK = 32
 BYTES = BLOCK // 2
+LARGEST_EXPONENT = 2  # of E2M1's largest number, 6
+BOUNDS = (VALUES[:7] + VALUES[1:8]) / 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Mxfp4:
     endings: ClassVar[Mapping[str, str]] = {"blocks": "_blocks", "scales": "_scales"}
     required: ClassVar[tuple[str, ...]] = ("blocks", "scales")
     ignored: ClassVar[tuple[str, ...]] = ()
+    largest_error: ClassVar[float] = 0.2
 
     def converts(self, module: str, array: ArraySpec) -> bool:
         return array.role == "experts" and not is_skipped(module, self.skip)
@@ -69,6 +72,16 @@ class Mxfp4:
     def scales(self, parts: Parts, box: Box) -> np.ndarray:
         experts, groups, rows = box
         return parts.box("scales", (experts, rows, groups)).swapaxes(1, 2)
+
+    def encode(self, numbers: np.ndarray, dtypes: Mapping[str, np.dtype]) -> dict[str, np.ndarray]:
+        experts, into, out = numbers.shape
+        blocks = numbers.swapaxes(1, 2).reshape(experts, out, into // BLOCK, BLOCK)
+        largest = np.abs(blocks).max(axis=-1)
+        exponents = np.clip(np.floor(np.log2(np.where(largest > 0, largest, 1))) - LARGEST_EXPONENT, -BIAS + 1, BIAS)
+        shares = np.ldexp(blocks, -exponents.astype(np.int32)[..., None])
+        codes = np.searchsorted(BOUNDS, np.abs(shares)).astype(np.uint8) | (np.signbit(shares).astype(np.uint8) << 3)
+        packed = codes[..., 0::2] | (codes[..., 1::2] << 4)
+        return {"blocks": packed, "scales": (exponents + BIAS).astype(np.uint8)}
 
 
 def read(fields: dict[str, Any], where: str) -> Mxfp4:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float
@@ -107,6 +107,20 @@ class ZeroPoints(Protocol):
 
     def zeros(self, parts: Parts, box: Box) -> np.ndarray:
         """A box of the zero points of the form, with one for each block of a row."""
+        ...
+
+
+@runtime_checkable
+class Rewritable(Scheme, Protocol):
+    """A scheme in which weights can be quantised again."""
+
+    @property
+    def largest_error(self) -> float:
+        """More than the root mean square by which quantising moves numbers, relative to theirs."""
+        ...
+
+    def encode(self, numbers: Float[np.ndarray, "..."], dtypes: Mapping[str, np.dtype]) -> dict[str, np.ndarray]:
+        """The parts of a weight, by role, in some dtypes; the inverse of `decode`, with each number rounded once."""
         ...
 
 

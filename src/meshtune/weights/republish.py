@@ -1,0 +1,185 @@
+"""Writes a tuned model in the quantised format in which its base is published.
+
+What training left alone is copied byte for byte, codes and scales included. What it changed is quantised again by the
+base's own scheme where it was quantised there, and rounded to the dtype it has in the base's files elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from meshtune.arrays.tree import Leaves
+from meshtune.errors import UserError
+from meshtune.families import tensors
+from meshtune.families.tensors import Shape, TensorMap
+from meshtune.model.spec import ModelSpec
+from meshtune.quantize.published.scheme import Box, Parts, Rewritable
+from meshtune.weights.export import TOKENIZER_FILES, check_destination, copied, write_chat_template
+from meshtune.weights.load import load_config
+from meshtune.weights.packed import model_tensors
+from meshtune.weights.publish import disk_errors, published
+from meshtune.weights.rewrite import NewTensor, write_model
+from meshtune.weights.safetensors_files import DTYPES, STORED_DTYPES, TensorInfo, headers
+from meshtune.weights.tensor_reader import TensorReader
+from meshtune.weights.verify import ExportError, written_logits
+
+
+@dataclasses.dataclass(frozen=True)
+class Republished:
+    """What was written: where, how many weights were quantised again, how far their numbers moved by that, and how far
+    the logits are from those of what was trained; both root mean squares, relative."""
+
+    path: Path
+    quantised: int
+    moved: float
+    difference: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _InMemory:
+    """The `scheme.Parts` of one weight, as arrays."""
+
+    arrays: Mapping[str, np.ndarray]
+
+    def __contains__(self, role: str) -> bool:
+        return role in self.arrays
+
+    def shape(self, role: str) -> Shape:
+        return self.arrays[role].shape
+
+    def dtype(self, role: str) -> str:
+        return STORED_DTYPES[self.arrays[role].dtype.name]
+
+    def box(self, role: str, box: Box) -> np.ndarray:
+        return self.arrays[role][tuple(slice(start, stop) for start, stop in box)]
+
+    def whole(self, role: str) -> np.ndarray:
+        return self.arrays[role]
+
+
+class _Requantised:
+    """A weight of the base with other numbers, quantised when its first part is written; the parts are written one
+    after another."""
+
+    def __init__(self, entries: Sequence[TensorMap], leaves: Leaves, info: TensorInfo, moved: dict[str, float]):
+        self._entries, self._leaves, self._info, self._moved = entries, leaves, info, moved
+        self._parts: dict[str, np.ndarray] = {}
+
+    def part(self, role: str, shape: Shape) -> np.ndarray:
+        """The tensor of this role, of which the file has `shape`; it is made once and given away."""
+        if role not in self._parts:
+            self._parts = dict(self._encoded())
+        return self._parts.pop(role).reshape(shape)
+
+    def _encoded(self) -> Mapping[str, np.ndarray]:
+        assert self._info.packed is not None
+        scheme = self._info.packed.scheme
+        assert isinstance(scheme, Rewritable)
+        numbers, name = _numbers(self._entries, self._leaves, self._info.shape), self._entries[0].name
+        stored = {role: DTYPES[info.dtype] for role, info in self._info.packed.parts}
+        parts = scheme.encode(numbers, stored)
+        memory: Parts = _InMemory(parts)
+        again = scheme.decode(memory, tuple((0, n) for n in numbers.shape))
+        size = float(np.sqrt(np.mean(numbers.astype(np.float64) ** 2)))
+        self._moved[name] = float(np.sqrt(np.mean((again.astype(np.float64) - numbers) ** 2))) / max(size, 1e-30)
+        if not self._moved[name] <= scheme.largest_error:
+            raise ExportError(
+                f"'{name}' moved by {self._moved[name]:.1%} when it was quantised again, and {scheme.method} allows "
+                f"{scheme.largest_error:.0%}",
+                fix="export it wide: leave --format out",
+            )
+        return parts
+
+
+def republish(
+    changed: Leaves,
+    spec: ModelSpec,
+    source: Path,
+    dest: Path,
+    *,
+    expected: Float[np.ndarray, "B T V"],
+    tokenizer: Path,
+    chat_template: str | None = None,
+    record: Mapping[str, object] | None = None,
+    overwrite: bool = False,
+    max_shard_bytes: int = 5_000_000_000,
+) -> Republished:
+    """Writes the model directory `source` to `dest` with other numbers for the leaves in `changed` (path -> float32,
+    without adapters), in the format of its files.
+
+    `expected` are the probe's logits of what was trained. One tensor is in memory at a time. Raises UserError for a
+    base that is not published quantised, or in a format that is not written, and as `write_model` does.
+    """
+    if not isinstance(spec.published, Rewritable):
+        method = "not quantised" if spec.published is None else f"quantised by {spec.published.method}"
+        raise UserError(
+            f"this base is published {method}, and a model cannot be written in that format again",
+            where="--format",
+            fix="leave --format out: the model is then written wide; fp8 and mxfp4 can be written again",
+        )
+    check_destination(dest, (source, tokenizer), overwrite)
+    moved: dict[str, float] = {}
+    with published(dest, "config.json") as folder, disk_errors(dest), TensorReader() as reader:
+        new = list(_tensors(changed, spec, source, reader, moved))
+        write_model(folder, source, load_config(source), new, dict(record or {}), max_shard_bytes)
+        copied(tokenizer, folder, TOKENIZER_FILES)
+        if chat_template is not None:
+            write_chat_template(folder, chat_template)
+        got = written_logits(folder)
+        difference = float(np.sqrt(np.mean((expected - got) ** 2) / max(float(np.mean(expected**2)), 1e-30)))
+        if not np.isfinite(difference):
+            raise ExportError("the logits of the written model are not finite", where=str(dest))
+    return Republished(dest, len(moved), max(moved.values(), default=0.0), difference)
+
+
+def _tensors(
+    changed: Leaves, spec: ModelSpec, source: Path, reader: TensorReader, moved: dict[str, float]
+) -> Iterator[NewTensor]:
+    """Every tensor of the source's files, in their order."""
+    by_name: dict[str, list[TensorMap]] = {}
+    for entry in tensors(spec):
+        if entry.path in changed:
+            by_name.setdefault(entry.name, []).append(entry)
+    stored, logical = headers(source), model_tensors(source, spec.published)
+    parts: dict[str, tuple[_Requantised, str]] = {}
+    for name, entries in by_name.items():
+        info = logical[name]
+        if info.packed is not None:
+            weight = _Requantised(entries, changed, info, moved)
+            names = {(part.file, part.start): role for role, part in info.packed.parts}
+            parts |= {
+                part: (weight, names[stored[part].file, stored[part].start])
+                for part in stored
+                if (stored[part].file, stored[part].start) in names
+            }
+    for name, info in stored.items():
+        dtype = DTYPES[info.dtype].name
+        if name in parts:
+            weight, role = parts[name]
+            yield NewTensor(
+                name, info.shape, dtype, lambda weight=weight, role=role, info=info: weight.part(role, info.shape)
+            )
+        elif name in by_name:
+            yield NewTensor(
+                name, info.shape, dtype, lambda name=name, info=info: _rounded(by_name[name], changed, info)
+            )
+        else:
+            yield NewTensor(name, info.shape, dtype, lambda info=info: reader.tensor(info))
+
+
+def _rounded(entries: Sequence[TensorMap], leaves: Leaves, info: TensorInfo) -> np.ndarray:
+    return _numbers(entries, leaves, info.shape).astype(DTYPES[info.dtype])
+
+
+def _numbers(entries: Sequence[TensorMap], leaves: Mapping[str, Any], shape: Shape) -> np.ndarray:
+    """A whole tensor in float32, of parts of leaves."""
+    numbers = np.empty(shape, np.float32)
+    for entry in entries:
+        entry.view.write(np.asarray(leaves[entry.path][entry.index], np.float32), numbers)
+    return numbers
