@@ -65,7 +65,8 @@ def export(
     on a quantised base: "dequantised", the quantised weights that it was trained on (default), or "full", the original
     weights; every written file records it. With `format` "published" a base that is published quantised is written in
     its format again: what was not adapted is copied, what was is quantised again. `base` overrides the path of an
-    adapter's base, and `any_base` accepts a different base. `progress(done, total)` counts bytes. `dest` appears complete and verified, or not at all.
+    adapter's base, and `any_base` accepts a different base. `progress(done, total)` counts bytes. `dest` appears
+    complete and verified, or not at all.
 
     Raises: UserError for a source without a result, for a base that is not the adapter's, and for a `dest` that is not
     empty.
