@@ -26,9 +26,10 @@ SCALES = {"F32": np.float32, "BF16": np.float32, "F16": np.float32, "F8_E8M0": n
 
 @dataclasses.dataclass(frozen=True)
 class BlockFp8:
-    """Codes [.., out, in] with scales [.., ceil(out / block[0]), ceil(in / block[1])]; without a block one scale."""
+    """Codes [.., out, in] with scales [.., ceil(out / block[0]), ceil(in / block[1])]; without a block one scale. A
+    block's second size is None where a row has one scale."""
 
-    block: tuple[int, int] | None
+    block: tuple[int, int | None] | None
     skip: tuple[str, ...] = ()
     method: ClassVar[str] = "fp8"
     ending: ClassVar[str] = ""
@@ -54,7 +55,13 @@ class BlockFp8:
     def _grid(self, shape: Shape) -> Shape:
         if self.block is None:
             return (1,)
-        return (*shape[:-2], *(-(-size // block) for size, block in zip(shape[-2:], self.block, strict=True)))
+        high, wide = self._block(shape)
+        return (*shape[:-2], -(-shape[-2] // high), -(-shape[-1] // wide))
+
+    def _block(self, shape: Shape) -> tuple[int, int]:
+        """Rows and columns of a weight that share a scale."""
+        high, wide = self.block or shape[-2:]
+        return high, shape[-1] if wide is None else wide
 
     def decode(self, parts: Parts, box: Box) -> np.ndarray:
         numbers = np.take(VALUES, parts.box("codes", box).view(np.uint8))
@@ -67,7 +74,7 @@ class BlockFp8:
 
     def _group(self, into: int) -> BlockSize | None:
         """Neighbours in a row of `into` numbers that share a scale in memory."""
-        wide = into if self.block is None else self.block[1]
+        wide = into if self.block is None or self.block[1] is None else self.block[1]
         fitting: list[BlockSize] = [size for size in BLOCK_SIZES if size <= BLOCK and into % size == wide % size == 0]
         return fitting[-1] if fitting else None
 
@@ -83,7 +90,7 @@ class BlockFp8:
         """The scale of every `columns` neighbours of a box whose last dimension counts such groups: [*box]."""
         if self.block is None:
             return as_float32(parts.whole("scales")).reshape((1,) * len(box))
-        high, wide = self.block
+        high, wide = self._block(parts.shape("codes"))
         (top, bottom), (left, right) = box[-2:]
         first, last = left * columns // wide, ((right - 1) * columns) // wide + 1
         read = (*box[:-2], (top // high, (bottom - 1) // high + 1), (first, last))
@@ -93,7 +100,7 @@ class BlockFp8:
 
     def encode(self, numbers: np.ndarray, dtypes: Mapping[str, np.dtype]) -> dict[str, np.ndarray]:
         *lead, rows, columns = numbers.shape
-        high, wide = (rows, columns) if self.block is None else self.block
+        high, wide = self._block(numbers.shape)
         grid = (-(-rows // high), -(-columns // wide))
         padded = np.zeros((*lead, grid[0] * high, grid[1] * wide), np.float32)
         padded[..., :rows, :columns] = numbers

@@ -74,7 +74,7 @@ class PackQuantized:
     def converts(self, module: str, array: ArraySpec) -> bool:
         if is_skipped(module, self.skip):
             return False
-        return _matches(module, self.targets) and not _matches(module, self.ignored_modules)
+        return matches(module, self.targets) and not matches(module, self.ignored_modules)
 
     def shape(self, parts: Parts) -> Shape:
         check_shape(parts.shape("shape"), (2,), "its weight_shape")
@@ -143,7 +143,7 @@ class PackQuantized:
         return into if self.group == -1 else self.group
 
 
-def _matches(module: str, patterns: tuple[str, ...]) -> bool:
+def matches(module: str, patterns: tuple[str, ...]) -> bool:
     """Whether a linear module is among some, as compressed-tensors matches its name."""
     return any(
         re.match(pattern.removeprefix(REGEX), module) if pattern.startswith(REGEX) else pattern in (module, "Linear")
