@@ -26,8 +26,8 @@ OUTSIDE_THE_CORE = {"weights/hub.py"}
 CORE_PACKAGES = {"jax", "optax", "numpy", "ml_dtypes", "jaxtyping", "safetensors"}
 
 # Arrows point down: a room imports only rooms that come later in this list.
-ROOMS = """__main__ cli launch __init__ api train plan setup train.step generate quickstart runs data config objectives
-adapters weights families optim model quantize mesh kernels arrays digests cache terminal options errors""".split()
+ROOMS = """__main__ cli serve launch __init__ api train plan setup train.step generate quickstart runs data config
+objectives adapters weights families optim model quantize mesh kernels arrays digests cache terminal options errors""".split()
 DOES_NOT_SAY = {"utils", "util", "helpers", "helper", "common", "manager", "base", "misc"}
 
 
@@ -145,7 +145,7 @@ def test_only_edges_import_pydantic():
     wrong = [
         f"{relative(path)} imports pydantic"
         for path in FILES
-        if room(relative(path)) not in ("config", "cli")
+        if room(relative(path)) not in ("config", "cli", "serve")
         for module, _ in imports(path)
         if module.split(".")[0] in ("pydantic", "pydantic_core")
     ]

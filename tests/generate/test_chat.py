@@ -147,14 +147,14 @@ def test_samples_of_a_run_are_what_the_loaded_model_says(model):
 def test_samples_compile_once_for_changing_parameters(model):
     import jax
 
-    from meshtune.generate import engine
+    from meshtune.generate import programs
 
     given = (model.spec, model.compute, model.tokenizer, ["Once upon a time", "The dog"])
     first = sample(model.params, *given, chat=False, max_tokens=20)
-    compiled = engine._prefill._cache_size(), engine._decode._cache_size()  # pyright: ignore
+    compiled = programs.read_new._cache_size(), programs.decode._cache_size()  # pyright: ignore
     changed = jax.tree.map(lambda leaf: leaf * 1.1, model.params)
     assert sample(changed, *given, chat=False, max_tokens=20) != first
-    assert (engine._prefill._cache_size(), engine._decode._cache_size()) == compiled  # pyright: ignore
+    assert (programs.read_new._cache_size(), programs.decode._cache_size()) == compiled  # pyright: ignore
 
 
 @pytest.mark.slow

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Mistr
 
 from meshtune.errors import UserError
 from meshtune.families import model_spec
-from meshtune.generate.engine import Engine, bucket
-from meshtune.generate.sampling import Sampling
+from meshtune.generate.config import Sampling
+from meshtune.generate.engine import Engine
+from meshtune.generate.programs import length_bucket
 from meshtune.model.compute import Compute
 from meshtune.model.init import init_params
 from meshtune.weights.load import load_params, load_spec
@@ -58,13 +59,13 @@ def test_prompts_of_different_lengths_do_not_disturb_each_other(stories, golden)
 @pytest.mark.parametrize("steps", [1, 3, 16])
 def test_pieces_of_any_size_hold_the_same_tokens(stories, golden, steps):
     pieces = list(stories.run([golden[:3]], max_tokens=50, steps=steps))
-    assert len(pieces) == 1 + -(-49 // steps)
+    assert len(pieces) == -(-50 // steps)
     assert [token for piece in pieces for token in piece[0]] == golden[3:53]
 
 
 def test_a_cache_that_grows_changes_nothing(stories, golden, monkeypatch):
-    monkeypatch.setattr("meshtune.generate.engine.ROOM", 4)
-    monkeypatch.setattr("meshtune.generate.engine.FEWEST_SLOTS", 32)
+    monkeypatch.setattr("meshtune.generate.scheduler.ROOM", 4)
+    monkeypatch.setattr("meshtune.generate.scheduler.FEWEST_SLOTS", 32)
     (found,) = stories.generate([golden[:1]], max_tokens=200)
     assert found == golden[1:]
 
@@ -85,7 +86,7 @@ def test_a_row_stopped_by_its_reader_stays_silent(stories, golden):
             row.extend(new)
         if number == 1:
             run.stop(0)
-    assert tokens == [golden[1:6], golden[1:41]]
+    assert tokens == [golden[1:9], golden[1:41]]
 
 
 def test_the_context_can_be_filled_to_its_last_token(stories, golden):
@@ -144,8 +145,8 @@ def test_a_random_model_with_a_window_and_a_penalty_continues_as_in_transformers
 
 
 def test_lengths_are_rounded_up_by_at_most_a_half():
-    assert [bucket(n) for n in (1, 32, 33, 48, 49, 65, 97, 1000)] == [32, 32, 48, 48, 64, 96, 128, 1024]
-    assert all(n <= bucket(n) <= 1.5 * n for n in range(32, 5000))
+    assert [length_bucket(n) for n in (1, 32, 33, 48, 49, 65, 97, 1000)] == [32, 32, 48, 48, 64, 96, 128, 1024]
+    assert all(n <= length_bucket(n) <= 1.5 * n for n in range(32, 5000))
 
 
 @pytest.mark.parametrize(

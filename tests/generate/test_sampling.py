@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,8 @@ from transformers import (
 )
 
 from meshtune.errors import UserError
-from meshtune.generate.sampling import Sampling, compiled_form, next_token, processed
+from meshtune.generate.config import Sampling
+from meshtune.generate.sampling import Counts, compiled_form, next_token, processed
 
 ROWS, VOCAB = 5, 1009
 LOGITS = np.random.default_rng(0).normal(scale=3, size=(ROWS, VOCAB)).astype(np.float32)
@@ -24,10 +27,11 @@ PROMPT = np.random.default_rng(1).integers(0, VOCAB, (ROWS, 40))
 
 
 def ours(sampling: Sampling, logits: np.ndarray = LOGITS) -> np.ndarray:
-    switches, knobs = compiled_form(sampling, ROWS)
-    seen = np.zeros((ROWS, VOCAB), bool)
-    np.put_along_axis(seen, PROMPT, True, axis=1)
-    return np.asarray(jax.jit(processed, static_argnums=2)(jnp.asarray(logits), jnp.asarray(seen), switches, knobs))
+    switches, knobs = compiled_form([sampling] * ROWS)
+    prompted = np.zeros((ROWS, VOCAB), bool)
+    np.put_along_axis(prompted, PROMPT, True, axis=1)
+    counts = Counts(jnp.asarray(prompted), jnp.zeros((ROWS, VOCAB), jnp.int32))
+    return np.asarray(jax.jit(processed, static_argnums=2)(jnp.asarray(logits), counts, switches, knobs))
 
 
 def theirs(*processors, logits: np.ndarray = LOGITS) -> np.ndarray:
@@ -87,9 +91,9 @@ def test_all_in_transformers_order(temperature, k, p, m, penalty):
 
 def draw(sampling: Sampling, logits: np.ndarray, positions: np.ndarray) -> np.ndarray:
     rows, vocab = logits.shape
-    switches, knobs = compiled_form(sampling, rows)
-    seen = jnp.zeros((rows, vocab), bool)
-    return np.asarray(next_token(jnp.asarray(logits), seen, jnp.asarray(positions), switches, knobs))
+    switches, knobs = compiled_form([dataclasses.replace(sampling, seed=sampling.seed + n) for n in range(rows)])
+    counts = Counts(jnp.zeros((rows, vocab), bool), jnp.zeros((rows, vocab), jnp.int32))
+    return np.asarray(next_token(jnp.asarray(logits), counts, jnp.asarray(positions), switches, knobs))
 
 
 def test_greedy_takes_the_likeliest():

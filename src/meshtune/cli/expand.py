@@ -14,7 +14,8 @@ import typer
 
 
 def expanded(**defaults: Mapping[str, object]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator for commands: a parameter annotated with a dataclass becomes one option for every field.
+    """A decorator for commands: a parameter annotated with a dataclass becomes one option for every field that
+    has a description.
 
     Description, bounds and flags are the field's (meshtune.options). `defaults` gives, by parameter, other defaults
     than the dataclass has: `expanded(sampling={"temperature": 0.7})`.
@@ -34,7 +35,7 @@ def expanded(**defaults: Mapping[str, object]) -> Callable[[Callable[..., None]]
         @functools.wraps(function)
         def command(**values: Any) -> None:
             for name, section in sections.items():
-                fields = dataclasses.fields(section)
+                fields = _fields(section)
                 values[name] = section(**{field.name: _value(field, values.pop(field.name)) for field in fields})
             function(**values)
 
@@ -56,8 +57,12 @@ def _options(section: type, defaults: Mapping[str, object]) -> list[inspect.Para
             default=_default(field, defaults),
             annotation=Annotated[_annotation(hints[field.name]), _typer_option(field)],
         )
-        for field in dataclasses.fields(section)
+        for field in _fields(section)
     ]
+
+
+def _fields(section: type) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(section) if "description" in field.metadata]
 
 
 def _typer_option(field: dataclasses.Field[Any]) -> Any:

@@ -18,14 +18,20 @@ ModelPath = Annotated[
 
 
 @dataclasses.dataclass(frozen=True)
-class Loading:
-    """How a model is loaded."""
+class BaseLoading:
+    """How a base is loaded."""
 
-    adapter: str | None = option(None, "A PEFT adapter, or a run, to put on MODEL.")
     revision: str | None = option(None, "Branch, tag or commit on the hub.")
     chat_template: str | None = option(None, "A Jinja file, or a template that ships with Meshtune.")
     dtype: str | None = option(None, "float32 or bfloat16; default: by device.")
     quantize: str = option("auto", "Of the base: nf4, int8, fp8, int4 or none; auto: as the adapter was trained.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Loading(BaseLoading):
+    """How a model is loaded."""
+
+    adapter: str | None = option(None, "A PEFT adapter, or a run, to put on MODEL.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,8 @@ from meshtune.data.tokenizer import check_vocabulary, load_tokenizer
 from meshtune.errors import UserError
 from meshtune.generate.chat import ChatSession, Overflow
 from meshtune.generate.config import Sampling
-from meshtune.generate.engine import Engine, bucket
+from meshtune.generate.engine import Engine
+from meshtune.generate.programs import STEPS, length_bucket
 from meshtune.generate.prompts import chat_ids, continuation_ids, text_end, turn_end
 from meshtune.generate.text import pieces
 from meshtune.model.compute import Compute
@@ -29,7 +30,7 @@ from meshtune.model.spec import ModelSpec
 from meshtune.model.token_rows import folded
 from meshtune.quantize.config import UNQUANTISED, FormatName, QuantizeConfig, check_format
 from meshtune.quantize.formats import FORMATS
-from meshtune.runs.sources import find
+from meshtune.runs.sources import Source, find
 from meshtune.weights.load import MODEL_DTYPES, load_params, load_spec
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Model:
         """
         ids = _rows(token_ids, self.spec.vocab)
         B, T = ids.shape
-        padded = bucket(T)
+        padded = length_bucket(T)
         tokens = np.zeros((B, padded), np.int32)
         tokens[:, :T] = ids
         return np.array(
@@ -187,7 +188,7 @@ class Model:
             stop=(*_strings(stop), *turn_strings),
             stop_ids=self.stop_ids | turn_ids,
             continued=not all(chats),
-            **({} if steps is None else {"steps": steps}),
+            steps=STEPS if steps is None else steps,
         )
 
 
@@ -211,42 +212,80 @@ def load(
     ships with Meshtune. `progress(done, total)` is called in bytes.
     Raises UserError for a path that is none of these, an adapter for another base, damaged or unfit files.
     """
+    source = find(path, adapter, revision=revision, chat_template=chat_template)
+    return load_variants({"": source}, dtype=dtype, quantize=quantize, progress=progress)[""]
+
+
+def load_variants(
+    sources: Mapping[str, Source],
+    *,
+    dtype: str | None = None,
+    quantize: QuantizeConfig | str | None = "auto",
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Model]:
+    """Models over one base, each with the adapter of its source, or none: the base is in memory once.
+
+    For the options and errors see `load`; sources of different bases are an error too.
+    """
     from meshtune.adapters.peft_format import attach, check_base, load_adapter
     from meshtune.weights.fingerprint import base_hash
 
-    source = find(path, adapter, revision=revision, chat_template=chat_template)
+    base = next(iter(sources.values())).base
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if dtype not in MODEL_DTYPES:
         raise UserError(f"dtype {dtype!r} is not supported", where="dtype", fix=f"one of {', '.join(MODEL_DTYPES)}")
-    spec, config = load_spec(source.base, dtype)
-    read_tokenizer = functools.partial(load_tokenizer, source.tokenizer, source.chat_template)
-    tokenizer = None
-    if (Path(source.tokenizer) / "tokenizer.json").is_file():
-        # Before the weights, which may take minutes.
-        tokenizer = read_tokenizer()
-        check_vocabulary(tokenizer, spec.vocab)
-        read_tokenizer = functools.partial(_identity, tokenizer)
-    added = None
-    if source.adapter is not None:
-        added = load_adapter(source.adapter, spec)
-        check_base(added, str(source.base), base_hash(source.base))
-    if spec.scored or (added is not None and added.spec.scored):
-        raise UserError(
-            "this is a reward model: it gives a text a score, and writes none",
-            where=str(source.adapter or source.base),
-            fix="give the model it was made from, or load it with transformers' AutoModelForSequenceClassification",
-        )
-    params = load_params(source.base, spec, quantize=_quantised(quantize, added), progress=progress)
-    if added is not None:
-        spec, params = attach(params, spec, added)
-        params = folded(params)
-    stops = text_end(source.base, config, tokenizer)
-    return Model(params, spec, Compute(dtype=dtype), source.base, read_tokenizer, stops)
+    spec, config = load_spec(base, dtype)
+    tokenizers = {name: _read_tokenizer(source, spec.vocab) for name, source in sources.items()}  # before the weights
+    adapters: dict[str, LoadedAdapter] = {}
+    for name, source in sources.items():
+        if source.base.resolve() != base.resolve():
+            raise UserError(f"'{name}' is over another base, {source.base}", where=name, fix=f"give adapters of {base}")
+        if source.adapter is not None:
+            adapters[name] = load_adapter(source.adapter, spec)
+            check_base(adapters[name], str(base), base_hash(base))
+        if spec.scored or (name in adapters and adapters[name].spec.scored):
+            raise UserError(
+                "this is a reward model: it gives a text a score, and writes none",
+                where=str(source.adapter or base),
+                fix="give the model it was made from, or load it with transformers' AutoModelForSequenceClassification",
+            )
+    params = load_params(base, spec, quantize=_quantised(quantize, adapters), progress=progress)
+    models = {}
+    for name, source in sources.items():
+        variant, tokenizer = (spec, params), tokenizers[name]
+        if name in adapters:
+            tree = params if len(sources) == 1 else jax.tree.map(lambda leaf: leaf, params)  # attach uses a tree up
+            adapted_spec, adapted = attach(tree, spec, adapters[name])
+            variant = (adapted_spec, folded(adapted))
+        if tokenizer is None:
+            read = functools.partial(load_tokenizer, source.tokenizer, source.chat_template)
+        else:
+            read = functools.partial(_identity, tokenizer)
+        stops = text_end(base, config, tokenizer)
+        models[name] = Model(variant[1], variant[0], Compute(dtype=dtype), base, read, stops)
+    return models
 
 
-def _quantised(quantize: QuantizeConfig | str | None, adapter: LoadedAdapter | None) -> QuantizeConfig | None:
+def _read_tokenizer(source: Source, vocab: int) -> PreTrainedTokenizerFast | None:
+    """The tokenizer of a source that has its files; None where it may be one to download, which can wait."""
+    if not (Path(source.tokenizer) / "tokenizer.json").is_file():
+        return None
+    tokenizer = load_tokenizer(source.tokenizer, source.chat_template)
+    check_vocabulary(tokenizer, vocab)
+    return tokenizer
+
+
+def _quantised(quantize: QuantizeConfig | str | None, adapters: Mapping[str, LoadedAdapter]) -> QuantizeConfig | None:
     if quantize == "auto":
-        return None if adapter is None else adapter.base.quantised
+        trained_on = {name: adapter.base.quantised for name, adapter in adapters.items()}
+        if len(set(trained_on.values())) > 1:
+            listed = ", ".join(f"{name}: {config or 'none'}" for name, config in trained_on.items())
+            raise UserError(
+                f"the adapters were trained on bases that are quantised differently ({listed})",
+                where="quantize",
+                fix="say how the base is to be held (quantize: nf4, int8, fp8, int4 or none), or load them one by one",
+            )
+        return next(iter(trained_on.values()), None)
     if quantize is None or isinstance(quantize, QuantizeConfig):
         return quantize
     check_format(quantize, (*FORMATS, UNQUANTISED))

@@ -48,6 +48,7 @@ class ChatSession:
         self.sampling, self.max_tokens, self.stop = sampling or Sampling(), max_tokens, tuple(stop)
         self.overflow, self._notify = overflow, notify
         self._turn_ids, self._turn_strings = turn_end(model.tokenizer)
+        self._scheduler = model.engine.scheduler(rows=1)  # remembers what it read: only what is new is read each turn
         self.messages: list[dict[str, str]] = []
         self.reset()
 
@@ -77,6 +78,7 @@ class ChatSession:
             stop_ids=self._model.engine.stop_ids | self._turn_ids,
             continued=False,
             steps=self._model.stream_steps,
+            scheduler=self._scheduler,
         )
         return self._answered(messages, generated)
 

@@ -1,81 +1,138 @@
 """From logits to the next token: the processors of transformers' `generate`, in its order, inside a compiled step.
 
-Order: repetition penalty, temperature, top-k, top-p, min-p (transformers' `_get_logits_processor`); then a draw with a
-key that depends on the seed and the token's position alone, so the same seed gives the same text however the work is
-cut into steps.
+Order: logit bias, repetition, frequency and presence penalties, temperature, top-k, top-p, min-p (transformers'
+`_get_logits_processor`, with OpenAI's penalties where vLLM has them); then a draw with a key that depends on the row's
+seed and the token's position alone, so the same seed gives the same text however the work is cut into steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from meshtune.generate.config import Sampling
 
+BIAS_SIZES = (0, 8, 64, 512)  # biased tokens of a row that a program is compiled for
+
 
 @dataclasses.dataclass(frozen=True)
 class Switches:
-    """Which processors a compiled step contains; their numbers are arguments, so changing those compiles nothing."""
+    """Which processors a compiled step contains; their numbers are arguments, so changing those compiles nothing.
 
-    greedy: bool = True
+    A row whose numbers turn a processor off is not changed by it, so that rows of any kind share a batch.
+    """
+
+    drawn: bool = False
     top_k: bool = False
     top_p: bool = False
     min_p: bool = False
-    penalty: bool = False
+    repetition: bool = False
+    frequency: bool = False
+    bias: bool = False
+
+    @property
+    def counts(self) -> bool:
+        """Whether a step reads which tokens a row has."""
+        return self.repetition or self.frequency
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Knobs:
-    """The numbers of the processors, and each row's seed, as arrays."""
+    """The numbers of the processors, and the seed, of every row."""
 
-    temperature: Float[Array, ""]
-    top_k: Int[Array, ""]
-    top_p: Float[Array, ""]
-    min_p: Float[Array, ""]
-    penalty: Float[Array, ""]
+    temperature: Float[Array, "B"]
+    top_k: Int[Array, "B"]
+    top_p: Float[Array, "B"]
+    min_p: Float[Array, "B"]
+    repetition: Float[Array, "B"]
+    presence: Float[Array, "B"]
+    frequency: Float[Array, "B"]
+    biased: Int[Array, "B n"]
+    bias: Float[Array, "B n"]
     seeds: UInt32[Array, "B"]
 
 
-def compiled_form(sampling: Sampling, rows: int) -> tuple[Switches, Knobs]:
-    """`sampling` as what is compiled and what is passed; row i gets seed + i."""
-    drawn = sampling.temperature > 0
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """The tokens of every row: those of its prompt, and how often each was generated since. V is 0 where no processor
+    reads them."""
+
+    prompted: Bool[Array, "B V"]
+    generated: Int[Array, "B V"]
+
+    def added(self, tokens: Int[Array, "B"], alive: Bool[Array, "B"]) -> Counts:
+        """With one more generated token in every row that is alive."""
+        if not self.generated.shape[1]:
+            return self
+        rows = jnp.arange(tokens.shape[0])
+        return dataclasses.replace(self, generated=self.generated.at[rows, tokens].add(alive.astype(jnp.int32)))
+
+
+def compiled_form(samplings: Sequence[Sampling]) -> tuple[Switches, Knobs]:
+    """What is compiled and what is passed for a batch whose row i is sampled as `samplings[i]` says."""
+    drawn = [sampling for sampling in samplings if sampling.temperature > 0]
     switches = Switches(
-        greedy=not drawn,
-        top_k=drawn and sampling.top_k > 0,
-        top_p=drawn and sampling.top_p < 1,
-        min_p=drawn and sampling.min_p > 0,
-        penalty=sampling.repetition_penalty != 1,
-    )
-    return switches, Knobs(
-        temperature=jnp.float32(sampling.temperature),
-        top_k=jnp.int32(sampling.top_k),
-        top_p=jnp.float32(sampling.top_p),
-        min_p=jnp.float32(sampling.min_p),
-        penalty=jnp.float32(sampling.repetition_penalty),
-        seeds=jnp.uint32(sampling.seed) + jnp.arange(rows, dtype=jnp.uint32),
+        drawn=bool(drawn),
+        top_k=any(sampling.top_k > 0 for sampling in drawn),
+        top_p=any(sampling.top_p < 1 for sampling in drawn),
+        min_p=any(sampling.min_p > 0 for sampling in drawn),
+        repetition=any(sampling.repetition_penalty != 1 for sampling in samplings),
+        frequency=any(sampling.presence_penalty or sampling.frequency_penalty for sampling in samplings),
+        bias=any(sampling.logit_bias for sampling in samplings),
     )
 
+    def numbers(name: str, dtype: str) -> Any:
+        return np.asarray([getattr(sampling, name) for sampling in samplings], dtype)
 
-def processed(
-    logits: Float[Array, "B V"], used: Bool[Array, "B V"], switches: Switches, knobs: Knobs
-) -> Float[Array, "B V"]:
-    """The logits to draw from: float32, minus infinity where a token is ruled out.
+    longest = max((len(sampling.logit_bias) for sampling in samplings), default=0)
+    size = next((size for size in BIAS_SIZES if size >= longest), longest)
+    biased: Any = np.full((len(samplings), size), -1, np.int32)
+    bias: Any = np.zeros((len(samplings), size), np.float32)
+    for row, sampling in enumerate(samplings):
+        for n, (token, value) in enumerate(sampling.logit_bias):
+            biased[row, n], bias[row, n] = token, value
+    knobs = Knobs(
+        temperature=numbers("temperature", "float32"),
+        top_k=numbers("top_k", "int32"),
+        top_p=numbers("top_p", "float32"),
+        min_p=numbers("min_p", "float32"),
+        repetition=numbers("repetition_penalty", "float32"),
+        presence=numbers("presence_penalty", "float32"),
+        frequency=numbers("frequency_penalty", "float32"),
+        biased=biased,
+        bias=bias,
+        seeds=numbers("seed", "uint32"),
+    )
+    return switches, knobs
 
-    `seen` marks the tokens of the prompt and of what was generated; it is read only if switches.penalty is set.
-    """
+
+def processed(logits: Float[Array, "B V"], counts: Counts, switches: Switches, knobs: Knobs) -> Float[Array, "B V"]:
+    """The logits to draw from: float32, minus infinity where a token is ruled out."""
     scores = logits.astype(jnp.float32)
-    if switches.penalty:
+    if switches.bias:
+        rows = jnp.arange(scores.shape[0])[:, None]
+        scores = scores.at[rows, jnp.where(knobs.biased < 0, scores.shape[1], knobs.biased)].add(
+            knobs.bias, mode="drop"
+        )
+    if switches.repetition:
         # https://arxiv.org/abs/1909.05858, section 4.1; dividing a negative score would favour it.
-        punished = jnp.where(scores < 0, scores * knobs.penalty, scores / knobs.penalty)
-        scores = jnp.where(used, punished, scores)
-    if switches.greedy:
+        penalty = knobs.repetition[:, None]
+        seen = counts.prompted | (counts.generated > 0)
+        scores = jnp.where(seen, jnp.where(scores < 0, scores * penalty, scores / penalty), scores)
+    if switches.frequency:
+        scores -= knobs.frequency[:, None] * counts.generated
+        scores -= knobs.presence[:, None] * (counts.generated > 0)
+    if not switches.drawn:
         return scores
-    scores = scores / knobs.temperature
+    scores = scores / jnp.where(knobs.temperature > 0, knobs.temperature, 1)[:, None]
     if switches.top_k:
         scores = _top_k(scores, knobs.top_k)
     if switches.top_p:
@@ -87,31 +144,50 @@ def processed(
 
 def next_token(
     logits: Float[Array, "B V"],
-    used: Bool[Array, "B V"],
+    counts: Counts,
     positions: Int[Array, "B"],
     switches: Switches,
     knobs: Knobs,
 ) -> Int[Array, "B"]:
     """One token a row. `positions` are those the tokens will stand at; they and the seeds are all the randomness."""
-    scores = processed(logits, used, switches, knobs)
-    if switches.greedy:
-        return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    scores = processed(logits, counts, switches, knobs)
+    likeliest = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    if not switches.drawn:
+        return likeliest
 
     def draw(seed: Array, position: Array, row: Array) -> Array:
         return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), position), row)
 
-    return jax.vmap(draw)(knobs.seeds, positions, scores).astype(jnp.int32)
+    tokens = jax.vmap(draw)(knobs.seeds, positions, scores).astype(jnp.int32)
+    return jnp.where(knobs.temperature > 0, tokens, likeliest)
 
 
-def _top_k(scores: Float[Array, "B V"], k: Int[Array, ""]) -> Float[Array, "B V"]:
-    """Keeps the k greatest, and all that equal the k-th."""
+class Probabilities(NamedTuple):
+    """float32 log-probabilities of the model itself, before any processor: of the chosen token [B], and the likeliest
+    tokens with theirs [B, n]."""
+
+    chosen: Float[Array, "B"]
+    tokens: Int[Array, "B n"]
+    likeliest: Float[Array, "B n"]
+
+
+def log_probabilities(logits: Float[Array, "B V"], tokens: Int[Array, "B"], alternatives: int) -> Probabilities:
+    """The log-probability of each row's token, and of the `alternatives` likeliest tokens."""
+    scores = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    chosen = jnp.take_along_axis(scores, tokens[:, None], axis=-1)[:, 0]
+    likeliest, ids = jax.lax.top_k(scores, alternatives)
+    return Probabilities(chosen, ids.astype(jnp.int32), likeliest)
+
+
+def _top_k(scores: Float[Array, "B V"], k: Int[Array, "B"]) -> Float[Array, "B V"]:
+    """Keeps the k greatest, and all that equal the k-th; all where k is 0."""
     keys = _ordered(scores)
-    count = jnp.minimum(k, scores.shape[-1])
+    count = jnp.where(k > 0, jnp.minimum(k, scores.shape[-1]), scores.shape[-1])
     least = _greatest(lambda key: jnp.sum(keys >= key[:, None], axis=-1) >= count, scores.shape[0])
     return jnp.where(keys < least[:, None], -jnp.inf, scores)
 
 
-def _top_p(scores: Float[Array, "B V"], p: Float[Array, ""]) -> Float[Array, "B V"]:
+def _top_p(scores: Float[Array, "B V"], p: Float[Array, "B"]) -> Float[Array, "B V"]:
     """Keeps the smallest set of likeliest tokens whose probability reaches p (https://arxiv.org/abs/1904.09751)."""
     keys, probabilities = _ordered(scores), jax.nn.softmax(scores, axis=-1)
 
@@ -120,13 +196,13 @@ def _top_p(scores: Float[Array, "B V"], p: Float[Array, ""]) -> Float[Array, "B 
 
     # The likeliest stays even where rounding leaves the whole row's sum at or below 1 - p.
     least = jnp.minimum(_greatest(ruled_out, scores.shape[0]), keys.max(-1))
-    return jnp.where(keys < least[:, None], -jnp.inf, scores)
+    return jnp.where((keys < least[:, None]) & (p < 1)[:, None], -jnp.inf, scores)
 
 
-def _min_p(scores: Float[Array, "B V"], p: Float[Array, ""]) -> Float[Array, "B V"]:
+def _min_p(scores: Float[Array, "B V"], p: Float[Array, "B"]) -> Float[Array, "B V"]:
     """Keeps tokens at least p times as likely as the likeliest (https://arxiv.org/abs/2407.01082)."""
     probabilities = jax.nn.softmax(scores, axis=-1)
-    return jnp.where(probabilities < p * probabilities.max(-1, keepdims=True), -jnp.inf, scores)
+    return jnp.where(probabilities < p[:, None] * probabilities.max(-1, keepdims=True), -jnp.inf, scores)
 
 
 def _ordered(scores: Float[Array, "B V"]) -> UInt32[Array, "B V"]:

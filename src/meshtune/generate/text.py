@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from meshtune.errors import UserError
 from meshtune.generate.config import Sampling
-from meshtune.generate.engine import STEPS, Engine
+from meshtune.generate.engine import Engine
+from meshtune.generate.programs import STEPS
+from meshtune.generate.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -100,13 +102,14 @@ def pieces(
     stop_ids: frozenset[int] | None = None,
     continued: bool = True,
     steps: int = STEPS,
+    scheduler: Scheduler | None = None,
 ) -> Iterator[list[str]]:
     """Generates, and yields each prompt's new text piece by piece; joined, a prompt's pieces are its whole answer.
 
     `continued` writes the answer as the prompt's continuation, else as a text of its own (a turn of a chat).
     Raises UserError as Engine.run and StopStrings do, before anything is computed.
     """
-    run = engine.run(prompts, sampling, max_tokens=max_tokens, stop_ids=stop_ids, steps=steps)
+    run = engine.run(prompts, sampling, max_tokens=max_tokens, stop_ids=stop_ids, steps=steps, scheduler=scheduler)
     rows = [(Detokenizer(tokenizer, prompt if continued else ()), StopStrings(stop)) for prompt in prompts]
 
     def texts() -> Iterator[list[str]]:

@@ -1,0 +1,97 @@
+"""`meshtune serve`: a model, and adapters over it, behind an API that OpenAI's clients speak."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+from typing import Annotated
+
+import typer
+
+from meshtune.cli.expand import expanded
+from meshtune.cli.model_options import BaseLoading, ModelPath
+from meshtune.errors import UserError
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+EXTRA = "install it: pip install 'meshtune[serve]'"
+
+
+@expanded()
+def serve(
+    model: ModelPath,
+    *,
+    adapters: Annotated[
+        list[str] | None,
+        typer.Option("--adapter", metavar="NAME=PATH", help="An adapter or a run over MODEL; may be repeated."),
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="The id of MODEL; default: its path.")] = None,
+    host: Annotated[str, typer.Option("--host", help="The address; any but this machine's own needs a token.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 8000,
+    token: Annotated[str | None, typer.Option("--token", help="What clients must send as bearer token.")] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option("--cors-origin", help="A site whose pages may call; may be repeated.")
+    ] = None,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Requests computed at once, of each model.")] = 8,
+    queue: Annotated[int, typer.Option("--queue", min=0, help="Requests that may wait, of each model.")] = 256,
+    log_requests: Annotated[bool, typer.Option("--log-requests", help="Write a line for each request.")] = False,
+    loading: BaseLoading,
+) -> None:
+    """Answer requests of OpenAI's API: chat and text completions, streamed or whole."""
+    try:
+        import uvicorn
+    except ImportError as problem:
+        raise UserError("serving needs starlette and uvicorn", fix=EXTRA) from problem
+    from meshtune.serve.app import create_app
+    from meshtune.serve.models import Models, load_served
+
+    local = host in LOOPBACK
+    if token is None and not local:
+        token = secrets.token_urlsafe(24)
+    listener = _listener(host, port)
+    served = load_served(model, name, _named(adapters or []), **vars(loading))
+    models = Models(served, rows=rows, queue=queue)
+    hosts = {"127.0.0.1", "localhost", "[::1]"} if local else set()
+    app = create_app(models, token=token, hosts=hosts, origins=set(cors_origin or []))
+    level = logging.INFO if log_requests else logging.WARNING
+    config = uvicorn.Config(app, log_level=level, access_log=log_requests, timeout_graceful_shutdown=30)
+    server = uvicorn.Server(config)
+    address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/v1"
+    typer.echo(f"address  {address}")
+    typer.echo(f"models   {', '.join(served)}")
+    typer.echo(f"token    {token or 'none is needed'}")
+    server.run(sockets=[listener])
+
+
+def _named(adapters: list[str]) -> dict[str, str]:
+    """Adapters by name. Raises UserError for what is not NAME=PATH, and for a name that is given twice."""
+    named: dict[str, str] = {}
+    for text in adapters:
+        name, equals, path = text.partition("=")
+        if not (equals and name and path):
+            raise UserError(f"'{text}' is not NAME=PATH", where="--adapter", fix="write --adapter polite=runs/polite")
+        if name in named:
+            raise UserError(f"the name '{name}' is given twice", where="--adapter", fix="give each adapter its own")
+        named[name] = path
+    return named
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """A socket that listens, before minutes go into loading. Raises UserError where the address cannot be used."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(2048)
+    except (OSError, OverflowError) as problem:
+        listener.close()
+        reason = problem.strerror if isinstance(problem, OSError) and problem.strerror else str(problem)
+        raise UserError(
+            f"{host}:{port} cannot be listened on: {reason}",
+            where="--host, --port",
+            fix="stop what uses the port, or give another one (--port 0 takes any that is free)",
+        ) from problem
+    return listener

@@ -1,0 +1,89 @@
+"""What is asked of an engine, and what comes of it, in token ids."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from meshtune.errors import UserError
+from meshtune.generate.config import Sampling
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt to continue. `stop_ids` end it and are its last token.
+
+    `max_tokens` may be generated at most. `alternatives` is the number of likeliest tokens to report beside every one
+    with their log-probabilities (0: that of the token alone; None: none). `client` is who asks: rows are given to
+    clients in turn.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling
+    stop_ids: frozenset[int] = frozenset()
+    alternatives: int | None = None
+    client: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Token:
+    """A token that was generated. The float32 log-probabilities are the model's own, before any processor: of this
+    token, and of the likeliest ones as (token id, log-probability), where they were asked for."""
+
+    id: int
+    log_probability: float | None = None
+    likeliest: tuple[tuple[int, float], ...] = ()
+
+
+@dataclasses.dataclass(eq=False)
+class Generation:
+    """A request under way: its tokens so far, and why it ended (None: it has not). The scheduler alone changes it."""
+
+    request: Request
+    tokens: list[Token] = dataclasses.field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: UserError | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        """The ids of the tokens so far."""
+        return [token.id for token in self.tokens]
+
+
+def check_prompt(prompt: Sequence[int], vocab: int, context: int, where: str | None = None) -> tuple[int, ...]:
+    """The ids of a prompt. Raises UserError for an empty or over-long one, and for ids that the model does not have."""
+    row = np.asarray(prompt, np.int64).reshape(-1)
+    if row.size == 0:
+        raise UserError("the prompt is empty", where=where, fix="give at least one token to continue from")
+    if row.min() < 0 or row.max() >= vocab:
+        raise UserError(
+            f"token id {row[(row < 0) | (row >= vocab)][0]} is outside the model's vocabulary of {vocab}",
+            where=where,
+            fix="use the tokenizer that belongs to the model",
+        )
+    if row.size >= context:
+        raise UserError(
+            f"the prompt's {row.size} tokens leave no room in the model's context of {context} tokens",
+            where=where,
+            fix="shorten the prompt",
+        )
+    return tuple(row.tolist())
+
+
+def check_max_tokens(max_tokens: int, prompt: int, context: int) -> int:
+    """`max_tokens`. Raises UserError where it is not positive, or more than a prompt leaves room for."""
+    if max_tokens < 1:
+        raise UserError(f"max_tokens = {max_tokens} generates nothing", fix="give 1 or more")
+    if max_tokens > context - prompt:
+        raise UserError(
+            f"a prompt of {prompt} tokens and max_tokens = {max_tokens} are more than the model's context of {context} "
+            "tokens",
+            fix=f"give max_tokens = {context - prompt} at most, or shorten the prompt",
+        )
+    return max_tokens

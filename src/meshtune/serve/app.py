@@ -1,0 +1,289 @@
+"""The HTTP application: an API that clients of OpenAI's speak, over the models of one server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from meshtune.serve import chat, completions
+from meshtune.serve.answer import Piece, Question, answer
+from meshtune.serve.errors import ApiError, as_api_error
+from meshtune.serve.guard import Guard
+from meshtune.serve.metrics import metrics_text
+from meshtune.serve.models import Models, Served
+from meshtune.serve.schema import Asked, ChatRequest, CompletionRequest, parsed
+
+MAX_BODY = 16 * 2**20  # bytes
+
+
+def create_app(
+    models: Models,
+    *,
+    token: str | None = None,
+    hosts: Collection[str] = (),
+    origins: Collection[str] = (),
+    max_body: int = MAX_BODY,
+) -> Starlette:
+    """The application. `token`, `hosts`, `origins` and `max_body` (bytes) are those of `Guard`."""
+    api = _Api(models, max_body)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        for served in models:
+            served.worker.start()
+        yield
+        for served in models:
+            await run_in_threadpool(served.worker.stop)
+
+    routes = [
+        Route("/health", api.health),
+        Route("/metrics", api.metrics),
+        Route("/v1/models", api.list_models),
+        Route("/v1/models/{name:path}", api.show_model),
+        Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        Route("/v1/completions", api.completions, methods=["POST"]),
+        Route("/tokenize", api.tokenize, methods=["POST"]),
+        Route("/detokenize", api.detokenize, methods=["POST"]),
+        Route("/tokenizer_info", api.tokenizer_info),
+    ]
+    guard = Middleware(Guard, token=token, hosts=hosts, origins=origins, max_body=max_body)
+    return Starlette(
+        routes=routes,
+        middleware=[guard],
+        lifespan=lifespan,
+        exception_handlers={ApiError: _refused, HTTPException: _http_error, Exception: _refused},
+    )
+
+
+class _Api:
+    def __init__(self, models: Models, max_body: int):
+        self._models, self._max_body = models, max_body
+
+    async def health(self, _: Request) -> Response:
+        failed = [served.id for served in self._models if served.worker.failure is not None]
+        return JSONResponse({"status": "failed" if failed else "ok", "failed": failed}, 503 if failed else 200)
+
+    async def metrics(self, _: Request) -> Response:
+        return PlainTextResponse(metrics_text(self._models), media_type="text/plain; version=0.0.4")
+
+    async def list_models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [_described(served) for served in self._models]})
+
+    async def show_model(self, request: Request) -> Response:
+        return JSONResponse(_described(self._models[request.path_params["name"]]))
+
+    async def chat(self, request: Request) -> Response:
+        asked: ChatRequest = parsed(ChatRequest, await self._json(request))
+        served = self._models[asked.model]
+        questions = await run_in_threadpool(chat.questions, asked, served, _client(request), _seed())
+        head = _head(chat.PREFIX, served)
+        if asked.stream:
+            openings = [chat.opening(question.choice) for question in questions]
+            return await _streamed(asked, served, questions, head | {"object": chat.CHUNK_NAME}, chat.chunks, openings)
+        answers = await _whole(request, served, questions)
+        choices = [chat.choice(asked, served, pieces) for pieces in answers]
+        return JSONResponse(head | {"object": chat.NAME, "choices": choices, "usage": _usage(questions, answers)})
+
+    async def completions(self, request: Request) -> Response:
+        asked: CompletionRequest = parsed(CompletionRequest, await self._json(request))
+        served = self._models[asked.model]
+        questions = await run_in_threadpool(completions.questions, asked, served, _client(request), _seed())
+        head = _head(completions.PREFIX, served) | {"object": completions.NAME}
+        if asked.stream:
+            if asked.echo:
+                raise ApiError(400, "echo cannot be streamed", param="echo")
+            return await _streamed(asked, served, questions, head, completions.chunks, [])
+        answers = await _whole(request, served, questions)
+        choices = [
+            await run_in_threadpool(completions.choice, asked, served, question, pieces)
+            for question, pieces in zip(questions, answers, strict=True)
+        ]
+        return JSONResponse(head | {"choices": choices, "usage": _usage(questions, answers)})
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await self._json(request)
+        text, special = body.get("prompt"), body.get("add_special_tokens", True)
+        if not isinstance(text, str):
+            raise ApiError(400, "prompt must be a string", param="prompt")
+        served = self._named(body)
+        ids: list[int] = served.model.tokenizer(text, add_special_tokens=bool(special))["input_ids"]  # pyright: ignore
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": served.model.engine.context})
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await self._json(request)
+        ids, served = body.get("tokens"), self._named(body)
+        vocab = served.model.spec.vocab
+        if not isinstance(ids, list) or not all(type(id_) is int and 0 <= id_ < vocab for id_ in ids):
+            raise ApiError(400, f"tokens must be a list of token ids below {vocab}", param="tokens")
+        return JSONResponse({"prompt": served.model.tokenizer.decode(ids, skip_special_tokens=False)})
+
+    async def tokenizer_info(self, _: Request) -> Response:
+        tokenizer = self._models.first.model.tokenizer
+        names = ("bos_token", "eos_token", "pad_token", "chat_template")
+        return JSONResponse({name: getattr(tokenizer, name, None) for name in names})
+
+    def _named(self, body: dict[str, Any]) -> Served:
+        return self._models[body["model"]] if isinstance(body.get("model"), str) else self._models.first
+
+    async def _json(self, request: Request) -> dict[str, Any]:
+        """The body. Raises ApiError for one that is too long, and one that is not a JSON object in UTF-8."""
+        content = bytearray()
+        async for part in request.stream():
+            content += part
+            if len(content) > self._max_body:
+                raise ApiError(413, f"the body is longer than the {self._max_body} bytes that are read")
+        try:
+            body = json.loads(content.decode("utf-8"))
+        except UnicodeDecodeError as problem:
+            raise ApiError(400, f"the body is not UTF-8: {problem.reason} at byte {problem.start}") from problem
+        except ValueError as problem:
+            raise ApiError(400, f"the body is not JSON: {problem}") from problem
+        if not isinstance(body, dict):
+            raise ApiError(400, "the body must be a JSON object")
+        return body
+
+
+async def _whole(request: Request, served: Served, questions: list[Question]) -> list[list[Piece]]:
+    """All answers; they are cancelled where the client goes away."""
+
+    async def read(question: Question) -> list[Piece]:
+        return [piece async for piece in answer(served, question)]
+
+    reading = asyncio.gather(*(read(question) for question in questions))
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({asyncio.ensure_future(reading), gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not reading.done():
+            raise ApiError(499, "the client has gone")
+        return reading.result()
+    finally:
+        gone.cancel()
+        reading.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await reading
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _streamed(
+    asked: Asked, served: Served, questions: list[Question], head: dict[str, Any], chunks: Any, openings: list[Any]
+) -> Response:
+    """The answers as server-sent events. What is wrong before the first token is an error of the request itself."""
+    pieces = _merged(served, questions)
+    first = await anext(pieces, None)
+    no_usage = {"usage": None} if asked.includes_usage else {}
+
+    def event(**fields: Any) -> str:
+        return f"data: {json.dumps(head | fields)}\n\n"
+
+    async def events() -> AsyncIterator[str]:
+        generated = 0
+        try:
+            for opening in openings:
+                yield event(choices=[opening], **no_usage)
+            piece = first
+            while piece is not None:
+                generated += len(piece.tokens)
+                for chunk in chunks(asked, served, piece):
+                    yield event(choices=[chunk], **no_usage)
+                piece = await anext(pieces, None)
+            if asked.includes_usage:
+                yield event(choices=[], usage=_usage_of(questions, generated))
+        except Exception as problem:  # the status is sent: the error goes where the next event would
+            yield f"data: {json.dumps(as_api_error(problem).body)}\n\n"
+        finally:
+            await pieces.aclose()
+        yield "data: [DONE]\n\n"
+
+    return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+
+
+async def _merged(served: Served, questions: list[Question]) -> AsyncGenerator[Piece]:
+    """The pieces of several answers as they come."""
+    queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+
+    async def read(question: Question) -> None:
+        try:
+            async for piece in answer(served, question):
+                queue.put_nowait(piece)
+            queue.put_nowait(None)
+        except Exception as problem:
+            queue.put_nowait(problem)
+
+    tasks = [asyncio.create_task(read(question)) for question in questions]
+    try:
+        ended = 0
+        while ended < len(tasks):
+            new = await queue.get()
+            if isinstance(new, BaseException):
+                raise new
+            if new is None:
+                ended += 1
+            else:
+                yield new
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _head(prefix: str, served: Served) -> dict[str, Any]:
+    made = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": served.id}
+    return made | {"system_fingerprint": served.fingerprint}
+
+
+def _usage(questions: list[Question], answers: list[list[Piece]]) -> dict[str, int]:
+    return _usage_of(questions, sum(len(piece.tokens) for pieces in answers for piece in pieces))
+
+
+def _usage_of(questions: list[Question], generated: int) -> dict[str, int]:
+    """Tokens of the prompts, each counted once however many choices it has, and of the answers."""
+    prompts = {question.request.prompt for question in questions}
+    read = sum(map(len, prompts))
+    return {"prompt_tokens": read, "completion_tokens": generated, "total_tokens": read + generated}
+
+
+def _described(served: Served) -> dict[str, Any]:
+    context = served.model.engine.context
+    return {
+        "id": served.id,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "meshtune",
+        "max_model_len": context,
+    }
+
+
+def _client(request: Request) -> str:
+    return request.headers.get("authorization", "") or (request.client.host if request.client else "")
+
+
+def _seed() -> int:
+    return secrets.randbelow(2**31)
+
+
+async def _refused(_: Request, problem: Exception) -> Response:
+    error = as_api_error(problem)
+    return JSONResponse(error.body, error.status)
+
+
+async def _http_error(request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, HTTPException)
+    message = f"{request.method} {request.url.path} is not part of this API"
+    return JSONResponse(ApiError(problem.status_code, message).body, problem.status_code)

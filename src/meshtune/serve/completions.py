@@ -1,0 +1,81 @@
+"""`/v1/completions`: texts continued, with the log-probabilities that evaluation harnesses read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from meshtune.generate.prompts import continuation_ids
+from meshtune.generate.request import Token
+from meshtune.generate.score import token_log_probabilities
+from meshtune.serve.answer import Piece, Question
+from meshtune.serve.models import Served
+from meshtune.serve.schema import CompletionRequest
+
+NAME, CHUNK_NAME, PREFIX = "text_completion", "text_completion", "cmpl"
+DEFAULT_TOKENS = 16  # as OpenAI's
+
+
+def questions(request: CompletionRequest, served: Served, client: str, seed: int) -> list[Question]:
+    """Every prompt, `n` times over, each drawn with a seed of its own. Raises ApiError and UserError."""
+    model, asked = served.model, []
+    for number, prompt in enumerate(request.prompts):
+        ids = continuation_ids(model.tokenizer, prompt) if isinstance(prompt, str) else prompt
+        for copy in range(request.n):
+            index = number * request.n + copy
+            engine_request = model.engine.request(
+                ids,
+                request.sampling(seed, model.spec.vocab).of_row(copy),
+                max_tokens=request.max_tokens or min(DEFAULT_TOKENS, max(1, model.engine.context - len(ids))),
+                stop_ids=model.stop_ids,
+                alternatives=request.logprobs,
+                client=client,
+                where=f"prompt[{number}]" if len(request.prompts) > 1 else "prompt",
+            )
+            asked.append(Question(index, engine_request, request.stops, continued=True))
+    return asked
+
+
+def choice(request: CompletionRequest, served: Served, question: Question, pieces: Sequence[Piece]) -> dict[str, Any]:
+    """A whole answer, after its prompt where that is to be echoed."""
+    text = "".join(piece.text for piece in pieces)
+    tokens = [token for piece in pieces for token in piece.tokens]
+    if request.echo:
+        prompt = list(question.request.prompt)
+        text = f"{served.model.tokenizer.decode(prompt, skip_special_tokens=True)}{text}"
+        if request.logprobs is not None:
+            model = served.model
+            scored = token_log_probabilities(model.params, model.spec, model.compute, prompt, request.logprobs)
+            tokens = [Token(prompt[0]), *scored, *tokens]
+    return {
+        "index": question.choice,
+        "text": text,
+        "logprobs": None if request.logprobs is None else _log_probabilities(served, tokens),
+        "finish_reason": pieces[-1].finish_reason,
+    }
+
+
+def chunks(request: CompletionRequest, served: Served, piece: Piece) -> list[dict[str, Any]]:
+    """A piece of a streamed answer."""
+    probabilities = None if request.logprobs is None else _log_probabilities(served, piece.tokens)
+    end = {"logprobs": probabilities, "finish_reason": piece.finish_reason}
+    return [{"index": piece.choice, "text": piece.text, **end}]
+
+
+def _log_probabilities(served: Served, tokens: Sequence[Token]) -> dict[str, Any]:
+    """Lists with an entry for every token; that of a text's first token, which nothing precedes, is null.
+
+    The likeliest tokens have the very numbers of the token itself, so that whoever compares them finds it.
+    """
+    texts = [served.token_text(token.id) for token in tokens]
+    offsets = [sum(map(len, texts[:n])) for n in range(len(texts))]
+    likeliest = [
+        {served.token_text(id_): value for id_, value in token.likeliest} if token.likeliest else None
+        for token in tokens
+    ]
+    return {
+        "tokens": texts,
+        "token_logprobs": [token.log_probability for token in tokens],
+        "top_logprobs": likeliest,
+        "text_offset": offsets,
+    }

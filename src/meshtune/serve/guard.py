@@ -1,0 +1,82 @@
+"""What stands before every request: the token, the Host and Origin headers, and the size of the body."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Collection
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from meshtune.serve.errors import ApiError
+
+OPEN_PATHS = ("/health",)
+
+
+class Guard:
+    """An ASGI application before another one.
+
+    `token` is what clients must send as a bearer token (None: none). A request whose Host is not in `hosts` is refused
+    (empty: any host), as a page on another site could otherwise reach a server on this machine; so is one whose Origin
+    is not in `origins`, which also get the CORS headers that let a browser read the answer.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, token: str | None, hosts: Collection[str], origins: Collection[str], max_body: int
+    ):
+        self._app, self._token, self._hosts, self._origins = app, token, hosts, origins
+        self._max_body = max_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuses a request, or passes it on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        origin = headers.get("origin")
+        allowed = {"access-control-allow-origin": origin, "vary": "Origin"} if origin in self._origins else {}
+        try:
+            self._check(scope, headers)
+        except ApiError as refused:
+            await _respond(send, refused.status, refused.body, allowed)
+            return
+        if scope["method"] == "OPTIONS" and allowed:
+            methods = {"access-control-allow-methods": "GET, POST", "access-control-allow-headers": "*"}
+            await _respond(send, 200, {}, allowed | methods)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), *_encoded(allowed)]
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
+
+    def _check(self, scope: Scope, headers: dict[str, str]) -> None:
+        host = headers.get("host", "").rsplit(":", 1)[0] if not headers.get("host", "").endswith("]") else "[::1]"
+        if self._hosts and host not in self._hosts:
+            raise ApiError(403, f"the host '{host}' is not served here")
+        origin = headers.get("origin")
+        if origin is not None and origin not in self._origins and origin.split("//")[-1] != headers.get("host"):
+            raise ApiError(403, f"pages of {origin} may not call this server; it can be allowed by --cors-origin")
+        if scope["method"] == "OPTIONS":
+            return
+        if self._token is not None and scope["path"] not in OPEN_PATHS:
+            given = headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode(), self._token.encode()):
+                raise ApiError(401, "the bearer token is missing or wrong", code="invalid_api_key")
+        length = headers.get("content-length", "0")
+        if length.isdigit() and int(length) > self._max_body:
+            raise ApiError(413, f"the body of {length} bytes is more than the {self._max_body} that are read")
+
+
+def _encoded(headers: dict[str, Any]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode(), str(value).encode()) for name, value in headers.items()]
+
+
+async def _respond(send: Send, status: int, body: dict[str, Any], headers: dict[str, Any]) -> None:
+    content = json.dumps(body).encode()
+    whole = {"content-type": "application/json", "content-length": len(content), **headers}
+    await send({"type": "http.response.start", "status": status, "headers": _encoded(whole)})
+    await send({"type": "http.response.body", "body": content})

@@ -1,0 +1,22 @@
+"""`/metrics`: what a server has done and is doing, in Prometheus' text format."""
+
+from __future__ import annotations
+
+from meshtune.serve.models import Models
+
+
+def metrics_text(models: Models) -> str:
+    """Requests running and waiting, and tokens generated since the start, by model."""
+    lines = []
+    for name, kind, meaning, value in (
+        ("requests_running", "gauge", "Requests that have a row of the batch.", lambda w: w.scheduler.running),
+        ("requests_waiting", "gauge", "Requests in the queue.", lambda w: w.scheduler.waiting),
+        ("generated_tokens_total", "counter", "Tokens generated since the start.", lambda w: w.tokens),
+    ):
+        lines += [f"# HELP meshtune_{name} {meaning}", f"# TYPE meshtune_{name} {kind}"]
+        lines += [f'meshtune_{name}{{model="{_escaped(s.id)}"}} {value(s.worker)}' for s in models]
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,0 +1,186 @@
+"""Continuous batching: whatever else is in the batch, a request gets the tokens that it gets alone; float32."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from families.case import Case, loaded, torch_model
+from families.cases import BY_NAME
+from meshtune.errors import UserError
+from meshtune.generate import programs
+from meshtune.generate.config import Sampling
+from meshtune.generate.engine import Engine
+from meshtune.generate.request import Generation
+from meshtune.generate.scheduler import QueueFull, Scheduler
+from meshtune.model.compute import Compute
+from meshtune.weights.load import load_params, load_spec
+
+
+@pytest.fixture(scope="module")
+def stories(stories260k) -> Engine:
+    spec, config = load_spec(stories260k, "float32")
+    return Engine(load_params(stories260k, spec), spec, Compute(), frozenset([int(config["eos_token_id"])]))
+
+
+@pytest.fixture(scope="module")
+def golden(stories260k) -> list[int]:
+    return json.loads((stories260k / "golden_greedy_200.json").read_text())["token_ids"]
+
+
+def finished(scheduler: Scheduler, steps: int = 16) -> None:
+    while not scheduler.idle:
+        scheduler.step(steps)
+
+
+def tokens_read(monkeypatch) -> list[int]:
+    """The number of prompt tokens that each later call reads."""
+    counts: list[int] = []
+    for name, place in (("read_new", 3), ("read_on", 3)):
+        original = getattr(programs, name)
+
+        def counted(*args, original=original, place=place, **options):
+            counts.append(int(np.sum(args[place])))
+            return original(*args, **options)
+
+        monkeypatch.setattr(programs, name, counted)
+    return counts
+
+
+def test_requests_that_come_and_go_get_what_they_get_alone(stories, golden):
+    """Nine requests of different lengths, prompts and sampling over three rows, let in while others decode."""
+    sampled = Sampling(temperature=0.9, top_k=30, seed=11)
+    cuts = [1, 40, 7, 100, 3, 60, 21, 2, 33]
+    requests = [
+        stories.request(golden[:cut], sampled if n % 3 == 2 else None, max_tokens=10 + 7 * (n % 4), stop_ids=[])
+        for n, cut in enumerate(cuts)
+    ]
+    scheduler = stories.scheduler(rows=3)
+    generations: list[Generation] = []
+    for request in requests:
+        generations.append(scheduler.submit(request))
+        scheduler.step(3)
+    finished(scheduler)
+    for request, generation in zip(requests, generations, strict=True):
+        alone = stories.scheduler(rows=1)
+        expected = alone.submit(request)
+        finished(alone)
+        assert generation.ids == expected.ids
+        assert len(generation.ids) == request.max_tokens
+        assert generation.finish_reason == "length"
+
+
+# One of every kind of memory: keys and values, windows, latents, a convolution, and recurrent states.
+KINDS = ("qwen3", "gemma2", "deepseek_v2", "lfm2", "qwen3_5", "mamba2")
+
+
+@pytest.mark.parametrize("case", [BY_NAME[kind] for kind in KINDS], ids=KINDS)
+def test_a_prompt_that_goes_on_is_read_from_where_it_ended(case: Case, monkeypatch):
+    """A conversation of three turns in one row, as transformers continues each whole prompt."""
+    spec, params = loaded(case)
+    engine, model = Engine(params, spec, Compute()), torch_model(case)
+    model.generation_config.eos_token_id = None
+    scheduler, counts = engine.scheduler(rows=1), tokens_read(monkeypatch)
+    prompt = np.random.default_rng(3).integers(0, spec.vocab, 20).tolist()
+    for _ in range(3):
+        generation = scheduler.submit(engine.request(prompt, max_tokens=6, stop_ids=[]))
+        finished(scheduler)
+        theirs = model.generate(  # pyright: ignore[reportCallIssue]
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),
+            max_new_tokens=6,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        assert generation.ids == theirs[0, len(prompt) :].tolist()
+        prompt = [*prompt, *generation.ids, 5, 6, 7]
+    assert counts == [19, 3, 3]  # of a later turn: the answer's last token and the new ones, less the last
+
+
+def test_a_prompt_shared_by_several_requests_is_read_once(stories, golden, monkeypatch):
+    counts = tokens_read(monkeypatch)
+    scheduler = stories.scheduler(rows=8)
+    same = [scheduler.submit(stories.request(golden[:50], Sampling(1.0, seed=n), max_tokens=20)) for n in range(3)]
+    longer = [scheduler.submit(stories.request([*golden[:40], n, 9], max_tokens=20)) for n in (7, 8)]
+    finished(scheduler)
+    assert sum(counts) == 49 + 2
+    for generation in (*same, *longer):
+        alone = stories.scheduler(rows=1)
+        expected = alone.submit(generation.request)
+        finished(alone)
+        assert generation.ids == expected.ids
+    assert len({tuple(generation.ids) for generation in same}) == 3
+
+
+def test_a_request_that_is_cancelled_frees_its_row(stories, golden):
+    scheduler = stories.scheduler(rows=1)
+    first = scheduler.submit(stories.request(golden[:5], max_tokens=200, stop_ids=[]))
+    waiting = scheduler.submit(stories.request(golden[:9], max_tokens=4))
+    never = scheduler.submit(stories.request(golden[:9], max_tokens=4))
+    scheduler.step(4)
+    scheduler.cancel(first)
+    scheduler.cancel(never)
+    finished(scheduler)
+    assert (first.finish_reason, len(first.ids)) == ("cancelled", 4)
+    assert (never.finish_reason, never.ids) == ("cancelled", [])
+    assert waiting.ids == golden[9:13]
+    assert scheduler.running == scheduler.waiting == 0
+
+
+def test_rows_go_to_clients_in_turn(stories, golden):
+    scheduler = stories.scheduler(rows=2)
+    greedy = [scheduler.submit(stories.request(golden[:5], max_tokens=4, client="a")) for _ in range(4)]
+    patient = scheduler.submit(stories.request(golden[:7], max_tokens=4, client="b"))
+    scheduler.step()
+    assert [generation.finish_reason is not None for generation in (*greedy, patient)] == [
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]
+    finished(scheduler)
+    assert all(generation.ids == golden[5:9] for generation in greedy)
+
+
+def test_a_full_queue_refuses(stories, golden):
+    scheduler = stories.scheduler(rows=1, queue=1)
+    scheduler.submit(stories.request(golden[:5]))
+    with pytest.raises(QueueFull, match="1 requests wait already"):
+        scheduler.submit(stories.request(golden[:5]))
+
+
+def test_log_probabilities_are_those_of_transformers(stories260k, stories, golden):
+    """Of drawn tokens and the five likeliest, whatever the temperature and the penalties; within 1e-4 in float32."""
+    scheduler = stories.scheduler(rows=2)
+    sampling = Sampling(temperature=1.5, repetition_penalty=1.3, seed=2)
+    asked = scheduler.submit(stories.request(golden[:9], sampling, max_tokens=20, stop_ids=[], alternatives=5))
+    plain = scheduler.submit(stories.request(golden[:9], max_tokens=20, stop_ids=[]))
+    finished(scheduler)
+    model = AutoModelForCausalLM.from_pretrained(stories260k, dtype=torch.float32)
+    with torch.no_grad():
+        scores = model(torch.tensor([golden[:9] + asked.ids])).logits[0, 8:-1].log_softmax(-1)
+    for token, row in zip(asked.tokens, scores, strict=True):
+        assert token.log_probability == pytest.approx(float(row[token.id]), abs=1e-4)
+        values, ids = row.topk(5)
+        assert [id_ for id_, _ in token.likeliest] == ids.tolist()
+        np.testing.assert_allclose([value for _, value in token.likeliest], values, atol=1e-4)
+    assert all(token.log_probability is None for token in plain.tokens)
+
+
+def test_a_row_that_overflows_ends_alone():
+    spec, params = loaded(BY_NAME["mistral"])
+    assert not spec.tied
+    params |= {"embed": {"weight": params["embed"]["weight"].at[77].set(np.inf)}}
+    engine = Engine(params, spec, Compute())
+    scheduler = engine.scheduler(rows=2)
+    fine = scheduler.submit(engine.request([1, 2, 3], max_tokens=4, stop_ids=range(77, spec.vocab)))
+    broken = scheduler.submit(engine.request([1, 2, 77], max_tokens=4))
+    finished(scheduler)
+    assert fine.finish_reason in ("length", "stop")
+    assert broken.finish_reason == "error"
+    assert isinstance(broken.error, UserError)

@@ -1,0 +1,314 @@
+"""The server, asked by OpenAI's own client over a real socket; the model is a tiny one with a chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+import uvicorn
+from transformers import AutoModelForCausalLM
+
+from meshtune.generate.api import Model, load
+from meshtune.serve.app import create_app
+from meshtune.serve.models import Models
+
+TOKEN = "a token of these tests"
+
+
+@contextlib.contextmanager
+def serving(models: Models, **options) -> Iterator[str]:
+    """The address of a server in a thread of this process."""
+    app = create_app(models, **options)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def model(stories260k) -> Model:
+    return load(stories260k, dtype="float32", chat_template="plain")
+
+
+@pytest.fixture(scope="module")
+def models(model) -> Models:
+    return Models({"stories": model}, rows=4, queue=64)
+
+
+@pytest.fixture(scope="module")
+def address(models) -> Iterator[str]:
+    with serving(models, token=TOKEN, hosts={"127.0.0.1"}, max_body=100_000) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(address) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{address}/v1", api_key=TOKEN, max_retries=0)
+
+
+QUESTION = [{"role": "system", "content": "Tell stories."}, {"role": "user", "content": "A dog went to the park."}]
+
+
+def test_a_chat_answers_as_the_model_does(client, model):
+    answer = client.chat.completions.create(model="stories", messages=QUESTION, temperature=0, max_tokens=30)
+    (choice,) = answer.choices
+    assert choice.message.content == model.generate(QUESTION, max_tokens=30)
+    assert choice.finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 30
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 30
+
+
+def test_a_stream_is_the_same_answer_in_pieces(client, model):
+    stream = client.chat.completions.create(
+        model="stories",
+        messages=QUESTION,
+        temperature=0,
+        max_completion_tokens=30,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == model.generate(QUESTION, max_tokens=30)
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 30
+    assert len(chunks) > 5
+
+
+def test_several_choices_are_drawn_apart_and_again_the_same_by_seed(client):
+    asked = {"model": "stories", "messages": QUESTION, "n": 3, "seed": 7, "max_tokens": 20, "temperature": 1.0}
+    first, again = (client.chat.completions.create(**asked) for _ in range(2))
+    texts = [choice.message.content for choice in first.choices]
+    assert texts == [choice.message.content for choice in again.choices]
+    assert len(set(texts)) == 3
+    streamed = {0: "", 1: "", 2: ""}
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert list(streamed.values()) == texts
+
+
+def test_a_stop_string_ends_the_text_before_it(client, model):
+    whole = model.generate("Once upon a time", max_tokens=40)
+    stop = whole[20:26]
+    answer = client.completions.create(
+        model="stories", prompt="Once upon a time", temperature=0, max_tokens=40, stop=[stop, "never said"]
+    )
+    assert answer.choices[0].text == whole[: whole.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+    streamed = client.completions.create(
+        model="stories", prompt="Once upon a time", temperature=0, max_tokens=40, stop=stop, stream=True
+    )
+    assert "".join(chunk.choices[0].text for chunk in streamed) == whole[: whole.index(stop)]
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_transformers(client, model, stories260k):
+    """What lm-eval asks for: token ids echoed with their log-probabilities, and one token more."""
+    prompts = [model.tokenizer(text)["input_ids"] for text in ("Once upon a time there was", "A small dog")]
+    answer = client.completions.create(
+        model="stories", prompt=prompts, temperature=0, max_tokens=1, logprobs=1, echo=True, seed=1234
+    )
+    reference = AutoModelForCausalLM.from_pretrained(stories260k, dtype=torch.float32)
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    for choice, ids in zip(answer.choices, prompts, strict=True):
+        with torch.no_grad():
+            scores = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
+        found = choice.logprobs
+        assert found is not None
+        assert found.token_logprobs is not None
+        assert found.top_logprobs is not None
+        assert found.token_logprobs[0] is None
+        expected = scores[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        np.testing.assert_allclose(found.token_logprobs[1:-1], expected, atol=1e-4)
+        likeliest = [max(entry.values()) for entry in found.top_logprobs[1:]]
+        np.testing.assert_allclose(likeliest, scores.max(-1).values, atol=1e-4)
+        greedy = scores[:-1].argmax(-1).tolist()
+        for n, (token, own) in enumerate(zip(greedy, found.token_logprobs[1:-1], strict=True)):
+            assert (own == likeliest[n]) == (token == ids[n + 1])
+        assert len(found.tokens or []) == len(ids) + 1
+
+
+def test_chat_log_probabilities(client):
+    answer = client.chat.completions.create(
+        model="stories", messages=QUESTION, max_tokens=6, temperature=0, logprobs=True, top_logprobs=3
+    )
+    found = answer.choices[0].logprobs
+    assert found is not None
+    assert found.content is not None
+    assert "".join(entry.token for entry in found.content).strip() == (answer.choices[0].message.content or "").strip()
+    for entry in found.content:
+        assert [other.logprob for other in entry.top_logprobs] == sorted(
+            (other.logprob for other in entry.top_logprobs), reverse=True
+        )
+        assert entry.top_logprobs[0].logprob == entry.logprob
+        assert len(entry.top_logprobs) == 3
+
+
+def test_a_biased_token_is_all_there_is(client, model):
+    (wanted,) = model.tokenizer("dog", add_special_tokens=False)["input_ids"][:1]
+    answer = client.completions.create(
+        model="stories", prompt="Once", max_tokens=5, temperature=0, logit_bias={str(wanted): 100}, logprobs=0
+    )
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.tokens == [model.tokenizer.decode([wanted])] * 5
+
+
+def test_models_and_tokenizer(client, address, model):
+    assert [entry.id for entry in client.models.list()] == ["stories"]
+    assert client.models.retrieve("stories").owned_by == "meshtune"
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    made = httpx.post(f"{address}/tokenize", json={"prompt": "A dog", "add_special_tokens": False}, headers=headers)
+    ids = made.json()["tokens"]
+    assert ids == model.tokenizer("A dog", add_special_tokens=False)["input_ids"]
+    back = httpx.post(f"{address}/detokenize", json={"tokens": ids}, headers=headers).json()
+    assert back["prompt"].strip() == "A dog"
+    assert httpx.get(f"{address}/tokenizer_info", headers=headers).json()["eos_token"] == model.tokenizer.eos_token
+
+
+def test_the_asynchronous_client_is_answered_many_times_at_once(address, model):
+    async def ask() -> list[str | None]:
+        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key=TOKEN, max_retries=0) as client:
+            prompts = [f"Once upon a time, {name}" for name in ("a cat", "Tom", "two birds", "the sun", "a car", "Mia")]
+            asked = [
+                client.completions.create(model="stories", prompt=prompt, max_tokens=12, temperature=0)
+                for prompt in prompts
+            ]
+            return [(await answer).choices[0].text for answer in [asyncio.ensure_future(one) for one in asked]]
+
+    prompts = [f"Once upon a time, {name}" for name in ("a cat", "Tom", "two birds", "the sun", "a car", "Mia")]
+    assert asyncio.run(ask()) == [model.generate(prompt, max_tokens=12) for prompt in prompts]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_row(address, models, stream):
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    body = {"model": "stories", "prompt": "Once", "max_tokens": 400, "stream": stream, "logit_bias": {"2": -100}}
+    with contextlib.suppress(httpx.TimeoutException):
+        if stream:
+            with httpx.stream("POST", f"{address}/v1/completions", json=body, headers=headers) as answer:
+                next(answer.iter_lines())
+        else:
+            httpx.post(f"{address}/v1/completions", json=body, headers=headers, timeout=0.05)
+    worker = models["stories"].worker
+    deadline = time.monotonic() + 20
+    while (worker.busy or worker.scheduler.running) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not worker.busy
+    assert worker.scheduler.running == worker.scheduler.waiting == 0
+
+
+REFUSED = [
+    ({"model": "gpt-4"}, openai.NotFoundError, "does not exist; there are: stories"),
+    ({"messages": []}, openai.BadRequestError, "messages"),
+    ({"messages": [{"role": "narrator", "content": "x"}]}, openai.BadRequestError, "role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, openai.BadRequestError, "reads text"),
+    ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
+    ({"max_tokens": -3}, openai.BadRequestError, "max_tokens"),
+    ({"max_tokens": 10_000}, openai.BadRequestError, "context of 512"),
+    ({"messages": [{"role": "user", "content": "dog " * 2000}]}, openai.BadRequestError, "context of 512"),
+    ({"temperature": -1}, openai.BadRequestError, "temperature"),
+    ({"stop": ["x"] * 17}, openai.BadRequestError, "stop"),
+    ({"stop": [""]}, openai.BadRequestError, "a stop string is empty"),
+    ({"logit_bias": {"99999": 5}}, openai.BadRequestError, "outside the vocabulary"),
+    ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools"),
+    ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "json_object"),
+    ({"extra_body": {"beam_width": 4}}, openai.BadRequestError, "'beam_width' is not known"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("changes", "error", "message"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_done_is_a_clear_error(client, changes, error, message, stream):
+    with pytest.raises(error, match=message):
+        client.chat.completions.create(**({"model": "stories", "messages": QUESTION, "stream": stream} | changes))
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "message"),
+    [
+        (b"{", 400, "not JSON"),
+        (b"[1]", 400, "must be a JSON object"),
+        (b'{"prompt": "\xff"}', 400, "not UTF-8"),
+        (b" " * 200_000, 413, "more than the 100000"),
+        (b"{}", 400, "model"),
+    ],
+)
+def test_a_body_that_is_none(address, content, status, message):
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    answer = httpx.post(f"{address}/v1/completions", content=content, headers=headers)
+    assert answer.status_code == status
+    assert message in answer.json()["error"]["message"]
+    chunked = httpx.post(f"{address}/v1/completions", content=iter([content]), headers=headers)
+    assert chunked.status_code == status
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"authorization": "Bearer wrong"}, 401),
+        ({"authorization": f"Bearer {TOKEN}", "host": "evil.example"}, 403),
+        ({"authorization": f"Bearer {TOKEN}", "origin": "https://evil.example"}, 403),
+        ({"authorization": f"Bearer {TOKEN}"}, 200),
+    ],
+)
+def test_who_may_ask(address, headers, status):
+    answer = httpx.get(f"{address}/v1/models", headers=headers)
+    assert answer.status_code == status
+    if status != 200:
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert "access-control-allow-origin" not in answer.headers
+
+
+def test_a_site_that_is_allowed_may_call_from_a_browser(models):
+    app_models = Models({"stories": models["stories"].model}, rows=1, queue=1)
+    with serving(app_models, origins={"https://chat.example"}) as url:
+        headers = {"origin": "https://chat.example"}
+        assert (
+            httpx.get(f"{url}/v1/models", headers=headers).headers["access-control-allow-origin"] == headers["origin"]
+        )
+        before = httpx.options(f"{url}/v1/chat/completions", headers=headers)
+        assert before.status_code == 200
+        assert "POST" in before.headers["access-control-allow-methods"]
+
+
+def test_health_and_metrics(address, client):
+    assert httpx.get(f"{address}/health").json() == {"status": "ok", "failed": []}
+    client.completions.create(model="stories", prompt="Once", max_tokens=3)
+    text = httpx.get(f"{address}/metrics", headers={"authorization": f"Bearer {TOKEN}"}).text
+    assert 'meshtune_requests_running{model="stories"} 0' in text
+    (line,) = [line for line in text.splitlines() if line.startswith("meshtune_generated_tokens_total{")]
+    assert float(line.split()[-1]) >= 3
+
+
+@pytest.mark.parametrize(("method", "path"), [("POST", "/v1/embeddings"), ("GET", "/v1/chat/completions")])
+def test_what_is_not_there_says_so_in_the_same_shape(address, method, path):
+    answer = httpx.request(method, f"{address}{path}", headers={"authorization": f"Bearer {TOKEN}"})
+    assert answer.status_code in (404, 405)
+    assert json.loads(answer.text)["error"]["message"].startswith(f"{method} {path}")
+
+
+def test_a_full_queue_is_said_to_wait(model):
+    with serving(Models({"stories": model}, rows=1, queue=1)) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        with pytest.raises(openai.RateLimitError, match="wait already"):
+            client.completions.create(model="stories", prompt="Once", n=8, max_tokens=50)
