@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from meshtune.errors import UserError
 from meshtune.serve import chat, completions
 from meshtune.serve.answer import Piece, Question, answer
 from meshtune.serve.errors import ApiError, as_api_error
@@ -64,7 +65,7 @@ def create_app(
         routes=routes,
         middleware=[guard],
         lifespan=lifespan,
-        exception_handlers={ApiError: _refused, HTTPException: _http_error, Exception: _refused},
+        exception_handlers={ApiError: _refused, UserError: _refused, HTTPException: _http_error, Exception: _refused},
     )
 
 
