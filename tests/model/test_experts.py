@@ -22,7 +22,7 @@ from meshtune.mesh.config import MeshConfig
 from meshtune.model.attention import AttentionSpec
 from meshtune.model.block import Context
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import forward, layers_loss, logits
+from meshtune.model.decoder import forward, logits
 from meshtune.model.experts import ExpertsSpec
 from meshtune.model.init import init_params
 from meshtune.model.inputs import Inputs, Rows
@@ -33,6 +33,7 @@ from meshtune.model.rope import RopeSpec
 from meshtune.model.router import RouterSpec
 from meshtune.model.sharding import layout_for
 from meshtune.model.spec import ModelSpec, Stack
+from meshtune.model.sums import layers_loss
 from meshtune.objectives.stages import OBJECTIVES
 from model_specs import llama_layer, llama_spec
 

@@ -12,12 +12,14 @@ import torch
 from transformers.activations import ACT2FN
 
 from meshtune.arrays.tree import flatten, unflatten
+from meshtune.model.activations import ACTIVATIONS, XIELU
 from meshtune.model.block import Context
 from meshtune.model.compute import Compute
 from meshtune.model.init import init_params
 from meshtune.model.inputs import Inputs, rows_of
 from meshtune.model.layer import LayerSpec, layer
-from meshtune.model.mlp import ACTIVATIONS, XIELU, MlpSpec
+from meshtune.model.layer_chunks import layer_by_chunks
+from meshtune.model.mlp import MlpSpec
 from meshtune.model.norm import NormSpec
 from model_specs import llama_layer, llama_spec
 
@@ -73,7 +75,7 @@ def test_norms_stand_where_the_placement_says(placement, chunk):
     whole = dataclasses.replace(context, compute=Compute())
 
     def ours(x, node):
-        return layer(x, node, kind, context).y
+        return layer_by_chunks(x, node, kind, context).y
 
     def expected(x, node):
         return by_hand(x, node, kind, whole)

@@ -35,9 +35,9 @@ from meshtune.generate.engine import Engine
 from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.placement import place_batch, shardings
-from meshtune.model.block import Activation, Context, Cost, Divisor, Output, RowParams
+from meshtune.model.block import Activation, Context, Cost, Divisor, FeedForward, Mixer, Output, RowParams
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import forward, layers_loss, logits
+from meshtune.model.decoder import forward, logits
 from meshtune.model.init import init_params
 from meshtune.model.inputs import Inputs
 from meshtune.model.layer import LayerSpec
@@ -45,6 +45,7 @@ from meshtune.model.linear import linear, linear_params, site_key
 from meshtune.model.norm import NormSpec
 from meshtune.model.sharding import layout_for
 from meshtune.model.spec import ModelSpec, Stack, abstract_params
+from meshtune.model.sums import layers_loss
 from meshtune.objectives.stages import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.plan.candidate import workload_of
@@ -64,12 +65,11 @@ CONFIG = {"model_type": "toy", "architectures": ["ToyForCausalLM"], "vocab_size"
 
 
 @dataclasses.dataclass(frozen=True)
-class MeanSpec:
+class MeanSpec(Mixer):
     """y = out(mean of v over the token's own segment so far)."""
 
     width: int
     name: ClassVar[str] = "mean"
-    ropes: ClassVar[tuple] = ()
 
     def params(self, embed):
         wide, narrow = (self.width, "ffn"), (embed, "embed")
@@ -98,15 +98,6 @@ class MeanSpec:
     def cache(self, batch, slots, dtype):
         return {"total": ArraySpec((batch, self.width), dtype, ("batch", "ffn"), "zeros")}
 
-    def side_inputs(self):
-        return frozenset()
-
-    def sums(self):
-        return {}
-
-    def loss(self, sums):
-        return None
-
     def row_params(self):
         return RowParams(frozenset(["v"]), frozenset(["out"]))
 
@@ -118,12 +109,9 @@ class MeanSpec:
             2 * embed * self.width, (Activation("ffn", self.width, self.width, kept=True),), pairs=2 * self.width
         )
 
-    def attention_request(self, rows, q_length, kv_length, compute):
-        return None
-
 
 @dataclasses.dataclass(frozen=True)
-class SideMlpSpec:
+class SideMlpSpec(FeedForward):
     """down(relu(up(x) + side(the token's side input))); the model's loss has the square of its mean activation."""
 
     width: int
@@ -155,9 +143,6 @@ class SideMlpSpec:
 
     def loss(self, sums):
         return self.weight * (sums["toy/active"] / jnp.maximum(sums["toy/tokens"], 1.0)) ** 2
-
-    def row_params(self):
-        return RowParams(frozenset(), frozenset(["up", "side", "down"]))
 
     def divisors(self):
         return (Divisor("tp", "ffn width", self.width),)

@@ -19,7 +19,7 @@ from trl.experimental.orpo import ORPOTrainer
 from units_of import loader_of, random_pairs
 
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import LayersResult
+from meshtune.model.sums import LayersResult
 from meshtune.objectives import answers as answers_module
 from meshtune.objectives import rm
 from meshtune.objectives.score import metric_means

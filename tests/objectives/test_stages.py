@@ -156,7 +156,8 @@ def scores_of(reward, tokenizer, rows):
 
 @pytest.mark.parametrize("method", [pytest.param("full", marks=pytest.mark.slow), "lora"])
 def test_a_reward_model_reloads_in_transformers_with_equal_scores(method, model, tmp_path):
-    from meshtune.model.decoder import hidden_states, scores
+    from meshtune.model.decoder import hidden_states
+    from meshtune.objectives.rm import scores
     from meshtune.weights.load import load_params, load_spec
 
     result = run(model, tmp_path, "stage=rm", f"method={method}")

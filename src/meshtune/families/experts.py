@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from meshtune.errors import UserError
+from meshtune.families.activations import read_activation
 from meshtune.families.config_fields import ConfigFields
-from meshtune.families.llama import ACTIVATIONS
 from meshtune.families.tensors import Shape, Stored, View
 from meshtune.model.experts import ExpertsSpec
 from meshtune.model.layer import LayerSpec
@@ -48,9 +48,6 @@ def experts_spec(
             f"{top_k} is {chosen}, and there are {experts} experts",
             f"give a number from 1 to {experts}, as the model was trained",
         )
-    name = fields.get(activation, "silu")
-    if name not in ACTIVATIONS:
-        raise fields.error(activation, f"{activation} {name!r} is not implemented", f"known: {', '.join(ACTIVATIONS)}")
     fields.get("output_router_logits")
     fields.get("router_aux_loss_coef")
     if "jitter" not in router:
@@ -59,7 +56,7 @@ def experts_spec(
         RouterSpec(experts, chosen, **router),
         fields.integer(width),
         fields.integer("num_hidden_layers"),
-        activation=ACTIVATIONS[name],
+        activation=read_activation(fields, activation),
         **switches,
     )
 

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshtune.families.activations import read_activation
 from meshtune.families.config_fields import ConfigFields
 from meshtune.families.family import Family
 from meshtune.families.rope_fields import read_rope
 from meshtune.families.tensors import TensorMap, one_to_one
 from meshtune.model.attention import AttentionSpec
 from meshtune.model.layer import LayerSpec
-from meshtune.model.mlp import ActivationName, MlpSpec
+from meshtune.model.mlp import MlpSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.spec import ModelSpec, stacks_of
 
-ACTIVATIONS: dict[str, ActivationName] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_pytorch": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "relu": "relu",
-    "relu2": "relu2",
-    "xielu": "xielu",
-}
 MODULES = {
     "attn_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
@@ -85,10 +74,7 @@ def head_sizes(fields: ConfigFields) -> tuple[int, int, int]:
 
 def mlp_spec(fields: ConfigFields, field: str = "hidden_act", default: str = "silu", **switches: Any) -> MlpSpec:
     """A gated feed-forward network; `field` names its activation. `switches` are fields of MlpSpec."""
-    name = fields.get(field, default)
-    if name not in ACTIVATIONS:
-        raise fields.error(field, f"{field} {name!r} is not implemented", f"known: {', '.join(ACTIVATIONS)}")
-    return MlpSpec(fields.integer("intermediate_size"), ACTIVATIONS[name], **switches)
+    return MlpSpec(fields.integer("intermediate_size"), read_activation(fields, field, default), **switches)
 
 
 def norm_spec(fields: ConfigFields) -> NormSpec:

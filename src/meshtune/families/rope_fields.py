@@ -7,7 +7,8 @@ from typing import Any
 
 from meshtune.errors import nearest
 from meshtune.families.config_fields import ConfigFields
-from meshtune.model.rope import LONGROPE_FACTORS, RopeKind, RopeSpec
+from meshtune.model.rope import RopeKind, RopeSpec
+from meshtune.model.rope_scaling import LONGROPE_FACTORS
 
 ROPE_NUMBERS: dict[RopeKind, tuple[set[str], set[str]]] = {  # kind -> (required, optional)
     "default": (set(), set()),

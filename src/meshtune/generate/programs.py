@@ -20,8 +20,9 @@ from meshtune.generate.sampling import Counts, Knobs, Probabilities, Switches, l
 from meshtune.mesh.layout import constrain
 from meshtune.model.cache import SLOTS, Cache
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import cache_specs, forward, head_params, init_cache, logits
+from meshtune.model.decoder import forward, head_params, logits
 from meshtune.model.inputs import Inputs
+from meshtune.model.model_cache import cache_specs, init_cache
 from meshtune.model.spec import ModelSpec
 
 STEPS = 16  # decode steps of one call, at most

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.kernels.attention import AttentionRequest
 from meshtune.model.attend import attend, recalled
-from meshtune.model.block import Activation, Context, Cost, Divisor, Hidden, Output, RowParams, Sums
+from meshtune.model.attention_cost import attention_activations, request
+from meshtune.model.block import Context, Cost, Divisor, Hidden, Mixer, Output, RowParams
 from meshtune.model.cache import SLOTS, LayerCache
 from meshtune.model.compute import Compute
+from meshtune.model.heads import PACKED, Heads, NormOver, clipped, head_norm_params, normalised, projected, unpacked
 from meshtune.model.inputs import Rows
 from meshtune.model.linear import linear, linear_params, site_key
 from meshtune.model.norm import NormSpec
@@ -26,17 +26,10 @@ from meshtune.model.rope import RopeSpec, rotate
 from meshtune.model.side import SHARED
 
 ROTATED = "rotated"  # what a rematerialisation policy may keep: queries and keys, rotated
-PACKED = "packed_heads"  # the logical axis of rows of queries, keys and values, head by head
-
-Heads = Float[Array, "B T H h"]
-
-
-# What a norm of queries and keys extends over: a head, all with the same weights or each with its own, or all heads.
-NormOver = Literal["head", "own_head", "vector"]
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionSpec:
+class AttentionSpec(Mixer):
     """Softmax attention of H query heads over K key-value heads of h numbers each.
 
     Positions are rotary (`rope`), biases (`alibi`) or absent. `window` is the sliding window in tokens (None: the whole
@@ -94,66 +87,54 @@ class AttentionSpec:
         """q [H h, D] ([2 H h, D] with a gate beside each query), k and v [K h, D], or qkv; o [D, H h], gate [H h, D],
         and the norms of queries and keys."""
         d, H, K = (embed, "embed"), self.heads * self.head_dim, self.kv_heads * self.head_dim
-        heads, kv_heads = (H, "heads"), (K, "kv_heads")
         if self.packed:
             tree = {"qkv": linear_params((H + 2 * K, PACKED), d, self.qkv_bias, self.head_dim)}
         else:
             width = 2 if self.gate == "query" else 1
             tree = {
                 "q": linear_params((width * H, "heads"), d, self.qkv_bias, width * self.head_dim),
-                "k": linear_params(kv_heads, d, self.qkv_bias, self.head_dim),
-                "v": linear_params(kv_heads, d, self.qkv_bias),
+                "k": linear_params((K, "kv_heads"), d, self.qkv_bias, self.head_dim),
+                "v": linear_params((K, "kv_heads"), d, self.qkv_bias),
             }
             tree = {name: params for name, params in tree.items() if name == "q" or name in self._kv_projections}
-        tree["o"] = linear_params(d, heads, self.out_bias)
+        tree["o"] = linear_params(d, (H, "heads"), self.out_bias)
         if self.gate == "input":
-            tree["gate"] = linear_params(heads, d, bias=False)
+            tree["gate"] = linear_params((H, "heads"), d, bias=False)
         if self.sinks:
             tree["sinks"] = {"weight": ArraySpec((self.heads,), "float32", ("heads",), "zeros", role="vector")}
-        if self.qk_norm is not None:
-            tree |= {"q_norm": self._norm_params("heads")}
-            if self.reads is None:
-                tree |= {"k_norm": self._norm_params("kv_heads")}
-        if self.v_norm is not None and self.reads is None:
-            tree["v_norm"] = self.v_norm.params(self.head_dim, "head_dim")
+        tree["q_norm"] = head_norm_params(self.qk_norm, self.qk_norm_over, (self.heads, "heads"), self.head_dim)
+        if self.reads is None:
+            kv_heads = (self.kv_heads, "kv_heads")
+            tree["k_norm"] = head_norm_params(self.qk_norm, self.qk_norm_over, kv_heads, self.head_dim)
+            tree["v_norm"] = head_norm_params(self.v_norm, "head", kv_heads, self.head_dim)
         return {name: node for name, node in tree.items() if node}
 
     @property
     def _kv_projections(self) -> tuple[str, ...]:
         return () if self.reads is not None else ("k",) if self.v_of_k else ("k", "v")
 
-    def _norm_params(self, axis: Literal["heads", "kv_heads"]) -> Tree:
-        assert self.qk_norm is not None
-        count, size = (self.heads if axis == "heads" else self.kv_heads), self.head_dim
-        match self.qk_norm_over:
-            case "head":
-                return self.qk_norm.params(size, "head_dim")
-            case "own_head":
-                return self.qk_norm.params_of((count, size), (axis, "head_dim"))
-            case "vector":
-                return self.qk_norm.params(count * size, axis)
-
     def apply(self, x: Hidden, node: Tree, context: Context, cache: LayerCache | None = None) -> Output:
         """Attention and its output projection."""
-        rows, stored = context.rows, {}
+        rows, past, stored = context.rows, None, {}
         if context.memory is not None:
-            q, (memory, memory_rows) = self._queries(x, node, context), context.memory
-            k, v, past = memory["k"], memory["v"], (memory_rows.positions, memory_rows.segment_ids)
+            memory, memory_rows = context.memory
+            heads = self._heads(x, node, context, "q") | memory
+            past = memory_rows.positions, memory_rows.segment_ids
         elif self.reads is not None:
-            q, memory = self._queries(x, node, context), context.side[SHARED][self.reads]
-            k, v, past = memory["k"], memory["v"], memory.get("past")
-        elif cache is None:
-            q, k, v = self._queries_keys_values(x, node, context)
-            past, stored = None, {"k": k, "v": v}
+            memory = context.side[SHARED][self.reads]
+            heads, past = self._heads(x, node, context, "q") | memory, memory.get("past")
         else:
-            q, k, v = self._queries_keys_values(x, node, context)
-            past_kv, past, cache = recalled(cache, {"k": k, "v": v}, rows, self._reach)
-            k, v = past_kv["k"], past_kv["v"]
-            stored = {"k": k, "v": v, "past": past}
+            heads = self._heads(x, node, context, "qkv")
+            if cache is not None:
+                past_kv, past, cache = recalled(cache, {name: heads[name] for name in "kv"}, rows, self._reach)
+                heads |= past_kv
+            if self.stores is not None:
+                memory = {"k": heads["k"], "v": heads["v"]}
+                stored = {self.stores: memory if past is None else memory | {"past": past}}
         mixed = attend(
-            q,
-            k,
-            v,
+            heads["q"],
+            heads["k"],
+            heads["v"],
             rows,
             past,
             context.compute,
@@ -162,19 +143,14 @@ class AttentionSpec:
             sinks=node["sinks"]["weight"] if self.sinks else None,
             **self._scores(),
         )
+        if self.gate is not None:
+            mixed = mixed * jax.nn.sigmoid(heads["gate"].astype(jnp.float32)).astype(mixed.dtype)
         mixed = mixed.reshape(*mixed.shape[:2], -1)
-        if (gate := self._gate(x, node, context.key)) is not None:
-            mixed = mixed * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(mixed.dtype)
-        y = linear(mixed, node["o"], site_key(context.key, "o"))
-        return Output(y, cache, {}, {} if self.stores is None or not stored else {self.stores: stored})
+        return Output(linear(mixed, node["o"], site_key(context.key, "o")), cache, {}, stored)
 
     def memory(self, x: Hidden, node: Tree, context: Context) -> Tree:
         """Keys and values [B, T, K, h]."""
-        if self.packed:
-            _, k, v = self._packed(x, node, context.key)
-        else:
-            k, v = self._projected_kv(x, node, context.key)
-        return {"k": self._rotated(k, node, "k", context.rows), "v": self._values(v, node)}
+        return self._heads(x, node, context, "kv")
 
     def cache(self, batch: int, slots: int, dtype: str) -> Tree:
         """Keys and values of `slots` tokens a row, or of a window; nothing where they are another layer's."""
@@ -185,22 +161,10 @@ class AttentionSpec:
         array = ArraySpec(shape, dtype, ("batch", SLOTS, "kv_heads", "head_dim"), "zeros")
         return {"k": array, "v": array}
 
-    def side_inputs(self) -> frozenset[str]:
-        return frozenset()
-
-    def sums(self) -> Mapping[str, tuple[int, ...]]:
-        return {}
-
-    def loss(self, sums: Sums) -> Array | None:
-        return None
-
     def row_params(self) -> RowParams:
-        if self.packed:  # both passes read the one projection, each for its share of the gradient
-            memory, chunk = ["qkv", "k_norm"], ["qkv", "q_norm", "sinks", "o"]
-        else:
-            memory, chunk = ["k", "v", "k_norm", "v_norm"], ["q", "q_norm", "gate", "sinks", "o"]
         names = frozenset(self.params(1))
-        return RowParams(names.intersection(memory), names.intersection(chunk))
+        memory = names & {"qkv", "k", "v", "k_norm", "v_norm"}
+        return RowParams(memory, names - memory | names & {"qkv"})  # each pass reads its share of a packed projection
 
     def divisors(self) -> tuple[Divisor, ...]:
         replicate_axis = None if self.packed else "kv_heads"
@@ -208,114 +172,57 @@ class AttentionSpec:
         return Divisor("tp", "attention heads", self.heads), kv_heads
 
     def cost(self, embed: int) -> Cost:
-        H, K = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        past = Activation("kv_heads", K, self.kv_heads, kept=True, elementwise=2, whole_rows=True)
-        gate = () if self.gate is None else (Activation("heads", H, self.heads, kept=True, elementwise=1),)
-        count = 0 if self.reads is not None else 2
-        activations = (
-            Activation("heads", H, self.heads, kept=True, elementwise=2),
-            *gate,
-            *(past,) * count,
-            Activation("heads", H, self.heads, kept=True),
-            # The log-sum-exp of every head's scores, in float32.
-            Activation("heads", self.heads, self.heads, kept=True, products=0, itemsize=4),
-        )
-        weights = embed * ((2 + len(gate)) * H + len(self._kv_projections) * K)
-        return Cost(weights, activations, pairs=4 * H, window=self._reach)
+        queries, keys = (self.heads * self.head_dim, self.heads), (self.kv_heads * self.head_dim, self.kv_heads)
+        gates = 0 if self.gate is None else 1
+        weights = embed * ((2 + gates) * queries[0] + len(self._kv_projections) * keys[0])
+        activations = attention_activations(queries, None if self.reads else keys, "kv_heads", gates)
+        return Cost(weights, activations, pairs=4 * queries[0], window=self._reach)
 
     def attention_request(self, rows: int, q_length: int, kv_length: int, compute: Compute) -> AttentionRequest:
-        return AttentionRequest(
-            batch=rows,
-            q_length=q_length,
-            kv_length=kv_length,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            dtype=compute.dtype,
-            platform=compute.platform or jax.default_backend(),
-            chip=compute.chip,
-            packed=compute.packed or self.chunk is not None,
+        return request(
+            (rows, q_length, kv_length),
+            (self.heads, self.kv_heads, self.head_dim),
+            compute,
+            chunk=self.chunk,
             alibi=self.alibi is not None,
             sinks=self.sinks,
-            aligned=q_length == kv_length,
             **self._scores(),
         )
 
     @property
     def _reach(self) -> int | None:
         """The greatest number of tokens that one sees; None without a limit."""
-        limits = [limit for limit in (self.window, self.chunk) if limit is not None]
-        return min(limits) if limits else None
+        return min((limit for limit in (self.window, self.chunk) if limit is not None), default=None)
 
     def _scores(self) -> dict[str, Any]:
         """How scores are computed: the same for the kernel that runs and for the request that is asked about."""
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         return {"scale": scale, "window": self.window, "softcap": self.softcap}
 
-    def _queries_keys_values(self, x: Hidden, node: Tree, context: Context) -> tuple[Heads, Heads, Heads]:
-        rows, key = context.rows, context.key
+    def _heads(self, x: Hidden, node: Tree, context: Context, names: Literal["q", "kv", "qkv"]) -> dict[str, Heads]:
+        """Queries [B, T, H, h], keys and values [B, T, K, h], ready for the kernels; beside queries their gate."""
         if self.packed:
-            q, k, v = self._packed(x, node, key)
+            qkv = linear(x, node["qkv"], site_key(context.key, "qkv"))
+            heads = unpacked(qkv, self.heads // self.kv_heads, self.head_dim, names)
         else:
-            q, (k, v) = self._heads(x, node, "q", key), self._projected_kv(x, node, key)
-        return self._rotated(q, node, "q", rows), self._rotated(k, node, "k", rows), self._values(v, node)
-
-    def _queries(self, x: Hidden, node: Tree, context: Context) -> Heads:
-        q = self._packed(x, node, context.key)[0] if self.packed else self._heads(x, node, "q", context.key)
-        return self._rotated(q, node, "q", context.rows)
-
-    def _projected_kv(self, x: Hidden, node: Tree, key: Array | None) -> tuple[Heads, Heads]:
-        """Keys and values as their projections give them."""
-        k = self._heads(x, node, "k", key)
-        return k, k if self.v_of_k else self._heads(x, node, "v", key)
-
-    def _values(self, heads: Heads, node: Tree) -> Heads:
-        if self.v_norm is not None:
-            heads = self.v_norm(heads, node.get("v_norm", {}))
-        return self._clipped(heads)
-
-    def _heads(self, x: Hidden, node: Tree, name: str, key: Array | None) -> Heads:
-        heads = linear(x, node[name], site_key(key, name))
-        if name == "q" and self.gate == "query":
-            return heads.reshape(*x.shape[:2], -1, 2 * self.head_dim)[..., : self.head_dim]
-        return heads.reshape(*x.shape[:2], -1, self.head_dim)
-
-    def _gate(self, x: Hidden, node: Tree, key: Array | None) -> Float[Array, "B T Hh"] | None:
-        """What the sigmoid that multiplies the result is taken of."""
-        if self.gate == "input":
-            return linear(x, node["gate"], site_key(key, "gate"))
-        if self.gate == "query":
-            heads = linear(x, node["q"], site_key(key, "q")).reshape(*x.shape[:2], -1, 2 * self.head_dim)
-            return heads[..., self.head_dim :].reshape(*x.shape[:2], -1)
-        return None
-
-    def _packed(self, x: Hidden, node: Tree, key: Array | None) -> tuple[Heads, Heads, Heads]:
-        """Queries, keys and values of one projection, not rotated."""
-        group = self.heads // self.kv_heads
-        qkv = linear(x, node["qkv"], site_key(key, "qkv")).reshape(*x.shape[:2], -1, group + 2, self.head_dim)
-        q = qkv[:, :, :, :group].reshape(*x.shape[:2], -1, self.head_dim)
-        return q, qkv[:, :, :, group], qkv[:, :, :, group + 1]
+            heads = projected(x, node, context.key, names, self.head_dim, v_of_k=self.v_of_k, gate=self.gate)
+        if "q" in heads:
+            heads["q"] = self._rotated(heads["q"], node, "q", context.rows)
+        if "k" in heads:
+            v = normalised(self.v_norm, "head", heads["v"], node.get("v_norm", {}))
+            heads |= {"k": self._rotated(heads["k"], node, "k", context.rows), "v": clipped(v, self.clip)}
+        return heads
 
     def _rotated(self, heads: Heads, node: Tree, name: Literal["q", "k"], rows: Rows) -> Heads:
         """Queries or keys, normalised where the model does that, and rotated."""
+        norm, params = self.qk_norm, node.get(f"{name}_norm", {})
         if not self.qk_norm_after_rope:
-            heads = self._normalised(heads, node, name)
-        heads = self._clipped(heads)
+            heads = normalised(norm, self.qk_norm_over, heads, params)
+        heads = clipped(heads, self.clip)
         if self.rope is not None:
             heads = rotate(heads, *rows.angles[self.rope], interleaved=self.rope.interleaved)
         if self.qk_norm_after_rope:
-            heads = self._normalised(heads, node, name)
+            heads = normalised(norm, self.qk_norm_over, heads, params)
         if name == "q" and self.long_query is not None:
             heads = self.long_query(heads, rows.positions)
         return checkpoint_name(heads, ROTATED)
-
-    def _normalised(self, heads: Heads, node: Tree, name: Literal["q", "k"]) -> Heads:
-        if self.qk_norm is None:
-            return heads
-        params = node.get(f"{name}_norm", {})
-        if self.qk_norm_over != "vector":
-            return self.qk_norm(heads, params)
-        return self.qk_norm(heads.reshape(*heads.shape[:2], -1), params).reshape(heads.shape)
-
-    def _clipped(self, heads: Heads) -> Heads:
-        return heads if self.clip is None else jnp.clip(heads, -self.clip, self.clip)

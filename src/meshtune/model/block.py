@@ -119,7 +119,10 @@ class Cost:
 
 
 class Block(Protocol):
-    """A mixer or a feed-forward network. `name` is the key of its parameters in the node of a layer."""
+    """A mixer or a feed-forward network. `name` is the key of its parameters in the node of a layer.
+
+    Blocks inherit from `Mixer` or `FeedForward` and define what has no default here.
+    """
 
     name: ClassVar[str]
 
@@ -131,27 +134,23 @@ class Block(Protocol):
         """Its result for normalised input, not yet added to the residual stream."""
         ...
 
-    def side_inputs(self) -> frozenset[str]:
-        """The names of the side inputs that `apply` reads."""
-        ...
-
-    def sums(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of the sums that `apply` returns; padding (segment 0) must have no part in them."""
-        ...
-
-    def loss(self, sums: Sums) -> Array | None:
-        """A float32 scalar to add to the mean loss, from the sums of the whole model; None where there is none."""
-        ...
-
-    def row_params(self) -> RowParams | None:
-        """What is read when, where rows come in chunks; None for a block that needs whole rows at once."""
-        ...
-
     def divisors(self) -> tuple[Divisor, ...]:
         """What mesh axes must divide."""
         ...
 
     def cost(self, embed: int) -> Cost: ...
+
+    def side_inputs(self) -> frozenset[str]:
+        """The names of the side inputs that `apply` reads."""
+        return frozenset()
+
+    def sums(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of the sums that `apply` returns; padding (segment 0) must have no part in them."""
+        return {}
+
+    def loss(self, sums: Sums) -> Array | None:
+        """A float32 scalar to add to the mean loss, from the sums of the whole model; None where there is none."""
+        return None
 
 
 @runtime_checkable
@@ -166,22 +165,26 @@ class Measured(Protocol):
 class Mixer(Block, Protocol):
     """A block that lets tokens see earlier ones of their segment."""
 
-    @property
-    def ropes(self) -> tuple[RopeSpec, ...]:
-        """The rotary embeddings whose angles it reads in the context's rows."""
-        ...
-
-    def memory(self, x: Hidden, node: Tree, context: Context) -> Tree:
-        """What later tokens need of each token, as arrays [B, T, ..]. Called only where `row_params` is not None."""
-        ...
-
     def cache(self, batch: int, slots: int, dtype: str) -> Tree:
         """An empty cache for one layer, as ArraySpecs: `slots` tokens a row, or less where it needs no more."""
         ...
 
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The rotary embeddings whose angles it reads in the context's rows."""
+        return ()
+
+    def row_params(self) -> RowParams | None:
+        """What is read when, where rows come in chunks; None for a mixer that needs whole rows at once."""
+        return None
+
+    def memory(self, x: Hidden, node: Tree, context: Context) -> Tree:
+        """What later tokens need of each token, as arrays [B, T, ..]. Called only where `row_params` is not None."""
+        raise AssertionError(f"{self.name} takes whole rows")
+
     def attention_request(self, rows: int, q_length: int, kv_length: int, compute: Compute) -> AttentionRequest | None:
         """What `apply` asks of the attention kernels for rows in training; None for a mixer that uses none of them."""
-        ...
+        return None
 
 
 @runtime_checkable

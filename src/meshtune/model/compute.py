@@ -37,6 +37,11 @@ class Compute:
     attention_chunk: int | None = None
     offload: tuple[str, ...] = ()
 
+    @property
+    def row_parts(self) -> int:
+        """The number of devices that hold the parts of a row."""
+        return 1 if self.layout is None else self.layout.size("cp")
+
 
 # XLA for GPUs has one copy between host and device under way at a time, and each waits for the one before: all of a
 # layer's, one after another, and only then its products. So many at once are all begun at the top of a layer, and each

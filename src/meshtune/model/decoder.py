@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
-from meshtune.arrays.tree import Tree, map_leaves
-from meshtune.errors import UserError
-from meshtune.mesh.layout import Layout
-from meshtune.model.block import Hidden, Measured, Sums
-from meshtune.model.cache import Cache, empty
+from meshtune.arrays.tree import Tree
+from meshtune.model.block import Hidden, Sums
+from meshtune.model.cache import Cache
 from meshtune.model.compute import Compute
 from meshtune.model.embedding import embedded
 from meshtune.model.gather import to_device, with_shared
 from meshtune.model.inputs import Inputs, Rows, rows_of
 from meshtune.model.linear import linear
-from meshtune.model.reverse import LayerRunner
-from meshtune.model.side import BY_LAYER, for_all
+from meshtune.model.norm_head import row_scale
+from meshtune.model.reverse import LayerRunner, layer_functions
+from meshtune.model.side import check_side
 from meshtune.model.spec import ModelSpec
-from meshtune.model.stacks import layer_functions, through_layers
+from meshtune.model.stacks import through_layers
 from meshtune.model.token_rows import ROWS, table
 
 
@@ -64,18 +59,9 @@ def forward(
     return Forward(spec.norm(x, to_device(params.get("norm", {}))), cache, sums)
 
 
-def hidden_states(
-    params: Tree,
-    spec: ModelSpec,
-    compute: Compute,
-    tokens: Array,
-    positions: Array,
-    segment_ids: Array,
-    *,
-    rng: Array | None = None,
-) -> Hidden:
-    """`forward` of tokens, for whoever needs the hidden states alone."""
-    return forward(params, spec, compute, Inputs(tokens, positions, segment_ids), rng=rng).hidden
+def hidden_states(params: Tree, spec: ModelSpec, compute: Compute, *inputs: Array, rng: Array | None = None) -> Hidden:
+    """`forward` of tokens, positions and segments, for whoever needs the hidden states alone."""
+    return forward(params, spec, compute, Inputs(inputs[0], inputs[1], inputs[2]), rng=rng).hidden
 
 
 def enter(
@@ -103,39 +89,8 @@ def enter(
     side = dict(inputs.side or {})
     if spec.side is not None:
         side |= spec.side.apply(to_device(params[spec.side.name]), inputs, x, compute)
-    _check_side(spec, side)
+    check_side(side, frozenset(name for block in spec.blocks for name in block.side_inputs()), spec.family)
     return rows, x, side
-
-
-def _check_side(spec: ModelSpec, side: Tree) -> None:
-    read = frozenset(name for block in spec.blocks for name in block.side_inputs())
-    given = for_all(side).keys() | side.get(BY_LAYER, {}).keys()
-    if given != read:
-        unread, missing = sorted(given - read), sorted(read - given)
-        problem = f"side input '{unread[0]}' is read by no layer" if unread else f"side input '{missing[0]}' is missing"
-        raise UserError(
-            f"{problem} of this {spec.family}", where="Inputs.side", fix=f"it takes: {sorted(read) or 'none'}"
-        )
-
-
-class LayersResult(NamedTuple):
-    """What the layers add to the mean loss (None: nothing), and their metrics, each a total and its weight."""
-
-    loss: Float[Array, ""] | None
-    metrics: Mapping[str, tuple[Array, Array]]
-
-
-def layers_result(spec: ModelSpec, sums: Sums) -> LayersResult:
-    """The loss and the metrics of the layers, from the sums of a whole batch."""
-    measured = [block for block in spec.blocks if isinstance(block, Measured)]
-    metrics = {name: metric for block in measured for name, metric in block.metrics(sums).items()}
-    return LayersResult(layers_loss(spec, sums), jax.lax.stop_gradient(metrics))
-
-
-def layers_loss(spec: ModelSpec, sums: Sums) -> Array | None:
-    """What the layers add to the mean loss, from the sums of a whole batch; None where they add nothing."""
-    losses = [loss for block in spec.blocks if (loss := block.loss(sums)) is not None]
-    return sum(losses[1:], losses[0]) if losses else None
 
 
 def head_params(params: Tree, spec: ModelSpec) -> Tree:
@@ -152,16 +107,6 @@ def head_params(params: Tree, spec: ModelSpec) -> Tree:
     return head | {"scale": row_scale(head["weight"])} if spec.norm_head and "scale" not in head else head
 
 
-def row_scale(weight: Float[Array, "V D"]) -> Float[Array, "V"]:
-    """One over the length of each row, float32: what NormHead (https://arxiv.org/abs/2309.10305) divides by.
-
-    No length is taken to be less than 1e-12, as in torch.nn.functional.normalize.
-    """
-    squares = jnp.sum(jnp.square(weight.astype(jnp.float32)), axis=-1)
-    # Chosen before the root, whose derivative at zero is infinite.
-    return jnp.where(squares > 1e-24, lax.rsqrt(jnp.maximum(squares, 1e-24)), 1e12)
-
-
 def head_logits(head: Tree, hidden: Float[Array, "*B D"], spec: ModelSpec) -> Float[Array, "*B V"]:
     """float32 logits. The product is accumulated and kept in float32 whatever hidden's dtype."""
     logits = linear(hidden, head, out=jnp.float32)
@@ -174,33 +119,6 @@ def head_logits(head: Tree, hidden: Float[Array, "*B D"], spec: ModelSpec) -> Fl
     return logits
 
 
-@functools.cache
-def logits_of(spec: ModelSpec) -> Callable[[Tree, Array], Array]:
-    """`head_logits` of a model, always the same function for the same spec."""
-    return functools.partial(head_logits, spec=dataclasses.replace(spec, stacks=()))
-
-
 def logits(params: Tree, spec: ModelSpec, hidden: Hidden) -> Float[Array, "B T V"]:
     """float32 logits of every token; one score each in a scored model."""
     return head_logits(head_params(params, spec), hidden, spec)
-
-
-def scores(params: Tree, hidden: Hidden) -> Float[Array, "B T"]:
-    """The float32 score that a model with a head of one score (ModelSpec.scored) gives at every token."""
-    return linear(hidden, to_device(params["score"]), out=jnp.float32)[..., 0]
-
-
-def cache_specs(spec: ModelSpec, batch: int, slots: int, dtype: str) -> dict[str, Tree]:
-    """The ArraySpecs of the caches of all layers, by key of params["layers"], for rows of up to `slots` tokens."""
-    return {
-        key: map_leaves(
-            lambda leaf, repeats=repeats: leaf.stacked(repeats),
-            {} if kind.mixer is None else kind.mixer.cache(batch, slots, dtype),
-        )
-        for key, repeats, kind, _ in spec.positions()
-    }
-
-
-def init_cache(spec: ModelSpec, batch: int, slots: int, dtype: str, layout: Layout | None = None) -> Cache:
-    """An empty cache for rows of up to `slots` tokens."""
-    return empty(cache_specs(spec, batch, slots, dtype), batch, layout)

@@ -4,7 +4,6 @@ is corrected by the delta rule and decays."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -13,21 +12,18 @@ from jaxtyping import Array, Float
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
-from meshtune.kernels.attention import AttentionRequest
-from meshtune.model.block import Activation, Context, Cost, Divisor, Hidden, Output, Sums
+from meshtune.model.block import Activation, Context, Cost, Divisor, Hidden, Mixer, Output
 from meshtune.model.cache import LayerCache
-from meshtune.model.compute import Compute
 from meshtune.model.delta_rule import CHUNK, DeltaInputs, gated_delta_rule
 from meshtune.model.linear import linear, linear_params, site_key
 from meshtune.model.norm import NormSpec
-from meshtune.model.rope import RopeSpec
 from meshtune.model.short_conv import INNER, FilterSpec, not_over_cp
 
 STATE = "state"
 
 
 @dataclasses.dataclass(frozen=True)
-class DeltaNetSpec:
+class DeltaNetSpec(Mixer):
     """A gated delta net of `key_heads` heads of queries and keys and a multiple of them of values.
 
     Projections of the input: queries, keys and values, which a filter of `taps` taps and SiLU follow; z, which gates
@@ -66,10 +62,6 @@ class DeltaNetSpec:
         if self.fused:
             return {"qkvz": wide + self.values, "ba": 2 * heads}
         return {"qkv": wide, "z": self.values, "b": heads, "a": heads}
-
-    @property
-    def ropes(self) -> tuple[RopeSpec, ...]:
-        return ()
 
     def params(self, embed: int) -> Tree:
         """The projections of the input, filter [channels, taps], A_log and dt_bias [H], norm [dv], out [D, H dv]."""
@@ -117,26 +109,11 @@ class DeltaNetSpec:
             b, a = (part.reshape(flat) for part in jnp.split(ba, 2, axis=-1))
         return qkv, z, b.astype(jnp.float32), a.astype(jnp.float32)
 
-    def memory(self, x: Hidden, node: Tree, context: Context) -> Tree:
-        raise AssertionError("a delta net takes whole rows")
-
     def cache(self, batch: int, slots: int, dtype: str) -> Tree:
         """The state, in float32, and the last inputs of the filter, however long the rows."""
         shape = (batch, self.value_heads, self.key_dim, self.value_dim)
         state = ArraySpec(shape, "float32", ("batch", INNER, "head_dim", "head_dim"), "zeros")
         return {STATE: state} | self.filter.cache(batch, dtype)
-
-    def side_inputs(self) -> frozenset[str]:
-        return frozenset()
-
-    def sums(self) -> Mapping[str, tuple[int, ...]]:
-        return {}
-
-    def loss(self, sums: Sums) -> Array | None:
-        return None
-
-    def row_params(self) -> None:
-        return None
 
     def divisors(self) -> tuple[Divisor, ...]:
         return (Divisor("tp", "key heads of delta nets", self.key_heads, INNER), not_over_cp("delta nets"))
@@ -152,6 +129,3 @@ class DeltaNetSpec:
         within = 2 * heads * (2 * self.key_dim + 2 * self.value_dim + CHUNK)
         pairs = within + 6 * heads * self.key_dim * self.value_dim // CHUNK
         return Cost(embed * (width + self.values), (products, mixed, state, out), pairs=pairs, window=CHUNK)
-
-    def attention_request(self, rows: int, q_length: int, kv_length: int, compute: Compute) -> AttentionRequest | None:
-        return None

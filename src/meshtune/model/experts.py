@@ -17,11 +17,12 @@ from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.kernels.chips import Chip, chip_of
 from meshtune.mesh.layout import Layout
-from meshtune.model.block import Activation, Context, Cost, Divisor, Hidden, Output, RowParams, Sums
+from meshtune.model.activations import ACTIVATIONS, ActivationName
+from meshtune.model.block import Activation, Context, Cost, Divisor, FeedForward, Hidden, Output, Sums
 from meshtune.model.cache import LayerCache
 from meshtune.model.dispatch import over_mesh
 from meshtune.model.linear import Groups, grouped_linear, linear, site_key
-from meshtune.model.mlp import ACTIVATIONS, ActivationName, MlpSpec
+from meshtune.model.mlp import MlpSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.router import RouterSpec, Routing
 from meshtune.quantize.weight import QuantisedWeight
@@ -31,7 +32,7 @@ TOKENS, SCORES, ROUTED = "expert_tokens", "router_scores", "routed_tokens"
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpertsSpec:
+class ExpertsSpec(FeedForward):
     """sum over a token's experts e of weight_e * down_e(activation(gate_e(x)) * up_e(x)), of width F each.
 
     Without a gate, down_e(activation(up_e(x))). With `clamp` c the gate is limited to c and up to +-c, and they give
@@ -161,9 +162,6 @@ class ExpertsSpec:
             of_layer[SCORES] = jnp.einsum("bte,bt->e", routing.scores.astype(jnp.float32), real.astype(jnp.float32))
         return {name: at.reshape(-1, *(1,) * value.ndim) * value for name, value in of_layer.items()}
 
-    def side_inputs(self) -> frozenset[str]:
-        return frozenset()
-
     def sums(self) -> Mapping[str, tuple[int, ...]]:
         of_experts = (self.layers, self.router.experts)
         return {TOKENS: of_experts, ROUTED: (self.layers,)} | ({SCORES: of_experts} if self.aux_loss else {})
@@ -193,10 +191,6 @@ class ExpertsSpec:
             "dead_experts": (jnp.sum(dead), jnp.sum(sparse)),
             "dropped_tokens": (jnp.sum(chosen) - jnp.sum(tokens), jnp.ones(())),
         }
-
-    def row_params(self) -> RowParams:
-        names = {"router", "experts", *self._norms} | ({"shared"} if self.shared else set())
-        return RowParams(frozenset(), frozenset(names | ({"shared_gate"} if self.shared_gate else set())))
 
     def divisors(self) -> tuple[Divisor, ...]:
         own = (Divisor("tp", "width of an expert", self.width), Divisor("ep", "experts", self.router.experts))

@@ -8,30 +8,29 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.kernels.attention import AttentionRequest
 from meshtune.model.attend import attend, recalled
 from meshtune.model.attention import ROTATED
-from meshtune.model.block import Activation, Context, Cost, Divisor, Hidden, Output, RowParams, Sums
+from meshtune.model.attention_cost import attention_activations, request
+from meshtune.model.block import Activation, Context, Cost, Divisor, Hidden, Mixer, Output, RowParams
 from meshtune.model.cache import SLOTS, LayerCache
 from meshtune.model.compute import Compute
+from meshtune.model.heads import Heads
 from meshtune.model.linear import linear, linear_params, site_key
 from meshtune.model.norm import NormSpec
 from meshtune.model.rope import RopeSpec, rotate
 
 LATENT = "latent"  # the logical axis of latent vectors
 
-Heads = Float[Array, "B T H h"]
-
 
 @dataclasses.dataclass(frozen=True)
-class LatentAttentionSpec:
+class LatentAttentionSpec(Mixer):
     """Attention of H heads whose keys and values are made of latents of `latent` numbers.
 
     A head's queries and keys have `head_dim` numbers without a position and `rope.dim` rotated ones after them; the
@@ -116,15 +115,6 @@ class LatentAttentionSpec:
             for name, width in widths.items()
         }
 
-    def side_inputs(self) -> frozenset[str]:
-        return frozenset()
-
-    def sums(self) -> Mapping[str, tuple[int, ...]]:
-        return {}
-
-    def loss(self, sums: Sums) -> Array | None:
-        return None
-
     def row_params(self) -> RowParams:
         names = frozenset(self.params(1))
         return RowParams(
@@ -140,31 +130,13 @@ class LatentAttentionSpec:
         weights = embed * narrow + self.latent * H * per_head + H * self.value_dim * embed
         weights += embed * Q if self.query_latent is None else self.query_latent * (embed + Q)
         wide = H * self.kernel_dim
-        activations = (
-            Activation("heads", wide, H, kept=True, elementwise=2),
-            Activation("embed", narrow + (self.query_latent or 0), 1, kept=True, elementwise=1),
-            Activation("heads", wide, H, kept=True, elementwise=2, whole_rows=True),
-            Activation("heads", wide, H, kept=True, elementwise=2, whole_rows=True),
-            Activation("heads", wide, H, kept=True),
-            # The log-sum-exp of every head's scores, in float32.
-            Activation("heads", H, H, kept=True, products=0, itemsize=4),
-        )
-        return Cost(weights, activations, pairs=4 * wide)
+        latents = Activation("embed", narrow + (self.query_latent or 0), 1, kept=True, elementwise=1)
+        queries, *others = attention_activations((wide, H), (wide, H), "heads")
+        return Cost(weights, (queries, latents, *others), pairs=4 * wide)
 
     def attention_request(self, rows: int, q_length: int, kv_length: int, compute: Compute) -> AttentionRequest:
-        return AttentionRequest(
-            batch=rows,
-            q_length=q_length,
-            kv_length=kv_length,
-            heads=self.heads,
-            kv_heads=self.heads,
-            head_dim=self.kernel_dim,
-            dtype=compute.dtype,
-            platform=compute.platform or jax.default_backend(),
-            chip=compute.chip,
-            packed=compute.packed,
-            aligned=q_length == kv_length,
-            scale=self.scale,
+        return request(
+            (rows, q_length, kv_length), (self.heads, self.heads, self.kernel_dim), compute, scale=self.scale
         )
 
     def _queries(self, x: Hidden, node: Tree, context: Context) -> Heads:

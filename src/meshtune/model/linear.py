@@ -134,6 +134,11 @@ def _dequantised(weight: QuantisedWeight, dtype: jnp.dtype) -> Array:
     return weight.dequantise(dtype)
 
 
+def fold(rng: Array | None, number: Array | int | None) -> Array | None:
+    """The source of dropout of the layer or chunk with this number."""
+    return rng if rng is None or number is None else jax.random.fold_in(rng, number)
+
+
 def site_key(key: Array | None, site: str) -> Array | None:
     """The dropout key of the linear layer called `site`, the same whatever other layers exist."""
     return None if key is None else jax.random.fold_in(key, zlib.crc32(site.encode()))

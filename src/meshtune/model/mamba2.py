@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -12,13 +11,10 @@ from jaxtyping import Array, Float
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
-from meshtune.kernels.attention import AttentionRequest
-from meshtune.model.block import Activation, Context, Cost, Divisor, Hidden, Output, Sums
+from meshtune.model.block import Activation, Context, Cost, Divisor, Hidden, Mixer, Output
 from meshtune.model.cache import LayerCache
-from meshtune.model.compute import Compute
 from meshtune.model.linear import linear, linear_params, site_key
 from meshtune.model.norm import NormSpec
-from meshtune.model.rope import RopeSpec
 from meshtune.model.row_chunks import CHUNK
 from meshtune.model.short_conv import INNER, FilterSpec, not_over_cp
 from meshtune.model.ssd import SsdInputs, state_space
@@ -27,7 +23,7 @@ STATE = "state"
 
 
 @dataclasses.dataclass(frozen=True)
-class Mamba2Spec:
+class Mamba2Spec(Mixer):
     """A state-space mixer of H heads of P numbers in G groups, with a state [P, N] for each head.
 
     The projection `in` computes a gate z [H P], what goes into the state, x [H P], with B and C [G N], and dt [H]; each
@@ -68,10 +64,6 @@ class Mamba2Spec:
     def sections(self) -> tuple[int, int, int, int, int]:
         """The rows of z, x, B, C and dt."""
         return self.inner, self.inner, self.groups * self.state, self.groups * self.state, self.heads
-
-    @property
-    def ropes(self) -> tuple[RopeSpec, ...]:
-        return ()
 
     def params(self, embed: int) -> Tree:
         """in [2 H P + 2 G N + H, D], filter, A_log, dt_bias and D [H], norm [H P], out [D, H P]."""
@@ -128,26 +120,11 @@ class Mamba2Spec:
             return normalise(y * gate, {}).reshape(flat) * weight
         return normalise(y, {}).reshape(flat) * weight * gate.reshape(flat)
 
-    def memory(self, x: Hidden, node: Tree, context: Context) -> Tree:
-        raise AssertionError("a state-space mixer takes whole rows")
-
     def cache(self, batch: int, slots: int, dtype: str) -> Tree:
         """The state, in float32, and the last inputs of the filter, however long the rows."""
         shape = (batch, self.groups, self.heads // self.groups, self.head_dim, self.state)
         axes = ("batch", INNER, "whole", "head_dim", "whole")
         return {STATE: ArraySpec(shape, "float32", axes, "zeros")} | self.filter.cache(batch, dtype)
-
-    def side_inputs(self) -> frozenset[str]:
-        return frozenset()
-
-    def sums(self) -> Mapping[str, tuple[int, ...]]:
-        return {}
-
-    def loss(self, sums: Sums) -> Array | None:
-        return None
-
-    def row_params(self) -> None:
-        return None
 
     def divisors(self) -> tuple[Divisor, ...]:
         return (Divisor("tp", "groups of Mamba-2 heads", self.groups, INNER), not_over_cp("Mamba-2 layers"))
@@ -161,6 +138,3 @@ class Mamba2Spec:
         out = Activation(INNER, self.inner, units, kept=False, products=1, elementwise=3, itemsize=4)
         pairs = 2 * (self.inner + self.groups * self.state) + 4 * self.inner * self.state // CHUNK
         return Cost(embed * (width + self.inner), (products, mixed, state, out), pairs=pairs, window=CHUNK)
-
-    def attention_request(self, rows: int, q_length: int, kv_length: int, compute: Compute) -> AttentionRequest | None:
-        return None

@@ -3,53 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array
-
-from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
-from meshtune.model.block import Activation, Context, Cost, Divisor, Hidden, Output, RowParams, Sums
+from meshtune.model.activations import ACTIVATIONS, XIELU, ActivationName, xielu, xielu_params
+from meshtune.model.block import Activation, Context, Cost, Divisor, FeedForward, Hidden, Output
 from meshtune.model.cache import LayerCache
 from meshtune.model.linear import linear, linear_params, site_key
 
-ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu": partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-    "relu": jax.nn.relu,
-    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
-}
-ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
-XIELU = "xielu"  # the activation with parameters of its own
-
-
-def xielu(x: Array, node: Tree) -> Array:
-    """The activation of https://arxiv.org/abs/2411.13010, with the trained alpha_p and alpha_n [1] of one layer and its
-    constants beta and eps [1].
-
-    a x^2 + beta x for positive x, b (exp(min(x, eps)) - 1 - x) + beta x for others, where a is softplus of alpha_p, and
-    b is beta more than softplus of alpha_n. Computed in float32, returned in x's dtype.
-    """
-    wide = x.astype(jnp.float32)
-    a, softplus = (jax.nn.softplus(node[name].astype(jnp.float32)) for name in ("alpha_p", "alpha_n"))
-    beta, eps = (jax.lax.stop_gradient(node[name]).astype(jnp.float32) for name in ("beta", "eps"))
-    below = (beta + softplus) * (jnp.expm1(jnp.minimum(wide, eps)) - wide)
-    return (jnp.where(wide > 0, a * jnp.square(wide), below) + beta * wide).astype(x.dtype)
-
-
-def _xielu_params() -> Tree:
-    trained = ArraySpec((1,), "float32", ("whole",), role="vector")
-    constant = ArraySpec((1,), "float32", ("whole",), "ones", role="buffer")
-    return {"alpha_p": trained, "alpha_n": trained, "beta": constant, "eps": constant}
-
 
 @dataclasses.dataclass(frozen=True)
-class MlpSpec:
+class MlpSpec(FeedForward):
     """down(activation(gate(x)) * up(x)); without a gate, down(activation(up(x))). `width` is F.
 
     With `packed` one projection `gate_up` [2 F, D] computes both: a row of the gate, then a row of up, in turn, so that
@@ -82,7 +47,7 @@ class MlpSpec:
         tree = {name: linear_params((rows, "ffn"), narrow, self.bias) for name, rows in self.into.items()}
         tree["down"] = linear_params(narrow, (self.width, "ffn"), self.bias)
         if self.activation == XIELU:
-            tree[XIELU] = _xielu_params()
+            tree[XIELU] = xielu_params()
         return tree
 
     def apply(self, x: Hidden, node: Tree, context: Context, cache: LayerCache | None = None) -> Output:
@@ -98,19 +63,6 @@ class MlpSpec:
             wide = wide * products[1]
         y = linear(wide, node["down"], site_key(key, "down"))
         return Output(y if self.out_scale is None else y * self.out_scale, cache, {})
-
-    def side_inputs(self) -> frozenset[str]:
-        return frozenset()
-
-    def sums(self) -> Mapping[str, tuple[int, ...]]:
-        return {}
-
-    def loss(self, sums: Sums) -> Array | None:
-        return None
-
-    def row_params(self) -> RowParams:
-        names = {*self.into, "down"} | ({XIELU} if self.activation == XIELU else set())
-        return RowParams(frozenset(), frozenset(names))
 
     def divisors(self) -> tuple[Divisor, ...]:
         return (Divisor("tp", "ffn width", self.width),)

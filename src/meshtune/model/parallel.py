@@ -29,7 +29,7 @@ class Branch:
 
 
 @dataclasses.dataclass(frozen=True)
-class ParallelSpec:
+class ParallelSpec(Mixer):
     """The sum of different mixers' results. The parameters and the cache of each are under its name."""
 
     branches: tuple[Branch, ...]
@@ -61,9 +61,6 @@ class ParallelSpec:
         cache = None if cache is None else dataclasses.replace(cache, arrays=arrays)
         return Output(y, cache, {name: value for _, sums in outputs for name, value in sums.items()})
 
-    def memory(self, x: Hidden, node: Tree, context: Context) -> Tree:
-        raise AssertionError("parallel mixers take whole rows")
-
     def cache(self, batch: int, slots: int, dtype: str) -> Tree:
         return {mixer.name: mixer.cache(batch, slots, dtype) for mixer in self.mixers}
 
@@ -76,9 +73,6 @@ class ParallelSpec:
     def loss(self, sums: Sums) -> Array | None:
         losses = [loss for mixer in self.mixers if (loss := mixer.loss(sums)) is not None]
         return sum(losses[1:], losses[0]) if losses else None
-
-    def row_params(self) -> None:
-        return None
 
     def divisors(self) -> tuple[Divisor, ...]:
         return tuple(divisor for mixer in self.mixers for divisor in mixer.divisors())

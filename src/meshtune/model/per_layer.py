@@ -4,23 +4,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.mesh.layout import Layout
-from meshtune.model.block import Activation, Context, Cost, Divisor, Hidden, Output, RowParams, Sums
+from meshtune.model.activations import ACTIVATIONS, ActivationName
+from meshtune.model.block import Activation, Context, Cost, Divisor, FeedForward, Hidden, Output
 from meshtune.model.cache import LayerCache
 from meshtune.model.compute import Compute
 from meshtune.model.embedding import embedded
 from meshtune.model.inputs import Inputs
 from meshtune.model.linear import linear, linear_params, site_key
-from meshtune.model.mlp import ACTIVATIONS, ActivationName
 from meshtune.model.norm import NormSpec
 from meshtune.model.side import BY_LAYER
 from meshtune.quantize.weight import QuantisedWeight
@@ -76,7 +74,7 @@ def _gathered(node: Tree, layout: Layout | None) -> Tree:
 
 
 @dataclasses.dataclass(frozen=True)
-class PerLayerSpec:
+class PerLayerSpec(FeedForward):
     """norm(out(activation(gate(x)) * v)), where v is the token's vector for this layer, of `width` numbers."""
 
     width: int
@@ -101,15 +99,6 @@ class PerLayerSpec:
 
     def side_inputs(self) -> frozenset[str]:
         return frozenset((NAME,))
-
-    def sums(self) -> Mapping[str, tuple[int, ...]]:
-        return {}
-
-    def loss(self, sums: Sums) -> Array | None:
-        return None
-
-    def row_params(self) -> RowParams:
-        return RowParams(frozenset(), frozenset(("gate", "out", "norm")))
 
     def divisors(self) -> tuple[Divisor, ...]:
         return ()

@@ -7,6 +7,7 @@ params["layers"]. The decoder hands its layers over to that; all else of a model
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -16,12 +17,16 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from meshtune.arrays.tree import Tree
-from meshtune.model.block import Hidden, Sums
+from meshtune.model.block import Context, Hidden, Sums
 from meshtune.model.compute import Compute
-from meshtune.model.gather import is_offloaded, to_device
+from meshtune.model.gather import gather_layer_params, is_offloaded, to_device
 from meshtune.model.inputs import Rows
-from meshtune.model.side import SHARED, with_stored
+from meshtune.model.layer import layer
+from meshtune.model.layer_chunks import layer_by_chunks
+from meshtune.model.remat import RESIDUAL
+from meshtune.model.side import SHARED, of_layer, with_stored
 from meshtune.model.spec import ModelSpec, Stack
+from meshtune.model.sums import add_sums, no_sums
 
 # (x, one layer's parameters as they are stored, place in the pattern, row in the stack, rows, side inputs)
 # -> (x, sums, memories for later layers)
@@ -29,7 +34,6 @@ Layer = Callable[[Hidden, Tree, int, Array, Rows, Tree], tuple[Hidden, Sums, Tre
 # (carry, place in the pattern, row, the layer's trained parameters, their gradient) -> carry
 Visit = Callable[[Any, int, Array, Tree, Tree], Any]
 
-RESIDUAL = "residual"  # the stream that enters a group of layers
 HOST = jax.memory.Space.Host
 
 
@@ -41,6 +45,26 @@ class LayerRunner(Protocol):
     ) -> tuple[Hidden, Sums]:
         """(x after all layers, their sums); `layers(s)` is the function of a layer of stack s."""
         ...
+
+
+def single_layer(spec: ModelSpec, compute: Compute, stack: int) -> Layer:
+    """The function of one layer of a stack, by its place in the pattern, for the layer-by-layer backward pass."""
+    first = sum(earlier.layers for earlier in spec.stacks[:stack])
+    pattern = spec.stacks[stack].pattern
+    compute_layer = layer if compute.attention_chunk is None else layer_by_chunks
+
+    def apply(x: Hidden, node: Tree, place: int, row: Array, rows: Rows, side: Tree) -> tuple[Hidden, Sums, Tree]:
+        node = gather_layer_params(node, spec, f"{stack}.{place}", compute)
+        number = first + row * len(pattern) + place
+        output = compute_layer(x, node, pattern[place], Context(compute, rows, of_layer(side, number), number))
+        return output.y, add_sums(no_sums(spec), output.sums), dict(output.stored)
+
+    return apply
+
+
+def layer_functions(spec: ModelSpec, compute: Compute) -> Callable[[int], Layer]:
+    """`single_layer` by the number of the stack."""
+    return functools.partial(single_layer, spec, compute)
 
 
 def forward(

@@ -6,7 +6,6 @@ A tap sees tokens of its own segment only. Over a cache, a filter of K taps keep
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import jax
@@ -15,13 +14,10 @@ from jaxtyping import Array, Float
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
-from meshtune.kernels.attention import AttentionRequest
-from meshtune.model.block import Activation, Context, Cost, Divisor, Hidden, Output, Sums
+from meshtune.model.block import Activation, Context, Cost, Divisor, Hidden, Mixer, Output
 from meshtune.model.cache import LayerCache
-from meshtune.model.compute import Compute
 from meshtune.model.inputs import Rows
 from meshtune.model.linear import linear, linear_params, site_key
-from meshtune.model.rope import RopeSpec
 
 INNER = "inner"  # the logical axis of the channels and heads of mixers that carry a state from token to token
 CONV_CACHE = "conv_inputs"
@@ -81,7 +77,7 @@ class FilterSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class ShortConvSpec:
+class ShortConvSpec(Mixer):
     """The gated short convolution of LFM2: out(c * filter(b * x)), where b, c and x are projections of the input.
 
     One projection `in` [3 D, D] computes all three: a row of b, of c and of x in turn, so that tp, which splits the
@@ -96,10 +92,6 @@ class ShortConvSpec:
     @property
     def filter(self) -> FilterSpec:
         return FilterSpec(self.channels, self.taps, self.bias)
-
-    @property
-    def ropes(self) -> tuple[RopeSpec, ...]:
-        return ()
 
     def params(self, embed: int) -> Tree:
         """in [3 C, D], filter [C, taps] and out [D, C]."""
@@ -116,24 +108,9 @@ class ShortConvSpec:
         y, cache = self.filter.apply(gates[..., 0] * gates[..., 2], node["filter"], context.rows, cache)
         return Output(linear(gates[..., 1] * y, node["out"], site_key(context.key, "out")), cache, {})
 
-    def memory(self, x: Hidden, node: Tree, context: Context) -> Tree:
-        raise AssertionError("a short convolution takes whole rows")
-
     def cache(self, batch: int, slots: int, dtype: str) -> Tree:
         """The last inputs of the filter, however long the rows."""
         return self.filter.cache(batch, dtype)
-
-    def side_inputs(self) -> frozenset[str]:
-        return frozenset()
-
-    def sums(self) -> Mapping[str, tuple[int, ...]]:
-        return {}
-
-    def loss(self, sums: Sums) -> Array | None:
-        return None
-
-    def row_params(self) -> None:
-        return None
 
     def divisors(self) -> tuple[Divisor, ...]:
         return (
@@ -145,6 +122,3 @@ class ShortConvSpec:
         wide = Activation(INNER, 3 * self.channels, self.channels, kept=True, products=1, elementwise=1)
         mixed = Activation(INNER, self.channels, self.channels, kept=False, products=1, elementwise=2)
         return Cost(4 * embed * self.channels, (wide, mixed, mixed))
-
-    def attention_request(self, rows: int, q_length: int, kv_length: int, compute: Compute) -> AttentionRequest | None:
-        return None

@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array
 
 from meshtune.arrays.tree import Tree
+from meshtune.errors import UserError
 
 BY_LAYER, SHARED = "by_layer", "shared_memory"
 
@@ -57,3 +58,12 @@ def without_memory(side: Tree, name: str) -> Tree:
     """What entered the layer that stored the memory `name`."""
     memories = {stored: memory for stored, memory in side[SHARED].items() if stored != name}
     return without_stored(side) | ({SHARED: memories} if memories else {})
+
+
+def check_side(side: Tree, read: frozenset[str], family: str) -> None:
+    """Raises: UserError where what enters the first layer is not what layers `read`, by name."""
+    given = for_all(side).keys() | side.get(BY_LAYER, {}).keys()
+    if given != read:
+        unread, missing = sorted(given - read), sorted(read - given)
+        problem = f"side input '{unread[0]}' is read by no layer" if unread else f"side input '{missing[0]}' is missing"
+        raise UserError(f"{problem} of this {family}", where="Inputs.side", fix=f"it takes: {sorted(read) or 'none'}")

@@ -11,11 +11,12 @@ from jaxtyping import Array, Float
 from meshtune.arrays.tree import Tree, split
 from meshtune.kernels.log_probs import log_probs
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import LayersResult, forward, head_params, layers_result, logits_of
+from meshtune.model.decoder import forward, head_params
 from meshtune.model.gather import loss_sharding
 from meshtune.model.inputs import Inputs
 from meshtune.model.spec import ModelSpec
-from meshtune.objectives.score import Batch
+from meshtune.model.sums import LayersResult, layers_result
+from meshtune.objectives.score import Batch, logits_of
 from meshtune.objectives.segments import max_segments, segment_min, segment_sum, to_tokens
 
 

@@ -8,10 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from meshtune.arrays.tree import Tree
+from meshtune.model.block import Hidden
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import LayersResult, forward, layers_result, scores
+from meshtune.model.decoder import forward
+from meshtune.model.gather import to_device
 from meshtune.model.inputs import Inputs
+from meshtune.model.linear import linear
 from meshtune.model.spec import ModelSpec
+from meshtune.model.sums import LayersResult, layers_result
 from meshtune.objectives.answers import by_side
 from meshtune.objectives.config import RmConfig
 from meshtune.objectives.preference import masked_sum, reward_metrics
@@ -48,3 +52,8 @@ def segment_scores(
     hidden, _, sums = forward(params, spec, compute, inputs, rng=rng)
     token_scores = jnp.where(batch["weights"] > 0, scores(params, hidden), 0.0)
     return segment_sum(token_scores, batch["segment_ids"], max_segments(batch)), layers_result(spec, sums)
+
+
+def scores(params: Tree, hidden: Hidden) -> Float[Array, "B T"]:
+    """The float32 score that a model with a head of one score (ModelSpec.scored) gives at every token."""
+    return linear(hidden, to_device(params["score"]), out=jnp.float32)[..., 0]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import jax
@@ -11,8 +13,9 @@ from jaxtyping import Array, Float
 
 from meshtune.arrays.tree import Tree
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import LayersResult
+from meshtune.model.decoder import head_logits
 from meshtune.model.spec import ModelSpec
+from meshtune.model.sums import LayersResult
 
 Batch = dict[str, Array]
 """tokens, targets, positions, segment_ids int32 [B, T]; weights float32 [B, T].
@@ -48,6 +51,12 @@ class Objective(Protocol):
     """Computes the Score of one micro-batch. `rng` is None where nothing is random, as in evaluation."""
 
     def __call__(self, params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score: ...
+
+
+@functools.cache
+def logits_of(spec: ModelSpec) -> Callable[[Tree, Array], Array]:
+    """`head_logits` of a model, always the same function for the same spec."""
+    return functools.partial(head_logits, spec=dataclasses.replace(spec, stacks=()))
 
 
 def add_layers(score: Score, layers: LayersResult) -> Score:

@@ -11,12 +11,13 @@ from jaxtyping import Array, Float
 from meshtune.arrays.tree import Tree
 from meshtune.kernels.cross_entropy import cross_entropy
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import forward, head_params, layers_result, logits_of
+from meshtune.model.decoder import forward, head_params
 from meshtune.model.gather import loss_sharding
 from meshtune.model.inputs import Inputs
 from meshtune.model.spec import ModelSpec
+from meshtune.model.sums import layers_result
 from meshtune.objectives.config import SftConfig
-from meshtune.objectives.score import Batch, Objective, Score, add_layers
+from meshtune.objectives.score import Batch, Objective, Score, add_layers, logits_of
 from meshtune.objectives.segments import max_segments, segment_sum, to_tokens
 
 

@@ -19,7 +19,7 @@ from meshtune.model.inputs import Rows
 from meshtune.model.reverse import Layer, backward, forward, row_of
 from meshtune.model.side import without_memory
 from meshtune.model.spec import ModelSpec, Stack
-from meshtune.model.stacks import no_sums
+from meshtune.model.sums import no_sums
 from meshtune.optim.blocks import ActiveBlock, BlockSchedule
 from meshtune.optim.param_optimizer import COUNT, State
 

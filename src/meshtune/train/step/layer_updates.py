@@ -21,7 +21,7 @@ from meshtune.model.inputs import Rows
 from meshtune.model.reverse import Layer, backward, forward, row_of, with_row
 from meshtune.model.side import with_stored
 from meshtune.model.spec import ModelSpec, Stack
-from meshtune.model.stacks import add_sums, no_sums
+from meshtune.model.sums import add_sums, no_sums
 from meshtune.optim.optimizer import Optimizer
 from meshtune.optim.param_optimizer import State
 from meshtune.train.step.block_coordinate import placed_as

@@ -24,10 +24,10 @@ from meshtune.model.block import Hidden, Sums
 from meshtune.model.compute import Compute
 from meshtune.model.gather import to_device
 from meshtune.model.inputs import Rows
-from meshtune.model.reverse import Layer
+from meshtune.model.reverse import Layer, layer_functions
 from meshtune.model.side import without_stored
 from meshtune.model.spec import ModelSpec
-from meshtune.model.stacks import layer_functions, no_sums
+from meshtune.model.sums import no_sums
 from meshtune.objectives.score import Batch, Objective, Score, metric_means
 from meshtune.optim.optimizer import Optimizer
 from meshtune.optim.param_optimizer import COUNT, PARAM_STATE

@@ -1,0 +1,44 @@
+"""The functions between the projections of feed-forward networks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import Tree
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+}
+ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
+XIELU = "xielu"  # the activation with parameters of its own
+
+
+def xielu(x: Array, node: Tree) -> Array:
+    """The activation of https://arxiv.org/abs/2411.13010, with the trained alpha_p and alpha_n [1] of one layer and its
+    constants beta and eps [1].
+
+    a x^2 + beta x for positive x, b (exp(min(x, eps)) - 1 - x) + beta x for others, where a is softplus of alpha_p, and
+    b is beta more than softplus of alpha_n. Computed in float32, returned in x's dtype.
+    """
+    wide = x.astype(jnp.float32)
+    a, softplus = (jax.nn.softplus(node[name].astype(jnp.float32)) for name in ("alpha_p", "alpha_n"))
+    beta, eps = (jax.lax.stop_gradient(node[name]).astype(jnp.float32) for name in ("beta", "eps"))
+    below = (beta + softplus) * (jnp.expm1(jnp.minimum(wide, eps)) - wide)
+    return (jnp.where(wide > 0, a * jnp.square(wide), below) + beta * wide).astype(x.dtype)
+
+
+def xielu_params() -> Tree:
+    """The parameters of `xielu` of one layer."""
+    trained = ArraySpec((1,), "float32", ("whole",), role="vector")
+    constant = ArraySpec((1,), "float32", ("whole",), "ones", role="buffer")
+    return {"alpha_p": trained, "alpha_n": trained, "beta": constant, "eps": constant}
