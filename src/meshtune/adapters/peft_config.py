@@ -21,6 +21,8 @@ from meshtune.adapters.targets import Module
 from meshtune.errors import UserError
 from meshtune.families.tensors import View
 
+# Last parts of the names of modules that peft, in models with experts, takes to mean the experts' matrices.
+TAKEN_FOR_EXPERTS = (".gate_proj", ".up_proj", ".down_proj", ".w1", ".w2", ".w3")
 # Only said for information, or without effect unless another field (which is refused) is set.
 INFORMATION = {
     "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version", "peft_type",
@@ -95,7 +97,7 @@ class PeftConfig:
             return False
         if isinstance(targets, str):
             return module.node != "head" if targets.lower() == ALL_LINEAR else bool(re.fullmatch(targets, name))
-        if name in (targets or []):
+        if name in (targets or []) or is_targeted(f"{name}.weight", self.fields.get("target_parameters") or ()):
             return True
         layers = self.fields.get("layers_to_transform")
         if isinstance(layers, int):
@@ -112,8 +114,11 @@ class PeftConfig:
         return {full_names[short]: tuple(ids) for short, ids in rows.items() if full_names[short] in names}
 
     def _pattern(self, field: str, name: str, default: Any) -> Any:
-        patterns = self.fields.get(field) or {}
-        return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), default)
+        """Of the first pattern that is the end of a module's name, or of that of its weight."""
+        for key, value in (self.fields.get(field) or {}).items():
+            if any(re.match(rf"(.*\.)?({key})$", full) for full in (name, f"{name}.weight")):
+                return value
+        return default
 
 
 def read_config(fields: dict[str, Any], where: str) -> PeftConfig:
@@ -171,12 +176,17 @@ def write_config(
 ) -> dict[str, Any]:
     """The fields for adapters of the modules `adapted`, with `trained` modules saved in full and `rows` of others;
     `ranks` and `alphas` are by HF module, empty for kinds that have neither. `parameters` are the adapted ones of
-    experts.
+    experts; beside them, modules whose names peft takes to mean experts are named by their parameter too.
 
     `names` are all modules of the model: short names are used where they select exactly the right ones. `transposed`
     says that the adapted weights are [in, out] in transformers. In a `composite` there are other modules, which are
     excluded.
     """
+    taken = [name for name in adapted if parameters and name.endswith(TAKEN_FOR_EXPERTS)]
+    weights = {name: f"{name}.weight" for name in taken}
+    adapted = [name for name in adapted if name not in weights]
+    ranks = {weights.get(name, name): rank for name, rank in ranks.items()}
+    alphas = {weights.get(name, name): alpha for name, alpha in alphas.items()}
     rank_pattern = {name: rank for name, rank in ranks.items() if rank != config.rank}
     alpha_pattern = {name: plain(a) for name, a in alphas.items() if not math.isclose(a, config.alpha, rel_tol=1e-9)}
     kind = ADAPTERS[config.adapter]
@@ -196,7 +206,8 @@ def write_config(
         **patterns,
         "layers_to_transform": None,
         "layers_pattern": None,
-        **({"target_parameters": sorted(parameters), "peft_version": VERSION} if parameters else {}),
+        **({"target_parameters": sorted([*parameters, *weights.values()])} if parameters else {}),
+        **({"peft_version": VERSION} if parameters else {}),
         **({FIELD: {name.rpartition(".")[2]: list(ids) for name, ids in rows.items()}} if rows else {}),
     }
 

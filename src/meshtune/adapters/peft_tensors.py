@@ -135,7 +135,8 @@ def sort(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, peft: PeftConfi
         module, _, leaf = inner.rpartition(".")
         if suffix is not None and inner.removesuffix(suffix) in among:
             module = inner.removesuffix(suffix)
-            if not among[module].linear or among[module].role == "experts":
+            adaptable = among[module].linear or among[module].role == "router"  # which peft's all-linear means too
+            if not adaptable or among[module].role == "experts":
                 raise misfit(name, where, f"{module} is not a linear layer of this model")
             content.adapted.setdefault(module, {})[suffixes[suffix]] = name
         elif inner.endswith(f".{TENSOR}") and inner.removesuffix(f".{TENSOR}") in among:

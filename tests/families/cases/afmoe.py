@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from families.case import Case
 
-# Its router has a linear layer, which "all-linear" of peft means too.
+# Its router has a linear layer, which "all-linear" of peft means too; and peft takes every gate_proj, up_proj and
+# down_proj to mean the experts.
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 PEFT = {
-    "target_modules": r".*(self_attn\..*|shared_experts\.|layers\.0\.mlp\.)(q|k|v|o|gate|up|down)_proj",
+    "target_modules": list(ATTENTION),
     "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
 }
 CASES = (
@@ -22,6 +24,7 @@ CASES = (
             "sliding_window": 7,
             "mup_enabled": True,
         },
+        targets=("experts", *ATTENTION),
         peft=PEFT,
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from families.case import Case
+from families.cases.afmoe import ATTENTION, PEFT
 
 CASES = (
     Case(
@@ -16,5 +17,7 @@ CASES = (
             "topk_group": 1,
             "sliding_window": 7,
         },
+        targets=("experts", *ATTENTION),
+        peft=PEFT,
     ),
 )
