@@ -1,7 +1,7 @@
 """Updates of a model on simulated devices, as JSON: `mesh_updates.py DIRECTORY METHOD MESHES`. The first is one device.
 
 A process of its own, since the number of devices is fixed when JAX starts. Everything that the program computes in
-float32 is computed in float64 here: the order of a sum, which a mesh changes, is then of no account. In float32 three
+float32 is computed in float64 then: the order of a sum, which a mesh changes, is then of no account. In float32 three
 updates of an untrained recurrent model make a difference of 1e-7 in the first one into 1e-4.
 """
 
@@ -45,9 +45,6 @@ def trajectory(directory: pathlib.Path, method_name: str, axes: dict[str, int] |
     import jax.numpy as jnp
     import numpy as np
 
-    jax.config.update("jax_enable_x64", True)
-    jnp.float32 = jnp.float64
-
     from meshtune.adapters.config import FullConfig, LoraConfig
     from meshtune.adapters.method import abstract, prepare
     from meshtune.kernels.attention import zigzag_order
@@ -75,8 +72,13 @@ def trajectory(directory: pathlib.Path, method_name: str, axes: dict[str, int] |
         order = zigzag_order(LENGTH, mesh.cp) if mesh.cp > 1 else None
     params = load_params(directory, arrays.spec, layout=layout)
     made = prepare(method, arrays.spec, params, jax.random.key(0), layout=layout)
-    trainable, frozen = jax.tree.map(lambda x: x.astype("float64"), (made.trainable, made.frozen))
-    compute = Compute(dtype="float64", loss_chunk=8, layout=layout)
+    dtype = "float64" if jax.config.jax_enable_x64 else "float32"
+
+    def widened(x: jax.Array) -> jax.Array:
+        return x.astype(dtype) if x.dtype == "float32" else x  # codes stay as they are
+
+    trainable, frozen = jax.tree.map(widened, (made.trainable, made.frozen))
+    compute = Compute(dtype=dtype, loss_chunk=8, layout=layout)
     step = make_train_step(OBJECTIVES["sft"], arrays.spec, compute, optimizer, abstract=arrays.trainable)
     state, losses, norms = init_state(trainable, optimizer, like), [], []
     for batch in batches(plain.vocab):
@@ -90,5 +92,10 @@ def trajectory(directory: pathlib.Path, method_name: str, axes: dict[str, int] |
 if __name__ == "__main__":
     flags = f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0"
     os.environ |= {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    import jax
+    import jax.numpy
+
+    jax.config.update("jax_enable_x64", True)
+    jax.numpy.float32 = jax.numpy.float64
     folder, method, meshes = pathlib.Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     print(json.dumps([trajectory(folder, method, axes) for axes in (None, *meshes)]))
