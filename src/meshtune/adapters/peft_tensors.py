@@ -122,6 +122,7 @@ def sort(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, peft: PeftConfi
     """
     among = modules(spec)
     suffixes = {f".{suffix}": field for field, suffix in ADAPTERS[peft.kind].PEFT_TENSORS.items()}
+    routers = {m.parameter.removesuffix(".weight"): name for name, m in among.items() if m.role == "router"}
     experts, of_experts = read_experts(shapes, among, peft, where)
     content = Content(dict(experts.tensors), {}, {}, views=experts.views)
     for name in shapes.keys() - of_experts:
@@ -132,6 +133,8 @@ def sort(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, peft: PeftConfi
         inner = name.removeprefix(PREFIX).replace(".modules_to_save.", ".").replace(".default.", ".")
         inner = module_name(spec, inner)
         suffix = next((s for s in suffixes if inner.endswith(s)), None)
+        if suffix is not None and inner.removesuffix(suffix) in routers:  # by its name in transformers' memory
+            inner = f"{routers[inner.removesuffix(suffix)]}{suffix}"
         module, _, leaf = inner.rpartition(".")
         if suffix is not None and inner.removesuffix(suffix) in among:
             module = inner.removesuffix(suffix)

@@ -96,7 +96,11 @@ def expert_modules(
             )
             for node, name in names.items()
         }
-        return {"mlp/router": f"{block}.{router}", **per_expert}
+        module = f"{block}.{router}"
+        if block == "mlp":
+            return {"mlp/router": module, **per_expert}
+        weight = Stored(f"{module}.weight", module, View.identity, parameter="mlp.gate.weight")
+        return {"mlp/router/weight": weight, **per_expert}
     return {"mlp/router": "mlp.gate", **fused_modules("mlp.experts")}
 
 
