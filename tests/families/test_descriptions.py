@@ -12,6 +12,7 @@ from families.cases import FIRST
 from meshtune.adapters.config import ExpandConfig, FreezeConfig, FullConfig, LoraConfig
 from meshtune.adapters.method import abstract
 from meshtune.adapters.registry import ADAPTERS
+from meshtune.adapters.targets import modules
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
 from meshtune.families import description, model_spec
@@ -22,12 +23,19 @@ from meshtune.model.sharding import layout_for
 from meshtune.quantize.config import QuantizeConfig
 
 KNOWN = {*AXES, *ADAPTERS, "full", "freeze", "expand"}
-ATTENTION = ("*attn*",)
 every_family = pytest.mark.parametrize("case", FIRST, ids=lambda case: case.name)
 
 
 def described(case: Case) -> Family:
     return description(case.text or case.model_type)
+
+
+def mixers(case: Case) -> tuple[str, ...]:
+    """The linear layers of the mixers."""
+    spec = model_spec(case.torch_config().to_dict())
+    names = {kind.mixer.name for kind in spec.layer_kinds if kind.mixer is not None}
+    among = modules(spec).values()
+    return tuple(m.name for m in among if m.role == "matrix" and m.in_peft and m.site.split("/")[0] in names)
 
 
 def plan(method: str, case: Case) -> None:
@@ -39,7 +47,7 @@ def plan(method: str, case: Case) -> None:
         silent_modules(deeper, 2)
     elif method in ADAPTERS:
         quantize = QuantizeConfig("nf4", 8, double=False) if method == "loftq" else None
-        targets = ATTENTION if described(case).experts else case.targets
+        targets = mixers(case) if described(case).experts else case.targets
         if method == "oft":
             lora = LoraConfig(targets=targets, adapter="oft", oft_block_size=4)
         else:

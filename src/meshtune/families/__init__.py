@@ -65,6 +65,7 @@ FAMILIES: dict[str, str] = {
     "internlm3": "internlm3",
     "kimi_k2": "deepseek",
     "lfm2": "lfm2",
+    "lfm2_moe": "lfm2_moe",
     "llama": "llama",
     "llama4_text": "llama4",
     "mamba2": "mamba2",

@@ -81,27 +81,34 @@ def sparse_layers(fields: ConfigFields, sparse: LayerSpec, dense: LayerSpec) -> 
 
 
 def expert_modules(
-    spec: ModelSpec, *, block: str = "mlp", router: str = "gate", names: Mapping[str, str] = NAMES
+    spec: ModelSpec,
+    *,
+    block: str = "mlp",
+    router: str = "gate",
+    names: Mapping[str, str] = NAMES,
+    memory: str = "mlp",
 ) -> dict[str, str | Stored]:
     """The modules of a table of tensors that a mixture of experts adds.
 
     In files with one tensor per matrix, `block` is the module of the mixture, `router` that of the router in it, and
     `names` are those of an expert's matrices. With all experts in one tensor every family has the names of
-    transformers 5.
+    transformers 5, in which `memory` is the module of the mixture.
     """
     if not spec.fused_experts:
         per_expert = {
             f"mlp/experts/{node}": Stored(
-                f"{block}.experts.{{}}.{name}", f"{block}.experts.{name}", parameter=f"mlp.experts.{PARAMETERS[node]}"
+                f"{block}.experts.{{}}.{name}",
+                f"{block}.experts.{name}",
+                parameter=f"{memory}.experts.{PARAMETERS[node]}",
             )
             for node, name in names.items()
         }
         module = f"{block}.{router}"
-        if block == "mlp":
+        if block == memory:
             return {"mlp/router": module, **per_expert}
-        weight = Stored(f"{module}.weight", module, View.identity, parameter="mlp.gate.weight")
+        weight = Stored(f"{module}.weight", module, View.identity, parameter=f"{memory}.gate.weight")
         return {"mlp/router/weight": weight, **per_expert}
-    return {"mlp/router": "mlp.gate", **fused_modules("mlp.experts")}
+    return {"mlp/router": f"{memory}.gate", **fused_modules(f"{memory}.experts")}
 
 
 def fused_modules(experts: str, files: Mapping[str, str] = {}) -> dict[str, str | Stored]:

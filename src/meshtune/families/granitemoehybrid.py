@@ -1,24 +1,36 @@
-"""Granite 4 with Mamba-2 layers, without experts: Granite's multipliers around state-space mixers and attention."""
+"""Granite 4 with Mamba-2 layers, with experts or without: state-space mixers and attention between
+Granite's multipliers."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from meshtune.families.config_fields import ConfigFields
+from meshtune.families.experts import experts_spec
 from meshtune.families.family import Family
+from meshtune.families.granitemoe import SHARED, routed_modules
 from meshtune.families.llama import MODULES as LLAMA
 from meshtune.families.llama import OUTSIDE, attention_spec, decoder_spec, head_sizes, norm_spec
 from meshtune.families.packed import with_gate_up_in_halves
 from meshtune.families.recurrent import LIMITS, bounds, layer_kinds, with_mamba_groups
 from meshtune.families.rope_fields import read_rope
 from meshtune.families.tensors import TensorMap, one_to_one
+from meshtune.model.block import FeedForward
 from meshtune.model.layer import LayerSpec
 from meshtune.model.mamba2 import Mamba2Spec
 from meshtune.model.mlp import MlpSpec
 from meshtune.model.spec import ModelSpec
 
 # GraniteMoeHybridConfig's.
-DEFAULTS = {"max_position_embeddings": 2048, "num_local_experts": 8, "mamba_n_heads": 128, "mamba_d_state": 256}
+DEFAULTS = {
+    "max_position_embeddings": 2048,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 14336,
+    "mamba_n_heads": 128,
+    "mamba_d_state": 256,
+}
 MODULES = LLAMA | {
     "mamba_norm": "input_layernorm",
     "mamba": "mamba",
@@ -26,11 +38,12 @@ MODULES = LLAMA | {
     "mamba/filter": "mamba.conv1d",
     "mamba/norm": "mamba.norm",
     "mamba/out": "mamba.out_proj",
+    **SHARED,
     "mlp/gate_up": "shared_mlp.input_linear",
     "mlp/down": "shared_mlp.output_linear",
 }
-# Fields that say how the model was initialised, how transformers computes it, or what its experts, of which it has
-# none, are like.
+# Fields that say how the model was initialised, how transformers computes it, or what experts are like where there are
+# none.
 UNUSED = """
     init_method normalization_function mamba_chunk_size intermediate_size num_experts_per_tok output_router_logits
     router_aux_loss_coef rope_theta rope_scaling rope_parameters
@@ -38,12 +51,13 @@ UNUSED = """
 
 DESCRIPTIONS = {
     "granitemoehybrid": Family(
-        title="Granite 4 H (dense)",
+        title="Granite 4 H",
         special="Mamba-2 layers, attention without positions in some; multipliers of embeddings, residuals, scores and "
-        "logits; models with experts are not supported yet",
-        models=("ibm-granite/granite-4.0-h-1b", "ibm-granite/granite-4.0-h-350m"),
+        "logits; in Tiny and Small 64 or 72 experts, of which 6 or 10 compute a token, beside a shared one",
+        models=("ibm-granite/granite-4.0-h-1b", "ibm-granite/granite-4.0-h-350m", "ibm-granite/granite-4.0-h-tiny"),
         group="hybrid",
         limits=LIMITS,
+        mixture=True,
     )
 }
 
@@ -53,10 +67,6 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     fields = ConfigFields(DEFAULTS | config, where)
     for unused in UNUSED:
         fields.get(unused)
-    if experts := fields.get("num_local_experts"):
-        raise fields.error(
-            "num_local_experts", f"{experts} experts: of this family, models without experts alone are supported"
-        )
     fields.only("hidden_act", "silu")
     bias, norm = bool(fields.get("attention_bias", False)), norm_spec(fields)
     rope = None
@@ -67,7 +77,10 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     attention = attention_spec(
         fields, rope=rope, scale=fields.number("attention_multiplier", 1.0), qkv_bias=bias, out_bias=bias
     )
-    mlp = MlpSpec(fields.integer("shared_intermediate_size", 1024), packed=True)
+    mlp: FeedForward = MlpSpec(fields.integer("shared_intermediate_size", 1024), packed=True)
+    if fields.get("num_local_experts"):
+        experts = experts_spec(fields, width="intermediate_size", router={"normalize": True})
+        mlp = dataclasses.replace(experts, shared=mlp)
     scale = fields.number("residual_multiplier", 1.0)
     mixers = {"linear_attention": _mamba(fields), "full_attention": attention}
     layers = {kind: LayerSpec(mixer, mlp, norm, scale=scale) for kind, mixer in mixers.items()}
@@ -103,4 +116,5 @@ def _mamba(fields: ConfigFields) -> Mamba2Spec:
 
 def tensors(spec: ModelSpec) -> list[TensorMap]:
     """The table of tensors: each is one leaf, or one layer of it, with the rows of fused projections in groups."""
-    return with_gate_up_in_halves(with_mamba_groups(one_to_one(spec, MODULES, OUTSIDE), spec))
+    table = one_to_one(spec, {**MODULES, **routed_modules(spec)}, OUTSIDE)
+    return with_gate_up_in_halves(with_gate_up_in_halves(with_mamba_groups(table, spec)), "mlp/shared/gate_up")

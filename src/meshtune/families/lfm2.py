@@ -12,6 +12,7 @@ from meshtune.families.llama import attention_spec, decoder_spec, head_sizes
 from meshtune.families.recurrent import LIMITS, with_filters
 from meshtune.families.rope_fields import read_rope
 from meshtune.families.tensors import TensorMap, View, one_to_one, with_view
+from meshtune.model.block import FeedForward
 from meshtune.model.layer import LayerSpec
 from meshtune.model.mlp import MlpSpec
 from meshtune.model.norm import NormSpec
@@ -59,24 +60,27 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     fields = ConfigFields(DEFAULTS | config, where)
     for unused in UNUSED:
         fields.get(unused)
-    norm = NormSpec(fields.number("norm_eps", 1e-5))
     mlp = MlpSpec(_ffn_width(fields))
+    layers = hybrid_layers(fields, [mlp] * fields.integer("num_hidden_layers"))
+    tied = bool(fields.get("tie_embedding", fields.get("tie_word_embeddings")))
+    return decoder_spec(fields, "lfm2", "Lfm2ForCausalLM", layers, tied=tied)
+
+
+def hybrid_layers(fields: ConfigFields, ffns: Sequence[FeedForward]) -> list[LayerSpec]:
+    """The layers around these feed-forward networks."""
+    norm = NormSpec(fields.number("norm_eps", 1e-5))
     rope = read_rope(fields, head_sizes(fields)[2], theta=1_000_000.0)
     conv = ShortConvSpec(
         fields.integer("conv_L_cache", 3), fields.integer("hidden_size"), bool(fields.get("conv_bias", False))
     )
-    layers = {
-        "full_attention": LayerSpec(attention_spec(fields, rope=rope, qk_norm=norm), mlp, norm),
-        "conv": LayerSpec(conv, mlp, norm),
-    }
+    mixers = {"full_attention": attention_spec(fields, rope=rope, qk_norm=norm), "conv": conv}
     attended = fields.get("full_attn_idxs")
 
     def default(index: int) -> str:
         return "full_attention" if attended is None or index in attended else "conv"
 
-    pattern = [layers[kind] for kind in fields.layer_types(tuple(layers), default)]
-    tied = bool(fields.get("tie_embedding", fields.get("tie_word_embeddings")))
-    return decoder_spec(fields, "lfm2", "Lfm2ForCausalLM", pattern, tied=tied)
+    kinds = fields.layer_types(tuple(mixers), default)
+    return [LayerSpec(mixers[kind], ffn, norm) for kind, ffn in zip(kinds, ffns, strict=True)]
 
 
 def _ffn_width(fields: ConfigFields) -> int:
@@ -90,7 +94,11 @@ def _ffn_width(fields: ConfigFields) -> int:
 
 def tensors(spec: ModelSpec) -> list[TensorMap]:
     """The table of tensors: each is one leaf, or one layer of it; the thirds of in_proj stand row by row in memory."""
-    table: Sequence[TensorMap] = one_to_one(spec, MODULES, OUTSIDE)
+    return with_convolutions(one_to_one(spec, MODULES, OUTSIDE))
+
+
+def with_convolutions(table: Sequence[TensorMap]) -> list[TensorMap]:
+    """The table with the rows of the convolutions' projections and filters as files have them."""
     for leaf in ("weight", "bias"):
         table = with_view(table, f"conv/in/{leaf}", _in_thirds)
     return with_filters(table, "conv/filter")
