@@ -35,9 +35,9 @@ CASES = (
         "gemma4_text",
         {
             **USUAL,
-            "num_hidden_layers": 7,
-            "layer_types": ["sliding_attention", *["sliding_attention", "full_attention"] * 3],
-            "num_kv_shared_layers": 4,
+            "num_hidden_layers": 5,
+            "layer_types": ["sliding_attention", *["sliding_attention", "full_attention"] * 2],
+            "num_kv_shared_layers": 2,
             "use_double_wide_mlp": True,
             "vocab_size_per_layer_input": 100,
             "hidden_size_per_layer_input": 8,
@@ -50,6 +50,7 @@ CASES = (
         peft={"exclude_modules": r".*\.router\.proj"},  # a linear layer in transformers; here as other routers
         beyond=60,
         generated=12,
+        meshes=({"fsdp": 2, "tp": 2}, {"ep": 2, "cp": 2}),
     ),
     Case(
         "gemma4_dense",
