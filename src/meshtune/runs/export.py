@@ -18,6 +18,8 @@ from meshtune.arrays.tree import flatten, unflatten
 from meshtune.data.tokenizer import load_tokenizer, padding_id
 from meshtune.digests import write_digests
 from meshtune.errors import UserError, nearest
+from meshtune.families import tensors
+from meshtune.model.spec import ModelSpec
 from meshtune.quantize.config import UNQUANTISED, QuantizeConfig
 from meshtune.runs.sources import Source, find
 from meshtune.weights.export import export_model
@@ -170,7 +172,7 @@ def _as_published(
             fix="leave --format out",
         )
     expected = probe_logits(params, spec)
-    nodes = {path.rpartition("/")[0] for path in flatten(added.trainable)}
+    nodes = _nodes_to_write(spec, {path.rpartition("/")[0] for path in flatten(added.trainable)})
     flat = flatten(params)
     changed = {path: leaf for path, leaf in flat.items() if path.rpartition("/")[0] in nodes or path == SHARED}
     done = republish(
@@ -190,6 +192,13 @@ def _as_published(
     lost = f"{done.quantised} weights quantised again, which moved their numbers by up to {done.moved:.1%}, "
     how = f"{lost if done.quantised else ''}logits within {done.difference:.1e} (relative) of what was trained"
     return Exported(f"a model in {spec.published.method}, as its base is published,", done.path, how)
+
+
+def _nodes_to_write(spec: ModelSpec, nodes: set[str]) -> set[str]:
+    """Returns some nodes of a model, and those that share a tensor of its files with them."""
+    table = tensors(spec)
+    names = {entry.name for entry in table if entry.path.rpartition("/")[0] in nodes}
+    return {entry.path.rpartition("/")[0] for entry in table if entry.name in names}
 
 
 def _merged_into(base: BaseRecord, into: str | None) -> QuantizeConfig | None:

@@ -42,7 +42,7 @@ class Republished:
 
 
 @dataclasses.dataclass(frozen=True)
-class _InMemory:
+class InMemory:
     """The `scheme.Parts` of one weight, as arrays."""
 
     arrays: Mapping[str, np.ndarray]
@@ -84,7 +84,7 @@ class _Requantised:
         numbers, name = _numbers(self._entries, self._leaves, self._info.shape), self._entries[0].name
         stored = {role: DTYPES[info.dtype] for role, info in self._info.packed.parts}
         parts = scheme.encode(numbers, stored)
-        memory: Parts = _InMemory(parts)
+        memory: Parts = InMemory(parts)
         again = scheme.decode(memory, tuple((0, n) for n in numbers.shape))
         size = float(np.sqrt(np.mean(numbers.astype(np.float64) ** 2)))
         self._moved[name] = float(np.sqrt(np.mean((again.astype(np.float64) - numbers) ** 2))) / max(size, 1e-30)
@@ -111,7 +111,7 @@ def republish(
     max_shard_bytes: int = 5_000_000_000,
 ) -> Republished:
     """Writes the model directory `source` to `dest` with other numbers for the leaves in `changed` (path -> float32,
-    without adapters), in the format of its files.
+    without adapters), in the format of its files. All leaves that a tensor of the files holds are changed, or none.
 
     `expected` are the probe's logits of what was trained. One tensor is in memory at a time. Raises UserError for a
     base that is not published quantised, or in a format that is not written, and as `write_model` does.
@@ -144,8 +144,9 @@ def _tensors(
     """Every tensor of the source's files, in their order."""
     by_name: dict[str, list[TensorMap]] = {}
     for entry in tensors(spec):
-        if entry.path in changed:
-            by_name.setdefault(entry.name, []).append(entry)
+        by_name.setdefault(entry.name, []).append(entry)
+    by_name = {name: entries for name, entries in by_name.items() if any(entry.path in changed for entry in entries)}
+    assert all(entry.path in changed for entries in by_name.values() for entry in entries)
     stored, logical = headers(source), model_tensors(source, spec.published)
     parts: dict[str, tuple[_Requantised, str]] = {}
     for name, entries in by_name.items():

@@ -122,3 +122,21 @@ def test_merged_in_the_format_of_the_base_keeps_what_was_not_adapted(run, model,
         assert ((again - exact).abs() <= torch.maximum(exact.abs() / 16, spread / 448 / 512) * 1.001).all(), name
     ours = meshtune.load(tmp_path / "merged").logits(TOKENS)
     np.testing.assert_allclose(theirs(tmp_path / "merged"), ours, atol=1e-4 * np.abs(ours).max())
+
+
+def test_experts_with_adapters_are_quantised_again(tmp_path):
+    model = rewritten(directory(OSS), tmp_path / "model", *mxfp4())
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / name, model)
+    train(recipe(model, tmp_path / "run", "method.targets=[experts.gate_proj]", "train.steps=2"))
+    done = export(tmp_path / "run", tmp_path / "merged", merge=True, format="published")
+    assert "2 weights quantised again" in done.verified  # gate and up are one tensor in each of two layers
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "merged"))
+    changed = {
+        name for name in before if not torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8))
+    }
+    assert changed
+    assert all("gate_up_proj_" in name for name in changed)
+    np.testing.assert_allclose(
+        theirs(tmp_path / "merged"), meshtune.load(tmp_path / "merged").logits(TOKENS), atol=1e-4
+    )

@@ -32,7 +32,7 @@ CASES: dict[str, tuple[Case, str]] = {
         BY_NAME["deepseek_v3"].changed(**EVEN, v_head_dim=16, moe_intermediate_size=32, intermediate_size=64),
         '"all-linear"',
     ),
-    "mxfp4": (BY_NAME["gpt_oss"].changed(**EVEN, intermediate_size=64), '["q_proj", "k_proj", "v_proj", "o_proj"]'),
+    "mxfp4": (BY_NAME["gpt_oss"].changed(**EVEN, intermediate_size=64), '"all-linear"'),
 }
 
 
