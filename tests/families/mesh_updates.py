@@ -95,7 +95,8 @@ if __name__ == "__main__":
     import jax
     import jax.numpy
 
-    jax.config.update("jax_enable_x64", True)
-    jax.numpy.float32 = jax.numpy.float64
+    if "float32" not in sys.argv[4:]:  # of codes whose scales are made of bits
+        jax.config.update("jax_enable_x64", True)
+        jax.numpy.float32 = jax.numpy.float64
     folder, method, meshes = pathlib.Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     print(json.dumps([trajectory(folder, method, axes) for axes in (None, *meshes)]))
