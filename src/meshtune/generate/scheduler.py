@@ -279,13 +279,14 @@ class Scheduler:
     def _feed(self) -> Feed:
         stop_ids = [row.generation.request.stop_ids if row.generation else frozenset() for row in self._rows]
         width = max(8, -(-max(map(len, stop_ids)) // 8) * 8)  # so that their number rarely compiles anew
-        columns: dict[str, Any] = {
+        columns = {
             "token": [row.newest for row in self._rows],
             "length": [len(row.cached) for row in self._rows],
             "remaining": [_remaining(row) for row in self._rows],
             "stop_ids": [sorted(ids) + [-1] * (width - len(ids)) for ids in stop_ids],
         }
-        return Feed(**{name: np.asarray(column, np.int32) for name, column in columns.items()})
+        arrays: dict[str, Any] = {name: np.asarray(column, np.int32) for name, column in columns.items()}
+        return Feed(**arrays)
 
     def _counted(self, vocab: int) -> Counts:
         """The tokens of all rows, counted."""

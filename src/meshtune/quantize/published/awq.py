@@ -48,7 +48,6 @@ class Awq:
 
     group: int
     skip: tuple[str, ...] = ()
-    bits: ClassVar[int] = BITS
     method: ClassVar[str] = "awq"
     ending: ClassVar[str] = ".weight"
     endings: ClassVar[Mapping[str, str]] = {"codes": ".qweight", "zeros": ".qzeros", "scales": ".scales"}
@@ -57,6 +56,10 @@ class Awq:
 
     def converts(self, module: str, array: ArraySpec) -> bool:
         return not is_skipped(module, self.skip)
+
+    @property
+    def bits(self) -> int:
+        return BITS
 
     def shape(self, parts: Parts) -> Shape:
         into, columns = parts.shape("codes")

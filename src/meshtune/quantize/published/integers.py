@@ -50,7 +50,10 @@ class Integers:
 class PackedScheme(Protocol):
     """A scheme whose weights are integers with scales and zero points."""
 
-    bits: Any  # 4 or 8
+    @property
+    def bits(self) -> int:
+        """Of a number: 4 or 8."""
+        ...
 
     def size(self, into: int) -> int:
         """Numbers of a group in a row of `into`."""
