@@ -156,7 +156,7 @@ class Scheduler:
         batch: list[_Admission] = []
         for generation in admitted:
             admission = self._placed(generation)
-            shares = any(admission.source == other.target for other in batch)
+            shares = any(admission.source == earlier.target for earlier in batch)
             if batch and (shares or _shape(admission) != _shape(batch[0])):
                 self._read(batch)
                 batch = []
@@ -180,11 +180,11 @@ class Scheduler:
 
     def _make_room(self, admitted: Sequence[Generation]) -> None:
         """Makes rows and slots for requests: as few rows as do, for every row costs time in every step."""
-        wanted = rows_bucket(self.running + len(admitted))
+        count = rows_bucket(self.running + len(admitted))
         longest = max(len(g.request.prompt) + min(g.request.max_tokens, ROOM) for g in admitted)
         if not self.running and 4 * longest <= self._slots:
             self._rows, self._slots = [], 0
-        self._resize(wanted, longest)
+        self._resize(count, longest)
 
     def _resize(self, count: int, length: int) -> None:
         """Rows for `count` generations at least, of `length` tokens at least. Empty rows go first, the oldest first."""
@@ -192,38 +192,38 @@ class Scheduler:
         count = count if count > len(self._rows) or 4 * count <= len(self._rows) else len(self._rows)
         if slots == self._slots and count == len(self._rows):
             return
-        kept = sorted(self._rows, key=lambda row: (row.generation is None, -row.last_used))[:count]
-        if kept:
-            source = [self._rows.index(row) for row in kept]
-            source += [0] * (count - len(kept))
+        retained = sorted(self._rows, key=lambda row: (row.generation is None, -row.last_used))[:count]
+        if retained:
+            source = [self._rows.index(row) for row in retained]
+            source += [0] * (count - len(retained))
             self._layers = programs.moved(
                 self._layers, np.asarray(source, np.int32), spec=self._spec, compute=self._compute, slots=slots
             )
         else:
             self._layers = programs.empty_layers(self._spec, self._compute, count, slots)
-        self._rows = kept + [_Row() for _ in range(count - len(kept))]
+        self._rows = retained + [_Row() for _ in range(count - len(retained))]
         self._slots, self._counts = slots, None
 
     def _placed(self, generation: Generation) -> _Admission:
         """A free row for a request, and the row whose cache has most of its prompt."""
-        wanted = generation.request.prompt[:-1]
-        shared = [self._shared(row.cached, wanted) for row in self._rows]
+        prompt = generation.request.prompt[:-1]
+        shared = [self._shared(row.cached, prompt) for row in self._rows]
         source = max(range(len(shared)), key=shared.__getitem__)
-        length = shared[source] if shared[source] >= min(SHORTEST_SHARED, len(wanted)) else 0
+        length = shared[source] if shared[source] >= min(SHORTEST_SHARED, len(prompt)) else 0
         free = [n for n, row in enumerate(self._rows) if row.generation is None]
         if length and source in free and length == len(self._rows[source].cached):
             return _Admission(generation, source, source, length)  # goes on where it ended
-        others = [n for n in free if n != source] or free
-        target = min(others, key=lambda n: (len(self._rows[n].cached) > 0, self._rows[n].last_used))
+        targets = [n for n in free if n != source] or free
+        target = min(targets, key=lambda n: (len(self._rows[n].cached) > 0, self._rows[n].last_used))
         return _Admission(generation, target, source if length else target, length)
 
-    def _shared(self, cached: Sequence[int], wanted: Sequence[int]) -> int:
-        """How many of the tokens of `wanted` need not be read where a row holds `cached`."""
-        same = next(
-            (n for n, (a, b) in enumerate(zip(cached, wanted, strict=False)) if a != b), min(len(cached), len(wanted))
+    def _shared(self, cached: Sequence[int], prompt: Sequence[int]) -> int:
+        """How many of the tokens of `prompt` need not be read where a row holds `cached`."""
+        common = next(
+            (n for n, (a, b) in enumerate(zip(cached, prompt, strict=False)) if a != b), min(len(cached), len(prompt))
         )
-        whole = same == len(cached) or programs.holds_every_token(self._spec, self._compute, self._slots)
-        return same if whole else 0
+        whole = common == len(cached) or programs.holds_every_token(self._spec, self._compute, self._slots)
+        return common if whole else 0
 
     def _read(self, batch: Sequence[_Admission]) -> None:
         """Reads the prompts of requests of one shape."""
@@ -256,8 +256,8 @@ class Scheduler:
         if longest + steps > self._slots:
             self._resize(len(self._rows), longest + steps)
         switches, knobs = compiled_form([request.sampling if request else Sampling() for request in requests])
-        asked = [r.alternatives for r in requests if r is not None and r.alternatives is not None]
-        alternatives = next((n for n in ALTERNATIVES if n >= max(asked)), max(asked)) if asked else None
+        requested = [r.alternatives for r in requests if r is not None and r.alternatives is not None]
+        alternatives = next((n for n in ALTERNATIVES if n >= max(requested)), max(requested)) if requested else None
         if self._counts is None or (switches.counts and not self._counts.generated.shape[1]):
             self._counts = self._counted(self._spec.vocab if switches.counts else 0)
         self._layers, self._counts, decoded = programs.decode(

@@ -25,7 +25,7 @@ from meshtune.serve.errors import ApiError, as_api_error
 from meshtune.serve.guard import Guard
 from meshtune.serve.metrics import metrics_text
 from meshtune.serve.models import Models, Served
-from meshtune.serve.schema import Asked, ChatRequest, CompletionRequest, parsed
+from meshtune.serve.schema import ChatRequest, CompletionRequest, GenerationRequest, parsed
 
 MAX_BODY = 16 * 2**20  # bytes
 
@@ -87,29 +87,29 @@ class _Api:
         return JSONResponse(_described(self._models[request.path_params["name"]]))
 
     async def chat(self, request: Request) -> Response:
-        asked: ChatRequest = parsed(ChatRequest, await self._json(request))
-        served = self._models[asked.model]
-        questions = await run_in_threadpool(chat.questions, asked, served, _client(request), _seed())
+        query: ChatRequest = parsed(ChatRequest, await self._json(request))
+        served = self._models[query.model]
+        questions = await run_in_threadpool(chat.questions, query, served, _client(request), _seed())
         head = _head(chat.PREFIX, served)
-        if asked.stream:
+        if query.stream:
             openings = [chat.opening(question.choice) for question in questions]
-            return await _streamed(asked, served, questions, head | {"object": chat.CHUNK_NAME}, chat.chunks, openings)
+            return await _streamed(query, served, questions, head | {"object": chat.CHUNK_NAME}, chat.chunks, openings)
         answers = await _whole(request, served, questions)
-        choices = [chat.choice(asked, served, pieces) for pieces in answers]
+        choices = [chat.choice(query, served, pieces) for pieces in answers]
         return JSONResponse(head | {"object": chat.NAME, "choices": choices, "usage": _usage(questions, answers)})
 
     async def completions(self, request: Request) -> Response:
-        asked: CompletionRequest = parsed(CompletionRequest, await self._json(request))
-        served = self._models[asked.model]
-        questions = await run_in_threadpool(completions.questions, asked, served, _client(request), _seed())
+        query: CompletionRequest = parsed(CompletionRequest, await self._json(request))
+        served = self._models[query.model]
+        questions = await run_in_threadpool(completions.questions, query, served, _client(request), _seed())
         head = _head(completions.PREFIX, served) | {"object": completions.NAME}
-        if asked.stream:
-            if asked.echo:
+        if query.stream:
+            if query.echo:
                 raise ApiError(400, "echo cannot be streamed", param="echo")
-            return await _streamed(asked, served, questions, head, completions.chunks, [])
+            return await _streamed(query, served, questions, head, completions.chunks, [])
         answers = await _whole(request, served, questions)
         choices = [
-            await run_in_threadpool(completions.choice, asked, served, question, pieces)
+            await run_in_threadpool(completions.choice, query, served, question, pieces)
             for question, pieces in zip(questions, answers, strict=True)
         ]
         return JSONResponse(head | {"choices": choices, "usage": _usage(questions, answers)})
@@ -183,12 +183,17 @@ async def _disconnected(request: Request) -> None:
 
 
 async def _streamed(
-    asked: Asked, served: Served, questions: list[Question], head: dict[str, Any], chunks: Any, openings: list[Any]
+    query: GenerationRequest,
+    served: Served,
+    questions: list[Question],
+    head: dict[str, Any],
+    chunks: Any,
+    openings: list[Any],
 ) -> Response:
     """The answers as server-sent events. What is wrong before the first token is an error of the request itself."""
     pieces = _merged(served, questions)
     first = await anext(pieces, None)
-    no_usage = {"usage": None} if asked.includes_usage else {}
+    no_usage = {"usage": None} if query.includes_usage else {}
 
     def event(**fields: Any) -> str:
         return f"data: {json.dumps(head | fields)}\n\n"
@@ -201,10 +206,10 @@ async def _streamed(
             piece = first
             while piece is not None:
                 generated += len(piece.tokens)
-                for chunk in chunks(asked, served, piece):
+                for chunk in chunks(query, served, piece):
                     yield event(choices=[chunk], **no_usage)
                 piece = await anext(pieces, None)
-            if asked.includes_usage:
+            if query.includes_usage:
                 yield event(choices=[], usage=_usage_of(questions, generated))
         except Exception as problem:  # the status is sent: the error goes where the next event would
             yield f"data: {json.dumps(as_api_error(problem).body)}\n\n"
@@ -245,8 +250,8 @@ async def _merged(served: Served, questions: list[Question]) -> AsyncGenerator[P
 
 
 def _head(prefix: str, served: Served) -> dict[str, Any]:
-    made = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": served.id}
-    return made | {"system_fingerprint": served.fingerprint}
+    head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": served.id}
+    return head | {"system_fingerprint": served.fingerprint}
 
 
 def _usage(questions: list[Question], answers: list[list[Piece]]) -> dict[str, int]:

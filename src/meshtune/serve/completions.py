@@ -18,7 +18,7 @@ DEFAULT_TOKENS = 16  # as OpenAI's
 
 def questions(request: CompletionRequest, served: Served, client: str, seed: int) -> list[Question]:
     """Every prompt, `n` times over, each drawn with a seed of its own. Raises ApiError and UserError."""
-    model, asked = served.model, []
+    model, prompts = served.model, []
     for number, prompt in enumerate(request.prompts):
         ids = continuation_ids(model.tokenizer, prompt) if isinstance(prompt, str) else prompt
         for copy in range(request.n):
@@ -32,8 +32,8 @@ def questions(request: CompletionRequest, served: Served, client: str, seed: int
                 client=client,
                 where=f"prompt[{number}]" if len(request.prompts) > 1 else "prompt",
             )
-            asked.append(Question(index, engine_request, request.stops, continued=True))
-    return asked
+            prompts.append(Question(index, engine_request, request.stops, continued=True))
+    return prompts
 
 
 def choice(request: CompletionRequest, served: Served, question: Question, pieces: Sequence[Piece]) -> dict[str, Any]:

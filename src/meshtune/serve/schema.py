@@ -34,8 +34,8 @@ class Message(BaseModel):
         """The message as chat templates read it. Raises ApiError for content that is not text."""
         content = self.content
         if isinstance(content, list):
-            if other := next((part.type for part in content if part.type != "text"), None):
-                raise ApiError(400, f"content of type '{other}' is not supported: this model reads text", param=where)
+            if kind := next((part.type for part in content if part.type != "text"), None):
+                raise ApiError(400, f"content of type '{kind}' is not supported: this model reads text", param=where)
             content = "".join(part.text or "" for part in content)
         if content is None:
             raise ApiError(400, "a message needs content", param=f"{where}.content")
@@ -49,7 +49,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Asked(BaseModel):
+class GenerationRequest(BaseModel):
     """The fields that both kinds of request share."""
 
     model_config = ConfigDict(extra="allow")
@@ -71,8 +71,8 @@ class Asked(BaseModel):
 
     def sampling(self, drawn_seed: int, vocab: int) -> Sampling:
         """How tokens are drawn: OpenAI's defaults (temperature 1), `drawn_seed` where no seed is given."""
-        if wrong := next((token for token in self.logit_bias or {} if not 0 <= token < vocab), None):
-            raise ApiError(400, f"token id {wrong} is outside the vocabulary of {vocab}", param="logit_bias")
+        if unknown := next((token for token in self.logit_bias or {} if not 0 <= token < vocab), None):
+            raise ApiError(400, f"token id {unknown} is outside the vocabulary of {vocab}", param="logit_bias")
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=max(0, self.top_k or 0),
@@ -103,7 +103,7 @@ class ResponseFormat(BaseModel):
     type: str
 
 
-class ChatRequest(Asked):
+class ChatRequest(GenerationRequest):
     """A conversation to answer."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -132,7 +132,7 @@ class ChatRequest(Asked):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class CompletionRequest(Asked):
+class CompletionRequest(GenerationRequest):
     """A text to continue, as words or token ids; or several."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
