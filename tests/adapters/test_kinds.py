@@ -111,15 +111,17 @@ def test_what_peft_writes_loads_here(kind: str, tmp_path: pathlib.Path):
     theirs.task_type, theirs.target_modules = "CAUSAL_LM", {"q_proj", "o_proj", "up_proj", "down_proj"}
     expected = made_by_peft(torch_model("llama3"), theirs, tmp_path, KINDS[kind][2])
     assert np.abs(expected - torch_logits(torch_model("llama3"))).max() > 0.1
+    # PEFT's own form of PiSSA: two decompositions in float32, each off by rounding over the gap of singular values.
+    near = 5e-4 if kind == "pissa" else 1e-4
     spec, params = base("llama3")
     loaded = load_adapter(tmp_path, spec)
     assert loaded.config.adapter == kind
     new, params = attach(params, spec, loaded)
-    assert np.abs(our_logits(params, new) - expected).max() < 1e-4
+    assert np.abs(our_logits(params, new) - expected).max() < near
     shared = loaded.frozen.get(SHARED)
     save_adapter(tmp_path / "again", loaded.trainable, loaded.spec, loaded.config, loaded.base, shared=shared)
-    assert np.abs(torch_logits(in_peft(torch_model("llama3"), tmp_path / "again")) - expected).max() < 1e-4
-    assert np.abs(our_logits(merged(params), new) - expected).max() < 1e-4
+    assert np.abs(torch_logits(in_peft(torch_model("llama3"), tmp_path / "again")) - expected).max() < near
+    assert np.abs(our_logits(merged(params), new) - expected).max() < near
 
 
 @pytest.mark.parametrize("rslora", [False, pytest.param(True, marks=pytest.mark.slow)])

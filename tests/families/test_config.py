@@ -47,7 +47,7 @@ LLAMA = {
             "rope_type 'yarn' and type 'linear'",
         ),
         ({"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' is not implemented"),
-        ({"rope_scaling": {"rope_type": "proportional"}}, "rope type 'proportional' is not implemented"),
+        ({"rope_scaling": {"rope_type": "spiral"}}, "rope type 'spiral' is not implemented"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "needs long_factor, short_factor"),
         (
             {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}},

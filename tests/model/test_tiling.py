@@ -174,8 +174,8 @@ def test_dropout_draws_anew_for_every_chunk():
     made = prepare(LoraConfig(rank=4, dropout=0.5), spec, params, jax.random.key(0))
     trainable = jax.tree.map(lambda leaf: leaf + 0.05, made.trainable)
     same = jnp.full((1, 32), 5, jnp.int32)
-    row = {"tokens": same, "positions": jnp.zeros_like(same), "segment_ids": jnp.arange(1, 33)[None]}
+    row = (same, jnp.zeros_like(same), jnp.arange(1, 33)[None])
     compute = Compute(attention_chunk=8, mlp_chunk=4)
-    hidden = hidden_states(merge(trainable, made.frozen), made.spec, compute, **row, rng=jax.random.key(1))
+    hidden = hidden_states(merge(trainable, made.frozen), made.spec, compute, *row, rng=jax.random.key(1))
     # Every token is a document of its own and the same; only what is dropped tells them apart.
     assert len(np.unique(np.asarray(hidden[0, :, 0]))) == 32

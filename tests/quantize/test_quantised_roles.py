@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -42,7 +44,8 @@ def test_a_router_and_a_convolution_of_a_model_stay_as_they_are(monkeypatch):
     monkeypatch.setattr("meshtune.families.quantised.abstract_params", lambda spec: tree)
     monkeypatch.setattr("meshtune.families.quantised.module_names", lambda spec: names)
     leaves = {f"{node}/weight": tree["layers"]["0.0"][node.rpartition("/")[2]]["weight"] for node in names}
-    found = quantised_leaves(leaves, QuantizeConfig("nf4"), None)  # pyright: ignore[reportArgumentType]
+    spec = SimpleNamespace(published=None)
+    found = quantised_leaves(leaves, QuantizeConfig("nf4"), spec)  # pyright: ignore[reportArgumentType]
     assert {path for path, leaf in found.items() if isinstance(leaf, QuantisedWeight)} == {"layers/0.0/matrix/weight"}
 
 
