@@ -307,6 +307,22 @@ def test_what_is_not_there_says_so_in_the_same_shape(address, method, path):
     assert json.loads(answer.text)["error"]["message"].startswith(f"{method} {path}")
 
 
+def test_a_failure_is_logged_and_said(model, monkeypatch, caplog):
+    broken = Models({"stories": model}, rows=1, queue=1)
+
+    def out_of_memory(steps: int) -> None:
+        raise MemoryError("no more memory")
+
+    monkeypatch.setattr(broken["stories"].worker.scheduler, "step", out_of_memory)
+    with serving(broken) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        for _ in range(2):  # the one that met it, and later ones
+            with pytest.raises(openai.InternalServerError, match="MemoryError"):
+                client.completions.create(model="stories", prompt="Once", max_tokens=5)
+        assert httpx.get(f"{url}/health").status_code == 503
+    assert "no more memory" in caplog.text
+
+
 def test_a_full_queue_is_said_to_wait(model):
     with serving(Models({"stories": model}, rows=1, queue=1)) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)

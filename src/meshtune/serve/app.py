@@ -65,7 +65,7 @@ def create_app(
         routes=routes,
         middleware=[guard],
         lifespan=lifespan,
-        exception_handlers={ApiError: _refused, UserError: _refused, HTTPException: _http_error, Exception: _refused},
+        exception_handlers={ApiError: _refused, UserError: _refused, HTTPException: _http_error},
     )
 
 

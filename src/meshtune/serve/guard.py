@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hmac
 import json
+import logging
 from collections.abc import Collection
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from meshtune.serve.errors import ApiError
+from meshtune.serve.errors import ApiError, as_api_error
 
+LOG = logging.getLogger(__name__)
 OPEN_PATHS = ("/health",)
 
 
@@ -46,12 +48,22 @@ class Guard:
             await _respond(send, 200, {}, allowed | methods)
             return
 
+        started = False
+
         async def send_with_headers(message: Message) -> None:
+            nonlocal started
+            started = True
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", []), *_encoded(allowed)]
             await send(message)
 
-        await self._app(scope, receive, send_with_headers)
+        try:
+            await self._app(scope, receive, send_with_headers)
+        except Exception as problem:  # raised on, it would cut the connection before the client has read the answer
+            LOG.exception("%s %s failed", scope["method"], scope["path"])
+            if not started:
+                error = as_api_error(problem)
+                await _respond(send, error.status, error.body, allowed)
 
     def _check(self, scope: Scope, headers: dict[str, str]) -> None:
         host = headers.get("host", "").rsplit(":", 1)[0] if not headers.get("host", "").endswith("]") else "[::1]"

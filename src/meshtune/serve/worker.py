@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncGenerator
 
 from meshtune.generate.request import Generation, Request
 from meshtune.generate.scheduler import Progress, Scheduler
 
+LOG = logging.getLogger(__name__)
 STEPS = 4  # tokens a row that readers get at once
 
 
@@ -79,6 +81,7 @@ class Worker:
             try:
                 new = self.scheduler.step(STEPS)
             except Exception as problem:  # out of memory, say: every reader hears of it, and later requests are refused
+                LOG.exception("the generation of %s failed", self._thread.name)
                 self.failure = problem
                 self._fail(problem)
                 return
