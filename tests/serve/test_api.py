@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
-import threading
 import time
 from collections.abc import Iterator
 
@@ -15,29 +13,11 @@ import numpy as np
 import openai
 import pytest
 import torch
-import uvicorn
+from serving import TOKEN, serving
 from transformers import AutoModelForCausalLM
 
 from meshtune.generate.api import Model, load
-from meshtune.serve.app import create_app
 from meshtune.serve.models import Models
-
-TOKEN = "a token of these tests"
-
-
-@contextlib.contextmanager
-def serving(models: Models, **options) -> Iterator[str]:
-    """The address of a server in a thread of this process."""
-    app = create_app(models, **options)
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +210,6 @@ REFUSED = [
     ({"stop": [""]}, openai.BadRequestError, "a stop string is empty"),
     ({"logit_bias": {"99999": 5}}, openai.BadRequestError, "outside the vocabulary"),
     ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools"),
-    ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "json_object"),
     ({"extra_body": {"beam_width": 4}}, openai.BadRequestError, "'beam_width' is not known"),
 ]
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from meshtune.arrays.tree import Tree
 from meshtune.errors import UserError
 from meshtune.generate.config import Sampling
+from meshtune.generate.constraint import Grammar
 from meshtune.generate.programs import STEPS, head_scale
 from meshtune.generate.request import Generation, Request, check_max_tokens, check_prompt
 from meshtune.generate.scheduler import Scheduler
@@ -45,6 +46,7 @@ class Engine:
         stop_ids: Iterable[int] | None = None,
         alternatives: int | None = None,
         client: str = "",
+        grammar: Grammar | None = None,
         where: str | None = None,
     ) -> Request:
         """A request that this model can answer.
@@ -58,7 +60,7 @@ class Engine:
             max_tokens = min(DEFAULT_TOKENS, self.context - len(ids))
         max_tokens = check_max_tokens(max_tokens, len(ids), self.context)
         stops = self.stop_ids if stop_ids is None else frozenset(stop_ids)
-        return Request(ids, max_tokens, sampling or Sampling(), stops, alternatives, client)
+        return Request(ids, max_tokens, sampling or Sampling(), stops, alternatives, client, grammar)
 
     def run(
         self,

@@ -10,6 +10,7 @@ import numpy as np
 
 from meshtune.errors import UserError
 from meshtune.generate.config import Sampling
+from meshtune.generate.constraint import Constraint, Grammar
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -20,7 +21,8 @@ class Request:
 
     `max_tokens` may be generated at most. `alternatives` is the number of likeliest tokens to report beside every one
     with their log-probabilities (0: that of the token alone; None: none). `client` is who asks: rows are given to
-    clients in turn.
+    clients in turn. `grammar` is what the answer must be like: it ends with a stop id once the grammar is satisfied, or
+    by itself where nothing more may follow.
     """
 
     prompt: tuple[int, ...]
@@ -29,6 +31,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     alternatives: int | None = None
     client: str = ""
+    grammar: Grammar | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +52,26 @@ class Generation:
     tokens: list[Token] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: UserError | None = None
+    constraint: Constraint | None = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        self.constraint = None if self.request.grammar is None else self.request.grammar.start()
+
+    def extended(self, tokens: Sequence[Token]) -> FinishReason | None:
+        """Appends new tokens, and returns why the generation ends with them (None: it does not)."""
+        self.tokens += tokens
+        if tokens[-1].id in self.request.stop_ids:
+            return "stop"
+        if self.constraint is not None:
+            try:
+                for token in tokens:
+                    self.constraint.accept(token.id)
+            except UserError as problem:
+                self.error = problem
+                return "error"
+            if self.constraint.finished:
+                return "stop"
+        return "length" if len(self.tokens) >= self.request.max_tokens else None
 
     @property
     def ids(self) -> list[int]:

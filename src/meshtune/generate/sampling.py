@@ -1,8 +1,8 @@
 """From logits to the next token: the processors of transformers' `generate`, in its order, inside a compiled step.
 
-Order: logit bias, repetition, frequency and presence penalties, temperature, top-k, top-p, min-p (transformers'
-`_get_logits_processor`, with OpenAI's penalties where vLLM has them); then a draw with a key that depends on the row's
-seed and the token's position alone, so the same seed gives the same text however the work is cut into steps.
+Order: grammar mask, logit bias, repetition, frequency and presence penalties, temperature, top-k, top-p, min-p
+(transformers' `_get_logits_processor`, with OpenAI's penalties where vLLM has them); then a draw with a key that
+depends on the row's seed and the token's position alone, so the same seed gives the same text however the work is cut.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from meshtune.generate.config import Sampling
+from meshtune.generate.constraint import WORD
 
 BIAS_SIZES = (0, 8, 64, 512)  # biased tokens of a row that a program is compiled for
 
@@ -35,6 +36,7 @@ class Switches:
     repetition: bool = False
     frequency: bool = False
     bias: bool = False
+    constrained: bool = False
 
     @property
     def counts(self) -> bool:
@@ -45,7 +47,8 @@ class Switches:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Knobs:
-    """The numbers of the processors, and the seed, of every row."""
+    """The numbers of the processors, and the seed, of every row. `allowed` is the packed mask of the tokens that its
+    grammar allows (`generate.constraint`), of no words where no row has a grammar."""
 
     temperature: Float[Array, "B"]
     top_k: Int[Array, "B"]
@@ -57,6 +60,7 @@ class Knobs:
     biased: Int[Array, "B n"]
     bias: Float[Array, "B n"]
     seeds: UInt32[Array, "B"]
+    allowed: UInt32[Array, "B W"]
 
 
 @jax.tree_util.register_dataclass
@@ -76,8 +80,13 @@ class Counts:
         return dataclasses.replace(self, generated=self.generated.at[rows, tokens].add(alive.astype(jnp.int32)))
 
 
-def compiled_form(samplings: Sequence[Sampling]) -> tuple[Switches, Knobs]:
-    """What is compiled and what is passed for a batch whose row i is sampled as `samplings[i]` says."""
+def compiled_form(
+    samplings: Sequence[Sampling], allowed: UInt32[np.ndarray, "B W"] | None = None
+) -> tuple[Switches, Knobs]:
+    """What is compiled and what is passed for a batch whose row i is sampled as `samplings[i]` says, of the tokens that
+    `allowed` has bits for (None: of all)."""
+    if allowed is None:
+        allowed = np.zeros((len(samplings), 0), np.uint32)
     drawn = [sampling for sampling in samplings if sampling.temperature > 0]
     switches = Switches(
         drawn=bool(drawn),
@@ -87,6 +96,7 @@ def compiled_form(samplings: Sequence[Sampling]) -> tuple[Switches, Knobs]:
         repetition=any(sampling.repetition_penalty != 1 for sampling in samplings),
         frequency=any(sampling.presence_penalty or sampling.frequency_penalty for sampling in samplings),
         bias=any(sampling.logit_bias for sampling in samplings),
+        constrained=allowed.shape[1] > 0,
     )
 
     def numbers(name: str, dtype: str) -> Any:
@@ -110,6 +120,7 @@ def compiled_form(samplings: Sequence[Sampling]) -> tuple[Switches, Knobs]:
         biased=biased,
         bias=bias,
         seeds=numbers("seed", "uint32"),
+        allowed=allowed,  # pyright: ignore[reportArgumentType] - numpy goes into the compiled step as it is
     )
     return switches, knobs
 
@@ -117,6 +128,8 @@ def compiled_form(samplings: Sequence[Sampling]) -> tuple[Switches, Knobs]:
 def processed(logits: Float[Array, "B V"], counts: Counts, switches: Switches, knobs: Knobs) -> Float[Array, "B V"]:
     """The logits to draw from: float32, minus infinity where a token is ruled out."""
     scores = logits.astype(jnp.float32)
+    if switches.constrained:
+        scores = jnp.where(_unpacked(knobs.allowed, scores.shape[1]), scores, -jnp.inf)
     if switches.bias:
         rows = jnp.arange(scores.shape[0])[:, None]
         scores = scores.at[rows, jnp.where(knobs.biased < 0, scores.shape[1], knobs.biased)].add(
@@ -177,6 +190,12 @@ def log_probabilities(logits: Float[Array, "B V"], tokens: Int[Array, "B"], alte
     chosen = jnp.take_along_axis(scores, tokens[:, None], axis=-1)[:, 0]
     likeliest, ids = jax.lax.top_k(scores, alternatives)
     return Probabilities(chosen, ids.astype(jnp.int32), likeliest)
+
+
+def _unpacked(words: UInt32[Array, "B W"], vocab: int) -> Bool[Array, "B V"]:
+    """A packed mask as one bool a token."""
+    bits = (words[:, :, None] >> jnp.arange(WORD, dtype=jnp.uint32)) & 1
+    return bits.reshape(words.shape[0], -1)[:, :vocab] == 1
 
 
 def _top_k(scores: Float[Array, "B V"], k: Int[Array, "B"]) -> Float[Array, "B V"]:

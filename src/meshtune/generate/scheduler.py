@@ -20,6 +20,7 @@ from meshtune.arrays.tree import Tree
 from meshtune.errors import UserError
 from meshtune.generate import programs
 from meshtune.generate.config import Sampling
+from meshtune.generate.constraint import packed_masks
 from meshtune.generate.programs import STEPS, Decoded, Feed, length_bucket, rows_bucket
 from meshtune.generate.request import FinishReason, Generation, Request, Token
 from meshtune.generate.sampling import Counts, Probabilities, compiled_form
@@ -251,11 +252,14 @@ class Scheduler:
         if not live:
             return []
         requests = [row.generation.request if row.generation else None for row in self._rows]
-        steps = min(steps, max(_remaining(row) for _, row in live))
+        constraints = [row.generation.constraint if row.generation else None for row in self._rows]
+        masks = packed_masks(constraints, self._spec.vocab)
+        # What a grammar allows is known only once the token before is.
+        steps = 1 if masks.size else min(steps, max(_remaining(row) for _, row in live))
         longest = max(len(row.cached) for _, row in live)
         if longest + steps > self._slots:
             self._resize(len(self._rows), longest + steps)
-        switches, knobs = compiled_form([request.sampling if request else Sampling() for request in requests])
+        switches, knobs = compiled_form([request.sampling if request else Sampling() for request in requests], masks)
         requested = [r.alternatives for r in requests if r is not None and r.alternatives is not None]
         alternatives = next((n for n in ALTERNATIVES if n >= max(requested)), max(requested)) if requested else None
         if self._counts is None or (switches.counts and not self._counts.generated.shape[1]):
@@ -307,7 +311,7 @@ class Scheduler:
         new = [_token(id_, n, i, decoded.probabilities, generation.request) for i, id_ in enumerate(ids)]
         row.cached += [row.newest, *ids[:-1]]
         row.newest = ids[-1]
-        generation.tokens += new
+        reason = generation.extended(new)
         if not decoded.finite[n]:
             generation.error = UserError(
                 f"the model's logits are not finite near new token {len(generation.tokens) - 1}",
@@ -315,10 +319,8 @@ class Scheduler:
             )
             row.cached = []
             self._end(generation, "error")
-        elif ids[-1] in generation.request.stop_ids:
-            self._end(generation, "stop")
-        elif len(generation.tokens) >= generation.request.max_tokens:
-            self._end(generation, "length")
+        elif reason is not None:
+            self._end(generation, reason)
         return Progress(generation, new, generation.finish_reason)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from meshtune.generate.prompts import chat_ids, turn_end
+from meshtune.generate.prompts import chat_ids
 from meshtune.generate.request import Token
 from meshtune.serve.answer import Piece, Question
+from meshtune.serve.grammar import LLGrammar
 from meshtune.serve.models import Served
 from meshtune.serve.schema import ChatRequest
 
@@ -20,7 +21,8 @@ def questions(request: ChatRequest, served: Served, client: str, seed: int) -> l
     model = served.model
     messages = [message.rendered(f"messages[{n}]") for n, message in enumerate(request.messages)]
     ids = chat_ids(model.tokenizer, messages)
-    turn_ids, turn_strings = turn_end(model.tokenizer)
+    stop_ids, turn_strings = served.chat_stops
+    grammar = _grammar(request, served)
     most = request.max_completion_tokens or request.max_tokens or max(1, model.engine.context - len(ids))
     return [
         Question(
@@ -29,15 +31,23 @@ def questions(request: ChatRequest, served: Served, client: str, seed: int) -> l
                 ids,
                 request.sampling(seed, model.spec.vocab).of_row(choice),
                 max_tokens=most,
-                stop_ids=model.stop_ids | turn_ids,
+                stop_ids=stop_ids,
                 alternatives=request.alternatives,
                 client=client,
+                grammar=grammar,
             ),
             (*request.stops, *turn_strings),
             continued=False,
         )
         for choice in range(request.n)
     ]
+
+
+def _grammar(request: ChatRequest, served: Served) -> LLGrammar | None:
+    form = request.response_format
+    if form is None or (schema := form.schema_of_answer) is None:
+        return None
+    return served.chat_grammars.json(schema, "response_format")
 
 
 def choice(request: ChatRequest, served: Served, pieces: Sequence[Piece]) -> dict[str, Any]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping
+from functools import cached_property
 
 import meshtune
 from meshtune.errors import UserError
 from meshtune.generate.api import Model, load_variants
+from meshtune.generate.prompts import turn_end
 from meshtune.runs.sources import find
 from meshtune.serve.errors import ApiError
+from meshtune.serve.grammar import Grammars
 from meshtune.serve.worker import Worker
 
 
@@ -27,6 +30,17 @@ class Served:
     def fingerprint(self) -> str:
         """What the numbers of an answer depend on beside the request."""
         return f"meshtune-{meshtune.__version__}-{self.model.compute.dtype}"
+
+    @cached_property
+    def chat_stops(self) -> tuple[frozenset[int], tuple[str, ...]]:
+        """(token ids, strings) that end an answer in a conversation. Raises UserError for a model that cannot chat."""
+        ids, strings = turn_end(self.model.tokenizer)
+        return self.model.stop_ids | ids, strings
+
+    @cached_property
+    def chat_grammars(self) -> Grammars:
+        """Compiles what answers in conversations must be like."""
+        return Grammars(self.model.tokenizer, self.model.spec.vocab, self.chat_stops[0])
 
     def token_text(self, id_: int) -> str:
         """A token by itself, special tokens included."""

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from meshtune.generate.config import Sampling
 from meshtune.serve.errors import ApiError
+from meshtune.serve.grammar import JSON_OBJECT
 
 # Said by clients, and without a meaning for what is generated here.
 HARMLESS = {
@@ -96,11 +97,29 @@ class GenerationRequest(BaseModel):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
+class JsonSchema(BaseModel):
+    """A JSON schema that an answer follows."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str
+    form: Annotated[dict[str, Any], Field(alias="schema")] = Field(default_factory=lambda: dict(JSON_OBJECT))
+
+
 class ResponseFormat(BaseModel):
     """What form an answer has."""
 
     model_config = ConfigDict(extra="allow")
-    type: str
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The JSON schema that the answer follows; None: it is any text. Raises ApiError where it is missing."""
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ApiError(400, "the type json_schema needs a schema", param="response_format.json_schema")
+        if self.type == "json_object":
+            return dict(JSON_OBJECT)
+        return self.json_schema.form if self.type == "json_schema" and self.json_schema else None
 
 
 class ChatRequest(GenerationRequest):
@@ -119,8 +138,6 @@ class ChatRequest(GenerationRequest):
         """Raises ApiError for what is asked for and cannot be given."""
         if self.tools and self.tool_choice != "none":
             raise ApiError(400, "tools are not supported yet", param="tools")
-        if self.response_format is not None and self.response_format.type != "text":
-            raise ApiError(400, f"the form '{self.response_format.type}' is not supported yet", param="response_format")
         if self.chat_template_kwargs:
             raise ApiError(400, "options of the chat template are not supported yet", param="chat_template_kwargs")
         if self.top_logprobs is not None and not self.logprobs:

@@ -1,0 +1,30 @@
+"""A server in a thread of this process, for tests that ask it over a real socket."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import uvicorn
+
+from meshtune.serve.app import create_app
+from meshtune.serve.models import Models
+
+TOKEN = "a token of these tests"
+
+
+@contextlib.contextmanager
+def serving(models: Models, **options) -> Iterator[str]:
+    """The address of a server in a thread of this process."""
+    app = create_app(models, **options)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
