@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import abstract
@@ -17,7 +18,7 @@ from meshtune.model.decoder import hidden_states
 from meshtune.model.linear import matmul
 from meshtune.model.spec import Stack
 from meshtune.quantize.config import QuantizeConfig
-from meshtune.quantize.formats import FORMATS
+from meshtune.quantize.formats import FORMATS, STORED
 from meshtune.quantize.weight import QuantisedWeight
 from model_specs import llama_layer, llama_spec
 
@@ -38,6 +39,28 @@ def test_product_and_gradient_are_those_of_the_dequantised_weight(format, dtype)
     # The same products, perhaps summed in another order.
     close = {"float32": 1e-5, "bfloat16": 2e-2}[dtype]
     np.testing.assert_allclose(*(np.asarray(p(g)[0], np.float32) for p in (pull, wanted_pull)), rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("format", STORED)
+def test_codes_that_a_layer_saves_for_its_backward_pass_stay_the_codes(format):
+    """What `jax.checkpoint` saves of floating-point arrays it rounds as IEEE formats are: e4m3 from 256 on is lost."""
+    kind = STORED[format]
+    draw = np.random.default_rng(1)
+    content = draw.integers(0, 0x7F, (2, 16, 64 // kind.per)).astype(np.uint8)  # 0x7F is no e4m3 number
+    codes = jnp.asarray(content.view(jnp.dtype(kind.dtype)))
+    scales = jnp.full((2, 16, 2), 127 if kind.scales_dtype == "uint8" else 0.01, kind.scales_dtype)
+    zeros = jnp.ones((2, 16, 2), "uint8") if kind.has_zeros else None
+    stacked = QuantisedWeight(codes, scales, None, None, format, 32, "float32", zeros)
+    x = jnp.asarray(draw.standard_normal((3, 64)), jnp.float32)
+
+    def layer(x, stacked):
+        weight = jax.tree.map(lambda leaf: checkpoint_name(leaf[1], "weight"), stacked)
+        return jnp.sin(matmul(x, weight)).sum()
+
+    saving = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names("weight"))
+    wanted = jax.jit(jax.value_and_grad(layer))(x, stacked)
+    assert np.isfinite(wanted[0])
+    np.testing.assert_array_equal(*(np.asarray(gradient) for gradient in (jax.grad(saving)(x, stacked), wanted[1])))
 
 
 def temporaries(layers, quantize, compute):

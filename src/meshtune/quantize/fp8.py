@@ -1,21 +1,21 @@
-"""FP8: e4m3 floating point, finite numbers only (https://arxiv.org/abs/2209.05433)."""
+"""FP8: e4m3 floating point, finite numbers only (https://arxiv.org/abs/2209.05433), relative to the largest number."""
 
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
+from meshtune.quantize import e4m3
 from meshtune.quantize.format import Format
 
 LARGEST = 448.0
 
 
 def _encode(share: jax.Array) -> jax.Array:
-    return (share * LARGEST).astype(jnp.float8_e4m3fn)
+    return e4m3.codes(share * LARGEST)
 
 
 def _decode(codes: jax.Array) -> jax.Array:
-    return codes.astype(jnp.float32) * (1 / LARGEST)
+    return e4m3.numbers(codes) * (1 / LARGEST)
 
 
-FP8 = Format("fp8", "float8_e4m3fn", 1, _encode, _decode)
+FP8 = Format("fp8", "uint8", 1, _encode, _decode)

@@ -21,7 +21,7 @@ from meshtune.model.spec import ModelSpec
 from meshtune.quantize.published.scheme import Scheme
 from meshtune.quantize.weight import QuantisedWeight
 from meshtune.weights.decode import StoredParts
-from meshtune.weights.safetensors_files import STORED_DTYPES, Packed, TensorInfo, headers
+from meshtune.weights.safetensors_files import DTYPES, STORED_DTYPES, Packed, TensorInfo, headers
 from meshtune.weights.tensor_reader import TensorReader
 
 
@@ -85,8 +85,12 @@ def parts_to_read(
         packed = dataclasses.replace(info.packed, content=field)
         stored = dataclasses.replace(info, shape=view.tensor, dtype=STORED_DTYPES[array.dtype], packed=packed)
         as_it_is = next((part for _, part in packed.parts if part.shape == view.tensor), None)
-        if field == "codes" and as_it_is is not None and as_it_is.dtype == stored.dtype:
-            stored = as_it_is
+        if (
+            field == "codes"
+            and as_it_is is not None
+            and DTYPES[as_it_is.dtype].itemsize == DTYPES[stored.dtype].itemsize == 1
+        ):
+            stored = dataclasses.replace(as_it_is, dtype=stored.dtype)  # codes of e4m3 are held as bytes
         yield field, dataclasses.replace(entry, name=name, path=path, array=array, view=view), stored
 
 

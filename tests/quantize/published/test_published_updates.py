@@ -73,8 +73,10 @@ def test_updates_over_codes_are_those_over_the_numbers(checkpoint: tuple[Path, s
 
 
 @pytest.mark.slow
-def test_updates_on_a_mesh_are_those_of_one_device(checkpoint: tuple[Path, str]):
+@pytest.mark.parametrize("modules", ["all", "attention"])
+def test_updates_on_a_mesh_are_those_of_one_device(checkpoint: tuple[Path, str], modules: str):
     path, targets = checkpoint
+    targets = targets if modules == "all" else '["o_proj"]'
     meshes = [{"fsdp": 2, "tp": 2}, {"ep": 2, "tp": 2}, {"fsdp": 2, "ep": 2}]
     command = [sys.executable, str(Path(mesh_updates.__file__)), str(path), targets, json.dumps(meshes), "float32"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=1000)

@@ -79,7 +79,7 @@ class BlockFp8:
         return fitting[-1] if fitting else None
 
     def codes(self, parts: Parts, box: Box) -> np.ndarray:
-        return parts.box("codes", box)
+        return parts.box("codes", box).view(np.uint8)
 
     def scales(self, parts: Parts, box: Box) -> np.ndarray:
         size = self._group(parts.shape("codes")[-1])
