@@ -17,21 +17,19 @@ from meshtune.arrays.spec import ArraySpec
 from meshtune.quantize.published.integers import (
     SCALES,
     Integers,
+    PackedScheme,
     Parameters,
     Range,
-    block_parameters,
     check_divides,
     check_dtype,
     check_shape,
-    form_of,
     groups_of,
     integer_field,
     only,
-    packed_codes,
     packed_range,
     unpacked,
 )
-from meshtune.quantize.published.scheme import Box, Form, Parts, Shape, check_known, is_skipped, skip_list
+from meshtune.quantize.published.scheme import Box, Parts, Shape, check_known, is_skipped, skip_list
 
 BITS, PER = 4, 8
 KNOWN = """bits w_bit group_size q_group_size version format checkpoint_format method pack_dtype lm_head zero_point
@@ -43,11 +41,9 @@ PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word, from its lowest bits, each
 
 
 @dataclasses.dataclass(frozen=True)
-class Awq:
-    """How the weights of a checkpoint are packed. `group` is the inputs of a group (-1: all of a row)."""
+class Awq(PackedScheme):
+    """How the weights of a checkpoint are packed."""
 
-    group: int
-    skip: tuple[str, ...] = ()
     method: ClassVar[str] = "awq"
     ending: ClassVar[str] = ".weight"
     endings: ClassVar[Mapping[str, str]] = {"codes": ".qweight", "zeros": ".qzeros", "scales": ".scales"}
@@ -56,10 +52,6 @@ class Awq:
 
     def converts(self, module: str, array: ArraySpec) -> bool:
         return not is_skipped(module, self.skip)
-
-    @property
-    def bits(self) -> int:
-        return BITS
 
     def shape(self, parts: Parts) -> Shape:
         into, columns = parts.shape("codes")
@@ -71,9 +63,6 @@ class Awq:
         check_shape(parts.shape("scales"), (into // size, columns * PER), "its scales")
         return columns * PER, into
 
-    def decode(self, parts: Parts, box: Box) -> np.ndarray:
-        return self.integers(parts, box).numbers()
-
     def integers(self, parts: Parts, box: Box) -> Integers:
         (top, bottom), (left, right) = box
         size = self.size(self.row(parts))
@@ -83,19 +72,6 @@ class Awq:
         zeros, scales = self.parameters(parts, (top, bottom), groups)
         return Integers(codes, zeros, scales, (np.arange(left, right) // size - groups[0]).astype(np.int32))
 
-    def form(self, weight: ArraySpec) -> Form | None:
-        into = weight.shape[-1]
-        return form_of(self.bits, self.size(into), into)
-
-    def codes(self, parts: Parts, box: Box) -> np.ndarray:
-        return packed_codes(self, parts, box)
-
-    def scales(self, parts: Parts, box: Box) -> np.ndarray:
-        return block_parameters(self, parts, box)[1]
-
-    def zeros(self, parts: Parts, box: Box) -> np.ndarray:
-        return block_parameters(self, parts, box)[0]
-
     def parameters(self, parts: Parts, rows: Range, groups: Range) -> Parameters:
         top, bottom = rows
         zeros = _outputs(parts.box("zeros", (groups, packed_range(top, bottom, PER)))).T
@@ -103,9 +79,6 @@ class Awq:
 
     def row(self, parts: Parts) -> int:
         return parts.shape("codes")[0]
-
-    def size(self, into: int) -> int:
-        return into if self.group == -1 else self.group
 
 
 def _outputs(packed: Int32[np.ndarray, "n w"]) -> UInt8[np.ndarray, "n o"]:
@@ -123,4 +96,4 @@ def read(fields: dict[str, Any], where: str) -> Awq:
     if fields.get("backend") == "llm-awq":
         only("backend", "llm-awq", ("auto",), where)
     group = integer_field(fields, "q_group_size" if "q_group_size" in fields else "group_size", where, 128)
-    return Awq(group, skip_list(fields, where, "modules_to_not_convert"))
+    return Awq(BITS, group, skip=skip_list(fields, where, "modules_to_not_convert"))

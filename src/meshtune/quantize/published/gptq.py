@@ -21,19 +21,17 @@ from meshtune.quantize.published.integers import (
     SCALES,
     WORD,
     Integers,
+    PackedScheme,
     Parameters,
     Range,
-    block_parameters,
     check_dtype,
     check_shape,
-    form_of,
     integer_field,
     only,
-    packed_codes,
     packed_range,
     unpacked,
 )
-from meshtune.quantize.published.scheme import Box, Form, Parts, Shape, check_known, is_skipped
+from meshtune.quantize.published.scheme import Box, Parts, Shape, check_known, is_skipped
 
 KNOWN = """bits group_size desc_act sym checkpoint_format format method is_marlin_format dynamic lm_head damp_percent
 damp_auto_increment static_groups true_sequential model_name_or_path model_file_base_name meta pack_dtype
@@ -43,23 +41,18 @@ modules_in_block_to_quantize act_group_aware mse quant_lm_head adapter offload_t
 rotation""".split()
 
 
-@dataclasses.dataclass(frozen=True)
-class Gptq:
-    """How the weights of a checkpoint are packed. `group` is the inputs of a group (-1: all of a row).
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gptq(PackedScheme):
+    """How the weights of a checkpoint are packed.
 
     `offset` is what is added to stored zero points: one for `gptq` (to words as a whole, as GPTQModel does, which
-    differs from adding it to each code only where a stored code is 15), none for `gptq_v2`. With `act_order` the groups
-    are not runs of neighbours. `excluded` are regular expressions of modules that are not quantised, `only_modules` the
-    ends of the names of those that are (none: all).
+    differs from adding it to each code only where a stored code is 15), none for `gptq_v2`. `excluded` are regular
+    expressions of modules that are not quantised, `only_modules` the ends of the names of those that are (none: all).
     """
 
-    bits: int
-    group: int
     offset: int
-    act_order: bool = False
     excluded: tuple[str, ...] = ()
     only_modules: tuple[str, ...] = ()
-    skip: tuple[str, ...] = ()
     method: ClassVar[str] = "gptq"
     ending: ClassVar[str] = ".weight"
     endings: ClassVar[Mapping[str, str]] = {
@@ -70,11 +63,6 @@ class Gptq:
     }
     required: ClassVar[tuple[str, ...]] = ("codes", "zeros", "scales")
     ignored: ClassVar[tuple[str, ...]] = ()
-
-    @property
-    def per(self) -> int:
-        """Codes in a word."""
-        return WORD // self.bits
 
     def converts(self, module: str, array: ArraySpec) -> bool:
         if is_skipped(module, self.skip) or any(re.match(pattern, module) for pattern in self.excluded):
@@ -99,9 +87,6 @@ class Gptq:
                 raise ValueError("g_idx is out of order, which desc_act in config.json denies: set desc_act to true")
         return out, into
 
-    def decode(self, parts: Parts, box: Box) -> np.ndarray:
-        return self.integers(parts, box).numbers()
-
     def integers(self, parts: Parts, box: Box) -> Integers:
         (top, bottom), (left, right) = box
         size = self.size(self.row(parts))
@@ -113,19 +98,6 @@ class Gptq:
         zeros, scales = self.parameters(parts, (top, bottom), (first, last))
         return Integers(codes, zeros, scales, (groups - first).astype(np.int32))
 
-    def form(self, weight: ArraySpec) -> Form | None:
-        into = weight.shape[-1]
-        return None if self.act_order else form_of(self.bits, self.size(into), into)
-
-    def codes(self, parts: Parts, box: Box) -> np.ndarray:
-        return packed_codes(self, parts, box)
-
-    def scales(self, parts: Parts, box: Box) -> np.ndarray:
-        return block_parameters(self, parts, box)[1]
-
-    def zeros(self, parts: Parts, box: Box) -> np.ndarray:
-        return block_parameters(self, parts, box)[0]
-
     def parameters(self, parts: Parts, rows: Range, groups: Range) -> Parameters:
         top, bottom = rows
         within = top % self.per
@@ -135,9 +107,6 @@ class Gptq:
 
     def row(self, parts: Parts) -> int:
         return parts.shape("groups")[0] if "groups" in parts else parts.shape("codes")[0] * self.per
-
-    def size(self, into: int) -> int:
-        return into if self.group == -1 else self.group
 
     def _corrected(self, packed: Int32[np.ndarray, "n m"]) -> Int32[np.ndarray, "n m"]:
         ones = sum(self.offset << shift for shift in range(0, WORD, self.bits))
@@ -159,10 +128,10 @@ def read(fields: dict[str, Any], where: str) -> Gptq:
     return Gptq(
         bits,
         integer_field(fields, "group_size", where, 128),
-        1 if layout == "gptq" else 0,
         bool(fields.get("desc_act", False)),
-        _excluded(fields.get("dynamic") or {}, where),
-        tuple(f".{name}" for name in names),
+        offset=1 if layout == "gptq" else 0,
+        excluded=_excluded(fields.get("dynamic") or {}, where),
+        only_modules=tuple(f".{name}" for name in names),
     )
 
 

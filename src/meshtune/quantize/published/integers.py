@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int32, Integer, UInt8
 
+from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
 from meshtune.quantize.config import BLOCK_SIZES, BlockSize
 from meshtune.quantize.published.scheme import Box, Form, Parts
@@ -47,50 +49,70 @@ class Integers:
         return numbers
 
 
-class PackedScheme(Protocol):
-    """A scheme whose weights are integers with scales and zero points."""
+@dataclasses.dataclass(frozen=True)
+class PackedScheme(abc.ABC):
+    """A scheme whose weights are integers with scales and zero points, in groups of `group` inputs (-1: all of a row).
+
+    With `act_order` the groups are not runs of neighbours, and no quantised weight holds them. A subclass says which
+    tensors they are in.
+    """
+
+    bits: int
+    group: int
+    act_order: bool = False
+    skip: tuple[str, ...] = ()
+
+    @abc.abstractmethod
+    def row(self, parts: Parts) -> int:
+        """Numbers of a row."""
+
+    @abc.abstractmethod
+    def integers(self, parts: Parts, box: Box) -> Integers:
+        """The integers of a box."""
+
+    @abc.abstractmethod
+    def parameters(self, parts: Parts, rows: Range, groups: Range) -> Parameters:
+        """(zeros, scales) [rows, groups]."""
 
     @property
-    def bits(self) -> int:
-        """Of a number: 4 or 8."""
-        ...
+    def per(self) -> int:
+        """Codes in a word."""
+        return WORD // self.bits
 
     def size(self, into: int) -> int:
         """Numbers of a group in a row of `into`."""
-        ...
+        return into if self.group == -1 else self.group
 
-    def row(self, parts: Parts) -> int:
-        """Numbers of a row."""
-        ...
+    def decode(self, parts: Parts, box: Box) -> Float[np.ndarray, "o i"]:
+        return self.integers(parts, box).numbers()
 
-    def integers(self, parts: Parts, box: Box) -> Integers:
-        """The integers of a box."""
-        ...
+    def form(self, weight: ArraySpec) -> Form | None:
+        into = weight.shape[-1]
+        return None if self.act_order else form_of(self.bits, self.size(into), into)
 
-    def parameters(self, parts: Parts, rows: Range, groups: Range) -> Parameters:
-        """(zeros, scales) [rows, groups]."""
-        ...
+    def codes(self, parts: Parts, box: Box) -> UInt8[np.ndarray, "o b"]:
+        """A box of the codes of the form: of 4 bits two in a byte, the first in the upper half."""
+        rows, (left, right) = box
+        if self.bits == 8:
+            return self.integers(parts, box).codes
+        return pairs(self.integers(parts, (rows, (2 * left, 2 * right))).codes)
 
+    def scales(self, parts: Parts, box: Box) -> Float[np.ndarray, "o n"]:
+        return self._of_blocks(parts, box)[1].astype(np.float32)
 
-def block_parameters(scheme: PackedScheme, parts: Parts, box: Box) -> Parameters:
-    """(zeros, scales) of a box [rows, blocks] of the form."""
-    rows, (left, right) = box
-    into = scheme.row(parts)
-    form = form_of(scheme.bits, scheme.size(into), into)
-    assert form is not None
-    groups = np.arange(left, right) * form.block_size // scheme.size(into)
-    first = int(groups[0])
-    zeros, scales = scheme.parameters(parts, rows, (first, int(groups[-1]) + 1))
-    return zeros[:, groups - first], scales[:, groups - first].astype(np.float32)
+    def zeros(self, parts: Parts, box: Box) -> Integer[np.ndarray, "o n"]:
+        return self._of_blocks(parts, box)[0]
 
-
-def packed_codes(scheme: PackedScheme, parts: Parts, box: Box) -> UInt8[np.ndarray, "o b"]:
-    """A box of the codes of the form: of 4 bits two in a byte, the first in the upper half."""
-    rows, (left, right) = box
-    if scheme.bits == 8:
-        return scheme.integers(parts, box).codes
-    codes = scheme.integers(parts, (rows, (2 * left, 2 * right))).codes
-    return pairs(codes)
+    def _of_blocks(self, parts: Parts, box: Box) -> Parameters:
+        """(zeros, scales) of a box [rows, blocks] of the form."""
+        rows, (left, right) = box
+        into = self.row(parts)
+        form = form_of(self.bits, self.size(into), into)
+        assert form is not None
+        groups = np.arange(left, right) * form.block_size // self.size(into)
+        first = int(groups[0])
+        zeros, scales = self.parameters(parts, rows, (first, int(groups[-1]) + 1))
+        return zeros[:, groups - first], scales[:, groups - first]
 
 
 def form_of(bits: int, size: int, into: int) -> Form | None:

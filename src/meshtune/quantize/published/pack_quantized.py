@@ -17,40 +17,33 @@ import numpy as np
 from meshtune.arrays.spec import ArraySpec
 from meshtune.quantize.published.integers import (
     SCALES,
-    WORD,
     Integers,
+    PackedScheme,
     Parameters,
     Range,
-    block_parameters,
     check_divides,
     check_dtype,
     check_shape,
-    form_of,
     integer_field,
     only,
-    packed_codes,
     packed_range,
     unpacked,
 )
-from meshtune.quantize.published.scheme import Box, Form, Parts, Shape, is_skipped
+from meshtune.quantize.published.scheme import Box, Parts, Shape, is_skipped
 
 REGEX = "re:"
 
 
-@dataclasses.dataclass(frozen=True)
-class PackQuantized:
-    """How the weights of a config group are packed. `group` is the inputs of a group (-1: all of a row).
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackQuantized(PackedScheme):
+    """How the weights of a config group are packed.
 
     `targets` and `ignored_modules` are names of modules, classes (Linear) or, after "re:", regular expressions.
     """
 
-    bits: int
-    group: int
     symmetric: bool
     targets: tuple[str, ...] = ("Linear",)
     ignored_modules: tuple[str, ...] = ()
-    act_order: bool = False
-    skip: tuple[str, ...] = ()
     method: ClassVar[str] = "compressed-tensors"
     ending: ClassVar[str] = ".weight"
     endings: ClassVar[Mapping[str, str]] = {
@@ -65,11 +58,6 @@ class PackQuantized:
     @property
     def required(self) -> tuple[str, ...]:
         return ("codes", "scales", "shape") if self.symmetric else ("codes", "scales", "shape", "zeros")
-
-    @property
-    def per(self) -> int:
-        """Codes in a word."""
-        return WORD // self.bits
 
     def converts(self, module: str, array: ArraySpec) -> bool:
         if is_skipped(module, self.skip):
@@ -98,9 +86,6 @@ class PackQuantized:
                 raise ValueError("weight_g_idx is out of order, which config.json denies: set actorder to group")
         return out, into
 
-    def decode(self, parts: Parts, box: Box) -> np.ndarray:
-        return self.integers(parts, box).numbers()
-
     def integers(self, parts: Parts, box: Box) -> Integers:
         (top, bottom), (left, right) = box
         size = self.size(self.row(parts))
@@ -114,19 +99,6 @@ class PackQuantized:
         zeros, scales = self.parameters(parts, (top, bottom), (first, last))
         return Integers(codes, zeros, scales, (groups - first).astype(np.int32))
 
-    def form(self, weight: ArraySpec) -> Form | None:
-        into = weight.shape[-1]
-        return None if self.act_order else form_of(self.bits, self.size(into), into)
-
-    def codes(self, parts: Parts, box: Box) -> np.ndarray:
-        return packed_codes(self, parts, box)
-
-    def scales(self, parts: Parts, box: Box) -> np.ndarray:
-        return block_parameters(self, parts, box)[1]
-
-    def zeros(self, parts: Parts, box: Box) -> np.ndarray:
-        return block_parameters(self, parts, box)[0]
-
     def parameters(self, parts: Parts, rows: Range, groups: Range) -> Parameters:
         scales = parts.box("scales", (rows, groups))
         if self.symmetric:
@@ -138,9 +110,6 @@ class PackQuantized:
 
     def row(self, parts: Parts) -> int:
         return int(parts.whole("shape")[1])
-
-    def size(self, into: int) -> int:
-        return into if self.group == -1 else self.group
 
 
 def matches(module: str, patterns: tuple[str, ...]) -> bool:
@@ -162,4 +131,5 @@ def read_group(group: Mapping[str, Any], ignore: tuple[str, ...], where: str) ->
     size = integer_field(weights, "group_size", where) if strategy == "group" else -1
     act_order = weights.get("actorder") in (True, "group", "dynamic")
     targets = tuple(group.get("targets") or ("Linear",))
-    return PackQuantized(bits, size, bool(weights.get("symmetric", True)), targets, ignore, act_order)
+    symmetric = bool(weights.get("symmetric", True))
+    return PackQuantized(bits, size, act_order, symmetric=symmetric, targets=targets, ignored_modules=ignore)
