@@ -22,7 +22,8 @@ from meshtune.adapters.peft_format import BaseRecord, attach, load_adapter, save
 from meshtune.arrays.tree import flatten, merge, unflatten
 from meshtune.errors import UserError
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import hidden_states
+from meshtune.model.decoder import forward
+from meshtune.model.inputs import Inputs
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.weight import QuantisedWeight
 from meshtune.weights.load import load_params, load_spec
@@ -185,10 +186,10 @@ def test_quantised_experts_are_those_of_their_numbers():
         for path, leaf in flatten(made.frozen).items()
     }
     tokens = jnp.arange(24).reshape(2, 12) % 97
-    rows = (tokens, jnp.broadcast_to(jnp.arange(12), (2, 12)), jnp.ones((2, 12), jnp.int32))
+    rows = Inputs(tokens, jnp.broadcast_to(jnp.arange(12), (2, 12)), jnp.ones((2, 12), jnp.int32))
 
     def total(trainable, frozen):
-        return jnp.sum(hidden_states(merge(trainable, frozen), made.spec, Compute(), *rows) ** 2)
+        return jnp.sum(forward(merge(trainable, frozen), made.spec, Compute(), rows).hidden ** 2)
 
     trainable = moved(made.trainable)
     ours, gradient = jax.value_and_grad(total)(trainable, made.frozen)

@@ -15,8 +15,9 @@ import torch
 
 from meshtune.adapters.method import PreparedModel
 from meshtune.arrays.tree import Tree, merge
+from meshtune.model import decoder
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import hidden_states, logits
+from meshtune.model.inputs import Inputs
 from meshtune.model.spec import ModelSpec
 from tiny_models import same_weights, torch_model
 
@@ -28,8 +29,9 @@ COMPUTE = Compute(attention="direct")
 def forward(params: Tree, spec: ModelSpec, compute: Compute, tokens: Any, rng: Any = None) -> jax.Array:
     """float32 logits [B, T, V] of ordinary rows."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    hidden = hidden_states(params, spec, compute, tokens, positions, jnp.ones_like(positions), rng=rng)
-    return logits(params, spec, hidden)
+    inputs = Inputs(tokens, positions, jnp.ones_like(positions))
+    hidden = decoder.forward(params, spec, compute, inputs, rng=rng).hidden
+    return decoder.logits(params, spec, hidden)
 
 
 def our_logits(params: Tree, spec: ModelSpec, compute: Compute = COMPUTE, rng: Any = None) -> np.ndarray:

@@ -17,7 +17,8 @@ from jaxtyping import Array
 
 from meshtune.arrays.tree import Tree
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import hidden_states, logits
+from meshtune.model.decoder import forward, logits
+from meshtune.model.inputs import Inputs
 from meshtune.model.spec import ModelSpec
 from meshtune.weights.load import load_params, load_spec
 
@@ -138,7 +139,7 @@ def our_logits(
     params: Tree, spec: ModelSpec, tokens: Array, positions: Array, segment_ids: Array, compute: Compute = Compute()
 ) -> Array:
     """float32 logits [B, T, V]."""
-    return logits(params, spec, hidden_states(params, spec, compute, tokens, positions, segment_ids))
+    return logits(params, spec, forward(params, spec, compute, Inputs(tokens, positions, segment_ids)).hidden)
 
 
 def torch_logits(model: torch.nn.Module, tokens: Any) -> Any:

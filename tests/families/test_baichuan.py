@@ -20,7 +20,8 @@ from meshtune.families import model_spec, tensors
 from meshtune.generate.engine import Engine
 from meshtune.kernels.attention import AttentionRequest, choose_backend
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import hidden_states, logits
+from meshtune.model.decoder import forward, logits
+from meshtune.model.inputs import Inputs
 from meshtune.weights.export import export_model
 from meshtune.weights.load import load_params, load_spec
 
@@ -34,7 +35,8 @@ def rows(length: int, batch: int = 2, seed: int = 0) -> np.ndarray:
 @functools.partial(jax.jit, static_argnums=(1, 3))
 def our_logits(params, spec, tokens, compute=Compute(attention="direct")):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    hidden = hidden_states(params, spec, compute, jnp.asarray(tokens), positions, jnp.ones_like(positions))
+    inputs = Inputs(jnp.asarray(tokens), positions, jnp.ones_like(positions))
+    hidden = forward(params, spec, compute, inputs).hidden
     return logits(params, spec, hidden)
 
 
@@ -132,7 +134,8 @@ def packed(spec, params, compute):
     tokens = rows(120, batch=1)
     positions = np.concatenate([np.arange(n) for n in lengths])[None].astype(np.int32)
     segments = np.repeat([1, 2], lengths)[None].astype(np.int32)
-    hidden = hidden_states(params, spec, compute, jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(segments))
+    inputs = Inputs(jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(segments))
+    hidden = forward(params, spec, compute, inputs).hidden
     together = logits(params, spec, hidden)[0]
     apart = [our_logits(params, spec, tokens[:, :70])[0], our_logits(params, spec, tokens[:, 70:])[0]]
     return np.asarray(together), np.concatenate(apart)

@@ -14,7 +14,8 @@ from meshtune.adapters.method import prepare
 from meshtune.arrays.tree import flatten, merge
 from meshtune.model.chunks import over_chunks
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import hidden_states
+from meshtune.model.decoder import forward
+from meshtune.model.inputs import Inputs
 from meshtune.objectives.stages import OBJECTIVES
 from tiny_models import same_weights, torch_model
 
@@ -174,8 +175,8 @@ def test_dropout_draws_anew_for_every_chunk():
     made = prepare(LoraConfig(rank=4, dropout=0.5), spec, params, jax.random.key(0))
     trainable = jax.tree.map(lambda leaf: leaf + 0.05, made.trainable)
     same = jnp.full((1, 32), 5, jnp.int32)
-    row = (same, jnp.zeros_like(same), jnp.arange(1, 33)[None])
+    row = Inputs(same, jnp.zeros_like(same), jnp.arange(1, 33)[None])
     compute = Compute(attention_chunk=8, mlp_chunk=4)
-    hidden = hidden_states(merge(trainable, made.frozen), made.spec, compute, *row, rng=jax.random.key(1))
+    hidden = forward(merge(trainable, made.frozen), made.spec, compute, row, rng=jax.random.key(1)).hidden
     # Every token is a document of its own and the same; only what is dropped tells them apart.
     assert len(np.unique(np.asarray(hidden[0, :, 0]))) == 32

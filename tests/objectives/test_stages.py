@@ -156,7 +156,8 @@ def scores_of(reward, tokenizer, rows):
 
 @pytest.mark.parametrize("method", [pytest.param("full", marks=pytest.mark.slow), "lora"])
 def test_a_reward_model_reloads_in_transformers_with_equal_scores(method, model, tmp_path):
-    from meshtune.model.decoder import hidden_states
+    from meshtune.model.decoder import forward
+    from meshtune.model.inputs import Inputs
     from meshtune.objectives.rm import scores
     from meshtune.weights.load import load_params, load_spec
 
@@ -185,7 +186,7 @@ def test_a_reward_model_reloads_in_transformers_with_equal_scores(method, model,
     for row, score in zip(rows, theirs, strict=True):
         tokens = jnp.asarray([row], jnp.int32)
         positions = jnp.arange(len(row), dtype=jnp.int32)[None]
-        hidden = hidden_states(params, spec, Compute(), tokens, positions, jnp.ones_like(tokens))
+        hidden = forward(params, spec, Compute(), Inputs(tokens, positions, jnp.ones_like(tokens))).hidden
         np.testing.assert_allclose(float(scores(params, hidden)[0, -1]), score, rtol=1e-4, atol=1e-5)
     with pytest.raises(UserError, match="a reward model"):
         load(result.path)

@@ -11,7 +11,8 @@ from meshtune.adapters.config import FullConfig
 from meshtune.adapters.method import abstract, prepare
 from meshtune.arrays.tree import merge
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import hidden_states, logits
+from meshtune.model.decoder import forward, logits
+from meshtune.model.inputs import Inputs
 from meshtune.objectives.curvature import curvature, sample_targets
 from meshtune.objectives.stages import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
@@ -70,8 +71,8 @@ def rows(spec, count=4, length=24):
 
 def predicted(params, spec, compute, batch):
     """Logits [B, T, V], all at once."""
-    given = (batch["tokens"], batch["positions"], batch["segment_ids"])
-    return logits(params, spec, hidden_states(params, spec, compute, *given))
+    inputs = Inputs(batch["tokens"], batch["positions"], batch["segment_ids"])
+    return logits(params, spec, forward(params, spec, compute, inputs).hidden)
 
 
 def test_targets_are_drawn_from_what_the_model_predicts():

@@ -14,7 +14,8 @@ from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import abstract
 from meshtune.arrays.tree import merge
 from meshtune.model.compute import Compute, compiler_options
-from meshtune.model.decoder import hidden_states
+from meshtune.model.decoder import forward
+from meshtune.model.inputs import Inputs
 from meshtune.model.linear import matmul
 from meshtune.model.spec import Stack
 from meshtune.quantize.config import QuantizeConfig
@@ -70,7 +71,7 @@ def temporaries(layers, quantize, compute):
 
     def loss(trainable, frozen, tokens):
         params = merge(trainable, frozen)
-        return hidden_states(params, spec, compute, tokens, tokens, tokens).astype(jnp.float32).sum()
+        return forward(params, spec, compute, Inputs(tokens, tokens, tokens)).hidden.astype(jnp.float32).sum()
 
     trainable, frozen = (
         jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)

@@ -128,7 +128,8 @@ from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import MeshConfig
 from meshtune.model.sharding import layout_for
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import hidden_states
+from meshtune.model.decoder import forward
+from meshtune.model.inputs import Inputs
 from model_specs import llama_layer, llama_spec
 from meshtune.arrays.tree import merge
 from meshtune.quantize.config import QuantizeConfig
@@ -139,7 +140,8 @@ arrays = abstract(LoraConfig(rank=2), spec, quantize=QuantizeConfig("nf4"))
 compute = Compute(dtype="bfloat16", remat="selective", attention="direct", layout=layout)
 
 def loss(trainable, frozen, tokens):
-    return hidden_states(merge(trainable, frozen), spec, compute, tokens, tokens, tokens).astype(jnp.float32).sum()
+    hidden = forward(merge(trainable, frozen), spec, compute, Inputs(tokens, tokens, tokens)).hidden
+    return hidden.astype(jnp.float32).sum()
 
 def like(tree):
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=layout.of(a)), tree)

@@ -13,7 +13,8 @@ import torch
 import transformers
 
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import hidden_states, logits
+from meshtune.model.decoder import forward, logits
+from meshtune.model.inputs import Inputs
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.weights.load import load_params, load_spec
 
@@ -39,7 +40,8 @@ def loss(directory, config, ids):
 
     @jax.jit
     def mean(params, ids):
-        hidden = hidden_states(params, spec, Compute(attention="direct"), ids, positions, jnp.ones_like(ids))
+        inputs = Inputs(ids, positions, jnp.ones_like(ids))
+        hidden = forward(params, spec, Compute(attention="direct"), inputs).hidden
         scores = jax.nn.log_softmax(logits(params, spec, hidden)[:, :-1])
         return -jnp.take_along_axis(scores, ids[:, 1:, None], -1).mean()
 

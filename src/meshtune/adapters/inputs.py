@@ -16,7 +16,8 @@ from meshtune.adapters.method import SHARED
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, merge, unflatten
 from meshtune.model.compute import Compute, compiler_options
-from meshtune.model.decoder import hidden_states
+from meshtune.model.decoder import forward
+from meshtune.model.inputs import Inputs
 from meshtune.model.linear import matmul
 from meshtune.model.spec import ModelSpec
 
@@ -101,13 +102,12 @@ def input_sizes(
 
     def summed(squares: dict[str, Array], params: Tree, batch: Tree) -> tuple[dict[str, Array], Array]:
         counted = (batch["segment_ids"] > 0).astype(jnp.float32)
-        texts = (batch["tokens"], batch["positions"], batch["segment_ids"])
+        inputs = Inputs(batch["tokens"], batch["positions"], batch["segment_ids"])
 
         def through(measured: dict[str, Array]) -> Array:
             beside = unflatten({f"{node}/adapter": Measure(array) for node, array in measured.items()})
-            return hidden_states(
-                merge(params, merge(beside, {SHARED: CountedTokens(counted)})), spec, compute, *texts
-            ).sum()
+            beside = merge(beside, {SHARED: CountedTokens(counted)})
+            return forward(merge(params, beside), spec, compute, inputs).hidden.sum()
 
         sums = jax.grad(through)(jax.tree.map(jnp.zeros_like, squares))
         return jax.tree.map(jnp.add, squares, sums), jnp.sum(counted)

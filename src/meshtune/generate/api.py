@@ -25,7 +25,8 @@ from meshtune.generate.programs import STEPS, length_bucket
 from meshtune.generate.prompts import chat_ids, continuation_ids, text_end, turn_end
 from meshtune.generate.text import pieces
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import hidden_states, logits
+from meshtune.model.decoder import forward, logits
+from meshtune.model.inputs import Inputs
 from meshtune.model.spec import ModelSpec
 from meshtune.model.token_rows import folded
 from meshtune.quantize.config import UNQUANTISED, FormatName, QuantizeConfig, check_format
@@ -296,8 +297,8 @@ def _quantised(quantize: QuantizeConfig | str | None, adapters: Mapping[str, Loa
 def _logits(params: Tree, tokens: jax.Array, length: jax.Array, *, spec: ModelSpec, compute: Compute) -> jax.Array:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     real = positions < length
-    hidden = hidden_states(params, spec, compute, tokens, jnp.where(real, positions, 0), real.astype(jnp.int32))
-    return logits(params, spec, hidden)
+    inputs = Inputs(tokens, jnp.where(real, positions, 0), real.astype(jnp.int32))
+    return logits(params, spec, forward(params, spec, compute, inputs).hidden)
 
 
 def _rows(token_ids: ArrayLike | Sequence[object], vocab: int) -> np.ndarray:

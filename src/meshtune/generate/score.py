@@ -14,7 +14,8 @@ from meshtune.generate.programs import length_bucket
 from meshtune.generate.request import Token
 from meshtune.generate.sampling import Probabilities, log_probabilities
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import head_logits, head_params, hidden_states
+from meshtune.model.decoder import forward, head_logits, head_params
+from meshtune.model.inputs import Inputs
 from meshtune.model.spec import ModelSpec
 
 CHUNK = 128  # tokens whose logits exist at once
@@ -48,8 +49,8 @@ def _scored(
     """The log-probabilities [T, ..] of the token after each one."""
     places = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     real = places < length
-    rows = (tokens[None], jnp.where(real, places, 0)[None], real.astype(jnp.int32)[None])
-    hidden = hidden_states(params, spec, compute, *rows)[0]
+    inputs = Inputs(tokens[None], jnp.where(real, places, 0)[None], real.astype(jnp.int32)[None])
+    hidden = forward(params, spec, compute, inputs).hidden[0]
     head, following = head_params(params, spec), jnp.roll(tokens, -1)
 
     def chunk(part: tuple[Array, Array]) -> Probabilities:

@@ -59,11 +59,6 @@ def forward(
     return Forward(spec.norm(x, to_device(params.get("norm", {}))), cache, sums)
 
 
-def hidden_states(params: Tree, spec: ModelSpec, compute: Compute, *inputs: Array, rng: Array | None = None) -> Hidden:
-    """`forward` of tokens, positions and segments, for whoever needs the hidden states alone."""
-    return forward(params, spec, compute, Inputs(inputs[0], inputs[1], inputs[2]), rng=rng).hidden
-
-
 def enter(
     params: Tree,
     spec: ModelSpec,

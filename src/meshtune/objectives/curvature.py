@@ -11,7 +11,8 @@ from jaxtyping import Array, Int, Key
 
 from meshtune.arrays.tree import Tree
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import head_logits, head_params, hidden_states
+from meshtune.model.decoder import forward, head_logits, head_params
+from meshtune.model.inputs import Inputs
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.score import Batch
 from meshtune.objectives.sft import sft_objective
@@ -46,7 +47,8 @@ def sample_targets(
     params: Tree, spec: ModelSpec, compute: Compute, micro: Batch, key: Key[Array, ""]
 ) -> Int[Array, "B T"]:
     """Samples a token from the model's prediction at every position, computing the logits of one chunk at a time."""
-    hidden = hidden_states(params, spec, compute, micro["tokens"], micro["positions"], micro["segment_ids"])
+    inputs = Inputs(micro["tokens"], micro["positions"], micro["segment_ids"])
+    hidden = forward(params, spec, compute, inputs).hidden
     head, length = head_params(params, spec), hidden.shape[1]
     chunk = min(compute.loss_chunk, length)
 
