@@ -169,6 +169,72 @@ def test_only_edges_import_pydantic():
     assert wrong == []
 
 
+# Options of the same name, type and default that are not the same option: of a base and of a data set; of a run and of
+# one prompt; of samples while training and of `generate`; of a recipe's mixture and of one message.
+NAMESAKES = {"revision", "seed", "temperature", "weight"}
+OWN_OPTIONS = ("cli", "launch", "serve")  # rooms whose dataclasses are options of commands and requests
+
+
+def test_an_option_of_a_recipe_is_declared_once():
+    """A section of a recipe and a dataclass that its values go to never both say a name, a type and a default: the
+    section takes them from the dataclass (config.section.declared), or the dataclass has no default."""
+    sections: set[tuple[str, ...]] = set()
+    dataclasses: set[tuple[str, ...]] = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            options = {(node.name, *option) for option in options_of(node)}
+            decorators = "".join(map(ast.unparse, node.decorator_list))
+            if [ast.unparse(parent) for parent in node.bases] == ["Section"]:
+                sections |= options
+            elif "dataclass" in decorators and room(relative(path)) not in OWN_OPTIONS:
+                dataclasses |= options
+    assert ("TrainSection", "batch_size", "int", "16") in sections
+    assert ("LossPolicy", "train_on_prompt", "bool", "False") in dataclasses
+    twice = [
+        f"{section}.{name} and {other}.{name}"
+        for section, name, kind, default in sections
+        for other, *rest in dataclasses
+        if rest == [name, kind, default] and name not in NAMESAKES
+    ]
+    assert twice == []
+
+
+def options_of(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
+    """(name, type, default) of the fields of a class that have a default of their own; types as Python's."""
+    for field in node.body:
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.value is not None):
+            continue
+        default = field.value
+        if isinstance(default, ast.Call):
+            named = {keyword.arg: keyword.value for keyword in default.keywords}
+            choices = [named.get("default"), named.get("default_factory"), *default.args]
+            if ast.unparse(default.func) == "declared":
+                continue
+            default = next((value for value in choices if value is not None), None)
+        if default is None or (isinstance(default, ast.Constant) and default.value is ...):
+            continue
+        kind = ast.unparse(field.annotation).replace("PositiveInt", "int").replace("PathText", "str")
+        kind = re.sub(r"\b(list|dict|tuple|Mapping|Sequence)\[.*\]", "container", kind).replace(
+            " | Literal['auto']", ""
+        )
+        text = ast.unparse(default)
+        yield field.target.id, kind, "empty" if text in ("()", "[]", "{}", "list", "dict", "tuple") else text
+
+
+def test_words_to_choose_from_are_listed_once():
+    """No two Literal types of three words or more list the same words: one of them is a name for both."""
+    places: dict[frozenset[str], set[str]] = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
+                words = [entry.value for entry in ast.walk(node.slice) if isinstance(entry, ast.Constant)]
+                if len(words) > 2:
+                    places.setdefault(frozenset(map(str, words)), set()).add(f"{relative(path)}:{node.lineno}")
+    assert {words: lines for words, lines in places.items() if len(lines) > 1} == {}
+
+
 # Pronouns and fillers say nothing about what a name holds.
 FILLERS = frozenset(
     """found made here asked mine one own each there whole wanted words told said what this other others every some kept

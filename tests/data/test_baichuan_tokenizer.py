@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from baichuan_files import TEXTS, trained
+from meshtune.config.data_options import LossPolicy, TokenOptions
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.conversation import Conversation, Origin
 from meshtune.data.formats import select_format
-from meshtune.data.masks import LossPolicy, mask_conversation
+from meshtune.data.masks import mask_conversation
 from meshtune.data.tokenizer import load_tokenizer
-from meshtune.data.tokens import Tokenize, TokenOptions
+from meshtune.data.tokens import Tokenize
 from meshtune.errors import UserError
 
 

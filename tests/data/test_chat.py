@@ -9,13 +9,14 @@ import json
 import pytest
 
 from meshtune.config.data import DataSection
+from meshtune.config.data_options import TokenOptions
 from meshtune.data.chat import ChatTemplate, as_dicts
 from meshtune.data.chat_templates import template_names, tool_template_names
 from meshtune.data.conversation import Conversation, Message, Origin
 from meshtune.data.documents import load_documents
 from meshtune.data.masks import mask_conversation
 from meshtune.data.tokenizer import load_tokenizer
-from meshtune.data.tokens import Tokenize, TokenOptions
+from meshtune.data.tokens import Tokenize
 from meshtune.errors import UserError
 
 ORIGIN = Origin("chat.jsonl", 3)

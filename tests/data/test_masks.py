@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from meshtune.config.data_options import LossPolicy, TokenOptions
 from meshtune.data.chat import ChatTemplate, as_dicts
 from meshtune.data.conversation import Conversation, Message, Origin
-from meshtune.data.masks import LossPolicy, mask_conversation
-from meshtune.data.tokens import Tokenize, TokenOptions
+from meshtune.data.masks import mask_conversation
+from meshtune.data.tokens import Tokenize
 from meshtune.errors import UserError
 
 ORIGIN = Origin("chat.jsonl", 7)

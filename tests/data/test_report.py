@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from meshtune.config.data_options import TokenOptions
 from meshtune.data.conversation import Conversation, Message, Origin, Text
 from meshtune.data.documents import SkippedRecord
 from meshtune.data.inspection import coloured_tokens
@@ -15,7 +16,7 @@ from meshtune.data.loader import Loader
 from meshtune.data.report import TemplateInfo, histogram, make_report, render
 from meshtune.data.store import open_or_build
 from meshtune.data.tokenizer import load_tokenizer
-from meshtune.data.tokens import Example, TokenCounts, Tokenize, TokenOptions
+from meshtune.data.tokens import Example, TokenCounts, Tokenize
 
 
 def report_of(tmp_path, lengths=(10, 20, 30), counts=None, skipped=(), template=None, batch_size=1, **loader):

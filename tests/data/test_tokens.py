@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from meshtune.config.data_options import LossPolicy, TokenOptions
 from meshtune.data.conversation import Conversation, Message, Origin, Text
-from meshtune.data.masks import LossPolicy
 from meshtune.data.tokenizer import load_tokenizer
-from meshtune.data.tokens import Tokenize, TokenOptions
+from meshtune.data.tokens import Tokenize
 from meshtune.errors import UserError
 
 

@@ -74,7 +74,7 @@ def lowered(case: Case, layers: int | None = None) -> tuple[Any, dict[str, Any]]
     optimizer, _ = make_optimizer(OptimizerConfig(), 10, arrays.trainable)
     state = abstract_state(arrays.trainable, optimizer, layout)
     frozen = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=layout.of(a)), arrays.frozen)
-    compute = Compute("bfloat16", "full", "blockwise", 64, True, layout)
+    compute = Compute("bfloat16", "full", 64, layout=layout, attention="blockwise")
     step = make_train_step(
         OBJECTIVES["sft"], arrays.spec, compute, optimizer, max_grad_norm=1.0, abstract=arrays.trainable
     )

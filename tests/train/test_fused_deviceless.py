@@ -25,7 +25,8 @@ spec = model_spec({
 arrays = abstract(FullConfig(), spec, "bfloat16")
 config = OptimizerConfig("adamw", state_dtype="bfloat16", in_backward=True)
 optimizer, _ = make_optimizer(config, 10, arrays.trainable, arrays.spec)
-compute = Compute("bfloat16", "full", "blockwise", 64, platform=target.device.platform, chip=target.device.arch)
+chip = {"platform": target.device.platform, "chip": target.device.arch}
+compute = Compute("bfloat16", "full", 64, attention="blockwise", **chip)
 f = make_train_step(OBJECTIVES["sft"], arrays.spec, compute, optimizer)
 state = jax.tree.map(lambda leaf: array(leaf.shape, leaf.dtype), abstract_state(arrays.trainable, optimizer))
 batch = {key: array((1, 1, 256), "int32") for key in ("tokens", "targets", "positions", "segment_ids")}

@@ -70,7 +70,8 @@ def task(total=6, start=0, bad=-1, **more) -> Task:
         epoch_at=lambda step: step / 4,
         cadence=cadence,
         record=Record(start, 0, {}, "", "", ""),
-        early_stopping=more.pop("early_stopping", EarlyStopping()),
+        early_stopping=more.pop("early_stopping", EarlyStopping(None, 0.0)),
+        keep_best=more.pop("keep_best", True),
         **more,
     )
 
@@ -190,7 +191,7 @@ def test_early_stopping_counts_evaluations_without_improvement_and_goes_on_count
 
 
 def test_losses_that_are_not_numbers_never_are_the_best():
-    state = EarlyStopping(2).after(1, float("nan")).after(2, float("nan"))
+    state = EarlyStopping(2, 0.0).after(1, float("nan")).after(2, float("nan"))
     assert state.stop
     assert state.best is None
 

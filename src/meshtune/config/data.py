@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from meshtune.config.section import PathText, Section
+from meshtune.config.data_options import FormatName, LossPolicy, Overlong, SourceOptions, TokenOptions
+from meshtune.config.section import PathText, Section, declared
 from meshtune.config.short_forms import sources
 
 
@@ -17,24 +18,14 @@ class SourceSection(Section):
         default=None, description="A file, a directory of files of one kind, or a hub data set."
     )
     name: str | None = Field(default=None, description="An entry of data.registry; instead of path.")
-    subset: str | None = Field(default=None, description="Configuration of a hub data set.")
-    split: str = Field(default="train", description="Split of a hub data set.")
-    revision: str | None = Field(default=None, description="Revision of a hub data set.")
-    format: Literal[
-        "auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text", "preference", "openai", "hh"
-    ] = Field(
-        default="auto",
-        description="Format of the records; auto: detected from the records. preference, openai and hh hold pairs.",
-    )
-    columns: dict[str, str] = Field(
-        default_factory=dict,
-        description="Names of the record's fields where they differ from the format's, e.g. {prompt: question}.",
-    )
-    tags: dict[str, str] = Field(
-        default_factory=dict, description="sharegpt: role_tag, content_tag, user_tag, assistant_tag, system_tag, ..."
-    )
-    weight: float | None = Field(default=None, gt=0, description="Share of the mixture, relative to the other weights.")
-    cap: PositiveInt | None = Field(default=None, description="Use only the first records, at most this many.")
+    subset: str | None = declared(SourceOptions, "subset")
+    split: str = declared(SourceOptions, "split")
+    revision: str | None = declared(SourceOptions, "revision")
+    format: FormatName = declared(SourceOptions, "format")
+    columns: dict[str, str] = declared(SourceOptions, "columns")
+    tags: dict[str, str] = declared(SourceOptions, "tags")
+    weight: float | None = declared(SourceOptions, "weight")
+    cap: PositiveInt | None = declared(SourceOptions, "cap")
 
     @model_validator(mode="after")
     def _one_origin(self) -> SourceSection:
@@ -65,9 +56,7 @@ class DataSection(Section):
     packing: bool = Field(
         default=True, description="Pack several documents into a row; false: one padded document a row."
     )
-    overlong: Literal["truncate", "drop", "error"] = Field(
-        default="truncate", description="How documents longer than max_length are treated."
-    )
+    overlong: Overlong = declared(TokenOptions, "overlong")
     streaming: bool = Field(
         default=False,
         description="Stage pt: tokenise while training instead of before; documents go on in the next row. Needs "
@@ -76,8 +65,8 @@ class DataSection(Section):
     on_bad: Literal["error", "skip"] = Field(
         default="error", description="How records that do not fit their format are treated."
     )
-    train_on_prompt: bool = Field(default=False, description="Also train on system, user and tool turns.")
-    last_turn_only: bool = Field(default=False, description="Train on the last assistant turn only.")
+    train_on_prompt: bool = declared(LossPolicy, "train_on_prompt")
+    last_turn_only: bool = declared(LossPolicy, "last_turn_only")
     system: str | None = Field(default=None, description="System prompt for conversations that have none.")
     shuffle: bool = Field(default=True, description="A new order every epoch, a function of the seed.")
 

@@ -12,10 +12,11 @@ from meshtune.config.method import MethodSection
 from meshtune.config.model import ModelSection
 from meshtune.config.optimizer import OptimizerSection
 from meshtune.config.rules import check_together
-from meshtune.config.section import PathText, Section, refuse_truth_values
+from meshtune.config.section import PathText, Section, declared, refuse_truth_values
 from meshtune.config.short_forms import written_out
 from meshtune.config.stage import StageSection
 from meshtune.mesh.config import MeshConfig
+from meshtune.model.config import AttentionName, ComputeOptions, OffloadName, RematName
 from meshtune.objectives.config import SftConfig
 from meshtune.optim.config import OptimizerOptions
 from meshtune.quantize.config import QuantizeConfig
@@ -59,33 +60,18 @@ class ComputeSection(Section):
         description="mixed: bf16 compute, float32 trainables and optimizer state; bfloat16: everything bf16; "
         "auto: mixed on accelerators, float32 on CPU.",
     )
-    remat: Literal["auto", "none", "selective", "full"] = Field(
+    remat: Literal["auto", RematName] = Field(
         default="auto",
         description="What is recomputed in the backward pass: nothing, everything but products, or all of a layer; "
         "auto: the faster that fits.",
     )
-    attention: Literal["auto", "direct", "splash", "cudnn", "triton", "blockwise"] = Field(
-        default="auto",
-        description="The attention backend; auto: the first that serves, in this order. splash: TPU; cudnn: NVIDIA, "
-        "one document a row; triton: NVIDIA and AMD; blockwise: everywhere; direct: short rows.",
-    )
+    attention: AttentionName = declared(ComputeOptions, "attention")
     loss_chunk: PositiveInt | None = Field(
         default=None, description="Tokens of logits held at once; default: chosen by size."
     )
-    mlp_chunk: PositiveInt | Literal["auto"] | None = Field(
-        default=None,
-        description="Tokens of a row whose feed-forward layer exists at once; auto: by size; null: the whole row.",
-    )
-    attention_chunk: PositiveInt | Literal["auto"] | None = Field(
-        default=None,
-        description="Tokens of a row whose queries, attention and feed-forward layer exist at once, for rows of tens "
-        "of thousands of tokens; auto: by size; null: the whole row.",
-    )
-    offload: list[Literal["residual", "optimizer", "weights"]] = Field(
-        default_factory=list,
-        description="What is kept in the host's memory: residual, the residual stream at the input of each layer; "
-        "optimizer, its state; weights, the layers' frozen weights, and with optimizer.in_backward the trained ones.",
-    )
+    mlp_chunk: PositiveInt | Literal["auto"] | None = declared(ComputeOptions, "mlp_chunk")
+    attention_chunk: PositiveInt | Literal["auto"] | None = declared(ComputeOptions, "attention_chunk")
+    offload: tuple[OffloadName, ...] = declared(ComputeOptions, "offload")
     scan_layers: bool = Field(
         default=True, description="Scan over layers (compile time does not grow with depth) or unroll."
     )

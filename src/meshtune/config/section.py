@@ -13,6 +13,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     ValidationError,
     model_validator,
 )
@@ -37,6 +38,17 @@ def section_fields(section: SectionType) -> dict[str, FieldInfo]:
         field.name: FieldInfo.from_annotated_attribute(hints[field.name], field)  # pyright: ignore[reportArgumentType]
         for field in dataclasses.fields(section)
     }
+
+
+def declared(options: type, name: str) -> Any:
+    """The field of a section that takes the default, description and bounds of an option of a dataclass of the core.
+
+    For sections that are pydantic models; where all options of a dataclass form a section, it is a section itself.
+    """
+    field = next(field for field in dataclasses.fields(options) if field.name == name)
+    if field.default_factory is not dataclasses.MISSING:
+        return Field(default_factory=field.default_factory, **field.metadata)
+    return Field(default=field.default, **field.metadata)
 
 
 def refuse_truth_values(section: SectionType) -> BeforeValidator:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, overload
 import numpy as np
 
 from meshtune.config.data import DataSection, SourceSection
+from meshtune.config.data_options import SourceOptions
 from meshtune.data.conversation import Origin, Sample
 from meshtune.data.formats import select_format
 from meshtune.data.formats.record import describe
@@ -158,17 +159,8 @@ def _data_source(section: SourceSection, registry: Registry | None, dataset_type
     if section.name is not None:
         assert registry is not None, "DataSection refuses a name without a registry"
         return registry.source(section, dataset_type)
-    return DataSource(
-        path=section.path or "",
-        format=section.format,
-        columns=section.columns,
-        tags=section.tags,
-        subset=section.subset,
-        split=section.split,
-        revision=section.revision,
-        weight=section.weight,
-        cap=section.cap,
-    )
+    options = {field.name: getattr(section, field.name) for field in dataclasses.fields(SourceOptions)}
+    return DataSource(path=section.path or "", **options)
 
 
 def _check(

@@ -12,24 +12,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from meshtune.config.data_options import LossPolicy
 from meshtune.data.chat import ChatTemplate, as_dicts, template_error
 from meshtune.data.chat_templates import tool_template_names
 from meshtune.data.conversation import Conversation, JsonObject
 from meshtune.errors import UserError
-
-
-@dataclasses.dataclass(frozen=True)
-class LossPolicy:
-    """Which parts of a conversation are trained on: assistant turns, unless these options say otherwise."""
-
-    train_on_prompt: bool = False
-    last_turn_only: bool = False
-
-    def __post_init__(self):
-        if self.train_on_prompt and self.last_turn_only:
-            raise UserError(
-                "train_on_prompt and last_turn_only contradict each other", where="data", fix="set only one of them"
-            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from meshtune.config.data_options import TokenOptions
 from meshtune.config.recipe import Recipe, TrainSection
 from meshtune.data.conversation import Conversation, Document, Sample, Text
 from meshtune.data.documents import DocumentList, SkippedRecord, load_documents, open_documents
@@ -28,7 +29,7 @@ from meshtune.data.tokenise import (
     tokenizer_hash,
 )
 from meshtune.data.tokenizer import check_vocabulary
-from meshtune.data.tokens import Tokenize, TokenOptions
+from meshtune.data.tokens import Tokenize
 from meshtune.data.units import Units, nll_share
 from meshtune.errors import UserError
 from meshtune.objectives.stages import STAGES

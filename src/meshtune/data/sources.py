@@ -12,8 +12,9 @@ import difflib
 import functools
 import pathlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
+from meshtune.config.data_options import SourceOptions
 from meshtune.data.readers.columnar import open_arrow, open_parquet, open_saved
 from meshtune.data.readers.csvfile import open_csv
 from meshtune.data.readers.hub import open_hub
@@ -37,24 +38,15 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 @dataclasses.dataclass(frozen=True)
-class DataSource:
+class DataSource(SourceOptions):
     """A source of records, as described by a recipe or by an entry of a registry.
 
-    `columns` maps the fields of the format to those of the records; None means that the records have no such field.
     `sample` draws that many records by the seed (a registry's num_samples), `cap` takes the first ones. `hub` says that
     `path` is an id of the Hugging Face hub.
     """
 
     path: str
-    format: str = "auto"
-    columns: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
-    tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    subset: str | None = None
-    split: str = "train"
-    revision: str | None = None
     folder: str | None = None
-    weight: float | None = None
-    cap: int | None = None
     sample: int | None = None
     hub: bool = False
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshtune.config.data import DataSection
+from meshtune.config.data_options import LossPolicy, TokenOptions
 from meshtune.data.conversation import Conversation, Document, Sample
-from meshtune.data.masks import LossPolicy
 from meshtune.data.report import TemplateInfo
 from meshtune.data.store import Store, fingerprint, open_or_build
-from meshtune.data.tokens import Example, TokenCounts, Tokenize, TokenOptions
+from meshtune.data.tokens import Example, TokenCounts, Tokenize
 from meshtune.data.units import tokenise_labelled, tokenise_pairs
 from meshtune.errors import UserError
 from meshtune.objectives.stages import STAGES

@@ -12,13 +12,14 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshtune.config.data_options import TokenOptions
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.conversation import Conversation, Document, Origin
-from meshtune.data.masks import LossPolicy, MaskedText, mask_conversation
+from meshtune.data.masks import MaskedText, mask_conversation
 from meshtune.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,25 +39,6 @@ class Example:
     weights: np.ndarray
     origin: Origin
     value: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenOptions:
-    """How documents are tokenised. `max_length` is the largest number of tokens of a document."""
-
-    max_length: int
-    policy: LossPolicy = dataclasses.field(default_factory=LossPolicy)
-    overlong: Literal["truncate", "drop", "error"] = "truncate"
-    skip_bad: bool = False
-
-    def cache_key(self) -> str:
-        """A text that identifies the options. It must not change with the names of classes or fields: stores would be
-        built anew, and earlier runs could not be resumed."""
-        policy = f"train_on_prompt={self.policy.train_on_prompt}, last_turn_only={self.policy.last_turn_only}"
-        return (
-            f"TokenOptions(max_length={self.max_length}, learn=Learn({policy}), overlong={self.overlong!r}, "
-            f"skip_bad={self.skip_bad})"
-        )
 
 
 @dataclasses.dataclass

@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 import jax
 
 from meshtune.mesh.layout import Layout
+from meshtune.model.config import ComputeOptions, RematName
 
 
 @dataclasses.dataclass(frozen=True)
-class Compute:
+class Compute(ComputeOptions):
     """Resolved choices ('auto' is settled before this exists, but for attention, which settles by shape).
 
     `dtype` is that of activations and matrix products; `loss_chunk` is in tokens of one row.
     `layout` says how activations lie on a mesh; None: on one device. `platform` is the JAX platform the program is for
     ("": the one here), `chip` the arch of its devices ("sm_90a", "gfx942"; "": that of the first one here).
     `packed=False` promises that a row is one document and then padding.
-    `mlp_chunk` and `attention_chunk` are the tokens of a row whose feed-forward layer exists at once, and whose
-    queries, attention, its result and feed-forward layer do (model.chunks); None: the whole row's.
-    `offload` names what waits in the host's memory: "residual", the stream that enters each layer (with remat full or
-    selective). Weights and optimizer state that lie there say so themselves.
+    With `offload` "residual", remat is full or selective. Weights and optimizer state in the host's memory say so
+    themselves.
     """
 
     dtype: str = "float32"
-    remat: Literal["none", "selective", "full"] = "none"
-    attention: Literal["auto", "direct", "splash", "cudnn", "triton", "blockwise"] = "auto"
+    remat: RematName = "none"
     loss_chunk: int = 256
     scan: bool = True
     layout: Layout | None = None
     platform: str = ""
     chip: str = ""
     packed: bool = True
-    mlp_chunk: int | None = None
-    attention_chunk: int | None = None
-    offload: tuple[str, ...] = ()
 
     @property
     def row_parts(self) -> int:

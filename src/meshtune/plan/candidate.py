@@ -16,6 +16,7 @@ from meshtune.config.recipe import Recipe
 from meshtune.mesh.axes import abstract_mesh
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.layout import Layout
+from meshtune.model.config import OffloadName, RematName
 from meshtune.model.sharding import layout_for
 from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.optim.build import make_optimizer
@@ -102,11 +103,11 @@ class Candidate:
     rows: int
     length: int
     accumulation: int
-    remat: str
+    remat: RematName
     loss_chunk: int
-    mlp_chunk: int | None = None
-    attention_chunk: int | None = None
-    offload: tuple[str, ...] = ()
+    mlp_chunk: int | None
+    attention_chunk: int | None
+    offload: tuple[OffloadName, ...]
 
     @property
     def tokens(self) -> float:

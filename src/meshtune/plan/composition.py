@@ -19,8 +19,9 @@ from typing import get_args
 from meshtune import quickstart
 from meshtune.adapters.registry import ADAPTERS
 from meshtune.config.load import load_recipe
-from meshtune.config.recipe import ComputeSection, Recipe
+from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
+from meshtune.model.config import OffloadName
 from meshtune.objectives.stages import STAGES
 from meshtune.optim.build import OPTIMIZERS
 from meshtune.plan.program import step_of
@@ -28,7 +29,7 @@ from meshtune.quantize.formats import FORMATS
 
 YES, NO = "●", "–"
 Overrides = Mapping[str, object]
-PARTS = get_args(get_args(ComputeSection.model_fields["offload"].annotation)[0])
+PARTS = get_args(OffloadName)
 
 # Sizes that suit a small model, so that no combination is refused only because of its dimensions.
 WIDTH = 128

@@ -26,7 +26,7 @@ class Source:
     base: Path
     adapter: Path | None
     tokenizer: str
-    chat_template: str | None = None
+    chat_template: str | None
 
 
 def find(

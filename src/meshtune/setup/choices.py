@@ -127,16 +127,16 @@ def compute_of(
     compute = Compute(
         precision.compute,
         remat,
-        options.attention,
         chunk,
         options.scan_layers,
         layout,
+        attention=options.attention,
         platform=machine.platform,
         chip=machine.chip,
         packed=recipe.data.packing or STAGES[recipe.stage.kind].dataset_type != "documents",
         mlp_chunk=mlp_chunk,
         attention_chunk=attention_chunk,
-        offload=tuple(options.offload),
+        offload=options.offload,
     )
     for request in attention_requests(compute, spec, rows, length):
         backend, reason = choose_backend(request, options.attention)

@@ -12,6 +12,7 @@ from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
 from meshtune.mesh.config import resolve_mesh
 from meshtune.mesh.layout import Layout
+from meshtune.model.config import OffloadName
 from meshtune.model.sharding import check_batch
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.config import QuantizeConfig
@@ -40,8 +41,8 @@ class ResolvedRun:
     machine: Machine
     layout: Layout | None
     decisions: list[Decision]
-    quantize: QuantizeConfig | None = None
-    offload: tuple[str, ...] = ()
+    quantize: QuantizeConfig | None
+    offload: tuple[OffloadName, ...]
     start: Start | None = None
 
     @property
@@ -77,7 +78,7 @@ def resolve_run(
     notes = [Decision("model", arrays.spec.family, note) for note in arrays.spec.notes]
     notes += [Decision("model", *note) for note in passing_notes(source, start.spec)]
     decisions = [*notes, decision, *decisions, *quantize_decisions(arrays, layout, quantize)]
-    offload = tuple(recipe.compute.offload)
+    offload = recipe.compute.offload
     return ResolvedRun(source, start.method, precision, arrays, machine, layout, decisions, quantize, offload, start)
 
 

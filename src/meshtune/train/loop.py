@@ -66,12 +66,12 @@ class Task:
     cadence: Cadence
     record: Record
     early_stopping: EarlyStopping
+    keep_best: bool
     place: Callable[[dict[str, np.ndarray]], PlacedBatch] = dict
     shown: Callable[[TrainState], Tree] = operator.attrgetter("trainable")
     evaluate: Callable[[Tree], Evaluation] | None = None
     evaluate_at_start: bool = False
     sample: Callable[[Tree], Iterable[tuple[str, str]]] | None = None
-    keep_best: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -79,10 +79,10 @@ def make_task(parts: Parts, record: Record, state: TrainState) -> Task:
         ),
         record=record,
         early_stopping=EarlyStopping(early.early_stopping, early.min_delta, record.best, record.stale),
+        keep_best=recipe.checkpoint.keep_best,
         evaluate=_evaluator(parts, place),
         evaluate_at_start=early.at_start,
         sample=_sampler(parts),
-        keep_best=recipe.checkpoint.keep_best,
     )
 
 

@@ -14,8 +14,8 @@ class EarlyStopping:
     With `patience` None a run never stops early. A loss improves if it is below the best by more than `min_delta`.
     """
 
-    patience: int | None = None
-    min_delta: float = 0.0
+    patience: int | None
+    min_delta: float
     best: Best | None = None
     stale: int = 0
 

@@ -1,0 +1,75 @@
+"""The options of sources and of tokenising, read by recipes and by whoever works with them alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from meshtune.errors import UserError
+from meshtune.options import option
+
+FormatName = Literal[
+    "auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text", "preference", "openai", "hh"
+]  # fmt: skip
+Overlong = Literal["truncate", "drop", "error"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SourceOptions:
+    """How the records of a source are read. A column of None is one that the records do not have."""
+
+    format: FormatName = option(
+        "auto", "Format of the records; auto: detected from the records. preference, openai and hh hold pairs."
+    )
+    columns: Mapping[str, str | None] = dataclasses.field(
+        default_factory=dict,
+        metadata={
+            "description": "Names of the record's fields where they differ from the format's, e.g. {prompt: question}."
+        },
+    )
+    tags: Mapping[str, str] = dataclasses.field(
+        default_factory=dict,
+        metadata={"description": "sharegpt: role_tag, content_tag, user_tag, assistant_tag, system_tag, ..."},
+    )
+    subset: str | None = option(None, "Configuration of a hub data set.")
+    split: str = option("train", "Split of a hub data set.")
+    revision: str | None = option(None, "Revision of a hub data set.")
+    weight: float | None = option(None, "Share of the mixture, relative to the other weights.", gt=0)
+    cap: int | None = option(None, "Use only the first records, at most this many.")
+
+
+@dataclasses.dataclass(frozen=True)
+class LossPolicy:
+    """Which parts of a conversation are trained on: assistant turns, unless these options say otherwise.
+
+    Raises UserError for options that contradict each other.
+    """
+
+    train_on_prompt: bool = option(False, "Also train on system, user and tool turns.")
+    last_turn_only: bool = option(False, "Train on the last assistant turn only.")
+
+    def __post_init__(self):
+        if self.train_on_prompt and self.last_turn_only:
+            raise UserError(
+                "train_on_prompt and last_turn_only contradict each other", where="data", fix="set only one of them"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenOptions:
+    """How documents are tokenised. `max_length` is the largest number of tokens of a document."""
+
+    max_length: int
+    policy: LossPolicy = dataclasses.field(default_factory=LossPolicy)
+    overlong: Overlong = option("truncate", "How documents longer than max_length are treated.")
+    skip_bad: bool = False
+
+    def cache_key(self) -> str:
+        """A text that identifies the options. It must not change with the names of classes or fields: stores would be
+        built anew, and earlier runs could not be resumed."""
+        policy = f"train_on_prompt={self.policy.train_on_prompt}, last_turn_only={self.policy.last_turn_only}"
+        return (
+            f"TokenOptions(max_length={self.max_length}, learn=Learn({policy}), overlong={self.overlong!r}, "
+            f"skip_bad={self.skip_bad})"
+        )

@@ -1,0 +1,36 @@
+"""The options of how a model is computed, read by recipes and by the model alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from meshtune.options import option
+
+AttentionName = Literal["auto", "direct", "splash", "cudnn", "triton", "blockwise"]
+RematName = Literal["none", "selective", "full"]
+OffloadName = Literal["residual", "optimizer", "weights"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ComputeOptions:
+    """What a recipe sets itself of model.compute.Compute; there the numbers of tokens are resolved."""
+
+    attention: AttentionName = option(
+        "auto",
+        "The attention backend; auto: the first that serves, in this order. splash: TPU; cudnn: NVIDIA, "
+        "one document a row; triton: NVIDIA and AMD; blockwise: everywhere; direct: short rows.",
+    )
+    mlp_chunk: int | None = option(
+        None, "Tokens of a row whose feed-forward layer exists at once; auto: by size; null: the whole row."
+    )
+    attention_chunk: int | None = option(
+        None,
+        "Tokens of a row whose queries, attention and feed-forward layer exist at once, for rows of tens "
+        "of thousands of tokens; auto: by size; null: the whole row.",
+    )
+    offload: tuple[OffloadName, ...] = option(
+        (),
+        "What is kept in the host's memory: residual, the residual stream at the input of each layer; "
+        "optimizer, its state; weights, the layers' frozen weights, and with optimizer.in_backward the trained ones.",
+    )
