@@ -38,14 +38,16 @@ def projected(
     def heads_of(name: str, size: int) -> Heads:
         return linear(x, node[name], site_key(key, name)).reshape(*x.shape[:2], -1, size)
 
-    heads = {name: heads_of(name, head_dim) for name in names if name == "k" or (name == "v" and not v_of_k)}
-    if "v" in names and v_of_k:
-        heads["v"] = heads["k"]
+    # Queries first: in the order of these products their gradients of x are added, which decides the last bits.
+    heads: dict[str, Heads] = {}
     if "q" in names and gate == "query":
         heads["q"], heads["gate"] = jnp.split(heads_of("q", 2 * head_dim), 2, axis=-1)
     elif "q" in names:
         heads["q"] = heads_of("q", head_dim)
         heads |= {"gate": heads_of("gate", head_dim)} if gate == "input" else {}
+    heads |= {name: heads_of(name, head_dim) for name in names if name == "k" or (name == "v" and not v_of_k)}
+    if "v" in names and v_of_k:
+        heads["v"] = heads["k"]
     return heads
 
 
