@@ -1,10 +1,11 @@
-"""The training methods, which recipes read too: which parameters a run trains."""
+"""The training methods, which recipes read too: which parameters a run trains, and what follows from that."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, Protocol
 
 from meshtune.errors import UserError
 from meshtune.options import option
@@ -13,8 +14,118 @@ ALL_LINEAR = "all-linear"
 AdapterName = Literal["lora", "dora", "pissa", "loftq", "oft", "vera"]  # the keys of ADAPTERS
 
 
+class Modules(Protocol):
+    """A model's modules, by Hugging Face name, as a method chooses among them (adapters.targets)."""
+
+    def every(self, *, routers: bool) -> list[str]:
+        """All modules, a tied matrix once, with or without the routers of experts."""
+        ...
+
+    def named(self, patterns: tuple[str, ...], where: str) -> list[str]:
+        """The modules that names and patterns select. Raises UserError for one that selects none."""
+        ...
+
+    def of_layers(self, first: int | None, last: int | None, patterns: tuple[str, ...]) -> list[str]:
+        """The modules of the first or last layers without routers, or those that patterns select there. Raises
+        UserError for more layers than there are, and for a pattern that selects nothing."""
+        ...
+
+    def of_new_layers(self, blocks: int) -> list[str]:
+        """The modules of the layers that were added."""
+        ...
+
+    def with_score(self, names: list[str]) -> list[str]:
+        """The modules with a reward model's score, through which nothing could learn if it stayed random."""
+        ...
+
+    def adapted(self, config: LoraConfig) -> list[str]:
+        """The modules that have adapters. Raises UserError where they cannot."""
+        ...
+
+    def check_disjoint(self, adapted: list[str], trained: list[str]) -> None:
+        """Raises UserError for a module that is to have an adapter and to be trained in full."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
-class LoraOptions:
+class Choice:
+    """The Hugging Face modules that have adapters, with the config of each, and those that are trained in full."""
+
+    adapted: Mapping[str, LoraConfig]
+    trained: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A training method. Its answers are those of one that trains weights of the base themselves, without adapters."""
+
+    kind: str
+
+    def resolved(self) -> Method:
+        """The method of a run, before its base has decided the rest of an adapter's config."""
+        return self
+
+    def choose(self, modules: Modules) -> Choice:
+        """What the method trains of a model. Raises UserError for what the model does not have."""
+        raise NotImplementedError
+
+    def with_token_rows(self, rows: tuple[int, ...]) -> Method:
+        """The method that also trains these rows of the embedding and of an untied head."""
+        return self
+
+    @property
+    def adapters(self) -> LoraConfig | None:
+        """The config of the adapters; None for methods without."""
+        return None
+
+    @property
+    def description(self) -> str:
+        """The method as the banner shows it."""
+        return self.kind
+
+    @property
+    def trains_base(self) -> bool:
+        """Whether weights of the base change, so that they can neither be quantised nor serve as a reference."""
+        return True
+
+    @property
+    def trains_token_rows(self) -> bool:
+        """Whether the embeddings of new tokens are trained."""
+        return False
+
+    @property
+    def reference_obstacle(self) -> str | None:
+        """Why the model without its adapters is not the one that the run started from; None where it is."""
+        return "weights of the base are trained themselves"
+
+    @property
+    def draws(self) -> bool:
+        """Whether a step needs random numbers."""
+        return False
+
+    @property
+    def resumes(self) -> str | None:
+        """The path of the adapter that training goes on with."""
+        return None
+
+    @property
+    def added_layers(self) -> int:
+        """The number of layers that are added to the model."""
+        return 0
+
+    @property
+    def changes_base(self) -> bool:
+        """Whether the adapters' start changes the base, which the run then keeps in base/."""
+        return False
+
+    @property
+    def calibration_rows(self) -> int:
+        """Rows of the training data on which the inputs of weights are measured before the start."""
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraOptions(Method):
     """Adapters beside frozen weights: LoRA (https://arxiv.org/abs/2106.09685) and its variants (docs/adapters.md)."""
 
     kind: Literal["lora"] = option("lora", "Which method: lora, full, freeze or llama_pro.")
@@ -59,6 +170,33 @@ class LoraOptions:
     vera_key: int = option(0, "vera: the seed of its random projections, PEFT's for the same.", ge=0)
     vera_d_initial: float = option(0.1, "vera: initial value of the trained vector d.")
 
+    def resolved(self) -> LoraConfig:
+        return LoraConfig(**vars(self))
+
+    @property
+    def adapters(self) -> LoraConfig:
+        return self.resolved()
+
+    @property
+    def trains_base(self) -> bool:
+        return False
+
+    @property
+    def trains_token_rows(self) -> bool:
+        return True
+
+    @property
+    def draws(self) -> bool:
+        return self.dropout > 0
+
+    @property
+    def changes_base(self) -> bool:
+        return self.adapter == "loftq" and self.loftq_iterations > 1
+
+    @property
+    def calibration_rows(self) -> int:
+        return self.loftq_calibration
+
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig(LoraOptions):
@@ -92,6 +230,33 @@ class LoraConfig(LoraOptions):
             object.__setattr__(self, "targets", tuple(self.targets))
         object.__setattr__(self, "train_modules", tuple(self.train_modules))
 
+    def resolved(self) -> LoraConfig:
+        return self
+
+    def choose(self, modules: Modules) -> Choice:
+        """Raises UserError for targets that cannot have adapters, and for modules that are chosen twice."""
+        adapted = modules.adapted(self)
+        trained = modules.with_score(modules.named(self.train_modules, "method.train_modules"))
+        modules.check_disjoint(adapted, trained)
+        return Choice({name: self.of(name) for name in adapted}, trained)
+
+    def with_token_rows(self, rows: tuple[int, ...]) -> LoraConfig:
+        return dataclasses.replace(self, token_rows=rows)
+
+    @property
+    def resumes(self) -> str | None:
+        return self.continued
+
+    @property
+    def reference_obstacle(self) -> str | None:
+        if self.continued is not None:
+            return "the run goes on with an adapter"
+        if self.token_rows:
+            return "rows of the embedding are trained themselves"
+        if self.train_modules:
+            return f"{', '.join(self.train_modules)} are trained in full"
+        return "loftq's adapters begin at what quantising lost" if self.adapter == "loftq" else None
+
     @property
     def description(self) -> str:
         """The type of adapter and its size, such as 'lora, rank 8, alpha 16'."""
@@ -113,7 +278,7 @@ class LoraConfig(LoraOptions):
 
 
 @dataclasses.dataclass(frozen=True)
-class FullConfig:
+class FullConfig(Method):
     """Every weight is trained, but for the routers of experts."""
 
     kind: Literal["full"] = "full"
@@ -121,9 +286,16 @@ class FullConfig:
         False, "Train the routers of a mixture of experts too, which otherwise stay as they are."
     )
 
+    def choose(self, modules: Modules) -> Choice:
+        return Choice({}, modules.every(routers=self.train_router))
+
+    @property
+    def trains_token_rows(self) -> bool:
+        return True
+
 
 @dataclasses.dataclass(frozen=True)
-class FreezeConfig:
+class FreezeConfig(Method):
     """Some layers or modules are trained in full, the rest is frozen. Routers of experts are frozen unless named."""
 
     kind: Literal["freeze"] = "freeze"
@@ -149,9 +321,16 @@ class FreezeConfig:
                 fix="give at least one of the three, or use method: full",
             )
 
+    def choose(self, modules: Modules) -> Choice:
+        return Choice({}, modules.with_score(modules.of_layers(self.first_layers, self.last_layers, self.modules)))
+
+    @property
+    def trains_token_rows(self) -> bool:
+        return any("embed_tokens" in name for name in self.modules)
+
 
 @dataclasses.dataclass(frozen=True)
-class ExpandConfig:
+class ExpandConfig(Method):
     """New layers between those of the model, which stay frozen (https://arxiv.org/abs/2401.02415)."""
 
     kind: Literal["llama_pro"] = "llama_pro"
@@ -159,5 +338,13 @@ class ExpandConfig:
         8, "New layers, spread evenly; they begin as copies that add nothing, and they alone are trained.", gt=0
     )
 
+    def choose(self, modules: Modules) -> Choice:
+        return Choice({}, modules.with_score(modules.of_new_layers(self.blocks)))
 
-Method = LoraConfig | FullConfig | FreezeConfig | ExpandConfig
+    @property
+    def trains_base(self) -> bool:
+        return False
+
+    @property
+    def added_layers(self) -> int:
+        return self.blocks

@@ -15,18 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key, PyTree
 
-from meshtune.adapters.config import ExpandConfig, FreezeConfig, FullConfig, LoraConfig, Method
+from meshtune.adapters.config import Choice, LoraConfig, Method
 from meshtune.adapters.kind import Adapter, Original, Started, Weight
 from meshtune.adapters.layout import restack, uniform
+from meshtune.adapters.model_modules import ModelModules
 from meshtune.adapters.placement import cast, placed
 from meshtune.adapters.refusals import not_of_quantised, only_of_quantised
 from meshtune.adapters.registry import ADAPTERS
 from meshtune.adapters.rows import abstract_rows, begun_rows, rows_by_node
-from meshtune.adapters.targets import Module, adapter_targets, all_trained, fully_trained, modules
+from meshtune.adapters.targets import modules
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Leaves, Tree, flatten, merge, unflatten
 from meshtune.errors import UserError
-from meshtune.families.expansion import new_layers
 from meshtune.families.quantised import quantised_leaves
 from meshtune.mesh.layout import Layout
 from meshtune.model.spec import ModelSpec, abstract_params
@@ -75,20 +75,18 @@ def abstract(
     Weights loaded with this spec, and quantised like it, need no restacking. Raises UserError for a method that is not
     possible with this model, and for a quantised weight that it would train.
     """
-    adapted, trained = _choose(method, spec)
-    if not isinstance(method, ExpandConfig):  # the new layers alone are trained, and plain
-        _fits_quantised(method, adapted, trained, quantize, spec)
-    choice: dict[str, Hashable] = dict.fromkeys(trained, "full")
-    for name in adapted:
-        assert isinstance(method, LoraConfig)
-        module_config = method.of(name)
-        choice[name] = (choice.get(name), "adapter", module_config.rank, module_config.alpha)
-    adapters = _abstract_adapters(method, adapted, trainable_dtype)
-    among = modules(spec)
-    rows = rows_by_node(method, spec, *({among[name].node for name in names} for names in (trained, adapted)))
-    model = arranged(uniform(spec, choice), trained, adapters, trainable_dtype, rows)
-    if isinstance(method, LoraConfig):
-        fixed = _fixed_arrays(method, model, trainable_dtype)
+    among = ModelModules.of(spec)
+    choice = method.choose(among)
+    _fits_quantised(method, choice, quantize, spec)
+    kinds: dict[str, Hashable] = dict.fromkeys(choice.trained, "full")
+    for name, config in choice.adapted.items():
+        kinds[name] = (kinds.get(name), "adapter", config.rank, config.alpha)
+    adapters = {name: _abstract_adapter(config, trainable_dtype) for name, config in choice.adapted.items()}
+    nodes = ({among.by_name[name].node for name in names} for names in (choice.trained, choice.adapted))
+    rows = rows_by_node(method.adapters, spec, *nodes)
+    model = arranged(uniform(spec, kinds), choice.trained, adapters, trainable_dtype, rows)
+    if method.adapters is not None:
+        fixed = _fixed_arrays(method.adapters, model, trainable_dtype)
         model = dataclasses.replace(model, frozen=merge(model.frozen, fixed))
     frozen = quantised_leaves(flatten(model.frozen), quantize, model.spec)
     return dataclasses.replace(model, frozen=unflatten(frozen))
@@ -122,18 +120,18 @@ def prepare(
     for name, module in among.items():
         names.setdefault(module.node, []).append(name)
     trainable: Leaves = {}
-    kind = ADAPTERS[method.adapter] if isinstance(method, LoraConfig) else None
+    config = method.adapters
     frozen = flatten(plan.frozen)
     for path, leaf in flatten(plan.trainable).items():
         node, _, last = path.rpartition("/")
         if last == "adapter":
             weight_path = held_weight(node, plan.spec)
             keys = _keys(key, names[node], among[names[node][0]].row is not None)
-            assert kind is not None
-            assert isinstance(method, LoraConfig)
+            assert config is not None
+            kind = ADAPTERS[config.adapter]
             coded = isinstance(weights[weight_path], QuantisedWeight)
             before = original(weight_path) if original and kind.ORIGINAL and coded else None
-            begin = functools.partial(kind.start, leaf, method)
+            begin = functools.partial(kind.start, leaf, config)
             fixed = frozen.get(f"{node}/fixed")
             started = _start(begin, (leaf, fixed), keys, weights[weight_path], before, layout)
             trainable[path], weights[weight_path] = started.adapter, started.weight
@@ -245,58 +243,29 @@ def _empty(tree: Tree) -> None:
     tree.clear()
 
 
-def _choose(method: Method, spec: ModelSpec) -> tuple[list[str], list[str]]:
-    among = modules(spec)
-    match method:
-        case FullConfig():
-            return [], all_trained(method, spec, among)
-        case FreezeConfig():
-            return [], fully_trained(method, spec, among)
-        case ExpandConfig():
-            new = new_layers(spec.layers, method.blocks)
-            return [], [name for name, module in among.items() if module.layer in new or module.node == "score"]
-        case LoraConfig():
-            adapted = adapter_targets(method, among)
-            trained = fully_trained(method, spec, among)
-            _disjoint(adapted, trained, among, spec)
-            return adapted, trained
-
-
-def _disjoint(adapted: list[str], trained: list[str], among: dict[str, Module], spec: ModelSpec) -> None:
-    trained_nodes = {among[name].node for name in trained}
-    for name in adapted:
-        node = among[name].node
-        if name in trained or (node == "head" and spec.tied and "embed" in trained_nodes):
-            raise UserError(
-                f"{name} is to have an adapter and to be trained in full"
-                + (" (it shares the embedding's matrix)" if name not in trained else ""),
-                where="method.targets, method.train_modules",
-                fix="name it in one of the two",
-            )
-
-
-def _fits_quantised(
-    method: Method, adapted: list[str], trained: list[str], quantize: QuantizeConfig | None, spec: ModelSpec
-) -> None:
+def _fits_quantised(method: Method, choice: Choice, quantize: QuantizeConfig | None, spec: ModelSpec) -> None:
     """Raises UserError where a quantised weight would be trained itself, or where an adapter requires a quantised or an
     unquantised weight and has the other."""
     leaves = quantised_leaves(flatten(abstract_params(spec)), quantize, spec)
     if not any(isinstance(leaf, QuantisedWeight) for leaf in leaves.values()):
         return
-    if not isinstance(method, LoraConfig):
+    if method.trains_base:
         instead = "leave quantize out" if quantize is not None else "set quantize: none to read the checkpoint wide"
         raise UserError(
             "a quantised base cannot be trained itself: its codes have no gradient",
             where="quantize, method",
             fix=f"use method: lora, which trains adapters beside the quantised weights, or {instead}",
         )
-    if method.adapter == "pissa":
+    if method.adapters is None:  # layers that are added alone are trained, and plain
+        return
+    adapter = method.adapters.adapter
+    if adapter == "pissa":
         raise not_of_quantised()
     for name, module in modules(spec).items():
         quantised = isinstance(leaves.get(f"{module.node}/weight"), QuantisedWeight)
-        if method.adapter == "loftq" and name in adapted and not quantised:
+        if adapter == "loftq" and name in choice.adapted and not quantised:
             raise only_of_quantised(name)
-        if name in trained and quantised:
+        if name in choice.trained and quantised:
             last = name.rpartition(".")[2]
             raise UserError(
                 f"{name} is to be quantised and to be trained in full",
@@ -306,15 +275,8 @@ def _fits_quantised(
             )
 
 
-def _abstract_adapters(method: Method, adapted: list[str], dtype: str) -> dict[str, Callable[[ArraySpec], Adapter]]:
-    if not isinstance(method, LoraConfig):
-        return {}
-    kind = ADAPTERS[method.adapter]
-
-    def make(weight: ArraySpec, module_config: LoraConfig) -> Adapter:
-        return kind.abstract(weight, module_config, dtype)
-
-    return {name: functools.partial(make, module_config=method.of(name)) for name in adapted}
+def _abstract_adapter(config: LoraConfig, dtype: str) -> Callable[[ArraySpec], Adapter]:
+    return lambda weight: ADAPTERS[config.adapter].abstract(weight, config, dtype)
 
 
 def _keys(key: Array, names: list[str], stacked: bool) -> Array:

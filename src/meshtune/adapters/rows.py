@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import jax
 
-from meshtune.adapters.config import LoraConfig, Method
+from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.registry import ADAPTERS
 from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
@@ -20,13 +20,13 @@ TENSOR, FIELD = "token_adapter.trainable_tokens_delta", "trainable_token_indices
 
 
 def rows_by_node(
-    method: Method, spec: ModelSpec, nodes_in_full: set[str], adapted: set[str]
+    adapters: LoraConfig | None, spec: ModelSpec, nodes_in_full: set[str], adapted: set[str]
 ) -> dict[str, tuple[int, ...]]:
     """The rows that are trained by themselves, by node: of the embedding, and of a head with a weight of its own.
 
     Raises UserError where an adapter on the same matrix, or its kind, does not go with them.
     """
-    if not isinstance(method, LoraConfig) or not method.token_rows:
+    if adapters is None or not adapters.token_rows:
         return {}
     fix = "train the whole matrices instead: method.train_modules: [embed_tokens, lm_head]"
     tables = [node for node in ("embed", "head") if not (node == "head" and (spec.tied or spec.scored))]
@@ -37,13 +37,13 @@ def rows_by_node(
             where="method.targets, model.new_tokens",
             fix=fix,
         )
-    if tables and ADAPTERS[method.adapter].PEFT_FIELDS["peft_type"] != "LORA":
+    if tables and ADAPTERS[adapters.adapter].PEFT_FIELDS["peft_type"] != "LORA":
         raise UserError(
-            f"peft's format of {method.adapter} adapters has no place for the rows of new tokens",
+            f"peft's format of {adapters.adapter} adapters has no place for the rows of new tokens",
             where="method.adapter, model.new_tokens",
             fix=fix,
         )
-    return dict.fromkeys(tables, method.token_rows)
+    return dict.fromkeys(tables, adapters.token_rows)
 
 
 def abstract_rows(

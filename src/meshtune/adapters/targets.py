@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 from collections.abc import Iterable, Sequence
 
-from meshtune.adapters.config import ALL_LINEAR, FreezeConfig, FullConfig, LoraConfig
+from meshtune.adapters.config import ALL_LINEAR, LoraConfig
 from meshtune.adapters.expert_targets import check_experts
 from meshtune.adapters.registry import ADAPTERS
 from meshtune.arrays.roles import PARAMETER_ROLES, unknown_role
@@ -190,61 +190,6 @@ def _check_roles(modules: Iterable[Module]) -> None:
             if leaf.role not in PARAMETER_ROLES:
                 fix = "name the modules to adapt in method.targets, without this one"
                 raise unknown_role("lora", f"{module.node}/{name}", leaf, where="method.targets", fix=fix)
-
-
-def all_trained(method: FullConfig, spec: ModelSpec, among: dict[str, Module]) -> list[str]:
-    """The modules of a model whose every weight is trained, a tied matrix once; routers only where that is chosen."""
-    frozen = set() if method.train_router else {"router"}
-    tied = "head" if spec.tied else None
-    return [name for name, module in among.items() if module.node != tied and module.role not in frozen]
-
-
-def fully_trained(method: LoraConfig | FreezeConfig, spec: ModelSpec, among: dict[str, Module]) -> list[str]:
-    """The modules that a method trains in full, a reward model's score always among them: nothing else could learn
-    through a random one. In a tied model embed_tokens and lm_head both mean the one matrix.
-
-    Raises UserError for unknown names and for more layers than the model has.
-    """
-    if isinstance(method, LoraConfig):
-        named = _tied_once(choose(method.train_modules, among, "method.train_modules"), among, spec)
-    else:
-        named = _tied_once(_chosen_layers(method, spec, among), among, spec)
-    return [name for name, module in among.items() if name in named or module.node == "score"]
-
-
-def _chosen_layers(method: FreezeConfig, spec: ModelSpec, among: dict[str, Module]) -> list[str]:
-    layers = range(spec.layers)
-    for field, n in (("last_layers", method.last_layers), ("first_layers", method.first_layers)):
-        if n is not None and n > spec.layers:
-            raise UserError(
-                f"{field} is {n}, but the model has {spec.layers} layers",
-                where=f"method.{field}",
-                fix=f"give at most {spec.layers}, or use method: full",
-            )
-    if method.last_layers:
-        layers = range(spec.layers - method.last_layers, spec.layers)
-    if method.first_layers:
-        layers = range(method.first_layers)
-    inside = [name for name, module in among.items() if module.layer is None or module.layer in layers]
-    if not method.modules:
-        return [name for name in inside if among[name].layer is not None and among[name].role != "router"]
-    named = choose(method.modules, among, "method.modules")
-    for name in method.modules:
-        if not any(matches(name, module) for module in inside):
-            raise UserError(
-                f"'{name}' matches nothing in the chosen layers {layers.start} to {layers.stop - 1}",
-                where="method.modules",
-                fix="name modules of those layers, or leave last_layers and first_layers out",
-            )
-    return [name for name in named if name in inside]
-
-
-def _tied_once(names: list[str], among: dict[str, Module], spec: ModelSpec) -> list[str]:
-    if not spec.tied:
-        return names
-    table = next(name for name, module in among.items() if module.node == "embed")
-    renamed = {table if among[name].node == "head" else name for name in names}
-    return [name for name in among if name in renamed]
 
 
 def _unknown(name: str, among: dict[str, Module], where: str) -> UserError:

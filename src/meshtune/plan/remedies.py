@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from meshtune.adapters.config import LoraOptions
 from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
 from meshtune.mesh.config import MeshConfig
@@ -126,7 +125,7 @@ def smallest_machine(recipe: Recipe, target: Target) -> Target | None:
 def _can_fit(recipe: Recipe, machine: Target) -> bool:
     """Whether the leanest configurations fit: layers recomputed, small micro-batches, offloading where allowed."""
     keys = open_keys(recipe, search=True)
-    quantise = QUANTIZE in keys and isinstance(recipe.method, LoraOptions)
+    quantise = QUANTIZE in keys and recipe.method.adapters is not None
     workload = workload_of(apply_overrides(recipe, {QUANTIZE: "nf4"}) if quantise else recipe, machine.device.backend)
     layout = layout_on(MeshConfig(fsdp=1), workload.spec)
     roles = ("frozen", "full", "adapter") if OFFLOAD in keys else ("frozen", "full", "adapter", "optimizer")
@@ -196,7 +195,7 @@ def _proposals(recipe: Recipe, candidate: Candidate) -> Iterator[_Proposal]:
     ):
         yield _Proposal(name, cost, [{OFFLOAD: list(dict.fromkeys([*offloaded, part]))}], offload_set)
         offloaded = [*offloaded, part]
-    lora = isinstance(recipe.method, LoraOptions)
+    lora = recipe.method.adapters is not None
     nf4: list[Overrides] = [{QUANTIZE: "nf4"}] if lora else []
     yield _Proposal("nf4 base", "rounded frozen weights", nf4, unless_open(QUANTIZE) if lora else None)
     on_host: list[Overrides] = [{OFFLOAD: [*offloaded, "weights"]}]

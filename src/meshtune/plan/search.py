@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import cast
 
-from meshtune.adapters.config import LoraOptions
 from meshtune.config.recipe import Recipe
 from meshtune.config.section import Section
 from meshtune.errors import UserError
@@ -95,7 +94,7 @@ def open_keys(recipe: Recipe, *, search: bool = False) -> frozenset[str]:
         OFFLOAD: search and not layerwise and "offload" not in recipe.compute.model_fields_set,
         QUANTIZE: search
         and "quantize" not in recipe.model_fields_set
-        and isinstance(recipe.method, LoraOptions)
+        and recipe.method.adapters is not None
         and _published(recipe) is None,
     }
     return frozenset(key for key, value in is_open.items() if value)

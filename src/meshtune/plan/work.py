@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from meshtune.adapters.config import LoraConfig
 from meshtune.plan.candidate import Candidate, PersistentArray, Workload
 from meshtune.plan.layer_costs import MATRICES, LayerCost
 
@@ -181,7 +180,7 @@ def residual_bytes(candidate: Candidate) -> float:
 
 def _backward_fraction(workload: Workload, trained: set[str]) -> float:
     """The share of the layers' active weights at or above the lowest layer with anything trained."""
-    if isinstance(workload.method, LoraConfig) or any(path.split("/")[0] in workload.spec.before for path in trained):
+    if workload.method.adapters is not None or any(path.split("/")[0] in workload.spec.before for path in trained):
         return 1.0
     reached, passed, total = False, 0, 0
     for layer in workload.layers:

@@ -6,7 +6,6 @@ import dataclasses
 
 import jax
 
-from meshtune.adapters.config import LoraConfig, LoraOptions, Method
 from meshtune.config.recipe import Recipe
 from meshtune.kernels.attention import AttentionRequest, choose_backend
 from meshtune.mesh.axes import make_mesh
@@ -158,12 +157,6 @@ def attention_requests(compute: Compute, spec: ModelSpec, rows: int, length: int
         sharding = compute.layout.attention_sharding()
         requests = [sharding.fitted(request).local(request) for request in requests]
     return sorted(requests, key=lambda request: (request.window is not None, request.window or 0))
-
-
-def method_of(recipe: Recipe) -> Method:
-    """The method of a recipe, before its base has decided the rest of an adapter's config."""
-    method = recipe.method
-    return LoraConfig(**vars(method)) if isinstance(method, LoraOptions) else method
 
 
 def optimizer_of(recipe: Recipe, precision: Precision) -> OptimizerConfig:

@@ -12,7 +12,6 @@ import pathlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.continued import check_continued, content_hash
 from meshtune.adapters.peft_format import BaseRecord
 from meshtune.config.recipe import Recipe
@@ -111,7 +110,7 @@ def resumed_adapter(recipe: Recipe, resolved: ResolvedRun, base: BaseRecord) -> 
 
     Raises: UserError for an adapter of another base, unless the recipe accepts any.
     """
-    source = resolved.method.continued if isinstance(resolved.method, LoraConfig) else None
+    source = resolved.method.resumes
     if source is None:
         return ""
     if not recipe.model.any_base:

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.continued import resume_adapter
 from meshtune.adapters.inputs import input_sizes
 from meshtune.adapters.kind import Original
@@ -114,7 +113,7 @@ class Parameters:
     def _sizes(self, params: Tree) -> dict[str, jax.Array]:
         """Measures the input magnitudes of every adapted weight, by path; {} for methods without calibration."""
         resolved = self.resolved
-        rows = resolved.method.loftq_calibration if isinstance(resolved.method, LoraConfig) else 0
+        rows = resolved.method.calibration_rows
         if not rows:
             return {}
         forms = flatten(abstract_params(resolved.spec))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshtune.adapters.config import LoraConfig, Method
+from meshtune.adapters.config import Method
 from meshtune.config.recipe import Recipe
 from meshtune.data.loader import TOKEN_ARRAYS
 from meshtune.errors import UserError
@@ -25,7 +25,7 @@ def objective_of(recipe: Recipe) -> Objective:
 def draws(recipe: Recipe, method: Method) -> bool:
     """Whether a step needs random numbers: dropout, noise."""
     noisy = isinstance(recipe.stage, SftConfig) and recipe.stage.neftune_alpha is not None
-    return noisy or (isinstance(method, LoraConfig) and method.dropout > 0)
+    return noisy or method.draws
 
 
 def row_length(recipe: Recipe) -> int:
@@ -61,7 +61,7 @@ def reference_of(recipe: Recipe, method: Method) -> Decision | None:
     requested = getattr(recipe.stage, "reference", None)
     if requested is None:
         return None
-    obstacle = _obstacle(method)
+    obstacle = method.reference_obstacle
     if requested == AUTO:
         if obstacle is None:
             return Decision("reference", BASE, "auto: the base with its adapters off, no second copy")
@@ -73,18 +73,3 @@ def reference_of(recipe: Recipe, method: Method) -> Decision | None:
             fix="use cached (or auto)",
         )
     return Decision("reference", requested, "asked for")
-
-
-def _obstacle(method: Method) -> str | None:
-    """Why the model without its adapters is not the one that the run started from; None where it is."""
-    if not isinstance(method, LoraConfig):
-        return "weights of the base are trained themselves"
-    if method.continued is not None:
-        return "the run goes on with an adapter"
-    if method.token_rows:
-        return "rows of the embedding are trained themselves"
-    if method.train_modules:
-        return f"{', '.join(method.train_modules)} are trained in full"
-    if method.adapter == "loftq":
-        return "loftq's adapters begin at what quantising lost"
-    return None

@@ -9,7 +9,7 @@ import dataclasses
 import pathlib
 from typing import TYPE_CHECKING
 
-from meshtune.adapters.config import ExpandConfig, LoraConfig, Method
+from meshtune.adapters.config import Method
 from meshtune.adapters.continued import resumed_config
 from meshtune.config.recipe import Recipe
 from meshtune.data.new_tokens import NewTokens, add_tokens
@@ -24,7 +24,6 @@ from meshtune.objectives.stages import STAGES
 from meshtune.runs.output import ADAPTER
 from meshtune.runs.sources import is_run
 from meshtune.runs.verify import check_result
-from meshtune.setup.choices import method_of
 from meshtune.setup.start_spec import Start
 from meshtune.weights.load import load_config, spec_of
 
@@ -37,9 +36,9 @@ def start_of(recipe: Recipe, source: pathlib.Path, dtype: str) -> Start:
 
     Raises: UserError for tokens, layers or an adapter that the model cannot have.
     """
-    section, method = recipe.model, method_of(recipe)
+    section, method = recipe.model, recipe.method.resolved()
     config = load_config(source)
-    tokens, blocks = NewTokens(), 0
+    tokens, blocks = NewTokens(), method.added_layers
     if section.new_tokens or section.new_special_tokens or section.pad_vocab_to:
         if section.new_tokens or section.new_special_tokens:
             tokenizer = load_tokenizer(section.tokenizer or section.path, revision=section.revision)
@@ -47,20 +46,19 @@ def start_of(recipe: Recipe, source: pathlib.Path, dtype: str) -> Start:
         before = spec_of(config, source, dtype).vocab
         rows = tokens.padded_vocab(before, section.pad_vocab_to)
         config = with_text_fields(config, {"vocab_size": rows})
-        method = _with_rows(method, tokens, tuple(range(before, rows)), recipe)
-    if isinstance(method, ExpandConfig):
-        blocks = method.blocks
+        method = _with_rows(method, tokens, tuple(range(before, rows)))
+    if blocks:
         config = expanded_config(config, blocks)
     spec = spec_of(config, source, dtype)
     if section.adapter is not None:
-        assert isinstance(method, LoraConfig), "the recipe has seen to it"
+        assert method.adapters is not None, "the recipe has seen to it"
         check_result(adapter_directory(section.adapter))
-        method = resumed_config(adapter_directory(section.adapter), staged(spec, recipe), method)
+        method = resumed_config(adapter_directory(section.adapter), staged(spec, recipe), method.adapters)
     spec = grouped(spec, blocks) if blocks else spec
     changed = section.changed or blocks > 0
     if changed:  # it is written in the checkpoint's dtype
         spec = dataclasses.replace(spec, published=None)
-    if changed and isinstance(method, LoraConfig) and method.adapter == "loftq" and method.loftq_iterations > 1:
+    if changed and method.changes_base:
         raise UserError(
             "loftq in several turns makes a base of its own, and this run has one already: the model it starts from",
             where="method.loftq_iterations, model",
@@ -91,22 +89,16 @@ def adapter_directory(named: str) -> pathlib.Path:
     return path / ADAPTER if is_run(path) else path
 
 
-def _with_rows(method: Method, tokens: NewTokens, added: tuple[int, ...], recipe: Recipe) -> Method:
+def _with_rows(method: Method, tokens: NewTokens, added: tuple[int, ...]) -> Method:
     """The method that trains the rows of new tokens, where it does not train the whole embedding."""
     rows = tuple(sorted({*tokens.ids, *added}))
-    if isinstance(method, LoraConfig) and rows:
-        return dataclasses.replace(method, token_rows=rows)
-    if tokens.ids and recipe.method.kind not in ("lora", "full") and not _embeds(recipe):
+    if tokens.ids and not method.trains_token_rows:
         raise UserError(
-            f"method {recipe.method.kind} would not train the embeddings of the new tokens",
+            f"method {method.kind} would not train the embeddings of the new tokens",
             where="model.new_tokens, method",
             fix="use method: lora, which trains their rows, or full; with freeze name embed_tokens in method.modules",
         )
-    return method
-
-
-def _embeds(recipe: Recipe) -> bool:
-    return any("embed_tokens" in name for name in getattr(recipe.method, "modules", ()))
+    return method.with_token_rows(rows) if rows else method
 
 
 def tokenizer_of(recipe: Recipe, source: pathlib.Path) -> PreTrainedTokenizerFast:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.method import PreparedModel, count
 from meshtune.adapters.peft_format import BaseRecord, recorded
 from meshtune.config.recipe import DEFAULT_EPOCHS, Recipe
@@ -94,7 +93,7 @@ class RunSetup:
             model=recipe.model.path,
             family=model.spec.family,
             counts=count(model),
-            method=method.description if isinstance(method, LoraConfig) else recipe.method.kind,
+            method=method.description,
             steps=self.total_steps,
             rows=recipe.train.batch_size,
             accumulation=recipe.train.accumulation,

@@ -6,7 +6,7 @@ import pathlib
 import shutil
 from typing import TYPE_CHECKING
 
-from meshtune.adapters.config import LoraConfig, Method
+from meshtune.adapters.config import Method
 from meshtune.adapters.merge import merged
 from meshtune.adapters.method import PreparedModel
 from meshtune.adapters.peft_format import BaseRecord
@@ -44,14 +44,14 @@ def export_result(
     output/base. Parameters on a mesh are sharded by `layout`; all processes of `job` must call this. Raises UserError
     if the written files do not reproduce the trained model's logits; checkpoints are kept.
     """
-    adapter = isinstance(method, LoraConfig)
-    dest = output / (ADAPTER if adapter else MODEL)
+    adapters = method.adapters
+    dest = output / (MODEL if adapters is None else ADAPTER)
     if job.is_main_process:
         for left in output.glob(f".{dest.name}.partial-*"):  # by an export that was killed
             shutil.rmtree(left)
-    if adapter:
-        base = own_base(output, model, method, source, base, layout, job)
-        export_adapter(dest, model, method, base, Compute(layout=layout), job)
+    if adapters is not None:
+        base = own_base(output, model, adapters, source, base, layout, job)
+        export_adapter(dest, model, adapters, base, Compute(layout=layout), job)
     else:
         params = merge(model.trainable, model.frozen)
         if any(isinstance(leaf, QuantisedWeight) for leaf in flatten(model.frozen).values()):

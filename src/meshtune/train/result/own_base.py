@@ -33,7 +33,7 @@ def own_base(
     output/base is then written and verified: the dequantised weights, in the compute dtype. All processes of `job` must
     call this.
     """
-    if config.adapter != "loftq" or config.loftq_iterations == 1:
+    if not config.changes_base:
         return base
     params = flatten(merge(model.trainable, model.frozen))
     weights = merged(unflatten({path: leaf for path, leaf in params.items() if not of_adapters(path)}))
