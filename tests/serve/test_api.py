@@ -209,7 +209,6 @@ REFUSED = [
     ({"stop": ["x"] * 17}, openai.BadRequestError, "stop"),
     ({"stop": [""]}, openai.BadRequestError, "a stop string is empty"),
     ({"logit_bias": {"99999": 5}}, openai.BadRequestError, "outside the vocabulary"),
-    ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools"),
     ({"extra_body": {"beam_width": 4}}, openai.BadRequestError, "'beam_width' is not known"),
 ]
 

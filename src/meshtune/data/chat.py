@@ -77,14 +77,17 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, object]] = (),
         *,
         generation_prompt: bool = False,
+        options: Mapping[str, object] | None = None,
     ) -> str:
-        """Renders `messages`, followed by the generation prompt if asked for. Raises one of `failures`."""
+        """Renders `messages`, followed by the generation prompt if asked for; `options` are further variables of the
+        template. Raises one of `failures`."""
         return self.tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType] - a str, since tokenize=False
             list(messages),  # pyright: ignore[reportArgumentType]
             tools=list(tools) or None,  # pyright: ignore[reportArgumentType]
             chat_template=self._with_tools if tools else self._without_tools,
             add_generation_prompt=generation_prompt,
             tokenize=False,
+            **(options or {}),  # pyright: ignore[reportArgumentType]
         )
 
     failures = _FAILURES

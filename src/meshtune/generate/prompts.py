@@ -36,14 +36,29 @@ def chat_ids(tokenizer: PreTrainedTokenizerFast, messages: Sequence[ChatMessage]
 
     Raises UserError for a tokenizer without a chat template, messages that are none, and what the template refuses.
     """
+    return encoded_chat(tokenizer, chat_text(tokenizer, messages))
+
+
+def chat_text(
+    tokenizer: PreTrainedTokenizerFast,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Mapping[str, object]] = (),
+    options: Mapping[str, object] | None = None,
+) -> str:
+    """A conversation with `tools` as its chat template renders it, ready for the assistant's answer; `options` are
+    variables of the template. Raises UserError as `chat_ids` does."""
     chat = chat_template(tokenizer)
     _check(messages)
     try:
-        text = chat.render(messages, generation_prompt=True)
+        return chat.render(messages, tools, generation_prompt=True, options=options)
     except chat.failures as problem:
         error = template_error(problem, where=str(tokenizer.name_or_path))
         fix = "change the conversation, or give another chat_template"
         raise UserError(error.what, where=error.where, fix=fix) from problem
+
+
+def encoded_chat(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """The ids of a conversation that was rendered. Raises UserError if there are none."""
     # The template writes the special tokens itself.
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportAssignmentType]
     if not ids:

@@ -23,11 +23,14 @@ class Detokenizer:
 
     A token is decoded together with the ones before it, because what it stands for depends on them: sentencepiece-like
     tokenizers drop the space of a text's first word, and a character may be spread over several tokens. With `before`
-    the text continues those tokens; without, it begins anew.
+    the text continues those tokens; without, it begins anew. Special tokens that are `visible` are written too.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()):
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = (), visible: frozenset[int] = frozenset()
+    ):
         self._tokenizer = tokenizer
+        self._hidden = special_ids(tokenizer) - visible if visible else None
         # Not from the middle of a character, which would spoil those that follow it.
         width = CONTEXT
         while width < len(before) and UNFINISHED in self._decode(list(before[-width:])):
@@ -53,9 +56,16 @@ class Detokenizer:
         return text[len(shown) :]
 
     def _decode(self, ids: list[int]) -> str:
-        text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if self._hidden is not None:
+            ids = [id_ for id_ in ids if id_ not in self._hidden]
+        text = self._tokenizer.decode(ids, skip_special_tokens=self._hidden is None, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The ids of all tokens that are left out of decoded text."""
+    return frozenset(id_ for id_, added in tokenizer.added_tokens_decoder.items() if added.special)
 
 
 class StopStrings:
@@ -75,7 +85,7 @@ class StopStrings:
         if at is not None:
             self.found, self._held = True, ""
             return text[:at]
-        keep = max((_overlap(text, string) for string in self._strings), default=0)
+        keep = max((overlap(text, string) for string in self._strings), default=0)
         shown, self._held = text[: len(text) - keep], text[len(text) - keep :]
         return shown
 
@@ -85,7 +95,7 @@ class StopStrings:
         return held
 
 
-def _overlap(text: str, string: str) -> int:
+def overlap(text: str, string: str) -> int:
     """The length of the longest end of `text` that `string` begins with, `string` itself aside."""
     longest = min(len(text), len(string) - 1)
     return next((n for n in range(longest, 0, -1) if string.startswith(text[-n:])), 0)

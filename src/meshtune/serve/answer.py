@@ -25,23 +25,26 @@ class Piece:
 class Question:
     """A prompt as the engine takes it, with the strings that end its answer.
 
-    `continued` writes the answer as the prompt's continuation, else as a text of its own.
+    `continued` writes the answer as the prompt's continuation, else as a text of its own. Special tokens that are
+    `visible` are part of its text.
     """
 
     choice: int
     request: Request
     stop: tuple[str, ...]
     continued: bool
+    visible: frozenset[int] = frozenset()
 
 
 async def answer(served: Served, question: Question) -> AsyncGenerator[Piece]:
     """The answer to a question, piece by piece; one that is not read to its end is cancelled."""
     prompt, stop_ids = question.request.prompt, question.request.stop_ids
-    decoder = Detokenizer(served.model.tokenizer, prompt if question.continued else ())
+    decoder = Detokenizer(served.model.tokenizer, prompt if question.continued else (), question.visible)
+    unread = question.visible & stop_ids
     ends = StopStrings(question.stop)
     async with aclosing(served.worker.stream(question.request)) as steps:
         async for step in steps:
-            text = ends.push(decoder.push([token.id for token in step.tokens]))
+            text = ends.push(decoder.push([token.id for token in step.tokens if token.id not in unread]))
             said = [token for token in step.tokens if token.id not in stop_ids]
             if ends.found:
                 yield Piece(question.choice, text, said, "stop")

@@ -7,8 +7,8 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Collection
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+from typing import Any, Protocol
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -89,30 +89,15 @@ class _Api:
     async def chat(self, request: Request) -> Response:
         query: ChatRequest = parsed(ChatRequest, await self._json(request))
         served = self._models[query.model]
-        questions = await run_in_threadpool(chat.questions, query, served, _client(request), _seed())
-        head = _head(chat.PREFIX, served)
-        if query.stream:
-            openings = [chat.opening(question.choice) for question in questions]
-            return await _streamed(query, served, questions, head | {"object": chat.CHUNK_NAME}, chat.chunks, openings)
-        answers = await _whole(request, served, questions)
-        choices = [chat.choice(query, served, pieces) for pieces in answers]
-        return JSONResponse(head | {"object": chat.NAME, "choices": choices, "usage": _usage(questions, answers)})
+        head = _head(chat.PREFIX, served) | {"object": chat.CHUNK_NAME if query.stream else chat.NAME}
+        answers = await run_in_threadpool(chat.ChatAnswers, query, served)
+        return await _answered(request, query, served, answers, head)
 
     async def completions(self, request: Request) -> Response:
         query: CompletionRequest = parsed(CompletionRequest, await self._json(request))
         served = self._models[query.model]
-        questions = await run_in_threadpool(completions.questions, query, served, _client(request), _seed())
         head = _head(completions.PREFIX, served) | {"object": completions.NAME}
-        if query.stream:
-            if query.echo:
-                raise ApiError(400, "echo cannot be streamed", param="echo")
-            return await _streamed(query, served, questions, head, completions.chunks, [])
-        answers = await _whole(request, served, questions)
-        choices = [
-            await run_in_threadpool(completions.choice, query, served, question, pieces)
-            for question, pieces in zip(questions, answers, strict=True)
-        ]
-        return JSONResponse(head | {"choices": choices, "usage": _usage(questions, answers)})
+        return await _answered(request, query, served, completions.CompletionAnswers(query, served), head)
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._json(request)
@@ -157,6 +142,40 @@ class _Api:
         return body
 
 
+class Answers(Protocol):
+    """What a kind of request is asked, and how its answers are written."""
+
+    def questions(self, client: str, seed: int) -> list[Question]:
+        """What the engine is asked."""
+        ...
+
+    def choice(self, question: Question, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """A whole answer."""
+        ...
+
+    def openings(self) -> list[dict[str, Any]]:
+        """What a stream begins with."""
+        ...
+
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        """A piece of a streamed answer."""
+        ...
+
+
+async def _answered(
+    request: Request, query: GenerationRequest, served: Served, answers: Answers, head: dict[str, Any]
+) -> Response:
+    questions = await run_in_threadpool(answers.questions, _client(request), _seed())
+    if query.stream:
+        return await _streamed(query, served, questions, head, answers)
+    several = await _whole(request, served, questions)
+    choices = [
+        await run_in_threadpool(answers.choice, question, pieces)
+        for question, pieces in zip(questions, several, strict=True)
+    ]
+    return JSONResponse(head | {"choices": choices, "usage": _usage(questions, several)})
+
+
 async def _whole(request: Request, served: Served, questions: list[Question]) -> list[list[Piece]]:
     """All answers; they are cancelled where the client goes away."""
 
@@ -183,12 +202,7 @@ async def _disconnected(request: Request) -> None:
 
 
 async def _streamed(
-    query: GenerationRequest,
-    served: Served,
-    questions: list[Question],
-    head: dict[str, Any],
-    chunks: Any,
-    openings: list[Any],
+    query: GenerationRequest, served: Served, questions: list[Question], head: dict[str, Any], answers: Answers
 ) -> Response:
     """The answers as server-sent events. What is wrong before the first token is an error of the request itself."""
     pieces = _merged(served, questions)
@@ -201,12 +215,12 @@ async def _streamed(
     async def events() -> AsyncIterator[str]:
         generated = 0
         try:
-            for opening in openings:
+            for opening in answers.openings():
                 yield event(choices=[opening], **no_usage)
             piece = first
             while piece is not None:
                 generated += len(piece.tokens)
-                for chunk in chunks(query, served, piece):
+                for chunk in answers.chunks(piece):
                     yield event(choices=[chunk], **no_usage)
                 piece = await anext(pieces, None)
             if query.includes_usage:

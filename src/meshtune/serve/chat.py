@@ -5,77 +5,114 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from meshtune.generate.prompts import chat_ids
 from meshtune.generate.request import Token
 from meshtune.serve.answer import Piece, Question
-from meshtune.serve.grammar import LLGrammar
+from meshtune.serve.conversation import Conversation, prepared
 from meshtune.serve.models import Served
+from meshtune.serve.responses.call import ToolCall, new_id
+from meshtune.serve.responses.reader import Delta
 from meshtune.serve.schema import ChatRequest
 
 NAME, CHUNK_NAME, PREFIX = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
 
-def questions(request: ChatRequest, served: Served, client: str, seed: int) -> list[Question]:
-    """The same conversation for every choice, each drawn with a seed of its own. Raises ApiError and UserError."""
-    request.check()
-    model = served.model
-    messages = [message.rendered(f"messages[{n}]") for n, message in enumerate(request.messages)]
-    ids = chat_ids(model.tokenizer, messages)
-    stop_ids, turn_strings = served.chat_stops
-    grammar = _grammar(request, served)
-    most = request.max_completion_tokens or request.max_tokens or max(1, model.engine.context - len(ids))
-    return [
-        Question(
-            choice,
-            model.engine.request(
-                ids,
-                request.sampling(seed, model.spec.vocab).of_row(choice),
-                max_tokens=most,
-                stop_ids=stop_ids,
-                alternatives=request.alternatives,
-                client=client,
-                grammar=grammar,
-            ),
-            (*request.stops, *turn_strings),
-            continued=False,
-        )
-        for choice in range(request.n)
-    ]
+class ChatAnswers:
+    """The answers to one request, as `choices` of a whole response or of a stream."""
 
+    def __init__(self, request: ChatRequest, served: Served):
+        """Renders the conversation. Raises ApiError and UserError for what cannot be answered."""
+        request.check()
+        self._request, self._served = request, served
+        self._conversation: Conversation = prepared(request, served)
+        self._readers = [self._conversation.reader() for _ in range(request.n)]
+        self._calls = [0] * request.n
 
-def _grammar(request: ChatRequest, served: Served) -> LLGrammar | None:
-    form = request.response_format
-    if form is None or (schema := form.schema_of_answer) is None:
-        return None
-    return served.chat_grammars.json(schema, "response_format")
+    def questions(self, client: str, seed: int) -> list[Question]:
+        """The same conversation for every choice, each drawn with a seed of its own. Raises UserError."""
+        request, model, conversation = self._request, self._served.model, self._conversation
+        stop_ids, turn_strings = self._served.chat_stops
+        room = max(1, model.engine.context - len(conversation.ids))
+        grammar = conversation.grammar()
+        return [
+            Question(
+                choice,
+                model.engine.request(
+                    conversation.ids,
+                    request.sampling(seed, model.spec.vocab).of_row(choice),
+                    max_tokens=request.max_completion_tokens or request.max_tokens or room,
+                    stop_ids=stop_ids,
+                    alternatives=request.alternatives,
+                    client=client,
+                    grammar=grammar,
+                ),
+                (*request.stops, *turn_strings),
+                continued=False,
+                visible=conversation.visible,
+            )
+            for choice in range(request.n)
+        ]
 
+    def choice(self, question: Question, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """A whole answer."""
+        tokens = [token for piece in pieces for token in piece.tokens]
+        deltas = [delta for piece in pieces for delta in self._read(piece)]
+        calls = [self._written(delta.call) for delta in deltas if delta.call is not None]
+        content = "".join(delta.content for delta in deltas)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning := "".join(delta.reasoning for delta in deltas):
+            message["reasoning_content"] = reasoning
+        if calls:
+            message |= {"content": content or None, "tool_calls": calls}
+        return {
+            "index": question.choice,
+            "message": message,
+            "logprobs": _log_probabilities(self._served, tokens) if self._request.logprobs else None,
+            "finish_reason": self._reason(pieces[-1], bool(calls)),
+        }
 
-def choice(request: ChatRequest, served: Served, pieces: Sequence[Piece]) -> dict[str, Any]:
-    """A whole answer."""
-    tokens = [token for piece in pieces for token in piece.tokens]
-    return {
-        "index": pieces[0].choice,
-        "message": {"role": "assistant", "content": "".join(piece.text for piece in pieces), "refusal": None},
-        "logprobs": _log_probabilities(served, tokens) if request.logprobs else None,
-        "finish_reason": pieces[-1].finish_reason,
-    }
+    def openings(self) -> list[dict[str, Any]]:
+        """What the stream of every choice begins with."""
+        delta = {"role": "assistant", "content": ""}
+        return [{"index": n, "delta": delta, "logprobs": None, "finish_reason": None} for n in range(self._request.n)]
 
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        """A piece of a streamed answer."""
+        deltas = [change for delta in self._read(piece) for change in self._changes(piece.choice, delta)]
+        with_tokens = self._request.logprobs and piece.tokens
+        if with_tokens and not deltas:
+            deltas = [{"content": ""}]
+        several = [{"delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
+        if with_tokens:
+            several[0]["logprobs"] = _log_probabilities(self._served, piece.tokens)
+        if piece.finish_reason is not None:
+            reason = self._reason(piece, self._calls[piece.choice] > 0)
+            several.append({"delta": {}, "logprobs": None, "finish_reason": reason})
+        return [{"index": piece.choice, **chunk} for chunk in several]
 
-def opening(index: int) -> dict[str, Any]:
-    """What the stream of a choice begins with."""
-    delta = {"role": "assistant", "content": ""}
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+    def _read(self, piece: Piece) -> list[Delta]:
+        reader = self._readers[piece.choice]
+        return reader.push(piece.text) + (reader.finish() if piece.finish_reason is not None else [])
 
+    def _changes(self, choice: int, delta: Delta) -> list[dict[str, Any]]:
+        if delta.call is None:
+            name = "content" if delta.content else "reasoning_content"
+            return [{name: delta.content or delta.reasoning}]
+        index, self._calls[choice] = self._calls[choice], self._calls[choice] + 1
+        call = self._written(delta.call)
+        arguments = call["function"].pop("arguments")
+        call["function"]["arguments"] = ""
+        return [
+            {"tool_calls": [{"index": index, **call}]},
+            {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]},
+        ]
 
-def chunks(request: ChatRequest, served: Served, piece: Piece) -> list[dict[str, Any]]:
-    """A piece of a streamed answer."""
-    several = []
-    if piece.text or piece.tokens:
-        probabilities = _log_probabilities(served, piece.tokens) if request.logprobs else None
-        several.append({"delta": {"content": piece.text}, "logprobs": probabilities, "finish_reason": None})
-    if piece.finish_reason is not None:
-        several.append({"delta": {}, "logprobs": None, "finish_reason": piece.finish_reason})
-    return [{"index": piece.choice, **chunk} for chunk in several]
+    def _written(self, call: ToolCall) -> dict[str, Any]:
+        form = self._conversation.form
+        id_ = new_id(None if form is None else form.id_length)
+        return {"id": id_, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+    def _reason(self, piece: Piece, called: bool) -> str | None:
+        return "tool_calls" if called and piece.finish_reason == "stop" else piece.finish_reason
 
 
 def _log_probabilities(served: Served, tokens: Sequence[Token]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from meshtune.generate.prompts import continuation_ids
 from meshtune.generate.request import Token
 from meshtune.generate.score import token_log_probabilities
 from meshtune.serve.answer import Piece, Question
+from meshtune.serve.errors import ApiError
 from meshtune.serve.models import Served
 from meshtune.serve.schema import CompletionRequest
 
@@ -16,8 +17,35 @@ NAME, CHUNK_NAME, PREFIX = "text_completion", "text_completion", "cmpl"
 DEFAULT_TOKENS = 16  # as OpenAI's
 
 
-def questions(request: CompletionRequest, served: Served, client: str, seed: int) -> list[Question]:
-    """Every prompt, `n` times over, each drawn with a seed of its own. Raises ApiError and UserError."""
+class CompletionAnswers:
+    """The answers to one request, as `choices` of a whole response or of a stream."""
+
+    def __init__(self, request: CompletionRequest, served: Served):
+        """Raises ApiError for what cannot be had."""
+        if request.stream and request.echo:
+            raise ApiError(400, "echo cannot be streamed", param="echo")
+        self._request, self._served = request, served
+
+    def questions(self, client: str, seed: int) -> list[Question]:
+        """Every prompt, `n` times over, each drawn with a seed of its own. Raises ApiError and UserError."""
+        return _questions(self._request, self._served, client, seed)
+
+    def choice(self, question: Question, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """A whole answer, after its prompt where that is to be echoed."""
+        return _choice(self._request, self._served, question, pieces)
+
+    def openings(self) -> list[dict[str, Any]]:
+        """What the stream of every choice begins with: nothing."""
+        return []
+
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        """A piece of a streamed answer."""
+        probabilities = None if self._request.logprobs is None else _log_probabilities(self._served, piece.tokens)
+        end = {"logprobs": probabilities, "finish_reason": piece.finish_reason}
+        return [{"index": piece.choice, "text": piece.text, **end}]
+
+
+def _questions(request: CompletionRequest, served: Served, client: str, seed: int) -> list[Question]:
     model, prompts = served.model, []
     for number, prompt in enumerate(request.prompts):
         ids = continuation_ids(model.tokenizer, prompt) if isinstance(prompt, str) else prompt
@@ -36,8 +64,7 @@ def questions(request: CompletionRequest, served: Served, client: str, seed: int
     return prompts
 
 
-def choice(request: CompletionRequest, served: Served, question: Question, pieces: Sequence[Piece]) -> dict[str, Any]:
-    """A whole answer, after its prompt where that is to be echoed."""
+def _choice(request: CompletionRequest, served: Served, question: Question, pieces: Sequence[Piece]) -> dict[str, Any]:
     text = "".join(piece.text for piece in pieces)
     tokens = [token for piece in pieces for token in piece.tokens]
     if request.echo:
@@ -53,13 +80,6 @@ def choice(request: CompletionRequest, served: Served, question: Question, piece
         "logprobs": None if request.logprobs is None else _log_probabilities(served, tokens),
         "finish_reason": pieces[-1].finish_reason,
     }
-
-
-def chunks(request: CompletionRequest, served: Served, piece: Piece) -> list[dict[str, Any]]:
-    """A piece of a streamed answer."""
-    probabilities = None if request.logprobs is None else _log_probabilities(served, piece.tokens)
-    end = {"logprobs": probabilities, "finish_reason": piece.finish_reason}
-    return [{"index": piece.choice, "text": piece.text, **end}]
 
 
 def _log_probabilities(served: Served, tokens: Sequence[Token]) -> dict[str, Any]:

@@ -81,6 +81,12 @@ class Grammars:
 
         return self._compiled(LLMatcher.grammar_from_lark(grammar), where)
 
+    @property
+    def special(self) -> dict[str, int]:
+        """The tokens that are no text to a grammar, by their content."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        return {token.content: id_ for id_, token in added if self._vocabulary.is_special_token(id_)}
+
     def _compiled(self, grammar: str, where: str) -> LLGrammar:
         from llguidance import LLMatcher
 

@@ -9,11 +9,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from meshtune.generate.config import Sampling
 from meshtune.serve.errors import ApiError
 from meshtune.serve.grammar import JSON_OBJECT
+from meshtune.serve.tools import EarlierCall, ToolDefinition
 
 # Said by clients, and without a meaning for what is generated here.
 HARMLESS = {
     "user", "store", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-    "parallel_tool_calls", "verbosity", "suffix", "best_of",
+    "verbosity", "suffix", "best_of",
 }  # fmt: skip
 
 
@@ -30,6 +31,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Content] | None = None
+    tool_calls: list[EarlierCall] | None = None
 
     def rendered(self, where: str) -> dict[str, Any]:
         """The message as chat templates read it. Raises ApiError for content that is not text."""
@@ -38,10 +40,16 @@ class Message(BaseModel):
             if kind := next((part.type for part in content if part.type != "text"), None):
                 raise ApiError(400, f"content of type '{kind}' is not supported: this model reads text", param=where)
             content = "".join(part.text or "" for part in content)
+        role = "system" if self.role == "developer" else self.role
+        rendered: dict[str, Any] = {**(self.model_extra or {}), "role": role}
+        if self.tool_calls:
+            if role != "assistant":
+                raise ApiError(400, "the assistant alone calls tools", param=f"{where}.tool_calls")
+            calls = [call.rendered(f"{where}.tool_calls[{n}]") for n, call in enumerate(self.tool_calls)]
+            rendered["tool_calls"], content = calls, content or ""
         if content is None:
             raise ApiError(400, "a message needs content", param=f"{where}.content")
-        role = "system" if self.role == "developer" else self.role
-        return {**(self.model_extra or {}), "role": role, "content": content}
+        return rendered | {"content": content}
 
 
 class StreamOptions(BaseModel):
@@ -131,15 +139,13 @@ class ChatRequest(GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     tool_choice: Any = None
-    tools: list[Any] | None = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=128)] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> None:
         """Raises ApiError for what is asked for and cannot be given."""
-        if self.tools and self.tool_choice != "none":
-            raise ApiError(400, "tools are not supported yet", param="tools")
-        if self.chat_template_kwargs:
-            raise ApiError(400, "options of the chat template are not supported yet", param="chat_template_kwargs")
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
 
