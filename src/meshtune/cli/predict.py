@@ -1,0 +1,63 @@
+"""`meshtune predict`: answers to a data set, compared with its own."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Annotated
+
+import typer
+
+from meshtune.cli.evaluation_options import DataOptions, Writing, source_section
+from meshtune.cli.expand import expanded
+from meshtune.cli.model_options import Limits, Loading, ModelPath, load_model
+from meshtune.generate.config import Sampling
+
+
+@expanded()
+def predict(
+    model: ModelPath,
+    *,
+    data: DataOptions,
+    writing: Writing,
+    metrics: Annotated[
+        str, typer.Option("--metrics", help="exact_match, f1, bleu, chrf, rouge, llamafactory; separated by commas.")
+    ] = "exact_match,f1,bleu,chrf,rouge,llamafactory",
+    loss: Annotated[bool, typer.Option("--loss/--no-loss", help="Also the loss on the data's own answers.")] = True,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Records computed at once.")] = 16,
+    limits: Limits,
+    sampling: Sampling,
+    loading: Loading,
+) -> None:
+    """Answer every record of a data set, and compare the answers with its own."""
+    from meshtune import terminal
+    from meshtune.evaluate import predict as evaluation
+    from meshtune.evaluate.identity import default_output, identity
+    from meshtune.evaluate.metrics import check_metrics
+
+    names = check_metrics([name.strip() for name in metrics.split(",") if name.strip()])
+    source = source_section(data.data, format=data.format, split=data.split, columns=data.columns)
+    output = pathlib.Path(writing.output or default_output(model, "predictions", data.data)).expanduser()
+    loaded = load_model(model, loading)
+    options = evaluation.PredictOptions(
+        system=data.system,
+        limit=data.limit,
+        metrics=names,
+        loss=loss,
+        max_tokens=limits.max_tokens,
+        stop=limits.stop,
+        sampling=sampling,
+        rows=rows,
+    )
+    result = evaluation.predict(
+        loaded,
+        source,
+        output,
+        options,
+        identity=identity(model, loading.adapter, loading.revision),
+        resume=writing.resume,
+        overwrite=writing.overwrite,
+        console=terminal.console(stderr=True),
+    )
+    for name, value in result.totals.items():
+        typer.echo(f"{name:24} {value:.4f}" if isinstance(value, float) else f"{name:24} {value}")
+    typer.echo(f"{'answers':24} {output / evaluation.PREDICTIONS}")

@@ -1,0 +1,103 @@
+"""The folder of an evaluation: whose results are in it, so that it goes on where it ended and mixes with no other."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from meshtune.digests import DamagedError
+from meshtune.errors import UserError
+from meshtune.runs.output import claimed
+
+SETTINGS = "settings.json"
+
+
+@contextlib.contextmanager
+def results_folder(
+    folder: pathlib.Path, settings: Mapping[str, Any], *, resume: bool, overwrite: bool
+) -> Iterator[pathlib.Path | None]:
+    """Holds `folder` for this process and writes `settings`; yields where earlier results were moved to, or None.
+
+    Raises UserError for a folder with other results, unless `overwrite` moves them aside or `resume` goes on with
+    them; and for resuming with other settings, which it names.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError("the output is a file, and must be a directory", where=str(folder), fix="give another --output")
+    settings = json.loads(json.dumps(settings))
+    names = sorted(path.name for path in folder.iterdir() if path.name != ".lock") if folder.is_dir() else []
+    if names and resume and not overwrite:
+        _check_same(folder, settings)
+    elif names and not overwrite:
+        raise UserError(
+            f"the folder is not empty: it holds {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}",
+            where=str(folder),
+            fix="--resume goes on with the same evaluation, --overwrite moves it aside; or give another --output",
+        )
+    with claimed(folder, overwrite=overwrite) as aside:
+        write_json(folder / SETTINGS, settings)
+        yield aside
+
+
+def _check_same(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
+    file = folder / SETTINGS
+    if not file.is_file():
+        raise UserError(
+            f"there is nothing to resume: the folder holds no {SETTINGS}",
+            where=str(folder),
+            fix="give the output of an evaluation, or an empty or new folder",
+        )
+    before = read_json(file)
+    for name in dict.fromkeys([*before, *settings]):
+        if before.get(name) != settings.get(name):
+            raise UserError(
+                f"these results have another {name}: {before.get(name)!r}, not {settings.get(name)!r}",
+                where=str(file),
+                fix="give the same as before, or another --output; --overwrite moves these results aside",
+            )
+
+
+def write_json(path: pathlib.Path, value: object) -> None:
+    """Writes a JSON file as one atomic replacement."""
+    replace(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_lines(path: pathlib.Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Writes a file of JSON lines as one atomic replacement."""
+    replace(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def replace(path: pathlib.Path, text: str) -> None:
+    """Writes a text file as one atomic replacement."""
+    draft = path.with_name(f".{path.name}.partial")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, path)
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """A file that `write_json` wrote. Raises DamagedError."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise DamagedError(f"{path.name} cannot be read: {problem}", where=str(path), fix="--overwrite") from problem
+
+
+def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines; none if it does not exist. A last line that was cut off is left out."""
+    if not path.is_file():
+        return []
+    rows = []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines):
+        try:
+            if line:
+                rows.append(json.loads(line))
+        except ValueError as problem:
+            if number < len(lines) - 1:
+                raise DamagedError(
+                    "a line is not JSON", where=f"{path}, line {number + 1}", fix="remove the line, and resume"
+                ) from problem
+    return rows

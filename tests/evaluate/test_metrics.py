@@ -1,0 +1,76 @@
+"""Metrics against numbers worked out by hand, and against the packages called directly."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from meshtune.errors import UserError
+from meshtune.evaluate import metrics
+from meshtune.evaluate.llama_factory import similarity
+from meshtune.evaluate.metrics import check_metrics, record_metrics, total_metrics
+
+ENGLISH = ["the cat sat on the mat", "Paris"], ["A cat sat on a mat.", "Paris "]
+CHINESE = ["北京是中国的首都", "我喜欢喝绿茶"], ["北京是中国首都。", "我喜欢喝茶"]
+
+
+def test_exact_match_ignores_white_space_at_the_ends_alone():
+    assert [metrics.exact_match(*pair)["exact_match"] for pair in zip(*ENGLISH, strict=True)] == [0.0, 100.0]
+
+
+def test_f1_is_that_of_squad():
+    # cat sat on mat, on both sides, once articles and punctuation are gone.
+    assert metrics.f1(ENGLISH[0][0], ENGLISH[1][0]) == {"f1": 100.0}
+    assert metrics.f1("red green", "green blue black")["f1"] == pytest.approx(100 * 2 * 1 / 5)
+    assert metrics.f1("", "") == {"f1": 100.0}
+    assert metrics.f1("", "a word") == {"f1": 0.0}
+
+
+def test_f1_counts_chinese_characters():
+    assert metrics.f1("绿茶", "红茶")["f1"] == pytest.approx(50.0)
+
+
+def test_bleu_and_chrf_are_sacrebleus_with_their_signature():
+    sacrebleu = pytest.importorskip("sacrebleu", reason="the extra evaluate is not installed")
+    totals = total_metrics(("bleu", "chrf"), *ENGLISH, record_metrics(("chrf",), *ENGLISH))
+    assert totals["bleu"] == pytest.approx(sacrebleu.corpus_bleu(ENGLISH[0], [ENGLISH[1]]).score)
+    assert totals["chrf"] == pytest.approx(sacrebleu.corpus_chrf(ENGLISH[0], [ENGLISH[1]]).score)
+    assert "tok:13a" in totals["bleu_signature"]
+    chinese = total_metrics(("bleu",), *CHINESE, [{}, {}])
+    assert chinese["bleu"] == pytest.approx(sacrebleu.corpus_bleu(CHINESE[0], [CHINESE[1]], tokenize="zh").score)
+    assert "tok:zh" in chinese["bleu_signature"]
+
+
+def test_rouge_is_rouge_scores_and_reads_chinese():
+    pytest.importorskip("rouge_score", reason="the extra evaluate is not installed")
+    from rouge_score.rouge_scorer import RougeScorer
+
+    expected = RougeScorer(["rouge1", "rougeL"]).score(ENGLISH[1][0], ENGLISH[0][0])
+    english = record_metrics(("rouge",), *ENGLISH)[0]
+    assert english["rouge1"] == pytest.approx(100 * expected["rouge1"].fmeasure, abs=1e-3)
+    assert english["rougeL"] == pytest.approx(100 * expected["rougeL"].fmeasure, abs=1e-3)
+    # 北京 是 中国 (的) 首都: four words of five and four in common.
+    assert record_metrics(("rouge",), *CHINESE)[0]["rouge1"] == pytest.approx(100 * 8 / 9, abs=1e-3)
+
+
+def test_llama_factorys_definitions_have_their_known_oddities():
+    pytest.importorskip("rouge_chinese", reason="the extra evaluate is not installed")
+    score = similarity()
+    # Measured with LLaMA-Factory's own code: equal answers of one character are not 100, letters' case counts.
+    assert score("a", "a")["llamafactory_bleu-4"] == pytest.approx(35.36, abs=0.005)
+    assert score("Hello world", "hello world")["llamafactory_rouge-1"] == pytest.approx(50.0, abs=1e-3)
+    assert score("", "something")["llamafactory_rouge-l"] == 0.0
+    assert score("我喜欢喝茶", "我喜欢喝茶")["llamafactory_bleu-4"] == pytest.approx(100.0)
+
+
+def test_an_unknown_metric_is_refused_with_a_near_name():
+    with pytest.raises(UserError, match="did you mean 'rouge'"):
+        check_metrics(("rogue",))
+
+
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    with pytest.raises(UserError, match=r"needs the package sacrebleu[\s\S]*pip install 'meshtune\[evaluate\]'"):
+        check_metrics(("bleu",))
+    assert check_metrics(("exact_match", "f1")) == ("exact_match", "f1")

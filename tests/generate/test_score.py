@@ -1,0 +1,100 @@
+"""Scores of many texts against the model's own logits, text by text."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+import meshtune
+from meshtune.generate.prefix_tree import SMALLEST_SAVING, Node, ScoredText, prefix_tree
+from meshtune.generate.score import score_texts
+
+
+def nodes(roots: list[Node]) -> list[Node]:
+    return [node for root in roots for node in [root, *nodes(root.children)]]
+
+
+def random_texts(seed: int) -> list[ScoredText]:
+    """Questions after one preamble with several choices each, one that begins another, and texts that share nothing."""
+    draw = np.random.default_rng(seed)
+    preamble = draw.integers(3, 500, 40).tolist()
+    texts = []
+    for _ in range(4):
+        question = preamble + draw.integers(3, 500, int(draw.integers(12, 30))).tolist()
+        for length in (1, 1, 3, 7):
+            texts.append(ScoredText((*question, *draw.integers(3, 500, length).tolist()), len(question)))
+    texts.append(ScoredText((*texts[-1].ids, 5, 6), len(texts[-1].ids) - 3))
+    texts += [ScoredText(tuple(draw.integers(3, 500, length).tolist())) for length in (2, 9, 30, 100)]
+    texts.append(texts[0])
+    return texts
+
+
+@pytest.fixture(scope="module")
+def model(stories260k):
+    return meshtune.load(stories260k)
+
+
+def test_scores_equal_those_of_each_text_alone(model):
+    texts = random_texts(0)
+    scores = score_texts(model.params, model.spec, model.compute, texts)
+    rows = np.zeros((len(texts), 128), np.int64)
+    for row, text in zip(rows, texts, strict=True):
+        row[: len(text.ids)] = text.ids
+    logits = model.logits(rows).astype(np.float64)
+    expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    for row, text, score in zip(expected, texts, scores, strict=True):
+        targets = np.asarray(text.ids[text.first :])
+        before = row[text.first - 1 : len(text.ids) - 1]
+        # float32 sums over 512 logits in another order: a few units in the last place of numbers near 10.
+        np.testing.assert_allclose(score.log_probabilities, before[np.arange(len(targets)), targets], atol=3e-5)
+        np.testing.assert_array_equal(score.likeliest, before.argmax(-1) == targets)
+
+
+def test_what_texts_share_is_in_the_tree_once():
+    texts = random_texts(1)
+    tree = nodes(prefix_tree(texts))
+    alone = nodes(prefix_tree(texts, shared=False))
+    tokens = sum(len(node.tokens) for node in tree)
+    assert tokens < 0.4 * sum(len(node.tokens) for node in alone)
+    assert all(len(node.children) * len(node.tokens) >= SMALLEST_SAVING for node in tree if node.children)
+
+
+def test_every_token_is_scored_once_after_the_tokens_before_it():
+    texts = random_texts(2)
+    asked: dict[int, list[int]] = {}
+
+    def follow(node: Node, before: tuple[int, ...]) -> None:
+        path = (*before, *node.tokens.tolist())
+        assert node.start == len(before)
+        for query in node.queries:
+            text = texts[query.text]
+            for at, (position, target) in enumerate(zip(query.positions, query.targets, strict=True)):
+                index = text.first + query.offset + at
+                assert text.ids[index] == target
+                assert text.ids[:index] == path[: node.start + position + 1]
+                asked.setdefault(query.text, []).append(index)
+        for child in node.children:
+            follow(child, path)
+
+    for root in prefix_tree(texts):
+        follow(root, ())
+    assert {number: sorted(indices) for number, indices in asked.items()} == {
+        number: list(range(text.first, len(text.ids))) for number, text in enumerate(texts)
+    }
+
+
+def test_texts_that_each_begin_the_next_need_no_deep_recursion():
+    ids = tuple(itertools.islice(itertools.cycle(range(3, 500)), 3000))
+    roots = prefix_tree([ScoredText(ids[:n], n - 1) for n in range(2, 3000)])
+    assert sum(len(node.tokens) for node in nodes(roots)) < 200_000
+
+
+def test_progress_ends_at_the_total(model):
+    seen: list[tuple[int, int]] = []
+    score_texts(
+        model.params, model.spec, model.compute, random_texts(0), lambda done, total: seen.append((done, total))
+    )
+    assert seen[-1][0] == seen[-1][1]
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
