@@ -34,8 +34,8 @@ def data(tmp_path):
 
 
 def run(model, data, output, options=OPTIONS, **flags):
-    section = source_section(str(data), columns=None)
-    return predict(model, section, output, options, identity="test", console=console(quiet=True), **flags)
+    records = read_records(source_section(str(data), columns=None))
+    return predict(model, records, output, options, identity="test", console=console(quiet=True), **flags)
 
 
 def test_answers_are_those_of_generate_in_the_order_of_the_data(model, data, tmp_path):

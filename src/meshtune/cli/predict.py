@@ -33,14 +33,14 @@ def predict(
     from meshtune.evaluate import predict as evaluation
     from meshtune.evaluate.identity import default_output, identity
     from meshtune.evaluate.metrics import check_metrics
+    from meshtune.evaluate.records import read_records
 
     names = check_metrics([name.strip() for name in metrics.split(",") if name.strip()])
     source = source_section(data.data, format=data.format, split=data.split, columns=data.columns)
     output = pathlib.Path(writing.output or default_output(model, "predictions", data.data)).expanduser()
+    records = read_records(source, system=data.system, limit=data.limit)
     loaded = load_model(model, loading)
     options = evaluation.PredictOptions(
-        system=data.system,
-        limit=data.limit,
         metrics=names,
         loss=loss,
         max_tokens=limits.max_tokens,
@@ -50,7 +50,7 @@ def predict(
     )
     result = evaluation.predict(
         loaded,
-        source,
+        records,
         output,
         options,
         identity=identity(model, loading.adapter, loading.revision),

@@ -10,14 +10,13 @@ from typing import Any
 
 from rich.console import Console
 
-from meshtune.config.data import SourceSection
 from meshtune.errors import UserError
 from meshtune.evaluate.answers import ROWS, Prompt, answers
 from meshtune.evaluate.folder import read_lines, results_folder, write_json, write_lines
 from meshtune.evaluate.held_out import HeldOut, held_out_loss
 from meshtune.evaluate.metrics import METRICS, check_metrics, record_metrics, total_metrics
 from meshtune.evaluate.progress import shown
-from meshtune.evaluate.records import Record, digest, prompt_ids, read_records
+from meshtune.evaluate.records import Record, digest, prompt_ids
 from meshtune.generate.api import Model
 from meshtune.generate.config import Sampling
 from meshtune.generate.prompts import turn_end
@@ -31,8 +30,6 @@ class PredictOptions:
     """How a data set is answered and compared. `max_tokens` of an answer at most (None: 512, or what the context has
     room for); `loss`: also the loss on the data's own answers; `rows` are computed at once."""
 
-    system: str | None = None
-    limit: int | None = None
     metrics: tuple[str, ...] = METRICS
     loss: bool = True
     max_tokens: int | None = None
@@ -51,7 +48,7 @@ class Predictions:
 
 def predict(
     model: Model,
-    source: SourceSection,
+    records: Sequence[Record],
     output: pathlib.Path,
     options: PredictOptions = PredictOptions(),
     *,
@@ -60,15 +57,14 @@ def predict(
     overwrite: bool = False,
     console: Console,
 ) -> Predictions:
-    """Answers every record of a source into `output`/predictions.jsonl, line by line as answers are complete, and
+    """Answers every record into `output`/predictions.jsonl, line by line as answers are complete, and
     compares them in metrics.json.
 
     `identity` says whose answers they are. With `resume` answers that are in the folder already stay.
-    Raises UserError as read_records, results_folder and check_metrics do, and for a prompt that leaves no room for an
+    Raises UserError as results_folder and check_metrics do, and for a prompt that leaves no room for an
     answer, before anything is computed.
     """
     check_metrics(options.metrics)
-    records = read_records(source, system=options.system, limit=options.limit)
     prompts = make_prompts(model, records, options)
     settings = {
         "model": identity,

@@ -41,8 +41,8 @@ class Record:
 def read_records(source: SourceSection, *, system: str | None = None, limit: int | None = None) -> list[Record]:
     """The records of a source, all of them or the first `limit`.
 
-    `system` is the system prompt of conversations that have none. Raises UserError as data.documents does: for an empty data
-    set, say, and for a record without an answer.
+    `system` is the system prompt of conversations that have none. Raises UserError as data.documents does:
+    for an empty data set, say, and for a record without an answer.
     """
     if limit is not None:
         source = source.model_copy(update={"cap": min(limit, source.cap or limit)})

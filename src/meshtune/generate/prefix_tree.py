@@ -76,7 +76,7 @@ def prefix_tree(texts: Sequence[ScoredText], *, shared: bool = True) -> list[Nod
         common = _common(first, last, branch.start)
         groups = _groups(sequences, branch, common)
         ends_here = branch.low if len(first) == common else None
-        if len(groups) > 1 or ends_here is None:
+        if groups:
             saved = (len(groups) + (ends_here is not None) - 1) * (common - branch.start)
             if saved < SMALLEST_SAVING:
                 if ends_here is not None:
