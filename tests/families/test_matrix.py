@@ -258,7 +258,7 @@ def gradient(params: Tree, spec: ModelSpec, arrays: dict[str, jax.Array], comput
 def test_gradients_by_chunks_are_those_of_whole_rows(case: Case):
     spec, params = loaded(case)
     chunks = dataclasses.replace(PLAIN, remat="full", attention_chunk=8, mlp_chunk=8)
-    close_gradients(gradient(params, spec, batch(), chunks), gradient(params, spec, batch(), PLAIN), 1e-5)
+    close_gradients(gradient(params, spec, batch(), chunks), gradient(params, spec, batch(), PLAIN), 2e-5)
 
 
 @every_case
@@ -266,12 +266,13 @@ def test_updates_in_the_backward_pass_are_those_of_the_plain_gradient(case: Case
     spec, params = loaded(case)
     expected = flatten(gradient(params, spec, batch(), PLAIN))
     made = prepare(FullConfig(), spec, params, jax.random.key(0))
-    config = OptimizerConfig("sgd", 1.0, "constant", in_backward=True)
+    rate = 1024.0  # the sum of a weight near one and of a small gradient would lose the gradient's last digits
+    config = OptimizerConfig("sgd", rate, "constant", in_backward=True)
     optimizer, _ = make_optimizer(config, 10, abstract(FullConfig(), spec).trainable, made.spec)
     step = make_train_step(OBJECTIVES["sft"], made.spec, dataclasses.replace(PLAIN, remat="full"), optimizer)
     before = jax.tree.map(np.array, made.trainable)
     state, _ = step(init_state(made.trainable, optimizer), made.frozen, batch(), jnp.int32(0))
-    moves = jax.tree.map(lambda old, new: old - np.asarray(new), before, state.trainable)
+    moves = jax.tree.map(lambda old, new: (old - np.asarray(new)) / rate, before, state.trainable)
     close_gradients(moves, unflatten({path: expected[path] for path in flatten(moves)}), 2e-5)
 
 

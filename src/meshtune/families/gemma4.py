@@ -14,6 +14,7 @@ from meshtune.families.family import Family
 from meshtune.families.layer_ropes import read_ropes
 from meshtune.families.llama import MODULES, OUTSIDE, decoder_spec, mlp_spec
 from meshtune.families.tensors import Stored, TensorMap, View, one_to_one
+from meshtune.model.around import Surroundings
 from meshtune.model.attention import AttentionSpec
 from meshtune.model.experts import ExpertsSpec
 from meshtune.model.layer import LayerSpec
@@ -92,23 +93,17 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     fields.only("use_bidirectional_attention", None, "vision")  # of images alone
     norm = NormSpec(fields.number("rms_norm_eps", 1e-6))
     kinds = _layer_types(fields)
-    attentions, layers = _attentions(fields, norm, kinds), []
-    shared = _shared_layers(fields, kinds)
+    shared, layers = shared_layers(fields, kinds), []
+    attentions = with_shared_memory(_attentions(fields, norm, kinds), kinds, shared)
     wide = 2 if fields.get("use_double_wide_mlp", False) else 1
     mlp, width = mlp_spec(fields, "hidden_activation"), int(fields.get("hidden_size_per_layer_input", 0))
     experts = _experts(fields, norm)
-    per_layer = PerLayerSpec(width, norm, mlp.activation) if width else None
-    last = {kind: max(i for i, other in enumerate(kinds[: len(kinds) - shared]) if other == kind) for kind in kinds}
-    for index, kind in enumerate(kinds):
-        attention, ffn = attentions[kind], mlp
-        if index >= len(kinds) - shared:
-            attention = dataclasses.replace(attention, reads=kind)
-            ffn = dataclasses.replace(mlp, width=wide * mlp.width)
-        elif shared and index == last[kind] and kind in kinds[len(kinds) - shared :]:
-            attention = dataclasses.replace(attention, stores=kind)
+    around = Surroundings(per_layer=PerLayerSpec(width, norm, mlp.activation) if width else None, scalar=True)
+    for attention in attentions:
+        ffn = mlp if attention.reads is None else dataclasses.replace(mlp, width=wide * mlp.width)
         if experts is not None:
             ffn = dataclasses.replace(experts, shared=ffn)
-        layer = LayerSpec(attention, ffn, norm, "both", per_layer=per_layer, scalar=True, ffn_norm=experts is None)
+        layer = LayerSpec(attention, ffn, norm, "both", ffn_norm=experts is None, around=around)
         layers.append(layer)
     rows = fields.integer("vocab_size_per_layer_input", fields.integer("vocab_size"))
     return decoder_spec(
@@ -140,7 +135,19 @@ def _experts(fields: ConfigFields, norm: NormSpec) -> ExpertsSpec | None:
     return experts_spec(fields, top_k="top_k_experts", activation="hidden_activation", router=router, norm=norm)
 
 
-def _shared_layers(fields: ConfigFields, kinds: list[str]) -> int:
+def with_shared_memory(attentions: Mapping[str, AttentionSpec], kinds: list[str], shared: int) -> list[AttentionSpec]:
+    """The attention of every layer, given that of each layer type: the last `shared` layers read the keys and values
+    of the last layer of their type before them."""
+    first = len(kinds) - shared
+    writers, readers = kinds[:first], kinds[first:]
+    last = {kind: max(index for index, other in enumerate(writers) if other == kind) for kind in set(readers)}
+    return [
+        dataclasses.replace(attentions[kind], stores=kind if last.get(kind) == index else None)
+        for index, kind in enumerate(writers)
+    ] + [dataclasses.replace(attentions[kind], reads=kind) for kind in readers]
+
+
+def shared_layers(fields: ConfigFields, kinds: list[str]) -> int:
     """The number of last layers that read keys and values of earlier ones."""
     shared = fields.get("num_kv_shared_layers", 0)
     if not isinstance(shared, int) or not 0 <= shared < len(kinds):

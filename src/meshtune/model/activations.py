@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from statistics import NormalDist
 from typing import Literal
 
 import jax
@@ -35,6 +36,20 @@ def xielu(x: Array, node: Tree) -> Array:
     beta, eps = (jax.lax.stop_gradient(node[name]).astype(jnp.float32) for name in ("beta", "eps"))
     below = (beta + softplus) * (jnp.expm1(jnp.minimum(wide, eps)) - wide)
     return (jnp.where(wide > 0, a * jnp.square(wide), below) + beta * wide).astype(x.dtype)
+
+
+def gaussian_topk(x: Array, sparsity: float) -> Array:
+    """What the numbers of a token (the last axis) have above a limit, zero for those below: the limit that a share
+    `sparsity` of numbers with their mean and standard deviation, normally distributed, is below (Gemma 3n).
+
+    The limit is computed in float32; the result is in x's dtype.
+    """
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(wide - mean), axis=-1, keepdims=True)
+    # Chosen before the root, whose derivative at zero is infinite: padding may be zero.
+    deviation = jnp.where(variance > 0, jnp.sqrt(jnp.where(variance > 0, variance, 1.0)), 0.0)
+    return jax.nn.relu(wide - (mean + deviation * NormalDist().inv_cdf(sparsity))).astype(x.dtype)
 
 
 def xielu_params() -> Tree:

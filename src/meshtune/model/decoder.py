@@ -21,6 +21,7 @@ from meshtune.model.reverse import LayerRunner, layer_functions
 from meshtune.model.side import check_side
 from meshtune.model.spec import ModelSpec
 from meshtune.model.stacks import through_layers
+from meshtune.model.streams import ENTER, LEAVE
 from meshtune.model.token_rows import ROWS, table
 
 
@@ -56,6 +57,7 @@ def forward(
         (x, sums), caches = runner.apply(layer_functions(spec, compute), spec, compute, x, rows, side), {}
     if cache is not None:
         cache = Cache(caches, cache.lengths + jnp.sum(inputs.segment_ids > 0, axis=1, dtype=jnp.int32))
+    x = x if spec.streams is None else spec.streams.leave(x, to_device(params[LEAVE]), compute.layout)
     return Forward(spec.norm(x, to_device(params.get("norm", {}))), cache, sums)
 
 
@@ -66,7 +68,8 @@ def enter(
     inputs: Inputs,
     perturb: Callable[[Hidden], Hidden] | None = None,
 ) -> tuple[Rows, Hidden, Tree]:
-    """(what every layer knows of the tokens, their embeddings in compute.dtype, the side inputs of all layers).
+    """(what every layer knows of the tokens, what enters the first one in compute.dtype: their embeddings, or several
+    streams of them; the side inputs of all layers).
 
     `perturb` changes the embeddings, and with them what side inputs are computed from. Reads the nodes of params that
     `ModelSpec.before` names, and no others.
@@ -85,7 +88,7 @@ def enter(
     if spec.side is not None:
         side |= spec.side.apply(to_device(params[spec.side.name]), inputs, x, compute)
     check_side(side, frozenset(name for block in spec.blocks for name in block.side_inputs()), spec.family)
-    return rows, x, side
+    return rows, x if spec.streams is None else spec.streams.enter(x, to_device(params[ENTER]), compute.layout), side
 
 
 def head_params(params: Tree, spec: ModelSpec) -> Tree:

@@ -6,13 +6,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.mesh.layout import constrain
+from meshtune.model.around import NOTHING, Surroundings
 from meshtune.model.block import Block, Context, FeedForward, Hidden, Mixer, Output, SharedMemory, Sums
 from meshtune.model.cache import LayerCache
 from meshtune.model.chunks import over_chunks
@@ -20,22 +19,20 @@ from meshtune.model.inputs import Rows
 from meshtune.model.linear import fold, site_key
 from meshtune.model.norm import NormSpec
 from meshtune.model.side import of_tokens
+from meshtune.model.streams import Streams
 
 # Where norms stand: before each block, after it (and before the residual sum), both; or both blocks read the same
 # normalised stream and are added to it together, with a norm for each of them or one for both.
 Placement = Literal["pre", "post", "both", "parallel", "parallel_shared"]
 STREAM = ("batch", "length", "embed")  # the logical axes of the residual stream
-SCALAR = "scalar"  # the key of the number that multiplies the stream
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
     """One layer: its mixer and feed-forward network (either may be absent), their norms, and what multiplies their
-    results (`scale`).
+    results (`scale`); and what is `around` them.
 
-    `per_layer` is added to the stream behind them, from the stream as it is (model.per_layer). With `scalar` the stream
-    that leaves the layer is multiplied by a number of the model that is not trained. With `ffn_norm` False the
-    feed-forward network is given the stream as it is, and normalises it itself.
+    With `ffn_norm` False the feed-forward network is given the stream as it is, and normalises it itself.
     """
 
     mixer: Mixer | None
@@ -43,16 +40,16 @@ class LayerSpec:
     norm: NormSpec
     placement: Placement = "pre"
     scale: float | None = None
-    per_layer: FeedForward | None = None
-    scalar: bool = False
     ffn_norm: bool = True
+    around: Surroundings = NOTHING
 
     def __post_init__(self):
-        assert self.ffn is not None or not (self.per_layer or self.scalar), "they follow a feed-forward network"
+        whole = self.mixer is not None and self.ffn is not None and not self.placement.startswith("parallel")
+        assert whole or self.around == NOTHING, "what is around blocks follows a mixer, and then a network"
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        return tuple(block for block in (self.mixer, self.ffn, self.per_layer) if block is not None)
+        return (*(block for block in (self.mixer, self.ffn) if block is not None), *self.around.blocks)
 
     @property
     def stores(self) -> str | None:
@@ -69,10 +66,7 @@ class LayerSpec:
             tree[block.name] = block.params(embed)
             if self.has_post_norms:
                 tree[f"{block.name}_post_norm"] = self.norm.params(embed, "embed")
-        if self.per_layer is not None:
-            tree[self.per_layer.name] = self.per_layer.params(embed)
-        if self.scalar:
-            tree[SCALAR] = {"weight": ArraySpec((1,), "float32", ("whole",), "ones", role="buffer")}
+        tree |= self.around.params(embed)
         return {name: node for name, node in tree.items() if node}
 
     @property
@@ -92,17 +86,20 @@ class LayerSpec:
         return f"{(self.blocks[0] if self.placement == 'parallel_shared' else block).name}_norm"
 
 
-def layer(x: Hidden, node: Tree, spec: LayerSpec, context: Context, cache: LayerCache | None = None) -> Output:
+def layer(
+    x: Hidden | Streams, node: Tree, spec: LayerSpec, context: Context, cache: LayerCache | None = None
+) -> Output:
     """The hidden state after a single layer, whose unstacked parameters are `node`."""
+    x, streams = spec.around.enter(x, node)
     total, sums, stored = x, {}, {}
     if spec.mixer is not None:
         keyed = dataclasses.replace(context, key=site_key(context.key, spec.mixer.name))
         y, cache, sums, stored = _branch(x, node, spec, spec.mixer, keyed, cache)
-        total = x + y
+        total = spec.around.beside_mixer(x + y, spec.normalised(x, node, spec.mixer), node, context)
     total = constrain(total, context.compute.layout, *STREAM)
     if spec.ffn is None:
         return Output(total, cache, sums, stored)
-    y, ffn_sums = _add_ffn(x, total, node, spec, spec.ffn, context)
+    y, ffn_sums = _add_ffn((x, total, streams), node, spec, spec.ffn, context)
     return Output(y, cache, {**sums, **ffn_sums}, stored)
 
 
@@ -117,12 +114,13 @@ def _branch(x: Hidden, node: Tree, spec: LayerSpec, block: Block, context: Conte
 
 
 def _add_ffn(
-    x: Hidden, total: Hidden, node: Tree, spec: LayerSpec, ffn: FeedForward, context: Context
-) -> tuple[Hidden, Sums]:
+    stream: tuple[Hidden, Hidden, Streams | None], node: Tree, spec: LayerSpec, ffn: FeedForward, context: Context
+) -> tuple[Hidden | Streams, Sums]:
     """The stream with the feed-forward network's result, computed by chunks of compute.mlp_chunk tokens.
 
-    x is the stream that enters the layer, `total` the one with the mixer's result.
+    `stream` is the one that enters the layer, that with the mixer's result, and all of several.
     """
+    x, total, streams = stream
     compute, parallel = context.compute, spec.placement.startswith("parallel")
     params = {name: leaf for name, leaf in node.items() if spec.mixer is None or name != spec.mixer.name}
 
@@ -133,18 +131,16 @@ def _add_ffn(
             return Context(compute, rows, beside["side"], index, fold(site_key(key, block.name), number))
 
         fed = _branch(x, node, spec, ffn, context_of(ffn), None)
-        y = beside.get("total", x) + fed.y
-        if (per_layer := spec.per_layer) is not None:
-            y = y + per_layer.apply(y, node[per_layer.name], context_of(per_layer), None).y
-        if spec.scalar:
-            y = y * jax.lax.stop_gradient(node[SCALAR]["weight"]).astype(y.dtype)
-        return constrain(y, compute.layout, *STREAM), fed.sums
+        y = spec.around.leave(beside.get("total", x) + fed.y, beside.get("streams"), node, context_of)
+        return constrain(y, compute.layout, *STREAM[:2], *("whole",) * (y.ndim - 3), "embed"), fed.sums
 
     return over_chunks(
         add,
         (params, context.index, context.key),
         x if parallel else total,
-        {"side": of_tokens(context.side)} | ({"total": total} if parallel else {}),
+        {"side": of_tokens(context.side)}
+        | ({"total": total} if parallel else {})
+        | ({} if streams is None else {"streams": streams}),
         context.rows,
         chunk=compute.mlp_chunk,
         ranks=compute.row_parts,

@@ -46,6 +46,7 @@ def _by_chunks(x: Hidden, node: Tree, spec: LayerSpec, mixer: Mixer, reads: RowP
         """What later tokens need of the tokens of a chunk."""
         node, index, key = shared
         context = Context(compute, rows, beside["side"], index, fold(key, number))
+        x, _ = spec.around.enter(x, node)
         return mixer.memory(spec.normalised(x, node, mixer), node[mixer.name], context), {}
 
     def output_of(shared: Any, x: Hidden, beside: Tree, rows: Rows, number: Array | None) -> tuple[Hidden, Sums]:
@@ -55,8 +56,9 @@ def _by_chunks(x: Hidden, node: Tree, spec: LayerSpec, mixer: Mixer, reads: RowP
         output = layer(x, node, spec, context)
         return output.y, output.sums
 
-    norm = spec.input_norm(mixer)
-    params = ({norm: node[norm]} if norm in node else {}) | part(reads.memory)
+    streams = () if spec.around.streams is None else (spec.around.streams.name,)
+    before = {name: node[name] for name in (spec.input_norm(mixer), *streams) if name in node}
+    params = before | part(reads.memory)
     shared = (params, context.index, site_key(context.key, mixer.name))
     if isinstance(mixer, SharedMemory) and mixer.reads is not None:
         memory = context.side[SHARED][mixer.reads]

@@ -17,6 +17,7 @@ from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.kernels.chips import Chip
 from meshtune.kernels.grouped import cast, grouped_matmul
+from meshtune.mesh.layout import Layout
 from meshtune.quantize.weight import QuantisedWeight
 
 # Names a rematerialisation policy may keep: the result of a linear layer, its adapter and bias included, and the narrow
@@ -40,6 +41,16 @@ def linear_params(out: tuple[int, str], into: tuple[int, str], bias: bool, head_
     shape, axes = (out[0], into[0]), (out[1], into[1])
     weight = {"weight": ArraySpec(shape, "float32", axes, role="matrix", head_rows=head_rows)}
     return weight | {"bias": ArraySpec(out[:1], "float32", out[1:], "zeros", role="vector")} if bias else weight
+
+
+def with_gathered_columns(node: Tree, layout: Layout | None) -> Tree:
+    """The parameters of a linear layer outside the layers of a model, with the columns of its weight gathered; codes
+    are left to the compiler."""
+    weight = node["weight"]
+    if layout is None or isinstance(weight, QuantisedWeight):
+        return node
+    sharding = layout.in_use(("whole", "embed"), weight.shape)
+    return node | {"weight": lax.with_sharding_constraint(weight, sharding)}
 
 
 def precision(dtype: jnp.dtype) -> lax.Precision | None:

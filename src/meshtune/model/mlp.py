@@ -7,7 +7,7 @@ from functools import partial
 from typing import ClassVar
 
 from meshtune.arrays.tree import Tree
-from meshtune.model.activations import ACTIVATIONS, XIELU, ActivationName, xielu, xielu_params
+from meshtune.model.activations import ACTIVATIONS, XIELU, ActivationName, gaussian_topk, xielu, xielu_params
 from meshtune.model.block import Activation, Context, Cost, Divisor, FeedForward, Hidden, Output
 from meshtune.model.cache import LayerCache
 from meshtune.model.linear import linear, linear_params, site_key
@@ -19,7 +19,8 @@ class MlpSpec(FeedForward):
 
     With `packed` one projection `gate_up` [2 F, D] computes both: a row of the gate, then a row of up, in turn, so that
     tp, which splits the rows, gives every device both of a pair. The input of the activation is multiplied by
-    `gate_scale`, the result by `out_scale`.
+    `gate_scale`, the result by `out_scale`. With `sparsity` only about the remaining share of a token's inputs of the
+    activation is not zero (see `gaussian_topk`).
     """
 
     width: int
@@ -29,6 +30,7 @@ class MlpSpec(FeedForward):
     packed: bool = False
     gate_scale: float | None = None
     out_scale: float | None = None
+    sparsity: float | None = None
     name: ClassVar[str] = "mlp"
 
     def __post_init__(self):
@@ -58,7 +60,8 @@ class MlpSpec(FeedForward):
         if self.packed:
             pairs = products[0].reshape(*x.shape[:-1], self.width, 2)
             products = [pairs[..., 0], pairs[..., 1]]
-        wide = activation(products[0] if self.gate_scale is None else products[0] * self.gate_scale)
+        gate = products[0] if self.gate_scale is None else products[0] * self.gate_scale
+        wide = activation(gate if self.sparsity is None else gaussian_topk(gate, self.sparsity))
         if self.gated:
             wide = wide * products[1]
         y = linear(wide, node["down"], site_key(key, "down"))

@@ -6,22 +6,19 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
-from meshtune.mesh.layout import Layout
 from meshtune.model.activations import ACTIVATIONS, ActivationName
 from meshtune.model.block import Activation, Context, Cost, Divisor, FeedForward, Hidden, Output
 from meshtune.model.cache import LayerCache
 from meshtune.model.compute import Compute
 from meshtune.model.embedding import embedded
 from meshtune.model.inputs import Inputs
-from meshtune.model.linear import linear, linear_params, site_key
+from meshtune.model.linear import linear, linear_params, site_key, with_gathered_columns
 from meshtune.model.norm import NormSpec
 from meshtune.model.side import BY_LAYER
-from meshtune.quantize.weight import QuantisedWeight
 
 NAME = "per_layer"  # of the side input, of the node of its parameters, and of the block in a layer
 
@@ -54,7 +51,7 @@ class PerLayerEmbedding:
         tokens = jnp.where(inputs.tokens < self.vocab, inputs.tokens, 0)
         rows = embedded(node["table"]["weight"], tokens, compute.layout).astype(embeds.dtype)
         rows = rows * jnp.asarray(self.width**0.5, rows.dtype)
-        projected = linear(embeds, _gathered(node["projection"], compute.layout)) * embeds.shape[-1] ** -0.5
+        projected = linear(embeds, with_gathered_columns(node["projection"], compute.layout)) * embeds.shape[-1] ** -0.5
         shape = (*inputs.tokens.shape, self.layers, self.width)
         projected = self.norm(projected.reshape(shape), node["norm"])
         vectors = (projected + rows.reshape(shape)) * jnp.asarray(2**-0.5, rows.dtype)
@@ -62,15 +59,6 @@ class PerLayerEmbedding:
 
     def divisors(self) -> tuple[Divisor, ...]:
         return (Divisor("tp", "vocabulary of per-layer embeddings", self.vocab),)
-
-
-def _gathered(node: Tree, layout: Layout | None) -> Tree:
-    """The projection with its columns gathered: its rows are as many as all layers need."""
-    weight = node["weight"]
-    if layout is None or isinstance(weight, QuantisedWeight):
-        return node
-    sharding = layout.in_use(("whole", "embed"), weight.shape)
-    return node | {"weight": jax.lax.with_sharding_constraint(weight, sharding)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,7 @@ from meshtune.model.inputs import Inputs
 from meshtune.model.layer import LayerSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.rope import RopeSpec
+from meshtune.model.streams import ENTER, LEAVE, StreamsSpec
 from meshtune.quantize.published.scheme import Scheme
 
 
@@ -84,9 +85,9 @@ class ModelSpec:
     A `scored` model gives every token one score instead of the next token's logits: a reward model. Embeddings are
     multiplied by `embed_scale`, logits by `logit_scale` and squashed by tanh at `logit_softcap`. With
     `learned_positions` the row of a second table for a token's position in its document is added to its embedding. The
-    head has a bias where `head_bias` says so. With `norm_head` the
-    rows of the output head are divided by their length before logits are computed; what is stored and trained are the
-    rows as they are. `side` computes inputs for all layers from the tokens (see SideSpec). `notes` are
+    head has a bias where `head_bias` says so. With `norm_head` the rows of the output head are divided by their length
+    before logits are computed; what is stored and trained are the rows as they are. With `streams` several residual
+    streams run through the layers. `side` computes inputs for all layers from the tokens (see SideSpec). `notes` are
     sentences about the model for a run's banner. `fused_experts` and `bare_names` are about files alone: a tensor holds
     the matrices of all experts of a layer; names of tensors lack the prefix of the base model ("model."). `composite`
     is the checkpoint that the model is part of, if it is; `mtp_layers` more layers, which predict further tokens,
@@ -111,6 +112,7 @@ class ModelSpec:
     logit_scale: float | None = None
     logit_softcap: float | None = None
     side: SideSpec | None = None
+    streams: StreamsSpec | None = None
     fused_experts: bool = False
     bare_names: bool = False
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
@@ -124,6 +126,11 @@ class ModelSpec:
         return sum(stack.layers for stack in self.stacks)
 
     @property
+    def residual(self) -> int:
+        """The numbers of a token that run through the layers."""
+        return self.embed * (1 if self.streams is None else self.streams.count)
+
+    @property
     def output(self) -> str:
         """Path of the weight that makes logits, or a scored model's score, of hidden states."""
         return "score/weight" if self.scored else "embed/weight" if self.tied else "head/weight"
@@ -132,12 +139,14 @@ class ModelSpec:
     def before(self) -> frozenset[str]:
         """The top-level nodes of parameters that the input of the first layer, or the side inputs, depend on."""
         nodes = {"embed"} | ({"positions"} if self.learned_positions else set())
-        return frozenset(nodes | ({self.side.name} if self.side is not None else set()))
+        nodes |= {self.side.name} if self.side is not None else set()
+        return frozenset(nodes | ({ENTER} if self.streams is not None else set()))
 
     @property
     def after(self) -> frozenset[str]:
         """The top-level nodes that are read after the last layer."""
-        return frozenset(("norm", "head", "score")) | (frozenset(("embed",)) if self.tied else frozenset())
+        nodes = {"norm", "head", "score"} | ({"embed"} if self.tied else set())
+        return frozenset(nodes | ({LEAVE} if self.streams is not None else set()))
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
@@ -199,7 +208,7 @@ def abstract_params(spec: ModelSpec) -> Tree:
 
     embed/weight [V, D]; layers/"s.p"/.. of every layer's blocks and norms, with a leading `layers` axis each; norm [D];
     head/weight [V, D] unless tied, or score/weight [1, D] if scored; positions/weight [max_length, D] where they are
-    learned; and what `side` has.
+    learned; what `side` has, and streams_in and streams_out of `streams`.
     """
 
     def rows(count: int, axis: str, role: Role) -> Tree:
@@ -210,10 +219,14 @@ def abstract_params(spec: ModelSpec) -> Tree:
         tree["positions"] = rows(spec.max_length, "whole", "table")
     if spec.side is not None:
         tree[spec.side.name] = spec.side.params(spec.embed)
+    if spec.streams is not None:
+        tree[ENTER] = spec.streams.params(spec.embed)
     tree["layers"] = {
         key: map_leaves(lambda leaf, repeats=repeats: leaf.stacked(repeats), kind.params(spec.embed))
         for key, repeats, kind, _ in spec.positions()
     }
+    if spec.streams is not None:
+        tree[LEAVE] = spec.streams.params(spec.embed)
     if norm := spec.norm.params(spec.embed, "embed"):
         tree["norm"] = norm
     if spec.scored:

@@ -120,7 +120,7 @@ def policy_bytes(candidate: Candidate) -> float:
                 saved = sum(block.saved_bytes(tp, itemsize) for block in layer.blocks)
                 saved += itemsize * (spec.embed + adapter_width(candidate))
             case _:
-                elements = NONE_EMBED * spec.embed
+                elements = NONE_EMBED * spec.residual
                 elements += NONE_FFN * layer.ffn.widest(tp) if layer.ffn else 0.0
                 if layer.mixer:
                     elements += NONE_MIXER * layer.mixer.widest(tp) + NONE_WHOLE_ROWS * layer.mixer.whole_rows(tp)
@@ -148,7 +148,7 @@ def _peak_of(layer: LayerCost, candidate: Candidate) -> float:
         for chunk in (candidate.mlp_chunk or candidate.attention_chunk, candidate.attention_chunk)
     )
     whole_rows = WHOLE_ROWS_ATTENTION_CHUNK if candidate.attention_chunk else WHOLE_ROWS_MLP_CHUNK
-    elements = (candidate.tokens * whole_rows + mlp_tokens * (1 - whole_rows)) * peak.embed * spec.embed
+    elements = (candidate.tokens * whole_rows + mlp_tokens * (1 - whole_rows)) * peak.embed * spec.residual
     if layer.ffn:
         elements += mlp_tokens * peak.ffn * layer.ffn.widest(mesh.tp)
     if layer.mixer:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from meshtune.arrays.spec import LAYERS, ArraySpec
 from meshtune.model.block import Block, Cost
 from meshtune.model.spec import ModelSpec
+from meshtune.model.streams import AltUpSpec
 
 # The roles of weights by which tokens are multiplied in layers. Vectors and filters are too small to count.
 MATRICES = ("matrix", "router")
@@ -57,7 +58,8 @@ class BlockCost:
 
 @dataclasses.dataclass(frozen=True)
 class LayerCost:
-    """A position of a stack: `repeats` layers of a mixer and a feed-forward network, either of which may be absent.
+    """A position of a stack: `repeats` layers of a mixer and a feed-forward network, either of which may be absent, and
+    of what stands `beside` them.
 
     The paths of its parameters begin with `prefix`.
     """
@@ -66,11 +68,11 @@ class LayerCost:
     repeats: int
     mixer: BlockCost | None
     ffn: BlockCost | None
-    per_layer: BlockCost | None = None
+    beside: tuple[BlockCost, ...] = ()
 
     @property
     def blocks(self) -> tuple[BlockCost, ...]:
-        return tuple(block for block in (self.mixer, self.ffn, self.per_layer) if block is not None)
+        return (*(block for block in (self.mixer, self.ffn) if block is not None), *self.beside)
 
     @property
     def active_weights(self) -> int:
@@ -81,9 +83,7 @@ class LayerCost:
 def layer_costs(spec: ModelSpec, parameters: Mapping[str, ArraySpec]) -> tuple[LayerCost, ...]:
     """The cost of every position of a model's stacks. `parameters` are the model's arrays by path."""
 
-    def block_cost(block: Block | None, layer: str, repeats: int) -> BlockCost | None:
-        if block is None:
-            return None
+    def block_cost(block: Block | AltUpSpec, layer: str, repeats: int) -> BlockCost:
         prefix = f"{layer}{block.name}/"
         arrays = [array for path, array in parameters.items() if path.startswith(prefix)]
         dense = sum(array.size for array in arrays if array.role in MATRICES) // repeats
@@ -93,6 +93,9 @@ def layer_costs(spec: ModelSpec, parameters: Mapping[str, ArraySpec]) -> tuple[L
     costs = []
     for key, repeats, layer, _ in spec.positions():
         prefix = f"{LAYERS}/{key}/"
-        blocks = (block_cost(block, prefix, repeats) for block in (layer.mixer, layer.ffn, layer.per_layer))
-        costs.append(LayerCost(prefix, repeats, *blocks))
+        mixer, ffn, *beside = (
+            None if block is None else block_cost(block, prefix, repeats)
+            for block in (layer.mixer, layer.ffn, *layer.around.blocks, layer.around.streams)
+        )
+        costs.append(LayerCost(prefix, repeats, mixer, ffn, tuple(block for block in beside if block is not None)))
     return tuple(costs)

@@ -175,7 +175,7 @@ def residual_bytes(candidate: Candidate) -> float:
     """The residual stream saved at every layer's input, of one micro-batch on one device."""
     spec = candidate.workload.spec
     groups = sum(stack.repeats for stack in spec.stacks)
-    return candidate.tokens * spec.embed * candidate.activation_itemsize * groups
+    return candidate.tokens * spec.residual * candidate.activation_itemsize * groups
 
 
 def _backward_fraction(workload: Workload, trained: set[str]) -> float:

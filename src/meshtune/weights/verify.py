@@ -30,6 +30,7 @@ from meshtune.model.inputs import Inputs, Rows
 from meshtune.model.layer import LayerSpec, layer
 from meshtune.model.side import of_layer, with_stored
 from meshtune.model.spec import ModelSpec, Stack
+from meshtune.model.streams import LEAVE
 from meshtune.weights.check import check
 from meshtune.weights.file_tensors import StoredTensor, tensors_of
 from meshtune.weights.load import load_spec
@@ -105,9 +106,8 @@ def _logits(
         x.block_until_ready()
     params = ends()
     head = {name: leaf for name, leaf in params.items() if name in ("embed", "head", "score")}
-    return np.asarray(
-        _finish(x, to_device(params.get("norm", {})), head_params(head, spec), spec, compute).addressable_data(0)
-    )
+    outer = to_device({name: leaf for name, leaf in params.items() if name in ("norm", LEAVE)})
+    return np.asarray(_finish(x, outer, head_params(head, spec), spec, compute).addressable_data(0))
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "compute"))
@@ -124,8 +124,9 @@ def _step(
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "compute"))
-def _finish(x: jax.Array, norm: Tree, head: Tree, spec: ModelSpec, compute: Compute) -> jax.Array:
-    logits = head_logits(head, spec.norm(x, norm), spec)
+def _finish(x: jax.Array, outer: Tree, head: Tree, spec: ModelSpec, compute: Compute) -> jax.Array:
+    x = x if spec.streams is None else spec.streams.leave(x, outer[LEAVE], compute.layout)
+    logits = head_logits(head, spec.norm(x, outer.get("norm", {})), spec)
     return logits if compute.layout is None else jax.lax.with_sharding_constraint(logits, compute.layout.replicated)
 
 
