@@ -24,8 +24,9 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 CARDS = ("RTX4080", "RTX4090", "L40S", "H100", "H200", "MI300X")  # from the smallest memory to the largest
 NAMES = {
-    "llama-2-7b": "Llama 2 7B", "llama-3.1-8b": "Llama 3.1 8B", "gemma-3-27b": "Gemma 3 27B",
-    "qwen3.5-27b": "Qwen3.5 27B", "qwen3-30b-a3b": "Qwen3 30B-A3B", "mixtral-8x7b": "Mixtral 8x7B",
+    "gemma-3n-e2b": "Gemma 3n E2B", "gemma-3n-e4b": "Gemma 3n E4B", "llama-2-7b": "Llama 2 7B",
+    "llama-3.1-8b": "Llama 3.1 8B", "gemma-3-27b": "Gemma 3 27B", "qwen3.5-27b": "Qwen3.5 27B",
+    "qwen3-30b-a3b": "Qwen3 30B-A3B", "mixtral-8x7b": "Mixtral 8x7B",
     "llama-3.1-70b": "Llama 3.1 70B", "glm-4.5-air": "GLM-4.5-Air 106B", "qwen3-235b-a22b": "Qwen3 235B-A22B",
     "llama-3.1-405b": "Llama 3.1 405B", "deepseek-v3": "DeepSeek V3 671B",
 }  # fmt: skip

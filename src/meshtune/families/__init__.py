@@ -46,6 +46,7 @@ FAMILIES: dict[str, str] = {
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "gemma3n_text": "gemma3n",
     "gemma4_text": "gemma4",
     "gemma4_unified_text": "gemma4",
     "glm": "glm",

@@ -61,6 +61,9 @@ WRAPPERS: dict[str, Wrapper] = {
         VISION,
         ignored=("final_logit_softcapping",),
     ),
+    "gemma3n": Wrapper(
+        "Gemma 3n with vision and audio", "Gemma3nForConditionalGeneration", ("gemma3n_text",), MULTIMODAL
+    ),
     "gemma4": Wrapper(
         "Gemma 4 with vision and audio",
         "Gemma4ForConditionalGeneration",

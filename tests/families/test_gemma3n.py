@@ -1,0 +1,151 @@
+"""What is Gemma 3n's own: coefficients that are limited, its composite, and configs that cannot be."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from families.case import Case, as_inputs, directory, loaded, our_logits, torch_model
+from families.cases import BY_NAME
+from meshtune.arrays.tree import flatten
+from meshtune.errors import UserError
+from meshtune.families import model_spec
+from meshtune.model.activations import gaussian_topk
+from meshtune.weights.export import export_model
+from meshtune.weights.inspect import inspect_model
+from meshtune.weights.load import load_params, load_spec
+from meshtune.weights.safetensors_files import read_json
+
+CASE = BY_NAME["gemma3n"].changed(
+    num_hidden_layers=2,
+    layer_types=["sliding_attention", "full_attention"],
+    intermediate_size=56,
+    activation_sparsity_pattern=[0.5, 0.0],
+    num_kv_shared_layers=0,
+    altup_coef_clip=0.2,
+)
+WEIGHTS = "model.safetensors"
+TOWERS = {
+    "model.vision_tower.timm_model.conv_stem.conv.weight": np.arange(12, dtype=np.float16).reshape(3, 4),
+    "model.embed_vision.embedding.weight": np.ones((4, 2), np.float16),
+    "model.audio_tower.conformer.0.norm.weight": np.full(3, 2, np.float16),
+    "model.embed_audio.embedding.weight": np.zeros((4, 2), np.float16),
+    "model.language_model.layers.1.self_attn.v_norm.weight": np.ones(8, np.float16),
+}
+
+
+def torch_in_training(case: Case) -> Any:
+    """transformers limits the coefficients in training alone; nothing else differs there: there is no dropout."""
+    return torch_model(case).train()
+
+
+@pytest.fixture(scope="module")
+def tokens() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 90, (1, 11))
+
+
+def test_coefficients_are_limited_as_transformers_limits_them_in_training(tokens: np.ndarray):
+    """Logits, and the gradients of the coefficients: those of the prediction pass the limit, those of the correction
+    stop at it."""
+    spec, params = loaded(CASE)
+    rows = as_inputs([[tokens[0]]], 11)
+
+    def total(params: dict) -> tuple[jax.Array, jax.Array]:
+        logits = our_logits(params, spec, *rows)
+        return jnp.sum(jnp.sin(logits)), logits
+
+    model = torch_in_training(CASE)
+    assert all(layer.altup.prediction_coefs.weight.abs().max() > 0.2 for layer in model.model.layers)
+    gradients, logits = jax.jit(jax.grad(total, has_aux=True))(params)
+    gradients = flatten(gradients)
+    theirs = model(torch.as_tensor(tokens)).logits
+    theirs.sin().sum().backward()
+    np.testing.assert_allclose(logits, theirs.detach(), atol=1e-4, rtol=1e-4)
+    for number, layer in enumerate(model.model.layers):
+        for ours, module in (("predict", "prediction_coefs"), ("correct", "correction_coefs")):
+            expected = getattr(layer.altup, module).weight.grad.numpy()
+            found = gradients[f"layers/{number}.0/streams/{ours}/weight"]
+            np.testing.assert_allclose(found[0], expected, atol=1e-4 * np.abs(expected).max())
+    assert np.any(model.model.layers[0].altup.correction_coefs.weight.grad.numpy() == 0), "nothing was at the limit"
+
+
+def composite(tmp_path: pathlib.Path) -> pathlib.Path:
+    """The files of a composite around the text model, with towers of a few numbers."""
+    text = directory(BY_NAME["gemma3n"])
+    model = tmp_path / "model"
+    model.mkdir()
+    config = read_json(text / "config.json") | {"model_type": "gemma3n_text"}
+    outer = {"vision_config": {"model_type": "gemma3n_vision"}, "audio_config": {"model_type": "gemma3n_audio"}}
+    named = {"model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"], "eoi_token_id": 262144}
+    tokens = {"audio_soft_tokens_per_image": 188, "vision_soft_tokens_per_image": 256}
+    (model / "config.json").write_text(json.dumps({**named, **outer, **tokens, "text_config": config}))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): array for name, array in load_file(text / WEIGHTS).items()
+    }
+    save_file(tensors | TOWERS, model / WEIGHTS)
+    return model
+
+
+def test_the_text_model_of_the_composite_is_read_and_all_else_passes_through(tmp_path: pathlib.Path):
+    """As in published files, layers that share keys and values have tensors of their own, which nothing reads."""
+    model = composite(tmp_path)
+    extra = {"model.language_model.layers.4.self_attn.k_proj.weight": np.arange(6, dtype=np.float16)}
+    extra |= {name: array for name, array in TOWERS.items() if "v_norm" not in name}
+    tensors = {name: array for name, array in load_file(model / WEIGHTS).items() if "v_norm" not in name} | extra
+    save_file(tensors, model / WEIGHTS)
+    summary = inspect_model(model)
+    assert (summary.composite, summary.family, summary.unused) == ("gemma3n", "gemma3n_text", [])
+    parts = {part.name for part in summary.passed_through}
+    assert parts == {"vision tower", "audio tower", "unused keys and values"}
+    spec, _ = load_spec(model)
+    alone_spec, alone = loaded(BY_NAME["gemma3n"])
+    params = load_params(model, spec)
+    assert spec.tied == alone_spec.tied
+    assert all(np.array_equal(leaf, flatten(params)[path]) for path, leaf in flatten(alone).items())
+    exported = load_file(export_model(params, spec, model, tmp_path / "out").path / WEIGHTS)
+    assert exported.keys() == tensors.keys()
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(exported[name], array, strict=True)
+
+
+def test_gaussian_topk_of_equal_numbers_has_a_gradient():
+    """Padding may be zero: the deviation of equal numbers is zero, and its root has no derivative there."""
+    x = jnp.zeros((2, 8))
+    assert jnp.all(jax.grad(lambda x: jnp.sum(gaussian_topk(x, 0.95)))(x) == jax.grad(lambda x: jnp.sum(x * 0))(x))
+
+
+def test_a_share_of_numbers_remains():
+    x = jax.random.normal(jax.random.key(0), (4, 20_000))
+    share = jnp.mean(gaussian_topk(x, 0.95) > 0, axis=-1)
+    np.testing.assert_allclose(share, 0.05, atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("activation_sparsity_pattern", [0.95], "has no share from 0 to less than 1 for each of 6 layers"),
+        ("activation_sparsity_pattern", [1.0] * 6, "has no share from 0 to less than 1"),
+        ("activation_sparsity_pattern", 0.5, "has no share from 0 to less than 1"),
+        ("intermediate_size", [56, 56], "has no width for each of 6 layers"),
+        ("altup_active_idx", 3, "altup_active_idx 3 is none of 3 streams"),
+        ("altup_coef_clip", -1.0, "altup_coef_clip is -1.0, not a positive number"),
+        ("num_kv_shared_layers", 6, "6 of 6 layers share keys and values"),
+        ("num_kv_shared_layers", 4, "no layer before the last 4 has keys and values for full_attention"),
+        ("use_bidirectional_attention", True, "use_bidirectional_attention = True is not implemented"),
+        ("laurel_rank", 0, "laurel_rank is 0, not a positive whole number"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused_by_its_field(field: str, value: object, message: str):
+    config = read_json(directory(BY_NAME["gemma3n"]) / "config.json") | {field: value}
+    with pytest.raises(UserError) as error:
+        model_spec(config)
+    assert message in str(error.value)
+    assert field in str(error.value)
