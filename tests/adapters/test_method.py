@@ -11,8 +11,9 @@ import pytest
 from twins import base, our_logits, trained_logits
 
 from meshtune.adapters import layout
-from meshtune.adapters.config import FreezeConfig, FullConfig, LoraConfig, Method
+from meshtune.adapters.config import FreezeConfig, FullConfig, LoraConfig
 from meshtune.adapters.method import abstract, count, prepare
+from meshtune.adapters.training_method import Method
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
 from tiny_models import tensor_names, torch_model

@@ -19,9 +19,10 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from meshtune.adapters.config import FullConfig, LoraConfig, Method
+from meshtune.adapters.config import FullConfig, LoraConfig
 from meshtune.adapters.method import PreparedModel, abstract, prepare
 from meshtune.adapters.peft_format import BaseRecord
+from meshtune.adapters.training_method import Method
 from meshtune.arrays.tree import merge
 from meshtune.errors import UserError
 from meshtune.mesh.axes import make_mesh

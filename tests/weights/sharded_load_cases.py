@@ -75,8 +75,9 @@ def compare_prepared(directory: pathlib.Path, cases: list[tuple[str, str]]) -> d
     import jax
     import numpy as np
 
-    from meshtune.adapters.config import FreezeConfig, FullConfig, LoraConfig, Method
+    from meshtune.adapters.config import FreezeConfig, FullConfig, LoraConfig
     from meshtune.adapters.method import abstract, prepare
+    from meshtune.adapters.training_method import Method
     from meshtune.mesh.axes import make_mesh
     from meshtune.mesh.config import MeshConfig
     from meshtune.model.sharding import layout_for

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key, PyTree
 
-from meshtune.adapters.config import Choice, LoraConfig, Method
+from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.kind import Adapter, Original, Started, Weight
 from meshtune.adapters.layout import restack, uniform
 from meshtune.adapters.model_modules import ModelModules
@@ -24,6 +24,7 @@ from meshtune.adapters.refusals import not_of_quantised, only_of_quantised
 from meshtune.adapters.registry import ADAPTERS
 from meshtune.adapters.rows import abstract_rows, begun_rows, rows_by_node
 from meshtune.adapters.targets import modules
+from meshtune.adapters.training_method import Choice, Method
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Leaves, Tree, flatten, merge, unflatten
 from meshtune.errors import UserError

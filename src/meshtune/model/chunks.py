@@ -16,25 +16,25 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from meshtune.arrays.tree import Tree
 
 # (what is shared, a chunk of x, of what is beside it, of the tokens' data, its number: None where the row is whole)
 # -> (results, sums)
-Chunk = Callable[[Any, Array, Tree, Any, Array | None], tuple[Any, Any]]
+Chunk = Callable[[PyTree, Array, Tree, PyTree, Array | None], tuple[PyTree, PyTree]]
 
 
 def over_chunks(
     function: Chunk,
-    shared: Any,
+    shared: PyTree,
     x: Float[Array, "B T D"],
     beside: Tree,
-    tokens: Any,
+    tokens: PyTree,
     *,
     chunk: int | None,
     ranks: int = 1,
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     """function(shared, x, beside, tokens, None), computed by chunks of `chunk` tokens of a row.
 
     x is [B, T, D]; the leaves of `beside` are [B, T, ..] and differentiated, those of `tokens` are [B, T, ..] and not.
@@ -51,17 +51,17 @@ def over_chunks(
     size = math.ceil(length / count)
     if missing := count * size - length:
         x, beside, tokens = jax.tree.map(lambda leaf: _padded(leaf, missing, ranks), (x, beside, tokens))
-    results, sums = cast(tuple[Any, Any], _chunked(function, count, ranks, shared, x, beside, tokens))
+    results, sums = cast(tuple[PyTree, PyTree], _chunked(function, count, ranks, shared, x, beside, tokens))
     return (jax.tree.map(lambda leaf: _cut_back(leaf, missing, ranks), results) if missing else results), sums
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _chunked(function: Chunk, count: int, ranks: int, shared: Any, x: Array, beside: Tree, tokens: Any) -> Any:
-    def compute(number: Any, source: Array) -> tuple[Any, Any]:
+def _chunked(function: Chunk, count: int, ranks: int, shared: PyTree, x: Array, beside: Tree, tokens: PyTree) -> PyTree:
+    def compute(number: PyTree, source: Array) -> tuple[PyTree, PyTree]:
         x_chunk, beside_chunk, tokens_chunk = _chunk_of((source, beside, tokens), number, count, ranks)
         return function(shared, x_chunk, beside_chunk, tokens_chunk, number)
 
-    def step(number: Array, running: tuple[Any, Any]) -> tuple[Any, Any]:
+    def step(number: Array, running: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         results, totals = running
         # Where results take the place of x, a chunk of x is read before it is overwritten.
         new, sums = compute(number, results if in_place else x)
@@ -80,14 +80,14 @@ class _Perturbed(tuple[bool, ...]):
 
 
 def _chunked_forward(
-    function: Chunk, count: int, ranks: int, shared: Any, x: Any, beside: Any, tokens: Any
-) -> tuple[Any, Any]:
+    function: Chunk, count: int, ranks: int, shared: PyTree, x: PyTree, beside: PyTree, tokens: PyTree
+) -> tuple[PyTree, PyTree]:
     perturbed = _Perturbed(leaf.perturbed for leaf in jax.tree.leaves(shared))
     shared, x, beside, tokens = jax.tree.map(lambda leaf: leaf.value, (shared, x, beside, tokens))
     return _chunked(function, count, ranks, shared, x, beside, tokens), (perturbed, shared, x, beside, tokens)
 
 
-def _chunked_backward(function: Chunk, count: int, ranks: int, saved: Any, cotangents: Any) -> Any:
+def _chunked_backward(function: Chunk, count: int, ranks: int, saved: PyTree, cotangents: PyTree) -> PyTree:
     perturbed, shared, x, beside, tokens = saved
     leaves, structure = jax.tree.flatten(shared)
     trained = [leaf for leaf, yes in zip(leaves, perturbed, strict=True) if yes]
@@ -98,7 +98,7 @@ def _chunked_backward(function: Chunk, count: int, ranks: int, saved: Any, cotan
         d_x, d_beside, totals = running
         x_chunk, beside_chunk, tokens_chunk = _chunk_of((x, beside, tokens), number, count, ranks)
 
-        def of(trained: list[Array], x_chunk: Array, beside_chunk: Tree) -> Any:
+        def of(trained: list[Array], x_chunk: Array, beside_chunk: Tree) -> PyTree:
             values = iter(trained)
             chosen = [next(values) if yes else leaf for leaf, yes in zip(leaves, perturbed, strict=True)]
             return function(jax.tree.unflatten(structure, chosen), x_chunk, beside_chunk, tokens_chunk, number)
@@ -123,7 +123,7 @@ def _chunked_backward(function: Chunk, count: int, ranks: int, saved: Any, cotan
 _chunked.defvjp(_chunked_forward, _chunked_backward, symbolic_zeros=True)
 
 
-def _chunk_of(tree: Any, number: Any, count: int, ranks: int) -> Any:
+def _chunk_of(tree: PyTree, number: PyTree, count: int, ranks: int) -> PyTree:
     def cut(leaf: Array) -> Array:
         size = leaf.shape[1] // ranks // count
         parts = _in_parts(leaf, ranks)
@@ -133,7 +133,7 @@ def _chunk_of(tree: Any, number: Any, count: int, ranks: int) -> Any:
     return jax.tree.map(cut, tree)
 
 
-def _written(tree: Any, chunk: Any, number: Array, count: int, ranks: int) -> Any:
+def _written(tree: PyTree, chunk: PyTree, number: Array, count: int, ranks: int) -> PyTree:
     def write(leaf: Array, new: Array) -> Array:
         size = leaf.shape[1] // ranks // count
         parts, new = _in_parts(leaf, ranks), _in_parts(new.astype(leaf.dtype), ranks)
@@ -159,11 +159,11 @@ def _cut_back(leaf: Array, missing: int, ranks: int) -> Array:
     return parts[:, :, : parts.shape[2] - missing].reshape(leaf.shape[0], -1, *leaf.shape[2:])
 
 
-def _alike(tree: Any, x: Any) -> bool:
+def _alike(tree: PyTree, x: PyTree) -> bool:
     return hasattr(tree, "shape") and (tree.shape, tree.dtype) == (x.shape, x.dtype)
 
 
-def _instantiated(cotangent: Any) -> Array:
+def _instantiated(cotangent: PyTree) -> Array:
     if not isinstance(cotangent, SymbolicZero):
         return cotangent
     aval: Any = cotangent.aval

@@ -3,11 +3,10 @@ the mesh axes that split them at rest; only tp (and ep, for experts) still split
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, flatten, unflatten
@@ -31,7 +30,7 @@ def loss_sharding(head: Tree, spec: ModelSpec, layout: Layout | None, shape: tup
     def spec_of(x: jax.Array, *axes: str) -> PartitionSpec:
         return layout.in_use(axes, x.shape).spec
 
-    def leaf(name: str, x: Any) -> Any:
+    def leaf(name: str, x: PyTree) -> PyTree:
         if name == "scale":
             return spec_of(x, weight.axes[0])
         if name in ("adapter", "fixed"):
@@ -49,7 +48,7 @@ def is_offloaded(x: jax.Array) -> bool:
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
-def to_device(tree: Any) -> Any:
+def to_device(tree: PyTree) -> PyTree:
     """The arrays on the device: those kept in the host's memory are fetched."""
     return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if is_offloaded(x) else x, tree)
 
@@ -60,7 +59,7 @@ def _fetch(x: jax.Array) -> jax.Array:
     return checkpoint_name(jax.device_put(x, jax.memory.Space.Device), GATHERED)
 
 
-def with_shared(node: Tree, shared: Any) -> Tree:
+def with_shared(node: Tree, shared: PyTree) -> Tree:
     """A node, each adapter in it with its cut of what all adapters share (params["shared"], or None) as `fixed`."""
     if shared is None:
         return node
@@ -71,7 +70,7 @@ def with_shared(node: Tree, shared: Any) -> Tree:
     return unflatten(flat)
 
 
-def gather_layer_params(node: Tree, spec: ModelSpec, key: str, compute: Compute, shared: Any = None) -> Tree:
+def gather_layer_params(node: Tree, spec: ModelSpec, key: str, compute: Compute, shared: PyTree = None) -> Tree:
     """One layer's parameters (`node`, without the axis of stacked layers), those of params["layers"][key].
 
     `shared` holds the arrays that adapters of all layers have in common.
@@ -92,7 +91,7 @@ def gather_layer_params(node: Tree, spec: ModelSpec, key: str, compute: Compute,
         sharding = layout.in_use(axes, (*x.shape[:-1], x.shape[-1] // unit))
         return checkpoint_name(jax.lax.with_sharding_constraint(x, sharding), GATHERED)
 
-    def leaf(path: str, x: Any) -> Any:
+    def leaf(path: str, x: PyTree) -> PyTree:
         owner, _, last = path.rpartition("/")
         if last in ("adapter", "fixed"):
             return x.in_use(gathered, arrays[f"{owner}/weight"].axes[1:])

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
 from meshtune.arrays.tree import Tree
 from meshtune.model.block import Context, Hidden, Sums
@@ -32,7 +32,7 @@ from meshtune.model.sums import add_sums, no_sums
 # -> (x, sums, memories for later layers)
 Layer = Callable[[Hidden, Tree, int, Array, Rows, Tree], tuple[Hidden, Sums, Tree]]
 # (carry, place in the pattern, row, the layer's trained parameters, their gradient) -> carry
-Visit = Callable[[Any, int, Array, Tree, Tree], Any]
+Visit = Callable[[PyTree, int, Array, Tree, Tree], PyTree]
 
 HOST = jax.memory.Space.Host
 
@@ -101,19 +101,19 @@ def forward(
 def backward(
     layer: Layer,
     stack: Stack,
-    node: Callable[[Any, int, Array], tuple[Tree, Tree]],
+    node: Callable[[PyTree, int, Array], tuple[Tree, Tree]],
     layer_inputs: list[Array],
     cotangents: tuple[Hidden, Tree, Sums],
     rows: Rows,
     side: Tree,
     visit: Visit,
-    carry: Any,
+    carry: PyTree,
     *,
     merged: Callable[[Tree, Tree], Tree],
     selected: Callable[[int, Array], Array] | None = None,
     lowest: Int[Array, ""] | int = 0,
-    between: Callable[[Any, int, Array, Hidden, Hidden], tuple[Any, Hidden]] | None = None,
-) -> tuple[tuple[Hidden, Tree, Sums], Any]:
+    between: Callable[[PyTree, int, Array, Hidden, Hidden], tuple[PyTree, Hidden]] | None = None,
+) -> tuple[tuple[Hidden, Tree, Sums], PyTree]:
     """(cotangents, carry) after the layers from the top of a stack down to row `lowest`.
 
     `side` has all memories that the stack's layers read or store. `cotangents` are those of the residual stream that
@@ -126,7 +126,7 @@ def backward(
     """
     d_sums = cotangents[2]
 
-    def back(place: int, row: Array, carry: Any, d_x: Hidden, d_side: Tree) -> tuple[Hidden, Tree, Any]:
+    def back(place: int, row: Array, carry: PyTree, d_x: Hidden, d_side: Tree) -> tuple[Hidden, Tree, PyTree]:
         trained, frozen = node(carry, place, row)
         x = to_device(row_of(layer_inputs[place], row))
         # What is computed again must not be shared with the forward pass, as the compiler would do if left alone.
@@ -134,7 +134,7 @@ def backward(
         name = stack.pattern[place].stores
         d_stored = {} if name is None else {name: d_side[SHARED][name]}
 
-        def with_gradient(carry: Any) -> tuple[Hidden, Tree, Any]:
+        def with_gradient(carry: PyTree) -> tuple[Hidden, Tree, PyTree]:
             (output, *_), pull = jax.vjp(
                 lambda t, x, side: layer(x, merged(t, frozen), place, row, rows, side), trained, x, side
             )
@@ -144,7 +144,7 @@ def backward(
             gradient, d_input, d_side_input = pull((d_output, d_sums, d_stored))
             return d_input, jax.tree.map(jnp.add, d_side, d_side_input), visit(carry, place, row, trained, gradient)
 
-        def without(carry: Any) -> tuple[Hidden, Tree, Any]:
+        def without(carry: PyTree) -> tuple[Hidden, Tree, PyTree]:
             _, pull = jax.vjp(lambda x, side: layer(x, merged(trained, frozen), place, row, rows, side), x, side)
             d_input, d_side_input = pull((d_x, d_sums, d_stored))
             return d_input, jax.tree.map(jnp.add, d_side, d_side_input), carry
@@ -153,7 +153,7 @@ def backward(
             return with_gradient(carry)
         return lax.cond(selected(place, row), with_gradient, without, carry)
 
-    def group(number: Array, running: tuple[Hidden, Tree, Any]) -> tuple[Hidden, Tree, Any]:
+    def group(number: Array, running: tuple[Hidden, Tree, PyTree]) -> tuple[Hidden, Tree, PyTree]:
         d_x, d_side, carry = running
         row = stack.repeats - 1 - number
         for place in reversed(range(len(stack.pattern))):
@@ -164,12 +164,12 @@ def backward(
     return (d_x, d_side, d_sums), carry
 
 
-def row_of(tree: Any, row: Array) -> Any:
+def row_of(tree: PyTree, row: Array) -> PyTree:
     """One layer's part of stacked arrays, in the same memory as they."""
     return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, row, keepdims=False), tree)
 
 
-def with_row(tree: Any, new: Any, row: Array) -> Any:
+def with_row(tree: PyTree, new: PyTree, row: Array) -> PyTree:
     """Stacked arrays with one layer's part replaced, in the same memory as before."""
 
     def write(leaf: Array, part: Array) -> Array:

@@ -7,8 +7,8 @@ import math
 
 import jax.numpy as jnp
 
-from meshtune.adapters.config import Method
 from meshtune.adapters.method import PreparedModel, abstract
+from meshtune.adapters.training_method import Method
 from meshtune.arrays.paths import named_leaves
 from meshtune.arrays.spec import LAYERS, ArraySpec
 from meshtune.arrays.tree import flatten

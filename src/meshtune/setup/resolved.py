@@ -6,8 +6,8 @@ import dataclasses
 import pathlib
 from collections.abc import Sequence
 
-from meshtune.adapters.config import Method
 from meshtune.adapters.method import PreparedModel, abstract
+from meshtune.adapters.training_method import Method
 from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
 from meshtune.mesh.config import resolve_mesh

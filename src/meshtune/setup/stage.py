@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshtune.adapters.config import Method
+from meshtune.adapters.training_method import Method
 from meshtune.config.recipe import Recipe
 from meshtune.data.loader import TOKEN_ARRAYS
 from meshtune.errors import UserError

@@ -9,8 +9,8 @@ import dataclasses
 import pathlib
 from typing import TYPE_CHECKING
 
-from meshtune.adapters.config import Method
 from meshtune.adapters.continued import resumed_config
+from meshtune.adapters.training_method import Method
 from meshtune.config.recipe import Recipe
 from meshtune.data.new_tokens import NewTokens, add_tokens
 from meshtune.data.tokenizer import load_tokenizer

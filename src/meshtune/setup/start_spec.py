@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
-from meshtune.adapters.config import Method
+from meshtune.adapters.training_method import Method
 from meshtune.data.new_tokens import NewTokens
 from meshtune.model.spec import ModelSpec
 

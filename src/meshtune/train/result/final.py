@@ -6,10 +6,10 @@ import pathlib
 import shutil
 from typing import TYPE_CHECKING
 
-from meshtune.adapters.config import Method
 from meshtune.adapters.merge import merged
 from meshtune.adapters.method import PreparedModel
 from meshtune.adapters.peft_format import BaseRecord
+from meshtune.adapters.training_method import Method
 from meshtune.adapters.verify import export_adapter
 from meshtune.arrays.tree import flatten, merge, unflatten
 from meshtune.data.tokenizer import padding_id
