@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
+import sys
 from typing import Annotated
 
 import typer
@@ -45,7 +46,9 @@ def serve(
     except ImportError as problem:
         raise UserError("serving needs starlette and uvicorn", fix=EXTRA) from problem
     from meshtune.serve.app import create_app
+    from meshtune.serve.gate import DRAIN_SECONDS, Gate
     from meshtune.serve.models import Models, load_served
+    from meshtune.serve.server import Server
 
     local = host in LOOPBACK
     if token is None and not local:
@@ -54,15 +57,23 @@ def serve(
     served = load_served(model, name, _named(adapters or []), **vars(loading))
     models = Models(served, rows=rows, queue=queue)
     hosts = {"127.0.0.1", "localhost", "[::1]"} if local else set()
-    app = create_app(models, token=token, hosts=hosts, origins=set(cors_origin or []))
+    gate = Gate()
+    app = create_app(models, token=token, hosts=hosts, origins=set(cors_origin or []), gate=gate)
     level = logging.INFO if log_requests else logging.WARNING
-    config = uvicorn.Config(app, log_level=level, access_log=log_requests, timeout_graceful_shutdown=30)
-    server = uvicorn.Server(config)
+    config = uvicorn.Config(app, log_level=level, access_log=log_requests, timeout_graceful_shutdown=5)
     address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/v1"
-    typer.echo(f"address  {address}")
-    typer.echo(f"models   {', '.join(served)}")
-    typer.echo(f"token    {token or 'none is needed'}")
+
+    def ready() -> None:
+        typer.echo(f"address  {address}")
+        typer.echo(f"models   {', '.join(served)}")
+        typer.echo(f"token    {token or 'none is needed'}")
+        sys.stdout.flush()
+
+    models.warm_up()
+    server = Server(config, gate, ready)
     server.run(sockets=[listener])
+    if server.unanswered:
+        typer.echo(f"requests without an answer after {DRAIN_SECONDS:g} s: {server.unanswered}", err=True)
 
 
 def _named(adapters: list[str]) -> dict[str, str]:

@@ -223,10 +223,12 @@ def load_variants(
     dtype: str | None = None,
     quantize: QuantizeConfig | str | None = "auto",
     progress: Callable[[int, int], None] | None = None,
+    rewards: bool = False,
 ) -> dict[str, Model]:
     """Models over one base, each with the adapter of its source, or none: the base is in memory once.
 
-    For the options and errors see `load`; sources of different bases are an error too.
+    `rewards` allows reward models, whose `logits` are scores; they generate nothing. For the other options and errors
+    see `load`; sources of different bases are an error too.
     """
     from meshtune.adapters.peft_format import attach, check_base, load_adapter
     from meshtune.weights.fingerprint import base_hash
@@ -244,7 +246,7 @@ def load_variants(
         if source.adapter is not None:
             adapters[name] = load_adapter(source.adapter, spec)
             check_base(adapters[name], str(base), base_hash(base))
-        if spec.scored or (name in adapters and adapters[name].spec.scored):
+        if not rewards and (spec.scored or (name in adapters and adapters[name].spec.scored)):
             raise UserError(
                 "this is a reward model: it gives a text a score, and writes none",
                 where=str(source.adapter or base),

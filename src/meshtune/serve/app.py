@@ -19,13 +19,14 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from meshtune.errors import UserError
-from meshtune.serve import chat, completions
+from meshtune.serve import chat, completions, scores
 from meshtune.serve.answer import Piece, Question, answer
 from meshtune.serve.errors import ApiError, as_api_error
+from meshtune.serve.gate import Gate
 from meshtune.serve.guard import Guard
 from meshtune.serve.metrics import metrics_text
 from meshtune.serve.models import Models, Served
-from meshtune.serve.schema import ChatRequest, CompletionRequest, GenerationRequest, parsed
+from meshtune.serve.schema import ChatRequest, CompletionRequest, GenerationRequest, ScoreRequest, parsed
 
 MAX_BODY = 16 * 2**20  # bytes
 
@@ -37,8 +38,9 @@ def create_app(
     hosts: Collection[str] = (),
     origins: Collection[str] = (),
     max_body: int = MAX_BODY,
+    gate: Gate | None = None,
 ) -> Starlette:
-    """The application. `token`, `hosts`, `origins` and `max_body` (bytes) are those of `Guard`."""
+    """The application. `token`, `hosts`, `origins`, `max_body` (bytes) and `gate` are those of `Guard`."""
     api = _Api(models, max_body)
 
     @contextlib.asynccontextmanager
@@ -56,11 +58,12 @@ def create_app(
         Route("/v1/models/{name:path}", api.show_model),
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/v1/completions", api.completions, methods=["POST"]),
+        Route("/v1/score/evaluation", api.score, methods=["POST"]),
         Route("/tokenize", api.tokenize, methods=["POST"]),
         Route("/detokenize", api.detokenize, methods=["POST"]),
         Route("/tokenizer_info", api.tokenizer_info),
     ]
-    guard = Middleware(Guard, token=token, hosts=hosts, origins=origins, max_body=max_body)
+    guard = Middleware(Guard, token=token, hosts=hosts, origins=origins, max_body=max_body, gate=gate)
     return Starlette(
         routes=routes,
         middleware=[guard],
@@ -88,16 +91,22 @@ class _Api:
 
     async def chat(self, request: Request) -> Response:
         query: ChatRequest = parsed(ChatRequest, await self._json(request))
-        served = self._models[query.model]
+        served = self._models.writer(query.model)
         head = _head(chat.PREFIX, served) | {"object": chat.CHUNK_NAME if query.stream else chat.NAME}
         answers = await run_in_threadpool(chat.ChatAnswers, query, served)
         return await _answered(request, query, served, answers, head)
 
     async def completions(self, request: Request) -> Response:
         query: CompletionRequest = parsed(CompletionRequest, await self._json(request))
-        served = self._models[query.model]
+        served = self._models.writer(query.model)
         head = _head(completions.PREFIX, served) | {"object": completions.NAME}
         return await _answered(request, query, served, completions.CompletionAnswers(query, served), head)
+
+    async def score(self, request: Request) -> Response:
+        query: ScoreRequest = parsed(ScoreRequest, await self._json(request))
+        served = self._models[query.model]
+        found = await run_in_threadpool(scores.evaluated, query, served)
+        return JSONResponse(_head(scores.PREFIX, served) | {"object": scores.NAME, "scores": found})
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._json(request)

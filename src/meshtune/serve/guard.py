@@ -11,6 +11,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshtune.serve.errors import ApiError, as_api_error
+from meshtune.serve.gate import Gate
 
 LOG = logging.getLogger(__name__)
 OPEN_PATHS = ("/health",)
@@ -21,14 +22,22 @@ class Guard:
 
     `token` is what clients must send as a bearer token (None: none). A request whose Host is not in `hosts` is refused
     (empty: any host), as a page on another site could otherwise reach a server on this machine; so is one whose Origin
-    is not in `origins`, which also get the CORS headers that let a browser read the answer.
+    is not in `origins`, which also get the CORS headers that let a browser read the answer. A closed `gate` refuses
+    every request.
     """
 
     def __init__(
-        self, app: ASGIApp, *, token: str | None, hosts: Collection[str], origins: Collection[str], max_body: int
+        self,
+        app: ASGIApp,
+        *,
+        token: str | None,
+        hosts: Collection[str],
+        origins: Collection[str],
+        max_body: int,
+        gate: Gate | None = None,
     ):
         self._app, self._token, self._hosts, self._origins = app, token, hosts, origins
-        self._max_body = max_body
+        self._max_body, self._gate = max_body, gate or Gate()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuses a request, or passes it on."""
@@ -57,6 +66,7 @@ class Guard:
                 message["headers"] = [*message.get("headers", []), *_encoded(allowed)]
             await send(message)
 
+        self._gate.under_way += 1
         try:
             await self._app(scope, receive, send_with_headers)
         except Exception as problem:  # raised on, it would cut the connection before the client has read the answer
@@ -64,6 +74,8 @@ class Guard:
             if not started:
                 error = as_api_error(problem)
                 await _respond(send, error.status, error.body, allowed)
+        finally:
+            self._gate.under_way -= 1
 
     def _check(self, scope: Scope, headers: dict[str, str]) -> None:
         host = headers.get("host", "").rsplit(":", 1)[0] if not headers.get("host", "").endswith("]") else "[::1]"
@@ -78,6 +90,8 @@ class Guard:
             given = headers.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode(), self._token.encode()):
                 raise ApiError(401, "the bearer token is missing or wrong", code="invalid_api_key")
+        if self._gate.closed:
+            raise ApiError(503, "the server is about to end and takes no new requests", code="shutting_down")
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._max_body:
             raise ApiError(413, f"the body of {length} bytes is more than the {self._max_body} that are read")

@@ -10,6 +10,7 @@ from functools import cached_property
 import meshtune
 from meshtune.errors import UserError
 from meshtune.generate.api import Model, load_variants
+from meshtune.generate.config import Sampling
 from meshtune.generate.prompts import turn_end
 from meshtune.runs.sources import find
 from meshtune.serve.errors import ApiError
@@ -59,6 +60,16 @@ class Models:
     def __iter__(self):
         return iter(self._served.values())
 
+    def warm_up(self) -> None:
+        """Compiles what a first request needs, before the workers start. Raises what keeps a model from answering."""
+        for served in self:
+            if served.model.spec.scored:
+                continue
+            scheduler, engine = served.worker.scheduler, served.model.engine
+            scheduler.submit(engine.request([0], Sampling(temperature=1.0), max_tokens=2))
+            while not scheduler.idle:
+                scheduler.step()
+
     def __getitem__(self, name: str) -> Served:
         """The model of this id. Raises ApiError (404)."""
         if name not in self._served:
@@ -67,6 +78,13 @@ class Models:
                 404, f"the model '{name}' does not exist; there are: {known}", param="model", code="model_not_found"
             )
         return self._served[name]
+
+    def writer(self, name: str) -> Served:
+        """The model of this id, to write texts. Raises ApiError (404, and 400 for a reward model)."""
+        served = self[name]
+        if served.model.spec.scored:
+            raise ApiError(400, f"'{name}' is a reward model: it scores texts (/v1/score/evaluation)", param="model")
+        return served
 
     @property
     def first(self) -> Served:
@@ -91,4 +109,4 @@ def load_served(
         if adapter_name in sources:
             raise UserError(f"two models have the name '{adapter_name}'", where="--adapter", fix="give another name")
         sources[adapter_name] = find(source.base, adapter, chat_template=options.get("chat_template"))
-    return load_variants(sources, dtype=dtype, quantize=quantize)
+    return load_variants(sources, dtype=dtype, quantize=quantize, rewards=True)

@@ -173,6 +173,14 @@ class CompletionRequest(GenerationRequest):
         return list(prompt)  # pyright: ignore[reportReturnType]
 
 
+class ScoreRequest(BaseModel):
+    """Texts, or whole conversations, that a reward model is to judge."""
+
+    model_config = ConfigDict(extra="allow")
+    model: str
+    messages: Annotated[list[str | list[Message]], Field(min_length=1, max_length=256)]
+
+
 def parsed(kind: type[BaseModel], body: Any) -> Any:
     """A request of this kind. Raises ApiError naming the first field that is wrong or unknown."""
     if not isinstance(body, dict):
