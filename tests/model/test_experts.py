@@ -23,6 +23,7 @@ from meshtune.model.attention import AttentionSpec
 from meshtune.model.block import Context
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, logits
+from meshtune.model.expert_exchange import choose_exchange, round_slots
 from meshtune.model.experts import ExpertsSpec
 from meshtune.model.init import init_params
 from meshtune.model.inputs import Inputs, Rows
@@ -175,6 +176,20 @@ def test_ep_divides_the_experts():
     with pytest.raises(Exception, match="ep=4 does not divide the model's experts of 6") as raised:
         layout_for(abstract_mesh(MeshConfig(ep=4)), SPEC)
     assert "1, 2, 3, 6" in raised.value.fix
+
+
+def test_how_tokens_are_exchanged_depends_on_the_experts_of_a_token():
+    assert choose_exchange("auto", 8, 8).exchange == "all_to_all"
+    assert choose_exchange("auto", 4, 8).exchange == "gather"
+    assert choose_exchange("gather", 8, 2) == ("gather", "asked for")
+
+
+def test_rounds_of_an_exchange_hold_all_that_can_be_sent():
+    """At first half as much again as an even share; more rounds where all tokens could go to the same device."""
+    assert round_slots(24, 3, ep=4, experts=3) == (32, 3)  # an even share is 18 rows, and 72 can be sent
+    assert round_slots(64, 1, ep=2, experts=8) == (48, 2)
+    assert round_slots(64, 2, ep=2, experts=1) == (64, 1)  # a device with one expert is sent a token once
+    assert round_slots(1, 8, ep=64, experts=2) == (2, 1)
 
 
 def test_metrics_say_how_the_load_is_spread():

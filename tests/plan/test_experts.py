@@ -11,7 +11,7 @@ from llamas import llama
 from meshtune.adapters.config import FullConfig
 from meshtune.adapters.method import PreparedModel
 from meshtune.arrays.spec import ArraySpec
-from meshtune.model.block import Activation, Cost, Divisor
+from meshtune.model.block import Activation, BlockChoice, Cost, Divisor
 from meshtune.model.layer import LayerSpec
 from meshtune.model.spec import abstract_params
 from meshtune.plan.candidate import workload_of, workload_on
@@ -46,7 +46,12 @@ class Experts:
     def cost(self, embed):
         wide = Activation("ffn", self.active * self.width, self.width, kept=True, products=1, elementwise=1)
         weights = embed * (3 * self.active * self.width + self.experts)
-        return Cost(weights, (wide, wide, wide._replace(kept=False)), dispatched=self.active * embed)
+        wide = wide._replace(routed=True)
+        activations = (wide, wide, wide._replace(kept=False))
+        return Cost(weights, activations, dispatched=self.active * embed, chosen=self.active)
+
+    def choices(self, compute):
+        return (BlockChoice("expert exchange", compute.expert_exchange, "of a stand-in"),)
 
     def sums(self):
         return {}
@@ -90,14 +95,26 @@ def test_memory_is_that_of_all_experts(tmp_path):
 
 
 def test_experts_over_ep_are_not_gathered_but_tokens_are_exchanged(tmp_path):
-    gathered, split = scored(tmp_path, {"fsdp": 8}), scored(tmp_path, {"ep": 8})
+    gathered, split = (scored(tmp_path, mesh, "compute.remat=full") for mesh in ({"fsdp": 8}, {"ep": 8}))
     assert split.estimate.breakdown["weights"] == pytest.approx(gathered.estimate.breakdown["weights"], rel=0.01)
-    # A layer's experts are 1.4e9 elements; with ep a device holds an eighth of them while it computes.
+    # A layer's experts are 1.4e9 elements; with ep a device holds an eighth of them while it computes, and has room
+    # for half as many rows again.
     ffn = split.candidate.workload.layers[0].ffn
     assert ffn is not None
     assert ffn.local_weights(tp=1, ep=8) == pytest.approx(3 * 4096 * 14336, rel=0.01)
     assert split.estimate.device_bytes < gathered.estimate.device_bytes - 1e9
     assert not [c for c in estimated_collectives(gathered.candidate) if c.kind == "all-to-all"]
     (exchange,) = [c for c in estimated_collectives(split.candidate) if c.kind == "all-to-all"]
-    assert exchange.bytes == 2048 * 2 * 4096 * 2  # each token to two experts, in bfloat16
+    assert exchange.bytes == 1.5 * 2048 * 2 * 4096 * 2  # slots for each token to two experts, in bfloat16
     assert exchange.group_size == 8
+
+
+def test_tokens_of_all_devices_are_gathered_where_each_goes_to_most_of_them(tmp_path):
+    """The arrays of experts then have room for what any of the devices could be sent."""
+    exchanged = scored(tmp_path, {"ep": 8})
+    gathered = scored(tmp_path, {"ep": 8}, "compute.expert_exchange=gather")
+    collectives = estimated_collectives(gathered.candidate)
+    assert not [c for c in collectives if c.kind == "all-to-all"]
+    tokens = [c for c in collectives if c.kind == "all-gather" and c.bytes == 8 * 2048 * 4096 * 2]
+    assert sum(c.count for c in tokens) >= 32 * 2  # in every layer, forward and backward
+    assert gathered.estimate.device_bytes > exchanged.estimate.device_bytes

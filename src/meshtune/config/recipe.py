@@ -16,7 +16,7 @@ from meshtune.config.section import PathText, Section, declared, refuse_truth_va
 from meshtune.config.short_forms import written_out
 from meshtune.config.stage import StageSection
 from meshtune.mesh.config import MeshConfig
-from meshtune.model.config import AttentionName, ComputeOptions, OffloadName, RematName
+from meshtune.model.config import AttentionName, ComputeOptions, ExchangeName, OffloadName, RematName
 from meshtune.objectives.config import SftConfig
 from meshtune.optim.config import OptimizerOptions
 from meshtune.quantize.config import QuantizeConfig
@@ -72,6 +72,7 @@ class ComputeSection(Section):
     mlp_chunk: PositiveInt | Literal["auto"] | None = declared(ComputeOptions, "mlp_chunk")
     attention_chunk: PositiveInt | Literal["auto"] | None = declared(ComputeOptions, "attention_chunk")
     offload: tuple[OffloadName, ...] = declared(ComputeOptions, "offload")
+    expert_exchange: ExchangeName = declared(ComputeOptions, "expert_exchange")
     scan_layers: bool = Field(
         default=True, description="Scan over layers (compile time does not grow with depth) or unroll."
     )

@@ -89,7 +89,8 @@ class Activation(NamedTuple):
     `units` is the number of parts that tp can split its width into; `kept` says that the remat policy `selective` keeps
     it for the backward pass. In the forward pass it is read or written by `products` matrix products and `elementwise`
     operations between them. With `whole_rows` it exists for whole rows even where a layer is computed by chunks, and
-    goes round the ring over cp: keys and values. `itemsize` is in bytes, None for that of the compute dtype.
+    goes round the ring over cp: keys and values. `itemsize` is in bytes, None for that of the compute dtype. A `routed`
+    array has a row for every expert of a token, on the device of that expert.
     """
 
     axis: str
@@ -100,6 +101,7 @@ class Activation(NamedTuple):
     elementwise: int = 0
     whole_rows: bool = False
     itemsize: int | None = None
+    routed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +110,7 @@ class Cost:
 
     `weights` are the multiplications with its weights in the forward pass (of experts: the active ones alone), `pairs`
     the operations for each earlier token that is attended to, of which `window` limits the number (None: no limit).
-    `dispatched` are the numbers sent to experts on other devices of ep, and as many come back.
+    `dispatched` are the numbers that go to the `chosen` experts of a token, and as many come back.
     """
 
     weights: int
@@ -116,6 +118,15 @@ class Cost:
     pairs: int = 0
     window: int | None = None
     dispatched: int = 0
+    chosen: int = 1
+
+
+class BlockChoice(NamedTuple):
+    """An automatic choice of a block: what is chosen, the choice, and the reason."""
+
+    name: str
+    value: str
+    reason: str
 
 
 class Block(Protocol):
@@ -147,6 +158,10 @@ class Block(Protocol):
     def sums(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes of the sums that `apply` returns; padding (segment 0) must have no part in them."""
         return {}
+
+    def choices(self, compute: Compute) -> tuple[BlockChoice, ...]:
+        """What the block chooses by itself for `compute`, for the banner of a run."""
+        return ()
 
     def loss(self, sums: Sums) -> Array | None:
         """A float32 scalar to add to the mean loss, from the sums of the whole model; None where there is none."""

@@ -9,6 +9,7 @@ from meshtune.options import option
 
 AttentionName = Literal["auto", "direct", "splash", "cudnn", "triton", "blockwise"]
 RematName = Literal["none", "selective", "full"]
+ExchangeName = Literal["auto", "gather", "all_to_all"]
 OffloadName = Literal["residual", "optimizer", "weights"]
 
 
@@ -33,4 +34,9 @@ class ComputeOptions:
         (),
         "What is kept in the host's memory: residual, the residual stream at the input of each layer; "
         "optimizer, its state; weights, the layers' frozen weights, and with optimizer.in_backward the trained ones.",
+    )
+    expert_exchange: ExchangeName = option(
+        "auto",
+        "How tokens reach experts on other devices of mesh.ep: gather: each device takes the tokens of all; "
+        "all_to_all: each token goes to the devices of its experts; auto: by the number of experts a token has.",
     )

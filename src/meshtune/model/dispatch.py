@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from meshtune.mesh.layout import Layout
+from meshtune.model.config import ExchangeName
+from meshtune.model.expert_exchange import by_all_to_all, by_gather, choose_exchange
 from meshtune.model.linear import Groups
 
 # (rows [R, D] sorted by expert, their weights [R], their groups, the experts' parameters) -> results [R, D]
@@ -76,36 +78,40 @@ def over_mesh(
     node: Any,
     specs: Any,
     count: int,
+    exchange: ExchangeName = "auto",
 ) -> Float[Array, "B T D"]:
     """`through_experts` for rows of a mesh; `specs` are the specs of the experts' parameters in use.
 
     Every device computes its own tokens, with its share of the experts' width over tp. Over ep each device holds
-    count / ep experts: it takes the tokens of all its ep neighbours, computes those that are routed to its experts,
-    and the neighbours' sums are added and returned to where the tokens came from.
+    count / ep experts, and tokens go to the devices of their experts and back by the `exchange`.
     """
 
-    def local(x: Array, experts: Array, weights: Array, node: Any, gathered: bool, ep: int) -> Array:
+    def local(x: Array, experts: Array, weights: Array, node: Any, split: bool, ep: int) -> Array:
         shape = x.shape
         x, experts, weights = (part.reshape(-1, part.shape[-1]) for part in (x, experts, weights))
-        if gathered:
-            x, experts, weights = (lax.all_gather(part, "ep", tiled=True) for part in (x, experts, weights))
-        if ep > 1:
-            experts = experts - lax.axis_index("ep") * (count // ep)
-        y = through_experts(compute, x, experts, weights, node, count // ep)
+        sums = functools.partial(through_experts, compute, count=count // ep)
+        if ep == 1:
+            y = sums(x, experts, weights, node)
+        elif not split:  # all devices of ep have the same tokens
+            y = lax.psum(sums(x, experts - lax.axis_index("ep") * (count // ep), weights, node), "ep")
+        elif choose_exchange(exchange, ep, experts.shape[-1]).exchange == "gather":
+            y = by_gather(sums, x, experts, weights, node, count // ep)
+        else:
+            assert layout is not None
+            axes = tuple(str(axis) for axis in layout.mesh.axis_names)
+            y = by_all_to_all(sums, x, experts, weights, node, count // ep, ep, axes)
         if layout is not None and layout.size("tp") > 1:
             y = lax.psum(y, "tp")
-        if ep > 1:
-            y = lax.psum_scatter(y, "ep", tiled=True) if gathered else lax.psum(y, "ep")
         return y.reshape(shape)
 
     if layout is None or layout.mesh.size == 1:
-        return local(x, experts, weights, node, gathered=False, ep=1)
+        return local(x, experts, weights, node, split=False, ep=1)
     rows = layout.spec(("batch", "length"), x.shape[:2])
     ep = layout.size("ep")
     batch = rows[0] if rows else None
-    gathered = ep > 1 and "ep" in ((batch,) if isinstance(batch, str) else batch or ())
+    split = ep > 1 and "ep" in ((batch,) if isinstance(batch, str) else batch or ())
     tokens = PartitionSpec(*rows, *(None,) * (3 - len(rows)))
-    function = functools.partial(local, gathered=gathered, ep=ep)
+    function = functools.partial(local, split=split, ep=ep)
     # Sums over tp and ep are made above; the check cannot verify that through loops.
     mapped = jax.shard_map(
         function, mesh=layout.mesh, in_specs=(tokens, tokens, tokens, specs), out_specs=tokens, check_vma=False

@@ -18,9 +18,11 @@ from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.kernels.chips import Chip, chip_of
 from meshtune.mesh.layout import Layout
 from meshtune.model.activations import ACTIVATIONS, ActivationName
-from meshtune.model.block import Activation, Context, Cost, Divisor, FeedForward, Hidden, Output, Sums
+from meshtune.model.block import Activation, BlockChoice, Context, Cost, Divisor, FeedForward, Hidden, Output, Sums
 from meshtune.model.cache import LayerCache
+from meshtune.model.compute import Compute
 from meshtune.model.dispatch import over_mesh
+from meshtune.model.expert_exchange import choose_exchange
 from meshtune.model.linear import Groups, grouped_linear, linear, site_key
 from meshtune.model.mlp import MlpSpec
 from meshtune.model.norm import NormSpec
@@ -114,6 +116,7 @@ class ExpertsSpec(FeedForward):
             experts,
             _specs_in_use(experts, self._expert_params(x.shape[-1]), layout),
             self.router.experts,
+            context.compute.expert_exchange,
         )
         y = normed(y, "post_norm")
         if self.shared is not None:
@@ -192,6 +195,13 @@ class ExpertsSpec(FeedForward):
             "dropped_tokens": (jnp.sum(chosen) - jnp.sum(tokens), jnp.ones(())),
         }
 
+    def choices(self, compute: Compute) -> tuple[BlockChoice, ...]:
+        """How tokens are exchanged over ep."""
+        ep = 1 if compute.layout is None else compute.layout.size("ep")
+        if ep == 1:
+            return ()
+        return (BlockChoice("expert exchange", *choose_exchange(compute.expert_exchange, ep, self.router.top_k)),)
+
     def divisors(self) -> tuple[Divisor, ...]:
         own = (Divisor("tp", "width of an expert", self.width), Divisor("ep", "experts", self.router.experts))
         return own + (() if self.shared is None else self.shared.divisors())
@@ -200,12 +210,13 @@ class ExpertsSpec(FeedForward):
         k, matrices = self.router.top_k, 3 if self.gated else 2
         weights = self.router.experts * embed + k * matrices * embed * self.width
         wide = Activation("ffn", k * self.width, self.width, kept=True, products=1, elementwise=1)
-        rows = Activation("embed", k * embed, 1, kept=False, products=1, elementwise=1)
+        wide = wide._replace(routed=True)
+        rows = Activation("embed", k * embed, 1, kept=False, products=1, elementwise=1, routed=True)
         activations = (rows, *(wide,) * (matrices - 1), wide._replace(kept=False), rows)
         if self.shared is not None:
             shared = self.shared.cost(embed)
             weights, activations = weights + shared.weights, activations + shared.activations
-        return Cost(weights + (embed if self.shared_gate else 0), activations, dispatched=k * embed)
+        return Cost(weights + (embed if self.shared_gate else 0), activations, dispatched=k * embed, chosen=k)
 
 
 def _is_quantised(leaf: object) -> bool:

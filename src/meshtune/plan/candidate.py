@@ -21,7 +21,7 @@ from meshtune.model.sharding import layout_for
 from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.optim.build import make_optimizer
 from meshtune.plan.hardware import Target
-from meshtune.plan.layer_costs import LayerCost, layer_costs
+from meshtune.plan.layer_costs import BlockCost, LayerCost, layer_costs
 from meshtune.setup.choices import Precision, optimizer_of, precision_of
 from meshtune.setup.start import start_of
 from meshtune.weights.hub import CONFIG, locate
@@ -118,6 +118,10 @@ class Candidate:
     def local_rows(self) -> float:
         """Rows of one micro-batch on one device, each split over cp."""
         return self.rows / (self.mesh.dp * self.mesh.fsdp * self.mesh.ep)
+
+    def routed_rows(self, block: BlockCost) -> float:
+        """Rows of the arrays of a block's experts on one device, for each that its own tokens fill."""
+        return block.routed_rows(self.mesh.ep, self.workload.recipe.compute.expert_exchange)
 
     @property
     def weight_shards(self) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 
 from meshtune.mesh.layout import SHARDS
+from meshtune.model.expert_exchange import HEADROOM
 from meshtune.plan.candidate import Candidate
 from meshtune.plan.collectives import Collective
 from meshtune.plan.layer_costs import LayerCost
@@ -117,11 +118,11 @@ def policy_bytes(candidate: Candidate) -> float:
                 saved = 0.0
             case "selective":
                 # The activations that the blocks mark as kept, the mixer's output, and A x of adapters.
-                saved = sum(block.saved_bytes(tp, itemsize) for block in layer.blocks)
+                saved = sum(block.saved_bytes(tp, itemsize, candidate.routed_rows(block)) for block in layer.blocks)
                 saved += itemsize * (spec.embed + adapter_width(candidate))
             case _:
                 elements = NONE_EMBED * spec.residual
-                elements += NONE_FFN * layer.ffn.widest(tp) if layer.ffn else 0.0
+                elements += NONE_FFN * layer.ffn.widest(tp, candidate.routed_rows(layer.ffn)) if layer.ffn else 0.0
                 if layer.mixer:
                     elements += NONE_MIXER * layer.mixer.widest(tp) + NONE_WHOLE_ROWS * layer.mixer.whole_rows(tp)
                 saved = itemsize * elements
@@ -150,7 +151,7 @@ def _peak_of(layer: LayerCost, candidate: Candidate) -> float:
     whole_rows = WHOLE_ROWS_ATTENTION_CHUNK if candidate.attention_chunk else WHOLE_ROWS_MLP_CHUNK
     elements = (candidate.tokens * whole_rows + mlp_tokens * (1 - whole_rows)) * peak.embed * spec.residual
     if layer.ffn:
-        elements += mlp_tokens * peak.ffn * layer.ffn.widest(mesh.tp)
+        elements += mlp_tokens * peak.ffn * layer.ffn.widest(mesh.tp, candidate.routed_rows(layer.ffn))
     if layer.mixer:
         past = candidate.tokens * layer.mixer.whole_rows(mesh.tp)
         elements += peak.mixer * (query_tokens * layer.mixer.widest(mesh.tp) + past)
@@ -207,8 +208,13 @@ def estimated_collectives(candidate: Candidate) -> list[Collective]:
             add("collective-permute", ring * itemsize, ("cp",), layer.repeats * (mesh.cp - 1) * passes)
             add("collective-permute", ring * (itemsize + 4), ("cp",), layer.repeats * mesh.cp)
             # To the experts and back, in every forward pass and in the backward pass.
-            dispatched = candidate.tokens * block.cost.dispatched * itemsize
-            add("all-to-all", dispatched, ("ep",), layer.repeats * 2 * (passes + 1))
+            match block.exchange(mesh.ep, candidate.workload.recipe.compute.expert_exchange):
+                case "gather":
+                    for kind in ("all-gather", "reduce-scatter"):
+                        add(kind, mesh.ep * residual, ("ep",), layer.repeats * (passes + 1))
+                case "all_to_all":
+                    slots = HEADROOM * candidate.tokens * block.cost.dispatched
+                    add("all-to-all", slots * itemsize, ("ep",), layer.repeats * 2 * (passes + 1))
     return collectives
 
 

@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 
 from meshtune.arrays.spec import LAYERS, ArraySpec
-from meshtune.model.block import Block, Cost
+from meshtune.model.block import Activation, Block, Cost
+from meshtune.model.config import ExchangeName
+from meshtune.model.expert_exchange import HEADROOM, choose_exchange
 from meshtune.model.spec import ModelSpec
 from meshtune.model.streams import AltUpSpec
 
@@ -35,25 +37,42 @@ class BlockCost:
         """Elements of its weights on one device when they are gathered over all mesh axes but tp and ep."""
         return (self.dense + self.experts / ep) / tp
 
-    def widest(self, tp: int) -> float:
+    def exchange(self, ep: int, requested: ExchangeName) -> str | None:
+        """How tokens reach their experts over ep; None where they stay where they are."""
+        return choose_exchange(requested, ep, self.cost.chosen).exchange if ep > 1 and self.cost.dispatched else None
+
+    def routed_rows(self, ep: int, requested: ExchangeName) -> float:
+        """Rows of a routed array on one device, for each that its own tokens fill: there is room for all that could be
+        sent by a gather, and for somewhat more than an even share in a round of an all-to-all."""
+        rows = {None: 1.0, "gather": float(ep), "all_to_all": HEADROOM}
+        return rows[self.exchange(ep, requested)]
+
+    def widest(self, tp: int, routed_rows: float = 1.0) -> float:
         """The width on one device of the widest array that exists for one chunk of a row at a time."""
-        return max((a.width / min(tp, a.units) for a in self.cost.activations if not a.whole_rows), default=0.0)
+        arrays = [a for a in self.cost.activations if not a.whole_rows]
+        return max((_width(a, tp, routed_rows) for a in arrays), default=0.0)
 
     def whole_rows(self, tp: int) -> float:
         """The summed width on one device of the arrays that exist for whole rows: keys and values."""
         return sum(a.width / min(tp, a.units) for a in self.cost.activations if a.whole_rows)
 
-    def saved_bytes(self, tp: int, itemsize: int) -> float:
+    def saved_bytes(self, tp: int, itemsize: int, routed_rows: float = 1.0) -> float:
         """Bytes per token, on one device, of the arrays that the remat policy `selective` saves."""
-        return sum(a.width / min(tp, a.units) * (a.itemsize or itemsize) for a in self.cost.activations if a.kept)
+        arrays = [a for a in self.cost.activations if a.kept]
+        return sum(_width(a, tp, routed_rows) * (a.itemsize or itemsize) for a in arrays)
 
     def product_width(self, tp: int) -> float:
         """Elements per token that its matrix products read or write, beside the block's input and output."""
         return sum(a.products * a.width / min(tp, a.units) for a in self.cost.activations)
 
-    def elementwise_width(self, tp: int) -> float:
+    def elementwise_width(self, tp: int, routed_rows: float = 1.0) -> float:
         """Elements per token that the operations between its matrix products read or write."""
-        return sum(a.elementwise * a.width / min(tp, a.units) for a in self.cost.activations)
+        return sum(a.elementwise * _width(a, tp, routed_rows) for a in self.cost.activations)
+
+
+def _width(array: Activation, tp: int, routed_rows: float) -> float:
+    """Elements of an array per token on one device."""
+    return array.width / min(tp, array.units) * (routed_rows if array.routed else 1.0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -140,7 +140,7 @@ def _activation_traffic(candidate: Candidate) -> tuple[float, float]:
         for block in layer.blocks:
             products += layer.repeats * (2 * spec.embed + block.product_width(tp))
             # A norm reads and writes the residual stream; the residual sum reads two arrays and writes one.
-            elementwise += layer.repeats * (5 * spec.embed + block.elementwise_width(tp))
+            elementwise += layer.repeats * (5 * spec.embed + block.elementwise_width(tp, candidate.routed_rows(block)))
     passes = 3 + {"none": 0.0, "selective": 0.5, "full": 1.0}[candidate.remat]
     scale = candidate.activation_itemsize * candidate.tokens * passes
     # Float32 logits are written, read for the loss, turned into their gradient, and read by the backward products.

@@ -7,6 +7,7 @@ import dataclasses
 import jax
 
 from meshtune.config.recipe import Recipe
+from meshtune.errors import UserError
 from meshtune.kernels.attention import AttentionRequest, choose_backend
 from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import MeshConfig, resolve_mesh
@@ -136,7 +137,9 @@ def compute_of(
         mlp_chunk=mlp_chunk,
         attention_chunk=attention_chunk,
         offload=options.offload,
+        expert_exchange=options.expert_exchange,
     )
+    decisions += _block_decisions(compute, spec)
     for request in attention_requests(compute, spec, rows, length):
         backend, reason = choose_backend(request, options.attention)
         window = f" (window {request.window})" if request.window else ""
@@ -145,6 +148,20 @@ def compute_of(
     if options.offload:
         decisions.append(Decision("offload", ", ".join(options.offload), "asked for"))
     return compute, decisions
+
+
+def _block_decisions(compute: Compute, spec: ModelSpec) -> list[Decision]:
+    """The choices of the model's blocks. Raises: UserError for a forced exchange of tokens that no block makes."""
+    choices = dict.fromkeys(choice for block in spec.blocks for choice in block.choices(compute))
+    exchanges = [choice for choice in choices if choice.name == "expert exchange"]
+    if compute.expert_exchange != "auto" and not exchanges:
+        raise UserError(
+            f"expert_exchange={compute.expert_exchange} is how tokens reach experts on other devices, and no experts "
+            "are split over devices",
+            where="compute.expert_exchange",
+            fix="leave it out, or split the experts of a mixture with mesh.ep",
+        )
+    return [Decision(*choice) for choice in choices]
 
 
 def attention_requests(compute: Compute, spec: ModelSpec, rows: int, length: int) -> list[AttentionRequest]:
