@@ -88,6 +88,18 @@ def follow_writing(folder, write, monkeypatch):
     return follower.digests(), sorted(late)
 
 
+def test_a_lock_that_its_writer_has_removed_is_forgotten(tmp_path, monkeypatch):
+    def write(file, ahead):
+        lock = tmp_path / "data" / "lock"
+        lock.write_bytes(b"locked")
+        ahead.wait_for(0)
+        lock.unlink()
+        file.write(os.urandom(BLOCK))
+
+    followed, _ = follow_writing(tmp_path, write, monkeypatch)
+    assert followed == digest_files(tmp_path, ["data/file"])
+
+
 def test_a_file_is_hashed_while_it_is_written(tmp_path, monkeypatch):
     def write(file, ahead):
         file.write(os.urandom(BLOCK + 1))

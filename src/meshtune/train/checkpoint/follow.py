@@ -42,7 +42,8 @@ class Follower:
         """The digests of all files, once they are complete. Raises: OSError if one cannot be read."""
         names = [name for name in list_files(self._directory) if name.startswith(self._prefix)]
         for block, end in self._ends.items():
-            if _end(self._directory / block[0], block[1], self._blocks[block][0]) != end:
+            removed = block[0] not in names  # a lock, by its writer
+            if removed or _end(self._directory / block[0], block[1], self._blocks[block][0]) != end:
                 del self._blocks[block]
         return digest_files(self._directory, names, self._blocks)
 
