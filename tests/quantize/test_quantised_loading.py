@@ -36,9 +36,10 @@ import jax, numpy as np
 from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import MeshConfig
 from meshtune.model.sharding import layout_for
-from meshtune.arrays.tree import flatten
+from meshtune.arrays.tree import flatten, unflatten
 from meshtune.quantize.config import QuantizeConfig
-from meshtune.families.quantised import quantised_params
+from meshtune.families.quantised import quantised_leaves
+from meshtune.model.spec import abstract_params
 from meshtune.quantize.weight import QuantisedWeight
 from meshtune.weights.load import load_params, load_spec
 
@@ -68,7 +69,7 @@ for config in map(configs.get, formats):
         layout, _ = layout_for(make_mesh(MeshConfig(**sizes)), spec)
         many = load_params(directory, spec, quantize=config, layout=layout)
         same(many, one)
-        described = jax.tree.leaves(quantised_params(spec, config))
+        described = jax.tree.leaves(unflatten(quantised_leaves(flatten(abstract_params(spec)), config, spec)))
         for leaf, array in zip(jax.tree.leaves(many), described, strict=True):
             assert leaf.sharding == layout.of(array), (leaf.shape, leaf.sharding)
         down = many["layers"]["0.0"]["mlp"]["down"]["weight"]

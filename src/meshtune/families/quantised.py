@@ -9,7 +9,7 @@ from typing import Any
 
 from meshtune.arrays.roles import unknown_role
 from meshtune.arrays.spec import ArraySpec
-from meshtune.arrays.tree import Tree, flatten, unflatten
+from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError, nearest
 from meshtune.families import module_names, tensors
 from meshtune.model.spec import ModelSpec, abstract_params
@@ -17,11 +17,6 @@ from meshtune.quantize.config import BLOCK_SIZES, UNQUANTISED, QuantizeConfig, c
 from meshtune.quantize.formats import FORMATS
 from meshtune.quantize.published.scheme import Form
 from meshtune.quantize.weight import QuantisedWeight
-
-
-def quantised_params(spec: ModelSpec, config: QuantizeConfig | None) -> Tree:
-    """`abstract_params` with QuantisedWeights for the weights to quantise. Raises as `quantised_leaves`."""
-    return unflatten(quantised_leaves(flatten(abstract_params(spec)), config, spec))
 
 
 def quantised_leaves(leaves: Mapping[str, ArraySpec], config: QuantizeConfig | None, spec: ModelSpec) -> dict[str, Any]:

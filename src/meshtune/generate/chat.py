@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
@@ -116,7 +115,3 @@ class ChatSession:
         if dropped := len(messages) - len(remaining):
             self._notify(f"The context of {context} tokens is full: the oldest {dropped} messages were forgotten.")
         return remaining, ids
-
-    def with_sampling(self, **changes: float) -> None:
-        """Changes how the next answers are sampled: temperature, top_k, top_p, min_p, repetition_penalty, seed."""
-        self.sampling = dataclasses.replace(self.sampling, **changes)  # pyright: ignore[reportArgumentType]

@@ -102,14 +102,6 @@ class Scheme(Protocol):
         ...
 
 
-class ZeroPoints(Protocol):
-    """A scheme with forms that have zero points."""
-
-    def zeros(self, parts: Parts, box: Box) -> np.ndarray:
-        """A box of the zero points of the form, with one for each block of a row."""
-        ...
-
-
 @runtime_checkable
 class Rewritable(Scheme, Protocol):
     """A scheme in which weights can be quantised again."""
