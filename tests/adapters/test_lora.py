@@ -15,7 +15,7 @@ import torch
 from twins import TOKENS, base, forward, moved, our_logits, trained_logits
 
 from meshtune.adapters.config import FullConfig, LoraConfig
-from meshtune.adapters.kind import Started
+from meshtune.adapters.kind import InitializedAdapter
 from meshtune.adapters.lora import LoRA
 from meshtune.adapters.method import abstract, prepare
 from meshtune.adapters.peft_format import BaseRecord, save_adapter
@@ -171,7 +171,7 @@ def test_a_new_kind_of_adapter_is_one_class_and_one_line(monkeypatch: pytest.Mon
         @staticmethod
         def start(adapter, config, keys, weight, original=None):
             del config, keys, original
-            return Started(Scale(jnp.full(adapter.s.shape, 2.0)), weight)
+            return InitializedAdapter(Scale(jnp.full(adapter.s.shape, 2.0)), weight)
 
         def apply(self, x, weight, key=None, out=None, fixed=None):
             del key, out, fixed

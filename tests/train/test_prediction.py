@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 from meshtune.train.report.events import Saved, Stepped
-from meshtune.train.report.prediction import Measured, Prediction, StepProbe, predicted_vs_measured
+from meshtune.train.report.prediction import MeasuredStep, Prediction, StepProbe, predicted_vs_measured
 
 STEP = """
     import dataclasses, gc, json, sys
@@ -93,7 +93,7 @@ def test_the_median_update_is_measured_without_the_first_ones():
 
 def test_prediction_and_measurement_are_compared_only_where_both_are_known():
     prediction = Prediction(10 * 2**30, 2**30, 0.5, 0.4, "1xH100")
-    memory, time = predicted_vs_measured(prediction, Measured(11 * 2**30, 0.75, 40))
+    memory, time = predicted_vs_measured(prediction, MeasuredStep(11 * 2**30, 0.75, 40))
     assert memory == "10.0 GiB of memory per device, 11.0 GiB measured (+10%)"
     assert time == "0.5 s per update, 0.75 s measured (1.50 times as long; the median of 40)"
-    assert predicted_vs_measured(prediction, Measured(None, None, 0)) == []
+    assert predicted_vs_measured(prediction, MeasuredStep(None, None, 0)) == []

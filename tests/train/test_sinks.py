@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from meshtune.adapters.method import Counts
+from meshtune.adapters.method import ParameterCounts
 from meshtune.cache import cache_folder
 from meshtune.data.store import cache_directory
 from meshtune.errors import UserError
@@ -279,7 +279,7 @@ def test_the_banner_counts_the_base_without_adapters_and_never_cuts_a_path():
     plan = Plan(
         path,
         "llama",
-        Counts(adapters=10_000, full=0, frozen=1_000_000),
+        ParameterCounts(adapters=10_000, full=0, frozen=1_000_000),
         "lora",
         1,
         1,

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from meshtune.adapters.training_method import Choice, Method, Modules
+from meshtune.adapters.training_method import Method, Modules, Selection
 from meshtune.errors import UserError
 from meshtune.options import option
 
@@ -123,12 +123,12 @@ class LoraConfig(LoraOptions):
     def resolved(self) -> LoraConfig:
         return self
 
-    def choose(self, modules: Modules) -> Choice:
+    def choose(self, modules: Modules) -> Selection:
         """Raises UserError for targets that cannot have adapters, and for modules that are chosen twice."""
         adapted = modules.adapted(self)
         trained = modules.with_score(modules.named(self.train_modules, "method.train_modules"))
         modules.check_disjoint(adapted, trained)
-        return Choice({name: self.of(name) for name in adapted}, trained)
+        return Selection({name: self.of(name) for name in adapted}, trained)
 
     def with_token_rows(self, rows: tuple[int, ...]) -> LoraConfig:
         return dataclasses.replace(self, token_rows=rows)
@@ -176,8 +176,8 @@ class FullConfig(Method):
         False, "Train the routers of a mixture of experts too, which otherwise stay as they are."
     )
 
-    def choose(self, modules: Modules) -> Choice:
-        return Choice({}, modules.every(routers=self.train_router))
+    def choose(self, modules: Modules) -> Selection:
+        return Selection({}, modules.every(routers=self.train_router))
 
     @property
     def trains_token_rows(self) -> bool:
@@ -211,8 +211,8 @@ class FreezeConfig(Method):
                 fix="give at least one of the three, or use method: full",
             )
 
-    def choose(self, modules: Modules) -> Choice:
-        return Choice({}, modules.with_score(modules.of_layers(self.first_layers, self.last_layers, self.modules)))
+    def choose(self, modules: Modules) -> Selection:
+        return Selection({}, modules.with_score(modules.of_layers(self.first_layers, self.last_layers, self.modules)))
 
     @property
     def trains_token_rows(self) -> bool:
@@ -228,8 +228,8 @@ class ExpandConfig(Method):
         8, "New layers, spread evenly; they begin as copies that add nothing, and they alone are trained.", gt=0
     )
 
-    def choose(self, modules: Modules) -> Choice:
-        return Choice({}, modules.with_score(modules.of_new_layers(self.blocks)))
+    def choose(self, modules: Modules) -> Selection:
+        return Selection({}, modules.with_score(modules.of_new_layers(self.blocks)))
 
     @property
     def trains_base(self) -> bool:

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.kind import Original, Started, Weight
+from meshtune.adapters.kind import InitializedAdapter, Original, Weight
 from meshtune.adapters.lora import LoRA, dropped
 from meshtune.adapters.peft_lora import READ, lora_fields, lora_options
 from meshtune.adapters.refusals import check_rank, no_options
@@ -78,13 +78,13 @@ class DoRA:
     @staticmethod
     def start(
         adapter: DoRA, config: LoraConfig, keys: Key[Array, "..."], weight: Weight, original: Original | None = None
-    ) -> Started:
+    ) -> InitializedAdapter:
         """A and B as LoRA's; every length is that of the weight's row, so that the model is the base."""
         lora = adapter.lora.drawn(keys)
         near = to_device(weight)
         length = lax.map(_length, near) if keys.ndim else _length(near)
         start = dataclasses.replace(adapter, a=lora.a, b=lora.b, magnitude=length.astype(adapter.magnitude.dtype))
-        return Started(start, weight)
+        return InitializedAdapter(start, weight)
 
     def apply(
         self,

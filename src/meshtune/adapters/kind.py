@@ -54,7 +54,7 @@ class Original(NamedTuple):
     inputs: jax.Array | None = None
 
 
-class Started(NamedTuple):
+class InitializedAdapter(NamedTuple):
     """An adapter with its initial values, the frozen weight that it adapts, and its frozen arrays (or None)."""
 
     adapter: Adapter
@@ -98,7 +98,7 @@ class AdapterType(Protocol):
     @staticmethod
     def start(
         adapter: Any, config: LoraConfig, keys: jax.Array, weight: Weight, original: Original | None = None
-    ) -> Started:
+    ) -> InitializedAdapter:
         """An abstract adapter's initial values. `keys` is one key, or one per layer of a stack. Works inside jit.
 
         `original` is for types with ORIGINAL.

@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Key
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.kind import Original, Started, Weight
+from meshtune.adapters.kind import InitializedAdapter, Original, Weight
 from meshtune.adapters.lora import LoRA
 from meshtune.adapters.peft_lora import READ, lora_fields, lora_options
 from meshtune.adapters.principal import principal
@@ -55,7 +55,7 @@ class LoftQ:
     @staticmethod
     def start(
         adapter: LoRA, config: LoraConfig, keys: Key[Array, "..."], weight: Weight, original: Original | None = None
-    ) -> Started:
+    ) -> InitializedAdapter:
         """A and B approximate the quantisation error. Raises UserError for a weight that is not quantised."""
         if not isinstance(weight, QuantisedWeight) or original is None:
             raise UserError(
@@ -75,7 +75,7 @@ class LoftQ:
 
         quantised, a, b = lax.map(start_matrix, (to_device(weight), original, keys))
         start = dataclasses.replace(adapter, a=a.astype(adapter.a.dtype), b=b.astype(adapter.b.dtype))
-        return Started(start, quantised if config.loftq_iterations > 1 else weight)
+        return InitializedAdapter(start, quantised if config.loftq_iterations > 1 else weight)
 
 
 LEAST = 0.01  # added to sizes, of their mean: inputs that are never active would otherwise weigh nothing

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.kind import Adapter, Original, Started, Weight
+from meshtune.adapters.kind import Adapter, InitializedAdapter, Original, Weight
 from meshtune.adapters.peft_lora import READ, lora_fields, lora_options
 from meshtune.adapters.refusals import check_rank, no_options
 from meshtune.adapters.widen import widen
@@ -80,9 +80,9 @@ class LoRA:
     @staticmethod
     def start(
         adapter: LoRA, config: LoraConfig, keys: Key[Array, "..."], weight: Weight, original: Original | None = None
-    ) -> Started:
+    ) -> InitializedAdapter:
         """A is uniform in +-1/sqrt(in), as in PEFT, B is zero; the weight is unchanged."""
-        return Started(adapter.drawn(keys), weight)
+        return InitializedAdapter(adapter.drawn(keys), weight)
 
     def drawn(self, keys: Key[Array, "..."]) -> LoRA:
         """An abstract adapter with its initial numbers."""

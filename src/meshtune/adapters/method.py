@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Key, PyTree
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.kind import Adapter, Original, Started, Weight
+from meshtune.adapters.kind import Adapter, InitializedAdapter, Original, Weight
 from meshtune.adapters.layout import restack, uniform
 from meshtune.adapters.model_modules import ModelModules
 from meshtune.adapters.placement import cast, placed
@@ -24,7 +24,7 @@ from meshtune.adapters.refusals import not_of_quantised, only_of_quantised
 from meshtune.adapters.registry import ADAPTERS
 from meshtune.adapters.rows import abstract_rows, begun_rows, rows_by_node
 from meshtune.adapters.targets import modules
-from meshtune.adapters.training_method import Choice, Method
+from meshtune.adapters.training_method import Method, Selection
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Leaves, Tree, flatten, merge, unflatten
 from meshtune.errors import UserError
@@ -52,7 +52,7 @@ class PreparedModel:
 
 
 @dataclasses.dataclass(frozen=True)
-class Counts:
+class ParameterCounts:
     """Numbers of parameters."""
 
     adapters: int
@@ -77,15 +77,15 @@ def abstract(
     possible with this model, and for a quantised weight that it would train.
     """
     among = ModelModules.of(spec)
-    choice = method.choose(among)
-    _fits_quantised(method, choice, quantize, spec)
-    kinds: dict[str, Hashable] = dict.fromkeys(choice.trained, "full")
-    for name, config in choice.adapted.items():
+    selection = method.choose(among)
+    _fits_quantised(method, selection, quantize, spec)
+    kinds: dict[str, Hashable] = dict.fromkeys(selection.trained, "full")
+    for name, config in selection.adapted.items():
         kinds[name] = (kinds.get(name), "adapter", config.rank, config.alpha)
-    adapters = {name: _abstract_adapter(config, trainable_dtype) for name, config in choice.adapted.items()}
-    nodes = ({among.by_name[name].node for name in names} for names in (choice.trained, choice.adapted))
+    adapters = {name: _abstract_adapter(config, trainable_dtype) for name, config in selection.adapted.items()}
+    nodes = ({among.by_name[name].node for name in names} for names in (selection.trained, selection.adapted))
     rows = rows_by_node(method.adapters, spec, *nodes)
-    model = arranged(uniform(spec, kinds), choice.trained, adapters, trainable_dtype, rows)
+    model = arranged(uniform(spec, kinds), selection.trained, adapters, trainable_dtype, rows)
     if method.adapters is not None:
         fixed = _fixed_arrays(method.adapters, model, trainable_dtype)
         model = dataclasses.replace(model, frozen=merge(model.frozen, fixed))
@@ -148,13 +148,13 @@ def prepare(
 
 
 def _start(
-    begin: Callable[..., Started],
+    begin: Callable[..., InitializedAdapter],
     arrays: tuple[Adapter, PyTree],
     keys: Array,
     weight: Weight,
     before: Original | None,
     layout: Layout | None,
-) -> Started:
+) -> InitializedAdapter:
     """An adapter with its initial values and the weight it adapts; on a mesh every device computes its own shards.
 
     `arrays` are the abstract adapter and its abstract frozen arrays.
@@ -163,11 +163,11 @@ def _start(
         return begin(keys, weight, before)
     data, kind = np.asarray(jax.random.key_data(keys)), jax.random.key_impl(keys)  # numbers that every process has
 
-    def start(weight: Weight, before: Original | None) -> Started:
+    def start(weight: Weight, before: Original | None) -> InitializedAdapter:
         return begin(jax.random.wrap_key_data(jnp.asarray(data), impl=kind), weight, before)
 
     adapter, fixed = (jax.tree.map(layout.of, array) for array in arrays)
-    where = Started(adapter, jax.tree.map(lambda array: array.sharding, weight), fixed)
+    where = InitializedAdapter(adapter, jax.tree.map(lambda array: array.sharding, weight), fixed)
     return jax.jit(start, donate_argnums=0, out_shardings=where)(weight, before)
 
 
@@ -176,7 +176,7 @@ def held_weight(node: str, spec: ModelSpec) -> str:
     return "embed/weight" if node == "head" and spec.tied else f"{node}/weight"
 
 
-def count(prepared: PreparedModel) -> Counts:
+def count(prepared: PreparedModel) -> ParameterCounts:
     """The numbers of parameters of an abstract or concrete model."""
     adapters = full = 0
     for path, leaf in flatten(prepared.trainable).items():
@@ -185,7 +185,7 @@ def count(prepared: PreparedModel) -> Counts:
         else:
             full += leaf.size
     weights = (leaf for path, leaf in flatten(prepared.frozen).items() if not of_adapters(path))
-    return Counts(adapters, full, sum(leaf.size for leaf in weights))
+    return ParameterCounts(adapters, full, sum(leaf.size for leaf in weights))
 
 
 def of_adapters(path: str) -> bool:
@@ -244,7 +244,7 @@ def _empty(tree: Tree) -> None:
     tree.clear()
 
 
-def _fits_quantised(method: Method, choice: Choice, quantize: QuantizeConfig | None, spec: ModelSpec) -> None:
+def _fits_quantised(method: Method, selection: Selection, quantize: QuantizeConfig | None, spec: ModelSpec) -> None:
     """Raises UserError where a quantised weight would be trained itself, or where an adapter requires a quantised or an
     unquantised weight and has the other."""
     leaves = quantised_leaves(flatten(abstract_params(spec)), quantize, spec)
@@ -264,9 +264,9 @@ def _fits_quantised(method: Method, choice: Choice, quantize: QuantizeConfig | N
         raise not_of_quantised()
     for name, module in modules(spec).items():
         quantised = isinstance(leaves.get(f"{module.node}/weight"), QuantisedWeight)
-        if adapter == "loftq" and name in choice.adapted and not quantised:
+        if adapter == "loftq" and name in selection.adapted and not quantised:
             raise only_of_quantised(name)
-        if name in choice.trained and quantised:
+        if name in selection.trained and quantised:
             last = name.rpartition(".")[2]
             raise UserError(
                 f"{name} is to be quantised and to be trained in full",

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.kind import Original, Started, Weight
+from meshtune.adapters.kind import InitializedAdapter, Original, Weight
 from meshtune.adapters.lora import LoRA
 from meshtune.adapters.refusals import no_options, without
 from meshtune.arrays.spec import ArraySpec
@@ -105,9 +105,9 @@ class OFT:
     @staticmethod
     def start(
         adapter: OFT, config: LoraConfig, keys: Key[Array, "..."], weight: Weight, original: Original | None = None
-    ) -> Started:
+    ) -> InitializedAdapter:
         """The identity; the weight is unchanged."""
-        return Started(dataclasses.replace(adapter, q=jnp.zeros(adapter.q.shape, adapter.q.dtype)), weight)
+        return InitializedAdapter(dataclasses.replace(adapter, q=jnp.zeros(adapter.q.shape, adapter.q.dtype)), weight)
 
     def apply(
         self,

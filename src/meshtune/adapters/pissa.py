@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Key
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.kind import Original, Started, Weight
+from meshtune.adapters.kind import InitializedAdapter, Original, Weight
 from meshtune.adapters.lora import LoRA
 from meshtune.adapters.peft_lora import READ, lora_fields, scaled
 from meshtune.adapters.principal import principal
@@ -61,7 +61,7 @@ class PiSSA:
     @staticmethod
     def start(
         adapter: LoRA, config: LoraConfig, keys: Key[Array, "..."], weight: Weight, original: Original | None = None
-    ) -> Started:
+    ) -> InitializedAdapter:
         """A and B are the principal components of the weight, computed in float32, matrix by matrix."""
         if isinstance(weight, QuantisedWeight):
             raise not_of_quantised()
@@ -74,7 +74,7 @@ class PiSSA:
         start = LoRA(a.astype(adapter.a.dtype), b.astype(adapter.b.dtype), adapter.scale)
         # A copy: every update donates the buffers of trainable arrays.
         trained = dataclasses.replace(jax.tree.map(jnp.copy, start), dropout=adapter.dropout)
-        return Started(trained, weight, start)
+        return InitializedAdapter(trained, weight, start)
 
     @staticmethod
     def derived(adapter: LoRA, config: LoraConfig, weight: Weight) -> LoRA:

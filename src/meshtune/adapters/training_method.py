@@ -44,7 +44,7 @@ class Modules(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class Selection:
     """The Hugging Face modules that have adapters, with the config of each, and those that are trained in full."""
 
     adapted: Mapping[str, LoraConfig]
@@ -61,7 +61,7 @@ class Method:
         """The method of a run, before its base has decided the rest of an adapter's config."""
         return self
 
-    def choose(self, modules: Modules) -> Choice:
+    def choose(self, modules: Modules) -> Selection:
         """What the method trains of a model. Raises UserError for what the model does not have."""
         raise NotImplementedError
 

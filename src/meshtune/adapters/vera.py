@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from meshtune.adapters.config import LoraConfig
-from meshtune.adapters.kind import Original, Started, Weight
+from meshtune.adapters.kind import InitializedAdapter, Original, Weight
 from meshtune.adapters.lora import LoRA, dropped
 from meshtune.adapters.refusals import check_rank, no_options, without
 from meshtune.arrays.spec import ArraySpec
@@ -119,11 +119,11 @@ class VeRA:
     @staticmethod
     def start(
         adapter: VeRA, config: LoraConfig, keys: Key[Array, "..."], weight: Weight, original: Original | None = None
-    ) -> Started:
+    ) -> InitializedAdapter:
         """d is `vera_d_initial`, b zero, so that the model is the base."""
         b = jnp.zeros(adapter.lambda_b.shape, adapter.lambda_b.dtype)
         d = jnp.full(adapter.lambda_d.shape, adapter.initial, adapter.lambda_d.dtype)
-        return Started(dataclasses.replace(adapter, lambda_b=b, lambda_d=d), weight)
+        return InitializedAdapter(dataclasses.replace(adapter, lambda_b=b, lambda_d=d), weight)
 
     def apply(
         self,

@@ -15,14 +15,14 @@ from meshtune.model.spec import ModelSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class Note:
+class Unsplit:
     """A property of a layout that the banner shows: the mesh axis, and the explanation."""
 
     axis: str
     text: str
 
 
-def layout_for(mesh: Mesh | AbstractMesh, spec: ModelSpec) -> tuple[Layout, list[Note]]:
+def layout_for(mesh: Mesh | AbstractMesh, spec: ModelSpec) -> tuple[Layout, list[Unsplit]]:
     """The layout of a model on a mesh, and notes on it for the banner.
 
     Key and value heads, and channels of recurrent mixers, that tp does not divide are replicated over tp.
@@ -50,7 +50,7 @@ def layout_for(mesh: Mesh | AbstractMesh, spec: ModelSpec) -> tuple[Layout, list
         replicated.add(replicate_axis)
         own = "the heads that its own queries need" if replicate_axis == "kv_heads" else "all of them"
         notes.append(
-            Note(
+            Unsplit(
                 axis,
                 f"the {count} {name} do not divide by {axis}={size[axis]}: their projections are replicated "
                 f"on all {size[axis]} devices, and each computes {own}",

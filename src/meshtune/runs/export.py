@@ -35,7 +35,7 @@ FORMATS = ("published",)
 
 
 @dataclasses.dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """The result of an export.
 
     `what` names its kind ("a PEFT adapter", "a model in float32"), `verified` describes the check of the written files.
@@ -59,7 +59,7 @@ def export(
     overwrite: bool = False,
     any_base: bool = False,
     progress: Callable[[int, int], None] | None = None,
-) -> Exported:
+) -> ExportResult:
     """Exports `source` (a run, an adapter directory or a model) to the directory `dest`.
 
     An adapter is copied unless `merge` is set: then it is merged into its base and written as a full model in `dtype`
@@ -126,7 +126,7 @@ def export(
     write_digests(done.path)
     compared = done.verified
     how = f"{compared.tensors} tensors equal, logits within {compared.difference:.1e} (relative) of what was {of}"
-    return Exported(f"a model in {done.dtype}{base_note}, {len(done.files)} file(s),", done.path, how)
+    return ExportResult(f"a model in {done.dtype}{base_note}, {len(done.files)} file(s),", done.path, how)
 
 
 def _template(resolved: Source) -> str | None:
@@ -146,7 +146,7 @@ def _as_published(
     any_base: bool,
     overwrite: bool,
     max_shard_bytes: int,
-) -> Exported:
+) -> ExportResult:
     """Merges an adapter into its base and writes the result in the format that the base is published in."""
     if format not in FORMATS:
         raise UserError(
@@ -191,7 +191,7 @@ def _as_published(
     assert spec.published is not None
     lost = f"{done.quantised} weights quantised again, which moved their numbers by up to {done.moved:.1%}, "
     how = f"{lost if done.quantised else ''}logits within {done.difference:.1e} (relative) of what was trained"
-    return Exported(f"a model in {spec.published.method}, as its base is published,", done.path, how)
+    return ExportResult(f"a model in {spec.published.method}, as its base is published,", done.path, how)
 
 
 def _nodes_to_write(spec: ModelSpec, nodes: set[str]) -> set[str]:
@@ -224,7 +224,7 @@ def merge_record(base: BaseRecord, hash: str, quantised: QuantizeConfig | None) 
     return {"merged": fields}
 
 
-def _adapter(resolved: Source, adapter: Path, dest: Path, overwrite: bool) -> Exported:
+def _adapter(resolved: Source, adapter: Path, dest: Path, overwrite: bool) -> ExportResult:
     """Copies an adapter after checking its base, and compares every array of the copy with the original."""
     if dest.resolve() == adapter.resolve():
         raise UserError("source and destination are the same directory", where=str(dest), fix="give another --to")
@@ -240,4 +240,4 @@ def _adapter(resolved: Source, adapter: Path, dest: Path, overwrite: bool) -> Ex
         ours, theirs = (jax.tree.leaves(flatten(loaded.trainable)) for loaded in (original, copy))
         if copy.config != original.config or not all(map(np.array_equal, ours, theirs)):
             raise ExportError("the copy of the adapter differs from the original", where=str(dest), fix="try again")
-    return Exported("a PEFT adapter", dest, f"its {len(ours)} arrays are equal")
+    return ExportResult("a PEFT adapter", dest, f"its {len(ours)} arrays are equal")

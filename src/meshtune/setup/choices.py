@@ -13,7 +13,7 @@ from meshtune.mesh.axes import make_mesh
 from meshtune.mesh.config import MeshConfig, resolve_mesh
 from meshtune.mesh.layout import Layout
 from meshtune.model.compute import Compute
-from meshtune.model.sharding import Note, check_experts, layout_for
+from meshtune.model.sharding import Unsplit, check_experts, layout_for
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.stages import STAGES
 from meshtune.optim.build import OptimizerConfig
@@ -87,7 +87,7 @@ def layout_of(config: MeshConfig, why: str, spec: ModelSpec, machine: Machine) -
     return layout, mesh_decisions(config, why, notes)
 
 
-def mesh_decisions(config: MeshConfig, why: str, notes: list[Note]) -> list[Decision]:
+def mesh_decisions(config: MeshConfig, why: str, notes: list[Unsplit]) -> list[Decision]:
     """Describes a mesh and the arrays that it cannot split, for the banner."""
     return [Decision("mesh", str(config), why), *(Decision(note.axis, "whole", note.text) for note in notes)]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from meshtune.adapters.method import Counts
+from meshtune.adapters.method import ParameterCounts
 from meshtune.runs.output import CONSOLE_LOG
 from meshtune.setup.choices import Decision
 from meshtune.setup.memory import size_in_words
@@ -29,7 +29,7 @@ class Plan:
 
     model: str
     family: str
-    counts: Counts
+    counts: ParameterCounts
     method: str
     steps: int
     rows: int

@@ -42,7 +42,7 @@ class Prediction:
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """Measured cost of a run's step: peak bytes of the fullest device, and the median seconds of `updates` updates."""
 
     device_bytes: int | None
@@ -115,9 +115,9 @@ class StepProbe:
     def close(self) -> None:
         """Does nothing: the probe holds no resources."""
 
-    def measured(self) -> Measured:
+    def measured(self) -> MeasuredStep:
         timed = self._seconds[WARM_UP:] or self._seconds
-        return Measured(self._peak, statistics.median(timed) if timed else None, len(timed))
+        return MeasuredStep(self._peak, statistics.median(timed) if timed else None, len(timed))
 
     def _peak_bytes(self) -> int | None:
         stats = [device.memory_stats() or {} for device in jax.local_devices()]
@@ -146,7 +146,7 @@ def summary_lines(probes: Sequence[StepProbe], write: Callable[[dict[str, object
     return lines
 
 
-def predicted_vs_measured(prediction: Prediction, measured: Measured) -> list[str]:
+def predicted_vs_measured(prediction: Prediction, measured: MeasuredStep) -> list[str]:
     """A line for memory and one for time, each only where both sides are known."""
     lines = []
     if prediction.device_bytes and measured.device_bytes:
@@ -164,7 +164,7 @@ def predicted_vs_measured(prediction: Prediction, measured: Measured) -> list[st
     return lines
 
 
-def to_json(prediction: Prediction, measured: Measured) -> dict[str, object]:
+def to_json(prediction: Prediction, measured: MeasuredStep) -> dict[str, object]:
     """The form in run.json."""
     return {"predicted": dataclasses.asdict(prediction), "measured": dataclasses.asdict(measured)}
 
