@@ -109,7 +109,8 @@ WRAPPERS: dict[str, Wrapper] = {
 }
 # Fields of a composite's config that say nothing of its text model.
 OUTER = re.compile(
-    r"^((vision|image|video|audio|projector|multimodal|multi_modal|mm|boi|eoi|boa|eoa|spatial)_.*|.*_token_(id|index))$"
+    r"^((vision|image|video|audio|projector|multimodal|multi_modal|mm|boi|eoi|boa|eoa|spatial)_.*|.*_token_(id|index)"
+    r"|language_model_only)$"
 )
 
 

@@ -126,6 +126,19 @@ def fused_modules(experts: str, files: Mapping[str, str] = {}) -> dict[str, str 
     return {f"mlp/experts/{node}": stored(node, view) for node, view in views.items()}
 
 
+def plain_modules(spec: ModelSpec, experts: str) -> dict[str, Stored]:
+    """The routed experts of a family whose experts have no gate; `experts` is transformers' experts module. Files have
+    their matrices one by one, or all of a layer in one tensor: [E, F, D] and [E, D, F]."""
+
+    def stored(name: str) -> Stored:
+        parameter = f"{experts}.{name}"
+        if spec.fused_experts:
+            return Stored(parameter, parameter, View.identity)
+        return Stored(f"{experts}.{{}}.{name}", parameter, parameter=parameter)
+
+    return {f"mlp/experts/{node}": stored(NAMES[node]) for node in ("up", "down")}
+
+
 def shared_modules(name: str, block: str = "mlp") -> dict[str, str]:
     """The modules of a table of tensors that a shared expert adds: `name` is its module in the module `block`."""
     return {f"mlp/shared/{node}": f"{block}.{name}.{matrix}" for node, matrix in NAMES.items()}

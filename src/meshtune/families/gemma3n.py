@@ -66,7 +66,10 @@ DESCRIPTIONS = {
         "networks of which 5% are active in the first layers, layers that share keys and values",
         models=("google/gemma-3n-E2B-it", "google/gemma-3n-E4B-it"),
         template="gemma",
-        limits={"expand": "per-layer embeddings and shared keys and values are for the layers that there are"},
+        limits={
+            "expand": "per-layer embeddings and shared keys and values are for the layers that there are",
+            "loftq": "not on all-linear: projections outside the layers are not quantised",
+        },
     )
 }
 

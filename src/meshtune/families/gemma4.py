@@ -91,6 +91,7 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     unified = config["model_type"] == "gemma4_unified_text"
     fields = ConfigFields(DEFAULTS | (UNIFIED if unified else {}) | config, where)
     fields.only("use_bidirectional_attention", None, "vision")  # of images alone
+    fields.harmless("sliding_window_pattern")  # layer_types says it, and transformers reads that alone
     norm = NormSpec(fields.number("rms_norm_eps", 1e-6))
     kinds = _layer_types(fields)
     shared, layers = shared_layers(fields, kinds), []

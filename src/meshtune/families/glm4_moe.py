@@ -34,6 +34,8 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     fields = ConfigFields(DEFAULTS | config, where)
     for unused in ("num_mtp_layers", "num_nextn_predict_layers"):
         fields.get(unused)
+    fields.only("moe_router_dtype", "float32")
+    fields.only("decoder_sparse_step", 1)
     attention = attention_spec(
         fields,
         rope=read_rope(fields, head_sizes(fields)[2], theta=10000.0, rotated=0.5),

@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 from meshtune.families.config_fields import ConfigFields
+from meshtune.families.experts import expert_count, experts_spec, plain_modules
 from meshtune.families.family import Family
 from meshtune.families.llama import attention_spec, decoder_spec, mlp_spec
 from meshtune.families.mamba2 import MODULES as MAMBA
 from meshtune.families.mamba2 import OUTSIDE
 from meshtune.families.recurrent import LIMITS, layer_kinds, renamed, with_mamba_groups
-from meshtune.families.tensors import TensorMap, one_to_one
+from meshtune.families.tensors import Stored, TensorMap, View, one_to_one
+from meshtune.model.experts import ExpertsSpec
 from meshtune.model.layer import LayerSpec
 from meshtune.model.mamba2 import Mamba2Spec
+from meshtune.model.mlp import MlpSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.spec import ModelSpec
 
@@ -35,10 +39,26 @@ MODULES = MAMBA | {
     **{f"attn/{name}": f"mixer.{name}_proj" for name in ("q", "k", "v", "o")},
     **{f"mlp/{name}": f"mixer.{name}_proj" for name in ("up", "down")},
 }
-# Fields that say how the model was initialised, how transformers computes it, or what its experts, of which it has
-# none, are like.
+EXPERTS = {
+    "mlp/router": "mixer.gate",
+    "mlp/router/correction": Stored("mixer.gate.e_score_correction_bias", "mixer.gate", View.identity),
+    "mlp/shared/up": "mixer.shared_experts.up_proj",
+    "mlp/shared/down": "mixer.shared_experts.down_proj",
+    "mlp/latent_in": "mixer.fc1_latent_proj",
+    "mlp/latent_out": "mixer.fc2_latent_proj",
+}
+# Of the experts, where a model has them.
+EXPERT_DEFAULTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 7688,
+    "moe_shared_expert_intermediate_size": 7688,
+}
+# Fields that say how the model was initialised, how transformers computes it, what layers that predict further tokens
+# are like, or, in a model without experts, what they would be.
 UNUSED = """
-    chunk_size mamba_chunk_size expand mamba_expand hybrid_override_pattern layer_types layers_block_type
+    auto_map norm_eps chunk_size mamba_chunk_size expand mamba_expand hybrid_override_pattern layer_types
+    layers_block_type
     mamba_dt_init_floor mamba_dt_limit mamba_dt_max mamba_ssm_cache_dtype moe_intermediate_size moe_latent_size
     moe_shared_expert_intermediate_size moe_shared_expert_overlap mtp_hybrid_override_pattern
     mtp_layers_block_type n_group n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok
@@ -50,12 +70,18 @@ UNUSED = """
 
 DESCRIPTIONS = {
     "nemotron_h": Family(
-        title="Nemotron-H (dense)",
-        special="one block a layer: Mamba-2, attention without positions, or a plain network of squared ReLU; models "
-        "with experts are not supported yet; no adapters on the mixer's output, which peft refuses",
-        models=("nvidia/Nemotron-H-8B-Base-8K", "nvidia/NVIDIA-Nemotron-Nano-9B-v2"),
+        title="Nemotron-H, Nemotron 3",
+        special="one block a layer: Mamba-2, attention without positions, a plain network of squared ReLU, or such "
+        "experts, of which 6 of 128 compute a token in Nemotron 3 Nano, beside a shared one; no adapters on the "
+        "mixer's output, which peft refuses",
+        models=(
+            "nvidia/Nemotron-H-8B-Base-8K",
+            "nvidia/NVIDIA-Nemotron-Nano-9B-v2",
+            "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+        ),
         group="hybrid",
         limits=LIMITS,
+        mixture=True,
     )
 }
 
@@ -86,13 +112,50 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
         "full_attention": LayerSpec(attention_spec(fields, rope=None), None, norm),
         "mlp": LayerSpec(None, mlp, norm),
     }
-    kinds = layer_kinds(fields, tuple(layers))
+    kinds = layer_kinds(fields, (*layers, "moe"))
+    if "moe" in kinds:
+        layers["moe"] = LayerSpec(None, _experts(config, fields, mlp, len(kinds)), norm)
     for unused in UNUSED:
         fields.get(unused)
     return decoder_spec(fields, "nemotron_h", "NemotronHForCausalLM", [layers[kind] for kind in kinds])
 
 
+def _experts(config: dict[str, Any], fields: ConfigFields, mlp: MlpSpec, layers: int) -> ExpertsSpec:
+    """The experts of a layer, which have no gate, and may compute with fewer numbers than the model."""
+    absent = EXPERT_DEFAULTS.keys() - config.keys() - ({"n_routed_experts"} if "num_local_experts" in config else set())
+    defaults = {name: EXPERT_DEFAULTS[name] for name in absent}
+    fields = fields.with_values("experts", num_hidden_layers=layers, **defaults)
+    groups, top_groups, experts = fields.integer("n_group", 1), fields.integer("topk_group", 1), expert_count(fields)
+    if experts % groups or not top_groups <= groups:
+        raise fields.error(
+            "n_group",
+            f"{top_groups} of {groups} groups are chosen, and there are {experts} experts to divide into them",
+        )
+    if groups > 1 and experts // groups < 2:
+        raise fields.error("n_group", f"{groups} groups of {experts} experts: a group's score is that of its two best")
+    latent = fields.get("moe_latent_size")
+    return experts_spec(
+        fields,
+        activation="mlp_hidden_act",
+        router={
+            "scoring": "sigmoid",
+            "normalize": bool(fields.get("norm_topk_prob", True)),
+            "epsilon": 1e-20,
+            "scale": fields.number("routed_scaling_factor", 1.0),
+            "correction": True,
+            "groups": groups,
+            "top_groups": top_groups,
+            "float32": True,
+        },
+        gated=False,
+        shared=dataclasses.replace(mlp, width=fields.integer("moe_shared_expert_intermediate_size")),
+        latent=None if latent is None else fields.integer("moe_latent_size"),
+        latent_bias=mlp.bias,
+    )
+
+
 def tensors(spec: ModelSpec) -> list[TensorMap]:
     """The table of tensors: each is one leaf, or one layer of it, with the rows of fused projections in groups. Files
     have `backbone.` where transformers' modules have `model.`."""
-    return renamed(with_mamba_groups(one_to_one(spec, MODULES, OUTSIDE), spec), "backbone.", modules=False)
+    modules = MODULES | EXPERTS | plain_modules(spec, "mixer.experts")
+    return renamed(with_mamba_groups(one_to_one(spec, modules, OUTSIDE), spec), "backbone.", modules=False)

@@ -57,6 +57,7 @@ def model_spec(config: dict[str, Any], where: str) -> ModelSpec:
     fields = ConfigFields(DEFAULTS | config, where)
     for unused in UNUSED:
         fields.get(unused)
+    fields.only("mlp_only_layers", None, [])
     layers = hybrid_layers(fields, [mlp_spec(fields)] * fields.integer("num_hidden_layers"))
     return decoder_spec(fields, "qwen3_5_text", "Qwen3_5ForCausalLM", layers)
 
@@ -65,6 +66,7 @@ def hybrid_layers(fields: ConfigFields, ffns: Sequence[FeedForward], fused: bool
     """The layers around these feed-forward networks; `fused` is that of DeltaNetSpec."""
     fields.only("hidden_act", "silu")
     fields.only("attn_output_gate", True)
+    fields.only("output_gate_type", "swish")  # of delta nets, as transformers has it
     norm = NormSpec(fields.number("rms_norm_eps", 1e-6), "rms_offset")
     bias = bool(fields.get("attention_bias", False))
     attention = attention_spec(fields, rope=_rope(fields), qkv_bias=bias, out_bias=bias, qk_norm=norm, gate="query")

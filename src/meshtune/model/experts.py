@@ -23,7 +23,7 @@ from meshtune.model.cache import LayerCache
 from meshtune.model.compute import Compute
 from meshtune.model.dispatch import over_mesh
 from meshtune.model.expert_exchange import choose_exchange
-from meshtune.model.linear import Groups, grouped_linear, linear, site_key
+from meshtune.model.linear import Groups, grouped_linear, linear, linear_params, site_key
 from meshtune.model.mlp import MlpSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.router import RouterSpec, Routing
@@ -42,8 +42,10 @@ class ExpertsSpec(FeedForward):
     an expert's input in place of its result. A `shared` network computes every token in addition, with `shared_gate`
     times sigmoid(gate(x)). With `norm` the input is the stream as it is (LayerSpec.ffn_norm): it is normalised for the
     experts and for the shared network, and so are both results, each with weights of its own; the router reads the
-    stream. `layers` is the number of layers in the model. The load-balancing loss
-    (https://arxiv.org/abs/2101.03961) of all layers together, times `aux_loss`, is added to the model's loss.
+    stream. With `latent` experts compute with that many numbers of a token, which a linear layer projects down to and
+    another one up from, both with biases where `latent_bias` says so. `layers` is the number of layers in the model.
+    The load-balancing loss (https://arxiv.org/abs/2101.03961) of all layers together, times `aux_loss`, is added to the
+    model's loss.
     """
 
     router: RouterSpec
@@ -58,10 +60,13 @@ class ExpertsSpec(FeedForward):
     shared_gate: bool = False
     aux_loss: float = 0.0
     norm: NormSpec | None = None
+    latent: int | None = None
+    latent_bias: bool = False
     name: ClassVar[str] = "mlp"
 
     def params(self, embed: int) -> Tree:
-        """router {weight [E, D], ..}; experts {gate, up [E, F, D], down [E, D, F]}; shared; shared_gate [1, D]."""
+        """router {weight [E, D], ..}; experts {gate, up [E, F, D], down [E, D, F]}; shared; shared_gate [1, D];
+        latent_in [N, D] and latent_out [D, N], where D of the experts is N, the `latent` numbers."""
         tree: Tree = {"router": self.router.params(embed), "experts": self._expert_params(embed)}
         if self.shared is not None:
             tree["shared"] = self.shared.params(embed)
@@ -70,6 +75,10 @@ class ExpertsSpec(FeedForward):
             tree["shared_gate"] = {"weight": gate}
         if self.norm is not None:
             tree |= {name: self.norm.params(embed, "embed") for name in self._norms}
+        if self.latent is not None:
+            narrow, wide = (self.latent, "whole"), (embed, "embed")
+            tree["latent_in"] = linear_params(narrow, wide, self.latent_bias)
+            tree["latent_out"] = linear_params(wide, narrow, self.latent_bias)
         return tree
 
     @property
@@ -78,7 +87,7 @@ class ExpertsSpec(FeedForward):
         return norms if self.shared is None else (*norms, *(f"shared_{name}" for name in norms))
 
     def _expert_params(self, embed: int) -> Tree:
-        wide, narrow = (self.width, "ffn"), (embed, "embed")
+        wide, narrow = (self.width, "ffn"), (embed if self.latent is None else self.latent, "embed")
 
         def experts(out: tuple[int, str], into: tuple[int, str]) -> Tree:
             count = self.router.experts
@@ -107,10 +116,13 @@ class ExpertsSpec(FeedForward):
 
         chip = chip_of(context.compute.platform or jax.default_backend(), context.compute.chip)
         compute = functools.partial(self._compute, chip=chip, layout=layout)
+        rows = normed(x, "norm")
+        if self.latent is not None:
+            rows = linear(rows, node["latent_in"], site_key(key, "latent_in"))
         y = over_mesh(
             compute,
             layout,
-            normed(x, "norm"),
+            rows,
             chosen,
             routing.weights,
             experts,
@@ -118,6 +130,8 @@ class ExpertsSpec(FeedForward):
             self.router.experts,
             context.compute.expert_exchange,
         )
+        if self.latent is not None:
+            y = linear(y, node["latent_out"], site_key(key, "latent_out"))
         y = normed(y, "post_norm")
         if self.shared is not None:
             own = dataclasses.replace(context, key=site_key(key, "shared"))
@@ -208,15 +222,17 @@ class ExpertsSpec(FeedForward):
 
     def cost(self, embed: int) -> Cost:
         k, matrices = self.router.top_k, 3 if self.gated else 2
-        weights = self.router.experts * embed + k * matrices * embed * self.width
+        into = embed if self.latent is None else self.latent
+        weights = self.router.experts * embed + k * matrices * into * self.width
+        weights += 0 if self.latent is None else 2 * embed * into
         wide = Activation("ffn", k * self.width, self.width, kept=True, products=1, elementwise=1)
         wide = wide._replace(routed=True)
-        rows = Activation("embed", k * embed, 1, kept=False, products=1, elementwise=1, routed=True)
+        rows = Activation("embed", k * into, 1, kept=False, products=1, elementwise=1, routed=True)
         activations = (rows, *(wide,) * (matrices - 1), wide._replace(kept=False), rows)
         if self.shared is not None:
             shared = self.shared.cost(embed)
             weights, activations = weights + shared.weights, activations + shared.activations
-        return Cost(weights + (embed if self.shared_gate else 0), activations, dispatched=k * embed, chosen=k)
+        return Cost(weights + (embed if self.shared_gate else 0), activations, dispatched=k * into, chosen=k)
 
 
 def _is_quantised(leaf: object) -> bool:
