@@ -92,3 +92,14 @@ def test_ep_for_a_dense_model_is_an_error_that_does_not_ask_for_more_devices(rec
     assert "this llama model is dense: it has none" in done.stderr
     assert "leave mesh.ep out" in done.stderr
     assert "start the job" not in done.stderr
+
+
+def test_a_picture_of_experts_says_how_many_there_are(tmp_path):
+    mixtral = LLAMA_405B | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    mixtral |= {"num_hidden_layers": 3, "router_aux_loss_coef": 0.02, "output_router_logits": False}
+    for name in ("attention_bias", "mlp_bias"):
+        del mixtral[name]
+    (tmp_path / "config.json").write_text(json.dumps(mixtral))
+    ran = shard(f"model={tmp_path}", "data=d.jsonl", "output=o", "--target", "4xH200", "mesh.ep=4")
+    assert ran.returncode == 0, ran.stderr
+    assert "each of 3 layers, each of 8 experts, " in ran.stdout

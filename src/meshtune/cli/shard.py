@@ -50,7 +50,7 @@ def _show(sharding: Sharding) -> None:
         console.print(f"{choice.name:<10}  {choice.value} [dim]({choice.reason})[/]")
     console.print(_tensors(sharding))
     for shard in _examples(sharding.shards):
-        lead = f"each of {shard.shape[0]} layers, " if len(shard.shape) == 3 else ""
+        lead = "".join(f"each of {n} {axis}, " for n, axis in zip(shard.shape[:-2], shard.axes, strict=False))
         console.print(f"[bold]{shard.path}[/]: {lead}{shard.shape[-2]} x {shard.shape[-1]}, by device")
         console.print(_picture(shard, sharding))
     sizes = [(role, sharding.nbytes(role)) for role in ROLES]
