@@ -309,6 +309,34 @@ def test_an_update_in_the_backward_pass_gives_side_inputs_their_gradient():
             np.testing.assert_allclose(found[path], leaf, rtol=0, atol=2e-6, err_msg=path)
 
 
+def in_backward(params, objective):
+    """Traces an update in the backward pass."""
+    config = dataclasses.replace(SGD, in_backward=True)
+    forms = abstract_params(SPEC) | {
+        name: {"weight": ArraySpec((4,), "float32", ("embed",), role="vector")} for name in params if name == "tower"
+    }
+    optimizer, _ = make_optimizer(config, 10, forms, SPEC)
+    step = make_train_step(objective, SPEC, COMPUTES["remat"], optimizer)
+    jax.eval_shape(step, init_state(params, optimizer), {}, batch(), jnp.int32(0))
+
+
+def test_what_would_get_no_gradient_is_refused_by_name():
+    """A leaf that feeds neither what enters the layers nor what leaves them; without it the same trace passes."""
+    params = parameters()
+    in_backward(params, OBJECTIVES["sft"])
+    with pytest.raises(UserError, match="'tower' is trained, and an update in the backward pass would give it no grad"):
+        in_backward(params | {"tower": {"weight": jnp.ones(4)}}, OBJECTIVES["sft"])
+
+
+def test_an_objective_that_goes_through_the_model_twice_is_refused():
+    def twice(*arguments):
+        OBJECTIVES["sft"](*arguments)
+        return OBJECTIVES["sft"](*arguments)
+
+    with pytest.raises(UserError, match="goes through the model twice"):
+        in_backward(parameters(), twice)
+
+
 def test_the_active_layer_alone_is_updated():
     losses, found = updated(
         OptimizerConfig("badam", 1e-2, "constant", switch_every=1, block_order="ascending"), steps=1
