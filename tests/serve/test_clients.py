@@ -10,6 +10,7 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
+from random_model import save_random_model
 from serving import TOKEN, serving
 from transformers import AutoModelForCausalLM
 
@@ -25,8 +26,10 @@ def model(stories260k) -> Model:
 
 
 @pytest.fixture(scope="module")
-def address(model) -> Iterator[str]:
-    with serving(Models({"stories": model}, rows=4, queue=64), token=TOKEN) as url:
+def address(model, shared, tmp_path_factory) -> Iterator[str]:
+    path = save_random_model(tmp_path_factory.mktemp("models") / "random", shared)
+    models = {"stories": model, "random": load(path, dtype="float32", chat_template="chatml")}
+    with serving(Models(models, rows=4, queue=64), token=TOKEN) as url:
         yield f"{url}/v1"
 
 
@@ -137,5 +140,10 @@ def test_langchain(address, model):
     assert "".join(str(chunk.content) for chunk in chat.stream(question)) == text
     forced = ChatOpenAI(**options, max_tokens=60, model_kwargs={"parallel_tool_calls": False})
     short = [{"role": "user", "content": "A"}]
-    found = forced.with_structured_output(Weather, method="json_schema").invoke(short)
-    assert isinstance(found, Weather)
+    assert isinstance(forced.with_structured_output(Weather, method="json_schema").invoke(short), Weather)
+    # A template that shows tools writes a long preamble, which needs a longer context.
+    calls = ChatOpenAI(**options | {"model": "random", "temperature": 1, "seed": 1}, max_tokens=150)
+    called = calls.bind_tools([Weather], tool_choice="required", parallel_tool_calls=False).invoke(short).tool_calls
+    assert [call["name"] for call in called] == ["Weather"]
+    assert Weather(**called[0]["args"])
+    assert isinstance(calls.with_structured_output(Weather, method="function_calling").invoke(short), Weather)

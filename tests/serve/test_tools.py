@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import openai
 import pytest
-import torch
+from random_model import save_random_model
 from serving import TOKEN, serving
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from meshtune.generate.api import load
 from meshtune.serve.models import Models
@@ -36,22 +34,7 @@ NOW = {"type": "function", "function": {"name": "now"}}
 
 
 @pytest.fixture(scope="module")
-def random_model(shared, tmp_path_factory):
-    """A model of random weights with a real tokenizer and room for the long preambles of templates with tools."""
-    path = tmp_path_factory.mktemp("models") / "random"
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=49152, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, tie_word_embeddings=True,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(shared / "assets/tokenizers/smollm2" / name, path / name)
-    return path
-
-
-@pytest.fixture(scope="module")
-def models(random_model, shared, tmp_path_factory) -> Models:
+def models(shared, tmp_path_factory) -> Models:
     """Under three templates: one with tools and reasoning that may be switched off, one that begins with reasoning, and
     one that has neither."""
     thinking = tmp_path_factory.mktemp("templates") / "thinking.jinja"
@@ -61,7 +44,8 @@ def models(random_model, shared, tmp_path_factory) -> Models:
     )
     qwen = shared / "assets/tokenizers/chat_templates/Qwen-Qwen3-0.6B.jinja"
     templates = {"qwen": qwen, "thinking": thinking, "silent": "alpaca"}
-    loaded = {name: load(random_model, dtype="float32", chat_template=str(path)) for name, path in templates.items()}
+    path = save_random_model(tmp_path_factory.mktemp("models") / "random", shared)
+    loaded = {name: load(path, dtype="float32", chat_template=str(template)) for name, template in templates.items()}
     return Models(loaded, rows=2, queue=64)
 
 
