@@ -4,8 +4,8 @@
 
 Starts `meshtune serve` and asks it from this process. Every client asks again as soon as it has its answer. A part of
 its requests is broken off (a stream after a few pieces, a whole answer by a short timeout), a part must follow a JSON
-schema, and a part is malformed. What is answered is compared with what the same request was answered before the load. The same
-load goes before for `--warm` seconds, in which the programs of all sizes of the batch are compiled.
+schema, and a part is malformed. What is answered is compared with what the same request was answered before the load.
+The same load goes before for `--warm` seconds, in which the programs of all sizes of the batch are compiled.
 """
 
 from __future__ import annotations

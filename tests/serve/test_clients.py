@@ -143,7 +143,10 @@ def test_langchain(address, model):
     assert isinstance(forced.with_structured_output(Weather, method="json_schema").invoke(short), Weather)
     # A template that shows tools writes a long preamble, which needs a longer context.
     calls = ChatOpenAI(**options | {"model": "random", "temperature": 1, "seed": 1}, max_tokens=150)
-    called = calls.bind_tools([Weather], tool_choice="required", parallel_tool_calls=False).invoke(short).tool_calls
+    strict = {"tool_choice": "required", "parallel_tool_calls": False, "strict": True}
+    called = calls.bind_tools([Weather], **strict).invoke(short).tool_calls
     assert [call["name"] for call in called] == ["Weather"]
     assert Weather(**called[0]["args"])
-    assert isinstance(calls.with_structured_output(Weather, method="function_calling").invoke(short), Weather)
+    assert isinstance(
+        calls.with_structured_output(Weather, method="function_calling", strict=True).invoke(short), Weather
+    )
