@@ -101,6 +101,46 @@ def test_a_prompt_that_goes_on_is_read_from_where_it_ended(case: Case, monkeypat
     assert counts == [19, 3, 3]  # of a later turn: the answer's last token and the new ones, less the last
 
 
+def test_a_long_prompt_is_read_in_pieces_while_others_decode(stories, golden, monkeypatch):
+    """Rows that decode get tokens in every step; what comes after the pieces is what comes after the whole prompt."""
+    counts = tokens_read(monkeypatch)
+    monkeypatch.setattr("meshtune.generate.scheduler.READ_TOKENS", 32)
+    scheduler = stories.scheduler(rows=4)
+    first = scheduler.submit(stories.request(golden[:5], max_tokens=60, stop_ids=[]))
+    scheduler.step(4)
+    prompt = (golden * 2)[:250]
+    late = [scheduler.submit(stories.request([*prompt, n], max_tokens=8, stop_ids=[])) for n in (3, 4)]
+    for number in range(1, 8):
+        scheduler.step(4)
+        assert len(first.ids) == 4 + 4 * number
+        assert late[0].ids == []
+    finished(scheduler)
+    assert counts[1:] == [32] * 7 + [26, 0]  # the second one's prompt is the first one's, and copied
+    for generation in (first, *late):
+        alone = stories.scheduler(rows=1)
+        expected = alone.submit(generation.request)
+        finished(alone)
+        assert generation.ids == expected.ids
+
+
+@pytest.mark.parametrize("case", [BY_NAME[kind] for kind in ("gemma2", "deepseek_v2", "qwen3_5")], ids=lambda c: c.name)
+def test_pieces_of_a_prompt_leave_every_kind_of_memory_as_the_whole_does(case: Case, monkeypatch):
+    monkeypatch.setattr("meshtune.generate.scheduler.READ_TOKENS_IDLE", 16)
+    spec, params = loaded(case)
+    engine, model = Engine(params, spec, Compute()), torch_model(case)
+    model.generation_config.eos_token_id = None
+    prompt = np.random.default_rng(5).integers(0, spec.vocab, 41).tolist()
+    (ours,) = engine.generate([prompt], max_tokens=6, stop_ids=[])
+    theirs = model.generate(  # pyright: ignore[reportCallIssue]
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt)),
+        max_new_tokens=6,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    assert ours == theirs[0, len(prompt) :].tolist()
+
+
 def test_a_prompt_shared_by_several_requests_is_read_once(stories, golden, monkeypatch):
     counts = tokens_read(monkeypatch)
     scheduler = stories.scheduler(rows=8)

@@ -70,7 +70,7 @@ class Model:
     @functools.cached_property
     def engine(self) -> Engine:
         """Generation in token ids."""
-        return Engine(self.params, self.spec, self.compute, self.stop_ids)
+        return Engine(self.params, self.spec, self.compute, self.stop_ids, resident=True)
 
     def logits(self, token_ids: ArrayLike | Sequence[object]) -> Float[np.ndarray, "B T V"]:
         """float32 logits of every position. `token_ids` is one row of ids, or rows of one length (lists or arrays).

@@ -10,6 +10,7 @@ from meshtune.arrays.tree import Tree
 from meshtune.errors import UserError
 from meshtune.generate.config import Sampling
 from meshtune.generate.constraint import Grammar
+from meshtune.generate.decode_layout import decode_layout, decodes_from_copy
 from meshtune.generate.programs import STEPS, head_scale
 from meshtune.generate.request import Generation, Request, check_max_tokens, check_prompt
 from meshtune.generate.scheduler import Scheduler
@@ -21,12 +22,17 @@ DEFAULT_TOKENS = 256  # generated at most when nobody says how many
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """A model ready to continue token ids. `stop_ids` end a row and are its last token."""
+    """A model ready to continue token ids. `stop_ids` end a row and are its last token.
+
+    With `resident` it may hold large weights twice on a CPU, the second time as decoding reads them fastest
+    (generate.decode_layout); for parameters that do not change.
+    """
 
     params: Tree
     spec: ModelSpec
     compute: Compute
     stop_ids: frozenset[int] = frozenset()
+    resident: bool = False
 
     @property
     def context(self) -> int:
@@ -35,7 +41,9 @@ class Engine:
 
     def scheduler(self, *, rows: int = 8, queue: int | None = None) -> Scheduler:
         """A queue for requests, of which `rows` are computed at once and `queue` may wait (None: any number)."""
-        return Scheduler(self._settled, self.spec, self.compute, rows=rows, queue=queue)
+        return Scheduler(
+            self._settled, self.spec, self.compute, rows=rows, queue=queue, decode_params=self._decode_params
+        )
 
     def request(
         self,
@@ -116,6 +124,12 @@ class Engine:
             return self.params
         scale = head_scale(self.params["head"], spec=self.spec)
         return self.params | {"head": self.params["head"] | {"scale": scale}}
+
+    @cached_property
+    def _decode_params(self) -> Tree:
+        """The parameters that decode steps read."""
+        params = self._settled
+        return decode_layout(params, self.spec) if self.resident and decodes_from_copy(params, self.compute) else params
 
 
 class Run:

@@ -18,11 +18,13 @@ from meshtune.arrays.tree import Tree
 from meshtune.kernels.chips import Chip
 from meshtune.kernels.grouped import cast, grouped_matmul
 from meshtune.mesh.layout import Layout
+from meshtune.model.transposed import TransposedWeight
 from meshtune.quantize.weight import QuantisedWeight
 
 # Names a rematerialisation policy may keep: the result of a linear layer, its adapter and bias included, and the narrow
 # product inside an adapter.
 PRODUCT, NARROW = "linear_product", "adapter_narrow"
+LinearWeight = Array | QuantisedWeight | TransposedWeight  # [out, in]
 
 
 class Groups(NamedTuple):
@@ -58,12 +60,12 @@ def precision(dtype: jnp.dtype) -> lax.Precision | None:
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
-def matmul(
-    x: Float[Array, "*B i"], weight: Float[Array, "o i"] | QuantisedWeight, out: DTypeLike | None = None
-) -> Float[Array, "*B o"]:
+def matmul(x: Float[Array, "*B i"], weight: LinearWeight, out: DTypeLike | None = None) -> Float[Array, "*B o"]:
     """x times the transposed weight: factors in x's dtype, accumulated and given in `out` (default: x's dtype)."""
     if isinstance(weight, QuantisedWeight):
         return _quantised(x, weight, jnp.dtype(x.dtype), jnp.dtype(out or x.dtype))
+    if isinstance(weight, TransposedWeight):
+        return weight.product(x, out or x.dtype, precision(x.dtype))
     return lax.dot_general(
         x,
         weight.astype(x.dtype),

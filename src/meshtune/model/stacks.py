@@ -42,6 +42,7 @@ def through_layers(
     """(x after all layers, their caches, their sums).
 
     A memory that a layer stores is there for all layers behind it; each stack closes over those of earlier stacks.
+    A node of params["layers"] holds stacked arrays, or is a tuple of each layer's node, and its stack is then unrolled.
     """
     first, shared = 0, params.get("shared")
     apply = layer if compute.attention_chunk is None else layer_by_chunks
@@ -68,12 +69,17 @@ def through_layers(
             return (x, caches, sums), stored
 
         group = rematerialised(group, compute, nodes)
-        if compute.scan and stack.repeats > 1:
+        if compute.scan and stack.repeats > 1 and not isinstance(nodes[f"{s}.0"], tuple):
             stream, _ = lax.scan(group, stream, (nodes, jnp.arange(stack.repeats), by_layer))
         else:
             for row in range(stack.repeats):
-                parts = jax.tree.map(lambda leaf, row=row: leaf[row], (nodes, by_layer))
-                stream, stored = group(stream, (parts[0], jnp.int32(row), parts[1]))
+                node = {key: _of_layer(node, row) for key, node in nodes.items()}
+                stream, stored = group(stream, (node, jnp.int32(row), _of_layer(by_layer, row)))
                 side = with_stored(side, stored)
         first += stack.layers
     return stream
+
+
+def _of_layer(nodes: Tree | tuple[Tree, ...], row: int) -> Tree:
+    """The node of layer `row` of a stack."""
+    return nodes[row] if isinstance(nodes, tuple) else jax.tree.map(lambda leaf: leaf[row], nodes)

@@ -1,0 +1,197 @@
+"""The rows of a batch and the caches behind them: which request has which row, and what of its prompt is read.
+
+A prompt is read in pieces, so that a long one does not keep other rows from decoding. What a row holds stays until
+another request needs the row, so a prompt that begins as one that was read before is read from there on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from meshtune.arrays.tree import Tree
+from meshtune.generate import programs
+from meshtune.generate.programs import length_bucket, rows_bucket
+from meshtune.generate.request import Generation
+from meshtune.model.compute import Compute
+from meshtune.model.spec import ModelSpec
+
+ROOM = 512  # slots made at first for tokens to come; a longer text lets the cache grow
+FEWEST_SLOTS = 128  # then powers of two: empty slots cost little, another length costs a compilation
+SHORTEST_SHARED = 16  # tokens at least that are not read again where another row has them
+
+
+@dataclasses.dataclass(eq=False)
+class Row:
+    """A row of the batch: the tokens that its cache holds, those of the prompt that are still to be read, the newest
+    token, which a decode step reads, and whose row it is."""
+
+    cached: list[int] = dataclasses.field(default_factory=list)
+    unread: list[int] = dataclasses.field(default_factory=list)
+    newest: int = 0
+    generation: Generation | None = None
+    started: bool = True  # whether something of the prompt has been read, or found in a row
+    admitted: int = 0  # the number of the request
+    last_used: int = 0
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the row has a request whose prompt is read."""
+        return self.generation is not None and self.started and not self.unread
+
+    @property
+    def expected(self) -> list[int]:
+        """The tokens that the cache holds once the prompt is read."""
+        return [*self.cached, *self.unread] if self.started else self.unread
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that a decode step may still generate."""
+        if self.generation is None or not self.decodes:
+            return 0
+        return self.generation.request.max_tokens - len(self.generation.tokens)
+
+
+class _Piece(NamedTuple):
+    """Tokens to read into row `target`, behind the first `length` tokens of row `source`."""
+
+    target: int
+    source: int
+    length: int
+    tokens: Sequence[int]
+
+    @property
+    def shape(self) -> tuple[bool, int]:
+        """Pieces of one shape are read together: whether a row goes on, and the bucket of the tokens."""
+        return self.length > 0, length_bucket(max(1, len(self.tokens)))
+
+
+class Rows:
+    """The rows and their caches, `layers`, of `slots` tokens a row."""
+
+    def __init__(self, params: Tree, spec: ModelSpec, compute: Compute):
+        self._params, self._spec, self._compute = params, spec, compute
+        self.rows: list[Row] = []
+        self.layers: dict[str, Tree] = {}
+        self.slots = 0
+        self._admissions = 0
+
+    @property
+    def running(self) -> int:
+        """Rows that have a request."""
+        return sum(row.generation is not None for row in self.rows)
+
+    def make_room(self, admitted: Sequence[Generation]) -> None:
+        """Makes rows and slots for requests: as few rows as do, for every row costs time in every step."""
+        count = rows_bucket(self.running + len(admitted))
+        longest = max(len(g.request.prompt) + min(g.request.max_tokens, ROOM) for g in admitted)
+        if not self.running and 4 * longest <= self.slots:
+            self.rows, self.slots = [], 0
+        self.resize(count, longest)
+
+    def resize(self, count: int, length: int) -> None:
+        """Rows for `count` generations at least, of `length` tokens at least. Empty rows go first, the oldest first."""
+        slots = max(FEWEST_SLOTS, self.slots, 1 << (length - 1).bit_length())
+        count = count if count > len(self.rows) or 4 * count <= len(self.rows) else len(self.rows)
+        if slots == self.slots and count == len(self.rows):
+            return
+        retained = sorted(self.rows, key=lambda row: (row.generation is None, -row.last_used))[:count]
+        if retained:
+            source = [self.rows.index(row) for row in retained]
+            source += [0] * (count - len(retained))
+            self.layers = programs.moved(
+                self.layers, np.asarray(source, np.int32), spec=self._spec, compute=self._compute, slots=slots
+            )
+        else:
+            self.layers = programs.empty_layers(self._spec, self._compute, count, slots)
+        self.rows = retained + [Row() for _ in range(count - len(retained))]
+        self.slots = slots
+
+    def place(self, generation: Generation, clock: int) -> None:
+        """Gives a request a free row: the one where its prompt goes on, or one whose text is needed least."""
+        prompt = generation.request.prompt[:-1]
+        free = [row for row in self.rows if row.generation is None]
+        source, length = self._best(prompt, self.rows)
+        if not (length and source in free and length == len(source.cached)):
+            others = [row for row in free if row is not source] or free
+            source = min(others, key=lambda row: (len(row.cached) > 0, row.last_used))
+        self._admissions += 1
+        source.unread, source.newest, source.generation = list(prompt), generation.request.prompt[-1], generation
+        source.started, source.admitted, source.last_used = False, self._admissions, clock
+
+    def end(self, generation: Generation, clock: int) -> None:
+        """Frees a request's row. What it holds of the text stays."""
+        for row in self.rows:
+            if row.generation is generation:
+                row.generation, row.unread, row.started, row.last_used = None, [], True, clock
+
+    def read(self, most: int) -> None:
+        """Reads at most `most` tokens of prompts, the oldest request's first."""
+        batch: list[_Piece] = []
+        reading = [row for row in self.rows if row.generation is not None and not row.decodes]
+        for row in sorted(reading, key=lambda row: row.admitted):
+            piece = self._piece(row, most)
+            if piece is None and batch:  # it waits for what a row before it reads, perhaps in this batch
+                self._compute_pieces(batch)
+                batch, piece = [], self._piece(row, most)
+            if piece is None:
+                continue
+            depends = any(piece.source == earlier.target for earlier in batch)
+            if batch and (depends or piece.shape != batch[0].shape):
+                self._compute_pieces(batch)
+                batch = []
+            if piece.tokens or piece.source != piece.target or not piece.length:  # an empty row may hold a state
+                batch.append(piece)
+            most -= len(piece.tokens)
+            prompt = row.generation.request.prompt if row.generation else ()
+            row.cached = list(prompt[: piece.length + len(piece.tokens)])
+            row.unread, row.started = list(prompt[len(row.cached) : -1]), True
+        self._compute_pieces(batch)
+
+    def _piece(self, row: Row, most: int) -> _Piece | None:
+        """What is to be read of a row's prompt next, `most` tokens at most; None where it has to wait."""
+        target = self.rows.index(row)
+        if row.started:
+            return _Piece(target, target, len(row.cached), row.unread[:most]) if most > 0 else None
+        earlier = [other for other in self.rows if other.admitted < row.admitted and not other.decodes]
+        unread = [other for other in earlier if other.generation is not None]
+        source, length = self._best(row.unread, self.rows)
+        _, later = self._best(row.unread, unread, expected=True)
+        if later > length or (most <= 0 and length < len(row.unread)):
+            return None
+        return _Piece(target, self.rows.index(source) if length else target, length, row.unread[length:][:most])
+
+    def _best(self, prompt: Sequence[int], rows: Sequence[Row], *, expected: bool = False) -> tuple[Row, int]:
+        """The row that holds most of a prompt, or will (`expected`), and how many tokens of it."""
+        shared = [(self._shared(row.expected if expected else row.cached, prompt), row) for row in rows]
+        length, row = max(shared, key=lambda pair: pair[0], default=(0, Row()))
+        return row, length if length >= min(SHORTEST_SHARED, len(prompt)) else 0
+
+    def _shared(self, cached: Sequence[int], prompt: Sequence[int]) -> int:
+        """How many of the tokens of `prompt` need not be read where a row holds `cached`."""
+        common = next(
+            (n for n, (a, b) in enumerate(zip(cached, prompt, strict=False)) if a != b), min(len(cached), len(prompt))
+        )
+        whole = common == len(cached) or programs.holds_every_token(self._spec, self._compute, self.slots)
+        return common if whole else 0
+
+    def _compute_pieces(self, batch: Sequence[_Piece]) -> None:
+        """Reads pieces of one shape."""
+        if not batch:
+            return
+        count, length = rows_bucket(len(batch)), batch[0].shape[1]
+        tokens, unread = np.zeros((count, length), np.int32), np.zeros(count, np.int32)
+        source, known = np.zeros(count, np.int32), np.zeros(count, np.int32)
+        target = np.full(count, len(self.rows), np.int32)  # beyond the end: dropped
+        for n, piece in enumerate(batch):
+            unread[n] = len(piece.tokens)
+            tokens[n, : unread[n]] = piece.tokens
+            source[n], known[n], target[n] = piece.source, piece.length, piece.target
+        static = {"spec": self._spec, "compute": self._compute}
+        if batch[0].length:
+            self.layers = programs.read_on(self._params, self.layers, tokens, unread, source, known, target, **static)
+        else:
+            self.layers = programs.read_new(self._params, self.layers, tokens, unread, target, **static)
