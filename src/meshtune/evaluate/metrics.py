@@ -18,7 +18,7 @@ from meshtune.evaluate import llama_factory
 from meshtune.evaluate.extras import optional
 
 CJK = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\u3040-\u30ff"
-_WORD = re.compile(rf"[{CJK}]|[^\W{CJK}]+")
+WORD = re.compile(rf"[{CJK}]|[^\W{CJK}]+")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -72,7 +72,7 @@ class _ChineseWords:
         self._jieba = llama_factory.jieba()
 
     def tokenize(self, text: str) -> list[str]:
-        return [word.lower() for word in self._jieba.cut(text) if _WORD.search(word)]
+        return [word.lower() for word in self._jieba.cut(text) if WORD.search(word)]
 
 
 def chrf(_: bool) -> RecordMetric:

@@ -78,14 +78,27 @@ def predict(
     with results_folder(output, settings, resume=resume, overwrite=overwrite) as aside:
         if aside is not None:
             console.print(f"the old results are now in {aside}", soft_wrap=True)
-        rows = _answered(model, records, prompts, options, output / PREDICTIONS, console)
-        held_out = None
-        if options.loss:
-            with shown(console, "loss") as progress:
-                held_out = held_out_loss(model, records, progress=progress)
-        result = compared(rows, options.metrics, held_out)
-        write_lines(output / PREDICTIONS, result.rows)
-        write_json(output / TOTALS, result.totals)
+        return predict_into(model, records, prompts, output, options, console)
+
+
+def predict_into(
+    model: Model,
+    records: Sequence[Record],
+    prompts: Sequence[Prompt],
+    folder: pathlib.Path,
+    options: PredictOptions,
+    console: Console,
+) -> Predictions:
+    """Answers records into a folder that is this process's; answers that are there already stay."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = _answered(model, records, prompts, options, folder / PREDICTIONS, console)
+    held_out = None
+    if options.loss:
+        with shown(console, "loss") as progress:
+            held_out = held_out_loss(model, records, progress=progress)
+    result = compared(rows, options.metrics, held_out)
+    write_lines(folder / PREDICTIONS, result.rows)
+    write_json(folder / TOTALS, result.totals)
     return result
 
 
@@ -153,9 +166,10 @@ def compared(rows: Sequence[dict[str, Any]], metrics: Sequence[str], held_out: H
     texts, references = [row["answer"] for row in rows], [row["reference"] for row in rows]
     by_record = record_metrics(metrics, texts, references)
     losses = held_out.records if held_out else [None] * len(rows)
+    counts = held_out.tokens if held_out else [0] * len(rows)
     full = [
-        row | {"metrics": values} | ({"loss": loss} if held_out else {})
-        for row, values, loss in zip(rows, by_record, losses, strict=True)
+        row | {"metrics": values} | ({"loss": loss, "loss_tokens": tokens} if held_out else {})
+        for row, values, loss, tokens in zip(rows, by_record, losses, counts, strict=True)
     ]
     totals: dict[str, Any] = {
         "records": len(rows),

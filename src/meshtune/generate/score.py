@@ -75,7 +75,7 @@ def score_texts(
     roots = prefix_tree(texts, shared=shared)
     scorer = _Scorer(params, spec, compute, texts, progress or (lambda done, total: None), _size(roots))
     scorer.packed([node for node in roots if not node.children])
-    scorer.branches([node for node in roots if node.children], None, {})
+    scorer.branches([node for node in roots if node.children])
     return scorer.scores
 
 
@@ -87,6 +87,15 @@ def _size(nodes: Sequence[Node]) -> int:
         total += len(node.tokens)
         remaining += node.children
     return total
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parents:
+    """The caches of nodes, of so many slots, and the row of the parent of each of their children."""
+
+    layers: dict[str, Tree]
+    slots: int
+    row_of: dict[Node, int]
 
 
 class _Scorer:
@@ -135,9 +144,10 @@ class _Scorer:
             self._answer(_hidden(self._params, *inputs, spec=self._spec, compute=self._compute), asked)
             self._count(sum(len(nodes[number].tokens) for members in group for number in members))
 
-    def branches(self, nodes: Sequence[Node], layers: dict[str, Tree] | None, row_of: dict[Node, int]) -> None:
+    def branches(self, nodes: Sequence[Node], parents: _Parents | None = None) -> None:
         """Scores nodes that go on from rows of a cache (None: from nothing), and all below them."""
-        for chunk, rows, length, slots in self._chunks(nodes):
+        row_of = parents.row_of if parents else {}
+        for chunk, rows, length, slots in self._chunks(nodes, parents.slots if parents else 64):
             source, start, count = (np.zeros(rows, np.int32) for _ in range(3))
             tokens = np.zeros((rows, length), np.int32)
             asked: list[tuple[int, Query]] = []
@@ -146,24 +156,24 @@ class _Scorer:
                 tokens[row, : len(node.tokens)] = node.tokens
                 asked += [(row * length, query) for query in node.queries]
             static = {"spec": self._spec, "compute": self._compute}
-            if layers is None:
+            if parents is None:
                 before = init_cache(self._spec, rows, slots, self._compute.dtype, self._compute.layout).layers
             else:
-                before = moved(layers, source, slots=slots, **static)
+                before = moved(parents.layers, source, slots=slots, **static)
             hidden, after = _read(self._params, before, tokens, start, count, **static)
             self._answer(hidden, asked)
             self._count(int(count.sum()))
             below = {child: row for row, node in enumerate(chunk) for child in node.children}
             if below:
-                self.branches(list(below), after, below)
+                self.branches(list(below), _Parents(after, slots, below))
 
-    def _chunks(self, nodes: Sequence[Node]) -> Iterator[tuple[list[Node], int, int, int]]:
-        """(nodes computed at once, rows, tokens a row, slots of the cache), of similar lengths."""
+    def _chunks(self, nodes: Sequence[Node], slots_before: int) -> Iterator[tuple[list[Node], int, int, int]]:
+        """(nodes computed at once, rows, tokens a row, slots of the cache, never fewer), of similar lengths."""
         remaining = sorted(nodes, key=lambda node: (len(node.tokens), node.end), reverse=True)
         while remaining:
             length = _power(len(remaining[0].tokens), 8)
             fitting = max(1, self._at_once // length)
-            slots = _power(max(node.end for node in remaining[:fitting]), 64)
+            slots = _power(max(node.end for node in remaining[:fitting]), slots_before)
             fitting = min(fitting, max(1, CACHED * self._at_once // slots))
             chunk, remaining = remaining[:fitting], remaining[fitting:]
             rows = fitting
