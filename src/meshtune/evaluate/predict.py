@@ -139,13 +139,14 @@ def _answered(
     """The answers, those that `file` has already and new ones, which are added to it."""
     rows = {row["record"]: row for row in read_lines(file)}
     write_lines(file, rows.values())  # without a line that was cut off
-    remaining = [record for record in records if record.number not in rows]
+    pairs = zip(records, prompts, strict=True)
+    remaining = [(record, prompt) for record, prompt in pairs if record.number not in rows]
     if rows:
         console.print(f"{len(rows)} of {len(records)} records have an answer already")
     with file.open("a", encoding="utf-8") as lines, shown(console, "answers") as progress:
-        asked = [prompts[record.number] for record in remaining]
+        asked = [prompt for _, prompt in remaining]
         for number, answer in answers(model.engine, model.tokenizer, asked, rows=options.rows):
-            record = remaining[number]
+            record, _ = remaining[number]
             rows[record.number] = {
                 "record": record.number,
                 "origin": record.origin,

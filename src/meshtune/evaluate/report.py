@@ -1,0 +1,222 @@
+"""The report of an evaluation: what was gained and lost in words, tables, plots and answers, as Markdown and HTML."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import html
+import pathlib
+from collections.abc import Mapping, Sequence
+
+from meshtune.evaluate.compare import Outcome, general_differences, professional_differences
+from meshtune.evaluate.folder import replace
+from meshtune.evaluate.overlap import Overlap
+from meshtune.evaluate.plots import draw_differences, draw_losses
+from meshtune.evaluate.results import averages
+from meshtune.evaluate.statistics import Difference
+
+MARKDOWN, HTML = "report.md", "report.html"
+DIFFERENCES, LOSSES = "differences.png", "losses.png"
+SHOWN = 12  # answers side by side
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table under a heading, with a line below it."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a report says: `warnings` first, then `words`, pictures by file name, tables, and answers side by side."""
+
+    title: str
+    warnings: list[str]
+    words: list[str]
+    pictures: list[str]
+    tables: list[Table]
+
+
+def write_report(
+    folder: pathlib.Path,
+    title: str,
+    outcomes: Mapping[str, Outcome],
+    *,
+    overlap: Overlap | None = None,
+    protocol: str,
+    seed: int = 0,
+) -> Report:
+    """Writes report.md, report.html and the plots of one model, or of two: before and after."""
+    words, tables, pictures = [], [], []
+    warnings = [str(overlap)] if overlap is not None and overlap.shared else []
+    if overlap is not None and not overlap.shared:
+        words.append(str(overlap))
+    if len(outcomes) == 2:
+        (before_name, before), (after_name, after) = outcomes.items()
+        professional: list[Difference] = []
+        if before.predictions and after.predictions:
+            professional = professional_differences(before.predictions, after.predictions, seed)
+            tables.append(_differences("Professional ability: your records", before_name, after_name, professional))
+            if draw_losses(folder / LOSSES, before.predictions, after.predictions):
+                pictures.append(LOSSES)
+        general = general_differences(before.tasks, after.tasks, seed)
+        for name, listed in general.items():
+            tables.append(_differences(f"General ability: {name}", before_name, after_name, listed))
+        words += sentences(professional, general)
+        draw_differences(folder / DIFFERENCES, professional, general)
+        pictures.insert(0, DIFFERENCES)
+    for name, outcome in outcomes.items():
+        tables += _categories(name, outcome)
+        if len(outcomes) == 1:
+            tables += _metrics(outcome)
+    tables += _answers(outcomes)
+    words.append(f"Protocol of the tasks: {protocol}.")
+    report = Report(title, warnings, words, pictures, tables)
+    replace(folder / MARKDOWN, markdown(report))
+    replace(folder / HTML, page(report, folder))
+    return report
+
+
+def sentences(professional: Sequence[Difference], general: Mapping[str, Sequence[Difference]]) -> list[str]:
+    """What was gained and lost, in words."""
+    named = [("your records", item) for item in professional]
+    named += [(name, item) for name, listed in general.items() for item in listed]
+    lines = []
+    for verdict, text in (("gained", "Gained"), ("lost", "LOST")):
+        for name, item in named:
+            if item.verdict == verdict:
+                lines.append(
+                    f"{text}: {name}, {item.metric} from {item.before:.4g} to {item.after:.4g} ({_interval(item)})."
+                )
+    if not any(item.verdict == "lost" for _, item in named):
+        unclear = sum(item.verdict == "unclear" for _, item in named)
+        lines.append(f"No loss is shown by the {len(named)} metrics; of {unclear} the samples are too few to say.")
+    return lines
+
+
+def _interval(item: Difference) -> str:
+    p = "" if item.p is None else f", McNemar p = {item.p:.2g}"
+    return f"difference {item.change:+.4g}, 95% interval {item.low:+.4g} to {item.high:+.4g}{p}"
+
+
+def _differences(title: str, before: str, after: str, items: Sequence[Difference]) -> Table:
+    head = ("metric", before, after, "difference", "95% interval", "better / worse / samples", "McNemar p", "verdict")
+    rows = [
+        (
+            f"{item.metric} {'↑' if item.higher_is_better else '↓'}",
+            f"{item.before:.4f}",
+            f"{item.after:.4f}",
+            f"{item.change:+.4f}",
+            f"{item.low:+.4f} to {item.high:+.4f}",
+            f"{item.wins} / {item.losses} / {item.samples}",
+            "" if item.p is None else f"{item.p:.3g}",
+            item.verdict,
+        )
+        for item in items
+    ]
+    return Table(title, head, rows, "Paired bootstrap over samples, 10,000 draws. unclear: the interval holds 0.")
+
+
+def _metrics(outcome: Outcome) -> list[Table]:
+    """The numbers of a model that is compared with none."""
+    tables = []
+    if outcome.predictions:
+        totals = [(name, _number(value)) for name, value in outcome.predictions.totals.items()]
+        tables.append(Table("Your records", ("metric", "value"), totals))
+    rows = [
+        (result.name, name.replace(",none", ""), _number(value), str(len(result.samples)))
+        for result in outcome.tasks
+        for name, value in result.metrics.items()
+    ]
+    return [*tables, Table("Tasks", ("task", "metric", "value", "samples"), rows)] if rows else tables
+
+
+def _categories(name: str, outcome: Outcome) -> list[Table]:
+    return [
+        Table(f"{benchmark}, averages by category: {name}", tuple(row), [tuple(f"{v:.4f}" for v in row.values())])
+        for benchmark, row in averages(outcome.tasks).items()
+    ]
+
+
+def _answers(outcomes: Mapping[str, Outcome]) -> list[Table]:
+    """The first answers beside each other and beside the data's own."""
+    sides = {name: outcome.predictions.rows for name, outcome in outcomes.items() if outcome.predictions}
+    if not sides:
+        return []
+    first = next(iter(sides.values()))[:SHOWN]
+    rows = [
+        (_asked(row["prompt"]), row["reference"], *(rows[number]["answer"] for rows in sides.values()))
+        for number, row in enumerate(first)
+    ]
+    return [
+        Table("Answers", ("asked", "the data's answer", *sides), rows, "All are in predictions.jsonl of each model.")
+    ]
+
+
+def _asked(prompt: object) -> str:
+    return str(prompt[-1]["content"]) if isinstance(prompt, list) else str(prompt)
+
+
+def _number(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def markdown(report: Report) -> str:
+    """The report as Markdown."""
+    lines = [f"# {report.title}", ""]
+    lines += [f"> **{warning}**\n" for warning in report.warnings]
+    lines += [f"- {text}" for text in report.words]
+    lines += ["", *(f"![{name}]({name})" for name in report.pictures)]
+    for table in report.tables:
+        lines += ["", f"## {table.title}", "", _row(table.head), _row(["---"] * len(table.head))]
+        lines += [_row([_cell(text) for text in row]) for row in table.rows]
+        lines += ["", table.note] if table.note else []
+    return "\n".join(lines) + "\n"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", "<br>")
+
+
+STYLE = """body{font:15px/1.5 system-ui,sans-serif;color:#1f2933;max-width:1100px;margin:2rem auto;padding:0 1rem}
+table{border-collapse:collapse;width:100%;margin:.6rem 0}td,th{border-bottom:1px solid #e4e7eb;padding:.35rem .6rem;
+text-align:left;vertical-align:top}td{white-space:pre-wrap;overflow-wrap:anywhere}img{max-width:100%}
+.warning{background:#fff1ec;border-left:4px solid #d9480f;padding:.6rem 1rem;font-weight:600}.lost{color:#d9480f;
+font-weight:600}.gained{color:#1b7f4b;font-weight:600}.note{color:#66727f;font-size:13px}.wide{overflow-x:auto}"""
+
+
+def page(report: Report, folder: pathlib.Path) -> str:
+    """The report as one HTML page with its pictures, which asks nothing of any other host."""
+    parts = [f"<h1>{html.escape(report.title)}</h1>"]
+    parts += [f'<p class="warning">{html.escape(text)}</p>' for text in report.warnings]
+    parts.append("<ul>" + "".join(f"<li{_class(text)}>{html.escape(text)}</li>" for text in report.words) + "</ul>")
+    for name in report.pictures:
+        data = base64.b64encode((folder / name).read_bytes()).decode()
+        parts.append(f'<img alt="{html.escape(name)}" src="data:image/png;base64,{data}">')
+    for table in report.tables:
+        head = "".join(f"<th>{html.escape(text)}</th>" for text in table.head)
+        rows = "".join(
+            "<tr>" + "".join(f"<td{_class(text)}>{html.escape(text)}</td>" for text in row) + "</tr>"
+            for row in table.rows
+        )
+        parts.append(f'<h2>{html.escape(table.title)}</h2><div class="wide"><table><tr>{head}</tr>{rows}</table></div>')
+        parts.append(f'<p class="note">{html.escape(table.note)}</p>' if table.note else "")
+    title = html.escape(report.title)
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
+    return f"<!doctype html><html><head>{head}<style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+
+
+def _class(text: str) -> str:
+    """Colours a verdict, and the sentences that begin with one."""
+    for name in ("lost", "gained"):
+        if text == name or text.lower().startswith(f"{name}:"):
+            return f' class="{name}"'
+    return ""

@@ -1,0 +1,167 @@
+"""`meshtune eval` and the `evaluate` section of a recipe: a model or a run, alone or beside what it was made from."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from rich.console import Console
+
+from meshtune.config.data import DataSection
+from meshtune.config.load import load_recipe
+from meshtune.data.conversation import Sample
+from meshtune.data.documents import Documents, load_documents
+from meshtune.data.system_prompt import WithSystemPrompt
+from meshtune.errors import UserError
+from meshtune.evaluate.compare import Evaluation, Outcome, evaluate
+from meshtune.evaluate.folder import results_folder
+from meshtune.evaluate.harness import Suite
+from meshtune.evaluate.identity import identity
+from meshtune.evaluate.overlap import Overlap, overlap
+from meshtune.evaluate.predict import PredictOptions
+from meshtune.evaluate.records import Record, digest, record_of
+from meshtune.evaluate.report import write_report
+from meshtune.generate.api import Model, load, load_variants
+from meshtune.runs.sources import find, is_run
+from meshtune.weights.hub import locate
+
+BASE = "base"
+Protocol = Literal["lm-eval", "llama-factory"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model, adapter or run to evaluate, and what it is compared with: "base", another path, or nothing."""
+
+    path: str
+    adapter: str | None
+    compare: str | None
+    loading: Mapping[str, Any]
+
+
+def evaluate_model(
+    subject: Subject,
+    evaluation: Evaluation,
+    output: pathlib.Path,
+    *,
+    console: Console,
+    resume: bool = False,
+    overwrite: bool = False,
+    trained_on: Sequence[Sample] = (),
+    allow_training_data: bool = False,
+) -> dict[str, Outcome]:
+    """Evaluates a model, and what it is compared with before it, into `output` with a report.
+
+    `trained_on` is looked through for the records of the evaluation. Raises UserError for an evaluation set that is the
+    training set, unless that is allowed, and for whatever is wrong with model, data and tasks.
+    """
+    if not evaluation.records and not evaluation.suite.tasks:
+        raise UserError("there is nothing to evaluate", fix="give --tasks, --data, or both")
+    common = None
+    if evaluation.records and trained_on:
+        common = overlap([record.document for record in evaluation.records], trained_on)
+        check_overlap(common, evaluation.records, allow=allow_training_data)
+        console.print(f"[{'bold red' if common.shared else 'default'}]{common}[/]", soft_wrap=True)
+    models = variants(subject)
+    protocol = "LLaMA-Factory's" if evaluation.llama_factory else "lm-eval's"
+    with results_folder(output, settings(subject, evaluation), resume=resume, overwrite=overwrite):
+        outcomes = evaluate(models, evaluation, output, console)
+        chat = "prompts in the chat template" if evaluation.suite.chat or evaluation.llama_factory else "plain prompts"
+        title = f"Evaluation of {pathlib.Path(subject.path).name}"
+        report = write_report(output, title, outcomes, overlap=common, protocol=f"{protocol}, {chat}")
+    for text in (*report.warnings, *report.words):
+        console.print(text, soft_wrap=True, markup=False)
+    return outcomes
+
+
+def settings(subject: Subject, evaluation: Evaluation) -> dict[str, Any]:
+    """What the numbers depend on."""
+    suite = dataclasses.asdict(evaluation.suite) | {"files": {k: str(v) for k, v in evaluation.suite.files.items()}}
+    return {
+        "model": identity(subject.path, subject.adapter, subject.loading.get("revision")),
+        "compare": subject.compare,
+        "data": digest(evaluation.records),
+        "predicting": dataclasses.asdict(evaluation.predicting),
+        "suite": suite,
+        "protocol": "llama-factory" if evaluation.llama_factory else "lm-eval",
+        "loading": {name: subject.loading.get(name) for name in ("dtype", "quantize", "chat_template")},
+    }
+
+
+def check_overlap(common: Overlap, records: Sequence[Record], *, allow: bool) -> None:
+    """Raises UserError for an evaluation set that is the training set, unless that is allowed."""
+    if common.is_training_set and not allow:
+        raise UserError(
+            f"the evaluation data are training data: all {common.records} records were trained on",
+            where=records[0].origin.partition(", record")[0],
+            fix="give records that were held out (data.validation in the recipe), or --allow-training-data to see how "
+            "well the training data were learned by heart",
+        )
+
+
+def variants(subject: Subject) -> dict[str, Callable[[], Model]]:
+    """How the models are loaded, by name: what is compared with first. An adapter and its base are in memory once."""
+    loading = dict(subject.loading)
+    dtype, quantize = loading.pop("dtype", None), loading.pop("quantize", "auto")
+    source = find(subject.path, subject.adapter, **loading)
+    if subject.compare is None:
+        return {"model": lambda: load_variants({"": source}, dtype=dtype, quantize=quantize)[""]}
+    if subject.compare == BASE and source.adapter is not None:
+        # The tokenizer and its chat template are the run's on both sides, so that the prompts are the same.
+        plain = dataclasses.replace(source, adapter=None)
+        shared = functools.cache(
+            lambda: load_variants({"base": plain, "tuned": source}, dtype=dtype, quantize=quantize)
+        )
+        return {"base": lambda: shared()["base"], "tuned": lambda: shared()["tuned"]}
+    tuned = functools.partial(load_variants, {"": source}, dtype=dtype, quantize=quantize)
+    if subject.compare != BASE:
+        other = functools.partial(load, subject.compare, dtype=dtype, quantize=quantize)
+        return {"before": other, "after": lambda: tuned()[""]}
+    directory = pathlib.Path(subject.path).expanduser()
+    if not is_run(directory):
+        raise UserError(
+            "this is a whole model, which does not say what it was made from",
+            where=subject.path,
+            fix="give a run or an adapter, or --compare PATH of the model to compare with",
+        )
+    recipe = load_recipe(str(directory / "recipe.yaml"))
+    base = dataclasses.replace(source, base=locate(recipe.model.path, recipe.model.revision), adapter=None)
+    plain = functools.partial(load_variants, {"": base}, dtype=dtype, quantize=quantize)
+    return {"base": lambda: plain()[""], "tuned": lambda: tuned()[""]}
+
+
+def run_data(path: str) -> tuple[list[Record], Sequence[Sample]]:
+    """(held-out records, training samples) of a run; none of what it has not, or of what is no run."""
+    directory = pathlib.Path(path).expanduser()
+    if not is_run(directory) or not (directory / "recipe.yaml").is_file():
+        return [], ()
+    recipe = load_recipe(str(directory / "recipe.yaml"))
+    if recipe.data.streaming or recipe.stage.kind not in ("sft", "pt"):
+        return [], ()
+    documents = _documents(recipe.data, recipe.seed)
+    if documents.validation is None:
+        return [], documents.train
+    held_out = WithSystemPrompt(documents.validation, recipe.data.system)
+    return [record_of(number, document) for number, document in enumerate(held_out)], documents.train
+
+
+def _documents(data: DataSection, seed: int) -> Documents:
+    return load_documents(data, seed=seed)
+
+
+def make_evaluation(
+    records: Sequence[Record],
+    tasks: tuple[str, ...],
+    files: Mapping[str, pathlib.Path],
+    *,
+    protocol: str = "lm-eval",
+    predicting: PredictOptions = PredictOptions(),
+    **suite: Any,
+) -> Evaluation:
+    """An evaluation from options. Raises UserError for an unknown protocol."""
+    if protocol not in ("lm-eval", "llama-factory"):
+        raise UserError(f"there is no protocol '{protocol}'", where="--protocol", fix="give lm-eval or llama-factory")
+    return Evaluation(records, predicting, Suite(tasks, files, **suite), protocol == "llama-factory")

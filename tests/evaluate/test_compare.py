@@ -1,0 +1,158 @@
+"""Before and after on a small run: same base, same prompts; what the report says; LLaMA-Factory's protocol."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+pytest.importorskip("lm_eval", reason="the extra evaluate is not installed")
+
+import published
+
+import meshtune
+from meshtune.errors import UserError
+from meshtune.evaluate.choice_letters import prompt_text, read_subjects, run_protocol
+from meshtune.evaluate.harness import Suite
+from meshtune.evaluate.identity import default_output
+from meshtune.evaluate.predict import PredictOptions
+from meshtune.evaluate.run import Subject, evaluate_model, make_evaluation, run_data
+from meshtune.terminal import console
+
+QUIET = console(quiet=True)
+LOADING = {"revision": None, "chat_template": None, "dtype": None, "quantize": "auto"}
+OPTIONS = PredictOptions(metrics=("exact_match", "f1"), max_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def run(stories260k, tmp_path_factory):
+    """A LoRA run that learns one sentence, with a file of which it holds two records out."""
+    folder = tmp_path_factory.mktemp("run")
+    rows = [{"prompt": f"The {animal} said", "completion": " hello to Lily."} for animal in published.ANIMALS]
+    published.write_lines(folder / "train.jsonl", rows)
+    recipe = {
+        "model": {"path": str(stories260k)},
+        "data": {"train": str(folder / "train.jsonl"), "validation": 2, "max_length": 32},
+        "output": str(folder / "out"),
+        "train": {"steps": 15, "batch_size": 4},
+        "optimizer": {"learning_rate": 0.01},
+        "eval": {"every": None},
+    }
+    meshtune.train(recipe)
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def outcome(run, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compared")
+    records, trained_on = run_data(str(run))
+    stories = published.perplexity(folder)
+    evaluation = make_evaluation(records, ("perplexity",), {"perplexity": stories}, predicting=OPTIONS)
+    subject = Subject(str(run), None, "base", LOADING)
+    return folder / "out", evaluate_model(subject, evaluation, folder / "out", console=QUIET, trained_on=trained_on)
+
+
+def test_held_out_records_are_those_of_the_run(run):
+    records, trained_on = run_data(str(run))
+    assert (len(records), len(trained_on)) == (2, 8)
+    assert not {record.prompt for record in records} & {document.prompt for document in trained_on}
+
+
+def test_the_tuned_side_gains_on_its_records_and_the_base_is_the_base(outcome, run, stories260k):
+    _, outcomes = outcome
+    assert list(outcomes) == ["base", "tuned"]
+    before, after = (outcomes[name].predictions.totals["loss"] for name in ("base", "tuned"))
+    assert after < 0.5 * before
+    base = meshtune.load(stories260k)
+    rows = outcomes["base"].predictions.rows
+    assert [row["answer"] for row in rows] == base.generate([row["prompt"] for row in rows], max_tokens=6)
+    tuned = meshtune.load(run)
+    rows = outcomes["tuned"].predictions.rows
+    assert [row["answer"] for row in rows] == tuned.generate([row["prompt"] for row in rows], max_tokens=6)
+
+
+def test_the_report_says_what_was_gained_and_lost(outcome):
+    folder, outcomes = outcome
+    text = (folder / "report.md").read_text()
+    page = (folder / "report.html").read_text()
+    metrics = {name: outcomes[name].tasks[0].metrics["word_perplexity,none"] for name in outcomes}
+    assert metrics["tuned"] > metrics["base"]  # a sentence learned by heart costs what was known before
+    assert "Gained: your records, loss" in text
+    assert f"{metrics['base']:.4f}" in text
+    assert "hello to Lily." in text
+    assert page.count("data:image/png;base64,") == 2
+    assert "http" not in page.replace("http-equiv", "")
+    samples = [json.loads(line) for line in (folder / "tuned/samples/perplexity.jsonl").read_text().splitlines()]
+    assert len(samples) == 3
+
+
+def test_a_second_evaluation_goes_on_with_the_first(outcome, run):
+    folder, first = outcome
+    records, _ = run_data(str(run))
+    stories = folder.parent / "stories.jsonl"
+    evaluation = make_evaluation(records, ("perplexity",), {"perplexity": stories}, predicting=OPTIONS)
+    subject = Subject(str(run), None, "base", LOADING)
+    with pytest.raises(UserError, match="the folder is not empty"):
+        evaluate_model(subject, evaluation, folder, console=QUIET)
+    again = evaluate_model(subject, evaluation, folder, console=QUIET, resume=True)
+    assert again["tuned"].tasks[0].metrics == first["tuned"].tasks[0].metrics
+
+
+def test_an_evaluation_set_that_is_the_training_set_is_refused(run, tmp_path):
+    from meshtune.cli.evaluation_options import source_section
+    from meshtune.evaluate.records import read_records
+
+    _, trained_on = run_data(str(run))
+    shutil.copy(run.parent / "train.jsonl", tmp_path / "again.jsonl")
+    records = read_records(source_section(str(tmp_path / "again.jsonl"), columns=None))
+    seen = {document.prompt for document in trained_on}
+    records = [record for record in records if record.prompt in seen]
+    evaluation = make_evaluation(records, (), {}, predicting=OPTIONS)
+    subject = Subject(str(run), None, None, LOADING)
+    with pytest.raises(UserError, match=r"the evaluation data are training data: all 8 records[\s\S]*again.jsonl"):
+        evaluate_model(subject, evaluation, tmp_path / "out", console=QUIET, trained_on=trained_on)
+    assert not (tmp_path / "out").exists()
+    allowed = {"trained_on": trained_on, "allow_training_data": True}
+    evaluate_model(subject, evaluation, tmp_path / "out", console=QUIET, **allowed)
+    assert "THE EVALUATION DATA ARE TRAINING DATA" in (tmp_path / "out/report.md").read_text().splitlines()[2]
+
+
+def test_nothing_to_evaluate_and_unknown_protocols_are_refused(run, tmp_path):
+    with pytest.raises(UserError, match="there is nothing to evaluate"):
+        evaluate_model(Subject(str(run), None, None, LOADING), make_evaluation([], (), {}), tmp_path, console=QUIET)
+    with pytest.raises(UserError, match="there is no protocol 'opencompass'"):
+        make_evaluation([], (), {}, protocol="opencompass")
+
+
+def test_results_of_a_run_go_into_the_run(run):
+    assert default_output(str(run), "evaluation", "base") == run / "evaluation/base"
+
+
+def test_llama_factorys_protocol_is_the_likeliest_of_four_letters_after_five_turns(stories260k, tmp_path):
+    model = meshtune.load(stories260k, chat_template="plain")
+    folder = published.mmlu(tmp_path)
+    suite = Suite(("mmlu",), {"mmlu": folder}, shots=2, limit=3)
+    benchmarks = read_subjects(suite)
+    results = run_protocol(model, suite, benchmarks, console=QUIET)
+    assert [(result.name, result.category) for result in results] == [
+        ("mmlu_astronomy", "STEM"),
+        ("mmlu_philosophy", "Humanities"),
+    ]
+    files = benchmarks["mmlu"]["mmlu_astronomy"]
+    text = prompt_text(model, suite, "mmlu", "mmlu_astronomy", files, 1, files.test[1])
+    assert text == results[0].samples[1].prompt
+    assert text.count("\nAnswer:") == 3
+    head = "The following are multiple choice questions (with answers) about astronomy.\n\nWhat is "
+    assert head in text
+    assert text.index(head) < text.index("Answer:")
+    ids = model.tokenizer(text, add_special_tokens=False)["input_ids"]
+    letters = [model.tokenizer.encode(letter, add_special_tokens=False)[-1] for letter in "ABCD"]
+    best = int(np.argmax(model.logits(ids)[0, -1][letters]))
+    assert results[0].samples[1].answer == "ABCD"[best]
+    assert results[0].samples[1].metrics["acc,letters"] == float("ABCD"[best] == results[0].samples[1].target)
+    with pytest.raises(UserError, match="LLaMA-Factory's protocol is for mmlu, ceval, cmmlu from files"):
+        read_subjects(Suite(("hellaswag",)))
+    with pytest.raises(UserError, match="mmlu_astronomy has 5 examples to show, and 6 are asked for"):
+        read_subjects(Suite(("mmlu",), {"mmlu": folder}, shots=6))
