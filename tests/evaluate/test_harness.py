@@ -83,6 +83,14 @@ def check_same(results, reference, digits: float):
     return compared
 
 
+def test_three_types_of_tasks_have_the_numbers_of_lm_evals_transformers_backend(model, suite, tmp_path, stories260k):
+    few = Suite(("arc_easy", "gsm8k", "perplexity"), suite.files, shots=0, limit=3, gen_kwargs={"max_gen_toks": 6})
+    tasks = prepare(few, tmp_path)
+    results, _ = run_tasks(model, few, tasks, console=QUIET)
+    assert check_same(results, by_transformers(stories260k, few, tasks), 1e-5) == 7
+
+
+@pytest.mark.slow
 def test_every_type_of_task_has_the_numbers_of_lm_evals_transformers_backend(model, suite, tasks, stories260k):
     results, facts = run_tasks(model, suite, tasks, console=QUIET)
     compared = check_same(results, by_transformers(stories260k, suite, tasks), 1e-5)
@@ -96,6 +104,22 @@ def test_every_type_of_task_has_the_numbers_of_lm_evals_transformers_backend(mod
     assert table["mmlu"]["acc, Average"] == pytest.approx(mean)
     assert table["mmlu"]["acc, STEM"] == subjects["mmlu_astronomy"].metrics["acc,none"]
     assert facts["contexts_cut"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chat", [False, True])
+def test_smollm2_has_the_numbers_of_lm_evals_transformers_backend(smollm2, suite, tmp_path, shared, chat):
+    """To the digit of rounding: multiple choice (acc and acc_norm), few-shot, rolling perplexity, generation."""
+    data = shared / "assets/data/eval"
+    files = suite.files | {"mmlu": data / "mmlu", "arc_easy": data / "llm-foundry/arc_easy.jsonl"}
+    names = ("arc_easy", "hellaswag", "gsm8k", "perplexity")
+    few = Suite(names, files, shots=0, limit=12, chat=chat, gen_kwargs={"max_gen_toks": 24})
+    shown = Suite(("mmlu",), files, shots=5, limit=4, chat=chat, gen_kwargs={"max_gen_toks": 24})
+    model = meshtune.load(smollm2)
+    for number, part in enumerate((few, shown)):
+        tasks = prepare(part, tmp_path / f"tasks{number}")
+        results, _ = run_tasks(model, part, tasks, console=QUIET)
+        check_same(results, by_transformers(smollm2, part, tasks), 1e-5)
 
 
 def test_tasks_from_files_keep_lm_evals_prompts(tasks, suite, tmp_path):

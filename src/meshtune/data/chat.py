@@ -86,7 +86,6 @@ class ChatTemplate:
             tools=list(tools) or None,  # pyright: ignore[reportArgumentType]
             chat_template=self._with_tools if tools else self._without_tools,
             add_generation_prompt=generation_prompt,
-            continue_final_message=unfinished,
             tokenize=False,
             **(options or {}),  # pyright: ignore[reportArgumentType]
         )

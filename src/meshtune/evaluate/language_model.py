@@ -82,11 +82,10 @@ class EngineLM(TemplateLM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as the model's chat template writes it; without a system turn where it refuses one."""
         chat = chat_template(self.tokenizer)
+        unfinished = None if add_generation_prompt else {"continue_final_message": True}
         for messages in (chat_history, [message for message in chat_history if message["role"] != "system"]):
             try:
-                return chat.render(
-                    messages, generation_prompt=add_generation_prompt, unfinished=not add_generation_prompt
-                )
+                return chat.render(messages, generation_prompt=add_generation_prompt, options=unfinished)
             except chat.failures as problem:
                 failure = problem
         raise template_error(failure, where="the task's conversation") from failure
