@@ -89,7 +89,7 @@ def evaluate(
         predicting=PredictOptions(metrics=metrics, max_tokens=suite.max_tokens, rows=suite.rows),
         shots=suite.num_fewshot,
         chat=suite.chat,
-        system=suite.system,
+        system_instruction=suite.system,
         limit=suite.limit,
         gen_kwargs=_values(suite.gen_kwargs),
         seed=suite.seed,

@@ -59,7 +59,7 @@ class Suite:
     files: Mapping[str, pathlib.Path] = dataclasses.field(default_factory=dict)
     shots: int | None = None
     chat: bool = False
-    system: str | None = None
+    system_instruction: str | None = None
     limit: int | None = None
     gen_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     seed: int = 1234
@@ -221,7 +221,7 @@ def run_tasks(model: Model, suite: Suite, tasks: Tasks, *, console: Console) -> 
             limit=suite.limit,
             apply_chat_template=suite.chat,
             fewshot_as_multiturn=suite.chat,
-            system_instruction=suite.system,
+            system_instruction=suite.system_instruction,
             gen_kwargs=dict(suite.gen_kwargs) or None,
             log_samples=True,
             bootstrap_iters=1000,
