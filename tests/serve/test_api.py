@@ -209,6 +209,7 @@ REFUSED = [
     ({"stop": ["x"] * 17}, openai.BadRequestError, "stop"),
     ({"stop": [""]}, openai.BadRequestError, "a stop string is empty"),
     ({"logit_bias": {"99999": 5}}, openai.BadRequestError, "outside the vocabulary"),
+    ({"logit_bias": {str(n): 1 for n in range(513)}}, openai.BadRequestError, "logit_bias"),
     ({"extra_body": {"beam_width": 4}}, openai.BadRequestError, "'beam_width' is not known"),
 ]
 
@@ -228,6 +229,11 @@ def test_what_cannot_be_done_is_a_clear_error(client, changes, error, message, s
         (b'{"prompt": "\xff"}', 400, "not UTF-8"),
         (b" " * 200_000, 413, "more than the 100000"),
         (b"{}", 400, "model"),
+        (b"[" * 90_000, 400, "nested too deeply"),
+        (b'{"model": "stories", "prompt": "\\ud800"}', 400, "surrogate"),
+        (b'{"model": "stories", "prompt": "x", "temperature": NaN}', 400, "temperature"),
+        (b'{"model": "stories", "prompt": []}', 400, "no prompt"),
+        (b'{"model": "stories", "prompt": [99999]}', 400, "outside the model's vocabulary"),
     ],
 )
 def test_a_body_that_is_none(address, content, status, message):

@@ -142,8 +142,14 @@ class _Api:
                 raise ApiError(413, f"the body is longer than the {self._max_body} bytes that are read")
         try:
             body = json.loads(content.decode("utf-8"))
+            if b"\\u" in content:
+                json.dumps(body, ensure_ascii=False).encode()
         except UnicodeDecodeError as problem:
             raise ApiError(400, f"the body is not UTF-8: {problem.reason} at byte {problem.start}") from problem
+        except UnicodeEncodeError as problem:
+            raise ApiError(400, "the body has half of a surrogate pair, which is no character") from problem
+        except RecursionError as problem:
+            raise ApiError(400, "the body is nested too deeply") from problem
         except ValueError as problem:
             raise ApiError(400, f"the body is not JSON: {problem}") from problem
         if not isinstance(body, dict):
