@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +15,7 @@ from meshtune.errors import UserError
 if TYPE_CHECKING:
     from rich.status import Status
 
+    from meshtune.config.recipe import Recipe
     from meshtune.plan.hardware import Target
     from meshtune.plan.report import PlanReport
 
@@ -44,6 +46,15 @@ def plan(
         pathlib.Path | None, typer.Option("--picture", help="Also draw memory and roofline, as a PNG.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Plan for answering requests with the recipe's model, not for training it.")
+    ] = False,
+    rows: Annotated[
+        list[int] | None, typer.Option("--rows", help="With --serve: requests at once. May be given more than once.")
+    ] = None,
+    length: Annotated[
+        int, typer.Option("--length", help="With --serve: tokens of each request, prompt and answer together.")
+    ] = 4096,
 ) -> None:
     """Compile the step of `train` for machines that are not present; show what memory and time it needs."""
     from meshtune.config.load import load_recipe
@@ -51,6 +62,9 @@ def plan(
 
     targets = [find_target(name) for name in target]
     recipe = load_recipe(*split(arguments))
+    if serve:
+        _plan_serving(recipe, targets, rows or [1, 8, 32, 128], length, reserve, as_json)
+        return
 
     from meshtune.plan.backend import compiler_for
     from meshtune.plan.render import print_report
@@ -93,6 +107,21 @@ def plan(
 
         draw(picture, reports)
     _raise_if_nothing_fits(reports)
+
+
+def _plan_serving(
+    recipe: Recipe, targets: list[Target], rows: list[int], length: int, reserve: float, as_json: bool
+) -> None:
+    from meshtune.plan.serving import serve_plan
+    from meshtune.plan.serving_table import print_serve_plan
+
+    plans = [serve_plan(recipe, machine, rows=rows, length=length, reserve=reserve) for machine in targets]
+    if as_json:
+        values = [dataclasses.asdict(plan) | {"target": str(plan.target)} for plan in plans]
+        print(json.dumps(values[0] if len(values) == 1 else values, indent=2))
+        return
+    for plan in plans:
+        print_serve_plan(plan)
 
 
 def _raise_if_nothing_fits(reports: list[PlanReport]) -> None:

@@ -1,0 +1,157 @@
+"""What serving a recipe's model takes: memory of weights and caches, and tokens a second at the hardware's limits.
+
+Nothing is compiled. A decode step reads every weight once, of experts those that some row is sent to, and every row's
+cache, and multiplies each row by the weights: no program is faster than the memory's bandwidth and the arithmetic of
+the data sheet allow. The expected speed assumes the shares of both that plan.roofline assumes. What devices send each
+other is not counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from meshtune.arrays.paths import named_leaves
+from meshtune.config.recipe import Recipe
+from meshtune.errors import UserError
+from meshtune.mesh.config import MeshConfig
+from meshtune.mesh.layout import Layout
+from meshtune.model.model_cache import cache_specs
+from meshtune.plan.candidate import PersistentArray, Workload, bytes_per_element, layout_on, workload_of
+from meshtune.plan.hardware import Target
+from meshtune.plan.roofline import EFFICIENCY
+
+ROLES = ("frozen", "full", "adapter")  # what of a training run is there to serve
+LOGITS_COPIES = 3  # float32 arrays [rows, vocab] at once: scores, their processed form, a temporary one
+DTYPE = "bfloat16"  # of the cache, and of weights that training holds wider
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeStep:
+    """A decode step of `rows` rows that hold `length` tokens each: bytes that it reads on each device, its operations
+    there, and its time in seconds by either limit."""
+
+    rows: int
+    length: int
+    weight_bytes: float
+    cache_bytes: float
+    operations: float
+    memory_seconds: float
+    compute_seconds: float
+    fits: bool
+
+    @property
+    def bound(self) -> float:
+        """Tokens a second of all rows that no program exceeds."""
+        return self.rows / max(self.memory_seconds, self.compute_seconds)
+
+    @property
+    def expected(self) -> float:
+        """Tokens a second of all rows at the shares of the rates that programs reach."""
+        memory, compute = self.memory_seconds / EFFICIENCY["memory"], self.compute_seconds / EFFICIENCY["compute"]
+        return self.rows / max(memory, compute)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServePlan:
+    """Bytes on each device of a target whose devices all split the model (`tp`): its weights, and the cache of a row of
+    `length` tokens; `most_rows` rows fit beside the weights."""
+
+    target: Target
+    tp: int
+    length: int
+    weights: float
+    cache_row: float
+    most_rows: int
+    steps: tuple[DecodeStep, ...]
+
+
+def serve_plan(recipe: Recipe, target: Target, *, rows: Sequence[int], length: int, reserve: float) -> ServePlan:
+    """What serving the recipe's model on a target takes, `reserve` of each device's memory left free.
+
+    The quantised base, the adapters and the whole context are those of the recipe's model. Raises UserError for numbers
+    out of range, a length beyond the context, a device of unknown speed, and more devices than can split the model.
+    """
+    device = target.device
+    workload = workload_of(recipe, device.backend)
+    spec = workload.spec
+    if min(rows, default=0) < 1 or length < 1:
+        raise UserError(f"rows {list(rows)} of {length} tokens", where="--rows, --length", fix="give numbers above 0")
+    if length > spec.max_length:
+        fix = f"give {spec.max_length} at most"
+        raise UserError(f"{length} tokens are beyond the model's context", where="--length", fix=fix)
+    if device.bandwidth is None or device.flops_bf16 is None:
+        fix = "add bandwidth and flops_bf16 to its description (MESHTUNE_HARDWARE)"
+        raise UserError(f"the speed of {device.name} is not described", where="--target", fix=fix)
+    layout = layout_on(MeshConfig(tp=target.devices), spec)
+    weights = sum(_bytes(array, layout) for array in workload.persistent if array.role in ROLES)
+    row = _cache_bytes(workload, layout, length)
+    logits = 4 * LOGITS_COPIES * spec.vocab
+    room = device.memory * (1 - reserve) - weights
+    steps = []
+    for count in rows:
+        read, cache = _weights_read(workload, layout, count), count * row
+        operations = count * _operations(workload, length) / target.devices
+        steps.append(
+            DecodeStep(
+                count,
+                length,
+                read,
+                cache,
+                operations,
+                (read + cache) / device.bandwidth,
+                operations / device.flops_bf16,
+                cache + count * logits <= room,
+            )
+        )
+    most = max(0, math.floor(room / (row + logits)))
+    return ServePlan(target, target.devices, length, weights, row, most, tuple(steps))
+
+
+def _bytes(array: PersistentArray, layout: Layout) -> float:
+    """Bytes on each device to serve an array: trained weights and adapters are held in DTYPE."""
+    size = array.local_bytes(layout)
+    return size if array.role == "frozen" else size * bytes_per_element(DTYPE) / array.itemsize
+
+
+def _cache_bytes(workload: Workload, layout: Layout, length: int) -> float:
+    """Bytes on each device of the cache of a row that holds `length` tokens."""
+    leaves = named_leaves(cache_specs(workload.spec, 1, length, DTYPE))
+    arrays = [
+        PersistentArray("cache", path, leaf.shape, bytes_per_element(leaf.dtype), leaf.axes, leaf.units)
+        for path, leaf in leaves
+    ]
+    return sum(array.local_bytes(layout) for array in arrays)
+
+
+def _weights_read(workload: Workload, layout: Layout, rows: int) -> float:
+    """Bytes of weights that a step reads on each device.
+
+    Routing is taken to be even, and independent from row to row.
+    """
+    spec, total = workload.spec, 0.0
+    for array in workload.persistent:
+        if array.role not in ROLES or (array.path.startswith("embed/") and not spec.tied):
+            continue  # of an embedding alone, only the rows of the tokens
+        total += _bytes(array, layout) * _share_read(workload, array, rows)
+    return total
+
+
+def _share_read(workload: Workload, array: PersistentArray, rows: int) -> float:
+    """The share of an array that some row is multiplied by: of experts, those that are chosen."""
+    if "experts" not in array.axes:
+        return 1.0
+    count = array.shape[array.axes.index("experts")]
+    block = next(b for layer in workload.layers for b in layer.blocks if array.path.startswith(b.prefix))
+    return 1 - (1 - block.cost.chosen / count) ** rows
+
+
+def _operations(workload: Workload, length: int) -> float:
+    """Operations of one row's decode step, over all devices."""
+    spec, total = workload.spec, 2.0 * workload.spec.embed * workload.spec.vocab
+    for layer in workload.layers:
+        for block in layer.blocks:
+            seen = length if block.cost.window is None else min(length, block.cost.window)
+            total += layer.repeats * (2.0 * block.cost.weights + block.cost.pairs * seen)
+    return total if not spec.scored else total - 2.0 * spec.embed * spec.vocab

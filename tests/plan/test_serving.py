@@ -1,0 +1,75 @@
+"""Serving by plan, against numbers worked out by hand from published configs."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from meshtune.config.load import load_recipe
+from meshtune.errors import UserError
+from meshtune.plan.hardware import find_target
+from meshtune.plan.serving import ServePlan, serve_plan
+
+HEADLINE = pathlib.Path(__file__).parents[2] / "examples" / "headline"
+# Llama 3.1 8B: 32 layers of 4096, 8 key-value heads of 128, feed-forward networks of 14336, vocabulary 128256.
+LAYERS = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+VOCAB, NORMS = 4096 * 128256, 65 * 4096
+BANDWIDTH = 3.352e12  # of an H100 SXM, B/s
+CACHE = 2 * 32 * 8 * 128 * 2  # bytes of a token
+
+
+def planned(target: str, recipe: str = "8b-lora-64k.yaml", **options) -> ServePlan:
+    options = {"rows": [1, 64], "length": 4096, "reserve": 0.0} | options
+    loaded = load_recipe(str(HEADLINE / recipe), [])
+    return serve_plan(loaded, find_target(target), **options)
+
+
+def test_8b_on_an_h100_reads_its_weights_and_caches():
+    plan = planned("H100")
+    adapter = plan.weights - 2 * (LAYERS + 2 * VOCAB + NORMS)
+    assert 0 < adapter < 0.01 * plan.weights
+    assert plan.cache_row == CACHE * 4096
+    for step in plan.steps:
+        read = plan.weights - 2 * VOCAB + step.rows * CACHE * 4096  # of the embedding, only the rows of the tokens
+        assert step.weight_bytes + step.cache_bytes == pytest.approx(read)
+        assert step.memory_seconds == pytest.approx(read / BANDWIDTH)
+        attention = 4 * 32 * 4096 * 4096  # scores and values of 32 layers, 4096 numbers of queries, 4096 tokens
+        assert step.operations == pytest.approx(step.rows * (2 * (LAYERS + VOCAB) + attention))
+        assert step.bound == pytest.approx(step.rows / step.memory_seconds)
+        assert step.expected == pytest.approx(0.8 * step.bound)
+    room = find_target("H100").device.memory - plan.weights
+    assert plan.most_rows == int(room / (CACHE * 4096 + 12 * 128256))
+    assert [step.fits for step in planned("H100", rows=[plan.most_rows, plan.most_rows + 1]).steps] == [True, False]
+
+
+def test_devices_split_weights_and_caches_as_tp_does():
+    single, eight = planned("H100"), planned("8xH100")
+    assert eight.cache_row == single.cache_row / 8
+    assert eight.weights == pytest.approx(single.weights / 8, rel=0.01)
+
+
+def test_a_quantised_base_reads_its_codes():
+    plain, nf4 = planned("H100"), planned("H100", "8b-qlora.yaml")
+    assert nf4.weights < 0.4 * plain.weights
+
+
+def test_a_mixture_reads_the_experts_that_are_chosen():
+    """One row of Qwen3 30B-A3B is sent to 8 of 128 experts of a layer, 256 rows to nearly all of them."""
+    plan = planned("H100", "qwen3-30b-a3b-lora.yaml", rows=[1, 256])
+    single, many = plan.steps
+    assert single.weight_bytes < 0.13 * plan.weights
+    assert many.weight_bytes > 0.97 * plan.weights
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rows": [0]}, "above 0"),
+        ({"length": 0}, "above 0"),
+        ({"length": 10**7}, "beyond the model's context"),
+    ],
+)
+def test_impossible_numbers_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        planned("H100", **options)
