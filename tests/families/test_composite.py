@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import pathlib
 import shutil
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import meshtune.quickstart
 from families.case import directory
 from families.cases import BY_NAME
 from meshtune.adapters.config import LoraConfig
@@ -229,3 +232,24 @@ def test_what_is_missing_of_a_tower_is_named(gemma3: pathlib.Path):
 def test_the_reward_model_of_a_composite_is_refused(gemma3: pathlib.Path):
     with pytest.raises(UserError, match="a reward model cannot be made of the text model inside a gemma3"):
         scored_spec(load_spec(gemma3)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_several_processes_tune_the_text_model_and_pass_the_tower_through(tmp_path: pathlib.Path):
+    """Two real processes, each with half of every weight: the exported model has all tensors of the composite, those of
+    the tower to the bit."""
+    model = directory(BY_NAME["gemma3_vision"].changed(vocab_size=520))
+    folder = pathlib.Path(shutil.copytree(model, tmp_path / "base"))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(pathlib.Path(meshtune.quickstart.__file__).parent / "model" / file, folder)
+    data = pathlib.Path(__file__).parents[2] / "examples/data/messages.jsonl"
+    options = ["method.kind=full", f"model.path={folder}", "model.chat_template=chatml", f"output={tmp_path / 'run'}"]
+    options += [f"data.train={data}", "data.max_length=192", "train.steps=1", "train.batch_size=2", "mesh.fsdp=2"]
+    command = [sys.executable, "-m", "meshtune", "launch", "local", "-n", "2", "-d", "1", *options]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=800)
+    assert run.returncode == 0, run.stderr[-3000:] + run.stdout[-3000:]
+    before, after = load_file(folder / WEIGHTS), load_file(tmp_path / "run/model" / WEIGHTS)
+    assert before.keys() == after.keys()
+    changed = {name for name, array in before.items() if not np.array_equal(after[name], array)}
+    assert changed == {name for name in before if name.startswith("language_model.")}
