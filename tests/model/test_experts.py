@@ -35,7 +35,9 @@ from meshtune.model.router import RouterSpec
 from meshtune.model.sharding import layout_for
 from meshtune.model.spec import ModelSpec, Stack
 from meshtune.model.sums import layers_loss
+from meshtune.objectives.score import with_layers
 from meshtune.objectives.stages import OBJECTIVES
+from meshtune.train.step.accumulate import mean_gradient
 from model_specs import llama_layer, llama_spec
 
 EMBED, WIDTH, EXPERTS, CHOSEN, LAYERS = 16, 24, 6, 2, 3
@@ -62,7 +64,7 @@ def batch(rows=3, length=20):
 
 
 def loss(params, compute):
-    score = OBJECTIVES["sft"](params, SPEC, compute, batch(), None)
+    score = with_layers(SPEC, OBJECTIVES["sft"](params, SPEC, compute, batch(), None))
     return score.loss / score.weight
 
 
@@ -133,6 +135,28 @@ def test_chunks_and_rematerialisation_change_nothing(compute):
         np.testing.assert_allclose(flatten(ours)[path], leaf, rtol=1e-4, atol=2e-6, err_msg=path)
 
 
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_accumulated_micro_batches_are_one_batch(micro_batches):
+    """Loss, every metric and the gradient, the load-balancing loss of all tokens of the update included; rows differ in
+    their padding, so that micro-batches differ in their numbers of tokens."""
+    arrays = batch(rows=4)
+    lengths = jnp.asarray([20, 9, 15, 3])[:, None]
+    inside = jnp.arange(20) < lengths
+    arrays |= {"segment_ids": arrays["segment_ids"] * inside, "weights": arrays["weights"] * inside}
+    params, score = init_params(SPEC, jax.random.key(0)), OBJECTIVES["sft"]
+
+    def of(count):
+        split = {name: array.reshape(count, -1, array.shape[-1]) for name, array in arrays.items()}
+        return mean_gradient(score, SPEC, Compute(), params, lambda x: x, split, None, lambda x: x)
+
+    ours, expected = jax.jit(of, static_argnums=0)(micro_batches), jax.jit(of, static_argnums=0)(1)
+    assert float(expected.metrics["aux_loss"]) > 0.1
+    for name in ("loss", "aux_loss", "weight", "grad_norm", "expert_load_max", "dead_experts", "dropped_tokens"):
+        assert float(ours.metrics[name]) == pytest.approx(float(expected.metrics[name]), rel=2e-6), name
+    for path, leaf in flatten(expected.tree).items():  # float32, sums in another order
+        np.testing.assert_allclose(flatten(ours.tree)[path], leaf, rtol=1e-4, atol=1e-6, err_msg=path)
+
+
 def test_decoding_is_the_whole_row():
     params, compute = init_params(SPEC, jax.random.key(3)), Compute()
     prompts = [[3, 1, 4], [1, 5, 9, 2, 6, 5]]
@@ -201,7 +225,7 @@ def test_metrics_say_how_the_load_is_spread():
 
 
 def test_no_token_is_dropped():
-    score = OBJECTIVES["sft"](init_params(SPEC, jax.random.key(0)), SPEC, Compute(), batch(), None)
+    score = with_layers(SPEC, OBJECTIVES["sft"](init_params(SPEC, jax.random.key(0)), SPEC, Compute(), batch(), None))
     total, weight = score.metrics["dropped_tokens"]
     assert (float(total), float(weight)) == (0.0, 1.0)
 

@@ -40,6 +40,7 @@ from meshtune.model.rope import RopeSpec
 from meshtune.model.router import RouterSpec
 from meshtune.model.sharding import layout_for
 from meshtune.model.spec import ModelSpec, Stack, abstract_params
+from meshtune.objectives.score import with_layers
 from meshtune.objectives.stages import OBJECTIVES
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.weight import QuantisedWeight
@@ -111,7 +112,7 @@ def gradient(name, axes, exchange: ExchangeName = "auto"):
     compute = Compute(loss_chunk=8, remat="full", layout=layout, expert_exchange=exchange)
 
     def loss(trainable, frozen, arrays):
-        score = OBJECTIVES["sft"](merge(trainable, frozen), spec, compute, arrays, None)
+        score = with_layers(spec, OBJECTIVES["sft"](merge(trainable, frozen), spec, compute, arrays, None))
         return score.loss / score.weight
 
     value, found = jax.jit(jax.value_and_grad(loss))(trainable, frozen, jax.tree.map(jnp.asarray, arrays))

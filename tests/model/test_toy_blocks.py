@@ -46,6 +46,7 @@ from meshtune.model.norm import NormSpec
 from meshtune.model.sharding import layout_for
 from meshtune.model.spec import ModelSpec, Stack, abstract_params
 from meshtune.model.sums import layers_loss
+from meshtune.objectives.score import with_layers
 from meshtune.objectives.stages import OBJECTIVES
 from meshtune.optim.build import OptimizerConfig, make_optimizer
 from meshtune.plan.candidate import workload_of
@@ -260,7 +261,7 @@ def plain_loss(params, arrays):
 
 
 def loss(params, arrays, compute):
-    result = OBJECTIVES["sft"](params, SPEC, compute, arrays, None)
+    result = with_layers(SPEC, OBJECTIVES["sft"](params, SPEC, compute, arrays, None))
     return result.loss / result.weight
 
 

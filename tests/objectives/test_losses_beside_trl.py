@@ -19,7 +19,6 @@ from trl.experimental.orpo import ORPOTrainer
 from units_of import loader_of, random_pairs
 
 from meshtune.model.compute import Compute
-from meshtune.model.sums import LayersResult
 from meshtune.objectives import answers as answers_module
 from meshtune.objectives import rm
 from meshtune.objectives.score import metric_means
@@ -27,7 +26,7 @@ from meshtune.objectives.stages import STAGES
 
 PAIRS, CLOSE = 5, {"rtol": 1e-5, "atol": 1e-5}
 NONE: dict = {}
-NO_LAYERS = LayersResult(None, {})
+NO_LAYERS = {}
 
 
 def identity(x):

@@ -196,7 +196,7 @@ class ExpertsSpec(FeedForward):
         return self.aux_loss * self.router.experts * jnp.sum(jax.lax.stop_gradient(share) * score)
 
     def metrics(self, sums: Sums) -> Mapping[str, tuple[Array, Array]]:
-        """Of a micro-batch: `expert_load_max`, the tokens of a layer's busiest expert relative to the mean;
+        """Of what is summed: `expert_load_max`, the tokens of a layer's busiest expert relative to the mean;
         `dead_experts`, those of a layer that computed no token; `dropped_tokens`, choices that none computed."""
         tokens, routed = sums[TOKENS], sums[ROUTED]
         sparse = (routed > 0).astype(jnp.float32)

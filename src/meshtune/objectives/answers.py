@@ -10,12 +10,12 @@ from jaxtyping import Array, Float
 
 from meshtune.arrays.tree import Tree, split
 from meshtune.kernels.log_probs import log_probs
+from meshtune.model.block import Sums
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, head_params
 from meshtune.model.gather import loss_sharding
 from meshtune.model.inputs import Inputs
 from meshtune.model.spec import ModelSpec
-from meshtune.model.sums import LayersResult, layers_result
 from meshtune.objectives.score import Batch, logits_of
 from meshtune.objectives.segments import max_segments, segment_min, segment_sum, to_tokens
 
@@ -25,7 +25,7 @@ class AnswerLogProbs(NamedTuple):
 
     `first` and `second` [B, U] are the log-probabilities of the answers, `lengths` a pair of [B, U] with the answers'
     lengths in tokens, `unit_mask` [B, U] is 1 where a unit exists. `nll` is the batch's weighted cross-entropy (see
-    score.Batch), summed. `layers` is the layers' loss and their metrics.
+    score.Batch), summed. `layers` are the layers' sums.
     """
 
     first: Float[Array, "B U"]
@@ -33,7 +33,7 @@ class AnswerLogProbs(NamedTuple):
     lengths: tuple[Float[Array, "B U"], Float[Array, "B U"]]
     unit_mask: Float[Array, "B U"]
     nll: Float[Array, ""]
-    layers: LayersResult
+    layers: Sums
 
 
 def answer_log_probs(
@@ -91,14 +91,14 @@ def by_side(values: Float[Array, "B S"]) -> tuple[Float[Array, "B U"], Float[Arr
 
 def _log_probs(
     params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, mask: Array, rng: Array | None
-) -> tuple[Float[Array, "B T"], LayersResult]:
-    """The log-probability of every target in `mask`, and the layers' loss and metrics."""
+) -> tuple[Float[Array, "B T"], Sums]:
+    """The log-probability of every target in `mask`, and the layers' sums."""
     inputs = Inputs(batch["tokens"], batch["positions"], batch["segment_ids"])
     hidden, _, sums = forward(params, spec, compute, inputs, rng=rng)
     head = head_params(params, spec)
     sharding = loss_sharding(head, spec, compute.layout, mask.shape)
     options = {"chunk": compute.loss_chunk, "sharding": sharding}
-    return log_probs(logits_of(spec), head, hidden, batch["targets"], mask, **options), layers_result(spec, sums)
+    return log_probs(logits_of(spec), head, hidden, batch["targets"], mask, **options), sums
 
 
 def _tail_factors(batch: Batch, lengths: Float[Array, "B S"], tail: float) -> Float[Array, "B T"]:

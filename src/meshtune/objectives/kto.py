@@ -12,7 +12,7 @@ from meshtune.model.spec import ModelSpec
 from meshtune.objectives.answers import answer_log_probs, reference_log_probs
 from meshtune.objectives.config import KtoConfig
 from meshtune.objectives.preference import masked_sum
-from meshtune.objectives.score import Batch, Objective, Score, WeightedMetric, add_layers
+from meshtune.objectives.score import Batch, Objective, Score, WeightedMetric
 
 
 def make(config: KtoConfig) -> Objective:
@@ -50,6 +50,6 @@ def make(config: KtoConfig) -> Objective:
             "logps/rejected": mean_over(~good, answers.first),
             "kl": kl * count,
         }
-        return add_layers(Score(masked_sum(losses, unit_mask), count, metrics), answers.layers)
+        return Score(masked_sum(losses, unit_mask), count, metrics, answers.layers)
 
     return objective

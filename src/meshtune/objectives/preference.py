@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from meshtune.objectives.answers import AnswerLogProbs
-from meshtune.objectives.score import Score, add_layers
+from meshtune.objectives.score import Score
 
 PerPair = Float[Array, "*pairs"]
 
@@ -84,4 +84,4 @@ def preference_score(
     if sft_weight:
         loss = loss + sft_weight * answers.nll
         sums["nll"] = jax.lax.stop_gradient(answers.nll)
-    return add_layers(Score(loss, jnp.sum(answers.unit_mask), sums), answers.layers)
+    return Score(loss, jnp.sum(answers.unit_mask), sums, answers.layers)

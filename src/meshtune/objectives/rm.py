@@ -8,18 +8,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from meshtune.arrays.tree import Tree
-from meshtune.model.block import Hidden
+from meshtune.model.block import Hidden, Sums
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward
 from meshtune.model.gather import to_device
 from meshtune.model.inputs import Inputs
 from meshtune.model.linear import linear
 from meshtune.model.spec import ModelSpec
-from meshtune.model.sums import LayersResult, layers_result
 from meshtune.objectives.answers import by_side
 from meshtune.objectives.config import RmConfig
 from meshtune.objectives.preference import masked_sum, reward_metrics
-from meshtune.objectives.score import Batch, Objective, Score, add_layers
+from meshtune.objectives.score import Batch, Objective, Score
 from meshtune.objectives.segments import max_segments, segment_sum
 
 
@@ -31,7 +30,7 @@ def make(config: RmConfig) -> Objective:
     """
 
     def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score:
-        values, added = segment_scores(params, spec, compute, batch, rng)
+        values, layers = segment_scores(params, spec, compute, batch, rng)
         chosen, rejected = by_side(values)
         unit_mask = batch["units"]
         losses = -jax.nn.log_sigmoid(chosen - rejected - batch["values"])
@@ -39,19 +38,19 @@ def make(config: RmConfig) -> Objective:
             losses = losses + config.centre * (chosen + rejected) ** 2
         per_pair = reward_metrics(*map(jax.lax.stop_gradient, (chosen, rejected)))
         metrics = {name: masked_sum(values, unit_mask) for name, values in per_pair.items()}
-        return add_layers(Score(masked_sum(losses, unit_mask), jnp.sum(unit_mask), metrics), added)
+        return Score(masked_sum(losses, unit_mask), jnp.sum(unit_mask), metrics, layers)
 
     return objective
 
 
 def segment_scores(
     params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None
-) -> tuple[Float[Array, "B S"], LayersResult]:
-    """The score of every segment, read at its only token with a weight above 0, and the layers' loss and metrics."""
+) -> tuple[Float[Array, "B S"], Sums]:
+    """The score of every segment, read at its only token with a weight above 0, and the layers' sums."""
     inputs = Inputs(batch["tokens"], batch["positions"], batch["segment_ids"])
     hidden, _, sums = forward(params, spec, compute, inputs, rng=rng)
     token_scores = jnp.where(batch["weights"] > 0, scores(params, hidden), 0.0)
-    return segment_sum(token_scores, batch["segment_ids"], max_segments(batch)), layers_result(spec, sums)
+    return segment_sum(token_scores, batch["segment_ids"], max_segments(batch)), sums
 
 
 def scores(params: Tree, hidden: Hidden) -> Float[Array, "B T"]:

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from meshtune.arrays.tree import Tree
+from meshtune.model.block import Sums
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import head_logits
 from meshtune.model.spec import ModelSpec
-from meshtune.model.sums import LayersResult
+from meshtune.model.sums import layers_result
 
 Batch = dict[str, Array]
 """tokens, targets, positions, segment_ids int32 [B, T]; weights float32 [B, T].
@@ -35,16 +36,21 @@ class WeightedMetric(NamedTuple):
     weight: Float[Array, ""]
 
 
+NO_SUMS: Sums = {}
+
+
 class Score(NamedTuple):
     """Sums over a batch, as float32 scalars.
 
     The loss to report and to differentiate is `loss / weight`, divided once after all micro-batches, devices and
     processes are summed. Metrics are divided by `weight` too, except a WeightedMetric, which is divided by its own.
+    `layers` are the sums of the model's layers; `with_layers` adds what they come to, of all that is summed.
     """
 
     loss: Float[Array, ""]
     weight: Float[Array, ""]
     metrics: Mapping[str, Float[Array, ""] | WeightedMetric]
+    layers: Sums = NO_SUMS
 
 
 class Objective(Protocol):
@@ -59,12 +65,15 @@ def logits_of(spec: ModelSpec) -> Callable[[Tree, Array], Array]:
     return functools.partial(head_logits, spec=dataclasses.replace(spec, stacks=()))
 
 
-def add_layers(score: Score, layers: LayersResult) -> Score:
-    """The score with what the layers add to the mean loss, the metric `aux_loss`, and the layers' own metrics."""
-    metrics = {**score.metrics, **{name: WeightedMetric(*metric) for name, metric in layers.metrics.items()}}
-    if layers.loss is None:
-        return score._replace(metrics=metrics)
-    loss = layers.loss * score.weight
+def with_layers(spec: ModelSpec, score: Score) -> Score:
+    """The score with what its layers' sums add to the mean loss, the metric `aux_loss`, and the layers' own metrics."""
+    if not score.layers:
+        return score
+    result = layers_result(spec, score.layers)
+    metrics = {**score.metrics, **{name: WeightedMetric(*metric) for name, metric in result.metrics.items()}}
+    if result.loss is None:
+        return Score(score.loss, score.weight, metrics)
+    loss = result.loss * score.weight
     return Score(score.loss + loss, score.weight, {**metrics, "aux_loss": jax.lax.stop_gradient(loss)})
 
 

@@ -15,9 +15,8 @@ from meshtune.model.decoder import forward, head_params
 from meshtune.model.gather import loss_sharding
 from meshtune.model.inputs import Inputs
 from meshtune.model.spec import ModelSpec
-from meshtune.model.sums import layers_result
 from meshtune.objectives.config import SftConfig
-from meshtune.objectives.score import Batch, Objective, Score, add_layers, logits_of
+from meshtune.objectives.score import Batch, Objective, Score, logits_of
 from meshtune.objectives.segments import max_segments, segment_sum, to_tokens
 
 
@@ -43,8 +42,7 @@ def make(config: SftConfig) -> Objective:
             sharding=sharding,
             smoothing=config.label_smoothing,
         )
-        score = Score(loss, jnp.sum(weights), {"accuracy": correct})
-        return add_layers(score, layers_result(spec, sums))
+        return Score(loss, jnp.sum(weights), {"accuracy": correct}, sums)
 
     return objective
 

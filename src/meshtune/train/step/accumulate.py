@@ -14,7 +14,8 @@ from jaxtyping import Array, Bool, Float
 from meshtune.arrays.tree import Tree
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
-from meshtune.objectives.score import Batch, Objective, Score, metric_means
+from meshtune.objectives.score import Batch, Objective, Score, metric_means, with_layers
+from meshtune.train.step.layer_gradient import layer_gradient
 from meshtune.train.step.state import Metrics
 
 
@@ -39,20 +40,31 @@ def mean_gradient(
 ) -> Gradient:
     """The gradient with respect to `trained`, of which `params` makes all parameters.
 
-    Every array of the batch is [A, B, T], of A micro-batches. `placed` lays a gradient out over the mesh.
+    Every array of the batch is [A, B, T], of A micro-batches. `placed` lays a gradient out over the mesh. What the
+    layers add to the loss is a function of their sums over all micro-batches, which is not linear: where there is more
+    than one, a forward pass over all of them comes first, for its derivative by these sums.
     """
 
-    def loss(trained: Tree, micro: Batch, rng: Array | None) -> tuple[Array, Score]:
-        score = objective(params(trained), spec, compute, micro, rng)
-        return score.loss, score
+    def score_of(trained: Tree, index: Array, micro: Batch) -> Score:
+        key = None if rng is None else jax.random.fold_in(rng, index)
+        return objective(params(trained), spec, compute, micro, key)
+
+    by_sums = layer_gradient(lambda *micro: score_of(trained, *micro), spec, batch)
+
+    def loss(trained: Tree, index: Array, micro: Batch) -> tuple[Array, Score]:
+        score = score_of(trained, index, micro)
+        if by_sums is None:
+            return with_layers(spec, score).loss, score
+        terms = [jnp.sum(by_sums[name] * value) for name, value in score.layers.items()]
+        return score.loss + sum(terms), score
 
     def micro_batch(index: Array, micro: Batch) -> tuple[Score, Tree, Array]:
-        key = None if rng is None else jax.random.fold_in(rng, index)
-        (_, score), gradient = jax.value_and_grad(loss, has_aux=True)(trained, micro, key)
+        (_, score), gradient = jax.value_and_grad(loss, has_aux=True)(trained, index, micro)
         gradient = placed(jax.tree.map(lambda g: g.astype(jnp.float32), gradient))
         return score, gradient, jnp.isfinite(score.loss) & jnp.isfinite(optax.global_norm(gradient))
 
     total, gradient, finite_micro = _accumulate(micro_batch, batch)
+    total = with_layers(spec, total)
     weight = jnp.where(total.weight > 0, total.weight, 1.0)
     gradient = jax.tree.map(lambda g: g / weight, gradient)
     norm = optax.global_norm(gradient)

@@ -18,7 +18,7 @@ from meshtune.arrays.tree import Tree, merge
 from meshtune.model.compute import Compute, compiler_options, streaming_options
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.curvature import curvature
-from meshtune.objectives.score import Batch, Objective, Score
+from meshtune.objectives.score import Batch, Objective, Score, with_layers
 from meshtune.optim.optimizer import Optimizer
 from meshtune.train.step.accumulate import mean_gradient
 from meshtune.train.step.block_coordinate import active_block
@@ -74,7 +74,7 @@ def make_eval_step(objective: Objective, spec: ModelSpec, compute: Compute) -> C
     """A jitted step(trainable, frozen, batch of [B, T] arrays) -> Score, without dropout."""
 
     def step(trainable: Tree, frozen: Tree, batch: Batch) -> Score:
-        return objective(merge(trainable, frozen), spec, compute, batch, None)
+        return with_layers(spec, objective(merge(trainable, frozen), spec, compute, batch, None))
 
     options = None if compute.dtype == "float32" else compiler_options(compute.platform)
     sharding = None if compute.layout is None else compute.layout.replicated

@@ -28,7 +28,7 @@ from meshtune.model.reverse import Layer, layer_functions
 from meshtune.model.side import without_stored
 from meshtune.model.spec import ModelSpec
 from meshtune.model.sums import no_sums
-from meshtune.objectives.score import Batch, Objective, Score, metric_means
+from meshtune.objectives.score import Batch, Objective, Score, metric_means, with_layers
 from meshtune.optim.optimizer import Optimizer
 from meshtune.optim.param_optimizer import COUNT, PARAM_STATE
 from meshtune.train.step.block_coordinate import placed_as
@@ -142,7 +142,7 @@ class _CutModel:
 
         def run(trained: Tree, boundary: LayerBoundary) -> Score:
             params = merge(to_device(self.outer) | trained, frozen_outer) | {"layers": boundary}
-            return objective(params, spec, compute, micro, rng)
+            return with_layers(spec, objective(params, spec, compute, micro, rng))
 
         self._run = run
 
