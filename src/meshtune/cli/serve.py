@@ -15,6 +15,7 @@ from meshtune.cli.model_options import BaseLoading, ModelPath
 from meshtune.errors import UserError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+KEEP_ALIVE = 75  # seconds that an idle connection stays open
 EXTRA = "install it: pip install 'meshtune[serve]'"
 
 
@@ -60,7 +61,14 @@ def serve(
     gate = Gate()
     app = create_app(models, token=token, hosts=hosts, origins=set(cors_origin or []), gate=gate)
     level = logging.INFO if log_requests else logging.WARNING
-    config = uvicorn.Config(app, log_level=level, access_log=log_requests, timeout_graceful_shutdown=5)
+    config = uvicorn.Config(
+        app,
+        log_level=level,
+        access_log=log_requests,
+        timeout_graceful_shutdown=5,
+        # Above what clients have: one that sends its next request as the server closes the connection loses it.
+        timeout_keep_alive=KEEP_ALIVE,
+    )
     address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/v1"
 
     def ready() -> None:
