@@ -15,9 +15,10 @@ import published
 import meshtune
 from meshtune.errors import UserError
 from meshtune.evaluate.choice_letters import prompt_text, read_subjects, run_protocol
+from meshtune.evaluate.compare import Outcome, read_results
 from meshtune.evaluate.harness import Suite
 from meshtune.evaluate.identity import default_output
-from meshtune.evaluate.predict import PredictOptions
+from meshtune.evaluate.predict import Predictions, PredictOptions
 from meshtune.evaluate.run import Subject, evaluate_model, make_evaluation, run_data
 from meshtune.terminal import console
 
@@ -39,19 +40,26 @@ def run(stories260k, tmp_path_factory):
         "train": {"steps": 15, "batch_size": 4},
         "optimizer": {"learning_rate": 0.01},
         "eval": {"every": None},
+        "evaluate": {
+            "tasks": {"perplexity": str(published.perplexity(folder))},
+            "new_tokens": 6,
+            "metrics": ["exact_match", "f1"],
+        },
     }
     meshtune.train(recipe)
     return folder / "out"
 
 
 @pytest.fixture(scope="module")
-def outcome(run, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("compared")
-    records, trained_on = run_data(str(run))
-    stories = published.perplexity(folder)
-    evaluation = make_evaluation(records, ("perplexity",), {"perplexity": stories}, predicting=OPTIONS)
-    subject = Subject(str(run), None, "base", LOADING)
-    return folder / "out", evaluate_model(subject, evaluation, folder / "out", console=QUIET, trained_on=trained_on)
+def outcome(run):
+    """The evaluation that the run ended with: its folder, and its results again."""
+    folder = run / "evaluation/base"
+    sides = {}
+    for name in ("base", "tuned"):
+        rows = [json.loads(line) for line in (folder / name / "predictions.jsonl").read_text().splitlines()]
+        totals = json.loads((folder / name / "metrics.json").read_text())
+        sides[name] = Outcome(Predictions(rows, totals), read_results(folder / name) or [])
+    return folder, sides
 
 
 def test_held_out_records_are_those_of_the_run(run):
@@ -88,16 +96,35 @@ def test_the_report_says_what_was_gained_and_lost(outcome):
     assert len(samples) == 3
 
 
-def test_a_second_evaluation_goes_on_with_the_first(outcome, run):
+def test_results_that_are_there_are_not_computed_again(outcome, run, tmp_path):
     folder, first = outcome
     records, _ = run_data(str(run))
-    stories = folder.parent / "stories.jsonl"
-    evaluation = make_evaluation(records, ("perplexity",), {"perplexity": stories}, predicting=OPTIONS)
+    evaluation = make_evaluation(
+        records, ("perplexity",), {"perplexity": run.parent / "stories.jsonl"}, predicting=OPTIONS
+    )
     subject = Subject(str(run), None, "base", LOADING)
     with pytest.raises(UserError, match="the folder is not empty"):
         evaluate_model(subject, evaluation, folder, console=QUIET)
+    file = folder / "tuned/predictions.jsonl"
+    file.write_text(file.read_text().replace('"answer": "', '"answer": "(from before) ', 1))
     again = evaluate_model(subject, evaluation, folder, console=QUIET, resume=True)
+    assert again["tuned"].predictions.rows[0]["answer"].startswith("(from before)")
     assert again["tuned"].tasks[0].metrics == first["tuned"].tasks[0].metrics
+
+
+def test_what_would_stop_the_evaluation_stops_the_run_before_it_begins(stories260k, tmp_path):
+    published.write_lines(tmp_path / "train.jsonl", [{"text": "Once upon a time there was a dog."}] * 4)
+    recipe = {
+        "model": {"path": str(stories260k)},
+        "data": {"train": str(tmp_path / "train.jsonl")},
+        "output": str(tmp_path / "out"),
+        "evaluate": {"tasks": {"mmlu": str(tmp_path / "nowhere")}},
+    }
+    with pytest.raises(UserError, match="mmlu needs a folder with test or val"):
+        meshtune.train(recipe)
+    with pytest.raises(UserError, match="there is nothing to evaluate"):
+        meshtune.train(recipe | {"evaluate": {}})
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_evaluation_set_that_is_the_training_set_is_refused(run, tmp_path):

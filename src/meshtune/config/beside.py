@@ -40,6 +40,8 @@ def _paths(raw: Mapping[str, object]) -> list[Path]:
     for part in ("train", "validation"):
         sources = value_at(raw, ("data", part))
         paths += [("data", part, n, "path") for n in range(len(sources))] if isinstance(sources, list) else []
+    tasks = value_at(raw, ("evaluate", "tasks"))
+    paths += [("evaluate", "tasks", name) for name in tasks] if isinstance(tasks, dict) else []
     present: list[Path] = []
     for path in (*paths, *OTHER_KEYS):
         value = value_at(raw, path)

@@ -8,6 +8,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from meshtune.adapters.config import LoraOptions
 from meshtune.config.data import DataSection
+from meshtune.config.evaluation import EvaluateSection
 from meshtune.config.method import MethodSection
 from meshtune.config.model import ModelSection
 from meshtune.config.optimizer import OptimizerSection
@@ -156,6 +157,9 @@ class Recipe(Section):
     optimizer: OptimizerSection = Field(default_factory=OptimizerOptions)
     compute: ComputeSection = Field(default_factory=ComputeSection)
     eval: EvalSection = Field(default_factory=EvalSection)
+    evaluate: EvaluateSection | None = Field(
+        default=None, description="Measure the base and the result when the run has ended; null: do not."
+    )
     sample: SampleSection = Field(default_factory=SampleSection)
     log: LogSection = Field(default_factory=LogSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)

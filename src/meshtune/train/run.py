@@ -16,6 +16,7 @@ from meshtune.arrays.tree import merge
 from meshtune.config.recipe import Recipe
 from meshtune.digests import DamagedError, read_digests
 from meshtune.errors import UserError
+from meshtune.evaluate.recipe import check_evaluation, evaluate_run
 from meshtune.mesh.processes import Job
 from meshtune.mesh.rendezvous import ProcessInfo
 from meshtune.objectives.stages import STAGES
@@ -51,9 +52,11 @@ def train(recipe: Recipe, *, console: Console | None = None, job: Job | None = N
     job = job or Job(ProcessInfo())
     console = console or terminal.console(quiet=not job.is_main_process)
     output = pathlib.Path(recipe.output).expanduser()
+    if recipe.evaluate is not None:
+        check_evaluation(recipe, job.process_count)
     try:
         with logged(console) as log:
-            return _run(recipe, output, console, log, job)
+            result = _run(recipe, output, console, log, job)
     except OSError as error:
         if not (reason := disk_reason(error)):
             raise
@@ -62,6 +65,9 @@ def train(recipe: Recipe, *, console: Console | None = None, job: Job | None = N
             where=str(error.filename or output),
             fix="make room or make it writable; then the same command with resume=true goes on from what was saved",
         ) from error
+    if result.interrupted is None:
+        evaluate_run(recipe, console)
+    return result
 
 
 def _run(recipe: Recipe, output: pathlib.Path, console: Console, log: ConsoleLog, job: Job) -> Result:

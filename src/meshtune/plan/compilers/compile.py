@@ -23,7 +23,7 @@ from meshtune.weights.hub import CONFIG, locate
 from meshtune.weights.load import load_config
 
 # Sections of a recipe that do not change the compiled program.
-IRRELEVANT = ("output", "eval", "sample", "log", "checkpoint", "seed", "resume", "overwrite", "data")
+IRRELEVANT = ("output", "eval", "evaluate", "sample", "log", "checkpoint", "seed", "resume", "overwrite", "data")
 
 
 def compile_recipe(

@@ -1,0 +1,74 @@
+"""The `evaluate` section of a recipe: checked before a run begins, done when it has ended."""
+
+from __future__ import annotations
+
+import pathlib
+import tempfile
+
+from rich.console import Console
+
+from meshtune.config.recipe import Recipe
+from meshtune.errors import UserError
+from meshtune.evaluate.choice_letters import read_subjects
+from meshtune.evaluate.compare import Evaluation
+from meshtune.evaluate.harness import prepare
+from meshtune.evaluate.identity import default_output
+from meshtune.evaluate.metrics import check_metrics
+from meshtune.evaluate.predict import PredictOptions
+from meshtune.evaluate.records import Record
+from meshtune.evaluate.report import HTML, MARKDOWN
+from meshtune.evaluate.run import BASE, Subject, evaluate_model, make_evaluation, run_data
+
+
+def check_evaluation(recipe: Recipe, processes: int) -> None:
+    """Raises UserError for what would stop the evaluation at the end of a run: tasks, files, packages, metrics."""
+    section = recipe.evaluate
+    if section is None:
+        return
+    where = "evaluate"
+    if processes > 1:
+        raise UserError(
+            f"a run of {processes} processes cannot end with an evaluation, which is one process's",
+            where=where,
+            fix=f"leave it out, and run `meshtune eval {recipe.output} --compare base` afterwards",
+        )
+    if not section.tasks and not (section.held_out and recipe.data.validation is not None):
+        raise UserError("there is nothing to evaluate", where=where, fix="give evaluate.tasks, or data.validation")
+    if section.held_out and recipe.data.validation is not None:
+        check_metrics(section.metrics)
+    evaluation = _evaluation(recipe, [])
+    if evaluation.llama_factory:
+        read_subjects(evaluation.suite)
+    elif evaluation.suite.tasks:
+        with tempfile.TemporaryDirectory() as folder:
+            prepare(evaluation.suite, pathlib.Path(folder))
+
+
+def evaluate_run(recipe: Recipe, console: Console) -> pathlib.Path | None:
+    """Evaluates what a run made beside what it started from; returns the folder of the report (None: not asked for)."""
+    if recipe.evaluate is None:
+        return None
+    records, trained_on = run_data(recipe.output)
+    evaluation = _evaluation(recipe, records if recipe.evaluate.held_out else [])
+    output = default_output(recipe.output, "evaluation", BASE)
+    loading = {"revision": None, "chat_template": None, "dtype": None, "quantize": "auto"}
+    subject = Subject(recipe.output, None, BASE, loading)
+    evaluate_model(subject, evaluation, output, console=console, overwrite=output.exists(), trained_on=trained_on)
+    console.print(f"[bold]report[/] {output / MARKDOWN} and {output / HTML}", soft_wrap=True)
+    return output
+
+
+def _evaluation(recipe: Recipe, records: list[Record]) -> Evaluation:
+    section = recipe.evaluate
+    assert section is not None
+    files = {name: pathlib.Path(path) for name, path in section.tasks.items() if path is not None}
+    return make_evaluation(
+        records[: section.most_samples],
+        tuple(section.tasks),
+        files,
+        protocol=section.protocol,
+        predicting=PredictOptions(metrics=tuple(section.metrics), max_tokens=section.new_tokens),
+        shots=section.num_fewshot,
+        chat=section.prompts == "chat",
+        limit=section.most_samples,
+    )
