@@ -24,14 +24,14 @@ POINT = "#2f6fde"
 def draw_differences(
     path: pathlib.Path, professional: Sequence[Difference], general: Mapping[str, Sequence[Difference]]
 ) -> None:
-    """Draws each difference in per cent of the value before, so that better is always to the right."""
+    """Draws each difference in per cent of the larger of its two values, better to the right."""
     from matplotlib.lines import Line2D
 
     named = [("your records", item) for item in professional]
     named += [(name, item) for name, listed in general.items() for item in listed]
     figure, axes = _axes(height=1.4 + 0.32 * len(named))
     for place, (_, item) in enumerate(named):
-        sign = (1 if item.higher_is_better else -1) * 100 / (abs(item.before) or 1.0)
+        sign = (1 if item.higher_is_better else -1) * 100 / (max(abs(item.before), abs(item.after)) or 1.0)
         ends = sorted((sign * item.low, sign * item.high))
         color = COLORS[item.verdict]
         axes.plot(ends, [place, place], color=color, linewidth=2, solid_capstyle="round")
@@ -39,7 +39,7 @@ def draw_differences(
     axes.axvline(0, color=INK, linewidth=1)
     axes.set_yticks(range(len(named)), [f"{name}: {item.metric}" for name, item in named])
     axes.set_ylim(len(named) - 0.5, -0.5)
-    axes.set_xlabel("better or worse than before, % of the value before, with the 95% interval", color=INK)
+    axes.set_xlabel("worse or better than before, % of the larger value, with the 95% interval", color=INK)
     axes.grid(axis="x", color=GRID, linewidth=0.8)
     shown = {"gained": "gained", "lost": "lost", "unclear": "unclear"}
     handles = [Line2D([], [], color=COLORS[key], marker="o", label=label) for key, label in shown.items()]
