@@ -207,13 +207,13 @@ def _written(benchmark: str, doc: Mapping[str, Any]) -> dict[str, Any]:
 
 def run_tasks(model: Model, suite: Suite, tasks: Tasks, *, console: Console) -> tuple[list[TaskResult], dict[str, Any]]:
     """The results of a model, task by task with every sample, and what lm-eval says of the run."""
-    import lm_eval
-
     from meshtune.evaluate.language_model import EngineLM
+
+    evaluator = optional("lm_eval.evaluator", "lm-eval's tasks")
 
     lm = EngineLM(model, console=console, rows=suite.rows)
     with _quiet():
-        outcome = lm_eval.simple_evaluate(
+        outcome: dict[str, Any] = evaluator.simple_evaluate(
             model=lm,
             tasks=list(tasks.names),
             num_fewshot=suite.shots,
@@ -230,7 +230,6 @@ def run_tasks(model: Model, suite: Suite, tasks: Tasks, *, console: Console) -> 
             torch_random_seed=suite.seed,
             fewshot_random_seed=suite.seed,
         )
-    assert outcome is not None
     results = []
     for name, samples in outcome["samples"].items():
         values = {key: value for key, value in outcome["results"][name].items() if key not in ("alias", "name")}
@@ -247,7 +246,7 @@ def run_tasks(model: Model, suite: Suite, tasks: Tasks, *, console: Console) -> 
                     if isinstance(v, int | float) and "_stderr" not in k and "," in k
                 },
                 samples=[_sample(sample) for sample in samples],
-                higher_is_better=dict(outcome.get("higher_is_better", {}).get(name, {})),
+                higher_is_better={k: v for k, v in outcome["higher_is_better"].get(name, {}).items() if v is not None},
             )
         )
     facts = {key: outcome.get(key) for key in ("versions", "n-shot", "n-samples", "results")}

@@ -111,7 +111,7 @@ class EngineLM(TemplateLM):
         return totals
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[TokenRequest], cached: bool = True, **_: Any
+        self, requests: Sequence[TokenRequest], cached: bool = True, **options: Any
     ) -> list[tuple[float, bool]]:
         """(sum of log-probabilities, whether every token was the likeliest) of each continuation."""
         texts = []
@@ -166,9 +166,9 @@ class EngineLM(TemplateLM):
                 where="generation_kwargs, max_gen_toks",
                 fix=f"give a smaller one: --gen-kwargs max_gen_toks={self.max_length // 2}",
             )
-        ids = self.tokenizer.encode(
-            context, add_special_tokens=not context.startswith(self.tokenizer.bos_token or "\0")
-        )
+        begin = self.tokenizer.bos_token
+        has_begin = isinstance(begin, str) and context.startswith(begin)
+        ids = self.tokenizer.encode(context, add_special_tokens=not has_begin)
         self.cut += len(ids) > room
         request = self.model.engine.request(ids[-room:], Sampling(**kwargs), max_tokens=most)
         return Prompt(request, tuple(text for text in until if text), name=f"the context {context[:60]!r}")
