@@ -7,6 +7,7 @@ included, and every product outside of the kernels.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 
@@ -146,3 +147,9 @@ def test_products_outside_of_kernels_are_counted():
     text = "%p.1 = bf16[8,16]{1,0} parameter(0)\n%q = bf16[16,32] parameter(1)\n"
     text += "%dot.2 = bf16[8,32]{1,0} dot(%p.1, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n"
     assert outside(text) == 2 * 8 * 32 * 16
+
+
+if __name__ == "__main__":
+    for name in ("H100", "RTX4090", "MI300X", "TPUv5p"):
+        facts = operations(name)
+        print(json.dumps({"target": name, "ratio": (facts["in_kernels"] + facts["outside"]) / facts["ideal"], **facts}))
