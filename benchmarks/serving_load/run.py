@@ -194,8 +194,10 @@ def main() -> None:
         server.kill()
     about = {"date": datetime.date.today().isoformat(), "machine": f"{os.cpu_count()} cores, {platform.machine()}"}
     about |= {"clients": options.clients, "rows": options.rows, "load_average_before": round(os.getloadavg()[2], 1)}
-    Path(options.out).write_text(json.dumps(about | result, indent=1) + "\n")
-    print(json.dumps(about | result, indent=1))
+    lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in (about | result).items()]
+    text = "{\n" + ",\n".join(lines) + "\n}\n"
+    Path(options.out).write_text(text)
+    print(text)
 
 
 if __name__ == "__main__":
