@@ -91,18 +91,29 @@ def test_tiles_of_the_triton_kernels_span_groups_and_columns():
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
 
 
-def test_a_weight_that_is_read_group_by_group():
-    """Any tree with a leading axis of groups, such as codes and scales; it has no gradient."""
-    x, weight, _ = arrays()
-    sizes = jnp.asarray(SIZES["uneven"], jnp.int32)
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("backend", ["tiles", "triton"])
+def test_a_weight_that_is_read_group_by_group(backend, name, monkeypatch):
+    """Any tree with a leading axis of groups, such as codes and scales; it has no gradient. Matrices of two of the six
+    groups exist at once."""
+    monkeypatch.setattr(grouped, "MATRICES_BYTES", 2 * 4 * IN * OUT)
+    x, weight, cotangent = arrays()
+    sizes = jnp.asarray(SIZES[name], jnp.int32)
     tree = {"codes": jnp.asarray(np.round(weight * 8), jnp.int8), "scale": jnp.full((6, 1, 1), 1 / 8)}
 
     def read(tree, dtype):
         return (tree["codes"] * tree["scale"]).astype(dtype)
 
-    ours = grouped_matmul(jnp.asarray(x, jnp.float32), tree, sizes, read=read, chip=Chip("cpu"))
-    expected = looped(x, np.round(weight * 8) / 8, np.zeros((ROWS, OUT)), SIZES["uneven"])[0]
-    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
+    product = functools.partial(grouped_matmul, read=read, chip=CHIPS[backend], interpret=True)
+    y, pull = jax.vjp(lambda x: product(x, tree, sizes), jnp.asarray(x, jnp.float32))
+    expected = looped(x, np.round(weight * 8) / 8, cotangent, SIZES[name])
+    np.testing.assert_allclose(y, expected[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(pull(jnp.asarray(cotangent, jnp.float32))[0], expected[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("count", "nbytes", "several"), [(32, 16 << 20, 8), (8, 200 << 20, 1), (6, 30 << 20, 3)])
+def test_matrices_of_as_many_groups_as_fit_are_made_at_once(count, nbytes, several):
+    assert grouped._groups_at_once(count, nbytes) == several
 
 
 @pytest.mark.parametrize(("rows", "groups", "size"), [(16, 64, 8), (4096, 64, 64), (100_000, 8, 128)])

@@ -27,6 +27,7 @@ Backend = Literal["ragged_dot", "triton", "tiles"]
 Read = Callable[[Any, jnp.dtype], Array]
 
 SMALLEST, LARGEST = 8, 128  # rows of a tile
+MATRICES_BYTES = 128 << 20  # of matrices that are made of codes at once
 _OF_GROUPS = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
 _OF_GROUPS_TRANSPOSED = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
 
@@ -104,12 +105,37 @@ def _rows_times(call: _Call, x: Array, weight: Any, sizes: Array, out: DTypeLike
     backend = backend_for(call.chip)
     if backend == "tiles":
         return _tiles(x, weight, sizes, lambda part: call.read(part, call.factors), out, transposed=transposed)
-    matrices = call.read(weight, call.factors)
     if backend == "triton":
-        return grouped_triton.product(
-            x, matrices, sizes, out, call.chip, transposed=transposed, interpret=call.interpret
-        )
+        product = functools.partial(grouped_triton.product, transposed=transposed, interpret=call.interpret)
+        if isinstance(weight, jax.Array):
+            return product(x, call.read(weight, call.factors), sizes, out, call.chip)
+        return _by_groups(call, product, x, weight, sizes, out, columns=1 if transposed else 2)
+    matrices = call.read(weight, call.factors)
     return _ragged(x, matrices, sizes, _OF_GROUPS if transposed else _OF_GROUPS_TRANSPOSED, out)
+
+
+def _by_groups(
+    call: _Call, product: Callable[..., Array], x: Array, weight: Any, sizes: Array, out: DTypeLike, *, columns: int
+) -> Array:
+    """Every row times its group's matrix, where matrices are made of codes: of some groups at a time, so that those of
+    all experts, gigabytes in large models, never exist at once. `columns` is the axis of a matrix's columns."""
+    one = jax.eval_shape(lambda: call.read(jax.tree.map(lambda leaf: leaf[:1], weight), call.factors))
+    count = sizes.shape[0]
+    several = _groups_at_once(count, one.size * one.dtype.itemsize)
+    if several == count:
+        return product(x, call.read(weight, call.factors), sizes, out, call.chip)
+
+    def step(index: Array, result: Array) -> Array:
+        first = index * several
+        part = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, several), weight)
+        return product(x, call.read(part, call.factors), sizes, out, call.chip, first=first, result=result)
+
+    return lax.fori_loop(0, count // several, step, jnp.zeros((x.shape[0], one.shape[columns]), out))
+
+
+def _groups_at_once(count: int, nbytes: int) -> int:
+    """The largest divisor of `count` groups whose matrices, of `nbytes` each, take at most `MATRICES_BYTES`; or 1."""
+    return max(n for n in range(1, count + 1) if count % n == 0 and (n == 1 or n * nbytes <= MATRICES_BYTES))
 
 
 def _of_weight(call: _Call, cotangent: Array, x: Array, sizes: Array) -> Array:

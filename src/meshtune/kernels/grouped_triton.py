@@ -57,17 +57,26 @@ def product(
     *,
     transposed: bool,
     interpret: bool = False,
+    first: Int[Array, ""] | int = 0,
+    result: Array | None = None,
 ) -> Array:
     """Every row times its group's matrix [N, i], or the transposed matrix [N, o]; zeros for rows after the last
-    group."""
+    group.
+
+    `weight` may be that of some groups, from group `first` on: their rows are then written into `result`, whose other
+    rows stay as they are.
+    """
     rows, terms = x.shape
     groups, columns = weight.shape[0], weight.shape[1 if transposed else 2]
-    tile = tile_for(chip, x.dtype, rows // groups, columns, terms)
+    tile = tile_for(chip, x.dtype, rows // sizes.shape[0], columns, terms)
     with_rest = jnp.append(sizes, rows - jnp.sum(sizes)).astype(jnp.int32)
-    group, first, end, _ = row_tiles(with_rest, rows, tile.rows)
+    group, start, end, _ = row_tiles(with_rest, rows, tile.rows)
+    group = group - first
     padded_rows, padded_columns = _padded(rows + tile.rows, tile.rows), _padded(columns, tile.columns)
     padded_terms = _padded(terms, tile.terms)
     weight_block = (padded_columns, padded_terms) if transposed else (padded_terms, padded_columns)
+    tiles = _whole((padded_rows, padded_columns))
+    before = () if result is None else (result,)
     return pl.pallas_call(
         functools.partial(_product_kernel, tile, (groups, columns, terms), transposed),
         grid=(padded_columns // tile.columns, group.shape[0]),
@@ -75,18 +84,21 @@ def product(
             _whole((padded_rows, padded_terms)),
             _whole((groups, *weight_block)),
             *[_whole(group.shape)] * 3,
+            *[tiles] * len(before),
         ],
-        out_specs=_whole((padded_rows, padded_columns)),
+        out_specs=tiles,
+        input_output_aliases={5: 0} if before else {},
         out_shape=jax.ShapeDtypeStruct((rows, columns), out),
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
         name="grouped_product",
-    )(x, weight, group, first, end)
+    )(x, weight, group, start, end, *before)
 
 
 def _product_kernel(
-    tile: Tile, shape: tuple[int, int, int], transposed: bool, x, weight, groups, firsts, ends, result
+    tile: Tile, shape: tuple[int, int, int], transposed: bool, x, weight, groups, firsts, ends, *results
 ) -> None:
+    *before, result = results
     count, columns, terms = shape
     column, index = pl.program_id(0) * tile.columns, pl.program_id(1)
     group, first, end = groups[index], firsts[index], ends[index]
@@ -104,12 +116,13 @@ def _product_kernel(
             right = _load(weight.at[group, of_terms, of_columns], own_terms[:, None] & own_columns[None, :])
         return total + _dot(left, right, 1, 1 if transposed else 0)
 
-    # Rows after the last group are a group without a matrix: zeros.
-    real = (group < count) & (first < end)
+    # Rows after the last group are a group without a matrix: zeros, where there was no result before.
+    real = (group >= 0) & (group < count) & (first < end)
     steps = real.astype(jnp.int32) * -(-terms // tile.terms)
     total = jax.lax.fori_loop(0, steps, add, jnp.zeros((tile.rows, tile.columns), jnp.float32))
     into = result.at[pl.ds(first, tile.rows), pl.ds(column, tile.columns)]
-    plt.store(into, total.astype(result.dtype), mask=rows & own_columns[None, :])
+    written = rows & own_columns[None, :]
+    plt.store(into, total.astype(result.dtype), mask=written & real if before else written)
 
 
 def weight_grad(
