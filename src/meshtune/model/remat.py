@@ -1,4 +1,4 @@
-"""Rematerialisation: what a group of layers keeps for its backward pass, and what is computed again."""
+"""Rematerialisation: what a layer keeps for its backward pass, and what is computed again."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from meshtune.model.compute import Compute
 from meshtune.model.gather import GATHERED, is_offloaded
 from meshtune.model.linear import NARROW, PRODUCT
 
-RESIDUAL = "residual"  # the stream that enters a group of layers
+RESIDUAL = "residual"  # the stream that enters a layer
 
 # The results of matrix products (with LoRA the sum, not its parts) and of attention.
 SAVED = (PRODUCT, NARROW, ROTATED, OUTPUT, LOG_SUM_EXP)
 
 
-def rematerialised(group: Callable[..., Any], compute: Compute, nodes: Tree) -> Callable[..., Any]:
-    """`group`, which keeps what compute.remat says.
+def rematerialised(layer: Callable[..., Any], compute: Compute, nodes: Tree, layers: int) -> Callable[..., Any]:
+    """`layer`, which keeps what compute.remat says. It is one of `layers` in the body of a scan, of parameters `nodes`.
 
-    Full saves only the residual stream between groups; selective also what `SAVED` names, each needed one once.
+    Full saves only the residual stream between layers; selective also what `SAVED` names, each needed one once.
 
     None leaves it to JAX, which keeps whatever any derivative reads: between two products several arrays as wide as
     either. Computing those again from the products costs less than storing and loading them. Weights that are fetched
@@ -32,7 +32,7 @@ def rematerialised(group: Callable[..., Any], compute: Compute, nodes: Tree) -> 
     policies = jax.checkpoint_policies
     if compute.remat == "none":
         if compute.layout is None and not any(is_offloaded(leaf) for leaf in jax.tree.leaves(nodes)):
-            return group
+            return layer
         policy = policies.save_anything_except_these_names(GATHERED)
     elif RESIDUAL in compute.offload:
         policy = policies.save_and_offload_only_these_names(
@@ -43,4 +43,5 @@ def rematerialised(group: Callable[..., Any], compute: Compute, nodes: Tree) -> 
         )
     else:
         policy = policies.nothing_saveable if compute.remat == "full" else policies.save_only_these_names(*SAVED)
-    return jax.checkpoint(group, policy=policy, prevent_cse=not compute.scan)
+    # A barrier makes a layer wait for its cotangent: those of one body would otherwise all be computed again at once.
+    return jax.checkpoint(layer, policy=policy, prevent_cse=not compute.scan or layers > 1)

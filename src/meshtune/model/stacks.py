@@ -3,6 +3,7 @@ with depth."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from meshtune.model.cache import Cache, LayerCache
 from meshtune.model.compute import Compute
 from meshtune.model.gather import gather_layer_params
 from meshtune.model.inputs import Rows
-from meshtune.model.layer import layer
+from meshtune.model.layer import LayerSpec, layer
 from meshtune.model.layer_chunks import layer_by_chunks
 from meshtune.model.linear import fold
 from meshtune.model.remat import RESIDUAL, rematerialised
@@ -47,28 +48,33 @@ def through_layers(
     first, shared = 0, params.get("shared")
     apply = layer if compute.attention_chunk is None else layer_by_chunks
     stream = x, {} if cache is None else cache.layers, no_sums(spec)
+
+    def of_layer(stream: Stream, node: Tree, row: Array, number: Array, given: Tree, key: str, kind: LayerSpec) -> Any:
+        x, caches, sums = stream
+        x, caches = jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL), (x, caches))
+        node = gather_layer_params(node, spec, key, compute, shared)
+        context = Context(compute, rows, given, number, fold(rng, number))
+        before = None if cache is None else LayerCache(caches[key], row, cache.lengths)
+        x, after, new, left = apply(x, node, kind, context, before)
+        caches = caches if after is None else caches | {key: after.arrays}
+        return (x, caches, add_sums(sums, new)), dict(left)
+
     for s, stack in enumerate(spec.stacks):
         nodes = {f"{s}.{p}": params["layers"][f"{s}.{p}"] for p in range(len(stack.pattern))}
         by_layer = by_groups(side, first, stack.repeats, len(stack.pattern))
         of_stack = first, s, stack.pattern, for_all(side)
 
         def group(stream: Stream, at: tuple[Tree, Array, Tree], of_stack: Any = of_stack) -> Any:
-            (first, s, pattern, side), (nodes, row, by_place), (x, caches, sums) = of_stack, at, stream
+            (first, s, pattern, side), (nodes, row, by_place) = of_stack, at
             stored: dict[str, Tree] = {}
-            x, caches = jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL), (x, caches))
             for p, kind in enumerate(pattern):
-                key, number = f"{s}.{p}", first + row * len(pattern) + p
-                node = gather_layer_params(nodes[key], spec, key, compute, shared)
                 given = with_stored(side, stored) | {name: array[p] for name, array in by_place.items()}
-                context = Context(compute, rows, given, number, fold(rng, number))
-                before = None if cache is None else LayerCache(caches[key], row, cache.lengths)
-                x, after, new, left = apply(x, node, kind, context, before)
+                step = functools.partial(of_layer, key=f"{s}.{p}", kind=kind)
+                step = rematerialised(step, compute, nodes, layers=len(pattern))
+                stream, left = step(stream, nodes[f"{s}.{p}"], row, first + row * len(pattern) + p, given)
                 stored |= left
-                caches = caches if after is None else caches | {key: after.arrays}
-                sums = add_sums(sums, new)
-            return (x, caches, sums), stored
+            return stream, stored
 
-        group = rematerialised(group, compute, nodes)
         if compute.scan and stack.repeats > 1 and not isinstance(nodes[f"{s}.0"], tuple):
             stream, _ = lax.scan(group, stream, (nodes, jnp.arange(stack.repeats), by_layer))
         else:

@@ -155,6 +155,8 @@ def _host_bytes(candidate: Candidate, weight_bytes: float) -> float:
         total += 2 * candidate.accumulation * residual_bytes(candidate)
     if "optimizer" in candidate.offload:
         total += 2 * candidate.local_bytes("optimizer")
+    if "tables" in candidate.offload:
+        total += candidate.accumulation * candidate.local_bytes("tables")
     if candidate.streams_trained_weights:  # fetched forward and backward, and written back after the update
         total += 3 * candidate.local_bytes("full") + 2 * candidate.local_bytes("stacked")
     elif "weights" in candidate.offload:
@@ -174,8 +176,7 @@ def _host_exposed_bytes(candidate: Candidate) -> float:
 def residual_bytes(candidate: Candidate) -> float:
     """The residual stream saved at every layer's input, of one micro-batch on one device."""
     spec = candidate.workload.spec
-    groups = sum(stack.repeats for stack in spec.stacks)
-    return candidate.tokens * spec.residual * candidate.activation_itemsize * groups
+    return candidate.tokens * spec.residual * candidate.activation_itemsize * spec.layers
 
 
 def _backward_fraction(workload: Workload, trained: set[str]) -> float:
