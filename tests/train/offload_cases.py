@@ -30,6 +30,8 @@ ALL = ("residual", "optimizer", "weights")
 CASES = {
     "lora, all": Case({}, {"remat": "full", "offload": ALL, "attention_chunk": 16, "mlp_chunk": 8}),
     "lora, all, nf4": Case({}, {"remat": "full", "offload": ALL}, quantize=True),
+    "lora, tables": Case({}, {"remat": "full", "offload": ("tables", "residual")}),
+    "lora, tables, tied, fsdp=2 tp=2": Case({"fsdp": 2, "tp": 2}, {"offload": ("tables",)}, tied=True),
     "full, optimizer": Case({}, {"offload": ("optimizer",)}, method="full"),
     "lora, weights, nothing made again": Case({}, {"offload": ("weights",)}),
     "fsdp=4, all": Case({"fsdp": 4}, {"remat": "full", "offload": ALL, "attention_chunk": 16, "mlp_chunk": 8}),
@@ -123,9 +125,9 @@ def updates(case: Case, *, offloaded: bool) -> dict[str, Any]:
         order = zigzag_order(LENGTH, mesh.cp) if mesh.cp > 1 else None
     fields: dict[str, Any] = case.compute if offloaded else {}
     offload = fields.get("offload", ())
-    if "weights" in offload:
+    if not {"weights", "tables"}.isdisjoint(offload):
         like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), frozen)
-        frozen = placement.offload_arrays(frozen, placement.offload_stacks(like, arrays.frozen))
+        frozen = placement.offload_arrays(frozen, placement.offload_frozen(like, arrays.frozen, offload))
     compute = Compute(loss_chunk=16, layout=layout, **fields)
     like = abstract_state(arrays.trainable, optimizer, layout, offload) if layout or offload else None
     if like is not None:

@@ -47,7 +47,7 @@ def same(name, found):
     offload = CASES[name].compute.get("offload", ())
     assert there["kinds"]["optimizer"] == (["pinned_host"] if "optimizer" in offload else ["device"])
     if there["kinds"]["frozen"]:
-        assert ("pinned_host" in there["kinds"]["frozen"]) == ("weights" in offload)
+        assert ("pinned_host" in there["kinds"]["frozen"]) == (not {"weights", "tables"}.isdisjoint(offload))
     waits = CASES[name].fused and "weights" in offload
     assert there["kinds"]["trainable"] == (["pinned_host"] if waits else ["device"])
 

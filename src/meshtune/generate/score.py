@@ -291,7 +291,7 @@ def _scored(
     real = places < length
     inputs = Inputs(tokens[None], jnp.where(real, places, 0)[None], real.astype(jnp.int32)[None])
     hidden = forward(params, spec, compute, inputs).hidden[0]
-    head, following = head_params(params, spec), jnp.roll(tokens, -1)
+    head, following = head_params(params, spec, hidden), jnp.roll(tokens, -1)
 
     def chunk(part: tuple[Array, Array]) -> Probabilities:
         return log_probabilities(head_logits(head, part[0], spec), part[1], alternatives)

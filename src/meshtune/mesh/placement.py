@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import jax
 import numpy as np
@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from jaxtyping import PyTree
 
 from meshtune.arrays.paths import named_leaves
+from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.mesh.layout import Layout
 
@@ -56,9 +57,19 @@ def offload_abstract(tree: PyTree) -> PyTree:
     return jax.tree.map(offload, tree)
 
 
-def offload_stacks(tree: PyTree, specs: PyTree) -> PyTree:
-    """offload_abstract of the arrays that are stacked by layer, as `specs`, the tree's ArraySpecs, say."""
-    return jax.tree.map(lambda leaf, spec: offload_abstract(leaf) if spec.is_stacked else leaf, tree, specs)
+def offload_frozen(tree: PyTree, specs: PyTree, offload: Collection[str]) -> PyTree:
+    """offload_abstract of frozen arrays, as `offload` names them: those of layers ("weights") and "tables". `specs` are
+    the tree's ArraySpecs."""
+
+    def waits(spec: ArraySpec) -> bool:
+        return ("weights" in offload and spec.is_stacked) or ("tables" in offload and is_table(spec))
+
+    return jax.tree.map(lambda leaf, spec: offload_abstract(leaf) if waits(spec) else leaf, tree, specs)
+
+
+def is_table(array: ArraySpec) -> bool:
+    """Whether an array is an embedding or an output head."""
+    return array.role in ("table", "head")
 
 
 def offloaded_names(tree: PyTree) -> list[str]:

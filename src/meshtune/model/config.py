@@ -10,7 +10,7 @@ from meshtune.options import option
 AttentionName = Literal["auto", "direct", "splash", "cudnn", "triton", "blockwise"]
 RematName = Literal["none", "selective", "full"]
 ExchangeName = Literal["auto", "gather", "all_to_all"]
-OffloadName = Literal["residual", "optimizer", "weights"]
+OffloadName = Literal["residual", "optimizer", "weights", "tables"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,8 @@ class ComputeOptions:
     offload: tuple[OffloadName, ...] = option(
         (),
         "What is kept in the host's memory: residual, the residual stream at the input of each layer; "
-        "optimizer, its state; weights, the layers' frozen weights, and with optimizer.in_backward the trained ones.",
+        "optimizer, its state; weights, the layers' frozen weights, and with optimizer.in_backward the trained ones; "
+        "tables, the frozen embedding and output head, of which each is on the device while it is used.",
     )
     expert_exchange: ExchangeName = option(
         "auto",

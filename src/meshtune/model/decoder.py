@@ -77,12 +77,14 @@ def enter(
     rows = rows_of(inputs, spec.ropes)
     x = inputs.embeds
     if x is None:
-        x = embedded(table(to_device(params["embed"])), inputs.tokens, compute.layout)
+        x = embedded(table(to_device(params["embed"], inputs.tokens)), inputs.tokens, compute.layout)
     x = x.astype(compute.dtype)
     if spec.embed_scale is not None:
         x = x * jnp.asarray(spec.embed_scale, x.dtype)
     if spec.learned_positions:
-        x = x + embedded(table(to_device(params["positions"])), inputs.positions, compute.layout).astype(x.dtype)
+        x = x + embedded(
+            table(to_device(params["positions"], inputs.positions)), inputs.positions, compute.layout
+        ).astype(x.dtype)
     x = x if perturb is None else perturb(x)
     side = dict(inputs.side or {})
     if spec.side is not None:
@@ -91,15 +93,16 @@ def enter(
     return rows, x if spec.streams is None else spec.streams.enter(x, to_device(params[ENTER]), compute.layout), side
 
 
-def head_params(params: Tree, spec: ModelSpec) -> Tree:
+def head_params(params: Tree, spec: ModelSpec, after: Array | None = None) -> Tree:
     """The node of the output head: where it is tied, the embedding's weight and whatever adapts the head alone; of a
     scored model the node of its score. Of a head of normalised rows `scale` [V] is what each row's logit is multiplied
     by: the weight itself stays as it is, so that no second one is ever held, and its gradient goes through the scale.
+    A head in the host's memory is fetched when `after`, the hidden states, is computed.
     """
     if spec.scored:
         return to_device(params["score"])
     head = params.get("head", {})
-    head = to_device({**params["embed"], **head} if spec.tied else head)
+    head = to_device({**params["embed"], **head} if spec.tied else head, after)
     head = {"weight": table(head), **{name: leaf for name, leaf in head.items() if name not in ("weight", ROWS)}}
     head = with_shared(head, params.get("shared"))
     return head | {"scale": row_scale(head["weight"])} if spec.norm_head and "scale" not in head else head
@@ -119,4 +122,4 @@ def head_logits(head: Tree, hidden: Float[Array, "*B D"], spec: ModelSpec) -> Fl
 
 def logits(params: Tree, spec: ModelSpec, hidden: Hidden) -> Float[Array, "B T V"]:
     """float32 logits of every token; one score each in a scored model."""
-    return head_logits(head_params(params, spec), hidden, spec)
+    return head_logits(head_params(params, spec, hidden), hidden, spec)

@@ -48,9 +48,21 @@ def is_offloaded(x: jax.Array) -> bool:
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
-def to_device(tree: PyTree) -> PyTree:
-    """The arrays on the device: those kept in the host's memory are fetched."""
-    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if is_offloaded(x) else x, tree)
+def to_device(tree: PyTree, after: jax.Array | None = None) -> PyTree:
+    """The arrays on the device: those kept in the host's memory are fetched, and not before `after` is computed.
+
+    Without it the compiler would move a fetch that is the same for every micro-batch out of their loop, and the array
+    would be on the device all along.
+    """
+
+    def fetched(x: jax.Array) -> jax.Array:
+        if not is_offloaded(x):
+            return x
+        if after is not None:
+            x, _ = jax.lax.optimization_barrier((x, jax.lax.stop_gradient(after)))
+        return jax.device_put(x, jax.memory.Space.Device)
+
+    return jax.tree.map(fetched, tree)
 
 
 def _fetch(x: jax.Array) -> jax.Array:

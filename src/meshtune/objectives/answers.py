@@ -95,7 +95,7 @@ def _log_probs(
     """The log-probability of every target in `mask`, and the layers' sums."""
     inputs = Inputs(batch["tokens"], batch["positions"], batch["segment_ids"])
     hidden, _, sums = forward(params, spec, compute, inputs, rng=rng)
-    head = head_params(params, spec)
+    head = head_params(params, spec, hidden)
     sharding = loss_sharding(head, spec, compute.layout, mask.shape)
     options = {"chunk": compute.loss_chunk, "sharding": sharding}
     return log_probs(logits_of(spec), head, hidden, batch["targets"], mask, **options), sums

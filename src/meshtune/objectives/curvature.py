@@ -49,7 +49,7 @@ def sample_targets(
     """Samples a token from the model's prediction at every position, computing the logits of one chunk at a time."""
     inputs = Inputs(micro["tokens"], micro["positions"], micro["segment_ids"])
     hidden = forward(params, spec, compute, inputs).hidden
-    head, length = head_params(params, spec), hidden.shape[1]
+    head, length = head_params(params, spec, hidden), hidden.shape[1]
     chunk = min(compute.loss_chunk, length)
 
     def sample_chunk(index: Array, targets: Array) -> Array:

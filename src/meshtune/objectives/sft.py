@@ -30,7 +30,7 @@ def make(config: SftConfig) -> Objective:
             perturb = _embedding_noise(config.neftune_alpha, batch, jax.random.fold_in(rng, _NEFTUNE))
         inputs = Inputs(batch["tokens"], batch["positions"], batch["segment_ids"])
         hidden, _, sums = forward(params, spec, compute, inputs, rng=rng, perturb=perturb)
-        head, weights = head_params(params, spec), batch["weights"]
+        head, weights = head_params(params, spec, hidden), batch["weights"]
         sharding = loss_sharding(head, spec, compute.layout, weights.shape)
         loss, correct = cross_entropy(
             logits_of(spec),

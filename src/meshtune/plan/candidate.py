@@ -152,17 +152,20 @@ class Candidate:
         return self.local_bytes("full", "adapter") * 4 / itemsize
 
     def local_bytes(self, *roles: str) -> float:
-        """Bytes on one device of the persistent arrays with these roles; "stacked" are the layers' frozen weights."""
+        """Bytes on one device of the persistent arrays with these roles; "stacked" are the layers' frozen weights,
+        "tables" the frozen embedding and head."""
         key = (self.mesh, self.layout.tp_replicated)
         sizes = self.workload.local_sizes.get(key)
         if sizes is None:
-            names: list[str] = [*ROLES, "stacked"]
+            names: list[str] = [*ROLES, "stacked", "tables"]
             sizes = dict.fromkeys(names, 0.0)
             for array in self.workload.persistent:
                 size = array.local_bytes(self.layout)
                 sizes[array.role] += size
                 if array.role == "frozen" and array.is_stacked:
                     sizes["stacked"] += size
+                elif array.role == "frozen" and "vocab" in array.axes:
+                    sizes["tables"] += size
             self.workload.local_sizes[key] = sizes
         return sum(sizes[role] for role in roles)
 

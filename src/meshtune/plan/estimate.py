@@ -80,6 +80,9 @@ def estimate(candidate: Candidate) -> Estimate:
         trained = candidate.local_bytes("full") if candidate.streams_trained_weights else 0.0
         host["weights"] = candidate.local_bytes("stacked") + trained
         device["weights"] -= host["weights"]
+    if "tables" in candidate.offload:
+        host["tables"] = candidate.local_bytes("tables")
+        device["weights"] -= host["tables"]
     if "residual" in candidate.offload:
         host["residual"] = residual_bytes(candidate)
     device["activations"] = activation_bytes(candidate)
@@ -173,6 +176,8 @@ def _head_peak(candidate: Candidate) -> float:
         copies = HEAD_TRAINED_OFFLOADED if "optimizer" in candidate.offload else HEAD_TRAINED
     else:
         copies = TPU_HEAD if candidate.target.device.platform == "tpu" else HEAD.weights
+    if "tables" in candidate.offload and not trained:  # fetched for the loss
+        copies += 1 / candidate.weight_shards
     hidden = candidate.tokens * spec.embed * candidate.activation_itemsize
     return HEAD.logits * logits + copies * matrix + HEAD.embed * hidden
 

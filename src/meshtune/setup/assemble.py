@@ -7,7 +7,7 @@ import jax
 from meshtune.arrays.tree import Tree
 from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
-from meshtune.mesh.placement import batch_axes, offload_stacks, offloaded_names, shardings
+from meshtune.mesh.placement import batch_axes, is_table, offload_frozen, offloaded_names, shardings
 from meshtune.model.compute import Compute
 from meshtune.optim.build import Optimizer, make_optimizer
 from meshtune.optim.schedules import Schedule
@@ -51,7 +51,10 @@ def state_like(resolved: ResolvedRun, optimizer: Optimizer) -> TrainState:
 
 
 def frozen_like(resolved: ResolvedRun) -> Tree:
-    """Returns the frozen weights as ShapeDtypeStructs, with shardings if the run has a layout."""
+    """Returns the frozen weights as ShapeDtypeStructs, with shardings if the run has a layout.
+
+    Raises: UserError if the recipe offloads tables and all of them are trained.
+    """
     frozen = resolved.arrays.frozen
     if resolved.layout is None:
         like = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), frozen)
@@ -61,7 +64,13 @@ def frozen_like(resolved: ResolvedRun) -> Tree:
             frozen,
             shardings(frozen, resolved.layout),
         )
-    return offload_stacks(like, frozen) if "weights" in resolved.offload else like
+    if "tables" in resolved.offload and not any(is_table(leaf) for leaf in jax.tree.leaves(frozen)):
+        raise UserError(
+            "this method trains the embedding and the output head, and trained tables stay on the device",
+            where="compute.offload",
+            fix="leave tables out, or train neither",
+        )
+    return offload_frozen(like, frozen, resolved.offload)
 
 
 def waiting_weights(resolved: ResolvedRun, optimizer: Optimizer) -> list[str]:

@@ -67,7 +67,7 @@ class Parameters:
         else:
             model = resume_adapter(goes_on, resolved.arrays, resolved.spec, params, resolved.layout)
         like = None if resolved.layout is None and not resolved.offload else state_like(resolved, optimizer)
-        if like is not None and "weights" in resolved.offload:
+        if like is not None and not {"weights", "tables"}.isdisjoint(resolved.offload):
             trainable = offload_arrays(model.trainable, like.trainable)
             frozen = offload_arrays(model.frozen, frozen_like(resolved))
             model = dataclasses.replace(model, trainable=trainable, frozen=frozen)
