@@ -29,6 +29,9 @@ BLOCK = (16, 16)
 EVEN = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 520, "num_hidden_layers": 2}
 OSS = BY_NAME["gpt_oss"].changed(**EVEN)
 LLAMA = Case("llama_fp8", "llama", EVEN)
+DEEPSEEK = BY_NAME["deepseek_v3"].changed(
+    hidden_size=64, vocab_size=520, v_head_dim=16, moe_intermediate_size=32, intermediate_size=64
+)
 TOKENS = [[1, 5, 9, 22, 7, 8, 300]]
 
 
@@ -140,3 +143,26 @@ def test_experts_with_adapters_are_quantised_again(tmp_path):
     np.testing.assert_allclose(
         theirs(tmp_path / "merged"), meshtune.load(tmp_path / "merged").logits(TOKENS), atol=1e-4
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["mxfp4", "fp8"])
+def test_adapters_on_all_experts_go_over_their_codes_and_out_again(name, tmp_path):
+    """gpt-oss' experts are fused, transposed and interleaved in one tensor of codes, those of DeepSeek V3 lie one by
+    one; every matrix of every expert is adapted, and the base stays as it is published."""
+    case, quantise = (OSS, mxfp4()) if name == "mxfp4" else (DEEPSEEK, block_fp8(BLOCK))
+    model = rewritten(directory(case), tmp_path / "model", *quantise)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / file, model)
+    targets = "method.targets=[experts]"
+    train(recipe(model, tmp_path / "run", targets))
+    train(recipe(model, tmp_path / "wide", targets, "quantize=none"))
+    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
+    np.testing.assert_allclose(losses(tmp_path / "wide"), losses(tmp_path / "run"), rtol=1e-5)
+    loaded = meshtune.load(tmp_path / "run")
+    coded = [path for path, leaf in flatten(loaded.params).items() if isinstance(leaf, QuantisedWeight)]
+    assert sum("/experts/" in path for path in coded) >= 3
+    trained = loaded.logits(TOKENS)
+    export(tmp_path / "run", tmp_path / "merged", merge=True)
+    np.testing.assert_allclose(theirs(tmp_path / "merged"), trained, atol=1e-4 * np.abs(trained).max())
