@@ -20,8 +20,8 @@ RESIDUAL = "residual"  # the stream that enters a layer
 SAVED = (PRODUCT, NARROW, ROTATED, OUTPUT, LOG_SUM_EXP)
 
 
-def rematerialised(layer: Callable[..., Any], compute: Compute, nodes: Tree, layers: int) -> Callable[..., Any]:
-    """`layer`, which keeps what compute.remat says. It is one of `layers` in the body of a scan, of parameters `nodes`.
+def rematerialised(layer: Callable[..., Any], compute: Compute, nodes: Tree) -> Callable[..., Any]:
+    """`layer`, which keeps what compute.remat says; `nodes` are the parameters of the layers of a scan's body.
 
     Full saves only the residual stream between layers; selective also what `SAVED` names, each needed one once.
 
@@ -44,4 +44,4 @@ def rematerialised(layer: Callable[..., Any], compute: Compute, nodes: Tree, lay
     else:
         policy = policies.nothing_saveable if compute.remat == "full" else policies.save_only_these_names(*SAVED)
     # A barrier makes a layer wait for its cotangent: those of one body would otherwise all be computed again at once.
-    return jax.checkpoint(layer, policy=policy, prevent_cse=not compute.scan or layers > 1)
+    return jax.checkpoint(layer, policy=policy, prevent_cse=not compute.scan or len(nodes) > 1)

@@ -50,14 +50,12 @@ def through_layers(
     stream = x, {} if cache is None else cache.layers, no_sums(spec)
 
     def of_layer(stream: Stream, node: Tree, row: Array, number: Array, given: Tree, key: str, kind: LayerSpec) -> Any:
-        x, caches, sums = stream
-        x, caches = jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL), (x, caches))
+        (x, caches), sums = checkpoint_name(stream[:2], RESIDUAL), stream[2]
         node = gather_layer_params(node, spec, key, compute, shared)
         context = Context(compute, rows, given, number, fold(rng, number))
         before = None if cache is None else LayerCache(caches[key], row, cache.lengths)
         x, after, new, left = apply(x, node, kind, context, before)
-        caches = caches if after is None else caches | {key: after.arrays}
-        return (x, caches, add_sums(sums, new)), dict(left)
+        return (x, caches if after is None else caches | {key: after.arrays}, add_sums(sums, new)), dict(left)
 
     for s, stack in enumerate(spec.stacks):
         nodes = {f"{s}.{p}": params["layers"][f"{s}.{p}"] for p in range(len(stack.pattern))}
@@ -69,8 +67,7 @@ def through_layers(
             stored: dict[str, Tree] = {}
             for p, kind in enumerate(pattern):
                 given = with_stored(side, stored) | {name: array[p] for name, array in by_place.items()}
-                step = functools.partial(of_layer, key=f"{s}.{p}", kind=kind)
-                step = rematerialised(step, compute, nodes, layers=len(pattern))
+                step = rematerialised(functools.partial(of_layer, key=f"{s}.{p}", kind=kind), compute, nodes)
                 stream, left = step(stream, nodes[f"{s}.{p}"], row, first + row * len(pattern) + p, given)
                 stored |= left
             return stream, stored
