@@ -96,8 +96,7 @@ def enter(
 def head_params(params: Tree, spec: ModelSpec, after: Array | None = None) -> Tree:
     """The node of the output head: where it is tied, the embedding's weight and whatever adapts the head alone; of a
     scored model the node of its score. Of a head of normalised rows `scale` [V] is what each row's logit is multiplied
-    by: the weight itself stays as it is, so that no second one is ever held, and its gradient goes through the scale.
-    A head in the host's memory is fetched after the hidden states `after`."""
+    by: the weight stays as it is, and its gradient goes through the scale. Fetched after the hidden states `after`."""
     if spec.scored:
         return to_device(params["score"])
     head = params.get("head", {})

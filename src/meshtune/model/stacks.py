@@ -1,5 +1,4 @@
-"""All layers of a model in order: each stack is scanned over groups of its pattern, so that compile time does not grow
-with depth."""
+"""All layers in order: each stack is scanned over groups of its pattern, so compile time does not grow with depth."""
 
 from __future__ import annotations
 
@@ -51,10 +50,9 @@ def through_layers(
 
     def of_layer(stream: Stream, node: Tree, row: Array, number: Array, given: Tree, key: str, kind: LayerSpec) -> Any:
         (x, caches), sums = checkpoint_name(stream[:2], RESIDUAL), stream[2]
-        node = gather_layer_params(node, spec, key, compute, shared)
         context = Context(compute, rows, given, number, fold(rng, number))
         before = None if cache is None else LayerCache(caches[key], row, cache.lengths)
-        x, after, new, left = apply(x, node, kind, context, before)
+        x, after, new, left = apply(x, gather_layer_params(node, spec, key, compute, shared), kind, context, before)
         return (x, caches if after is None else caches | {key: after.arrays}, add_sums(sums, new)), dict(left)
 
     for s, stack in enumerate(spec.stacks):
