@@ -29,8 +29,8 @@ class TransposedWeight:
     def product(self, x: Float[Array, "*B i"], out: DTypeLike, precision: lax.Precision | None) -> Float[Array, "*B o"]:
         """x times the numbers, accumulated and given in `out`.
 
-        XLA for CPUs packs a matrix anew for every product of two matrices, which costs more than a few products with a
-        vector, for which nothing is packed.
+        On XLA for CPUs a product of two to four rows takes longer than as many products of one row
+        (benchmarks/cpu_serving), presumably because it packs the matrix anew each time.
         """
 
         def times(x: Array) -> Array:
