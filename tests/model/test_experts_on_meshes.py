@@ -16,6 +16,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from meshtune.adapters.config import FullConfig, LoraConfig
 from meshtune.adapters.method import abstract, prepare
@@ -54,7 +55,8 @@ MESHES: tuple[tuple[dict[str, int], ExchangeName], ...] = (
     ({"ep": 4}, "auto"),
 )
 # Of adapters a mesh on which experts and their ranks are split; tests/families/test_matrix.py has the others (slow).
-MESHES_OF = {"full": MESHES, "lora": MESHES[2:3], "qlora": MESHES[2:3]}
+ALL = {"full": MESHES, "lora": MESHES[2:3], "qlora": MESHES[2:3]}
+SOME = {"full": MESHES[:1]}  # the fast tier's
 METHODS = {"full": FullConfig(train_router=True), "lora": LoraConfig(rank=4), "qlora": LoraConfig(rank=4)}
 # Twice quantised scales of an expert: 512 of a matrix, two for each number of the second level.
 NF4, WIDTH_OF_NF4 = QuantizeConfig("nf4", block_size=8), 128
@@ -123,11 +125,11 @@ def quantised(leaf, form):
     return QuantisedWeight.quantise(leaf, NF4) if isinstance(form, QuantisedWeight) else leaf
 
 
-def differences(name):
-    """For every mesh: (relative difference of the loss, largest of a gradient relative to its largest number)."""
+def differences(name, meshes):
+    """For each mesh: (relative difference of the loss, largest of a gradient relative to its largest number)."""
     loss, expected = gradient(name, None)
     results = []
-    for axes, exchange in MESHES_OF[name]:
+    for axes, exchange in meshes:
         value, found = gradient(name, axes, exchange)
         worst = {path: float(np.abs(found[path] - leaf).max() / np.abs(leaf).max()) for path, leaf in expected.items()}
         path = max(worst, key=lambda path: worst[path])
@@ -164,12 +166,13 @@ def skewed(exchange):
     return [float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(all_of(layout), all_of(None), strict=True)]
 
 
-def test_meshes_are_one_device():
+@pytest.mark.parametrize("meshes", ["some", pytest.param("all", marks=pytest.mark.slow)])
+def test_meshes_are_one_device(meshes):
     env = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
         "PYTHONPATH": os.pathsep.join([str(pathlib.Path(__file__).parent.parent), *filter(None, sys.path)]),
     }
-    run = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=env, timeout=600)
+    run = subprocess.run([sys.executable, __file__, meshes], capture_output=True, text=True, env=env, timeout=600)
     assert run.returncode == 0, run.stderr[-3000:]
     answer = json.loads(run.stdout.splitlines()[-1])
     for exchange, worst in answer["skewed"].items():  # float32, a token's experts added in another order
@@ -181,5 +184,7 @@ def test_meshes_are_one_device():
 
 
 if __name__ == "__main__":
-    cases = {"models": {name: differences(name) for name in METHODS}}
-    print(json.dumps(cases | {"skewed": {exchange: skewed(exchange) for exchange in ("gather", "all_to_all")}}))
+    meshes_of = ALL if sys.argv[1] == "all" else SOME
+    cases = {"models": {name: differences(name, meshes) for name, meshes in meshes_of.items()}}
+    exchanges = ("gather", "all_to_all") if sys.argv[1] == "all" else ("all_to_all",)
+    print(json.dumps(cases | {"skewed": {exchange: skewed(exchange) for exchange in exchanges}}))
