@@ -41,13 +41,16 @@ def shard(
 
 
 def _show(sharding: Sharding) -> None:
+    from rich.markup import escape
+
     from meshtune.setup.memory import size_in_words
     from meshtune.terminal import console as open_console
 
     console = open_console()
     console.print(_devices(sharding))
     for choice in sharding.decisions:
-        console.print(f"{choice.name:<10}  {choice.value} [dim]({choice.reason})[/]")
+        name = f"[{choice.style}]{choice.name:<10}[/]"
+        console.print(f"{name}  {escape(choice.value)} [dim]({escape(choice.reason)})[/]")
     console.print(_tensors(sharding))
     for shard in _examples(sharding.shards):
         lead = "".join(f"each of {n} {axis}, " for n, axis in zip(shard.shape[:-2], shard.axes, strict=False))
@@ -151,7 +154,7 @@ def _as_json(sharding: Sharding) -> dict[str, object]:
         "device_bytes": sharding.nbytes(),
         "device_capacity": sharding.capacity,
         "breakdown": {role: sharding.nbytes(role) for role in ROLES},
-        "notes": [f"{choice.name}: {choice.value} ({choice.reason})" for choice in sharding.decisions],
+        "notes": [choice.text for choice in sharding.decisions],
         "arrays": [
             {
                 "role": shard.role,

@@ -42,6 +42,8 @@ def print_report(report: PlanReport, arguments: Sequence[str], console: Console 
     if report.remedies:
         parts.append(_remedies(report))
     parts += [_roofline(best), _times(report)]
+    if report.coverage:
+        parts.append(_coverage(report))
     if report.table:
         parts.append(_candidates(report))
     parts.append(_next_command(report, arguments))
@@ -171,6 +173,17 @@ def _times(report: PlanReport) -> Table:
         cached = ", cached by an earlier call" if best.compiled.cached else ""
         seconds = best.compiled.lower_seconds + best.compiled.compile_seconds
         table.add_row("compiled", f"in {seconds:.0f} s by {best.compiled.compiler}{cached}")
+    return table
+
+
+def _coverage(report: PlanReport) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(overflow="fold")
+    for choice in report.coverage:
+        table.add_row(
+            Text(choice.name, style=choice.style), Text.assemble(choice.value, (f" ({choice.reason})", "dim"))
+        )
     return table
 
 

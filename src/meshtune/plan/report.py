@@ -18,6 +18,8 @@ from meshtune.plan.roofline import Roofline, roofline
 from meshtune.plan.search import RESERVE, ScoredCandidate, memory_limit, open_keys, rank_candidates, score
 from meshtune.plan.updates import Updates
 from meshtune.plan.work import work_of
+from meshtune.setup.choices import Decision
+from meshtune.setup.coverage import coverage_decisions
 
 COMPILED_CANDIDATES = 3  # of a search: the best so many are compiled
 SHOWN_CANDIDATES = 12
@@ -52,6 +54,7 @@ class PlanReport:
     `table` lists a search's candidates, best first. If `as_given` does not fit, `remedies` were tried, and `remedied`
     is the plan with them if that fits; otherwise `smallest` is the smallest machine that would hold the recipe.
     `updates` are those of the whole recipe; `price` is per hour of one device. `reason` says why no compiler was used.
+    `coverage` says what the method adapts or trains.
     """
 
     target: Target
@@ -65,6 +68,7 @@ class PlanReport:
     price: float | None
     reserve: float
     reason: str
+    coverage: list[Decision]
 
     @property
     def best(self) -> StepPlan:
@@ -120,6 +124,7 @@ def report_for(
         remedies, remedied = _apply_remedies(best, recipe, compile_step, reserve)
         if remedied is None:
             smallest = smallest_machine(recipe, target)
+    workload = best.scored.candidate.workload
     estimated = [plan_step(scored, None, reserve) for scored in ranked[len(table) : SHOWN_CANDIDATES]] if search else []
     return PlanReport(
         target,
@@ -133,6 +138,7 @@ def report_for(
         price,
         reserve,
         reason,
+        coverage_decisions(workload.method, workload.spec),
     )
 
 
@@ -250,6 +256,7 @@ def to_json(report: PlanReport) -> dict[str, object]:
         "steps_source": report.updates.source,
         "run_seconds": report.run_seconds,
         "cost": report.cost,
+        "notes": [choice.text for choice in report.coverage],
         "recipe_overrides": best.scored.shown_overrides,
         "remedies": [_remedy_to_json(remedy) for remedy in report.remedies],
         "smallest_machine": str(report.smallest) if report.smallest else None,

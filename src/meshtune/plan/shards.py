@@ -23,6 +23,7 @@ from meshtune.plan.autotune import autotune, merge_decisions
 from meshtune.plan.hardware import Target
 from meshtune.plan.local_target import local_target
 from meshtune.setup.choices import Decision, mesh_decisions, mesh_of, optimizer_of, precision_of
+from meshtune.setup.coverage import coverage_decisions
 from meshtune.setup.machine import this_machine
 from meshtune.setup.start import start_of
 from meshtune.train.step.state import abstract_state
@@ -92,7 +93,8 @@ def shardings_of(recipe: Recipe, target: Target | None) -> Sharding:
         *_of_state(state.opt_state, layout),
     ]
     name = str(target) if target else f"{devices} x {jax.devices()[0].device_kind}"
-    decisions = merge_decisions(autotuned, [precision_choice, *decisions])
+    coverage = coverage_decisions(start.method, arrays.spec)
+    decisions = merge_decisions(autotuned, [*coverage, precision_choice, *decisions])
     return Sharding(mesh, name, target.device.memory if target else None, shards, decisions, arrays.spec)
 
 

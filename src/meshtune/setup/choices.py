@@ -37,6 +37,9 @@ class Precision:
     state: str
 
 
+WARNING = "warning"  # the name of a Decision that users should hardly want as it is
+
+
 @dataclasses.dataclass(frozen=True)
 class Decision:
     """A resolved setting and the reason for its value, for the banner."""
@@ -44,6 +47,16 @@ class Decision:
     name: str
     value: str
     reason: str
+
+    @property
+    def text(self) -> str:
+        """The decision as one line."""
+        return f"{self.name}: {self.value} ({self.reason})"
+
+    @property
+    def style(self) -> str:
+        """The style of its name in a terminal."""
+        return "bold yellow" if self.name == WARNING else "bold"
 
 
 def precision_of(recipe: Recipe, stored: str, backend: str | None = None) -> tuple[Precision, Decision]:

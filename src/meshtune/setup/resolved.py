@@ -17,6 +17,7 @@ from meshtune.model.sharding import check_batch
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.setup.choices import Decision, Precision, layout_of, mesh_of, precision_of
+from meshtune.setup.coverage import coverage_decisions
 from meshtune.setup.devices import ProcessDevices, check_devices
 from meshtune.setup.machine import Machine
 from meshtune.setup.quantization import quantize_decisions
@@ -77,7 +78,8 @@ def resolve_run(
     layout, decisions = layout_of(mesh, why, arrays.spec, machine)
     notes = [Decision("model", arrays.spec.family, note) for note in arrays.spec.notes]
     notes += [Decision("model", *note) for note in passing_notes(source, start.spec)]
-    decisions = [*notes, decision, *decisions, *quantize_decisions(arrays, layout, quantize)]
+    coverage = coverage_decisions(start.method, arrays.spec)
+    decisions = [*notes, *coverage, decision, *decisions, *quantize_decisions(arrays, layout, quantize)]
     offload = recipe.compute.offload
     return ResolvedRun(source, start.method, precision, arrays, machine, layout, decisions, quantize, offload, start)
 

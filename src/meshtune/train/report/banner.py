@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from meshtune.adapters.method import ParameterCounts
@@ -63,7 +64,8 @@ def show_plan(console: Console, plan: Plan, decisions: Sequence[Decision]) -> No
         "memory", f"{size_in_words(plan.state_bytes)} [dim]weights, gradients, optimizer; activations below[/]"
     )
     for choice in decisions:
-        table.add_row(choice.name, f"{choice.value} [dim]({choice.reason})[/]")
+        name = f"[{choice.style}]{choice.name}[/]"
+        table.add_row(name, f"{escape(choice.value)} [dim]({escape(choice.reason)})[/]")
     console.print(table)
 
 
