@@ -184,15 +184,7 @@ def attach(params: Tree, spec: ModelSpec, adapter: LoadedAdapter) -> tuple[Model
 
     Raises UserError where the adapter carries weights of its base that are not this base's.
     """
-    names = {name: node for node, owners in names_of_nodes(spec).items() for name in owners}
-    for name, copy in adapter.copies.items():
-        weight = params["embed" if names[name] == "head" and spec.tied else names[name]]["weight"]
-        if not np.array_equal(np.asarray(weight, np.float32), np.asarray(copy, np.float32)):
-            raise UserError(
-                f"the adapter carries a {name} that is not this base's",
-                where=f"{WEIGHTS}, {name}.base_layer.weight",
-                fix="give the base this adapter was trained on (a resized vocabulary is a change of the base too)",
-            )
+    check_copies(params, spec, adapter)
     base_spec = dataclasses.replace(spec, tied=adapter.spec.tied, scored=adapter.spec.scored)
     weights = used_up(restack(params, base_spec, adapter.spec))
     if adapter.spec.scored:
@@ -208,6 +200,19 @@ def attach(params: Tree, spec: ModelSpec, adapter: LoadedAdapter) -> tuple[Model
             fixed = kind.derived(leaf, adapter.config, weights[held_weight(node, adapter.spec)])
             weights |= {} if fixed is None else {f"{node}/fixed": fixed}
     return adapter.spec, merge(merge(unflatten(weights), adapter.trainable), adapter.frozen)
+
+
+def check_copies(params: Tree, spec: ModelSpec, adapter: LoadedAdapter) -> None:
+    """Raises UserError where the adapter carries weights of its base that are not this base's."""
+    names = {name: node for node, owners in names_of_nodes(spec).items() for name in owners}
+    for name, copy in adapter.copies.items():
+        weight = params["embed" if names[name] == "head" and spec.tied else names[name]]["weight"]
+        if not np.array_equal(np.asarray(weight, np.float32), np.asarray(copy, np.float32)):
+            raise UserError(
+                f"the adapter carries a {name} that is not this base's",
+                where=f"{WEIGHTS}, {name}.base_layer.weight",
+                fix="give the base this adapter was trained on (a resized vocabulary is a change of the base too)",
+            )
 
 
 def check_base(adapter: LoadedAdapter, path: str, hash: str) -> None:

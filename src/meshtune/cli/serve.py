@@ -36,8 +36,8 @@ def serve(
     cors_origin: Annotated[
         list[str] | None, typer.Option("--cors-origin", help="A site whose pages may call; may be repeated.")
     ] = None,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="Requests computed at once, of each model.")] = 8,
-    queue: Annotated[int, typer.Option("--queue", min=0, help="Requests that may wait, of each model.")] = 256,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Requests computed at once, of each batch.")] = 8,
+    queue: Annotated[int, typer.Option("--queue", min=0, help="Requests that may wait, for each batch.")] = 256,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Write a line for each request.")] = False,
     loading: BaseLoading,
 ) -> None:
@@ -74,6 +74,8 @@ def serve(
     def ready() -> None:
         typer.echo(f"address  {address}")
         typer.echo(f"models   {', '.join(served)}")
+        for number, batch in enumerate(models.batches):
+            typer.echo(f"{'' if number else 'batches':9}{batch}")
         typer.echo(f"token    {token or 'none is needed'}")
         sys.stdout.flush()
 

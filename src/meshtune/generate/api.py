@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -24,19 +24,20 @@ from meshtune.generate.engine import Engine
 from meshtune.generate.programs import STEPS, length_bucket
 from meshtune.generate.prompts import chat_ids, continuation_ids, text_end, turn_end
 from meshtune.generate.text import pieces
+from meshtune.generate.variants import base_quantisation, tokenizer_on_disk
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, logits
 from meshtune.model.inputs import Inputs
 from meshtune.model.spec import ModelSpec
 from meshtune.model.token_rows import folded
-from meshtune.quantize.config import UNQUANTISED, FormatName, QuantizeConfig, check_format
-from meshtune.quantize.formats import FORMATS
+from meshtune.quantize.config import QuantizeConfig
 from meshtune.runs.sources import Source, find
 from meshtune.weights.load import MODEL_DTYPES, load_params, load_spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from meshtune.adapters.adapter_set import AdapterSet
     from meshtune.adapters.peft_format import LoadedAdapter
 
 Messages = Sequence[Mapping[str, object]]
@@ -46,6 +47,9 @@ Messages = Sequence[Mapping[str, object]]
 class Model:
     """A loaded model. `params` is the parameter tree as `meshtune.model.spec.abstract_params(spec)` describes it,
     with an adapter's arrays beside the weights they adapt; `directory` is where the base was read from.
+
+    Models of one `adapter_set` can share a batch, in which requests of this one select its adapter number `adapter`
+    (None: the base alone); `own_batch` is why a model cannot, where that was asked for.
     """
 
     params: Tree
@@ -55,6 +59,9 @@ class Model:
     load_tokenizer: Callable[[], PreTrainedTokenizerFast]
     stop_ids: frozenset[int]
     stream_steps: int = 4  # tokens a piece when streaming
+    adapter_set: AdapterSet | None = None
+    adapter: int | None = None
+    own_batch: str | None = None
 
     def __repr__(self) -> str:
         spec = self.spec
@@ -70,7 +77,7 @@ class Model:
     @functools.cached_property
     def engine(self) -> Engine:
         """Generation in token ids."""
-        return Engine(self.params, self.spec, self.compute, self.stop_ids, resident=True)
+        return Engine(self.params, self.spec, self.compute, self.stop_ids, resident=True, adapter=self.adapter)
 
     def logits(self, token_ids: ArrayLike | Sequence[object]) -> Float[np.ndarray, "B T V"]:
         """float32 logits of every position. `token_ids` is one row of ids, or rows of one length (lists or arrays).
@@ -224,12 +231,15 @@ def load_variants(
     quantize: QuantizeConfig | str | None = "auto",
     progress: Callable[[int, int], None] | None = None,
     rewards: bool = False,
+    share_batch: bool = False,
 ) -> dict[str, Model]:
     """Models over one base, each with the adapter of its source, or none: the base is in memory once.
 
-    `rewards` allows reward models, whose `logits` are scores; they generate nothing. For the other options and errors
-    see `load`; sources of different bases are an error too.
+    `rewards` allows reward models, whose `logits` are scores; they generate nothing. With `share_batch` the base and
+    those adapters that can are one `Model.adapter_set`. For the other options and errors see `load`; sources of
+    different bases are an error too.
     """
+    from meshtune.adapters.adapter_set import AdapterSet, needs_own_batch
     from meshtune.adapters.peft_format import attach, check_base, load_adapter
     from meshtune.weights.fingerprint import base_hash
 
@@ -238,7 +248,7 @@ def load_variants(
     if dtype not in MODEL_DTYPES:
         raise UserError(f"dtype {dtype!r} is not supported", where="dtype", fix=f"one of {', '.join(MODEL_DTYPES)}")
     spec, config = load_spec(base, dtype)
-    tokenizers = {name: _read_tokenizer(source, spec.vocab) for name, source in sources.items()}  # before the weights
+    tokenizers = {name: tokenizer_on_disk(source, spec.vocab) for name, source in sources.items()}  # before the weights
     adapters: dict[str, LoadedAdapter] = {}
     for name, source in sources.items():
         if source.base.resolve() != base.resolve():
@@ -252,11 +262,17 @@ def load_variants(
                 where=str(source.adapter or base),
                 fix="give the model it was made from, or load it with transformers' AutoModelForSequenceClassification",
             )
-    params = load_params(base, spec, quantize=_quantised(quantize, adapters), progress=progress)
+    params = load_params(base, spec, quantize=base_quantisation(quantize, adapters), progress=progress)
+    share_batch = share_batch and len(sources) > 1 and not spec.scored
+    reasons = {name: needs_own_batch(adapter, spec) for name, adapter in adapters.items()} if share_batch else {}
+    sharing = {name: adapters[name] for name, reason in reasons.items() if reason is None}
+    adapter_set = AdapterSet.over(params, spec, sharing) if sharing else None
     models = {}
     for name, source in sources.items():
-        variant, tokenizer = (spec, params), tokenizers[name]
-        if name in adapters:
+        variant, tokenizer, shared = (spec, params), tokenizers[name], None
+        if adapter_set is not None and reasons.get(name) is None:
+            variant, shared = (spec, adapter_set.of(name)), adapter_set
+        elif name in adapters:
             tree = params if len(sources) == 1 else jax.tree.map(lambda leaf: leaf, params)  # attach uses a tree up
             adapted_spec, adapted = attach(tree, spec, adapters[name])
             variant = (adapted_spec, folded(adapted))
@@ -265,34 +281,18 @@ def load_variants(
         else:
             read = functools.partial(_identity, tokenizer)
         stops = text_end(base, config, tokenizer)
-        models[name] = Model(variant[1], variant[0], Compute(dtype=dtype), base, read, stops)
+        models[name] = Model(
+            variant[1],
+            variant[0],
+            Compute(dtype=dtype),
+            base,
+            read,
+            stops,
+            adapter_set=shared,
+            adapter=None if shared is None else shared.number(name),
+            own_batch=reasons.get(name),
+        )
     return models
-
-
-def _read_tokenizer(source: Source, vocab: int) -> PreTrainedTokenizerFast | None:
-    """The tokenizer of a source that has its files; None where it may be one to download, which can wait."""
-    if not (Path(source.tokenizer) / "tokenizer.json").is_file():
-        return None
-    tokenizer = load_tokenizer(source.tokenizer, source.chat_template)
-    check_vocabulary(tokenizer, vocab)
-    return tokenizer
-
-
-def _quantised(quantize: QuantizeConfig | str | None, adapters: Mapping[str, LoadedAdapter]) -> QuantizeConfig | None:
-    if quantize == "auto":
-        trained_on = {name: adapter.base.quantised for name, adapter in adapters.items()}
-        if len(set(trained_on.values())) > 1:
-            listed = ", ".join(f"{name}: {config or 'none'}" for name, config in trained_on.items())
-            raise UserError(
-                f"the adapters were trained on bases that are quantised differently ({listed})",
-                where="quantize",
-                fix="say how the base is to be held (quantize: nf4, int8, fp8, int4 or none), or load them one by one",
-            )
-        return next(iter(trained_on.values()), None)
-    if quantize is None or isinstance(quantize, QuantizeConfig):
-        return quantize
-    check_format(quantize, (*FORMATS, UNQUANTISED))
-    return QuantizeConfig(cast(FormatName, quantize), requantise=quantize != UNQUANTISED)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "compute"))

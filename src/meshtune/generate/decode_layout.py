@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from meshtune.adapters.lora import LoRA
+from meshtune.adapters.multi_lora import MultiLoRA
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.model.compute import Compute
@@ -24,6 +25,7 @@ from meshtune.quantize.weight import QuantisedWeight
 
 LEAST_BYTES = 64 << 20  # of weights: smaller ones stay in the processor's caches, where neither matters
 MEMORY_SHARE = 0.25  # of the machine's memory, which the second copy of the weights may take
+PRODUCTS = (LoRA, MultiLoRA)  # adapters that add to the weight's product, and do not read the weight themselves
 
 
 def decodes_from_copy(params: Tree, compute: Compute) -> bool:
@@ -61,7 +63,7 @@ def _layers(node: Tree, specs: dict[str, ArraySpec]) -> tuple[Tree, ...]:
         owner, _, last = path.rpartition("/")
         adapter = flat.get(f"{owner}/adapter")
         matrix = last == "weight" and path in specs and specs[path].role == "matrix" and len(specs[path].shape) == 3
-        return matrix and (adapter is None or isinstance(adapter, LoRA))
+        return matrix and (adapter is None or isinstance(adapter, PRODUCTS))
 
     def leaf(path: str, value: Any, number: int) -> Any:
         one = jax.tree.map(lambda array: array[number], value)
@@ -73,7 +75,11 @@ def _layers(node: Tree, specs: dict[str, ArraySpec]) -> tuple[Tree, ...]:
 def _head(params: Tree, spec: ModelSpec) -> Tree:
     head = params.get("head", {})
     adapter = head.get("adapter")
-    if spec.scored or (spec.norm_head and "scale" not in head) or not (adapter is None or isinstance(adapter, LoRA)):
+    if (
+        spec.scored
+        or (spec.norm_head and "scale" not in head)
+        or not (adapter is None or isinstance(adapter, PRODUCTS))
+    ):
         return {}
     weight = params["embed"]["weight"] if spec.tied and "weight" not in head else head["weight"]
     return {"head": head | {"weight": TransposedWeight.of(weight)}}

@@ -25,7 +25,8 @@ class Engine:
     """A model ready to continue token ids. `stop_ids` end a row and are its last token.
 
     With `resident` it may hold large weights twice on a CPU, the second time as decoding reads them fastest
-    (generate.decode_layout); for parameters that do not change.
+    (generate.decode_layout); for parameters that do not change. Where `params` are those of several adapters that
+    share a batch (adapters.multi_lora), its requests select `adapter`, and its schedulers take requests of all of them.
     """
 
     params: Tree
@@ -33,6 +34,7 @@ class Engine:
     compute: Compute
     stop_ids: frozenset[int] = frozenset()
     resident: bool = False
+    adapter: int | None = None
 
     @property
     def context(self) -> int:
@@ -68,7 +70,7 @@ class Engine:
             max_tokens = min(DEFAULT_TOKENS, self.context - len(ids))
         max_tokens = check_max_tokens(max_tokens, len(ids), self.context)
         stops = self.stop_ids if stop_ids is None else frozenset(stop_ids)
-        return Request(ids, max_tokens, sampling or Sampling(), stops, alternatives, client, grammar)
+        return Request(ids, max_tokens, sampling or Sampling(), stops, alternatives, client, grammar, self.adapter)
 
     def run(
         self,

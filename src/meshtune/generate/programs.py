@@ -1,8 +1,9 @@
 """The compiled programs of generation: reading prompts into rows of a cache, decoding all rows, moving rows.
 
 The devices hold the caches of a batch of rows and nothing else that outlives a call: which token comes next, how long a
-row is and how it is sampled are small arrays from the host. Programs are shared by all engines of the same spec, for
-parameters are arguments; their shapes are bucketed (`rows_bucket`, `length_bucket`), so that few are compiled.
+row is, how it is sampled and which adapter it selects are small arrays from the host. Programs are shared by all
+engines of the same spec, for parameters are arguments; their shapes are bucketed (`rows_bucket`, `length_bucket`), so
+that few are compiled.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from meshtune.adapters.multi_lora import select
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.generate.sampling import Counts, Knobs, Probabilities, Switches, log_probabilities, next_token
@@ -90,8 +92,13 @@ def read_new(
     *,
     spec: ModelSpec,
     compute: Compute,
+    adapters: Float[Array, "n N"] | None = None,
 ) -> dict[str, Tree]:
-    """Reads `count` tokens of each prompt into the empty rows `target` of a cache (rows beyond its end: nowhere)."""
+    """Reads `count` tokens of each prompt into the empty rows `target` of a cache (rows beyond its end: nowhere).
+
+    `adapters` are one where a prompt selects an adapter (adapters.multi_lora); None where there are none to select.
+    """
+    params = select(params, adapters)
     rows, length = tokens.shape
     before = init_cache(spec, rows, length, compute.dtype, compute.layout)
     return _placed(layers, _read(params, spec, compute, before, tokens, count), target)
@@ -109,8 +116,11 @@ def read_on(
     *,
     spec: ModelSpec,
     compute: Compute,
+    adapters: Float[Array, "n N"] | None = None,
 ) -> dict[str, Tree]:
-    """Reads `count` more tokens after the first `length` ones of rows `source` of a cache, into its rows `target`."""
+    """Reads `count` more tokens after the first `length` ones of rows `source` of a cache, into its rows `target`; see
+    `read_new`."""
+    params = select(params, adapters)
     before = Cache(jax.tree.map(lambda array: array[:, source], layers), length)
     return _placed(layers, _read(params, spec, compute, before, tokens, count), target)
 
@@ -151,11 +161,14 @@ def decode(
     compute: Compute,
     switches: Switches,
     alternatives: int | None,
+    adapters: Float[Array, "B N"] | None = None,
 ) -> tuple[dict[str, Tree], Counts, Decoded]:
     """`steps` decode steps (at most STEPS), fewer once every row is done, or with `leave` one of them.
 
     `alternatives` is the number of likeliest tokens to report beside each one; None: no log-probabilities.
+    `adapters` are as in `read_new`.
     """
+    params = select(params, adapters)
     B, started = feed.token.shape[0], jnp.sum(feed.remaining > 0)
 
     def step(carry: tuple[Array, dict[str, Tree], Counts, Feed, Decoded]):

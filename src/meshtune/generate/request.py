@@ -22,7 +22,8 @@ class Request:
     `max_tokens` may be generated at most. `alternatives` is the number of likeliest tokens to report beside every one
     with their log-probabilities (0: that of the token alone; None: none). `client` is who asks: rows are given to
     clients in turn. `grammar` is what the answer must be like: it ends with a stop id once the grammar is satisfied, or
-    by itself where nothing more may follow.
+    by itself where nothing more may follow. `adapter` is the number of the adapter that it selects where several share
+    a batch (None: the base alone).
     """
 
     prompt: tuple[int, ...]
@@ -32,6 +33,7 @@ class Request:
     alternatives: int | None = None
     client: str = ""
     grammar: Grammar | None = None
+    adapter: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

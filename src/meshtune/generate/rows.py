@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshtune.adapters.multi_lora import adapter_count
 from meshtune.arrays.tree import Tree
 from meshtune.generate import programs
 from meshtune.generate.programs import length_bucket, rows_bucket
@@ -26,10 +27,11 @@ SHORTEST_SHARED = 16  # tokens at least that are not read again where another ro
 
 @dataclasses.dataclass(eq=False)
 class Row:
-    """A row of the batch: the tokens that its cache holds, those of the prompt that are still to be read, the newest
-    token, which a decode step reads, and whose row it is."""
+    """A row of the batch: the tokens that its cache holds and the adapter that read them, the tokens of the prompt that
+    are still to be read, the newest token, which a decode step reads, and whose row it is."""
 
     cached: list[int] = dataclasses.field(default_factory=list)
+    adapter: int | None = None
     unread: list[int] = dataclasses.field(default_factory=list)
     newest: int = 0
     generation: Generation | None = None
@@ -41,6 +43,11 @@ class Row:
     def decodes(self) -> bool:
         """Whether the row has a request whose prompt is read."""
         return self.generation is not None and self.started and not self.unread
+
+    @property
+    def request_adapter(self) -> int | None:
+        """The adapter that the row's request selects."""
+        return None if self.generation is None else self.generation.request.adapter
 
     @property
     def expected(self) -> list[int]:
@@ -74,6 +81,7 @@ class Rows:
 
     def __init__(self, params: Tree, spec: ModelSpec, compute: Compute):
         self._params, self._spec, self._compute = params, spec, compute
+        self.adapters = adapter_count(params)
         self.rows: list[Row] = []
         self.layers: dict[str, Tree] = {}
         self.slots = 0
@@ -114,7 +122,7 @@ class Rows:
         """Gives a request a free row: the one where its prompt goes on, or one whose text is needed least."""
         prompt = generation.request.prompt[:-1]
         free = [row for row in self.rows if row.generation is None]
-        source, length = self._best(prompt, self.rows)
+        source, length = self._best(prompt, self._read_by(generation.request.adapter))
         if not (length and source in free and length == len(source.cached)):
             others = [row for row in free if row is not source] or free
             source = min(others, key=lambda row: (len(row.cached) > 0, row.last_used))
@@ -147,7 +155,7 @@ class Rows:
                 batch.append(piece)
             most -= len(piece.tokens)
             prompt = row.generation.request.prompt if row.generation else ()
-            row.cached = list(prompt[: piece.length + len(piece.tokens)])
+            row.cached, row.adapter = list(prompt[: piece.length + len(piece.tokens)]), row.request_adapter
             row.unread, row.started = list(prompt[len(row.cached) : -1]), True
         self._compute_pieces(batch)
 
@@ -157,12 +165,26 @@ class Rows:
         if row.started:
             return _Piece(target, target, len(row.cached), row.unread[:most]) if most > 0 else None
         earlier = [other for other in self.rows if other.admitted < row.admitted and not other.decodes]
-        unread = [other for other in earlier if other.generation is not None]
-        source, length = self._best(row.unread, self.rows)
-        _, later = self._best(row.unread, unread, expected=True)
+        siblings = [other for other in earlier if other.generation and other.request_adapter == row.request_adapter]
+        source, length = self._best(row.unread, self._read_by(row.request_adapter))
+        _, later = self._best(row.unread, siblings, expected=True)
         if later > length or (most <= 0 and length < len(row.unread)):
             return None
         return _Piece(target, self.rows.index(source) if length else target, length, row.unread[length:][:most])
+
+    def _read_by(self, adapter: int | None) -> list[Row]:
+        """The rows whose tokens an adapter read: under another one the same tokens have other keys and values."""
+        return [row for row in self.rows if row.adapter == adapter]
+
+    def selection(self, rows: Sequence[Row | None]) -> np.ndarray | None:
+        """Float32 [len(rows), N], one where a row's request selects an adapter; None where there are none."""
+        if not self.adapters:
+            return None
+        selection = np.zeros((len(rows), self.adapters), np.float32)
+        for n, row in enumerate(rows):
+            if row is not None and row.request_adapter is not None:
+                selection[n, row.request_adapter] = 1
+        return selection
 
     def _best(self, prompt: Sequence[int], rows: Sequence[Row], *, expected: bool = False) -> tuple[Row, int]:
         """The row that holds most of a prompt, or will (`expected`), and how many tokens of it."""
@@ -190,8 +212,10 @@ class Rows:
             unread[n] = len(piece.tokens)
             tokens[n, : unread[n]] = piece.tokens
             source[n], known[n], target[n] = piece.source, piece.length, piece.target
-        static = {"spec": self._spec, "compute": self._compute}
+        targets = [self.rows[piece.target] for piece in batch]
+        options: Any = {"spec": self._spec, "compute": self._compute}
+        options["adapters"] = self.selection([*targets, *[None] * (count - len(batch))])
         if batch[0].length:
-            self.layers = programs.read_on(self._params, self.layers, tokens, unread, source, known, target, **static)
+            self.layers = programs.read_on(self._params, self.layers, tokens, unread, source, known, target, **options)
         else:
-            self.layers = programs.read_new(self._params, self.layers, tokens, unread, target, **static)
+            self.layers = programs.read_new(self._params, self.layers, tokens, unread, target, **options)

@@ -71,6 +71,7 @@ class Scheduler:
 
     def submit(self, request: Request) -> Generation:
         """Puts a request into the queue. Raises QueueFull."""
+        assert request.adapter is None or request.adapter < self._rows.adapters, f"no adapter {request.adapter}"
         with self._lock:
             if self._most_waiting is not None and len(self._waiting) >= self._most_waiting:
                 raise QueueFull(f"{len(self._waiting)} requests wait already", fix="try again in a while")
@@ -92,6 +93,15 @@ class Scheduler:
     def waiting(self) -> int:
         """Requests in the queue."""
         return len(self._waiting)
+
+    def running_of(self, adapter: int | None) -> int:
+        """Requests that have a row and select this adapter (None: none)."""
+        return sum(row.generation is not None and row.request_adapter == adapter for row in self._rows.rows)
+
+    def waiting_of(self, adapter: int | None) -> int:
+        """Requests in the queue that select this adapter (None: none)."""
+        with self._lock:
+            return sum(generation.request.adapter == adapter for generation in self._waiting)
 
     @property
     def idle(self) -> bool:
@@ -178,6 +188,7 @@ class Scheduler:
             compute=self._compute,
             switches=switches,
             alternatives=alternatives,
+            adapters=self._rows.selection(rows),
         )
         decoded = jax.tree.map(np.asarray, decoded)
         return [self._advanced(n, row, decoded) for n, row in live]

@@ -45,11 +45,11 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        for served in models:
-            served.worker.start()
+        for worker in models.workers:
+            worker.start()
         yield
-        for served in models:
-            await run_in_threadpool(served.worker.stop)
+        for worker in models.workers:
+            await run_in_threadpool(worker.stop)
 
     routes = [
         Route("/health", api.health),

@@ -9,12 +9,12 @@ def metrics_text(models: Models) -> str:
     """Requests running and waiting, and tokens generated since the start, by model."""
     lines = []
     for name, kind, meaning, value in (
-        ("requests_running", "gauge", "Requests that have a row of the batch.", lambda w: w.scheduler.running),
-        ("requests_waiting", "gauge", "Requests in the queue.", lambda w: w.scheduler.waiting),
-        ("generated_tokens_total", "counter", "Tokens generated since the start.", lambda w: w.tokens),
+        ("requests_running", "gauge", "Requests that have a row of the batch.", lambda s: s.running),
+        ("requests_waiting", "gauge", "Requests in the queue.", lambda s: s.waiting),
+        ("generated_tokens_total", "counter", "Tokens generated since the start.", lambda s: s.generated),
     ):
         lines += [f"# HELP meshtune_{name} {meaning}", f"# TYPE meshtune_{name} {kind}"]
-        lines += [f'meshtune_{name}{{model="{_escaped(s.id)}"}} {value(s.worker)}' for s in models]
+        lines += [f'meshtune_{name}{{model="{_escaped(s.id)}"}} {value(s)}' for s in models]
     return "\n".join(lines) + "\n"
 
 

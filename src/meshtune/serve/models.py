@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import cached_property
 
 import meshtune
+from meshtune.adapters.adapter_set import AdapterSet
 from meshtune.errors import UserError
 from meshtune.generate.api import Model, load_variants
 from meshtune.generate.config import Sampling
@@ -26,6 +27,21 @@ class Served:
     model: Model
     worker: Worker
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+    @property
+    def running(self) -> int:
+        """Requests that are computed."""
+        return self.worker.scheduler.running_of(self.model.adapter)
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return self.worker.scheduler.waiting_of(self.model.adapter)
+
+    @property
+    def generated(self) -> int:
+        """Tokens generated since the start."""
+        return self.worker.tokens[self.model.adapter]
 
     @property
     def fingerprint(self) -> str:
@@ -49,20 +65,29 @@ class Served:
 
 
 class Models:
-    """All models of a server. `rows` requests of each are computed at once, and `queue` may wait."""
+    """All models of a server. Those of one adapter set share a batch. `rows` requests of each batch are computed at
+    once, and `queue` may wait."""
 
     def __init__(self, models: dict[str, Model], *, rows: int, queue: int):
-        self._served = {
-            name: Served(name, model, Worker(model.engine.scheduler(rows=rows, queue=queue), name))
-            for name, model in models.items()
-        }
+        self.workers: list[Worker] = []
+        self._served: dict[str, Served] = {}
+        shared: dict[AdapterSet, Worker] = {}
+        for name, model in models.items():
+            worker = None if model.adapter_set is None else shared.get(model.adapter_set)
+            if worker is None:
+                worker = Worker(model.engine.scheduler(rows=rows, queue=queue), name)
+                self.workers.append(worker)
+            if model.adapter_set is not None:
+                shared[model.adapter_set] = worker
+            self._served[name] = Served(name, model, worker)
 
     def __iter__(self):
         return iter(self._served.values())
 
     def warm_up(self) -> None:
         """Compiles what a first request needs, before the workers start. Raises what keeps a model from answering."""
-        for served in self:
+        for worker in self.workers:
+            served = next(served for served in self if served.worker is worker)
             if served.model.spec.scored:
                 continue
             scheduler, engine = served.worker.scheduler, served.model.engine
@@ -87,6 +112,16 @@ class Models:
         return served
 
     @property
+    def batches(self) -> list[str]:
+        """Which models share a batch, and why others do not, where there are several."""
+        lines = []
+        for worker in self.workers:
+            sharing = [served for served in self if served.worker is worker]
+            reason = sharing[0].model.own_batch
+            lines.append(", ".join(served.id for served in sharing) + ("" if reason is None else f" ({reason})"))
+        return lines if len(self._served) > 1 else []
+
+    @property
     def first(self) -> Served:
         """The model that is meant where none is named."""
         return next(iter(self))
@@ -96,7 +131,7 @@ def load_served(
     path: str, name: str | None, adapters: Mapping[str, str], *, dtype: str | None, quantize: str, **options: str | None
 ) -> dict[str, Model]:
     """The model at `path` under its name, its base under its own where `path` is an adapter or a run, and `adapters`
-    (paths by name) over the same base, which is in memory once.
+    (paths by name) over the same base, which is in memory once. Adapters that can share a batch.
 
     `options` are those of `find`. Raises UserError as `meshtune.load` does, and for two models of one name.
     """
@@ -109,4 +144,4 @@ def load_served(
         if adapter_name in sources:
             raise UserError(f"two models have the name '{adapter_name}'", where="--adapter", fix="give another name")
         sources[adapter_name] = find(source.base, adapter, chat_template=options.get("chat_template"))
-    return load_variants(sources, dtype=dtype, quantize=quantize, rewards=True)
+    return load_variants(sources, dtype=dtype, quantize=quantize, rewards=True, share_batch=True)

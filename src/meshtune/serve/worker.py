@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import Counter
 from collections.abc import AsyncGenerator
 
 from meshtune.generate.request import Generation, Request
@@ -18,7 +19,8 @@ class Worker:
     """A scheduler's thread. It sleeps while there is nothing to do."""
 
     def __init__(self, scheduler: Scheduler, name: str):
-        self.scheduler, self.tokens = scheduler, 0
+        self.scheduler = scheduler
+        self.tokens: Counter[int | None] = Counter()  # generated, by the adapter that their requests select
         self.failure: Exception | None = None
         self._readers: dict[Generation, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Progress | Exception]]] = {}
         self._changed = threading.Condition()
@@ -87,7 +89,7 @@ class Worker:
                 return
             with self._changed:
                 for progress in new:
-                    self.tokens += len(progress.tokens)
+                    self.tokens[progress.generation.request.adapter] += len(progress.tokens)
                     self._deliver(progress.generation, progress)
 
     def _deliver(self, generation: Generation, new: Progress | Exception) -> None:

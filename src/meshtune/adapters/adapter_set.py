@@ -1,0 +1,123 @@
+"""Adapters from files that share a batch: which can, and their factors side by side over one base."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshtune.adapters.lora import LoRA
+from meshtune.adapters.multi_lora import MultiLoRA, select
+from meshtune.adapters.peft_format import LoadedAdapter, check_copies
+from meshtune.arrays.tree import Leaves, Tree, flatten, unflatten
+from meshtune.model.spec import ModelSpec
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AdapterSet:
+    """A base with adapters that share a batch. `names` are theirs, in the order of their numbers."""
+
+    params: Tree
+    names: tuple[str, ...]
+
+    @classmethod
+    def over(cls, params: Tree, spec: ModelSpec, adapters: Mapping[str, LoadedAdapter]) -> AdapterSet:
+        """The base `params` with adapters for which `needs_own_batch` has no reason; its arrays are not copied.
+
+        Raises UserError where an adapter carries weights of its base that are not this base's.
+        """
+        for adapter in adapters.values():
+            check_copies(params, spec, adapter)
+        return cls(unflatten(flatten(params) | _combined(spec, list(adapters.values()))), tuple(adapters))
+
+    def number(self, name: str) -> int | None:
+        """The number of an adapter, which a request names; None for the base alone."""
+        return self.names.index(name) if name in self.names else None
+
+    def of(self, name: str) -> Tree:
+        """The parameters with one adapter selected for all rows, or the base alone for another name."""
+        selection = np.zeros((1, len(self.names)), np.float32)
+        if (number := self.number(name)) is not None:
+            selection[0, number] = 1
+        return select(self.params, jnp.asarray(selection))
+
+
+def needs_own_batch(adapter: LoadedAdapter, base: ModelSpec) -> str | None:
+    """Why an adapter cannot share a batch with others over a base; None if it can."""
+    leaves = flatten(adapter.trainable).values()
+    if adapter.config.adapter != "lora":
+        return f"its adapters are of the kind {adapter.config.adapter}"
+    if adapter.frozen or not all(isinstance(leaf, LoRA) for leaf in leaves):
+        return "it has modules or rows that were trained in full"
+    if (adapter.spec.tied, adapter.spec.scored) != (base.tied, base.scored):
+        return "it has a head of its own"
+    if any(leaf.a.ndim > 3 for leaf in leaves):
+        return "it adapts experts"
+    if not all(np.isfinite(array).all() for array in jax.tree.leaves(adapter.trainable)):
+        return "its weights hold NaN or infinity"
+    return None
+
+
+class _Factors(NamedTuple):
+    """A LoRA of one weight: a [r, in], b [out, r]."""
+
+    a: np.ndarray
+    b: np.ndarray
+    scale: float
+
+
+_Place = tuple[int | None, str]  # a layer's number (None: outside of the layers) and the path of a node
+
+
+def _factors(adapter: LoadedAdapter) -> dict[_Place, _Factors]:
+    """An adapter's LoRAs by place, however its layers are stacked."""
+    numbers = {key: numbers for key, _, _, numbers in adapter.spec.positions()}
+    factors: dict[_Place, _Factors] = {}
+    for path, leaf in flatten(adapter.trainable).items():
+        node = path.rpartition("/")[0]
+        a, b = np.asarray(leaf.a), np.asarray(leaf.b)
+        if a.ndim == 2:
+            factors[None, node] = _Factors(a, b, leaf.scale)
+            continue
+        _, key, site = node.split("/", 2)
+        factors |= {(layer, site): _Factors(a[n], b[n], leaf.scale) for n, layer in enumerate(numbers[key])}
+    return factors
+
+
+def _combined(spec: ModelSpec, adapters: Sequence[LoadedAdapter]) -> Leaves:
+    """The MultiLoRAs of a base by path. Where the layers of one stack differ in rank, the smaller ones are filled up
+    with zeros."""
+    factors = [_factors(adapter) for adapter in adapters]
+    places = dict.fromkeys(place for of_adapter in factors for place in of_adapter)
+    leaves: Leaves = {}
+    for node in (node for layer, node in places if layer is None):
+        parts = [[of_adapter.get((None, node))] for of_adapter in factors]
+        leaves[f"{node}/adapter"] = jax.tree.map(lambda array: array[0], _side_by_side(parts))
+    for key, _, _, numbers in spec.positions():
+        for site in dict.fromkeys(site for layer, site in places if layer in numbers):
+            parts = [[of_adapter.get((number, site)) for number in numbers] for of_adapter in factors]
+            leaves[f"layers/{key}/{site}/adapter"] = _side_by_side(parts)
+    return leaves
+
+
+def _side_by_side(parts: Sequence[Sequence[_Factors | None]]) -> MultiLoRA:
+    """The adapters of one weight in the layers of a stack, from `parts`: of each adapter, in each layer."""
+    present = [[part for part in layers if part is not None] for layers in parts]
+    ranks = [max((len(part.a) for part in layers), default=0) for layers in present]
+    sample = next(part for layers in present for part in layers)
+    count, rank = len(parts[0]), sum(ranks)
+    a = np.zeros((count, rank, sample.a.shape[1]), sample.a.dtype)
+    b = np.zeros((count, sample.b.shape[0], rank), sample.b.dtype)
+    scales = np.zeros((count, len(parts), rank), np.float32)
+    for number, layers in enumerate(parts):
+        start = sum(ranks[:number])
+        for layer, part in enumerate(layers):
+            if part is not None:
+                ranks_of_part = slice(start, start + len(part.a))
+                a[layer, ranks_of_part], b[layer, :, ranks_of_part] = part.a, part.b
+                scales[layer, number, ranks_of_part] = part.scale
+    return MultiLoRA(*map(jnp.asarray, (a, b, scales, np.zeros((count, 1, rank), np.float32))))
