@@ -1,30 +1,40 @@
 """Multi-head latent attention (https://arxiv.org/abs/2405.04434): keys and values of all heads are made of one narrow
 latent vector of a token, which is all that a cache holds of it, beside one rotated key that all heads share.
+
+Keys and values of a head are linear in the latent, so there are two ways to the same result. Expanded, the heads' keys
+and values are computed from every latent. Absorbed, a head's query is multiplied with its part of that matrix and
+compared with the latents themselves, and the weighted sum of latents is projected to the head's value: few operations
+for few queries, however many latents there are.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import ClassVar
 
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.kernels.attention import AttentionRequest
-from meshtune.model.attend import attend, recalled
+from meshtune.kernels.attention.direct import DIRECT, FEW_QUERIES
+from meshtune.model.attend import Past, attend, recalled
 from meshtune.model.attention import ROTATED
 from meshtune.model.attention_cost import attention_activations, request
 from meshtune.model.block import Activation, Context, Cost, Divisor, Hidden, Mixer, Output, RowParams
 from meshtune.model.cache import SLOTS, LayerCache
 from meshtune.model.compute import Compute
 from meshtune.model.heads import Heads
-from meshtune.model.linear import linear, linear_params, site_key
+from meshtune.model.inputs import Rows
+from meshtune.model.linear import linear, linear_params, precision, site_key
 from meshtune.model.norm import NormSpec
 from meshtune.model.rope import RopeSpec, rotate
+from meshtune.model.transposed import TransposedWeight
+from meshtune.quantize.weight import QuantisedWeight
 
 LATENT = "latent"  # the logical axis of latent vectors
 
@@ -98,10 +108,60 @@ class LatentAttentionSpec(Mixer):
             if cache is not None:
                 latents, past, cache = recalled(cache, latents, rows, None)
                 latents = {name: array.astype(x.dtype) for name, array in latents.items()}
+                if self.absorbs(q.shape[0], q.shape[1], latents["latent"].shape[1], node, context.compute):
+                    mixed = self._absorbed(q, latents, node, rows, past, context.compute)
+                    return Output(linear(mixed, node["o"], site_key(context.key, "o")), cache, {})
             kv = self._expanded(latents, node, context.key)
         mixed = attend(q, kv["k"], kv["v"], rows, past, context.compute, scale=self.scale)
         mixed = mixed[..., : self.value_dim].reshape(*x.shape[:2], -1)
         return Output(linear(mixed, node["o"], site_key(context.key, "o")), cache, {})
+
+    def absorbs(self, rows: int, queries: int, slots: int, node: Tree, compute: Compute) -> bool:
+        """Whether `queries` tokens of each row attend to `slots` latents of a cache in the absorbed form.
+
+        It does for few queries where it takes fewer operations, unless another kernel of attention than the direct one
+        is forced, which may have no heads as wide as latents.
+        """
+        if queries > FEW_QUERIES or compute.attention not in ("auto", DIRECT.name):
+            return False
+        absorbed, expanded = self.operations(rows, queries, slots, adapted="adapter" in node["kv_heads"])
+        return absorbed < expanded
+
+    def operations(self, rows: int, queries: int, slots: int, *, adapted: bool = False) -> tuple[int, int]:
+        """The multiplications between the queries and the heads' results, absorbed and expanded.
+
+        `adapted` says that the matrix from latents to heads has an adapter: absorbing it takes the whole matrix.
+        """
+        per_head, pairs = self.latent * (self.head_dim + self.value_dim), rows * queries * slots
+        absorbed = rows * queries * per_head + 2 * pairs * (self.latent + self.rope.dim)
+        expanded = rows * slots * per_head + 2 * pairs * self.kernel_dim
+        return self.heads * (absorbed + adapted * self.latent * per_head), self.heads * expanded
+
+    def _absorbed(
+        self, q: Heads, latents: Mapping[str, Array], node: Tree, rows: Rows, past: Past, compute: Compute
+    ) -> Array:
+        """What the heads' queries [B, T, H, kernel_dim] read of the latents, [B, T, H v]."""
+        weight = self._weight(node["kv_heads"], q.dtype)
+        product = functools.partial(jnp.einsum, precision=precision(q.dtype), preferred_element_type=q.dtype)
+        into = product("bthn,hnl->bthl", q[..., : self.head_dim], weight[:, : self.head_dim])
+        into = jnp.concatenate([into, q[..., self.head_dim : self.query_dim]], axis=-1)
+        # One head of keys, which are values too: the sum of their rotated part is not read.
+        tokens = jnp.concatenate([latents["latent"], latents["rotated"]], axis=-1)[:, :, None]
+        mixed = attend(into, tokens, tokens, rows, past, compute, scale=self.scale)[..., : self.latent]
+        mixed = product("bthl,hvl->bthv", mixed, weight[:, self.head_dim :])
+        return mixed.reshape(*mixed.shape[:2], -1)
+
+    def _weight(self, node: Tree, dtype: jnp.dtype) -> Float[Array, "H n latent"]:
+        """The matrix from latents to the heads' keys and values, that by which `linear` multiplies: numbers of codes,
+        with the adapter, in the usual order."""
+        weight = node["weight"]
+        if "adapter" in node:
+            weight = linear(jnp.eye(self.latent, dtype=dtype), node).T
+        elif isinstance(weight, QuantisedWeight):
+            weight = weight.dequantise(dtype)
+        elif isinstance(weight, TransposedWeight):
+            weight = weight.numbers.T
+        return weight.astype(dtype).reshape(-1, self.head_dim + self.value_dim, self.latent)
 
     def memory(self, x: Hidden, node: Tree, context: Context) -> Tree:
         """Keys and values [B, T, H, h]."""
