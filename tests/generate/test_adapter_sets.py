@@ -24,7 +24,7 @@ from meshtune.quantize.config import QuantizeConfig
 from meshtune.runs.sources import find
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "small": {"r": 2, "lora_alpha": 2, "target_modules": ["q_proj", "v_proj"]},
+    "small": {"r": 2, "lora_alpha": 2, "target_modules": ["q_proj", "v_proj", "lm_head"]},  # of a tied head
     # Another rank, rank-stabilised, of other modules, in some layers, which do not have the same rank.
     "large": {
         "r": 5, "lora_alpha": 6, "use_rslora": True, "target_modules": ["q_proj", "down_proj"],
