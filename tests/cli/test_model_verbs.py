@@ -48,6 +48,19 @@ def test_generate_says_what_transformers_says(meshtune, continuation):
     assert out == continuation + "\n"
 
 
+def test_an_int8_cache_is_said_and_other_formats_are_refused(meshtune):
+    arguments = ("generate", str(quickstart.MODEL), "--prompt", PROMPT, "--max-tokens", "2")
+    code, out, err = meshtune(*arguments, "--cache", "int8")
+    assert (code, err) == (0, "note: cache: keys and values in int8\n")
+    assert out.strip()
+    code, out, err = meshtune(*arguments, "--cache", "fp8")
+    assert (code, out) == (2, "")
+    assert "a cache in 'fp8' is not supported" in err
+    code, _, err = meshtune("plan", "recipe.yaml", "--target", "H100", "--cache", "int8")
+    assert code == 2
+    assert "training has no cache" in err
+
+
 def test_max_new_tokens_is_another_name_of_max_tokens(meshtune, continuation):
     """transformers' name, on the command line and in Python."""
     _, out, _ = meshtune("generate", str(quickstart.MODEL), "--prompt", PROMPT, "--max-new-tokens", "12")

@@ -62,11 +62,34 @@ def test_a_mixture_reads_the_experts_that_are_chosen():
     assert many.weight_bytes > 0.97 * plan.weights
 
 
+def test_an_int8_cache_is_counted_in_codes_and_scales():
+    """Of a head's 128 numbers 128 bytes of codes and two of a scale, in place of 256, in memory and in what is read."""
+    plain, coded = planned("8xH100"), planned("8xH100", cache="int8")
+    assert (plain.cache, coded.cache) == ("bfloat16", "keys and values in int8")
+    assert coded.cache_row == CACHE * 4096 / 8 * 130 / 256
+    assert coded.weights == plain.weights
+    assert coded.most_rows > 1.9 * plain.most_rows
+    for before, after in zip(plain.steps, coded.steps, strict=True):
+        assert after.cache_bytes == before.cache_bytes * 130 / 256
+        assert after.bound > before.bound
+
+
+def test_a_plan_says_which_layers_of_a_hybrid_are_in_codes():
+    plan = planned("H200", "qwen3.5-27b-qlora-32k.yaml", cache="int8")
+    assert plan.cache == "keys and values of 16 of 64 layers in int8; state, conv_inputs as without it"
+
+
+def test_a_cache_of_latents_is_refused():
+    with pytest.raises(UserError, match=r"has none in its cache, which holds: latent, rotated"):
+        planned("8xH200", "deepseek-v3-qlora-8xH200.yaml", cache="int8")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"rows": [0]}, "above 0"),
         ({"length": 0}, "above 0"),
+        ({"cache": "int4"}, "a cache in 'int4' is not supported"),
         ({"length": 10**7}, "beyond the model's context"),
     ],
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshtune.cli.expand import expanded
-from meshtune.cli.model_options import Limits, Loading, ModelPath, load_model
+from meshtune.cli.model_options import Caching, Limits, Loading, ModelPath, load_model
 from meshtune.generate.config import Sampling
 
 if TYPE_CHECKING:
@@ -26,12 +26,13 @@ def chat(
     limits: Limits,
     sampling: Sampling,
     loading: Loading,
+    caching: Caching,
 ) -> None:
     """Chat with a model: it remembers the conversation and answers word by word."""
     from meshtune.terminal import console
 
     terminal = console()
-    session = load_model(model, loading).chat(
+    session = load_model(model, loading, caching).chat(
         system,
         **vars(limits),
         **vars(sampling),

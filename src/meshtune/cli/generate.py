@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshtune.cli.expand import expanded
-from meshtune.cli.model_options import Limits, Loading, ModelPath, load_model
+from meshtune.cli.model_options import Caching, Limits, Loading, ModelPath, load_model
 from meshtune.generate.config import Sampling
 
 if TYPE_CHECKING:
@@ -35,10 +35,11 @@ def generate(
     limits: Limits,
     sampling: Sampling,
     loading: Loading,
+    caching: Caching,
 ) -> None:
     """Answer a message, or continue a text, and print only what the model says."""
     prompts = [sys.stdin.read() if text == "-" else text for text in prompt or ["-"]]
-    loaded = load_model(model, loading)
+    loaded = load_model(model, loading, caching)
     is_message = bool(system) or (_has_chat_template(loaded) if chat is None else chat)
     if is_message and chat is None and not system:
         print("note: the prompt is a message in the model's chat template; --no-chat continues it", file=sys.stderr)

@@ -1,8 +1,9 @@
-"""Options that `generate` and `chat` share: which model, how it is loaded, and when an answer ends."""
+"""Options that `generate`, `chat` and `serve` share: which model, how it is loaded, and when an answer ends."""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -35,6 +36,13 @@ class Loading(BaseLoading):
 
 
 @dataclasses.dataclass(frozen=True)
+class Caching:
+    """How the keys and values of earlier tokens are held while text is generated."""
+
+    cache: str | None = option(None, "int8: keys and values of earlier tokens in 8 bits; default: in the dtype.")
+
+
+@dataclasses.dataclass(frozen=True)
 class Limits:
     """When an answer ends, apart from the model's own end tokens."""
 
@@ -44,8 +52,12 @@ class Limits:
     stop: tuple[str, ...] = option((), "Text that ends the answer; may be repeated.")
 
 
-def load_model(path: str, loading: Loading) -> Model:
-    """The model at `path`. Raises UserError as meshtune.load does."""
+def load_model(path: str, loading: Loading, caching: Caching | None = None) -> Model:
+    """The model at `path`; says what of its cache is in 8 bits. Raises UserError as meshtune.load does."""
     from meshtune.generate.api import load
+    from meshtune.model.model_cache import describe_cache
 
-    return load(path, **vars(loading))
+    model = load(path, **vars(loading), **vars(caching or Caching()))
+    if (cache := model.compute.cache) is not None:
+        print(f"note: cache: {describe_cache(model.spec, cache, model.compute.dtype)}", file=sys.stderr)
+    return model

@@ -55,15 +55,20 @@ def plan(
     length: Annotated[
         int, typer.Option("--length", help="With --serve: tokens of each request, prompt and answer together.")
     ] = 4096,
+    cache: Annotated[
+        str | None, typer.Option("--cache", help="With --serve: int8 holds keys and values in 8 bits.")
+    ] = None,
 ) -> None:
     """Compile the step of `train` for machines that are not present; show what memory and time it needs."""
     from meshtune.config.load import load_recipe
     from meshtune.plan.hardware import find_target
 
+    if cache is not None and not serve:
+        raise UserError("training has no cache", where="--cache", fix="give --serve as well, or leave it out")
     targets = [find_target(name) for name in target]
     recipe = load_recipe(*split(arguments))
     if serve:
-        _plan_serving(recipe, targets, rows or [1, 8, 32, 128], length, reserve, as_json)
+        _plan_serving(recipe, targets, rows or [1, 8, 32, 128], length, reserve, cache, as_json)
         return
 
     from meshtune.plan.backend import compiler_for
@@ -110,12 +115,18 @@ def plan(
 
 
 def _plan_serving(
-    recipe: Recipe, targets: list[Target], rows: list[int], length: int, reserve: float, as_json: bool
+    recipe: Recipe,
+    targets: list[Target],
+    rows: list[int],
+    length: int,
+    reserve: float,
+    cache: str | None,
+    as_json: bool,
 ) -> None:
     from meshtune.plan.serving import serve_plan
     from meshtune.plan.serving_table import print_serve_plan
 
-    plans = [serve_plan(recipe, machine, rows=rows, length=length, reserve=reserve) for machine in targets]
+    plans = [serve_plan(recipe, machine, rows=rows, length=length, reserve=reserve, cache=cache) for machine in targets]
     if as_json:
         values = [dataclasses.asdict(plan) | {"target": str(plan.target)} for plan in plans]
         print(json.dumps(values[0] if len(values) == 1 else values, indent=2))

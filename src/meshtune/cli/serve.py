@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from meshtune.cli.expand import expanded
-from meshtune.cli.model_options import BaseLoading, ModelPath
+from meshtune.cli.model_options import BaseLoading, Caching, ModelPath
 from meshtune.errors import UserError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -40,6 +40,7 @@ def serve(
     queue: Annotated[int, typer.Option("--queue", min=0, help="Requests that may wait, for each batch.")] = 256,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Write a line for each request.")] = False,
     loading: BaseLoading,
+    caching: Caching,
 ) -> None:
     """Answer requests of OpenAI's API: chat and text completions, streamed or whole."""
     try:
@@ -55,7 +56,7 @@ def serve(
     if token is None and not local:
         token = secrets.token_urlsafe(24)
     listener = _listener(host, port)
-    served = load_served(model, name, _named(adapters or []), **vars(loading))
+    served = load_served(model, name, _named(adapters or []), **vars(loading), **vars(caching))
     models = Models(served, rows=rows, queue=queue)
     hosts = {"127.0.0.1", "localhost", "[::1]"} if local else set()
     gate = Gate()
@@ -76,6 +77,8 @@ def serve(
         typer.echo(f"models   {', '.join(served)}")
         for number, batch in enumerate(models.batches):
             typer.echo(f"{'' if number else 'batches':9}{batch}")
+        if caching.cache is not None:
+            typer.echo(f"cache    {models.first.cache}")
         typer.echo(f"token    {token or 'none is needed'}")
         sys.stdout.flush()
 

@@ -28,6 +28,7 @@ from meshtune.generate.variants import base_quantisation, tokenizer_on_disk
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, logits
 from meshtune.model.inputs import Inputs
+from meshtune.model.model_cache import check_cache
 from meshtune.model.spec import ModelSpec
 from meshtune.model.token_rows import folded
 from meshtune.quantize.config import QuantizeConfig
@@ -89,9 +90,8 @@ class Model:
         padded = length_bucket(T)
         tokens = np.zeros((B, padded), np.int32)
         tokens[:, :T] = ids
-        return np.array(
-            _logits(self.params, jnp.asarray(tokens), jnp.int32(T), spec=self.spec, compute=self.compute)[:, :T]
-        )
+        scores = _logits(self.params, jnp.asarray(tokens), jnp.int32(T), spec=self.spec, compute=self.compute)
+        return np.array(scores[:, :T])
 
     @overload
     def generate(self, prompt: str, **options: Any) -> str: ...
@@ -206,6 +206,7 @@ def load(
     *,
     dtype: Literal["float32", "bfloat16"] | None = None,
     quantize: QuantizeConfig | str | None = "auto",
+    cache: Literal["int8"] | None = None,
     revision: str | None = None,
     chat_template: str | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -216,12 +217,13 @@ def load(
     that `meshtune train` made. `adapter` is a PEFT adapter (or a run with one) to put on the base at `path`; it is
     kept beside the weights, not merged into them. `dtype` is that of weights and computation: by default float32 on a
     CPU and bfloat16 elsewhere. `quantize` is a format for the base (nf4, int8, fp8, int4, or a QuantizeConfig), or
-    "none"; by default it is what the adapter was trained on. `chat_template` is a Jinja file or the name of one that
-    ships with Meshtune. `progress(done, total)` is called in bytes.
-    Raises UserError for a path that is none of these, an adapter for another base, damaged or unfit files.
+    "none"; by default it is what the adapter was trained on. `cache` "int8" holds keys and values in 8 bits
+    where text is generated (model.coded_cache). `chat_template` is a Jinja file or the name of one that ships with
+    Meshtune. `progress(done, total)` is called in bytes.
+    Raises UserError for a path that is none of these, an adapter for another base, damaged or unfit files or caches.
     """
     source = find(path, adapter, revision=revision, chat_template=chat_template)
-    return load_variants({"": source}, dtype=dtype, quantize=quantize, progress=progress)[""]
+    return load_variants({"": source}, dtype=dtype, quantize=quantize, cache=cache, progress=progress)[""]
 
 
 def load_variants(
@@ -229,6 +231,7 @@ def load_variants(
     *,
     dtype: str | None = None,
     quantize: QuantizeConfig | str | None = "auto",
+    cache: str | None = None,
     progress: Callable[[int, int], None] | None = None,
     rewards: bool = False,
     share_batch: bool = False,
@@ -248,6 +251,7 @@ def load_variants(
     if dtype not in MODEL_DTYPES:
         raise UserError(f"dtype {dtype!r} is not supported", where="dtype", fix=f"one of {', '.join(MODEL_DTYPES)}")
     spec, config = load_spec(base, dtype)
+    compute = Compute(dtype=dtype, cache=check_cache(spec, cache))
     tokenizers = {name: tokenizer_on_disk(source, spec.vocab) for name, source in sources.items()}  # before the weights
     adapters: dict[str, LoadedAdapter] = {}
     for name, source in sources.items():
@@ -276,15 +280,13 @@ def load_variants(
             tree = params if len(sources) == 1 else jax.tree.map(lambda leaf: leaf, params)  # attach uses a tree up
             adapted_spec, adapted = attach(tree, spec, adapters[name])
             variant = (adapted_spec, folded(adapted))
-        if tokenizer is None:
-            read = functools.partial(load_tokenizer, source.tokenizer, source.chat_template)
-        else:
-            read = functools.partial(_identity, tokenizer)
+        download = functools.partial(load_tokenizer, source.tokenizer, source.chat_template)
+        read = download if tokenizer is None else functools.partial(_identity, tokenizer)
         stops = text_end(base, config, tokenizer)
         models[name] = Model(
             variant[1],
             variant[0],
-            Compute(dtype=dtype),
+            compute,
             base,
             read,
             stops,

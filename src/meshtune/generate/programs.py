@@ -70,14 +70,14 @@ def length_bucket(n: int) -> int:
 
 def empty_layers(spec: ModelSpec, compute: Compute, rows: int, slots: int) -> dict[str, Tree]:
     """The empty caches of `rows` rows of `slots` tokens."""
-    return init_cache(spec, rows, slots, compute.dtype, compute.layout).layers
+    return init_cache(spec, rows, slots, compute.dtype, compute.layout, compute.cache).layers
 
 
 def holds_every_token(spec: ModelSpec, compute: Compute, slots: int) -> bool:
     """Whether a cache remembers each of its tokens by itself, so that a row can go back to any earlier length: true of
     keys, values and latents, false of windows and of recurrent states."""
     specs = jax.tree.leaves(
-        cache_specs(spec, 1, slots, compute.dtype), is_leaf=lambda leaf: isinstance(leaf, ArraySpec)
+        cache_specs(spec, 1, slots, compute.dtype, compute.cache), is_leaf=lambda leaf: isinstance(leaf, ArraySpec)
     )
     return all(SLOTS in leaf.axes and leaf.shape[leaf.axes.index(SLOTS)] == slots for leaf in specs)
 
@@ -100,7 +100,7 @@ def read_new(
     """
     params = select(params, adapters)
     rows, length = tokens.shape
-    before = init_cache(spec, rows, length, compute.dtype, compute.layout)
+    before = init_cache(spec, rows, length, compute.dtype, compute.layout, compute.cache)
     return _placed(layers, _read(params, spec, compute, before, tokens, count), target)
 
 
@@ -226,7 +226,7 @@ def moved(
 
     No row may be longer than a cache whose slots become more.
     """
-    specs = cache_specs(spec, source.shape[0], slots, compute.dtype)
+    specs = cache_specs(spec, source.shape[0], slots, compute.dtype, compute.cache)
 
     def move(array: Array, wanted: ArraySpec) -> Array:
         rows = array[:, source]

@@ -70,7 +70,8 @@ def score_texts(
     texts: Sequence[ScoredText],
     progress: Progress | None = None,
 ) -> list[Scores]:
-    """The scores of every text, in their order."""
+    """The scores of every text, in their order; never over a cache in codes, whatever `compute` says of answers."""
+    compute = dataclasses.replace(compute, cache=None)
     shared = not any(rope.kind in BY_LENGTH for rope in spec.ropes)
     roots = prefix_tree(texts, shared=shared)
     scorer = _Scorer(params, spec, compute, texts, progress or (lambda done, total: None), _size(roots))

@@ -1,7 +1,8 @@
 """What a model remembers of the tokens it has read: every mixer's own arrays, and the length of each row.
 
 A row's token at position p is kept in slot p modulo the number of slots: a cache of a sliding window needs one window
-of slots, rows of one batch have lengths of their own, and padding takes no slot.
+of slots, rows of one batch have lengths of their own, and padding takes no slot. Keys and values may be held as codes
+(coded_cache): they are encoded as they are written, and decoded where they are recalled.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from jaxtyping import Array, Int
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.mesh.layout import Layout, constrain
+from meshtune.model.coded_cache import decode, encode, scale_name
 
 SLOTS = "slots"  # the logical axis that grows with the rows
 
@@ -94,19 +96,40 @@ class LayerCache:
         """(arrays [B, S, ..] of all tokens that new ones may see, their positions, the cache that holds the new ones).
 
         `new` are the arrays of the new tokens, which also see themselves; a token sees at most `reach` tokens (None: no
-        limit). Positions are -1 where there is no token.
+        limit). Positions are -1 where there is no token. What is held as codes is decoded to the dtype of `new`, new
+        tokens too: they are seen alike however many are read at once.
         """
         lengths = self.lengths + jnp.sum(real, axis=1)
+        stored = self._encoded(new)
         following = self
-        for name, values in new.items():
+        for name, values in stored.items():
             following = following.write(name, positions, real, values)
         first = next(iter(new))
         slots, length = self.arrays[first].shape[2], new[first].shape[1]
         if length == 1 or reach is None or slots < reach:  # nothing is overwritten that a new token sees
-            return {name: following.read(name) for name in new}, self.slot_positions(first, lengths), following
+            past = {name: following.read(name) for name in stored}
+            return self._decoded(past, new), self.slot_positions(first, lengths), following
         before = self.slot_positions(first, self.lengths)
-        past_arrays = {
+        past = {
             name: jnp.concatenate([self.read(name), values.astype(self.arrays[name].dtype)], axis=1)
+            for name, values in stored.items()
+        }
+        past_positions = jnp.concatenate([before, jnp.where(real, positions, -1)], axis=1)
+        return self._decoded(past, new), past_positions, following
+
+    def _encoded(self, new: dict[str, Array]) -> dict[str, Array]:
+        """New tokens' arrays as this cache holds them, by the names of its arrays."""
+        stored: dict[str, Array] = {}
+        for name, values in new.items():
+            if scale_name(name) in self.arrays:
+                stored[name], stored[scale_name(name)] = encode(values)
+            else:
+                stored[name] = values
+        return stored
+
+    def _decoded(self, past: dict[str, Array], new: dict[str, Array]) -> dict[str, Array]:
+        """The arrays of `new` for all tokens of `past`."""
+        return {
+            name: decode(past[name], past[scale_name(name)], values.dtype) if scale_name(name) in past else past[name]
             for name, values in new.items()
         }
-        return past_arrays, jnp.concatenate([before, jnp.where(real, positions, -1)], axis=1), following

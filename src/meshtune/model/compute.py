@@ -7,7 +7,7 @@ import dataclasses
 import jax
 
 from meshtune.mesh.layout import Layout
-from meshtune.model.config import ComputeOptions, RematName
+from meshtune.model.config import CacheName, ComputeOptions, RematName
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +18,8 @@ class Compute(ComputeOptions):
     `layout` says how activations lie on a mesh; None: on one device. `platform` is the JAX platform the program is for
     ("": the one here), `chip` the arch of its devices ("sm_90a", "gfx942"; "": that of the first one here).
     `packed=False` promises that a row is one document and then padding.
+    `cache` "int8" holds the keys and values of earlier tokens as codes of 8 bits (coded_cache) where text is generated;
+    None: in `dtype`.
     With `offload` "residual", remat is full or selective. Weights and optimizer state in the host's memory say so
     themselves.
     """
@@ -30,6 +32,7 @@ class Compute(ComputeOptions):
     platform: str = ""
     chip: str = ""
     packed: bool = True
+    cache: CacheName | None = None
 
     @property
     def row_parts(self) -> int:

@@ -10,6 +10,7 @@ from meshtune.options import option
 AttentionName = Literal["auto", "direct", "splash", "cudnn", "triton", "blockwise"]
 RematName = Literal["none", "selective", "full"]
 ExchangeName = Literal["auto", "gather", "all_to_all"]
+CacheName = Literal["int8"]
 OffloadName = Literal["residual", "optimizer", "weights", "tables"]
 
 

@@ -2,23 +2,85 @@
 
 from __future__ import annotations
 
-from meshtune.arrays.tree import Tree, map_leaves
+import typing
+
+from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import Tree, flatten, map_leaves
+from meshtune.errors import UserError
 from meshtune.mesh.layout import Layout
+from meshtune.model.block import Mixer
 from meshtune.model.cache import Cache, empty
+from meshtune.model.coded_cache import coded, is_key_or_value
+from meshtune.model.config import CacheName
 from meshtune.model.spec import ModelSpec
 
 
-def cache_specs(spec: ModelSpec, batch: int, slots: int, dtype: str) -> dict[str, Tree]:
-    """The ArraySpecs of the caches of all layers, by key of params["layers"], for rows of up to `slots` tokens."""
+def cache_specs(spec: ModelSpec, batch: int, slots: int, dtype: str, cache: CacheName | None = None) -> dict[str, Tree]:
+    """The ArraySpecs of the caches of all layers, by key of params["layers"], for rows of up to `slots` tokens.
+
+    With `cache` "int8" keys and values are codes and scales (coded_cache), whatever the `dtype` of other arrays.
+    """
     return {
         key: map_leaves(
             lambda leaf, repeats=repeats: leaf.stacked(repeats),
-            {} if kind.mixer is None else kind.mixer.cache(batch, slots, dtype),
+            _layer_specs(kind.mixer, batch, slots, dtype, cache),
         )
         for key, repeats, kind, _ in spec.positions()
     }
 
 
-def init_cache(spec: ModelSpec, batch: int, slots: int, dtype: str, layout: Layout | None = None) -> Cache:
+def init_cache(
+    spec: ModelSpec,
+    batch: int,
+    slots: int,
+    dtype: str,
+    layout: Layout | None = None,
+    cache: CacheName | None = None,
+) -> Cache:
     """An empty cache for rows of up to `slots` tokens."""
-    return empty(cache_specs(spec, batch, slots, dtype), batch, layout)
+    return empty(cache_specs(spec, batch, slots, dtype, cache), batch, layout)
+
+
+def check_cache(spec: ModelSpec, cache: str | None) -> CacheName | None:
+    """`cache`, if the model can have it. Raises UserError for another name, and for a model whose layers remember
+    something else than keys and values: latents, recurrent states."""
+    names = typing.get_args(CacheName)
+    if cache is None:
+        return None
+    if cache not in names:
+        fix = f"give {' or '.join(names)}, or leave it out: keys and values are then in the dtype of the computation"
+        raise UserError(f"a cache in '{cache}' is not supported", where="cache", fix=fix)
+    count, uncoded = _coded_layers(spec)
+    if not count:
+        raise UserError(
+            f"cache {cache} is for keys and values, and this model ({spec.family}) has none in its cache, "
+            f"which holds: {', '.join(uncoded)}",
+            where="cache",
+            fix="leave it out",
+        )
+    return typing.cast(CacheName, cache)
+
+
+def describe_cache(spec: ModelSpec, cache: CacheName | None, dtype: str) -> str:
+    """What a model's cache is held in, for those who asked for `cache`."""
+    count, uncoded = _coded_layers(spec)
+    if cache is None or not count:
+        return dtype
+    if not uncoded:
+        return f"keys and values in {cache}"
+    return f"keys and values of {count} of {spec.layers} layers in {cache}; {', '.join(uncoded)} as without it"
+
+
+def _layer_specs(mixer: Mixer | None, batch: int, slots: int, dtype: str, cache: CacheName | None) -> Tree:
+    arrays = {} if mixer is None else mixer.cache(batch, slots, dtype)
+    return arrays if cache is None else coded(arrays)
+
+
+def _coded_layers(spec: ModelSpec) -> tuple[int, tuple[str, ...]]:
+    """(the number of layers that hold keys and values of their own, the names of all other arrays of caches)."""
+    count, uncoded = 0, dict[str, None]()
+    for _, repeats, kind, _ in spec.positions():
+        arrays: dict[str, ArraySpec] = flatten(_layer_specs(kind.mixer, 1, 1, "bfloat16", None))
+        count += repeats * any(map(is_key_or_value, arrays.values()))
+        uncoded |= {path.split("/")[-1]: None for path, array in arrays.items() if not is_key_or_value(array)}
+    return count, tuple(uncoded)

@@ -17,7 +17,8 @@ from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.layout import Layout
-from meshtune.model.model_cache import cache_specs
+from meshtune.model.config import CacheName
+from meshtune.model.model_cache import cache_specs, check_cache, describe_cache
 from meshtune.plan.candidate import PersistentArray, Workload, bytes_per_element, layout_on, workload_of
 from meshtune.plan.hardware import Target
 from meshtune.plan.roofline import EFFICIENCY
@@ -56,22 +57,26 @@ class DecodeStep:
 @dataclasses.dataclass(frozen=True)
 class ServePlan:
     """Bytes on each device of a target whose devices all split the model (`tp`): its weights, and the cache of a row of
-    `length` tokens; `most_rows` rows fit beside the weights."""
+    `length` tokens, held in `cache`; `most_rows` rows fit beside the weights."""
 
     target: Target
     tp: int
     length: int
+    cache: str
     weights: float
     cache_row: float
     most_rows: int
     steps: tuple[DecodeStep, ...]
 
 
-def serve_plan(recipe: Recipe, target: Target, *, rows: Sequence[int], length: int, reserve: float) -> ServePlan:
+def serve_plan(
+    recipe: Recipe, target: Target, *, rows: Sequence[int], length: int, reserve: float, cache: str | None = None
+) -> ServePlan:
     """What serving the recipe's model on a target takes, `reserve` of each device's memory left free.
 
-    The quantised base, the adapters and the whole context are those of the recipe's model. Raises UserError for numbers
-    out of range, a length beyond the context, a device of unknown speed, and more devices than can split the model.
+    The quantised base, the adapters and the whole context are those of the recipe's model; `cache` "int8" holds keys
+    and values in 8 bits. Raises UserError for numbers out of range, a length beyond the context, a device of unknown
+    speed, more devices than can split the model, and an int8 cache of a model that has no keys and values in it.
     """
     device = target.device
     workload = workload_of(recipe, device.backend)
@@ -84,29 +89,31 @@ def serve_plan(recipe: Recipe, target: Target, *, rows: Sequence[int], length: i
     if device.bandwidth is None or device.flops_bf16 is None:
         fix = "add bandwidth and flops_bf16 to its description (MESHTUNE_HARDWARE)"
         raise UserError(f"the speed of {device.name} is not described", where="--target", fix=fix)
+    codes = check_cache(spec, cache)
     layout = layout_on(MeshConfig(tp=target.devices), spec)
     weights = sum(_bytes(array, layout) for array in workload.persistent if array.role in ROLES)
-    row = _cache_bytes(workload, layout, length)
+    row = _cache_bytes(workload, layout, length, codes)
     logits = 4 * LOGITS_COPIES * spec.vocab
     room = device.memory * (1 - reserve) - weights
     steps = []
     for count in rows:
-        read, cache = _weights_read(workload, layout, count), count * row
+        read, caches = _weights_read(workload, layout, count), count * row
         operations = count * _operations(workload, length) / target.devices
         steps.append(
             DecodeStep(
                 count,
                 length,
                 read,
-                cache,
+                caches,
                 operations,
-                (read + cache) / device.bandwidth,
+                (read + caches) / device.bandwidth,
                 operations / device.flops_bf16,
-                cache + count * logits <= room,
+                caches + count * logits <= room,
             )
         )
     most = max(0, math.floor(room / (row + logits)))
-    return ServePlan(target, target.devices, length, weights, row, most, tuple(steps))
+    described = describe_cache(spec, codes, DTYPE)
+    return ServePlan(target, target.devices, length, described, weights, row, most, tuple(steps))
 
 
 def _bytes(array: PersistentArray, layout: Layout) -> float:
@@ -115,9 +122,9 @@ def _bytes(array: PersistentArray, layout: Layout) -> float:
     return size if array.role == "frozen" else size * bytes_per_element(DTYPE) / array.itemsize
 
 
-def _cache_bytes(workload: Workload, layout: Layout, length: int) -> float:
+def _cache_bytes(workload: Workload, layout: Layout, length: int, cache: CacheName | None) -> float:
     """Bytes on each device of the cache of a row that holds `length` tokens."""
-    leaves = named_leaves(cache_specs(workload.spec, 1, length, DTYPE))
+    leaves = named_leaves(cache_specs(workload.spec, 1, length, DTYPE, cache))
     arrays = [
         PersistentArray("cache", path, leaf.shape, bytes_per_element(leaf.dtype), leaf.axes, leaf.units)
         for path, leaf in leaves

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from meshtune import terminal
 from meshtune.plan.roofline import EFFICIENCY
-from meshtune.plan.serving import DTYPE, ServePlan
+from meshtune.plan.serving import ServePlan
 from meshtune.setup.memory import size_in_words
 
 
@@ -27,7 +27,7 @@ def print_serve_plan(plan: ServePlan, console: Console | None = None) -> None:
         speeds = f"{step.bound:,.0f}", f"{step.expected:,.0f}"
         table.add_row(str(step.rows), "yes" if step.fits else "no", read, *speeds, limit)
     shares = f"{EFFICIENCY['memory']:.0%} of the bandwidth and {EFFICIENCY['compute']:.0%} of the arithmetic"
-    note = f"cache in {DTYPE}; expected: {shares} that data sheets give; messages between devices are not counted"
+    note = f"cache: {plan.cache}; expected: {shares} that data sheets give; messages between devices are not counted"
     parts = Group(memory, Text(""), table, Text(""), Text(note, style="dim"))
     title = f"[bold]serving on {plan.target}[/]"
     (console or terminal.console()).print(Panel(parts, title=title, title_align="left", padding=(1, 2)))

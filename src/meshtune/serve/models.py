@@ -13,6 +13,7 @@ from meshtune.errors import UserError
 from meshtune.generate.api import Model, load_variants
 from meshtune.generate.config import Sampling
 from meshtune.generate.prompts import turn_end
+from meshtune.model.model_cache import describe_cache
 from meshtune.runs.sources import find
 from meshtune.serve.errors import ApiError
 from meshtune.serve.grammar import Grammars
@@ -46,7 +47,13 @@ class Served:
     @property
     def fingerprint(self) -> str:
         """What the numbers of an answer depend on beside the request."""
-        return f"meshtune-{meshtune.__version__}-{self.model.compute.dtype}"
+        cache = self.model.compute.cache
+        return f"meshtune-{meshtune.__version__}-{self.model.compute.dtype}{f'-cache-{cache}' if cache else ''}"
+
+    @property
+    def cache(self) -> str:
+        """What the cache of answers is held in, in words."""
+        return describe_cache(self.model.spec, self.model.compute.cache, self.model.compute.dtype)
 
     @cached_property
     def chat_stops(self) -> tuple[frozenset[int], tuple[str, ...]]:
@@ -128,7 +135,14 @@ class Models:
 
 
 def load_served(
-    path: str, name: str | None, adapters: Mapping[str, str], *, dtype: str | None, quantize: str, **options: str | None
+    path: str,
+    name: str | None,
+    adapters: Mapping[str, str],
+    *,
+    dtype: str | None,
+    quantize: str,
+    cache: str | None = None,
+    **options: str | None,
 ) -> dict[str, Model]:
     """The model at `path` under its name, its base under its own where `path` is an adapter or a run, and `adapters`
     (paths by name) over the same base, which is in memory once. Adapters that can share a batch.
@@ -144,4 +158,4 @@ def load_served(
         if adapter_name in sources:
             raise UserError(f"two models have the name '{adapter_name}'", where="--adapter", fix="give another name")
         sources[adapter_name] = find(source.base, adapter, chat_template=options.get("chat_template"))
-    return load_variants(sources, dtype=dtype, quantize=quantize, rewards=True, share_batch=True)
+    return load_variants(sources, dtype=dtype, quantize=quantize, cache=cache, rewards=True, share_batch=True)
