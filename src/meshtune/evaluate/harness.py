@@ -212,7 +212,7 @@ def run_tasks(model: Model, suite: Suite, tasks: Tasks, *, console: Console) -> 
     evaluator = optional("lm_eval.evaluator", "lm-eval's tasks")
 
     lm = EngineLM(model, console=console, rows=suite.rows)
-    with _quiet():
+    with _quiet(evaluator):
         outcome: dict[str, Any] = evaluator.simple_evaluate(
             model=lm,
             tasks=list(tasks.names),
@@ -273,15 +273,21 @@ def _sample(sample: Mapping[str, Any]) -> Sample:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps the notes and bars of lm-eval and datasets from the screen, which shows this evaluation's."""
+def _quiet(evaluator: Any) -> Iterator[None]:
+    """Keeps the notes and bars of lm-eval and datasets from the screen, which shows this evaluation's.
+
+    lm-eval asks git for the commit of the current directory, and git complains where that is no repository.
+    """
     import datasets
 
+    commit_hash = evaluator.get_git_commit_hash
+    evaluator.get_git_commit_hash = lambda: None
     logger, level = logging.getLogger("lm_eval"), logging.getLogger("lm_eval").level
     logger.setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     try:
         yield
     finally:
+        evaluator.get_git_commit_hash = commit_hash
         datasets.enable_progress_bars()
         logger.setLevel(level)

@@ -90,6 +90,10 @@ class EngineLM(TemplateLM):
                 failure = problem
         raise template_error(failure, where="the task's conversation") from failure
 
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """As TemplateLM has it, without its bar of tokenising."""
+        return super().loglikelihood(requests, disable_tqdm=True)
+
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of whole texts, in disjoint windows of the model's context."""
         windows: list[TokenRequest] = []
