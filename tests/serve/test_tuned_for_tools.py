@@ -11,18 +11,18 @@ from serving import serving
 import meshtune
 from meshtune.serve.models import Models, load_served
 
-RECORDS, UPDATES, UNSEEN = 120, 60, 6
+UPDATES, UNSEEN = 60, 6
 
 
 def first_calls(shared) -> list[dict]:
-    """The shortest conversations up to their first call, each of another question."""
+    """Conversations up to their first call, each of another question, the shortest first."""
     whole = json.loads((shared / "assets/data/llamafactory/glaive_toolcall_en_demo.json").read_text())
     records = {}
     for record in whole:
         turns = record["conversations"]
         if len(turns) > 1 and turns[1]["from"] == "function_call":
             records.setdefault(turns[0]["value"], {"conversations": turns[:2], "tools": record["tools"]})
-    return sorted(records.values(), key=lambda record: len(json.dumps(record)))[:RECORDS]
+    return sorted(records.values(), key=lambda record: len(json.dumps(record)))
 
 
 @pytest.mark.slow
