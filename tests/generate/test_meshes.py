@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 from transformers import LlamaConfig
 
 from meshtune.arrays.tree import Tree
+from meshtune.cli.model_options import parse_mesh
+from meshtune.errors import UserError
 from meshtune.families import model_spec
+from meshtune.generate.api import load
 from meshtune.generate.config import Sampling
 from meshtune.generate.engine import Engine
 from meshtune.generate.request import Generation
@@ -67,14 +72,55 @@ def compare() -> None:
             np.testing.assert_allclose(np.asarray(scores, float), np.asarray(numbers, float), atol=1e-4)
 
 
-def test_a_mesh_generates_what_one_device_does():
+def on_four_devices(script: str | Path, *arguments: object) -> None:
     env = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=600)
+    command = [sys.executable, str(script), *map(str, arguments)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_mesh_generates_what_one_device_does():
+    on_four_devices(__file__)
+
+
+@pytest.mark.slow
+def test_adapters_quantised_bases_and_the_command_line_on_meshes(stories260k, tmp_path):
+    """tp, fsdp and both: see mesh_cases."""
+    from test_adapter_sets import OPTIONS, in_peft
+
+    for name in OPTIONS:
+        in_peft(stories260k, name).save_pretrained(tmp_path / name)
+    on_four_devices(Path(__file__).with_name("mesh_cases.py"), stories260k, tmp_path, "all")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["hello"], "'hello' is not mesh.AXIS=SIZE"),
+        (["method.rank=2"], "is not mesh.AXIS=SIZE"),
+        (["mesh.tp=two"], "'two' is no number of devices"),
+        (["mesh.tp=2", "mesh.tp=4"], "mesh.tp is given twice"),
+        (["mesh.pp=2"], "a mesh has no axis 'pp'"),
+        (["mesh.tp=0"], "a mesh cannot have 0 devices along tp"),
+    ],
+)
+def test_a_mesh_that_cannot_be_read_is_an_error(arguments, message):
+    with pytest.raises(UserError, match=message):
+        parse_mesh(arguments)
+
+
+def test_a_mesh_that_the_devices_or_the_model_do_not_allow_is_an_error(stories260k):
+    for mesh, message in (
+        ({"tp": 3}, "the mesh tp=3 is for 3 devices"),
+        ({"cp": 2}, "cp=2 splits the sequences of training"),
+        ({"ep": 2}, "ep=2 shards experts, and this llama model is dense"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load(stories260k, mesh=mesh)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtune.adapters.lora import LoRA
+from meshtune.adapters.method import held_weight
 from meshtune.adapters.multi_lora import MultiLoRA, select
 from meshtune.adapters.peft_format import LoadedAdapter, check_copies
-from meshtune.arrays.tree import Leaves, Tree, flatten, unflatten
-from meshtune.model.spec import ModelSpec
+from meshtune.adapters.placement import placed
+from meshtune.arrays.spec import ArraySpec
+from meshtune.arrays.tree import Tree, flatten, unflatten
+from meshtune.mesh.layout import Layout
+from meshtune.model.spec import ModelSpec, abstract_params
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -25,14 +29,19 @@ class AdapterSet:
     names: tuple[str, ...]
 
     @classmethod
-    def over(cls, params: Tree, spec: ModelSpec, adapters: Mapping[str, LoadedAdapter]) -> AdapterSet:
+    def over(
+        cls, params: Tree, spec: ModelSpec, adapters: Mapping[str, LoadedAdapter], layout: Layout | None = None
+    ) -> AdapterSet:
         """The base `params` with adapters for which `needs_own_batch` has no reason; its arrays are not copied.
 
-        Raises UserError where an adapter carries weights of its base that are not this base's.
+        `layout` is that of `params`; the adapters themselves are on the default device. Raises UserError where an
+        adapter carries weights of its base that are not this base's.
         """
         for adapter in adapters.values():
             check_copies(params, spec, adapter)
-        return cls(unflatten(flatten(params) | _combined(spec, list(adapters.values()))), tuple(adapters))
+        combined = _combined(spec, list(adapters.values()))
+        leaves = {path: _placed(path, leaf, spec, layout) for path, leaf in combined.items()}
+        return cls(unflatten(flatten(params) | leaves), tuple(adapters))
 
     def number(self, name: str) -> int | None:
         """The number of an adapter, which a request names; None for the base alone."""
@@ -88,12 +97,12 @@ def _factors(adapter: LoadedAdapter) -> dict[_Place, _Factors]:
     return factors
 
 
-def _combined(spec: ModelSpec, adapters: Sequence[LoadedAdapter]) -> Leaves:
-    """The MultiLoRAs of a base by path. Where the layers of one stack differ in rank, the smaller ones are filled up
-    with zeros."""
+def _combined(spec: ModelSpec, adapters: Sequence[LoadedAdapter]) -> dict[str, MultiLoRA]:
+    """The MultiLoRAs of a base by path, of NumPy's arrays. Where the layers of one stack differ in rank, the smaller
+    ones are filled up with zeros."""
     factors = [_factors(adapter) for adapter in adapters]
     places = dict.fromkeys(place for of_adapter in factors for place in of_adapter)
-    leaves: Leaves = {}
+    leaves: dict[str, MultiLoRA] = {}
     for node in (node for layer, node in places if layer is None):
         parts = [[of_adapter.get((None, node))] for of_adapter in factors]
         leaves[f"{node}/adapter"] = jax.tree.map(lambda array: array[0], _side_by_side(parts))
@@ -120,4 +129,23 @@ def _side_by_side(parts: Sequence[Sequence[_Factors | None]]) -> MultiLoRA:
                 ranks_of_part = slice(start, start + len(part.a))
                 a[layer, ranks_of_part], b[layer, :, ranks_of_part] = part.a, part.b
                 scales[layer, number, ranks_of_part] = part.scale
-    return MultiLoRA(*map(jnp.asarray, (a, b, scales, np.zeros((count, 1, rank), np.float32))))
+    return MultiLoRA(a, b, scales, np.zeros((count, 1, rank), np.float32))
+
+
+def _placed(path: str, leaf: MultiLoRA, spec: ModelSpec, layout: Layout | None) -> MultiLoRA:
+    """A MultiLoRA on the devices, sharded beside the weight that it adapts."""
+    arrays = flatten(abstract_params(spec))
+    node = path.removesuffix("/adapter")
+    weight = arrays[held_weight(node, spec)]
+    *lead, out, into = weight.axes
+
+    def form(array: np.ndarray, *axes: str) -> ArraySpec:
+        return ArraySpec(array.shape, str(array.dtype), axes, role=weight.role)
+
+    forms = MultiLoRA(
+        form(leaf.a, *lead, "rank", into),
+        form(leaf.b, *lead, out, "rank"),
+        form(leaf.scales, *lead, "whole", "whole"),
+        form(leaf.row_scales, *lead, "whole", "whole"),
+    )
+    return placed(leaf, forms, layout)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshtune.cli.expand import expanded
-from meshtune.cli.model_options import Caching, Limits, Loading, ModelPath, load_model
+from meshtune.cli.model_options import Caching, Limits, Loading, MeshSizes, ModelPath, load_model, parse_mesh
 from meshtune.generate.config import Sampling
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stop
 @expanded(sampling={"temperature": 0.7, "top_p": 0.95})
 def chat(
     model: ModelPath,
+    mesh: MeshSizes = None,
     *,
     system: Annotated[str | None, typer.Option("--system", help="System prompt.")] = None,
     limits: Limits,
@@ -32,7 +33,7 @@ def chat(
     from meshtune.terminal import console
 
     terminal = console()
-    session = load_model(model, loading, caching).chat(
+    session = load_model(model, loading, caching, mesh=parse_mesh(mesh)).chat(
         system,
         **vars(limits),
         **vars(sampling),

@@ -11,7 +11,7 @@ import typer
 
 from meshtune.cli.evaluation_options import Writing, source_section
 from meshtune.cli.expand import expanded
-from meshtune.cli.model_options import Loading, ModelPath
+from meshtune.cli.model_options import Loading, MeshSizes, ModelPath, parse_mesh
 from meshtune.errors import UserError
 from meshtune.options import option
 
@@ -47,6 +47,7 @@ class SuiteOptions:
 @expanded()
 def evaluate(
     model: ModelPath,
+    mesh: MeshSizes = None,
     *,
     tasks: Tasks = None,
     data: Annotated[
@@ -96,7 +97,9 @@ def evaluate(
         rows=suite.rows,
     )
     output = pathlib.Path(writing.output or default_output(model, "evaluation", compare or "alone")).expanduser()
-    subject = Subject(model, loading.adapter, compare, {k: v for k, v in vars(loading).items() if k != "adapter"})
+    subject = Subject(
+        model, loading.adapter, compare, {k: v for k, v in vars(loading).items() if k != "adapter"}, parse_mesh(mesh)
+    )
     outcomes = evaluate_model(
         subject,
         evaluation,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshtune.cli.expand import expanded
-from meshtune.cli.model_options import Caching, Limits, Loading, ModelPath, load_model
+from meshtune.cli.model_options import Caching, Limits, Loading, MeshSizes, ModelPath, load_model, parse_mesh
 from meshtune.generate.config import Sampling
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 @expanded()
 def generate(
     model: ModelPath,
+    mesh: MeshSizes = None,
     *,
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="May be repeated; - or none: read from standard input.")
@@ -39,7 +40,7 @@ def generate(
 ) -> None:
     """Answer a message, or continue a text, and print only what the model says."""
     prompts = [sys.stdin.read() if text == "-" else text for text in prompt or ["-"]]
-    loaded = load_model(model, loading, caching)
+    loaded = load_model(model, loading, caching, mesh=parse_mesh(mesh))
     is_message = bool(system) or (_has_chat_template(loaded) if chat is None else chat)
     if is_message and chat is None and not system:
         print("note: the prompt is a message in the model's chat template; --no-chat continues it", file=sys.stderr)

@@ -8,13 +8,26 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshtune.errors import UserError
 from meshtune.options import option
 
 if TYPE_CHECKING:
     from meshtune.generate.api import Model
+    from meshtune.mesh.config import MeshConfig
 
 ModelPath = Annotated[
     str, typer.Argument(metavar="MODEL", help="A model directory, a hub id, an adapter, or a run.", show_default=False)
+]
+
+
+MeshSizes = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[mesh.AXIS=SIZE]",
+        help="Devices along the axes of a mesh, such as mesh.tp=2 mesh.fsdp=4; -1: all that are left. Default: one "
+        "device.",
+        show_default=False,
+    ),
 ]
 
 
@@ -52,12 +65,36 @@ class Limits:
     stop: tuple[str, ...] = option((), "Text that ends the answer; may be repeated.")
 
 
-def load_model(path: str, loading: Loading, caching: Caching | None = None) -> Model:
+def parse_mesh(arguments: list[str] | None) -> MeshConfig | None:
+    """The mesh that arguments such as mesh.tp=2 give; None without any. Raises UserError for anything else."""
+    from meshtune.generate.variants import mesh_of
+
+    sizes: dict[str, int] = {}
+    for argument in arguments or []:
+        name, equals, value = argument.partition("=")
+        if not (equals and name.startswith("mesh.")):
+            raise UserError(
+                f"'{argument}' is not mesh.AXIS=SIZE, which is all that may follow the model",
+                fix="write mesh.tp=2, or see --help for the options",
+            )
+        axis = name.removeprefix("mesh.")
+        if axis in sizes:
+            raise UserError(f"{name} is given twice", where=argument, fix="give each axis once")
+        try:
+            sizes[axis] = int(value)
+        except ValueError:
+            raise UserError(
+                f"'{value}' is no number of devices", where=argument, fix=f"write {name}=2, or -1 for all that are left"
+            ) from None
+    return mesh_of(sizes) if sizes else None
+
+
+def load_model(path: str, loading: Loading, caching: Caching | None = None, mesh: MeshConfig | None = None) -> Model:
     """The model at `path`; says what of its cache is in 8 bits. Raises UserError as meshtune.load does."""
     from meshtune.generate.api import load
     from meshtune.model.model_cache import describe_cache
 
-    model = load(path, **vars(loading), **vars(caching or Caching()))
+    model = load(path, mesh=mesh, **vars(loading), **vars(caching or Caching()))
     if (cache := model.compute.cache) is not None:
         print(f"note: cache: {describe_cache(model.spec, cache, model.compute.dtype)}", file=sys.stderr)
     return model

@@ -9,13 +9,14 @@ import typer
 
 from meshtune.cli.evaluation_options import DataOptions, Writing, source_section
 from meshtune.cli.expand import expanded
-from meshtune.cli.model_options import Limits, Loading, ModelPath, load_model
+from meshtune.cli.model_options import Limits, Loading, MeshSizes, ModelPath, load_model, parse_mesh
 from meshtune.generate.config import Sampling
 
 
 @expanded()
 def predict(
     model: ModelPath,
+    mesh: MeshSizes = None,
     *,
     data: DataOptions,
     writing: Writing,
@@ -39,7 +40,7 @@ def predict(
     source = source_section(data.data, format=data.format, split=data.split, columns=data.columns)
     output = pathlib.Path(writing.output or default_output(model, "predictions", data.data)).expanduser()
     records = read_records(source, system=data.system, limit=data.limit)
-    loaded = load_model(model, loading)
+    loaded = load_model(model, loading, mesh=parse_mesh(mesh))
     options = evaluation.PredictOptions(
         metrics=names,
         loss=loss,

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from meshtune.cli.expand import expanded
-from meshtune.cli.model_options import BaseLoading, Caching, ModelPath
+from meshtune.cli.model_options import BaseLoading, Caching, MeshSizes, ModelPath, parse_mesh
 from meshtune.errors import UserError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -22,6 +22,7 @@ EXTRA = "install it: pip install 'meshtune[serve]'"
 @expanded()
 def serve(
     model: ModelPath,
+    mesh: MeshSizes = None,
     *,
     adapters: Annotated[
         list[str] | None,
@@ -56,7 +57,7 @@ def serve(
     if token is None and not local:
         token = secrets.token_urlsafe(24)
     listener = _listener(host, port)
-    served = load_served(model, name, _named(adapters or []), **vars(loading), **vars(caching))
+    served = load_served(model, name, _named(adapters or []), mesh=parse_mesh(mesh), **vars(loading), **vars(caching))
     models = Models(served, rows=rows, queue=queue)
     hosts = {"127.0.0.1", "localhost", "[::1]"} if local else set()
     gate = Gate()

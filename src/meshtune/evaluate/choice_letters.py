@@ -19,7 +19,6 @@ from meshtune.evaluate.task_files import LETTERS, SPLITS, Doc, TaskFiles, read_t
 from meshtune.generate.api import Model
 from meshtune.generate.prefix_tree import ScoredText
 from meshtune.generate.prompts import chat_template
-from meshtune.generate.score import score_texts
 
 SHOTS = 5
 SYSTEM = {
@@ -75,7 +74,7 @@ def run_protocol(
                 prompts.append(text)
                 texts += [ScoredText((*prompt, letter), len(prompt)) for letter in ids]
     with shown(console, "answer letters") as progress:
-        scores = score_texts(model.params, model.spec, model.compute, texts, progress)
+        scores = model.score(texts, progress)
     values = np.asarray([score.log_probabilities[0] for score in scores]).reshape(-1, len(LETTERS))
     chosen = iter(zip(prompts, values.argmax(-1).tolist(), strict=True))
     results = []

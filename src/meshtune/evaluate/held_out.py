@@ -14,7 +14,6 @@ from meshtune.evaluate.progress import Report
 from meshtune.evaluate.records import Record
 from meshtune.generate.api import Model
 from meshtune.generate.prefix_tree import ScoredText
-from meshtune.generate.score import score_texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +44,7 @@ def held_out_loss(
             fix="see `meshtune data inspect`, or leave the loss out: --no-loss",
         )
     texts = [ScoredText(tuple(example.ids.tolist()), _first(example)) for example in usable]
-    scores = iter(score_texts(model.params, model.spec, model.compute, texts, progress))
+    scores = iter(model.score(texts, progress))
     sums, weights = np.zeros(len(examples)), np.zeros(len(examples))
     for number, example in enumerate(examples):
         if example is not None:

@@ -23,7 +23,6 @@ from meshtune.generate.api import Model
 from meshtune.generate.config import Sampling
 from meshtune.generate.prefix_tree import ScoredText
 from meshtune.generate.prompts import chat_template
-from meshtune.generate.score import score_texts
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")  # of a task's generation_kwargs
 
@@ -132,7 +131,7 @@ class EngineLM(TemplateLM):
             texts.append(ScoredText(ids, len(ids) - len(continuation)))
         model = self.model
         with shown(self._console, "log-likelihoods") as progress:
-            scores = score_texts(model.params, model.spec, model.compute, texts, progress)
+            scores = model.score(texts, progress)
         results = [(float(np.sum(score.log_probabilities)), bool(score.likeliest.all())) for score in scores]
         if cached:
             for (names, _, _), result in zip(requests, results, strict=True):

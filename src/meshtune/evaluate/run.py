@@ -25,6 +25,7 @@ from meshtune.evaluate.predict import PredictOptions
 from meshtune.evaluate.records import Record, digest, record_of
 from meshtune.evaluate.report import write_report
 from meshtune.generate.api import Model, load, load_variants
+from meshtune.mesh.config import MeshConfig
 from meshtune.runs.sources import find, is_run
 from meshtune.weights.hub import locate
 
@@ -40,6 +41,7 @@ class Subject:
     adapter: str | None
     compare: str | None
     loading: Mapping[str, Any]
+    mesh: MeshConfig | None = None
 
 
 def evaluate_model(
@@ -105,20 +107,19 @@ def check_overlap(common: Overlap, records: Sequence[Record], *, allow: bool) ->
 def variants(subject: Subject) -> dict[str, Callable[[], Model]]:
     """How the models are loaded, by name: what is compared with first. An adapter and its base are in memory once."""
     loading = dict(subject.loading)
-    dtype, quantize = loading.pop("dtype", None), loading.pop("quantize", "auto")
+    options: dict[str, Any] = {"dtype": loading.pop("dtype", None), "quantize": loading.pop("quantize", "auto")}
+    options["mesh"] = subject.mesh
     source = find(subject.path, subject.adapter, **loading)
     if subject.compare is None:
-        return {"model": lambda: load_variants({"": source}, dtype=dtype, quantize=quantize)[""]}
+        return {"model": lambda: load_variants({"": source}, **options)[""]}
     if subject.compare == BASE and source.adapter is not None:
         # The tokenizer and its chat template are the run's on both sides, so that the prompts are the same.
         plain = dataclasses.replace(source, adapter=None)
-        shared = functools.cache(
-            lambda: load_variants({"base": plain, "tuned": source}, dtype=dtype, quantize=quantize)
-        )
+        shared = functools.cache(lambda: load_variants({"base": plain, "tuned": source}, **options))
         return {"base": lambda: shared()["base"], "tuned": lambda: shared()["tuned"]}
-    tuned = functools.partial(load_variants, {"": source}, dtype=dtype, quantize=quantize)
+    tuned = functools.partial(load_variants, {"": source}, **options)
     if subject.compare != BASE:
-        other = functools.partial(load, subject.compare, dtype=dtype, quantize=quantize)
+        other = functools.partial(load, subject.compare, **options)
         return {"before": other, "after": lambda: tuned()[""]}
     directory = pathlib.Path(subject.path).expanduser()
     if not is_run(directory):
@@ -129,7 +130,7 @@ def variants(subject: Subject) -> dict[str, Callable[[], Model]]:
         )
     recipe = load_recipe(str(directory / "recipe.yaml"))
     base = dataclasses.replace(source, base=locate(recipe.model.path, recipe.model.revision), adapter=None)
-    plain = functools.partial(load_variants, {"": base}, dtype=dtype, quantize=quantize)
+    plain = functools.partial(load_variants, {"": base}, **options)
     return {"base": lambda: plain()[""], "tuned": lambda: tuned()[""]}
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Float
@@ -21,13 +20,16 @@ from meshtune.errors import UserError
 from meshtune.generate.chat import ChatSession, Overflow
 from meshtune.generate.config import Sampling
 from meshtune.generate.engine import Engine
-from meshtune.generate.programs import STEPS, length_bucket
+from meshtune.generate.logits import every_logit, token_rows
+from meshtune.generate.prefix_tree import ScoredText
+from meshtune.generate.programs import STEPS
 from meshtune.generate.prompts import chat_ids, continuation_ids, text_end, turn_end
+from meshtune.generate.request import Token
+from meshtune.generate.score import Progress, Scores, score_texts, token_log_probabilities
 from meshtune.generate.text import pieces
-from meshtune.generate.variants import base_quantisation, tokenizer_on_disk
+from meshtune.generate.variants import base_quantisation, generation_layout, read_adapters, tokenizer_on_disk
+from meshtune.mesh.config import MeshConfig
 from meshtune.model.compute import Compute
-from meshtune.model.decoder import forward, logits
-from meshtune.model.inputs import Inputs
 from meshtune.model.model_cache import check_cache
 from meshtune.model.spec import ModelSpec
 from meshtune.model.token_rows import folded
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from meshtune.adapters.adapter_set import AdapterSet
-    from meshtune.adapters.peft_format import LoadedAdapter
 
 Messages = Sequence[Mapping[str, object]]
 
@@ -85,13 +86,15 @@ class Model:
 
         Raises UserError for rows of different lengths, and for ids that the model does not have.
         """
-        ids = _rows(token_ids, self.spec.vocab)
-        B, T = ids.shape
-        padded = length_bucket(T)
-        tokens = np.zeros((B, padded), np.int32)
-        tokens[:, :T] = ids
-        scores = _logits(self.params, jnp.asarray(tokens), jnp.int32(T), spec=self.spec, compute=self.compute)
-        return np.array(scores[:, :T])
+        return every_logit(self.params, self.spec, self.compute, token_rows(token_ids, self.spec.vocab))
+
+    def score(self, texts: Sequence[ScoredText], progress: Progress | None = None) -> list[Scores]:
+        """The log-probabilities of tokens of many texts, of which what several begin with is read once."""
+        return score_texts(self.params, self.spec, self.compute, texts, progress)
+
+    def token_log_probabilities(self, ids: list[int], alternatives: int = 0) -> list[Token]:
+        """Every token of one text but the first, with its log-probability and the likeliest tokens in its place."""
+        return token_log_probabilities(self.params, self.spec, self.compute, ids, alternatives)
 
     @overload
     def generate(self, prompt: str, **options: Any) -> str: ...
@@ -207,6 +210,7 @@ def load(
     dtype: Literal["float32", "bfloat16"] | None = None,
     quantize: QuantizeConfig | str | None = "auto",
     cache: Literal["int8"] | None = None,
+    mesh: MeshConfig | Mapping[str, int] | None = None,
     revision: str | None = None,
     chat_template: str | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -218,12 +222,13 @@ def load(
     kept beside the weights, not merged into them. `dtype` is that of weights and computation: by default float32 on a
     CPU and bfloat16 elsewhere. `quantize` is a format for the base (nf4, int8, fp8, int4, or a QuantizeConfig), or
     "none"; by default it is what the adapter was trained on. `cache` "int8" holds keys and values in 8 bits
-    where text is generated (model.coded_cache). `chat_template` is a Jinja file or the name of one that ships with
-    Meshtune. `progress(done, total)` is called in bytes.
+    where text is generated (model.coded_cache). `mesh` has the devices along its axes, such as {"tp": 4}, over which
+    weights and caches are sharded (None: one device). `chat_template` is a Jinja file or the name of one that ships
+    with Meshtune. `progress(done, total)` is called in bytes.
     Raises UserError for a path that is none of these, an adapter for another base, damaged or unfit files or caches.
     """
     source = find(path, adapter, revision=revision, chat_template=chat_template)
-    return load_variants({"": source}, dtype=dtype, quantize=quantize, cache=cache, progress=progress)[""]
+    return load_variants({"": source}, dtype=dtype, quantize=quantize, cache=cache, mesh=mesh, progress=progress)[""]
 
 
 def load_variants(
@@ -232,6 +237,7 @@ def load_variants(
     dtype: str | None = None,
     quantize: QuantizeConfig | str | None = "auto",
     cache: str | None = None,
+    mesh: MeshConfig | Mapping[str, int] | None = None,
     progress: Callable[[int, int], None] | None = None,
     rewards: bool = False,
     share_batch: bool = False,
@@ -243,34 +249,23 @@ def load_variants(
     different bases are an error too.
     """
     from meshtune.adapters.adapter_set import AdapterSet, needs_own_batch
-    from meshtune.adapters.peft_format import attach, check_base, load_adapter
-    from meshtune.weights.fingerprint import base_hash
+    from meshtune.adapters.peft_format import attach, load_adapter
 
     base = next(iter(sources.values())).base
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if dtype not in MODEL_DTYPES:
         raise UserError(f"dtype {dtype!r} is not supported", where="dtype", fix=f"one of {', '.join(MODEL_DTYPES)}")
     spec, config = load_spec(base, dtype)
-    compute = Compute(dtype=dtype, cache=check_cache(spec, cache))
+    layout = generation_layout(mesh, spec)
+    compute = Compute(dtype=dtype, cache=check_cache(spec, cache), layout=layout)
     tokenizers = {name: tokenizer_on_disk(source, spec.vocab) for name, source in sources.items()}  # before the weights
-    adapters: dict[str, LoadedAdapter] = {}
-    for name, source in sources.items():
-        if source.base.resolve() != base.resolve():
-            raise UserError(f"'{name}' is over another base, {source.base}", where=name, fix=f"give adapters of {base}")
-        if source.adapter is not None:
-            adapters[name] = load_adapter(source.adapter, spec)
-            check_base(adapters[name], str(base), base_hash(base))
-        if not rewards and (spec.scored or (name in adapters and adapters[name].spec.scored)):
-            raise UserError(
-                "this is a reward model: it gives a text a score, and writes none",
-                where=str(source.adapter or base),
-                fix="give the model it was made from, or load it with transformers' AutoModelForSequenceClassification",
-            )
-    params = load_params(base, spec, quantize=base_quantisation(quantize, adapters), progress=progress)
+    adapters = read_adapters(sources, base, spec, rewards=rewards)
+    quantisation = base_quantisation(quantize, adapters)
+    params = load_params(base, spec, layout=layout, quantize=quantisation, progress=progress)
     share_batch = share_batch and len(sources) > 1 and not spec.scored
     reasons = {name: needs_own_batch(adapter, spec) for name, adapter in adapters.items()} if share_batch else {}
     sharing = {name: adapters[name] for name, reason in reasons.items() if reason is None}
-    adapter_set = AdapterSet.over(params, spec, sharing) if sharing else None
+    adapter_set = AdapterSet.over(params, spec, sharing, layout) if sharing else None
     models = {}
     for name, source in sources.items():
         variant, tokenizer, shared = (spec, params), tokenizers[name], None
@@ -278,7 +273,9 @@ def load_variants(
             variant, shared = (spec, adapter_set.of(name)), adapter_set
         elif name in adapters:
             tree = params if len(sources) == 1 else jax.tree.map(lambda leaf: leaf, params)  # attach uses a tree up
-            adapted_spec, adapted = attach(tree, spec, adapters[name])
+            assert source.adapter is not None
+            adapter = adapters[name] if layout is None else load_adapter(source.adapter, spec, layout)
+            adapted_spec, adapted = attach(tree, spec, adapter)
             variant = (adapted_spec, folded(adapted))
         download = functools.partial(load_tokenizer, source.tokenizer, source.chat_template)
         read = download if tokenizer is None else functools.partial(_identity, tokenizer)
@@ -295,35 +292,6 @@ def load_variants(
             own_batch=reasons.get(name),
         )
     return models
-
-
-@functools.partial(jax.jit, static_argnames=("spec", "compute"))
-def _logits(params: Tree, tokens: jax.Array, length: jax.Array, *, spec: ModelSpec, compute: Compute) -> jax.Array:
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    real = positions < length
-    inputs = Inputs(tokens, jnp.where(real, positions, 0), real.astype(jnp.int32))
-    return logits(params, spec, forward(params, spec, compute, inputs).hidden)
-
-
-def _rows(token_ids: ArrayLike | Sequence[object], vocab: int) -> np.ndarray:
-    try:
-        ids = np.asarray(token_ids)
-    except ValueError as problem:
-        raise UserError(
-            "rows of token ids differ in length", where="token_ids", fix="give one row at a time"
-        ) from problem
-    if ids.ndim == 1:
-        ids = ids[None]
-    if ids.ndim != 2 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
-        raise UserError(
-            f"token_ids has shape {ids.shape} and dtype {ids.dtype}",
-            where="token_ids",
-            fix="give a row of whole numbers, or several rows of one length",
-        )
-    wrong = ids[(ids < 0) | (ids >= vocab)]
-    if wrong.size:
-        raise UserError(f"token id {wrong[0]} is outside the model's vocabulary of {vocab}", where="token_ids")
-    return ids
 
 
 def _sampling(options: Mapping[str, float]) -> Sampling:

@@ -21,6 +21,7 @@ from meshtune.generate.prefix_tree import Node, Query, ScoredText, prefix_tree
 from meshtune.generate.programs import length_bucket, moved
 from meshtune.generate.request import Token
 from meshtune.generate.sampling import Probabilities, log_probabilities
+from meshtune.mesh.layout import Layout, constrain
 from meshtune.model.cache import Cache
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, head_logits, head_params
@@ -211,7 +212,14 @@ class _Scorer:
         place, several = np.zeros(padded, np.int32), np.zeros((padded, TARGETS), np.int32)
         place[entry], several[entry, within % TARGETS] = ordered, targets[order]
         parts = [
-            _target_scores(self._params, hidden, place[n : n + size], several[n : n + size], spec=self._spec)
+            _target_scores(
+                self._params,
+                hidden,
+                place[n : n + size],
+                several[n : n + size],
+                spec=self._spec,
+                layout=self._compute.layout,
+            )
             for n in range(0, padded, size)
         ]
         scored, likeliest = np.empty(len(order), np.float32), np.empty(len(order), bool)
@@ -265,16 +273,23 @@ def _read(
     return hidden.reshape(-1, hidden.shape[-1]), after.layers
 
 
-@partial(jax.jit, static_argnames="spec")
+@partial(jax.jit, static_argnames=("spec", "layout"))
 def _target_scores(
-    params: Tree, hidden: Array, places: Int[Array, "n"], targets: Int[Array, "n k"], *, spec: ModelSpec
+    params: Tree,
+    hidden: Array,
+    places: Int[Array, "n"],
+    targets: Int[Array, "n k"],
+    *,
+    spec: ModelSpec,
+    layout: Layout | None,
 ) -> tuple[Array, Array]:
     """The log-probabilities [n, k] of `targets` after the hidden states at `places`, and whether each is the
-    likeliest."""
+    likeliest; whole on every device."""
     logits = head_logits(head_params(params, spec), hidden[places], spec)
     chosen = jnp.take_along_axis(logits, targets, axis=-1)
     total = jax.scipy.special.logsumexp(logits, axis=-1, keepdims=True)
-    return chosen - total, targets == jnp.argmax(logits, axis=-1)[:, None]
+    likeliest = targets == jnp.argmax(logits, axis=-1)[:, None]
+    return constrain(chosen - total, layout, "whole", "whole"), constrain(likeliest, layout, "whole", "whole")
 
 
 @partial(jax.jit, static_argnames=("spec", "compute", "alternatives"))
@@ -298,4 +313,5 @@ def _scored(
         return log_probabilities(head_logits(head, part[0], spec), part[1], alternatives)
 
     parts = jax.lax.map(chunk, (hidden.reshape(-1, CHUNK, hidden.shape[-1]), following.reshape(-1, CHUNK)))
-    return jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), parts)
+    flat = jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), parts)
+    return jax.tree.map(lambda part: constrain(part, compute.layout, *("whole",) * part.ndim), flat)

@@ -7,7 +7,6 @@ from typing import Any
 
 from meshtune.generate.prompts import continuation_ids
 from meshtune.generate.request import Token
-from meshtune.generate.score import token_log_probabilities
 from meshtune.serve.answer import Piece, Question
 from meshtune.serve.errors import ApiError
 from meshtune.serve.models import Served
@@ -71,8 +70,7 @@ def _choice(request: CompletionRequest, served: Served, question: Question, piec
         prompt = list(question.request.prompt)
         text = f"{served.model.tokenizer.decode(prompt, skip_special_tokens=True)}{text}"
         if request.logprobs is not None:
-            model = served.model
-            scored = token_log_probabilities(model.params, model.spec, model.compute, prompt, request.logprobs)
+            scored = served.model.token_log_probabilities(prompt, request.logprobs)
             tokens = [Token(prompt[0]), *scored, *tokens]
     return {
         "index": question.choice,

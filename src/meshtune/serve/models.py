@@ -13,6 +13,7 @@ from meshtune.errors import UserError
 from meshtune.generate.api import Model, load_variants
 from meshtune.generate.config import Sampling
 from meshtune.generate.prompts import turn_end
+from meshtune.mesh.config import MeshConfig
 from meshtune.model.model_cache import describe_cache
 from meshtune.runs.sources import find
 from meshtune.serve.errors import ApiError
@@ -142,6 +143,7 @@ def load_served(
     dtype: str | None,
     quantize: str,
     cache: str | None = None,
+    mesh: MeshConfig | None = None,
     **options: str | None,
 ) -> dict[str, Model]:
     """The model at `path` under its name, its base under its own where `path` is an adapter or a run, and `adapters`
@@ -158,4 +160,6 @@ def load_served(
         if adapter_name in sources:
             raise UserError(f"two models have the name '{adapter_name}'", where="--adapter", fix="give another name")
         sources[adapter_name] = find(source.base, adapter, chat_template=options.get("chat_template"))
-    return load_variants(sources, dtype=dtype, quantize=quantize, cache=cache, rewards=True, share_batch=True)
+    return load_variants(
+        sources, dtype=dtype, quantize=quantize, cache=cache, mesh=mesh, rewards=True, share_batch=True
+    )
