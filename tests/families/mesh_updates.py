@@ -1,4 +1,5 @@
-"""Updates of a model on simulated devices, as JSON: `mesh_updates.py DIRECTORY METHOD MESHES`. The first is one device.
+"""Updates of a model on simulated devices, as JSON: `mesh_updates.py DIRECTORY METHOD MESHES [RATE]`. The first is one
+device. With a rate every update moves the correction biases of routers by it.
 
 A process of its own, since the number of devices is fixed when JAX starts. Everything that the program computes in
 float32 is computed in float64 then: the order of a sum, which a mesh changes, is then of no account. In float32 three
@@ -39,14 +40,17 @@ def batches(vocab: int) -> list[dict[str, Any]]:
     ]
 
 
-def trajectory(directory: pathlib.Path, method_name: str, axes: dict[str, int] | None) -> dict[str, list[float]]:
-    """Losses and gradient norms of the updates, and the norm of each trained leaf after them."""
+def trajectory(
+    directory: pathlib.Path, method_name: str, axes: dict[str, int] | None, bias_rate: float | None
+) -> dict[str, list[Any]]:
+    """Losses and gradient norms of the updates, and the norm of each trained leaf and all buffers after them."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
     from meshtune.adapters.config import FullConfig, LoraConfig
     from meshtune.adapters.method import abstract, prepare
+    from meshtune.families.experts import with_bias_update_rate
     from meshtune.kernels.attention import zigzag_order
     from meshtune.mesh.axes import make_mesh
     from meshtune.mesh.config import MeshConfig
@@ -60,7 +64,7 @@ def trajectory(directory: pathlib.Path, method_name: str, axes: dict[str, int] |
     from meshtune.weights.load import load_params, load_spec
 
     method = FullConfig() if method_name == "full" else LoraConfig(rank=4, targets=json.loads(method_name))
-    plain, _ = load_spec(directory, "float32")
+    plain = with_bias_update_rate(load_spec(directory, "float32")[0], bias_rate)
     arrays = abstract(method, plain)
     layout, order, like = None, None, None
     # SGD's updates are the gradients themselves: a small one that is wrong in size is seen, which Adam would rescale.
@@ -68,7 +72,7 @@ def trajectory(directory: pathlib.Path, method_name: str, axes: dict[str, int] |
     if axes is not None:
         mesh = MeshConfig(**axes)
         layout, _ = layout_for(make_mesh(mesh, jax.devices()[: mesh.devices]), arrays.spec)
-        like = abstract_state(arrays.trainable, optimizer, layout)
+        like = abstract_state(arrays.trainable, optimizer, layout, buffers=arrays.buffers)
         order = zigzag_order(LENGTH, mesh.cp) if mesh.cp > 1 else None
     params = load_params(directory, arrays.spec, layout=layout)
     made = prepare(method, arrays.spec, params, jax.random.key(0), layout=layout)
@@ -77,16 +81,18 @@ def trajectory(directory: pathlib.Path, method_name: str, axes: dict[str, int] |
     def widened(x: jax.Array) -> jax.Array:
         return x.astype(dtype) if x.dtype == "float32" else x  # codes stay as they are
 
-    trainable, frozen = jax.tree.map(widened, (made.trainable, made.frozen))
+    trainable, frozen, buffers = jax.tree.map(widened, (made.trainable, made.frozen, made.buffers))
     compute = Compute(dtype=dtype, loss_chunk=8, layout=layout)
-    step = make_train_step(OBJECTIVES["sft"], arrays.spec, compute, optimizer, abstract=arrays.trainable)
-    state, losses, norms = init_state(trainable, optimizer, like), [], []
+    trained = {"abstract": arrays.trainable, "buffers": arrays.buffers}
+    step = make_train_step(OBJECTIVES["sft"], arrays.spec, compute, optimizer, **trained)
+    state, losses, norms = init_state(trainable, optimizer, like, buffers), [], []
     for batch in batches(plain.vocab):
         state, metrics = step(state, frozen, place_batch(batch, layout, order), jnp.int32(0))
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
     leaves = [float(np.linalg.norm(jax.device_get(leaf))) for leaf in jax.tree.leaves(state.trainable)]
-    return {"loss": losses, "grad_norm": norms, "trained": leaves}
+    buffers = [jax.device_get(leaf).tolist() for leaf in jax.tree.leaves(state.buffers)]
+    return {"loss": losses, "grad_norm": norms, "trained": leaves, "buffers": buffers}
 
 
 if __name__ == "__main__":
@@ -99,4 +105,5 @@ if __name__ == "__main__":
         jax.config.update("jax_enable_x64", True)
         jax.numpy.float32 = jax.numpy.float64
     folder, method, meshes = pathlib.Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-    print(json.dumps([trajectory(folder, method, axes) for axes in (None, *meshes)]))
+    rate = next((float(word) for word in sys.argv[4:] if word != "float32"), None)
+    print(json.dumps([trajectory(folder, method, axes, rate) for axes in (None, *meshes)]))

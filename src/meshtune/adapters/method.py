@@ -30,6 +30,7 @@ from meshtune.arrays.tree import Leaves, Tree, flatten, merge, unflatten
 from meshtune.errors import UserError
 from meshtune.families.quantised import quantised_leaves
 from meshtune.mesh.layout import Layout
+from meshtune.model.buffers import adjusted_buffers
 from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.model.token_rows import ROWS
 from meshtune.quantize.config import UNQUANTISED, QuantizeConfig
@@ -40,15 +41,22 @@ SHARED = "shared"  # where what all adapters read in common lies in `frozen`
 
 @dataclasses.dataclass(frozen=True)
 class PreparedModel:
-    """A model split for training: the model functions take `tree.merge(trainable, frozen)` with `spec`.
+    """A model split for training: the model functions take `parameters` with `spec`.
 
     `spec` may stack the layers differently, where a method treats layers differently. Adapters are leaves of
-    `trainable` at "<node>/adapter"; their frozen arrays are leaves of `frozen` at "<node>/fixed" or "shared".
+    `trainable` at "<node>/adapter"; their frozen arrays are leaves of `frozen` at "<node>/fixed" or "shared". `buffers`
+    are adjusted by every update without a gradient (model.buffers).
     """
 
     spec: ModelSpec
     trainable: Tree
     frozen: Tree
+    buffers: Tree = dataclasses.field(default_factory=dict)
+
+    @property
+    def parameters(self) -> Tree:
+        """One tree of all arrays."""
+        return merge(merge(self.trainable, self.frozen), self.buffers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +152,8 @@ def prepare(
             trainable[path] = cast(weights.pop(path), leaf, layout)
     if SHARED in frozen:
         weights[SHARED] = placed(frozen[SHARED].start(), frozen[SHARED], layout)
-    return PreparedModel(plan.spec, unflatten(trainable), unflatten(weights))
+    buffers = {path: cast(weights.pop(path), leaf, layout) for path, leaf in flatten(plan.buffers).items()}
+    return PreparedModel(plan.spec, unflatten(trainable), unflatten(weights), unflatten(buffers))
 
 
 def _start(
@@ -184,7 +193,8 @@ def count(prepared: PreparedModel) -> ParameterCounts:
             adapters += sum(array.size for array in jax.tree.leaves(leaf))
         else:
             full += leaf.size
-    weights = (leaf for path, leaf in flatten(prepared.frozen).items() if not of_adapters(path))
+    others = flatten(merge(prepared.frozen, prepared.buffers))
+    weights = (leaf for path, leaf in others.items() if not of_adapters(path))
     return ParameterCounts(adapters, full, sum(leaf.size for leaf in weights))
 
 
@@ -226,8 +236,9 @@ def arranged(
             role = module.leaves["weight"].role  # of a tied head, whose weight is a table elsewhere
             trainable[f"{node}/adapter"] = adapters[module.name](dataclasses.replace(weight, role=role))
     trainable |= abstract_rows(rows or {}, leaves, dtype)
-    frozen = {path: leaf for path, leaf in leaves.items() if path not in full}
-    return PreparedModel(spec, unflatten(trainable), unflatten(frozen))
+    buffers = {path: leaves[path] for path in adjusted_buffers(spec)}
+    frozen = {path: leaf for path, leaf in leaves.items() if path not in full and path not in buffers}
+    return PreparedModel(spec, unflatten(trainable), unflatten(frozen), unflatten(buffers))
 
 
 def used_up(params: Tree) -> Leaves:

@@ -54,6 +54,12 @@ class ModelSection(Section):
         ge=0,
         description="Coefficient of the loss that balances the load of experts, such as 0.001; default: no such loss.",
     )
+    router_bias_update_rate: float | None = Field(
+        default=None,
+        gt=0,
+        description="What every update moves an expert's correction bias by, such as 0.001: up where the expert "
+        "computed fewer tokens than the mean of its layer, down where more; default: biases stay as they are.",
+    )
 
     @model_validator(mode="after")
     def _one_start(self) -> ModelSection:

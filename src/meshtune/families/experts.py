@@ -180,11 +180,35 @@ def with_aux_loss(spec: ModelSpec, coefficient: float | None) -> ModelSpec:
             where="model.router_aux_loss",
             fix="leave model.router_aux_loss out",
         )
+    return _with_ffn(spec, lambda layer: isinstance(layer.ffn, ExpertsSpec), aux_loss=coefficient)
+
+
+def with_bias_update_rate(spec: ModelSpec, rate: float | None) -> ModelSpec:
+    """The model whose routers' correction biases every update moves by `rate`.
+
+    Raises UserError for a model whose routers have no such bias.
+    """
+    if not rate:
+        return spec
+
+    def has_bias(layer: LayerSpec) -> bool:
+        return isinstance(layer.ffn, ExpertsSpec) and layer.ffn.router.correction
+
+    if not any(map(has_bias, spec.layer_kinds)):
+        raise UserError(
+            f"no router of this {spec.family} model has a correction bias that the load of its experts could move",
+            where="model.router_bias_update_rate",
+            fix="leave model.router_bias_update_rate out"
+            + ("; model.router_aux_loss balances the load through the loss" if has_experts(spec) else ""),
+        )
+    return _with_ffn(spec, has_bias, bias_update_rate=rate)
+
+
+def _with_ffn(spec: ModelSpec, chosen: Callable[[LayerSpec], bool], **fields: float) -> ModelSpec:
+    """The model with other fields of the feed-forward networks of the chosen layers."""
 
     def changed(layer: LayerSpec) -> LayerSpec:
-        if not isinstance(layer.ffn, ExpertsSpec):
-            return layer
-        return dataclasses.replace(layer, ffn=dataclasses.replace(layer.ffn, aux_loss=coefficient))
+        return dataclasses.replace(layer, ffn=dataclasses.replace(layer.ffn, **fields)) if chosen(layer) else layer
 
     stacks = (dataclasses.replace(stack, pattern=tuple(map(changed, stack.pattern))) for stack in spec.stacks)
     return dataclasses.replace(spec, stacks=tuple(stacks))

@@ -8,7 +8,7 @@ what is inside one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -174,6 +174,20 @@ class Measured(Protocol):
 
     def metrics(self, sums: Sums) -> Mapping[str, tuple[Array, Array]]:
         """Metrics by name, each a total and its weight, from the sums of the whole model."""
+        ...
+
+
+@runtime_checkable
+class Adjusted(Protocol):
+    """A block with buffers that every update adjusts by the sums of its layers, and that no gradient trains."""
+
+    def adjusted_buffers(self) -> frozenset[str]:
+        """The paths of these buffers in the block's node."""
+        ...
+
+    def adjust(self, buffers: Mapping[str, Array], sums: Sums, layers: Sequence[int]) -> Mapping[str, Array]:
+        """The buffers after an update, by path, from those before it, stacked over the model's `layers`, and from the
+        sums of the whole model over the whole update."""
         ...
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
@@ -31,6 +32,7 @@ from meshtune.quantize.weight import QuantisedWeight
 
 # Of every layer: tokens per expert [L, E], router scores per expert [L, E], and tokens [L].
 TOKENS, SCORES, ROUTED = "expert_tokens", "router_scores", "routed_tokens"
+CORRECTION = "router/correction"  # its path in the node of a mixture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +47,9 @@ class ExpertsSpec(FeedForward):
     stream. With `latent` experts compute with that many numbers of a token, which a linear layer projects down to and
     another one up from, both with biases where `latent_bias` says so. `layers` is the number of layers in the model.
     The load-balancing loss (https://arxiv.org/abs/2101.03961) of all layers together, times `aux_loss`, is added to the
-    model's loss.
+    model's loss. With `bias_update_rate` every update moves the router's correction of each expert by that much, up
+    where the expert computed fewer tokens than the mean of its layer, down where more
+    (https://arxiv.org/abs/2408.15664).
     """
 
     router: RouterSpec
@@ -59,6 +63,7 @@ class ExpertsSpec(FeedForward):
     shared: MlpSpec | None = None
     shared_gate: bool = False
     aux_loss: float = 0.0
+    bias_update_rate: float = 0.0
     norm: NormSpec | None = None
     latent: int | None = None
     latent_bias: bool = False
@@ -194,6 +199,15 @@ class ExpertsSpec(FeedForward):
         routed = jnp.maximum(jnp.sum(sums[ROUTED]), 1.0)
         share, score = (jnp.sum(sums[name], axis=0) / routed for name in (TOKENS, SCORES))
         return self.aux_loss * self.router.experts * jnp.sum(jax.lax.stop_gradient(share) * score)
+
+    def adjusted_buffers(self) -> frozenset[str]:
+        return frozenset({CORRECTION} if self.bias_update_rate else ())
+
+    def adjust(self, buffers: Mapping[str, Array], sums: Sums, layers: Sequence[int]) -> Mapping[str, Array]:
+        """The corrections [L, E] after an update, from the tokens of each expert in all of it, padding excluded."""
+        tokens = sums[TOKENS][np.asarray(layers)]
+        direction = jnp.sign(jnp.mean(tokens, axis=-1, keepdims=True) - tokens)
+        return {path: bias + self.bias_update_rate * direction.astype(bias.dtype) for path, bias in buffers.items()}
 
     def metrics(self, sums: Sums) -> Mapping[str, tuple[Array, Array]]:
         """Of what is summed: `expert_load_max`, the tokens of a layer's busiest expert relative to the mean;

@@ -11,7 +11,7 @@ from meshtune.adapters.method import PreparedModel, abstract
 from meshtune.adapters.training_method import Method
 from meshtune.arrays.paths import named_leaves
 from meshtune.arrays.spec import LAYERS, ArraySpec
-from meshtune.arrays.tree import flatten
+from meshtune.arrays.tree import flatten, merge
 from meshtune.config.recipe import Recipe
 from meshtune.mesh.axes import abstract_mesh
 from meshtune.mesh.config import MeshConfig
@@ -196,7 +196,8 @@ def layout_on(mesh: MeshConfig, spec: ModelSpec) -> Layout:
 
 
 def _weights(arrays: PreparedModel, parameters: dict[str, ArraySpec]) -> list[PersistentArray]:
-    frozen = [_persistent("frozen", path, leaf) for path, leaf in named_leaves(arrays.frozen)]
+    others = merge(arrays.frozen, arrays.buffers)
+    frozen = [_persistent("frozen", path, leaf) for path, leaf in named_leaves(others)]
     trained = [
         _persistent("full" if path in parameters else "adapter", path, leaf)
         for path, leaf in named_leaves(arrays.trainable)

@@ -65,7 +65,12 @@ class Program:
     def breakdown(self) -> dict[str, dict[str, int]]:
         """Bytes of the arguments by role, on one device and in host memory for that device."""
         state, frozen, batch, _ = self.arguments
-        parts = {"frozen": frozen, "trained": state.trainable, "optimizer": state.opt_state, "batch": batch}
+        parts = {
+            "frozen": (frozen, state.buffers),
+            "trained": state.trainable,
+            "optimizer": state.opt_state,
+            "batch": batch,
+        }
         return {role: _bytes_by_memory(tree) for role, tree in parts.items()}
 
 

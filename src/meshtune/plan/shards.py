@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from meshtune.adapters.method import abstract
 from meshtune.arrays.paths import named_leaves
-from meshtune.arrays.tree import Tree
+from meshtune.arrays.tree import Tree, merge
 from meshtune.config.recipe import Recipe
 from meshtune.mesh.axes import abstract_mesh
 from meshtune.mesh.config import MeshConfig, resolve_mesh
@@ -85,9 +85,9 @@ def shardings_of(recipe: Recipe, target: Target | None) -> Sharding:
     optimizer, _ = make_optimizer(
         optimizer_of(recipe, precision), recipe.train.steps or 1, arrays.trainable, arrays.spec
     )
-    state = abstract_state(arrays.trainable, optimizer, layout)
+    state = abstract_state(arrays.trainable, optimizer, layout, buffers=arrays.buffers)
     shards = [
-        *_of_specs("frozen", arrays.frozen, layout),
+        *_of_specs("frozen", merge(arrays.frozen, arrays.buffers), layout),
         *_of_specs("trained", arrays.trainable, layout),
         *_of_specs("gradient", optimizer.gradients(arrays.trainable), layout),
         *_of_state(state.opt_state, layout),

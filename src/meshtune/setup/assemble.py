@@ -33,6 +33,7 @@ def step_for(recipe: Recipe, resolved: ResolvedRun, compute: Compute, optimizer:
         max_grad_norm=recipe.optimizer.max_grad_norm,
         dropout=draws(recipe, resolved.method),
         abstract=resolved.arrays.trainable,
+        buffers=resolved.arrays.buffers,
     )
 
 
@@ -47,7 +48,8 @@ def state_like(resolved: ResolvedRun, optimizer: Optimizer) -> TrainState:
             where="optimizer.name, compute.offload",
             fix="leave optimizer out of compute.offload, or use adamw, whose state can wait in the host's memory",
         )
-    return abstract_state(resolved.arrays.trainable, optimizer, resolved.layout, resolved.offload)
+    arrays = resolved.arrays
+    return abstract_state(arrays.trainable, optimizer, resolved.layout, resolved.offload, arrays.buffers)
 
 
 def frozen_like(resolved: ResolvedRun) -> Tree:

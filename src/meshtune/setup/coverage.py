@@ -41,6 +41,7 @@ def coverage_decisions(method: Method, spec: ModelSpec) -> list[Decision]:
         decisions.append(Decision("adapters", f"on {_counted(adapted)}", f"{config.adapter}, {targets}{frozen}"))
     if trained:
         decisions.append(Decision("trained", _counted(trained.values()), f"in full{'' if decisions else frozen}"))
+    decisions += _bias_update(spec)
     return decisions + _aux_loss_warning(method, spec, among.by_name, {*selection.adapted, *trained})
 
 
@@ -102,6 +103,21 @@ def _frozen_parts(among: Mapping[str, Module], chosen: set[str]) -> str:
     experts = [name for name, module in among.items() if module.role == "experts"]
     parts = [*["routed experts"] * chosen.isdisjoint(experts), *["routers"] * chosen.isdisjoint(routers)]
     return f"; {' and '.join(parts)} frozen" if parts else ""
+
+
+def _bias_update(spec: ModelSpec) -> list[Decision]:
+    """What moves by the load of experts, where model.router_bias_update_rate asks for it."""
+    layers = [
+        (kind.ffn.router.experts, kind.ffn.bias_update_rate, repeats)
+        for _, repeats, kind, _ in spec.positions()
+        if isinstance(kind.ffn, ExpertsSpec) and kind.ffn.bias_update_rate
+    ]
+    if not layers:
+        return []
+    experts, rate, _ = layers[0]
+    value = f"of {experts} experts in each of {sum(repeats for *_, repeats in layers)} layers"
+    reason = f"every update moves each by {rate:g} towards an even load; saved with checkpoints and the model"
+    return [Decision("correction biases", value, reason)]
 
 
 def _aux_loss_warning(method: Method, spec: ModelSpec, among: Mapping[str, Module], chosen: set[str]) -> list[Decision]:

@@ -71,7 +71,8 @@ class Parameters:
             trainable = offload_arrays(model.trainable, like.trainable)
             frozen = offload_arrays(model.frozen, frozen_like(resolved))
             model = dataclasses.replace(model, trainable=trainable, frozen=frozen)
-        return InitializedRun(model, init_state(model.trainable, optimizer, like), optimizer, schedule)
+        state = init_state(model.trainable, optimizer, like, model.buffers)
+        return InitializedRun(model, state, optimizer, schedule)
 
     def _loaded(self, waiting: list[str]) -> Tree:
         resolved = self.resolved

@@ -18,7 +18,7 @@ from meshtune.errors import UserError
 from meshtune.families import scored_spec
 from meshtune.families.composite import with_text_fields
 from meshtune.families.expansion import expanded_config, grouped
-from meshtune.families.experts import with_aux_loss
+from meshtune.families.experts import with_aux_loss, with_bias_update_rate
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.stages import STAGES
 from meshtune.runs.output import ADAPTER
@@ -68,11 +68,20 @@ def start_of(recipe: Recipe, source: pathlib.Path, dtype: str) -> Start:
 
 
 def staged(spec: ModelSpec, recipe: Recipe) -> ModelSpec:
-    """The model with the head that the recipe's stage needs, and the loss of its experts.
+    """The model with the head that the recipe's stage needs, and what balances the load of its experts.
 
-    Raises: UserError for a reward model in other stages, and for a loss of experts in a model without them.
+    Raises: UserError for a reward model in other stages, for a loss of experts in a model without them, and for a rate
+    of biases in a model that has none, or with a method whose result cannot hold them.
     """
     spec = with_aux_loss(spec, recipe.model.router_aux_loss)
+    spec = with_bias_update_rate(spec, recipe.model.router_bias_update_rate)
+    if recipe.model.router_bias_update_rate and recipe.method.resolved().adapters is not None:
+        raise UserError(
+            f"method {recipe.method.kind} writes an adapter, which has no place for the correction biases of routers: "
+            "over the published model it would choose other experts than the ones it was trained with",
+            where="model.router_bias_update_rate, method",
+            fix="use method: full or freeze, or leave model.router_bias_update_rate out",
+        )
     scores = STAGES[recipe.stage.kind].has_score_head
     if spec.scored and not scores:
         raise UserError(

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from meshtune import terminal
 from meshtune.adapters.method import PreparedModel
-from meshtune.arrays.tree import merge
 from meshtune.config.recipe import Recipe
 from meshtune.digests import DamagedError, read_digests
 from meshtune.errors import UserError
@@ -101,7 +100,7 @@ def _train(setup: RunSetup, checkpoints: Checkpoints) -> Result:
     reference.from_model(setup.tokenizer)
     initialized = _initialize(setup)
     model, state = initialized.model, initialized.state
-    reference.from_start(merge(model.trainable, model.frozen), model.spec, setup.start_hash)
+    reference.from_start(model.parameters, model.spec, setup.start_hash)
     if resumed is not None:
         state = checkpoints.restore(resumed.step, state)
         record = dataclasses.replace(record, step=resumed.step, best=resumed.best, stale=resumed.stale)
@@ -238,7 +237,7 @@ def _finished(
     with setup.console.status("writing and verifying the result"):
         path = export_result(
             setup.output,
-            dataclasses.replace(model, trainable=task.shown(state)),
+            dataclasses.replace(model, trainable=task.shown(state), buffers={}),
             setup.resolved.method,
             setup.resolved.source,
             setup.base,

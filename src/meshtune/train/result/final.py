@@ -11,7 +11,7 @@ from meshtune.adapters.method import PreparedModel
 from meshtune.adapters.peft_format import BaseRecord
 from meshtune.adapters.training_method import Method
 from meshtune.adapters.verify import export_adapter
-from meshtune.arrays.tree import flatten, merge, unflatten
+from meshtune.arrays.tree import flatten, unflatten
 from meshtune.data.tokenizer import padding_id
 from meshtune.digests import write_digests
 from meshtune.mesh.collective_errors import raise_collectively
@@ -53,7 +53,7 @@ def export_result(
         base = own_base(output, model, adapters, source, base, layout, job)
         export_adapter(dest, model, adapters, base, Compute(layout=layout), job)
     else:
-        params = merge(model.trainable, model.frozen)
+        params = model.parameters
         if any(isinstance(leaf, QuantisedWeight) for leaf in flatten(model.frozen).values()):
             params = merged(unflatten(flatten(params)))  # a copy of the dicts, which are used up
         export_model(

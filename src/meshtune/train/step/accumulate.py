@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from meshtune.arrays.tree import Tree
+from meshtune.model.block import Sums
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.score import Batch, Objective, Score, metric_means, with_layers
@@ -20,12 +21,14 @@ from meshtune.train.step.state import Metrics
 
 
 class Gradient(NamedTuple):
-    """The gradient of the mean loss over a batch, float32, its norm, and whether all of it is finite."""
+    """The gradient of the mean loss over a batch, float32, its norm, whether all of it is finite, metrics, and the sums
+    of the layers."""
 
     tree: Tree
     norm: Float[Array, ""]
     finite: Bool[Array, ""]
     metrics: Metrics
+    sums: Sums
 
 
 def mean_gradient(
@@ -64,7 +67,7 @@ def mean_gradient(
         return score, gradient, jnp.isfinite(score.loss) & jnp.isfinite(optax.global_norm(gradient))
 
     total, gradient, finite_micro = _accumulate(micro_batch, batch)
-    total = with_layers(spec, total)
+    sums, total = total.layers, with_layers(spec, total)
     weight = jnp.where(total.weight > 0, total.weight, 1.0)
     gradient = jax.tree.map(lambda g: g / weight, gradient)
     norm = optax.global_norm(gradient)
@@ -76,7 +79,7 @@ def mean_gradient(
         "finite": finite,
         "finite_micro": finite_micro,
     }
-    return Gradient(gradient, norm, finite, metrics)
+    return Gradient(gradient, norm, finite, metrics, sums)
 
 
 def _accumulate(

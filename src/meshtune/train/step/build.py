@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Protocol, cast
 
@@ -15,6 +16,8 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from meshtune.arrays.tree import Tree, merge
+from meshtune.model.block import Sums
+from meshtune.model.buffers import adjust_buffers
 from meshtune.model.compute import Compute, compiler_options, streaming_options
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.curvature import curvature
@@ -35,6 +38,14 @@ class Step(Protocol):
     ) -> tuple[TrainState, Metrics]: ...
 
 
+class SummedStep(Protocol):
+    """An update that also returns the sums of the layers over all its micro-batches."""
+
+    def __call__(
+        self, state: TrainState, frozen: Tree, batch: Batch, seed: Int[Array, ""]
+    ) -> tuple[TrainState, Metrics, Sums]: ...
+
+
 def make_train_step(
     objective: Objective,
     spec: ModelSpec,
@@ -44,14 +55,16 @@ def make_train_step(
     max_grad_norm: float | None = None,
     dropout: bool = False,
     abstract: Tree | None = None,
+    buffers: Tree | None = None,
 ) -> jax.stages.Wrapped:
     """A jitted step(state, frozen, batch, seed) -> (state, metrics); `state` is donated.
 
     Every array of the batch is [A, B, T]: A micro-batches are computed in turn, their losses, weights and gradients
     added in float32, and divided once by the whole weight. Metrics: loss, weight, accuracy ..., grad_norm (before
     clipping), finite (bool) and finite_micro (bool [A]). Where anything is not finite the state is returned as it
-    came: the update is not applied. With `compute.layout`, `abstract` are the trainable leaves' ArraySpecs: state and
-    gradients lie as these say, the batch as `mesh.placement.place_batch` puts it, and metrics are on every device.
+    came: the update is not applied. With `compute.layout`, `abstract` are the trainable leaves' ArraySpecs, `buffers`
+    those of the state's buffers: state and gradients lie as these say, the batch as `mesh.placement.place_batch` puts
+    it, and metrics are on every device.
     """
     layout = compute.layout
     assert layout is None or abstract is not None, "a layout needs the logical axes of what is trained"
@@ -63,9 +76,10 @@ def make_train_step(
         options = {**options, **streaming_options(compute)}
     else:
         step = _accumulated_step(objective, spec, compute, optimizer, abstract, max_grad_norm, dropout)
+    step = _with_buffers(spec, step)
     if layout is None or abstract is None:
         return jax.jit(step, donate_argnums=0, compiler_options=options or None)
-    like = abstract_state(abstract, optimizer, layout, compute.offload)
+    like = abstract_state(abstract, optimizer, layout, compute.offload, buffers)
     out = jax.tree.map(lambda leaf: leaf.sharding, like), layout.replicated
     return jax.jit(step, donate_argnums=0, out_shardings=out, compiler_options=options or None)
 
@@ -81,6 +95,21 @@ def make_eval_step(objective: Objective, spec: ModelSpec, compute: Compute) -> C
     return jax.jit(step, out_shardings=sharding, compiler_options=options)
 
 
+def _with_buffers(spec: ModelSpec, step: SummedStep) -> Step:
+    """The step of a state with buffers: frozen in its forward and backward passes, and adjusted after its update."""
+
+    def adjusted(state: TrainState, frozen: Tree, batch: Batch, seed: Int[Array, ""]) -> tuple[TrainState, Metrics]:
+        buffers = state.buffers
+        state = dataclasses.replace(state, buffers={})
+        after, metrics, sums = step(state, merge(frozen, buffers), batch, seed)
+        if buffers:
+            new = adjust_buffers(spec, buffers, sums)
+            buffers = jax.tree.map(lambda new, old: jnp.where(metrics["finite"], new, old), new, buffers)
+        return dataclasses.replace(after, buffers=buffers), metrics
+
+    return adjusted
+
+
 def _accumulated_step(
     objective: Objective,
     spec: ModelSpec,
@@ -89,16 +118,17 @@ def _accumulated_step(
     abstract: Tree | None,
     max_grad_norm: float | None,
     dropout: bool,
-) -> Step:
+) -> SummedStep:
     """The step of an optimizer that is given the gradient of the whole batch, of all layers or of the active one."""
     placed = _placement(compute, optimizer, abstract)
 
-    def step(state: TrainState, frozen: Tree, batch: Batch, seed: Int[Array, ""]) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, frozen: Tree, batch: Batch, seed: Int[Array, ""]) -> tuple[TrainState, Metrics, Sums]:
         rng = jax.random.fold_in(jax.random.key(seed), state.step) if dropout else None
         trained, params = state.trainable, lambda trained: merge(trained, frozen)
         if optimizer.blocks is not None:
             trained, params = active_block(optimizer.blocks, state.trainable, frozen, state.opt_state)
-        gradient, norm, finite, metrics = mean_gradient(objective, spec, compute, trained, params, batch, rng, placed)
+        mean = mean_gradient(objective, spec, compute, trained, params, batch, rng, placed)
+        gradient, norm, finite, metrics, sums = mean
         if max_grad_norm is not None:
             # As torch.nn.utils.clip_grad_norm_ does it, the 1e-6 included.
             shrink = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))
@@ -110,7 +140,7 @@ def _accumulated_step(
             first, key = jax.tree.map(lambda x: x[0], batch), jax.random.fold_in(jax.random.key(seed), state.step)
             return placed(curvature(state.trainable, params, spec, compute, first, key))
 
-        return _updated(optimizer, gradient, state, finite, hessian), metrics
+        return _updated(optimizer, gradient, state, finite, hessian), metrics, sums
 
     return step
 

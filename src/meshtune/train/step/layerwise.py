@@ -67,15 +67,16 @@ def layerwise_step(
     optimizer: Optimizer,
     abstract: Tree | None,
     dropout: bool,
-) -> Callable[[TrainState, Tree, Batch, Int[Array, ""]], tuple[TrainState, Metrics]]:
-    """The step of make_train_step for an optimizer that updates in the backward pass, for one micro-batch.
+) -> Callable[[TrainState, Tree, Batch, Int[Array, ""]], tuple[TrainState, Metrics, Sums]]:
+    """The step of make_train_step for an optimizer that updates in the backward pass, for one micro-batch; it also
+    returns the sums of the layers.
 
     Where a gradient is not finite, nothing below it in the backward pass is updated; what is above already was.
     `finite` is then False, and the state of no further use.
     """
     assert optimizer.update_param is not None, "an update that needs all gradients cannot be made while they come"
 
-    def step(state: TrainState, frozen: Tree, batch: Batch, seed: Int[Array, ""]) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, frozen: Tree, batch: Batch, seed: Int[Array, ""]) -> tuple[TrainState, Metrics, Sums]:
         assert batch["tokens"].shape[0] == 1, "a gradient that is consumed cannot be added to the next micro-batch's"
         rng = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), state.step), 0) if dropout else None
         micro, count = jax.tree.map(lambda x: x[0], batch), state.opt_state[COUNT]
@@ -108,7 +109,7 @@ def layerwise_step(
         }
         opt_state = {COUNT: jnp.where(norm.finite, count + 1, count), PARAM_STATE: outer_updates.kept | layer_state}
         updated = jnp.where(norm.finite, state.step + 1, state.step)
-        return TrainState(updated, outer_updates.parameters | {"layers": trained}, opt_state), metrics
+        return TrainState(updated, outer_updates.parameters | {"layers": trained}, opt_state), metrics, sums
 
     return step
 

@@ -24,22 +24,28 @@ Metrics = dict[str, Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """The number of updates so far, the trained leaves, the optimizer's state."""
+    """The number of updates so far, the trained leaves, the optimizer's state, and the buffers that each update adjusts
+    without a gradient (model.buffers)."""
 
     step: Int[Array, ""]
     trainable: Tree
     opt_state: State
+    buffers: Tree = dataclasses.field(default_factory=dict)
 
 
 def abstract_state(
-    abstract: Tree, optimizer: Optimizer, layout: Layout | None = None, offload: Collection[str] = ()
+    abstract: Tree,
+    optimizer: Optimizer,
+    layout: Layout | None = None,
+    offload: Collection[str] = (),
+    buffers: Tree | None = None,
 ) -> TrainState:
-    """The state of trainable ArraySpecs, as ShapeDtypeStructs; with a layout, each with its sharding.
+    """The state of trainable ArraySpecs and `buffers`, as ShapeDtypeStructs; with a layout, each with its sharding.
 
     With "optimizer" in `offload` the optimizer's state lies in the host's memory; with "weights", and an optimizer that
     updates layer by layer, the trained weights do.
     """
-    state = TrainState(ArraySpec((), "int32", ()), abstract, optimizer.specs(abstract))  # pyright: ignore[reportArgumentType]
+    state = TrainState(ArraySpec((), "int32", ()), abstract, optimizer.specs(abstract), buffers or {})  # pyright: ignore[reportArgumentType]
 
     def shape_of(array: ArraySpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=None if layout is None else layout.of(array))
@@ -52,7 +58,9 @@ def abstract_state(
     return like
 
 
-def init_state(trainable: Tree, optimizer: Optimizer, like: TrainState | None = None) -> TrainState:
+def init_state(
+    trainable: Tree, optimizer: Optimizer, like: TrainState | None = None, buffers: Tree | None = None
+) -> TrainState:
     """The state before the first update; the optimizer's state lies as in `like`, an `abstract_state`."""
     init = optimizer.init
     if like is not None and any(is_offloaded(leaf.sharding) for leaf in jax.tree.leaves(like.opt_state)):
@@ -61,7 +69,7 @@ def init_state(trainable: Tree, optimizer: Optimizer, like: TrainState | None = 
         init = jax.jit(init, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, like.opt_state))
     zero = np.zeros((), np.int32)
     step = jnp.asarray(zero) if like is None else jax.device_put(zero, like.step.sharding)
-    return TrainState(step, trainable, init(trainable))
+    return TrainState(step, trainable, init(trainable), buffers or {})
 
 
 def _init_by_leaf(init: Callable[[Tree], State], trainable: Tree, like: State) -> State:
