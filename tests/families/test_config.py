@@ -7,10 +7,13 @@ import pathlib
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from families.case import Case
 from families.cases import BY_NAME, CASES, FIRST
+from families.test_published_sizes import NEMOTRON_3_NANO
 from meshtune.arrays.tree import flatten
 from meshtune.cli.families import markdown_page
 from meshtune.data.chat_templates import template_names
@@ -18,6 +21,7 @@ from meshtune.errors import UserError
 from meshtune.families import FAMILIES, description, model_spec, module_names, tensors
 from meshtune.families.family import GROUPS
 from meshtune.families.unsupported import KNOWN
+from meshtune.model.patterns import fewest_bodies, grouped, shortest_first
 from meshtune.model.spec import Stack, abstract_params, stacks_of
 from model_specs import llama_layer, split_stacks
 
@@ -169,6 +173,31 @@ def test_layers_are_grouped_by_their_shortest_pattern():
     assert stacks_of([slide, slide, full] * 2 + [slide]) == (Stack((slide, slide, full), 2), Stack((slide,), 1))
     assert stacks_of([full] * 3 + [slide]) == (Stack((full,), 3), Stack((slide,), 1))
     assert stacks_of([full, slide, slide, full, full]) == (Stack((full,), 1), Stack((slide,), 2), Stack((full,), 2))
+
+
+def test_nemotron_3_nano_is_scanned():
+    """Its 52 layers, of which no prefix repeats through to the end, are four stacks with 14 layers to compile."""
+    spec = model_spec(NEMOTRON_3_NANO)
+    assert [(len(stack.pattern), stack.repeats) for stack in spec.stacks] == [(7, 5), (2, 3), (3, 1), (2, 4)]
+    blocks = {"mamba": "M", "attn": "*", "mlp": "E"}
+    layers = [layer for stack in spec.stacks for layer in stack.pattern * stack.repeats]
+    letters = [blocks[layer.blocks[0].name] for layer in layers]
+    assert "".join(letters) == NEMOTRON_3_NANO["hybrid_override_pattern"]
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=40))
+def test_any_layers_keep_their_order_and_no_grouping_compiles_more(items):
+    def expanded(runs):
+        whole, first = [], 0
+        for width, repeats in runs:
+            whole += items[first : first + width] * repeats
+            first += width * repeats
+        return whole
+
+    for group in (shortest_first, fewest_bodies, grouped):
+        assert expanded(group(items)) == items
+    bodies = {group: sum(run.width for run in group(items)) for group in (shortest_first, fewest_bodies, grouped)}
+    assert bodies[fewest_bodies] <= bodies[grouped] <= bodies[shortest_first]
 
 
 def test_split_stacks_keeps_every_layer_in_order():

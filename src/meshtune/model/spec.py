@@ -22,6 +22,7 @@ from meshtune.model.compute import Compute
 from meshtune.model.inputs import Inputs
 from meshtune.model.layer import LayerSpec
 from meshtune.model.norm import NormSpec
+from meshtune.model.patterns import grouped
 from meshtune.model.rope import RopeSpec
 from meshtune.model.streams import ENTER, LEAVE, StreamsSpec
 from meshtune.quantize.published.scheme import Scheme
@@ -179,28 +180,20 @@ class ModelSpec:
 
 
 def stacks_of(layers: list[LayerSpec]) -> tuple[Stack, ...]:
-    """Groups a list of layers into the stacks to scan: the shortest repeating pattern, or runs of equal layers. A layer
-    that stores its memory for later ones is a stack by itself."""
+    """Groups a list of layers into the stacks to scan (model.patterns). A layer that stores its memory for later ones
+    is a stack by itself."""
     assert layers
     for place, layer in enumerate(layers):
         if layer.stores is not None:
             parts = layers[:place], [layer], layers[place + 1 :]
             before, after = (stacks_of(part) if part else () for part in (parts[0], parts[2]))
             return (*before, Stack((layer,), 1), *after)
-    n = len(layers)
-    for width in range(1, min(n // 2, 16) + 1):
-        pattern, covered = layers[:width], n // width * width
-        if layers[:covered] == pattern * (n // width):
-            remaining = layers[covered:]
-            head = (Stack(tuple(pattern), n // width),)
-            return head + (stacks_of(remaining) if remaining else ())
-    runs: list[Stack] = []
-    for layer in layers:
-        if runs and runs[-1].pattern == (layer,):
-            runs[-1] = Stack((layer,), runs[-1].repeats + 1)
-        else:
-            runs.append(Stack((layer,), 1))
-    return tuple(runs)
+    stacks, first = [], 0
+    kinds: dict[LayerSpec, int] = {}
+    for width, repeats in grouped([kinds.setdefault(layer, len(kinds)) for layer in layers]):
+        stacks.append(Stack(tuple(layers[first : first + width]), repeats))
+        first += width * repeats
+    return tuple(stacks)
 
 
 def abstract_params(spec: ModelSpec) -> Tree:
