@@ -35,9 +35,11 @@ from meshtune.model.router import RouterSpec
 from meshtune.model.sharding import layout_for
 from meshtune.model.spec import ModelSpec, Stack
 from meshtune.model.sums import layers_loss
-from meshtune.objectives.score import with_layers
+from meshtune.objectives.score import metric_means, with_layers
 from meshtune.objectives.stages import OBJECTIVES
+from meshtune.train.evaluation.evaluate import evaluate
 from meshtune.train.step.accumulate import mean_gradient
+from meshtune.train.step.build import make_eval_step
 from model_specs import llama_layer, llama_spec
 
 EMBED, WIDTH, EXPERTS, CHOSEN, LAYERS = 16, 24, 6, 2, 3
@@ -155,6 +157,22 @@ def test_accumulated_micro_batches_are_one_batch(micro_batches):
         assert float(ours.metrics[name]) == pytest.approx(float(expected.metrics[name]), rel=2e-6), name
     for path, leaf in flatten(expected.tree).items():  # float32, sums in another order
         np.testing.assert_allclose(flatten(ours.tree)[path], leaf, rtol=1e-4, atol=1e-6, err_msg=path)
+
+
+def test_evaluation_pools_the_loss_over_all_its_data():
+    """Batches of one row and micro-batches of one row have the loss, and the metrics, of all rows at once."""
+    params, step = init_params(SPEC, jax.random.key(3)), make_eval_step(OBJECTIVES["sft"], SPEC, Compute())
+    rows = jax.tree.map(np.asarray, batch())
+    splits = {
+        "batches": [{name: array[None, row : row + 1] for name, array in rows.items()} for row in range(3)],
+        "micro-batches": [{name: array[:, None] for name, array in rows.items()}],
+    }
+    whole = with_layers(SPEC, OBJECTIVES["sft"](params, SPEC, Compute(), batch(), None))
+    expected = jax.tree.map(float, metric_means(whole) | {"loss": whole.loss / whole.weight})
+    assert expected["aux_loss"] > 0.1
+    for name, batches in splits.items():
+        evaluation = evaluate(step, SPEC, params, {}, batches)
+        assert evaluation.metrics | {"loss": evaluation.loss} == pytest.approx(expected, rel=2e-6), name
 
 
 def test_decoding_is_the_whole_row():

@@ -7,6 +7,9 @@ import pytest
 from meshtune.errors import UserError
 from meshtune.objectives.score import Score
 from meshtune.train.evaluation.evaluate import evaluate
+from model_specs import llama_layer, llama_spec
+
+DENSE = llama_spec(8, 8, llama_layer(8, 2, 2, 4), 1)
 
 
 def score(trainable, frozen, batch):
@@ -25,7 +28,7 @@ def test_the_mean_is_over_weights_not_over_batches():
             {"loss": part, "weights": weight, "tokens": part}
             for part, weight in zip(np.split(loss, cut), np.split(weights, cut), strict=True)
         ]
-        found = evaluate(score, {}, {}, batches)
+        found = evaluate(score, DENSE, {}, {}, batches)
         assert found.loss == pytest.approx(expected, rel=1e-6)
         assert found.metrics["accuracy"] == pytest.approx(1.0)
 
@@ -33,4 +36,4 @@ def test_the_mean_is_over_weights_not_over_batches():
 def test_nothing_to_learn_is_an_error():
     batch = {"loss": np.ones((1, 1, 2)), "weights": np.zeros((1, 1, 2)), "tokens": np.ones((1, 1, 2))}
     with pytest.raises(UserError, match="nothing to learn"):
-        evaluate(score, {}, {}, [batch])
+        evaluate(score, DENSE, {}, {}, [batch])

@@ -128,7 +128,8 @@ def _evaluator(parts: Parts, place: Callable[[dict[str, np.ndarray]], Batch]) ->
 
     def run(trainable: Tree) -> Evaluation:
         with contextlib.closing(loader.iterate(0, loader.steps_per_epoch(0))) as batches:  # pyright: ignore[reportArgumentType]
-            return evaluate(step, trainable, parts.model.frozen, (batch.arrays for batch in batches), place=place)
+            arrays = (batch.arrays for batch in batches)
+            return evaluate(step, parts.model.spec, trainable, parts.model.frozen, arrays, place=place)
 
     return run
 

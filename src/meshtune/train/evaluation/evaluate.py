@@ -11,7 +11,8 @@ import numpy as np
 
 from meshtune.arrays.tree import Tree
 from meshtune.errors import UserError
-from meshtune.objectives.score import Batch, Score, WeightedMetric
+from meshtune.model.spec import ModelSpec
+from meshtune.objectives.score import Batch, Score, WeightedMetric, with_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +26,16 @@ class Evaluation:
 
 def evaluate(
     step: Callable[[Tree, Tree, Batch], Score],
+    spec: ModelSpec,
     trainable: Tree,
     frozen: Tree,
     batches: Iterable[dict[str, np.ndarray]],
     place: Callable[[dict[str, np.ndarray]], Batch] = dict,
 ) -> Evaluation:
     """Returns the weighted means over batches of [A, B, T] arrays; sums are accumulated in float64 on the host.
+
+    What the layers of the model `spec` add to the loss, such as that of the load of experts, is of their sums over all
+    batches together, so that it does not depend on how the data are split.
 
     `place` puts a micro-batch of [B, T] arrays on the devices.
 
@@ -45,6 +50,7 @@ def evaluate(
     weight = 0.0 if total is None else float(total.weight)
     if total is None or not weight:
         raise UserError("there is nothing to learn anywhere in the validation data", where="data.validation")
+    total = with_layers(spec, total)
     metrics = {name: _mean(metric, weight) for name, metric in total.metrics.items()}
     return Evaluation(float(total.loss) / weight, metrics, weight)
 

@@ -21,7 +21,7 @@ from meshtune.model.buffers import adjust_buffers
 from meshtune.model.compute import Compute, compiler_options, streaming_options
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.curvature import curvature
-from meshtune.objectives.score import Batch, Objective, Score, with_layers
+from meshtune.objectives.score import Batch, Objective, Score
 from meshtune.optim.optimizer import Optimizer
 from meshtune.train.step.accumulate import mean_gradient
 from meshtune.train.step.block_coordinate import active_block
@@ -85,10 +85,11 @@ def make_train_step(
 
 
 def make_eval_step(objective: Objective, spec: ModelSpec, compute: Compute) -> Callable[[Tree, Tree, Batch], Score]:
-    """A jitted step(trainable, frozen, batch of [B, T] arrays) -> Score, without dropout."""
+    """A jitted step(trainable, frozen, batch of [B, T] arrays) -> Score, without dropout and without what the sums of
+    its layers come to (objectives.score.with_layers): that is a function of the sums over all batches."""
 
     def step(trainable: Tree, frozen: Tree, batch: Batch) -> Score:
-        return with_layers(spec, objective(merge(trainable, frozen), spec, compute, batch, None))
+        return objective(merge(trainable, frozen), spec, compute, batch, None)
 
     options = None if compute.dtype == "float32" else compiler_options(compute.platform)
     sharding = None if compute.layout is None else compute.layout.replicated
