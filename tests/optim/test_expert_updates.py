@@ -15,9 +15,11 @@ from optimizer_problems import CONSTANT
 from test_adam_kin import nearest  # noqa: F401
 from test_low_rank_optimizers import signed  # noqa: F401
 
+from families.cases import BY_NAME
 from meshtune.adapters.config import FullConfig
 from meshtune.adapters.method import abstract, prepare
 from meshtune.arrays.tree import flatten, merge
+from meshtune.families import model_spec
 from meshtune.mesh import placement
 from meshtune.mesh.placement import offload_arrays
 from meshtune.model.attention import AttentionSpec
@@ -37,12 +39,31 @@ from meshtune.train.step.state import abstract_state, init_state
 RATE, UPDATES, LAYERS, EXPERTS = 1e-2, 3, 2, 4
 
 
-def mixture(width: int) -> ModelSpec:
+def qwen3_moe(width: int) -> ModelSpec:
     """Two layers of four experts [width, width], of which two compute a token."""
     norm = NormSpec(1e-5)
     experts = ExpertsSpec(RouterSpec(EXPERTS, 2), width, LAYERS)
     layer = LayerSpec(AttentionSpec(2, 1, 8, rope=RopeSpec(1e4, 8)), experts, norm)
     return ModelSpec("qwen3_moe", 40, width, (Stack((layer,), LAYERS),), norm, max_length=64, init_std=0.05)
+
+
+def deepseek_v3(width: int) -> ModelSpec:
+    """The same experts, in two groups, behind a dense layer; a shared one, correction biases and latent attention."""
+    case = BY_NAME["deepseek_v3"].changed(
+        vocab_size=40,
+        hidden_size=width,
+        num_hidden_layers=1 + LAYERS,
+        moe_intermediate_size=width,
+        n_routed_experts=EXPERTS,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        initializer_range=0.05,
+    )
+    return model_spec(case.torch_config().to_dict())
+
+
+MIXTURES = {"qwen3_moe": qwen3_moe, "deepseek_v3": deepseek_v3}
 
 
 def batch():
@@ -93,12 +114,13 @@ SHARE_APART = {"muon": (1e-4, 0.0), "galore": (1e-4, 0.002), "adamw8bit": (1e-5,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mixture", MIXTURES)
 @pytest.mark.parametrize("name", REFERENCES)
 @pytest.mark.usefixtures("nearest", "signed")
-def test_every_expert_is_updated_as_a_matrix_of_its_own(name, monkeypatch):
+def test_every_expert_is_updated_as_a_matrix_of_its_own(name, mixture, monkeypatch):
     """Of the model's own gradients, at our parameters before each update."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)  # torch's Muon iterates in bf16
-    spec = mixture(256)  # rows as long as a block of bitsandbytes
+    spec = MIXTURES[mixture](256)  # rows as long as a block of bitsandbytes
     decay = 0.0 if name == "galore" else 0.1
     config = OptimizerConfig(name, RATE, CONSTANT, weight_decay=decay, rank=4, update_gap=2, momentum=0.5)
     history, _, frozen = run(spec, config)
@@ -137,18 +159,22 @@ def test_every_expert_is_updated_as_a_matrix_of_its_own(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "offload"),
+    ("mixture", "name", "offload"),
     [
-        ("adamw", ("weights", "optimizer", "residual")),
-        pytest.param("muon", (), marks=pytest.mark.slow),
-        pytest.param("galore", ("weights",), marks=pytest.mark.slow),
-        pytest.param("adamw8bit", ("weights", "optimizer"), marks=pytest.mark.slow),
+        ("qwen3_moe", "adamw", ("weights", "optimizer", "residual")),
+        pytest.param("qwen3_moe", "muon", (), marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "galore", ("weights",), marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "adamw8bit", ("weights", "optimizer"), marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "adamw", ("weights", "optimizer", "residual"), marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "muon", ("weights",), marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "galore", (), marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "adamw8bit", ("weights", "optimizer"), marks=pytest.mark.slow),
     ],
 )
-def test_updates_in_the_backward_pass_and_from_the_host_are_those_of_a_plain_step(name, offload, monkeypatch):
+def test_updates_in_the_backward_pass_and_from_the_host_are_those_of_a_plain_step(mixture, name, offload, monkeypatch):
     """The same gradients in programs of their own: float32, of parameters that move by 1e-2 an update."""
     monkeypatch.setattr(placement, "MIN_OFFLOAD_BYTES", 1)
-    spec = mixture(64 if name == "adamw8bit" else 16)
+    spec = MIXTURES[mixture](64 if name == "adamw8bit" else 16)
     config = OptimizerConfig(name, RATE, CONSTANT, weight_decay=0.1, rank=4, eps=1e-4, update_gap=2)
     plain, *_ = run(spec, config)
     fused, state, _ = run(spec, OptimizerConfig(**vars(config) | {"in_backward": True}), offload=offload)

@@ -154,74 +154,70 @@ def _ragged(left: Array, right: Array, sizes: Array, numbers: lax.RaggedDotDimen
 
 
 def _tile_rows(rows: int, groups: int) -> int:
-    """Rows of a tile: about those of a group, as a power of two."""
+    """Rows of a tile: about those of a group, as a power of two, and no more than there are."""
     size = SMALLEST
     while size < LARGEST and size * groups < rows:
         size *= 2
-    return size
+    return min(size, rows)
 
 
-def _over_tiles(rows: int, sizes: Array, step: Callable[[Any, Array, Array, Array], Any], begin: Any) -> Any:
-    """Calls step(carry, group, first row, which rows are the group's) for every tile of every group, in order.
+def _over_tiles(rows: int, sizes: Array, step: Callable[[Any, Array, Callable, Array], Any], begin: Any) -> Any:
+    """Calls step(carry, group, tile_of, which rows are the group's) for every tile of every group, in order.
 
-    A tile has `_tile_rows` rows, of which the last ones may belong to the next group, or lie beyond all rows.
+    A tile has `_tile_rows` rows, of which the first and the last ones may belong to other groups; tile_of(x) are those
+    of an array, and tile_of(x, new) is the array with new ones.
     """
     size = _tile_rows(rows, sizes.shape[0])
-    group, first, end, count = row_tiles(sizes, rows, size)
+    group, firsts, ends, count = row_tiles(sizes, rows, size)
 
-    def body(tile: Array, carry: Any) -> Any:
-        return step(carry, group[tile], first[tile], first[tile] + jnp.arange(size) < end[tile])
+    def body(number: Array, carry: Any) -> Any:
+        first = jnp.minimum(firsts[number], rows - size)  # a tile ends with the last row at the latest
+        place = first + jnp.arange(size)
+        inside = (place >= firsts[number]) & (place < ends[number])
+
+        def tile_of(x: Array, new: Array | None = None) -> Array:
+            if new is None:
+                return lax.dynamic_slice_in_dim(x, first, size)
+            return lax.dynamic_update_slice_in_dim(x, new, first, 0)
+
+        return step(carry, group[number], tile_of, inside[:, None])
 
     return lax.fori_loop(0, count, body, begin)
-
-
-def _padded(x: Array, groups: int) -> Array:
-    return jnp.pad(x, ((0, _tile_rows(x.shape[0], groups)), (0, 0)))
-
-
-def _tile(x: Array, first: Array, inside: Array) -> Array:
-    """The rows of a tile, zeros for those of other groups."""
-    return jnp.where(inside[:, None], lax.dynamic_slice_in_dim(x, first, inside.shape[0]), 0)
 
 
 def _tiles(
     x: Array, weight: Any, sizes: Array, read: Callable[[Any], Array], out: DTypeLike, *, transposed: bool
 ) -> Array:
     """Every row times its group's matrix, or the transposed matrix."""
-    rows, groups = x.shape[0], sizes.shape[0]
     one = jax.eval_shape(lambda: read(_group(weight, jnp.int32(0))))
     columns, contracted = (one.shape[0], 1) if transposed else (one.shape[1], 0)
-    padded = _padded(x, groups)
 
-    def step(result: Array, group: Array, first: Array, inside: Array) -> Array:
+    def step(result: Array, group: Array, tile_of: Callable, inside: Array) -> Array:
         product = lax.dot_general(
-            _tile(padded, first, inside),
-            read(_group(weight, group)),
-            (((1,), (contracted,)), ((), ())),
-            preferred_element_type=out,
+            tile_of(x), read(_group(weight, group)), (((1,), (contracted,)), ((), ())), preferred_element_type=out
         )
-        # Rows of the next group, zeros here, are written again by that group's tiles.
-        return lax.dynamic_update_slice_in_dim(result, product, first, 0)
+        return tile_of(result, jnp.where(inside, product, tile_of(result)))
 
-    return _over_tiles(rows, sizes, step, jnp.zeros((padded.shape[0], columns), out))[:rows]
+    return _over_tiles(x.shape[0], sizes, step, jnp.zeros((x.shape[0], columns), out))
 
 
 def _tiles_of_weight(cotangent: Array, x: Array, sizes: Array) -> Array:
     """cotangent^T x of the rows of each group [E, o, i], in float32 or wider."""
-    rows, groups = x.shape[0], sizes.shape[0]
+    if cotangent.shape[1] > x.shape[1]:  # a product with few rows is several times faster than one with few columns
+        return _tiles_of_weight(x, cotangent, sizes).swapaxes(1, 2)
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    rows_of_result, rows_of_x = _padded(cotangent, groups), _padded(x, groups)
 
-    def step(total: Array, group: Array, first: Array, inside: Array) -> Array:
+    def step(total: Array, group: Array, tile_of: Callable, inside: Array) -> Array:
         product = lax.dot_general(
-            _tile(rows_of_result, first, inside),
-            _tile(rows_of_x, first, inside),
+            jnp.where(inside, tile_of(cotangent), 0),
+            tile_of(x),
             (((0,), (0,)), ((), ())),
             preferred_element_type=wide,
         )
         return lax.dynamic_update_index_in_dim(total, _group(total, group) + product, group, 0)
 
-    return _over_tiles(rows, sizes, step, jnp.zeros((groups, cotangent.shape[1], x.shape[1]), wide))
+    begin = jnp.zeros((sizes.shape[0], cotangent.shape[1], x.shape[1]), wide)
+    return _over_tiles(x.shape[0], sizes, step, begin)
 
 
 def _group(tree: Any, group: Array) -> Any:
