@@ -10,7 +10,7 @@ from typing import Any
 from meshtune.errors import UserError
 from meshtune.runs.output import RESULT_DIGEST, read_run
 from meshtune.runs.verify import check_result
-from meshtune.weights.hub import HUB_ID, locate
+from meshtune.weights.hub import HUB_ID, MODEL, locate
 from meshtune.weights.safetensors_files import read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -46,6 +46,8 @@ def find(
     directory = Path(path).expanduser()
     if adapter is not None:
         chosen = Path(adapter).expanduser()
+        if not chosen.exists() and HUB_ID.match(os.fspath(adapter)):
+            chosen = _pushed_adapter(os.fspath(adapter), None) or chosen
         if is_run(chosen):
             chosen = _result(chosen)
         if not (chosen / ADAPTER_CONFIG).is_file():
@@ -58,6 +60,8 @@ def find(
         check_result(chosen)
         base = _locate(path, revision)
         return Source(base, chosen, _tokenizer(chosen, base), chat_template)
+    if not directory.exists() and HUB_ID.match(os.fspath(path)):
+        directory = _pushed_adapter(os.fspath(path), revision) or directory
     if is_run(directory):
         result, model = _result(directory), _recipe(directory).get("model") or {}
         adapted = (result / ADAPTER_CONFIG).is_file()
@@ -70,10 +74,16 @@ def find(
         return Source(base, result if adapted else None, str(named), chat_template or model.get("chat_template"))
     if (directory / ADAPTER_CONFIG).is_file():
         check_result(directory)
-        base = _base(directory, None, revision)
+        base = _base(directory, None, None if directory != Path(path).expanduser() else revision)
         return Source(base, directory, _tokenizer(directory, base), chat_template)
     base = _locate(path, revision)
     return Source(base, None, str(base), chat_template)
+
+
+def _pushed_adapter(repository: str, revision: str | None) -> Path | None:
+    """The directory of an adapter on the hub, downloaded; None where the repository holds none."""
+    directory = locate(repository, revision, allow=(*MODEL, ADAPTER_CONFIG))
+    return directory if (directory / ADAPTER_CONFIG).is_file() else None
 
 
 def _locate(path: str | os.PathLike[str], revision: str | None = None) -> Path:

@@ -205,7 +205,16 @@ def _sinks(setup: RunSetup, start: int, history: Sequence[Mapping[str, object]],
 def _facts(setup: RunSetup, record: Record, status: str) -> dict[str, object]:
     """What run.json says of a run whatever its end."""
     base = {name: value for name, value in dataclasses.asdict(setup.base).items() if value is not None}
-    return {"status": status, RESULT_DIGEST: None, "versions": record.versions, "base": base, "data": record.data}
+    report = setup.data.report
+    trained_on = {
+        "samples": report.samples,
+        "noun": report.noun,
+        "left_out": report.samples_left_out,
+        "tokens": report.counts.tokens,
+        "trained_tokens": report.counts.trained_tokens,
+    }
+    facts: dict[str, object] = {"status": status, RESULT_DIGEST: None, "versions": record.versions, "base": base}
+    return facts | {"data": record.data, "trained_on": trained_on}
 
 
 def _write_run(setup: RunSetup, fields: Mapping[str, object]) -> None:

@@ -1,0 +1,168 @@
+"""The model card of a push: the hub's metadata, and how the model came to be, in Markdown."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from meshtune.hub.base_model import Base
+from meshtune.hub.facts import RunFacts
+
+STAGES = {
+    "sft": "supervised fine-tuning",
+    "pt": "continued pre-training",
+    "rm": "a reward model of preference pairs",
+}
+LIBRARY = {"adapter": "peft", "model": "transformers", "merged": "transformers", "gguf": "gguf"}
+RELATION = {"adapter": "adapter", "model": "finetune", "merged": "merge", "gguf": "quantized"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What is pushed: `kind` is adapter, model, merged or gguf; `base` is None where nothing says what it came from."""
+
+    repository: str
+    kind: str
+    base: Base | None
+    run: RunFacts | None
+    files: Sequence[str]
+    scored: bool = False
+
+
+def model_card(subject: Subject) -> str:
+    """README.md as Markdown, with the hub's metadata in front."""
+    sections = [
+        _heading(subject),
+        _loading(subject),
+        *([_training(subject.run), _losses(subject.run)] if subject.run else []),
+        _evaluation(subject),
+        _licence(subject.base),
+    ]
+    return f"---\n{_metadata(subject)}\n---\n\n" + "\n\n".join(part for part in sections if part) + "\n"
+
+
+def _metadata(subject: Subject) -> str:
+    from huggingface_hub import ModelCardData
+
+    base, run = subject.base, subject.run
+    licence = base.licence if base else None
+    fields: dict[str, object] = {"library_name": LIBRARY[subject.kind], "tags": _tags(subject)}
+    if base and base.hub_id:
+        fields |= {"base_model": base.hub_id, "base_model_relation": RELATION[subject.kind]}
+    if licence:
+        fields["license"] = licence.id
+        fields |= {
+            key: value for key, value in (("license_name", licence.title), ("license_link", licence.link)) if value
+        }
+    if run and (datasets := [fact.name for fact in run.data if fact.hub]):
+        fields["datasets"] = datasets
+    fields["pipeline_tag"] = "text-classification" if subject.scored else "text-generation"
+    return ModelCardData(**fields).to_yaml()  # pyright: ignore[reportArgumentType]
+
+
+def _tags(subject: Subject) -> list[str]:
+    run = subject.run
+    return ["meshtune", *([run.stage] if run else []), *([run.method] if run and run.method != run.stage else [])]
+
+
+def _heading(subject: Subject) -> str:
+    kind = {
+        "adapter": "A PEFT adapter for",
+        "model": "A model tuned from",
+        "merged": "An adapter merged into",
+        "gguf": "GGUF files of a model tuned from",
+    }[subject.kind]
+    lines = [f"# {subject.repository.split('/')[1]}", ""]
+    base, run = subject.base, subject.run
+    if base is None:
+        return "\n".join([*lines, "A model, pushed with Meshtune. Its files do not say what it was tuned from."])
+    name = f"[{base.hub_id}](https://huggingface.co/{base.hub_id})" if base.hub_id else f"`{base.name}`"
+    revision = f" at revision `{base.revision}`" if base.revision else ""
+    lines.append(f"{kind} {name}{revision}, made with Meshtune.")
+    if run:
+        steps = f" in {run.steps:,} updates" if run.steps else ""
+        lines[-1] += f" It was trained by {STAGES.get(run.stage, run.stage.upper())} ({run.method}){steps}."
+    if base.hash:
+        lines += ["", f"Hash of the base's weights: `{base.hash}`."]
+    return "\n".join(lines)
+
+
+def _loading(subject: Subject) -> str:
+    repository = subject.repository
+    base = subject.base.name if subject.base else "BASE"
+    automatic = "AutoModelForSequenceClassification" if subject.scored else "AutoModelForCausalLM"
+    if subject.kind == "gguf":
+        first = next((name for name in subject.files if name.endswith(".gguf")), "FILE.gguf")
+        command = f"llama-cli -hf {repository}\nollama run hf.co/{repository}\n# or: hf download {repository} {first}"
+        return f"## Load it\n\n```sh\n{command}\n```"
+    lines = ["## Load it", "", "```python", f"from transformers import {automatic}, AutoTokenizer"]
+    if subject.kind == "adapter":
+        lines += [
+            "from peft import PeftModel",
+            "",
+            f'base = {automatic}.from_pretrained("{base}"{", num_labels=1" if subject.scored else ""})',
+            f'model = PeftModel.from_pretrained(base, "{repository}")',
+        ]
+    else:
+        lines += ["", f'model = {automatic}.from_pretrained("{repository}")']
+    lines += [f'tokenizer = AutoTokenizer.from_pretrained("{repository}")', "```"]
+    if not subject.scored:
+        named = subject.kind != "adapter" or subject.base is None or subject.base.hub_id is not None
+        model = repository if named else f"{base} --adapter {repository}"
+        lines += ["", "```sh", f'meshtune generate {model} --prompt "..."', f"meshtune chat {model}", "```"]
+    if subject.kind == "adapter" and subject.base and not subject.base.hub_id:
+        lines += ["", f"`{base}` stands for a folder with the base, which is not known to be on the hub."]
+    return "\n".join(lines)
+
+
+def _training(run: RunFacts) -> str:
+    lines = ["## Data", "", "| source | split | revision | SHA-256 of the file |", "| --- | --- | --- | --- |"]
+    for fact in run.data:
+        cells = (f"`{fact.name}`", fact.split, fact.revision, f"`{fact.sha256}`" if fact.sha256 else None)
+        lines.append(f"| {' | '.join(cell or '' for cell in cells)} |")
+    counts = run.counts
+    if counts:
+        left_out = f", {counts['left_out']:,} left out" if counts.get("left_out") else ""
+        lines += ["", f"{counts['samples']:,} {counts['noun']}{left_out}, {counts['tokens']:,} tokens in an epoch, of "]
+        lines[-1] += f"which {counts['trained_tokens']:,} are learned."
+    if run.fingerprint:
+        lines += ["", f"Hash of the training tokens and their weights: `{run.fingerprint}`."]
+    lines += ["", "## Recipe", "", "```yaml", run.recipe.rstrip(), "```"]
+    if run.versions:
+        lines += ["", "Versions: " + ", ".join(f"{name} {version}" for name, version in run.versions.items()) + "."]
+    return "\n".join(lines)
+
+
+def _losses(run: RunFacts) -> str:
+    if not run.losses:
+        return ""
+    lines = ["## Losses", ""]
+    if run.plot is not None:
+        lines += ["![loss by update](loss.png)", ""]
+    lines += ["| update | epoch | training loss | validation loss |", "| ---: | ---: | ---: | ---: |"]
+    for step, epoch, train, validation in run.losses:
+        cells = (str(step), f"{epoch:.2f}", _number(train), _number(validation))
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "The training loss is that of the update's own batch, before the update."]
+    if run.best:
+        lines[-1] += f" The best validation loss was {run.best['loss']:.4f}, after update {run.best['step']}."
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _evaluation(subject: Subject) -> str:
+    comparison = subject.run.evaluation if subject.run else ""
+    return f"## Before and after\n\n{comparison}" if comparison else ""
+
+
+def _licence(base: Base | None) -> str:
+    if base is None:
+        return ""
+    if base.licence is None:
+        return "## Licence\n\nThe base's files state no licence: see where it is published."
+    name = base.licence.title or base.licence.id
+    link = f" ({base.licence.link})" if base.licence.link else ""
+    return f"## Licence\n\nThat of the base: {name}{link}."

@@ -1,0 +1,159 @@
+"""What a model card says of a run: its recipe and data under public names, its losses, its evaluation."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meshtune.config.load import load_recipe
+from meshtune.config.recipe import Recipe
+from meshtune.data.sources import READERS, file_type
+from meshtune.hub.base_model import Base
+from meshtune.runs.output import RECIPE, read_run
+from meshtune.weights.hub import HUB_ID
+
+LOSSES_SHOWN = 12
+NOT_SHOWN = ("resume", "overwrite", "accept_changes", "hub")  # commands of the run, and where it was pushed
+EVALUATION = "evaluation"
+COMPARED = ("## Professional ability", "## General ability")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataFact:
+    """A source of training data. `sha256` is that of a file which has not changed since the run."""
+
+    name: str
+    hub: bool
+    split: str | None = None
+    revision: str | None = None
+    sha256: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFacts:
+    """A run, in public names. `losses` are rows of (step, epoch, training loss, validation loss)."""
+
+    recipe: str
+    stage: str
+    method: str
+    data: list[DataFact]
+    counts: Mapping[str, Any]
+    fingerprint: str | None
+    steps: int | None
+    losses: list[tuple[int, float, float | None, float | None]]
+    best: Mapping[str, Any] | None
+    versions: Mapping[str, str]
+    plot: Path | None
+    evaluation: str
+
+
+def run_facts(run: Path, base: Base) -> RunFacts:
+    """Reads the facts of a run from what it left in its directory. Raises UserError, DamagedError as the readers do."""
+    recipe, fields = load_recipe(run / RECIPE), read_run(run)
+    plot = run / "loss.png"
+    return RunFacts(
+        recipe=_recipe_text(recipe, base),
+        stage=recipe.stage.kind,
+        method=recipe.method.kind if recipe.method.kind != "lora" else getattr(recipe.method, "adapter", "lora"),
+        data=[_data_fact(source, run) for source in recipe.data.train],
+        counts=fields.get("trained_on") or {},
+        fingerprint=fields.get("data"),
+        steps=fields.get("step"),
+        losses=_losses(run / "metrics.jsonl"),
+        best=fields.get("best"),
+        versions=fields.get("versions") or {},
+        plot=plot if plot.is_file() else None,
+        evaluation=_comparison(run / EVALUATION),
+    )
+
+
+def _recipe_text(recipe: Recipe, base: Base) -> str:
+    """The recipe without its defaults, and with names in the place of paths."""
+    fields = recipe.model_dump(mode="json", exclude_defaults=True)
+    for key in NOT_SHOWN:
+        fields.pop(key, None)
+    model, data = fields["model"], fields["data"]
+    model["path"] = base.name
+    for section, keys in ((model, ("tokenizer", "chat_template", "adapter")), (data, ("registry",))):
+        section.update({key: public_path(section[key]) for key in keys if section.get(key)})
+    if model.get("merge_adapters"):
+        model["merge_adapters"] = [public_path(path) for path in model["merge_adapters"]]
+    for split in ("train", "validation"):
+        for source in data[split] if isinstance(data.get(split), list) else ():
+            if source.get("path"):
+                source["path"] = public_path(source["path"])
+    if isinstance(fields.get("stage"), dict) and fields["stage"].get("reference"):
+        fields["stage"]["reference"] = public_path(fields["stage"]["reference"])
+    tasks = (fields.get("evaluate") or {}).get("tasks") or {}
+    tasks.update({name: public_path(path) for name, path in tasks.items() if path})
+    fields["output"] = f"runs/{Path(recipe.output).name}"
+    return yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
+
+
+def public_path(path: str) -> str:
+    """An id of the hub as it is, and the last part of a path."""
+    local = Path(path).expanduser()
+    if HUB_ID.match(path) and not local.exists() and file_type(local) not in (*READERS, ".gz"):
+        return path
+    return local.name
+
+
+def _data_fact(source: Any, run: Path) -> DataFact:
+    if source.path is None:
+        return DataFact(source.name, False)
+    public, file = public_path(source.path), Path(source.path).expanduser()
+    if not file.exists() and public == source.path and "/" in public:
+        return DataFact(public, True, source.split, source.revision)
+    unchanged = file.is_file() and file.stat().st_mtime <= (run / RECIPE).stat().st_mtime
+    return DataFact(public, False, sha256=_sha256(file) if unchanged else None)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _losses(metrics: Path) -> list[tuple[int, float, float | None, float | None]]:
+    """Losses by update, at most LOSSES_SHOWN of them; every row of an evaluation that is shown has both losses."""
+    train, validation, epochs = {}, {}, {}
+    for row in _rows(metrics):
+        if isinstance(row.get("loss"), float) and isinstance(row.get("step"), int):
+            (train if row.get("kind") == "train" else validation)[row["step"]] = row["loss"]
+            epochs[row["step"]] = row.get("epoch", 0.0)
+    steps = _spread(sorted(validation) if len(validation) > 1 else sorted(epochs), LOSSES_SHOWN)
+    return [(step, epochs[step], train.get(step), validation.get(step)) for step in steps]
+
+
+def _rows(metrics: Path) -> list[dict[str, Any]]:
+    rows = []
+    for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else ():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:  # the last line of a process that was killed
+            continue
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def _spread(steps: Sequence[int], most: int) -> list[int]:
+    """At most `most` of `steps`, evenly spread, with the first and the last."""
+    if len(steps) <= most:
+        return list(steps)
+    return [steps[round(index * (len(steps) - 1) / (most - 1))] for index in range(most)]
+
+
+def _comparison(folder: Path) -> str:
+    """The findings and tables of the newest comparison with the base, without the answers, which quote the data."""
+    reports = sorted(folder.glob("*/report.md"), key=lambda path: path.stat().st_mtime)
+    parts = []
+    for section in reports[-1].read_text(encoding="utf-8").split("\n## ") if reports else ():
+        if section.startswith("# "):
+            parts += [line for line in section.splitlines() if line.startswith(("- ", "> "))]
+        elif f"## {section}".startswith(COMPARED):
+            parts += ["", f"#{'## ' + section}".rstrip()]
+    return "\n".join(parts)

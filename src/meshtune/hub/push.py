@@ -1,0 +1,133 @@
+"""Pushes a result to the hub as one commit: checks first, then packs, then sends what is not there yet."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from meshtune.hub.account import CARD, RECORD, Repository, check_access, hub_errors, open_repository
+from meshtune.hub.base_model import with_hub_licence
+from meshtune.hub.card import Subject, model_card
+from meshtune.hub.contents import PublicNames, check_contents, local_paths, stage
+from meshtune.hub.facts import run_facts
+from meshtune.hub.package import ExportOptions, Package, packed, resolve
+
+PLOT, LICENCE = "loss.png", "LICENSE"
+
+
+@dataclasses.dataclass(frozen=True)
+class Pushed:
+    """A push: the repository's address, its commit, the files that it has by it and those of the source that were not
+    sent. `changed` is False where the repository held all of them before."""
+
+    url: str
+    commit: str
+    kind: str
+    files: list[str]
+    left_out: list[str]
+    changed: bool
+
+
+def push(
+    source: str | os.PathLike[str],
+    repository: str,
+    *,
+    merge: bool = False,
+    into: str | None = None,
+    format: str | None = None,
+    base: str | None = None,
+    base_model: str | None = None,
+    run: str | None = None,
+    public: bool = False,
+    overwrite: bool = False,
+    report: Callable[[str], None] = lambda text: None,
+) -> Pushed:
+    """Pushes `source` (a finished run, an adapter, a model, a GGUF file or a folder of them) to `repository`.
+
+    The repository is created private unless `public`. `merge`, `into`, `format` and `base` are those of
+    `runs.export.export`; a merged model is written to a temporary folder beside the source first. `base_model` is the
+    base's id on the hub, where its folder does not say it, and `run` the run that made a GGUF file or a model.
+    `overwrite` allows a repository with other files, which stay. All is sent as one commit, with a model card. A push
+    that broke is pushed again: files that arrived are not sent twice.
+
+    Raises UserError for a missing token and other refusals before anything is packed, and for a connection that breaks.
+    """
+    token = check_access(repository)
+    options = ExportOptions(merge, into, format, base)
+    package = resolve(source, options, base_model, run)
+    target = open_repository(repository, token, public=public, overwrite=overwrite)
+    beside = Path(source).expanduser().absolute().parent
+    with tempfile.TemporaryDirectory(prefix=".push-", dir=beside if os.access(beside, os.W_OK) else None) as folder:
+        if package.path is None:
+            report("merging the adapter into its base")
+        package = packed(package, source, options, Path(folder) / "merged")
+        return send(package, target, Path(folder), report=report)
+
+
+def send(
+    package: Package, target: Repository, folder: Path, *, message: str = "", report: Callable[[str], None]
+) -> Pushed:
+    """Sends a package as one commit; `folder` is for files that are rewritten on the way.
+
+    Raises UserError where a file holds a token or names a local path, and as `account.hub_errors` does.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+    assert package.path is not None
+    base = with_hub_licence(package.base, target.api) if package.base else None
+    names = PublicNames(_names(package))
+    staged = folder / "staged"
+    staged.mkdir()
+    paths, left_out = stage(package.path, staged, names)
+    files: dict[str, Path | bytes] = dict(paths)
+    run = run_facts(package.run, base) if package.run and base else None
+    if run and run.plot:
+        files[PLOT] = run.plot
+    if base and base.licence and base.licence.file and package.kind != "adapter" and LICENCE not in files:
+        files[LICENCE] = base.licence.file
+    subject = Subject(target.name, package.kind, base, run, sorted(files), package.scored)
+    files[CARD] = model_card(subject).encode()
+    files[RECORD] = _record(package, sorted({*files, RECORD}))
+    check_contents(files, target.token, local_paths(package.path, package.run, package.directory, folder))
+    report(f"sending {len(files)} files to {target.url}")
+    operations = [
+        CommitOperationAdd(name, content if isinstance(content, bytes) else str(content))
+        for name, content in sorted(files.items())
+    ]
+    stale = sorted((target.pushed & target.files) - set(files))
+    with hub_errors(target.name):
+        commit = target.api.create_commit(
+            target.name,
+            [*operations, *(CommitOperationDelete(name, is_folder=False) for name in stale)],
+            commit_message=message or f"Push {package.kind} with Meshtune",
+            parent_commit=target.head,
+        )
+    return Pushed(target.url, commit.oid, package.kind, sorted(files), left_out, commit.oid != target.head)
+
+
+def _names(package: Package) -> dict[str, str]:
+    """What the paths of the base are called elsewhere."""
+    if package.base is None:
+        return {}
+    spelled = Path(package.base.path).expanduser()
+    paths = {package.base.path, str(spelled), str(spelled.absolute()), str(spelled.resolve())}
+    if package.directory is not None:
+        paths |= {str(package.directory), str(package.directory.resolve())}
+    return dict.fromkeys(paths, package.base.name)
+
+
+def _record(package: Package, files: list[str]) -> bytes:
+    """meshtune.json: what this push wrote, by which the next one knows its own files."""
+    base = package.base
+    fields = {
+        "version": importlib.metadata.version("meshtune"),
+        "kind": package.kind,
+        "base": None if base is None else {"name": base.name, "revision": base.revision, "hash": base.hash},
+        "files": files,
+    }
+    return json.dumps(fields, indent=2).encode() + b"\n"
