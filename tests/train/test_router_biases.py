@@ -211,7 +211,7 @@ RECIPE = {
 @pytest.mark.slow
 def test_biases_are_saved_resumed_and_exported(live, deepseek, tmp_path):  # noqa: F811
     """Killed and resumed is never interrupted, bit for bit; every exported bias has made one step an update."""
-    recipe = RECIPE | {"model": {"path": str(deepseek), "router_bias_update_rate": RATE}}
+    recipe = RECIPE | {"model": {"path": str(deepseek), "router_bias_update_rate": RATE, "router_aux_loss": 0.01}}
     assert live("whole", "never", **recipe) == 0
     assert live("killed", "step:5", **recipe) == KILLED
     assert live("killed", "never", **recipe) == 0

@@ -204,6 +204,11 @@ def with_bias_update_rate(spec: ModelSpec, rate: float | None) -> ModelSpec:
     return _with_ffn(spec, has_bias, bias_update_rate=rate)
 
 
+def without_balancing(spec: ModelSpec) -> ModelSpec:
+    """The model without what balances the load of its experts in training alone: its config need not say that."""
+    return _with_ffn(spec, lambda layer: isinstance(layer.ffn, ExpertsSpec), aux_loss=0.0, bias_update_rate=0.0)
+
+
 def _with_ffn(spec: ModelSpec, chosen: Callable[[LayerSpec], bool], **fields: float) -> ModelSpec:
     """The model with other fields of the feed-forward networks of the chosen layers."""
 

@@ -17,6 +17,7 @@ from jaxtyping import Float
 from meshtune.arrays.tree import Leaves, Tree, flatten, unflatten
 from meshtune.errors import UserError
 from meshtune.families import tensors as table_of
+from meshtune.families.experts import without_balancing
 from meshtune.families.tensors import TensorMap
 from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.layout import Layout
@@ -151,7 +152,7 @@ def verify_export(
     """
     with raise_collectively(job, "verify: config"):
         written, _ = load_spec(dest, dtype)
-        if (changed := _spec_difference(spec, written)) is not None:
+        if (changed := _spec_difference(without_balancing(spec), without_balancing(written))) is not None:
             raise ExportError(f"the written config.json describes another model: {changed}", where=str(dest))
         infos = model_tensors(dest, written.published)
         check(dest, written, infos)

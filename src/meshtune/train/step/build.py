@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,6 @@ from jaxtyping import Array, Int
 
 from meshtune.arrays.tree import Tree, merge
 from meshtune.model.block import Sums
-from meshtune.model.buffers import adjust_buffers
 from meshtune.model.compute import Compute, compiler_options, streaming_options
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.curvature import curvature
@@ -25,25 +23,10 @@ from meshtune.objectives.score import Batch, Objective, Score
 from meshtune.optim.optimizer import Optimizer
 from meshtune.train.step.accumulate import mean_gradient
 from meshtune.train.step.block_coordinate import active_block
+from meshtune.train.step.buffers import SummedStep, with_buffers
 from meshtune.train.step.host_state import any_on_host, updated_by_rows
 from meshtune.train.step.layerwise import layerwise_step
 from meshtune.train.step.state import Metrics, TrainState, abstract_state
-
-
-class Step(Protocol):
-    """One update, not yet compiled."""
-
-    def __call__(
-        self, state: TrainState, frozen: Tree, batch: Batch, seed: Int[Array, ""]
-    ) -> tuple[TrainState, Metrics]: ...
-
-
-class SummedStep(Protocol):
-    """An update that also returns the sums of the layers over all its micro-batches."""
-
-    def __call__(
-        self, state: TrainState, frozen: Tree, batch: Batch, seed: Int[Array, ""]
-    ) -> tuple[TrainState, Metrics, Sums]: ...
 
 
 def make_train_step(
@@ -76,7 +59,7 @@ def make_train_step(
         options = {**options, **streaming_options(compute)}
     else:
         step = _accumulated_step(objective, spec, compute, optimizer, abstract, max_grad_norm, dropout)
-    step = _with_buffers(spec, step)
+    step = with_buffers(spec, step)
     if layout is None or abstract is None:
         return jax.jit(step, donate_argnums=0, compiler_options=options or None)
     like = abstract_state(abstract, optimizer, layout, compute.offload, buffers)
@@ -94,21 +77,6 @@ def make_eval_step(objective: Objective, spec: ModelSpec, compute: Compute) -> C
     options = None if compute.dtype == "float32" else compiler_options(compute.platform)
     sharding = None if compute.layout is None else compute.layout.replicated
     return jax.jit(step, out_shardings=sharding, compiler_options=options)
-
-
-def _with_buffers(spec: ModelSpec, step: SummedStep) -> Step:
-    """The step of a state with buffers: frozen in its forward and backward passes, and adjusted after its update."""
-
-    def adjusted(state: TrainState, frozen: Tree, batch: Batch, seed: Int[Array, ""]) -> tuple[TrainState, Metrics]:
-        buffers = state.buffers
-        state = dataclasses.replace(state, buffers={})
-        after, metrics, sums = step(state, merge(frozen, buffers), batch, seed)
-        if buffers:
-            new = adjust_buffers(spec, buffers, sums)
-            buffers = jax.tree.map(lambda new, old: jnp.where(metrics["finite"], new, old), new, buffers)
-        return dataclasses.replace(after, buffers=buffers), metrics
-
-    return adjusted
 
 
 def _accumulated_step(
