@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import itertools
-import json
 
 import pytest
 
-from meshtune.config.data import DataSection
 from meshtune.config.data_options import TokenOptions
 from meshtune.data.chat import ChatTemplate, as_dicts
-from meshtune.data.chat_templates import template_names, tool_template_names
+from meshtune.data.chat_templates import template_names
 from meshtune.data.conversation import Conversation, Message, Origin
-from meshtune.data.documents import load_documents
 from meshtune.data.masks import mask_conversation
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.data.tokens import Tokenize
@@ -92,6 +88,8 @@ SHIPPED = {
     "gemma": "<s><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\nHello<end_of_turn>\n",
     "plain": "<s>User:\nHi\nAssistant:\nHello</s>\n",
     "baichuan2": "<reserved_106>Hi<reserved_107>Hello</s>",
+    "phi3": "<|user|>\nHi<|end|>\n<|assistant|>\nHello<|end|>\n",
+    "deepseek": "<s><｜User｜>Hi<｜Assistant｜>Hello</s>",
     "alpaca": "<s>### Instruction:\nHi\n\n### Response:\nHello</s>\n\n",
 }
 
@@ -139,37 +137,6 @@ def test_shipped_templates_write_tools_as_the_familys_official_template(shared, 
     assert ours == loaded.apply_chat_template(messages, tools=list(CALLS.tools), tokenize=False)
 
 
-@pytest.fixture(scope="module")
-def tool_conversations(shared):
-    """Twenty conversations with tool calls of each of two public files."""
-    conversations = []
-    for name in ("glaive_toolcall_en_demo", "glaive_toolcall_zh_demo"):
-        section = {"registry": str(shared / "assets/data/llamafactory"), "train": {"name": name}}
-        documents = load_documents(DataSection.model_validate(section), seed=0).train
-        with_calls = (document for document in documents if any(message.tool_calls for message in document.messages))
-        conversations += itertools.islice(with_calls, 20)
-    return conversations
-
-
-@pytest.mark.parametrize("name", template_names())
-def test_tool_calls_are_trained_on_or_refused_with_templates_that_work(shared, tool_conversations, name):
-    chat = ChatTemplate(load_tokenizer(shared / "assets/models/stories260K", name))
-    assert len(tool_conversations) == 40
-    for conversation in tool_conversations:
-        if name not in tool_template_names():
-            with pytest.raises(UserError) as caught:
-                mask_conversation(chat, conversation)
-            assert "chatml, llama3, mistral, plain" in caught.value.fix
-            continue
-        masked = mask_conversation(chat, conversation)
-        trained = "".join(masked.text[start:end] for start, end, weight in masked.spans if weight)
-        for message in conversation.messages:
-            for call in message.tool_calls:
-                assert call["function"]["name"] in trained
-                assert json.dumps(call["function"]["arguments"], ensure_ascii=False) in trained
-        assert not masked.tools_unseen
-
-
 @pytest.mark.parametrize("name", template_names())
 def test_shipped_templates_write_a_system_prompt_once(shared, name):
     chat = ChatTemplate(load_tokenizer(shared / "assets/models/stories260K", name))
@@ -187,4 +154,4 @@ def test_shipped_templates_train_on_every_answer(shared, name):
     learned = tokenizer.decode(example.ids[example.weights > 0].tolist())
     between = "" if name == "baichuan2" else end.head  # its original writes no end between turns
     assert learned.replace(" ", "") == f"Hello{between}b{end.head}"  # SentencePiece decodes a space before words
-    assert (end.token is None) == (name in {"chatml", "llama3", "gemma"})  # of no such token in this vocabulary
+    assert (end.token is None) == (name in {"chatml", "llama3", "gemma", "phi3"})  # of no such token in this vocabulary

@@ -181,7 +181,7 @@ def test_messages_keep_weights_names_tool_calls_and_reasoning():
         "messages": [
             {"role": "developer", "content": "s"},
             {"role": "user", "name": "Ann", "content": [{"type": "text", "text": "q"}, {"type": "text", "text": "!"}]},
-            {"role": "assistant", "content": None, "tool_calls": [call], "weight": 0},
+            {"role": "assistant", "content": None, "tool_calls": [call, call | {"id": "2"}], "weight": 0},
             {"role": "tool", "tool_call_id": "1", "content": "3"},
             {"role": "tool", "tool_call_id": "2", "content": ""},
             {"role": "assistant", "content": "it is 3", "reasoning_content": "hm", "weight": 1, "audio": None},
@@ -193,7 +193,7 @@ def test_messages_keep_weights_names_tool_calls_and_reasoning():
     assert document.messages == (
         Message("system", "s"),
         Message("user", "q!", extra=(("name", "Ann"),)),
-        Message("assistant", "", 0.0, (parsed,)),
+        Message("assistant", "", 0.0, (parsed, parsed | {"id": "2"})),
         Message("tool", "3", extra=(("tool_call_id", "1"),)),
         Message("tool", "", extra=(("tool_call_id", "2"),)),
         Message("assistant", "it is 3", 1.0, extra=(("reasoning_content", "hm"),)),

@@ -10,33 +10,17 @@ import unicodedata
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
-from meshtune.config.data_options import LossPolicy, TokenOptions
+from data.stock_templates import STOCK, encoded, learned_pieces, tokenizer_of
+from meshtune.config.data_options import LossPolicy
 from meshtune.data.chat import ChatTemplate, as_dicts
 from meshtune.data.conversation import Conversation, Message, Origin
 from meshtune.data.masks import mask_conversation
-from meshtune.data.tokens import Tokenize
 from meshtune.errors import UserError
 
 ORIGIN = Origin("chat.jsonl", 7)
-GEMMA = ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
-MISTRAL = ["<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[AVAILABLE_TOOLS]"]
-MISTRAL += ["[/AVAILABLE_TOOLS]"]
-# template: tokenizer it runs with, its end of turn, special tokens to add, and bos, eos
-STOCK = {
-    "meta-llama-Llama-3.1-8B-Instruct": ("hf-llama3_1", "<|eot_id|>", [], None),
-    "meta-llama-Llama-3.2-3B-Instruct": ("hf-llama3_1", "<|eot_id|>", [], None),
-    "Qwen-Qwen2.5-7B-Instruct": ("hf-qwen3", "<|im_end|>", [], None),
-    "Qwen-Qwen3-0.6B": ("hf-qwen3", "<|im_end|>", [], None),
-    "google-gemma-2-2b-it": ("hf-qwen3", "<end_of_turn>", GEMMA, ("<bos>", "<eos>")),
-    "mistralai-Mistral-Nemo-Instruct-2407": ("hf-qwen3", "</s>", MISTRAL, ("<s>", "</s>")),
-    "HuggingFaceTB-SmolLM3-3B": ("hf-llama3_1", "<|im_end|>", ["<|im_start|>", "<|im_end|>"], None),
-    "SmolLM2": ("smollm2", "<|im_end|>", [], None),
-}
 TRIMS = {"meta-llama-Llama-3.1-8B-Instruct", "meta-llama-Llama-3.2-3B-Instruct", "google-gemma-2-2b-it"}
 NO_SYSTEM = {"google-gemma-2-2b-it"}
-_tokenizers: dict = {}
 
 
 @pytest.fixture(params=list(STOCK))
@@ -46,42 +30,11 @@ def stock(request, shared):
     return name, tokenizer_of(name, shared), STOCK[name][1]
 
 
-def tokenizer_of(name, shared):
-    if name not in _tokenizers:
-        folder, _, special, ends = STOCK[name]
-        tokenizer = AutoTokenizer.from_pretrained(shared / "assets/tokenizers" / folder)
-        if special:
-            tokenizer.add_special_tokens({"additional_special_tokens": special})
-        if ends:
-            tokenizer.bos_token, tokenizer.eos_token = ends
-        file = shared / "assets/tokenizers/chat_templates" / f"{name}.jinja"
-        if file.exists():
-            tokenizer.chat_template = file.read_text()
-        _tokenizers[name] = tokenizer
-    return _tokenizers[name]
-
-
 def chat(*turns, system=None, weights=None, tools=()):
     messages = [Message("system", system)] if system else []
     for place, words in enumerate(turns):
         messages.append(Message("assistant" if place % 2 else "user", words))
     return Conversation(tuple(messages), ORIGIN, tools)
-
-
-def encoded(tokenizer, conversation, policy=None):
-    tokenize = Tokenize(tokenizer, TokenOptions(1 << 20, policy or LossPolicy()))
-    (example,) = tokenize([conversation])
-    return example, tokenize.counts
-
-
-def learned_pieces(tokenizer, example):
-    """The decoded runs of learned tokens."""
-    on = example.weights > 0
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], on.astype(int), [0]])))
-    return [
-        tokenizer.decode(example.ids[start:end].tolist(), clean_up_tokenization_spaces=False)
-        for start, end in zip(edges[::2], edges[1::2], strict=True)
-    ]
 
 
 def expected(name, words, end, *, last):
@@ -222,10 +175,11 @@ def test_a_template_that_drops_tool_calls_is_refused(shared):
         encoded(tokenizer_of("SmolLM2", shared), tool_chat())
 
 
-def test_tools_that_a_template_does_not_show_are_counted(shared):
+def test_tools_that_a_template_does_not_show_are_refused(shared):
     talk = Conversation(chat("Hi", "Hello").messages, ORIGIN, (TOOL,))
-    assert encoded(tokenizer_of("SmolLM2", shared), talk)[1].tools_unseen == 1
-    assert encoded(tokenizer_of("Qwen-Qwen3-0.6B", shared), talk)[1].tools_unseen == 0
+    with pytest.raises(UserError, match=r"does not write tools: add[\s\S]*record 7[\s\S]*chat_template: chatml"):
+        encoded(tokenizer_of("SmolLM2", shared), talk)
+    assert encoded(tokenizer_of("Qwen-Qwen3-0.6B", shared), talk)[1].examples == 1
 
 
 @pytest.mark.parametrize("name", ["Qwen-Qwen3-0.6B", "Qwen-Qwen2.5-7B-Instruct"])

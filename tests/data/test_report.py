@@ -56,7 +56,6 @@ def test_histogram_bins_hold_everything():
         ("unended", "no end of turn"),
         ("without_eos", "no end-of-sequence token"),
         ("prompts_differ", "differently in generation"),
-        ("tools_unseen", "offer tools"),
         ("double_bos", "two beginning-of-sequence"),
         ("straddling", "spans the end of a prompt"),
         ("special_in_text", "special tokens in their own text"),

@@ -84,8 +84,9 @@ PUBLISHED = {
 def test_the_templates_that_ship_with_meshtune_are_known():
     folder = Path(meshtune.data.__file__ or "").parent / "templates"
     names = {path.stem: call_format(path.read_text()) for path in folder.glob("*.jinja") if "tool" in path.read_text()}
-    expected = {"chatml": formats.HERMES, "llama3": formats.LLAMA, "mistral": formats.MISTRAL, "plain": formats.PLAIN}
-    assert names == expected
+    tagged = dict.fromkeys(("alpaca", "baichuan2", "chatml", "gemma", "phi3"), formats.HERMES)
+    others = {"llama3": formats.LLAMA, "mistral": formats.MISTRAL, "plain": formats.PLAIN}
+    assert names == tagged | others | {"deepseek": formats.DEEPSEEK_R1}
 
 
 @pytest.mark.parametrize("size", [1, 5, 10_000])

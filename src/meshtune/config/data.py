@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from meshtune.config.data_options import FormatName, LossPolicy, Overlong, SourceOptions, TokenOptions
+from meshtune.config.data_options import FormatName, LossPolicy, Overlong, Reasoning, SourceOptions, TokenOptions
 from meshtune.config.section import PathText, Section, declared
 from meshtune.config.short_forms import sources
 
@@ -67,6 +67,7 @@ class DataSection(Section):
     )
     train_on_prompt: bool = declared(LossPolicy, "train_on_prompt")
     last_turn_only: bool = declared(LossPolicy, "last_turn_only")
+    reasoning: Reasoning = declared(LossPolicy, "reasoning")
     system: str | None = Field(default=None, description="System prompt for conversations that have none.")
     shuffle: bool = Field(default=True, description="A new order every epoch, a function of the seed.")
 

@@ -13,6 +13,7 @@ FormatName = Literal[
     "auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text", "preference", "openai", "hh"
 ]  # fmt: skip
 Overlong = Literal["truncate", "drop", "error"]
+Reasoning = Literal["template", "inline", "drop"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,11 @@ class LossPolicy:
 
     train_on_prompt: bool = option(False, "Also train on system, user and tool turns.")
     last_turn_only: bool = option(False, "Train on the last assistant turn only.")
+    reasoning: Reasoning = option(
+        "template",
+        "Reasoning of assistant turns; template: where the chat template writes it (often in the last turns only), and "
+        "trained on there; inline: as <think> text before the answer; drop: left out.",
+    )
 
     def __post_init__(self):
         if self.train_on_prompt and self.last_turn_only:
@@ -69,6 +75,8 @@ class TokenOptions:
         """A text that identifies the options. It must not change with the names of classes or fields: stores would be
         built anew, and earlier runs could not be resumed."""
         policy = f"train_on_prompt={self.policy.train_on_prompt}, last_turn_only={self.policy.last_turn_only}"
+        if self.policy.reasoning != "template":
+            policy += f", reasoning={self.policy.reasoning}"
         return (
             f"TokenOptions(max_length={self.max_length}, learn=Learn({policy}), overlong={self.overlong!r}, "
             f"skip_bad={self.skip_bad})"

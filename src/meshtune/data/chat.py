@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import jinja2
 
-from meshtune.data.conversation import Conversation, Message
+from meshtune.data.conversation import Conversation, JsonObject, Message
+from meshtune.data.dialect import Dialect, Messages, call_and_results, measure
 from meshtune.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 # a fixed date, the one that Meta's templates fall back to.
 FIXED_DATE = {"%d": "26", "%b": "Jul", "%B": "July", "%m": "07", "%Y": "2024", "%y": "24", "%A": "Friday", "%a": "Fri"}
 FIXED_DATE |= {"%H": "12", "%I": "12", "%M": "00", "%S": "00", "%p": "PM", "%-d": "26", "%-m": "7", "%Z": "UTC"}
+
+_QUESTION = {"role": "user", "content": "question"}
 
 # A template is a program: it can raise an exception of its own, or Python's errors inside expressions.
 _FAILURES = (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
@@ -93,6 +98,53 @@ class ChatTemplate:
     failures = _FAILURES
 
     @functools.cached_property
+    def dialect(self) -> Dialect:
+        """How the template expects tool calls, results and reasoning, and which of them it writes."""
+        return measure(self._render_or_none)
+
+    def _render_or_none(self, messages: Messages, tools: Sequence[JsonObject]) -> str | None:
+        try:
+            return self.render(messages, tools)
+        except _FAILURES:
+            return None
+
+    def messages(self, conversation: Conversation) -> list[dict[str, object]]:
+        """The messages of a conversation as this template reads them."""
+        if any(message.tool_calls or message.role == "tool" or message.extra for message in conversation.messages):
+            return self.dialect.messages(conversation)
+        return as_dicts(conversation)
+
+    @functools.cached_property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The special tokens of the tokenizer that are not white space."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        return tuple(token.content for token in added if token.special and token.content.strip())
+
+    @functools.cached_property
+    def role_ends(self) -> Mapping[str, str]:
+        """Tokens of the next turn that end the assistant's, by the next role: of templates that write no other end.
+
+        Only those at which the model's generation stops, as GLM's <|user|> and <|observation|>.
+        """
+        if self.end_of_turn.head:
+            return {}
+        answer = {"role": "assistant", "content": "\ue000answer\ue001"}
+        texts = {"user": self._render_or_none([_QUESTION, answer, _QUESTION], ())}
+        written = {"user": str(answer["content"])}
+        if self.dialect.call_end:
+            called = call_and_results(self.dialect, "value")
+            texts["tool"], written["tool"] = self._render_or_none([_QUESTION, *called], ()), self.dialect.call_end
+        stops = stop_tokens(self.tokenizer)
+        ends = {}
+        for role, text in texts.items():
+            if text is not None and written[role] in text:
+                rest = text[text.index(written[role]) + len(written[role]) :]
+                token = max((token for token in stops if rest.startswith(token)), key=len, default=None)
+                if token is not None:
+                    ends[role] = token
+        return ends
+
+    @functools.cached_property
     def end_of_turn(self) -> EndOfTurn:
         """What the template writes after the last assistant turn, found by rendering a short conversation."""
         content = "\ue000answer\ue001"
@@ -119,6 +171,22 @@ class ChatTemplate:
             return EndOfTurn(ending[:end], ending[end:], id_)
         head = ending.rstrip()
         return EndOfTurn(head, ending[len(head) :], None)
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerFast) -> frozenset[str]:
+    """The tokens at which the model's generation stops: those of generation_config.json beside the tokenizer, and its
+    end token."""
+    stops = {tokenizer.eos_token} if isinstance(tokenizer.eos_token, str) else set()
+    file = pathlib.Path(str(tokenizer.name_or_path)) / "generation_config.json"
+    try:
+        ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError):
+        ids = None
+    for id_ in ids if isinstance(ids, list) else [ids]:
+        token = tokenizer.added_tokens_decoder.get(id_) if isinstance(id_, int) else None
+        if token is not None:
+            stops.add(token.content)
+    return frozenset(stops)
 
 
 def template_error(problem: Exception, *, where: str, fix: str | None = None) -> UserError:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import pathlib
+from typing import TYPE_CHECKING
 
 from meshtune.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _FOLDER = importlib.resources.files("meshtune.data") / "templates"
 
@@ -18,10 +22,24 @@ def template_names() -> tuple[str, ...]:
     return tuple(sorted(name.removesuffix(".jinja") for name in files if name.endswith(".jinja")))
 
 
-@functools.cache
-def tool_template_names() -> tuple[str, ...]:
-    """Names of the shipped templates that write tools, tool calls and tool results."""
-    return tuple(name for name in template_names() if "tool_calls" in template_text(name))
+# A token of a family's vocabulary -> the template that writes with it; the first that a tokenizer has decides.
+BY_TOKEN = {
+    "<｜tool▁calls▁begin｜>": "deepseek",
+    "<|start_header_id|>": "llama3",
+    "[TOOL_CALLS]": "mistral",
+    "<start_of_turn>": "gemma",
+    "<reserved_106>": "baichuan2",
+    "<|im_start|>": "chatml",
+    "<|observation|>": "plain",
+    "<|call|>": "plain",
+    "<|end|>": "phi3",
+}
+
+
+def suggested_template(tokenizer: PreTrainedTokenizerFast) -> str:
+    """The shipped template that fits the tokens of a tokenizer: that of its family, else plain."""
+    backend = tokenizer.backend_tokenizer
+    return next((name for token, name in BY_TOKEN.items() if backend.token_to_id(token) is not None), "plain")
 
 
 def template_text(name_or_path: str) -> str:

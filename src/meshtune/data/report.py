@@ -199,10 +199,6 @@ def _training_problems(report: DataReport) -> list[str]:
             f"{counts.prompts_differ} answers follow a prompt that the template writes differently in generation (such "
             "as a system prompt shown only with the last message)"
         )
-    if counts.tools_unseen:
-        warnings.append(
-            f"{counts.tools_unseen} conversations offer tools that the chat template does not show to the model"
-        )
     if counts.double_bos:
         warnings.append(
             f"{counts.double_bos} conversations begin with two beginning-of-sequence tokens: check the chat template"

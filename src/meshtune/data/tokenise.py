@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshtune.config.data import DataSection
 from meshtune.config.data_options import LossPolicy, TokenOptions
+from meshtune.data.chat import ChatTemplate
 from meshtune.data.conversation import Conversation, Document, Sample
 from meshtune.data.report import TemplateInfo
 from meshtune.data.store import Store, fingerprint, open_or_build
@@ -28,9 +29,9 @@ Progress = Callable[[str, int, int], None]
 
 def token_options(data: DataSection, stage: str = "sft") -> TokenOptions:
     """The tokenising options of a recipe. Stages that compare answers train on the last turn, stage pt on all text."""
-    policy = LossPolicy(train_on_prompt=data.train_on_prompt, last_turn_only=data.last_turn_only)
+    policy = LossPolicy(data.train_on_prompt, data.last_turn_only, data.reasoning)
     if STAGES[stage].dataset_type != "documents":
-        policy = LossPolicy(last_turn_only=True)
+        policy = LossPolicy(last_turn_only=True, reasoning=data.reasoning)
     elif stage == "pt":
         policy = LossPolicy(train_on_prompt=True)
     return TokenOptions(
@@ -65,12 +66,25 @@ def tokenised_store(
 
     # Stages that make the same examples of the same records share a store.
     score_position = ("scored",) if STAGES[stage].has_score_head else ()
-    parts = (tokenizer_hash(tokenizer), options.cache_key(), *score_position)
+    role_ends = _role_ends(tokenizer)
+    parts = (tokenizer_hash(tokenizer), options.cache_key(), *score_position, *role_ends)
     key = fingerprint(_with_progress(samples, f"reading {split} data", progress), *parts)
     store = open_or_build(key, build, cache)
-    counts, template = store.meta["counts"], store.meta["template"]
-    counts = TokenCounts(**{**counts, "skipped": [(origin, reason) for origin, reason in counts["skipped"]]})
+    stored, template = store.meta["counts"], store.meta["template"]
+    names = {field.name for field in dataclasses.fields(TokenCounts)}
+    counts = TokenCounts(**{name: value for name, value in stored.items() if name in names})
+    counts.skipped = [(origin, reason) for origin, reason in stored["skipped"]]
     return store, counts, TemplateInfo(**template) if template else None
+
+
+def _role_ends(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
+    """What ends turns beside the template, for the cache key: files other than the tokenizer's decide it."""
+    if not tokenizer.chat_template:
+        return ()
+    try:
+        return tuple(sorted(ChatTemplate(tokenizer).role_ends.values()))
+    except UserError:
+        return ()  # the template is refused, with the record's name, when a conversation is rendered
 
 
 def _examples(tokenize: Tokenize, samples: Iterable[Any], stage: str) -> Iterator[Example]:

@@ -62,7 +62,6 @@ class TokenCounts:
     split: int = 0
     straddling: int = 0
     unended: int = 0
-    tools_unseen: int = 0
     double_bos: int = 0
     special_in_text: int = 0
     without_eos: int = 0
@@ -139,7 +138,6 @@ class Tokenize:
             return None
         counts.prompts_differ += masked.prompts_differ
         counts.unended += masked.unended
-        counts.tools_unseen += masked.tools_unseen
         counts.special_in_text += any(self._special_pattern.search(message.content) for message in document.messages)
         return masked
 

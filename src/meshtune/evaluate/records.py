@@ -71,7 +71,8 @@ def prompt_ids(tokenizer: PreTrainedTokenizerFast, record: Record) -> list[int]:
     chat = chat_template(tokenizer)
     assert isinstance(record.document, Conversation)
     try:
-        text = chat.render(record.prompt, record.document.tools, generation_prompt=True)
+        prompt = chat.messages(record.document)[: len(record.prompt)]
+        text = chat.render(prompt, record.document.tools, generation_prompt=True)
     except chat.failures as problem:
         raise template_error(problem, where=record.origin) from problem
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshtune.data.conversation import Conversation, Message, Origin
-from meshtune.data.formats.record import check_text, describe, field_error, list_field, parse_tools, text_field
+from meshtune.data.formats.record import check_text, describe, field_error, list_field, text_field
 from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
+from meshtune.data.formats.tools import parse_tools
 
 
 def detect(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:

@@ -16,11 +16,10 @@ from meshtune.data.formats.record import (
     describe,
     field_error,
     list_field,
-    parse_tool_call,
-    parse_tools,
     weight_field,
 )
 from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
+from meshtune.data.formats.tools import check_tool_use, parse_tool_call, parse_tools
 from meshtune.errors import nearest
 
 ROLES: dict[str, Role] = {
@@ -46,7 +45,9 @@ def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin:
     field = fields["messages"] or "messages"
     messages = read_messages(list_field(record, field, origin, "messages"), origin, field)
     check_turns(messages, origin, field)
-    return Conversation(tuple(messages), origin, parse_tools(record, fields["tools"], origin))
+    tools = parse_tools(record, fields["tools"], origin)
+    check_tool_use(messages, tools, origin, field)
+    return Conversation(tuple(messages), origin, tools)
 
 
 def read_messages(turns: Sequence[object], origin: Origin, field: str) -> list[Message]:

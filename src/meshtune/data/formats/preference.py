@@ -22,10 +22,10 @@ from meshtune.data.formats.record import (
     field_error,
     list_field,
     missing_field_error,
-    parse_tools,
     text_field,
 )
 from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
+from meshtune.data.formats.tools import check_tool_use, parse_tools
 
 SIDES = ("chosen", "rejected")
 SPEAKER = re.compile(r"\n\n(Human|Assistant):")
@@ -117,6 +117,7 @@ def _convert_preference(record: Record, fields: FieldNames, tags: Mapping[str, s
     tools = parse_tools(record, fields["tools"], origin)
     for field, tail in zip(sides, tails, strict=True):
         check_turns([*head, *tail], origin, f"{prompt} + {field}" if head else field)
+        check_tool_use([*head, *tail], tools, origin, f"{prompt} + {field}" if head else field)
     conversations = [Conversation((*head, *tail), origin, tools) for tail in tails]
     if not head:
         _check_same_prompt(conversations, origin, sides[1])

@@ -94,61 +94,8 @@ def weight_field(turn: Mapping[str, object], origin: Origin, field: str) -> floa
     return float(value)
 
 
-def parse_tools(record: Record, field: str | None, origin: Origin) -> tuple[Mapping[str, object], ...]:
-    """The tools under `field` in OpenAI's form, from JSON text or a list; bare function schemas are wrapped.
-
-    () where the records have no such field, or it is null or blank. Raises UserError where it is malformed.
-    """
-    value = record.get(field) if field else None
-    if isinstance(value, str):
-        value = _parse_json(value, origin, field or "") if value.strip() else None
-    if value is None or not field:
-        return ()
-    if not isinstance(value, list):
-        problem = f"expected a list of tools, found {describe(value)}"
-        raise field_error(problem, origin, field, "write a JSON list of function schemas")
-    return tuple(_parse_tool(tool, origin, f"{field}[{index}]") for index, tool in enumerate(value))
-
-
-def _parse_tool(tool: object, origin: Origin, field: str) -> Mapping[str, object]:
-    if not isinstance(tool, dict):
-        problem = f"expected a function schema, found {describe(tool)}"
-        raise field_error(problem, origin, field, "write an object with a name")
-    wrapped = isinstance(tool.get("function"), dict)
-    function = tool["function"] if wrapped else tool
-    if not isinstance(function.get("name"), str):
-        raise field_error("the function has no name", origin, f"{field}.name", "name it")
-    return tool if wrapped else {"type": "function", "function": tool}
-
-
-def parse_tool_call(value: object, origin: Origin, field: str) -> dict[str, object]:
-    """A call as {"type": "function", "function": {"name", "arguments"}}, with its id if it has one.
-
-    Arguments become an object, as the chat templates of `transformers` expect; OpenAI's JSON text of them is parsed.
-    Raises UserError where the call is malformed.
-    """
-    if isinstance(value, str):
-        value = _parse_json(value, origin, field)
-    if not isinstance(value, dict):
-        problem = f"expected a function call, found {describe(value)}"
-        raise field_error(problem, origin, field, 'write {"name": ..., "arguments": {...}}')
-    function = value["function"] if isinstance(value.get("function"), dict) else value
-    name, arguments = function.get("name"), function.get("arguments", function.get("parameters"))
-    if not isinstance(name, str) or not name:
-        problem = "the function call has no name"
-        raise field_error(problem, origin, f"{field}.name", 'write {"name": ..., "arguments": {...}}')
-    if isinstance(arguments, str):
-        arguments = _parse_json(arguments, origin, f"{field}.arguments") if arguments.strip() else {}
-    if arguments is None:
-        arguments = {}
-    if not isinstance(arguments, dict):
-        problem = f"expected an object of arguments, found {describe(arguments)}"
-        raise field_error(problem, origin, f"{field}.arguments", "write them as {name: value}")
-    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return {"id": value["id"], **call} if isinstance(value.get("id"), str) else call
-
-
-def _parse_json(value: str, origin: Origin, field: str) -> object:
+def parse_json(value: str, origin: Origin, field: str) -> object:
+    """The value of JSON text. Raises UserError where it is not JSON."""
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:

@@ -1,7 +1,8 @@
 """ShareGPT: a list of turns, each with a speaker and a text; tags give the names of both keys and of the speakers.
 
-`function_call` turns are an assistant's tool calls (JSON text of one call or a list), `observation` turns the tools'
-results. The speakers user, assistant and tool are also understood, unless a tag renames them.
+`function_call` turns are an assistant's tool calls (JSON text of one call or a list, after a <think> block or none),
+`observation` turns the tools' results. The speakers user, assistant and tool are also understood, unless a tag renames
+them.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from meshtune.data.formats.record import (
     describe,
     field_error,
     list_field,
-    parse_tool_call,
-    parse_tools,
     text_field,
     weight_field,
 )
 from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
+from meshtune.data.formats.tools import check_tool_use, parse_tool_call, parse_tools
+from meshtune.data.reasoning import split_reasoning
 from meshtune.errors import nearest
 
 TAGS = {
@@ -68,7 +69,9 @@ def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin:
         messages.insert(0, Message("system", system))
         role_names.insert(0, "system")
     check_turns(messages, origin, field, role_names, calls_in_text=True)
-    return Conversation(tuple(messages), origin, parse_tools(record, fields["tools"], origin))
+    tools = parse_tools(record, fields["tools"], origin)
+    check_tool_use(messages, tools, origin, field)
+    return Conversation(tuple(messages), origin, tools)
 
 
 def _keys(turns: Sequence[object], tags: Mapping[str, str]) -> tuple[str, str]:
@@ -117,7 +120,11 @@ def _message(
     weight, content_field = weight_field(turn, origin, field), f"{field}.{content_key}"
     content = turn[content_key]
     if tag == "function_tag":
-        return Message("assistant", "", weight, _calls(content, origin, content_field)), name
+        reasoning, calls = split_reasoning(content) if isinstance(content, str) else ("", content)
+        extra = (("reasoning_content", reasoning),) if reasoning else ()
+        return Message("assistant", "", weight, _calls(calls, origin, content_field), extra), name
+    if tag == "observation_tag" and isinstance(content, dict | list):
+        content = json.dumps(content, ensure_ascii=False)
     # A tool may return nothing, and an empty system prompt keeps a template from inserting its own.
     content = check_text(content, origin, content_field, required=tag in ("user_tag", "assistant_tag"))
     return Message(ROLES[tag], content, weight), name

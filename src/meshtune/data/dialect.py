@@ -1,0 +1,218 @@
+"""How a chat template expects tool calls, results and reasoning, and which of them it writes.
+
+Templates differ in more than their text: DeepSeek's concatenate arguments as text, R1's write calls only where the
+content is null, Mistral's demand ids of nine characters, gpt-oss reads reasoning from `thinking`, and others ignore
+tools. Each property is measured by rendering short conversations with unique words, never by searching in the template.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from meshtune.data.conversation import Conversation, JsonObject, Message
+
+Messages = Sequence[Mapping[str, object]]
+Render = Callable[[Messages, Sequence[JsonObject]], str | None]
+"""The text of messages and tools; None where the template refuses them."""
+
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_NAME, _KEY, _VALUE, _RESULT, _THOUGHT = "probename", "probekey", "probevalue", "proberesult", "probethought"
+_PARAMETERS = {"type": "object", "properties": {_KEY: {"type": "string", "description": "Text."}}, "required": [_KEY]}
+_TOOL: JsonObject = {
+    "type": "function",
+    "function": {"name": _NAME, "description": "A function.", "parameters": _PARAMETERS},
+}
+_USER: JsonObject = {"role": "user", "content": "question"}
+_IDS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@dataclasses.dataclass(frozen=True)
+class Dialect:
+    """What a chat template reads and writes.
+
+    `arguments_as_text`: arguments are JSON text, not an object. `empty_content` is the content of a turn that only
+    calls tools. `id_length`: ids of calls have exactly so many characters. `reasoning_key` is the field of a message in
+    which it looks for reasoning, None where it writes none; `think_tags` says that it writes reasoning in <think> tags.
+    `call_end` is the text that ends every turn of calls.
+    """
+
+    arguments_as_text: bool = False
+    empty_content: str | None = ""
+    id_length: int | None = None
+    writes_tools: bool = False
+    writes_calls: bool = False
+    writes_results: bool = False
+    reasoning_key: str | None = None
+    think_tags: bool = False
+    call_end: str = ""
+
+    def messages(self, conversation: Conversation) -> list[dict[str, object]]:
+        """The messages of a conversation as the template reads them; results carry the name of the tool."""
+        names: dict[str, str] = {}
+        waiting: list[tuple[str | None, str]] = []
+        rendered, count = [], 0
+        for message in conversation.messages:
+            fields = self._fields(message)
+            if message.tool_calls:
+                several = len(message.tool_calls) > 1
+                calls = [self._call(call, count + n, several) for n, call in enumerate(message.tool_calls)]
+                fields["tool_calls"], count = calls, count + len(calls)
+                waiting = [(_id(call), tool_name(call)) for call in calls]
+                names |= {str(call["id"]): tool_name(call) for call in message.tool_calls if "id" in call}
+            elif message.role == "tool":
+                self._link(fields, names, waiting)
+            rendered.append(fields)
+        return rendered
+
+    def _fields(self, message: Message) -> dict[str, object]:
+        content = self.empty_content if message.tool_calls and not message.content else message.content
+        extra = dict(message.extra)
+        reasoning = next((extra[key] for key in REASONING_KEYS if isinstance(extra.get(key), str)), None)
+        if reasoning is not None and message.role == "assistant":
+            for key in REASONING_KEYS:
+                extra.pop(key, None)
+            extra[self.reasoning_key or REASONING_KEYS[0]] = reasoning
+        return {"role": message.role, "content": content, **extra}
+
+    def _call(self, call: JsonObject, number: int, several: bool) -> JsonObject:
+        """A call as the template reads it, with an id if it has one, if the template demands it, or if results need it
+        to be told apart."""
+        function = call["function"]
+        assert isinstance(function, Mapping)
+        if self.arguments_as_text:
+            function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+        id_ = call.get("id")
+        if self.id_length is not None or (id_ is None and several):
+            id_ = id_of_length(f"call {number}" if id_ is None else str(id_), self.id_length or 9)
+        return {**call, "function": function} | ({} if id_ is None else {"id": id_})
+
+    def _link(self, fields: dict[str, object], names: Mapping[str, str], waiting: list[tuple[str | None, str]]) -> None:
+        """Names the tool of a result, and gives it the id of its call in the form that the template wants."""
+        id_ = fields.get("tool_call_id")
+        if isinstance(id_, str):
+            fields["tool_call_id"] = id_ if self.id_length is None else id_of_length(id_, self.id_length)
+            match = next((entry for entry in waiting if entry[0] == fields["tool_call_id"]), None)
+        else:
+            match = waiting[0] if waiting else None
+        if match is not None:
+            waiting.remove(match)
+            fields.setdefault("name", match[1])
+            if match[0] is not None:
+                fields["tool_call_id"] = match[0]
+        elif isinstance(id_, str) and id_ in names:
+            fields.setdefault("name", names[id_])
+
+
+def id_of_length(id_: str, length: int) -> str:
+    """`id_` if it has `length` letters and digits, else so many that depend on it alone."""
+    if len(id_) == length and id_.isascii() and id_.isalnum():
+        return id_
+    number = int.from_bytes(hashlib.sha256(id_.encode()).digest())
+    return "".join(_IDS[number // len(_IDS) ** place % len(_IDS)] for place in range(length))
+
+
+def measure(render: Render) -> Dialect:
+    """The dialect of the template that `render` renders."""
+    dialect = _call_dialect(render)
+    if dialect is None:
+        return dataclasses.replace(_with_reasoning(render, Dialect()), writes_tools=_writes_tools(render))
+    results = render([_USER, *call_and_results(dialect, _VALUE), {"role": "assistant", "content": "answer"}], ())
+    return dataclasses.replace(
+        _with_reasoning(render, dialect),
+        writes_tools=_writes_tools(render),
+        writes_results=results is not None and _RESULT in results,
+        call_end=_call_end(render, dialect),
+    )
+
+
+def _call_dialect(render: Render) -> Dialect | None:
+    """The first way of giving calls that the template writes in full."""
+    for id_length, as_text, content in itertools.product((None, 9), (False, True), ("", None)):
+        dialect = Dialect(as_text, content, id_length, writes_calls=True)
+        for turns in (call_and_results(dialect, _VALUE)[:1], call_and_results(dialect, _VALUE)):
+            text = render([_USER, *turns], ())
+            # A mapping that a template concatenates is written as Python does, with single quotes.
+            if text is None or not all(word in text for word in (_NAME, _KEY, _VALUE)) or f"'{_KEY}'" in text:
+                break
+        else:
+            return dialect
+    return None
+
+
+def call_and_results(dialect: Dialect, *values: object, name: str = _NAME) -> list[dict[str, object]]:
+    """A turn that calls a tool once per value, and the results, as the template reads them."""
+    calls: list[JsonObject] = [
+        {"type": "function", "id": f"{name} {n}", "function": {"name": name, "arguments": {_KEY: value}}}
+        for n, value in enumerate(values)
+    ]
+    results = [Message("tool", _RESULT, extra=(("tool_call_id", str(call["id"])),)) for call in calls]
+    turns = (Message("assistant", "", tool_calls=tuple(calls)), *results)
+    return dialect.messages(Conversation(turns, origin=None))  # pyright: ignore[reportArgumentType] - no record
+
+
+def _writes_tools(render: Render) -> bool:
+    text = render([_USER, {"role": "assistant", "content": "answer"}], [_TOOL])
+    return text is not None and _NAME in text and _KEY in text
+
+
+def _with_reasoning(render: Render, dialect: Dialect) -> Dialect:
+    """The dialect with the field of a message from which the template writes reasoning, if it does."""
+    for key in REASONING_KEYS:
+        turns = [{"role": "assistant", "content": "answer", key: _THOUGHT}]
+        if dialect.writes_calls:
+            turns.append({**call_and_results(dialect, _VALUE)[0], key: _THOUGHT})
+        for turn in turns:
+            text = render([_USER, turn], ())
+            if text is not None and _THOUGHT in text:
+                return dataclasses.replace(dialect, reasoning_key=key, think_tags="</think>" in text)
+    return dialect
+
+
+def _call_end(render: Render, dialect: Dialect) -> str:
+    """What turns of different calls end with, without the white space after it."""
+    arguments = {_NAME: _VALUE, "other": 5, "third": {"a": []}}
+    turns = [call_and_results(dialect, value, name=name)[0] for name, value in arguments.items()]
+    texts = [text.rstrip() for turn in turns if (text := render([_USER, turn], ())) is not None]
+    if len(texts) < 2:
+        return ""
+    equal = [len(set(characters)) == 1 for characters in zip(*(text[::-1] for text in texts), strict=False)]
+    length = equal.index(False) if False in equal else len(equal)
+    return texts[0][len(texts[0]) - length :]
+
+
+def _id(call: JsonObject) -> str | None:
+    return call["id"] if isinstance(call.get("id"), str) else None  # pyright: ignore[reportReturnType]
+
+
+def tool_name(call: JsonObject) -> str:
+    """The name of a tool or of a call, in OpenAI's form or bare."""
+    function = call.get("function")
+    return str((function if isinstance(function, Mapping) else call).get("name", ""))
+
+
+def argument_texts(value: object) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(what it is, the forms in which a template may write it) of every key and value in arguments."""
+    match value:
+        case Mapping():
+            for key, inner in value.items():
+                yield str(key), _spellings(str(key))
+                yield from argument_texts(inner)
+        case list() | tuple():
+            for inner in value:
+                yield from argument_texts(inner)
+        case str():
+            yield value, _spellings(value)
+        case bool() | None:
+            yield json.dumps(value), (json.dumps(value), str(value))
+        case _:
+            yield json.dumps(value), (json.dumps(value), str(value), repr(value))
+
+
+def _spellings(text: str) -> tuple[str, ...]:
+    quoted = json.dumps(text, ensure_ascii=False)[1:-1]
+    twice = json.dumps(quoted, ensure_ascii=False)[1:-1]
+    return text, text.strip(), quoted, json.dumps(text)[1:-1], repr(text)[1:-1], twice

@@ -1,0 +1,81 @@
+"""Reasoning before an answer or a call: in a field of its own, or as <think> text at the beginning of the content."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from meshtune.config.data_options import Reasoning
+from meshtune.data.conversation import Conversation, Message
+from meshtune.data.dialect import REASONING_KEYS, Dialect
+from meshtune.errors import UserError
+
+_BLOCK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+
+
+def split_reasoning(content: str) -> tuple[str, str]:
+    """The text of a <think> block that begins `content`, without the white space around it, and what follows it."""
+    block = _BLOCK.match(content)
+    return (block.group(1).strip(), content[block.end() :]) if block else ("", content)
+
+
+def reasoning_of(message: Message) -> str:
+    """The reasoning of an assistant's turn that stands in a field of its own, "" without one."""
+    if message.role != "assistant":
+        return ""
+    return next((value for key, value in message.extra if key in REASONING_KEYS and isinstance(value, str)), "")
+
+
+def with_reasoning(conversation: Conversation, choice: Reasoning, dialect: Dialect | None) -> Conversation:
+    """The conversation with its reasoning where `choice` wants it; `dialect` is the template's, for choice "template".
+
+    Raises UserError for a turn of which nothing is left without its reasoning.
+    """
+    messages = []
+    for index, message in enumerate(conversation.messages):
+        if message.role != "assistant":
+            messages.append(message)
+            continue
+        match choice:
+            case "drop":
+                messages.append(_without(message, index, conversation))
+            case "inline":
+                messages.append(_inline(message))
+            case "template":
+                messages.append(_in_field(message, dialect))
+    return dataclasses.replace(conversation, messages=tuple(messages))
+
+
+def _without(message: Message, index: int, conversation: Conversation) -> Message:
+    _, answer = split_reasoning(message.content)
+    if not answer.strip() and not message.tool_calls:
+        raise UserError(
+            f"nothing is left of the assistant's turn {index} without its reasoning",
+            where=str(conversation.origin),
+            fix="set data.reasoning: template, or data.on_bad=skip to leave such records out",
+        )
+    return dataclasses.replace(message, content=answer, extra=_other_fields(message))
+
+
+def _inline(message: Message) -> Message:
+    reasoning = reasoning_of(message).strip()
+    if not reasoning:
+        return message
+    content = f"<think>\n{reasoning}\n</think>\n\n{message.content}"
+    return dataclasses.replace(message, content=content, extra=_other_fields(message))
+
+
+def _in_field(message: Message, dialect: Dialect | None) -> Message:
+    """The message with <think> text in the field that the template reads, if it writes reasoning in a form of its
+    own."""
+    if dialect is None or dialect.reasoning_key is None or dialect.think_tags or reasoning_of(message):
+        return message
+    reasoning, answer = split_reasoning(message.content)
+    if not reasoning:
+        return message
+    extra = (*_other_fields(message), (dialect.reasoning_key, reasoning))
+    return dataclasses.replace(message, content=answer, extra=extra)
+
+
+def _other_fields(message: Message) -> tuple[tuple[str, object], ...]:
+    return tuple((key, value) for key, value in message.extra if key not in REASONING_KEYS)

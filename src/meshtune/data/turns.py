@@ -1,0 +1,241 @@
+"""Locates the assistant's turns in a rendered conversation, by rendering other conversations and comparing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from meshtune.data.chat import ChatTemplate, template_error
+from meshtune.data.conversation import Conversation, JsonObject
+from meshtune.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Rendered:
+    """A conversation, its messages as the template reads them, and the text that the template makes of them."""
+
+    chat: ChatTemplate
+    conversation: Conversation
+    messages: list[dict[str, object]]
+    text: str
+
+    def render(self, messages: Sequence[Mapping[str, object]]) -> str | None:
+        """The text of other messages with the same tools; None where the template refuses them."""
+        try:
+            return self.chat.render(messages, self.conversation.tools)
+        except self.chat.failures:
+            return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """The characters of an assistant turn, whether its prompt differs from generation's, and whether it is ended."""
+
+    start: int
+    end: int
+    differs: bool
+    ended: bool
+
+
+def locate_turn(view: Rendered, index: int, floor: int) -> Turn:
+    """Locates the assistant turn `index` in a rendered conversation, at or after `floor`.
+
+    Raises UserError where that cannot be done.
+    """
+    chat, text, messages, conversation = view.chat, view.text, view.messages, view.conversation
+    end = chat.end_of_turn
+    prompt = _prompt(view, index)
+    if conversation.messages[index].tool_calls:
+        return _turn_of_calls(view, index, floor, prompt)
+    unchanged = prompt is not None and len(prompt) >= floor and text.startswith(prompt)
+    if unchanged and prompt is not None:
+        start = len(prompt)
+        if index == len(messages) - 1 and text.endswith(end.head + end.tail) and len(text) - len(end.tail) >= start:
+            return Turn(start, len(text) - len(end.tail), False, bool(end.head))
+        content = conversation.messages[index].content
+        if content and end.head:
+            for written in (content, content.strip()):
+                # The whole content followed by the end of turn proves where the turn lies.
+                if text.startswith(written + end.head, start):
+                    return Turn(start, start + len(written) + len(end.head), False, True)
+    header = _header(view, index)
+    first, last = _content_span(view, index, header)
+    if unchanged and prompt is not None:
+        start = len(prompt)
+    else:
+        # The turn begins where its header ends. That is before the first character that depends on its content if the
+        # template inserts something of its own there, such as an empty block of reasoning.
+        header_start = text.rfind(header, floor, first) if header else -1
+        start = header_start + len(header) if header_start >= 0 else first
+    start = max(start, floor)
+    last = max(last, start)
+    ended = bool(end.head) and text.startswith(end.head, last)
+    return Turn(start, last + len(end.head) if ended else last, not unchanged, ended)
+
+
+def _turn_of_calls(view: Rendered, index: int, floor: int, prompt: str | None) -> Turn:
+    """Locates a turn that calls tools: from the end of its prompt through what ends turns of calls."""
+    text, chat = view.text, view.chat
+    unchanged = prompt is not None and len(prompt) >= floor and text.startswith(prompt)
+    start = len(prompt) if unchanged and prompt is not None else _start_of_calls(view, index, floor, prompt)
+    until = view.render(view.messages[: index + 1])
+    if until is not None and text.startswith(until) and len(until.rstrip()) > start:
+        end = len(until.rstrip())
+    else:
+        # What was written before differs once later turns exist. The calls end before the next message does.
+        ending = chat.dialect.call_end
+        end = text.rfind(ending, start, _start_of_next(view, index)) + len(ending) if ending else -1
+        if end < start + len(ending):
+            raise UserError(
+                f"cannot locate the tool calls of message {index} in the rendered conversation",
+                where=str(view.conversation.origin),
+                fix="set model.chat_template to a template that writes calls as they were generated, or "
+                "data.on_bad=skip",
+            )
+    turn_end, special = chat.end_of_turn.head, chat.special_tokens
+    ended = (bool(turn_end) and text.endswith(turn_end, start, end)) or text.endswith(special, start, end)
+    return Turn(start, end, not unchanged, ended)
+
+
+def _start_of_calls(view: Rendered, index: int, floor: int, prompt: str | None) -> int:
+    """Where a turn of calls begins whose prompt is written differently in generation: after what the turn shares with
+    the generation prompt, or after the longest end of the prompt that stands before the first call."""
+    past = view.render(view.messages[:index])
+    if prompt and past and prompt.startswith(past) and view.text.startswith(past) and len(past) >= floor:
+        shared = prompt[len(past) : _common_prefix(prompt, view.text)]
+        ends = [shared.rfind(token) + len(token) for token in view.chat.special_tokens if token in shared]
+        return len(past) + max(ends, default=0)
+    first, _ = _unused_characters(view.text)
+    calls = view.messages[index]["tool_calls"]
+    assert isinstance(calls, list)
+    messages = list(view.messages)
+    messages[index] = {**messages[index], "tool_calls": [_renamed(call, first) for call in calls]}
+    changed = view.render(messages)
+    name, length = len(view.text) if changed is None else _common_prefix(view.text, changed), 256
+    while prompt and length >= 4:
+        at = view.text.rfind(prompt[-length:], 0, name)
+        if at >= 0 and (start := at + len(prompt[-length:])) >= floor:
+            return start
+        length //= 2
+    return floor if changed is None else max(name, floor)
+
+
+def _renamed(call: JsonObject, name: str) -> JsonObject:
+    function = call["function"]
+    assert isinstance(function, Mapping)
+    return {**call, "function": {**function, "name": name}}
+
+
+def _start_of_next(view: Rendered, index: int) -> int:
+    """A position in the text at or before the content of the message after `index`, the end if there is none."""
+    if index + 1 == len(view.messages):
+        return len(view.text)
+    messages = list(view.messages)
+    messages[index + 1] = {**messages[index + 1], "content": "".join(_unused_characters(view.text))}
+    changed = view.render(messages)
+    return 0 if changed is None else _common_prefix(view.text, changed)
+
+
+def _prompt(view: Rendered, index: int) -> str | None:
+    """The prompt that generation would be given for turn `index`; None where the template cannot render it."""
+    if index == 0:
+        return None
+    try:
+        return view.chat.render(view.messages[:index], view.conversation.tools, generation_prompt=True)
+    except view.chat.failures:
+        return None
+
+
+def _header(view: Rendered, index: int) -> str:
+    """What the template writes to start the assistant's turn at `index`."""
+    chat, conversation = view.chat, view.conversation
+    past = view.messages[:index] or [{"role": "user", "content": "question"}]
+    try:
+        before = chat.render(past, conversation.tools)
+        prompt = chat.render(past, conversation.tools, generation_prompt=True)
+    except chat.failures:
+        return ""
+    return prompt[len(before) :] if prompt.startswith(before) else ""
+
+
+def _content_span(view: Rendered, index: int, header: str) -> tuple[int, int]:
+    """The part of the text that assistant turn `index` contributes, without its header and end of turn."""
+    chat, text, messages = view.chat, view.text, view.messages
+    bare = {"role": "assistant", "content": None}
+    complete = {**messages[index], "content": None}
+    end = chat.end_of_turn
+    for message in (bare, complete) if complete != bare else (bare,):
+        try:
+            first, last = changed_part(view, index, message)
+        except UserError:
+            continue
+        # Content that is written verbatim is the turn, ended or not: some templates end only the last turn.
+        if not end.head or text.startswith(end.head, last) or (message == complete and messages[index]["content"]):
+            return first, last
+    first, last = _removed(view, index)
+    return first + len(header) if text.startswith(header, first) else first, last
+
+
+def changed_part(view: Rendered, index: int, message: Mapping[str, object]) -> tuple[int, int]:
+    """The part of the text that differs once message `index` is replaced by `message` with a unique content.
+
+    Raises UserError where the template does not write that content once.
+    """
+    chat, text, messages, conversation = view.chat, view.text, view.messages, view.conversation
+    opening, closing = _unused_characters(text)
+    content = opening + "words" + closing
+    try:
+        changed = chat.render(
+            [*messages[:index], {**message, "content": content}, *messages[index + 1 :]], conversation.tools
+        )
+    except chat.failures as problem:
+        raise template_error(problem, where=str(conversation.origin)) from problem
+    if changed.count(content) != 1:
+        raise UserError(
+            f"cannot locate message {index} in the rendered conversation: the chat template writes its content "
+            f"{changed.count(content)} times",
+            where=str(conversation.origin),
+            fix="set model.chat_template to a template that writes every message once, or data.on_bad=skip",
+        )
+    prefix, suffix = _common_prefix(text, changed), _common_prefix(text[::-1], changed[::-1])
+    return prefix, max(prefix, len(text) - suffix)
+
+
+def _removed(view: Rendered, index: int) -> tuple[int, int]:
+    """The part of the text, with its header, that is missing once message `index` is removed. For turns whose content
+    is not rendered."""
+    chat, text, messages, conversation = view.chat, view.text, view.messages, view.conversation
+    end = chat.end_of_turn
+    ending = end.head + end.tail
+    try:
+        shorter = chat.render([*messages[:index], *messages[index + 1 :]], conversation.tools)
+    except chat.failures:
+        shorter = text
+    prefix, suffix = _common_prefix(text, shorter), _common_prefix(text[::-1], shorter[::-1])
+    length = len(text) - len(shorter)
+    if ending and length > 0 and prefix + suffix >= len(shorter):
+        # The removed part may begin with the same characters as what follows it, so its position is known only up to a
+        # shift; but it must end with a complete end of turn.
+        for start in range(prefix, len(shorter) - suffix - 1, -1):
+            if text.endswith(ending, 0, start + length):
+                return start, start + length - len(ending)
+    raise UserError(
+        f"cannot locate assistant message {index} in the rendered conversation",
+        where=str(conversation.origin),
+        fix="set model.chat_template to a template that writes every assistant turn, or data.on_bad=skip",
+    )
+
+
+def _common_prefix(first: str, second: str) -> int:
+    """The length of the common prefix."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if first[:middle] == second[:middle] else (low, middle - 1)
+    return low
+
+
+def _unused_characters(text: str) -> tuple[str, str]:
+    """Two characters of the private use area that do not occur in `text`."""
+    unused = (chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in text)
+    return next(unused), next(unused)

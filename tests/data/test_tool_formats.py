@@ -1,0 +1,162 @@
+"""Tool calls and results in the forms that are around become the same messages; a malformed record names its field."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from meshtune.data.conversation import Conversation, Message, Origin
+from meshtune.data.formats import DOCUMENT_FORMATS
+from meshtune.errors import UserError
+
+ORIGIN = Origin("calls.jsonl", 7)
+ADD = {
+    "name": "add",
+    "description": "Adds.",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+def convert(name, record):
+    form = DOCUMENT_FORMATS[name]
+    return form.convert(record, form.resolve({}), {}, ORIGIN)
+
+
+def refuses(name, record) -> UserError:
+    with pytest.raises(UserError) as caught:
+        convert(name, record)
+    assert caught.value.where.startswith("calls.jsonl, record 7, field '")
+    assert caught.value.fix
+    return caught.value
+
+
+def field(error):
+    return error.where.split("field '")[1].removesuffix("'")
+
+
+REASON = (("reasoning_content", "Hm."),)
+EXPECTED = Conversation(
+    (
+        Message("user", "Add 1."),
+        Message("assistant", "", tool_calls=(CALL, CALL), extra=REASON),
+        Message("tool", "[1]"),
+        Message("tool", "[1]"),
+        Message("assistant", "Done."),
+    ),
+    ORIGIN,
+    ({"type": "function", "function": ADD},),
+)
+SHAREGPT = {
+    "conversations": [
+        {"from": "human", "value": "Add 1."},
+        {"from": "function_call", "value": f"<think>\nHm.\n</think>\n\n{json.dumps([CALL['function']] * 2)}"},
+        {"from": "observation", "value": "[1]"},
+        {"from": "observation", "value": [1]},
+        {"from": "gpt", "value": "Done."},
+    ],
+    "tools": json.dumps([ADD]),
+}
+OPENAI = {
+    "messages": [
+        {"role": "user", "content": "Add 1."},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "Hm.",
+            "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}] * 2,
+        },
+        {"role": "tool", "content": "[1]"},
+        {"role": "tool", "content": "[1]"},
+        {"role": "assistant", "content": "Done."},
+    ],
+    "tools": [{"type": "function", "function": ADD}],
+}
+CALL_PART = {"type": "tool_call", "value": '{"name": "add", "arguments": {"a": 1}}'}
+PARTS = {
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "value": "Add 1."}]},
+        {"role": "assistant", "content": [{"type": "reasoning", "value": "Hm."}, CALL_PART, CALL_PART]},
+        {"role": "tool", "content": [{"type": "text", "value": "[1]"}]},
+        {"role": "tool", "content": [{"type": "text", "value": "[1]"}]},
+        {"role": "assistant", "content": [{"type": "text", "value": "Done."}]},
+    ],
+    "tools": json.dumps([{"type": "function", "function": ADD}]),
+}
+
+
+@pytest.mark.parametrize(("name", "record"), [("sharegpt", SHAREGPT), ("messages", OPENAI), ("messages", PARTS)])
+def test_every_form_of_calls_becomes_the_same_conversation(name, record):
+    assert convert(name, record) == EXPECTED
+
+
+def turns(*changes, tools=(ADD,)):
+    """A record of messages with a call, changed."""
+    messages = [
+        {"role": "user", "content": "Add 1."},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "c1", **CALL}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "1"},
+        {"role": "assistant", "content": "Done."},
+    ]
+    for index, change in changes:
+        messages[index] = messages[index] | change
+    return {"messages": messages, "tools": list(tools) if isinstance(tools, tuple) else tools}
+
+
+@pytest.mark.parametrize(
+    ("record", "at", "what"),
+    [
+        (turns((1, {"tool_calls": [{"function": {"name": "sub", "arguments": {}}}]})), "messages[1]",
+         "a call of 'sub', which the record does not declare"),
+        (turns((2, {"tool_call_id": "c2"})), "messages[2].tool_call_id", "a result of the call 'c2'"),
+        (turns((1, {"tool_calls": None, "content": "No."})), "messages[2]", "'tool' after assistant"),
+        (turns((1, {"tool_calls": [{"function": {"name": "add", "arguments": "{a: 1}"}}]})),
+         "messages[1].tool_calls[0].arguments", "not JSON"),
+        (turns((1, {"tool_calls": [{"function": {"name": "add", "arguments": "[1]"}}]})),
+         "messages[1].tool_calls[0].arguments", "expected an object of arguments"),
+        (turns(tools={"add": ADD}), "tools", "expected a list of tools"),
+        (turns(tools="add(a)"), "tools", "not JSON"),
+        (turns(tools=("add",)), "tools[0]", "expected a function schema"),
+        (turns(tools=({"description": "Adds."},)), "tools[0].name", "no name"),
+        (turns(tools=({"name": "add", "parameters": "a: integer"},)), "tools[0].parameters", "expected a JSON schema"),
+    ],
+)  # fmt: skip
+def test_bad_tool_data_are_refused_with_their_field(record, at, what):
+    error = refuses("messages", record)
+    assert field(error) == at
+    assert what in error.what
+
+
+def test_an_undeclared_tool_is_refused_with_the_nearest_declared_one():
+    record = turns((1, {"tool_calls": [{"function": {"name": "ad", "arguments": {}}}]}))
+    assert "did you mean 'add'" in refuses("messages", record).fix
+
+
+def sharegpt(*pairs, tools=(ADD,)):
+    return {"conversations": [{"from": role, "value": value} for role, value in pairs], "tools": json.dumps(tools)}
+
+
+def test_sharegpt_results_need_a_call():
+    call = json.dumps(CALL["function"])
+    twice = sharegpt(("human", "q"), ("function_call", call), ("observation", "1"), ("observation", "1"), ("gpt", "a"))
+    error = refuses("sharegpt", twice)
+    assert (field(error), error.what) == ("conversations[3]", "more results than calls")
+    without = sharegpt(("human", "q"), ("observation", "1"), ("gpt", "a"))
+    assert "'observation' after human" in refuses("sharegpt", without).what
+    in_text = sharegpt(("human", "q"), ("gpt", f"<tool_call>{call}</tool_call>"), ("observation", "1"), ("gpt", "a"))
+    assert len(convert("sharegpt", in_text).messages) == 4
+    assert "sub" in refuses("sharegpt", sharegpt(("human", "q"), ("function_call", '{"name": "sub"}'))).what
+
+
+def test_calls_are_free_where_a_record_declares_no_tools():
+    assert convert("messages", turns(tools=())).messages[1].tool_calls[0]["function"]["name"] == "add"
+
+
+def test_real_reasoning_before_calls_is_read(shared):
+    lines = (shared / "assets/data/llamafactory/reason_tool_use_demo_50.jsonl").read_text().splitlines()
+    documents = [convert("messages", json.loads(line)) for line in lines]
+    calls = [message for document in documents for message in document.messages if message.tool_calls]
+    assert len(calls) == 53
+    assert sum(len(message.tool_calls) > 1 for message in calls) == 12
+    assert all(dict(message.extra)["reasoning_content"] for message in calls)

@@ -1,0 +1,196 @@
+"""The chat templates that ship with Meshtune write tools, calls and results of real data, and the server reads them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import transformers
+
+from data.stock_templates import stock_text, tokenizer_with
+from meshtune.config.data import DataSection
+from meshtune.data.chat import ChatTemplate
+from meshtune.data.chat_templates import suggested_template, template_names, template_text
+from meshtune.data.conversation import Conversation, Message, Origin
+from meshtune.data.dialect import argument_texts, id_of_length
+from meshtune.data.documents import load_documents
+from meshtune.data.masks import mask_conversation
+from meshtune.data.tokenizer import load_tokenizer
+from meshtune.serve.responses.call import Tool
+from meshtune.serve.responses.formats import call_format
+from meshtune.serve.responses.reader import TaggedReader
+
+ORIGIN = Origin("calls.json", 2)
+STOCK = ["meta-llama-Llama-3.1-8B-Instruct", "Qwen-Qwen2.5-7B-Instruct", "Qwen-Qwen3-0.6B"]
+STOCK += ["mistralai-Mistral-Nemo-Instruct-2407"]
+
+
+def glaive(shared, language, count):
+    """Conversations of a public file of calls, `count` of them with and as many without."""
+    section = {
+        "registry": str(shared / "assets/data/llamafactory"),
+        "train": {"name": f"glaive_toolcall_{language}_demo"},
+    }
+    documents = load_documents(DataSection.model_validate(section), seed=0).train
+    assert len(documents) == 300
+    calling = [any(message.tool_calls for message in document.messages) for document in documents]
+    return [
+        documents[index]
+        for want in (True, False)
+        for index in itertools.islice((n for n, calls in enumerate(calling) if calls == want), count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def conversations(shared):
+    return [*glaive(shared, "en", 8), *glaive(shared, "zh", 8)]
+
+
+def trained_texts(chat, conversation):
+    masked = mask_conversation(chat, conversation)
+    return [masked.text[start:end] for start, end, weight in masked.spans if weight]
+
+
+def check(chat, conversation):
+    """What is trained on is each turn of the assistant, with its calls, and neither tools nor results."""
+    texts = trained_texts(chat, conversation)
+    turns = [message for message in conversation.messages if message.role == "assistant"]
+    assert len(texts) == len(turns)
+    for text, message in zip(texts, turns, strict=True):
+        assert message.content.strip() in text
+        for call in message.tool_calls:
+            assert call["function"]["name"] in text
+            assert json.dumps(call["function"]["arguments"], ensure_ascii=False) in text
+    for result in (message.content for message in conversation.messages if message.role == "tool"):
+        assert not any(result in text for text in texts)
+
+
+@pytest.mark.parametrize("name", template_names())
+def test_shipped_templates_train_on_the_calls_of_real_data(shared, conversations, name):
+    chat = ChatTemplate(load_tokenizer(shared / "assets/models/stories260K", name))
+    for conversation in conversations:
+        check(chat, conversation)
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_stock_templates_train_on_the_calls_of_real_data(shared, conversations, name):
+    chat = ChatTemplate(tokenizer_with(stock_text(name, shared), shared / "assets/models/stories260K"))
+    for conversation in conversations:
+        check(chat, conversation)
+
+
+@pytest.mark.parametrize("name", ["gptoss", "glm4moe", "gemma4_v5", "lfm2_v2"])
+def test_templates_that_trl_keeps_train_on_the_calls_of_real_data(shared, conversations, name):
+    chat = ChatTemplate(tokenizer_with(stock_text(name, shared), shared / "assets/models/stories260K"))
+    for conversation in conversations:
+        texts = "".join(trained_texts(chat, conversation))
+        for message in conversation.messages:
+            for call in message.tool_calls:
+                for _, spellings in argument_texts(call["function"]["arguments"]):
+                    assert any(spelling in texts for spelling in spellings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("language", ["en", "zh"])
+@pytest.mark.parametrize("name", template_names())
+def test_shipped_templates_train_on_whole_files_of_calls(shared, name, language):
+    chat = ChatTemplate(load_tokenizer(shared / "assets/models/stories260K", name))
+    for conversation in glaive(shared, language, 300):
+        check(chat, conversation)
+
+
+def several(content=""):
+    calls = [
+        ("add", {"a": 1, "note": 'say "ja" <b>'}),
+        ("now", {}),
+        ("add", {"a": 2.5, "note": "x", "list": ["y", None]}),
+    ]
+    tools = [
+        {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}
+        for name in ("add", "now")
+    ]
+    turns = (
+        Message("user", "Add."),
+        Message(
+            "assistant",
+            content,
+            tool_calls=tuple(
+                {"type": "function", "function": {"name": name, "arguments": arguments}} for name, arguments in calls
+            ),
+        ),
+        *(Message("tool", f"result {n}") for n in range(3)),
+        Message("assistant", "Done."),
+    )
+    return calls, Conversation(turns, ORIGIN, tuple(tools))
+
+
+@pytest.mark.parametrize("name", template_names())
+def test_the_server_reads_the_calls_that_a_shipped_template_teaches(shared, name):
+    """Three calls in one turn come back through the parser that serves models of the template."""
+    tokenizer = load_tokenizer(shared / "assets/models/stories260K", name)
+    chat = ChatTemplate(tokenizer)
+    calls, conversation = several()
+    text, answer = trained_texts(chat, conversation)
+    end = chat.end_of_turn.head
+    assert text.endswith(end)
+    form = call_format(template_text(name))
+    tools = {name: Tool(name, {"type": "object"}, {}) for name in ("add", "now")}
+    reader = TaggedReader(None, False, form, tools)
+    deltas = [*reader.push(text.removesuffix(end)), *reader.finish()]
+    called = [(delta.call.name, json.loads(delta.call.arguments)) for delta in deltas if delta.call]
+    assert called == calls
+    assert not any(delta.content for delta in deltas)
+    assert answer == "Done." + end
+
+
+@pytest.mark.parametrize("name", [name for name in template_names() if name != "llama3"])
+def test_shipped_templates_write_text_beside_calls(shared, name):
+    chat = ChatTemplate(load_tokenizer(shared / "assets/models/stories260K", name))
+    first, _ = trained_texts(chat, several("Let me see.")[1])
+    assert first.startswith("Let me see.")
+
+
+@pytest.mark.parametrize("name", template_names())
+def test_shipped_templates_prompt_after_results_as_they_train(shared, name):
+    chat = ChatTemplate(load_tokenizer(shared / "assets/models/stories260K", name))
+    _, conversation = several()
+    messages = chat.messages(conversation)
+    prompt = chat.render(messages[:-1], conversation.tools, generation_prompt=True)
+    text = chat.render(messages, conversation.tools)
+    assert text.startswith(prompt + "Done.")
+    assert all(f"result {n}" in prompt for n in range(3))
+
+
+def test_a_template_that_writes_tools_is_suggested_for_every_tokenizer(shared):
+    """The one of the family where the tokenizer has its tokens, else plain, which needs none."""
+    folder = shared / "assets/tokenizers"
+    suggested = {
+        name: suggested_template(load_tokenizer(folder / name)) for name in ("hf-llama3_1", "hf-qwen3", "smollm2")
+    }
+    assert suggested == {"hf-llama3_1": "llama3", "hf-qwen3": "chatml", "smollm2": "chatml"}
+    assert suggested_template(load_tokenizer(shared / "assets/models/stories260K")) == "plain"
+    for name in template_names():
+        dialect = ChatTemplate(load_tokenizer(shared / "assets/models/stories260K", name)).dialect
+        assert dialect.writes_tools
+        assert dialect.writes_calls
+        assert dialect.writes_results
+
+
+def test_ids_of_a_length_are_kept_or_made_from_the_id():
+    assert id_of_length("abcdefgh1", 9) == "abcdefgh1"
+    id_ = id_of_length("call_4a1b", 9)
+    assert (len(id_), id_.isalnum()) == (9, True)
+    assert id_ == id_of_length("call_4a1b", 9) != id_of_length("call_4a1c", 9)
+
+
+def test_transformers_is_given_what_a_saved_template_needs(shared, tmp_path):
+    """A shipped template renders the same from the files that a run saves, without Meshtune."""
+    tokenizer = load_tokenizer(shared / "assets/models/stories260K", "gemma")
+    tokenizer.save_pretrained(tmp_path)
+    _, conversation = several()
+    chat = ChatTemplate(tokenizer)
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    messages = chat.messages(conversation)
+    expected = loaded.apply_chat_template(messages, tools=list(conversation.tools), tokenize=False)
+    assert mask_conversation(chat, conversation).text == expected
