@@ -10,7 +10,8 @@ from meshtune.errors import UserError
 from meshtune.options import option
 
 FormatName = Literal[
-    "auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text", "preference", "openai", "hh"
+    "auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text", "preference", "openai", "hh",
+    "stanford_alpaca",
 ]  # fmt: skip
 Overlong = Literal["truncate", "drop", "error"]
 Reasoning = Literal["template", "inline", "drop"]

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from meshtune.config import overrides as command_line
 from meshtune.config import yaml_text
 from meshtune.config.beside import beside_recipe
+from meshtune.config.foreign.detect import is_foreign
 from meshtune.config.problems import as_user_error
 from meshtune.config.recipe import Recipe
 from meshtune.config.renamed import current_path, with_current_names
@@ -50,7 +51,7 @@ def load_recipe(
         source = source.model_dump(mode="json")
     if isinstance(source, str | pathlib.Path):
         name = str(source)
-        text = yaml_text.read(_text(pathlib.Path(source)), name)
+        text = yaml_text.read(recipe_file_text(pathlib.Path(source)), name)
         lines, content = {current_path(path): line for path, line in text.lines.items()}, text.value
         if content is None:
             raise UserError("the recipe is empty", where=name, fix="a recipe needs at least model, data and output")
@@ -62,6 +63,12 @@ def load_recipe(
             f"a recipe is a mapping of keys to values, and this is {_type_name(content)}",
             where=name,
             fix="start with `model: ...`",
+        )
+    if isinstance(source, str | pathlib.Path) and (tool := is_foreign(content)) is not None:
+        raise UserError(
+            f"this is a recipe of {tool}",
+            where=name,
+            fix=f"translate it: meshtune import {name} --to recipe.yaml, then: meshtune train recipe.yaml",
         )
     raw, origins = command_line.apply(with_current_names(content, notify), overrides, notify)
     if isinstance(source, str | pathlib.Path):
@@ -88,7 +95,7 @@ def _written_at(path: yaml_text.Path, origins: dict[yaml_text.Path, str]) -> str
     return next((origins[path[:depth]] for depth in range(len(path), 0, -1) if path[:depth] in origins), None)
 
 
-def _text(path: pathlib.Path) -> str:
+def recipe_file_text(path: pathlib.Path) -> str:
     """The text of a recipe file. Raises UserError, with a fix for each way in which it cannot be read."""
     path = path.expanduser()
     try:

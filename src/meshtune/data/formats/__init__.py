@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from meshtune.data.formats import alpaca, labelled, messages, preference, prompt_completion, sharegpt, text
+from meshtune.data.formats import (
+    alpaca,
+    labelled,
+    messages,
+    preference,
+    prompt_completion,
+    sharegpt,
+    stanford_alpaca,
+    text,
+)
 from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
 from meshtune.errors import UserError, nearest
 
@@ -13,7 +22,8 @@ if TYPE_CHECKING:
     from meshtune.objectives.stages import DatasetType
 
 DOCUMENT_FORMATS: dict[str, RecordFormat] = {
-    module.FORMAT.name: module.FORMAT for module in (alpaca, sharegpt, messages, prompt_completion, text)
+    module.FORMAT.name: module.FORMAT
+    for module in (alpaca, sharegpt, messages, prompt_completion, text, stanford_alpaca)
 }
 
 FORMATS_BY_TYPE: dict[DatasetType, dict[str, RecordFormat]] = {

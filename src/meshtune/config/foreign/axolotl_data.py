@@ -1,0 +1,225 @@
+"""axolotl's data sets: what each type of prompt comes to here."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from meshtune.config.foreign.draft import Draft
+from meshtune.config.foreign.rules import UnfitValueError, entries, text
+from meshtune.config.foreign.templates import AXOLOTL, OWN, template
+
+READ = frozenset(
+    """path name split data_files type revision field field_messages field_chosen field_rejected field_instruction
+    field_input field_output field_tools message_property_mappings message_field_role message_field_content roles
+    roles_to_train train_on_eos drop_system_message chat_template text_column ds_type skip""".split()
+)
+IDLE = frozenset(
+    """trust_remote_code preprocess_shards input_format conversation split_thinking temperature logprobs_field
+    train_on_eot""".split()
+)
+ROLES = {"user": "user_tag", "assistant": "assistant_tag", "system": "system_tag", "tool": "observation_tag"}
+# The speakers that axolotl understands where `roles` is left out.
+SPEAKERS = {"user": ("human", "user"), "assistant": ("gpt", "assistant"), "system": ("system",), "tool": ("tool",)}
+NO_PROMPT = "no_prompt"  # a column that records do not have: both answers are whole conversations
+
+
+class RefusedError(Exception):
+    """Why a data set cannot be read as axolotl reads it, and what to do."""
+
+    def __init__(self, why: str, fix: str):
+        super().__init__(why)
+        self.why, self.fix = why, fix
+
+
+def sources(draft: Draft, key: str, to: str, kind: str) -> list[str]:
+    """Translates the data sets of `key` to the list `to` for our stage `kind`. Returns their types."""
+    value = draft.get(key)
+    listed = [value] if isinstance(value, dict | str) else value or []
+    types: list[str] = []
+    for number, entry in enumerate(listed):
+        entry = {"path": entry} if isinstance(entry, str) else entry
+        if not isinstance(entry, dict):
+            draft.refuse(key, f"entry {number} is not a mapping", "give path and type")
+            continue
+        given = {name: value for name, value in entry.items() if value is not None}
+        try:
+            types.append(_source(draft, key, f"{to}.{number}", given, kind))
+        except RefusedError as problem:
+            draft.refuse(key, f"{given.get('path')}: {problem.why}", problem.fix)
+        except UnfitValueError as problem:
+            draft.refuse(key, f"{given.get('path')}: {problem}", "correct that data set")
+    return types
+
+
+def _source(draft: Draft, key: str, to: str, entry: dict[str, Any], kind: str) -> str:
+    unknown = [name for name in entry if name not in READ | IDLE]
+    if unknown:
+        _unread(entry, unknown)
+    draft.put(f"{to}.path", _path(entry), key)
+    for theirs, ours in (("name", "subset"), ("split", "split"), ("revision", "revision")):
+        if theirs in entry:
+            draft.put(f"{to}.{ours}", text(entry[theirs]), key)
+    prompts = entry.get("type", "pretrain" if kind == "pt" else "")
+    if not isinstance(prompts, str):
+        raise RefusedError("a prompt written out in type is not read", "write records as messages, or name a type")
+    form, columns, tags = _form(draft, key, prompts, entry, kind)
+    draft.put(f"{to}.format", form, key, note=f"type: {prompts}")
+    if columns:
+        draft.put(f"{to}.columns", columns, key)
+    if tags:
+        draft.put(f"{to}.tags", tags, key)
+    return prompts
+
+
+def _unread(entry: dict[str, Any], unknown: list[str]) -> None:
+    field = entry.get("field_thinking", "reasoning_content")
+    key = entry.get("template_thinking_key", "reasoning_content")
+    if field == key:  # fields of a message go to the template as they are
+        unknown = [name for name in unknown if name not in ("field_thinking", "template_thinking_key")]
+    elif {"field_thinking", "template_thinking_key"} & set(unknown):
+        raise RefusedError(
+            f"reasoning lies in '{field}' of a message, and the template reads '{key}'", f"rename it to {key}"
+        )
+    if not unknown:
+        return
+    if "shards" in unknown:
+        raise RefusedError("a source is used whole, or its first records", "leave shards out; cap takes the first")
+    raise RefusedError(f"{', '.join(unknown)}: nothing here does that", f"leave out {', '.join(unknown)}")
+
+
+def _path(entry: dict[str, Any]) -> str:
+    path, files = text(entry.get("path", "")), entry.get("data_files")
+    if files is None:
+        return path
+    chosen = [text(file) for file in (files if isinstance(files, list) else [files])]
+    local = [
+        file if path in ("json", "jsonl", "csv", "parquet", "text") else os.path.join(path, file) for file in chosen
+    ]
+    if len(local) == 1 and (path in ("json", "jsonl", "csv", "parquet", "text") or os.path.exists(local[0])):
+        return local[0]
+    raise RefusedError(
+        f"single files ({', '.join(chosen)}) of a hub data set are not picked out",
+        f"download them: hf download {path} {chosen[0]} --repo-type dataset --local-dir data, and give the file",
+    )
+
+
+def _form(draft: Draft, key: str, prompts: str, entry: dict[str, Any], kind: str) -> tuple[str, Any, Any]:
+    """(format, columns, tags) of a type of prompt."""
+    if kind == "sft":
+        return _documents(draft, key, prompts, entry)
+    if kind == "pt" and prompts in ("completion", "pretrain"):
+        column = entry.get("field", entry.get("text_column", "text"))
+        return "text", {"text": text(column)} if column != "text" else {}, {}
+    if kind == "kto" and prompts.endswith((".ultra", ".argilla")):
+        _answers_template(draft, key, prompts)
+        return "alpaca", {"instruction": "prompt", "output": "completion", "label": "label"}, {}
+    if kind == "rm" and prompts == "bradley_terry.chat_template":
+        return "alpaca", {"instruction": "input"}, {}
+    if kind in ("dpo", "orpo", "simpo", "cpo", "ipo"):
+        return _pairs(draft, key, prompts, entry)
+    raise RefusedError(f"the prompts of type '{prompts}' are not written here", "write records as messages or texts")
+
+
+def _documents(draft: Draft, key: str, prompts: str, entry: dict[str, Any]) -> tuple[str, Any, Any]:
+    if prompts == "alpaca":
+        wanted = {"instruction": "field_instruction", "input": "field_input", "output": "field_output"}
+        return "stanford_alpaca", {ours: entry[theirs] for ours, theirs in wanted.items() if theirs in entry}, {}
+    if prompts == "completion":
+        raise RefusedError("plain text beside conversations is another stage here", "train on it alone first: stage pt")
+    if prompts != "chat_template":
+        if not prompts:
+            raise RefusedError("without a type it holds tokens, which are not read", "give texts or messages")
+        where = "its code is in a Python file" if "." in prompts or "_" in prompts else "it has words of its own"
+        raise RefusedError(
+            f"the prompts of type '{prompts}' are not written here: {where}",
+            "write records as messages and use type: chat_template",
+        )
+    if entry.get("drop_system_message"):
+        raise RefusedError("system prompts of records are kept", "remove them from the data")
+    if entry.get("roles_to_train", ["assistant"]) not in (
+        ["assistant"],
+        ["gpt"],
+        ["gpt", "assistant"],
+        ["assistant", "gpt"],
+    ):
+        raise RefusedError("assistant turns are what is learned", "leave roles_to_train out, or use train_on_inputs")
+    if entry.get("train_on_eos", "turn") not in ("turn", "all"):
+        raise RefusedError("the end of every learned turn is learned", "use train_on_eos: turn")
+    return _turns(entry)
+
+
+def _turns(entry: dict[str, Any]) -> tuple[str, Any, Any]:
+    """A list of turns: messages where they are OpenAI's, else sharegpt with the names of keys and speakers."""
+    mapped = dict(entry.get("message_property_mappings") or {})
+    role = mapped.pop("role", entry.get("message_field_role", "role"))
+    content = mapped.pop("content", entry.get("message_field_content", "content"))
+    unread = [name for name in mapped if name not in ("tool_calls", "tool_call_id", "name")]
+    if unread:
+        raise RefusedError(f"messages with {', '.join(unread)} of other names are not read", "rename them in the data")
+    field = entry.get("field_messages", "messages")
+    speakers = _speakers(entry.get("roles"))
+    tools = {"tools": entry["field_tools"]} if entry.get("field_tools", "tools") != "tools" else {}
+    if (role, content) == ("role", "content") and not speakers:
+        return "messages", ({"messages": field} if field != "messages" else {}) | tools, {}
+    tags = {"role_tag": role, "content_tag": content, **speakers}
+    return "sharegpt", ({"conversations": field} if field != "conversations" else {}) | tools, tags
+
+
+def _speakers(roles: object) -> dict[str, str]:
+    """Names of speakers that axolotl's own do not have."""
+    renamed: dict[str, str] = {}
+    for role, spoken in (roles if isinstance(roles, dict) else {}).items():
+        others = [name for name in entries(spoken) if name not in SPEAKERS.get(role, ())]
+        if role not in ROLES or len(others) > 1:
+            raise RefusedError(f"the role {role} has names {spoken}", "give one name a role in the data")
+        if others:
+            renamed[ROLES[role]] = text(others[0])
+    return renamed
+
+
+def _pairs(draft: Draft, key: str, prompts: str, entry: dict[str, Any]) -> tuple[str, Any, Any]:
+    if prompts in ("chat_template.default", "chat_template"):
+        form, columns, tags = _turns(entry)
+        answers = {side: entry[f"field_{side}"] for side in ("chosen", "rejected") if f"field_{side}" in entry}
+        return form, columns | {side: name for side, name in answers.items() if name != side}, tags
+    if prompts.endswith((".ultra", ".argilla")) or prompts in ("chatml.argilla_chat", "chat_template.argilla_chat"):
+        _answers_template(draft, key, prompts)
+        return "preference", {"prompt": NO_PROMPT}, {}
+    raise RefusedError(f"the prompts of type '{prompts}' are not written here", "write records as messages")
+
+
+def _answers_template(draft: Draft, key: str, prompts: str) -> None:
+    """The template that a type writes itself: `llama3.ultra` is Llama 3's whatever the model's is."""
+    name = prompts.partition(".")[0]
+    if name in ("llama3", "chatml"):
+        draft.put("model.chat_template", name, key, note=f"type: {prompts}")
+
+
+def chat_template(draft: Draft, types: list[str]) -> None:
+    """The template of conversations. axolotl's own by name are copies of the models', which are used here."""
+    name = draft.get("chat_template")
+    if not any("chat_template" in prompts for prompts in types) or "model.chat_template" in draft.settings:
+        for key in ("chat_template", "chat_template_jinja", "eot_tokens"):
+            draft.idle(key, "no data set here is rendered with it")
+        return
+    draft.idle("eot_tokens", "the end of a turn is learned as the template writes it")
+    if name is None:
+        return
+    if name == "jinja":
+        _jinja(draft)
+    elif name.startswith("tokenizer_default_fallback_"):
+        draft.differ("chat_template", OWN)
+    else:
+        template(draft, "chat_template", name, AXOLOTL)
+
+
+def _jinja(draft: Draft) -> None:
+    written = draft.get("chat_template_jinja")
+    if written is None:
+        draft.refuse("chat_template", "jinja needs chat_template_jinja", "add it")
+    elif "{" in written:
+        draft.files[".jinja"] = written
+        draft.put("model.chat_template", ".jinja", "chat_template_jinja", "chat_template")
+    else:
+        draft.put("model.chat_template", written, "chat_template_jinja", "chat_template")

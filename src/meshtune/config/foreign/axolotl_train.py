@@ -1,0 +1,248 @@
+"""An axolotl file as a recipe: what one table entry alone cannot say."""
+
+from __future__ import annotations
+
+from meshtune.config.foreign import axolotl_data, axolotl_method, models, optimizers
+from meshtune.config.foreign.draft import Draft
+from meshtune.config.foreign.trainer import batch_settings, length, trackers
+
+PACKED = "a packed row has sequence_len tokens, and so many rows an update; the peer's bins are filled in another order"
+KNOWN_PLUGINS = ("cut_cross_entropy", "liger", "kernels", "expert_parallel", "swanlab", "lm_eval")
+HARMLESS_CONFIG = {"output_router_logits"}
+
+
+def train(draft: Draft) -> None:
+    """Translates an axolotl file. Raises nothing: what cannot be done is refused in `draft`."""
+    _model(draft)
+    kind = _stage(draft)
+    axolotl_method.method(draft)
+    axolotl_method.quantize(draft)
+    validation = _data(draft, kind)
+    draft.apply()
+    _plugins(draft)
+    batch_settings(draft, "micro_batch_size")
+    length(draft, "num_epochs")
+    optimizers.named(draft, "optimizer")
+    _schedule(draft)
+    optimizers.moments(draft, ("adam_beta1", "beta1"), ("adam_beta2", "beta2"), ("adam_epsilon", "eps"))
+    optimizers.clipping(draft, "max_grad_norm")
+    _precision(draft)
+    _evaluation(draft, validation)
+    _saving_and_logging(draft)
+    if "optimizer.learning_rate" not in draft.settings:
+        draft.refuse("learning_rate", "the file names no learning rate", "add learning_rate")
+    draft.remark(
+        "the order of the data and the start of the adapters are drawn from the same seed by another generator"
+    )
+
+
+def _model(draft: Draft) -> None:
+    path = draft.get("base_model")
+    if path is None:
+        draft.refuse("base_model", "the file names no model", "add base_model")
+        return
+    models.check_model(draft, "base_model", path)
+    draft.put("model.path", path, "base_model")
+    tokens = draft.get("tokens")
+    if isinstance(tokens, list) and tokens:
+        draft.put("model.new_tokens", [str(token) for token in tokens], "tokens")
+    special = {**(tokens if isinstance(tokens, dict) else {}), **(draft.get("special_tokens") or {})}
+    extra = special.pop("additional_special_tokens", None)
+    if extra:
+        draft.put("model.new_special_tokens", extra, "special_tokens")
+    others = {name: token for name, token in special.items() if name != "pad_token" and token is not None}
+    for key in ("special_tokens", "tokens"):
+        if others and isinstance(draft.given.get(key), dict):
+            listed = ", ".join(f"{name} {token}" for name, token in others.items())
+            draft.differ(
+                key, f"the tokenizer's own are used: see that they are {listed}, or save a tokenizer that says so"
+            )
+        draft.idle(key, "padding is masked, whatever its token")
+    if draft.get("resize_token_embeddings_to_32x"):
+        draft.put("model.pad_vocab_to", 32, "resize_token_embeddings_to_32x")
+    for key in ("model_config", "overrides_of_model_config"):
+        changes = set(draft.get(key) or {}) - HARMLESS_CONFIG
+        if changes:
+            draft.refuse(key, f"{', '.join(changes)}: a model is computed as its config.json says", "change that file")
+        elif draft.get(key):
+            draft.differ(key, "no loss balances the load of experts unless model.router_aux_loss asks for one")
+    quantised = draft.get("model_quantization_config")
+    if quantised is not None:
+        if (draft.get("model_quantization_config_kwargs") or {}).get("dequantize"):
+            draft.put("quantize.format", "none", "model_quantization_config", "model_quantization_config_kwargs")
+        else:
+            draft.idle("model_quantization_config", "codes in which a model is published are read as they are")
+
+
+def _stage(draft: Draft) -> str:
+    rl = draft.get("rl")
+    if draft.get("reward_model"):
+        draft.put("stage.kind", "rm", "reward_model", "num_labels")
+        if draft.get("center_rewards_coefficient"):
+            draft.put("stage.centre", draft.get("center_rewards_coefficient"), "center_rewards_coefficient")
+        return "rm"
+    if rl is None:
+        texts = [entry.get("type") for entry in draft.get("datasets") or [] if isinstance(entry, dict)]
+        plain = draft.get("pretraining_dataset") is not None or (texts and set(texts) == {"completion"})
+        draft.put("stage.kind", "pt" if plain else "sft", "" if plain else "rl")
+        return "pt" if plain else "sft"
+    if rl not in ("dpo", "ipo", "orpo", "simpo", "kto"):
+        draft.refuse("rl", f"there is no stage {rl} in recipes here", "use dpo, ipo, orpo, simpo or kto")
+        return "dpo"
+    kind = "dpo" if rl == "ipo" else rl
+    draft.put("stage.kind", kind, "rl")
+    beta = "orpo_alpha" if kind == "orpo" and not draft.given.get("rl_beta") else "rl_beta"
+    beta = "dpo_beta" if "dpo_beta" in draft.given and kind == "dpo" else beta
+    note = "the answers' loss is weighed by token here, by pair there" if kind == "orpo" else ""
+    draft.put("stage.beta", float(draft.get(beta)), beta, note=note, differs=bool(note))
+    _stage_options(draft, kind, rl)
+    return kind
+
+
+def _stage_options(draft: Draft, kind: str, rl: str) -> None:
+    if kind == "dpo":
+        losses = draft.get("dpo_loss_type") or ("ipo" if rl == "ipo" else "sigmoid")
+        losses = losses if isinstance(losses, list) else [losses]
+        if len(losses) > 1 or losses[0] not in ("sigmoid", "hinge", "ipo", "robust"):
+            draft.refuse("dpo_loss_type", f"{losses} is not computed here", "use sigmoid, hinge, ipo or robust")
+            return
+        draft.put("stage.loss", losses[0], "dpo_loss_type", *(["rl"] if rl == "ipo" else []))
+        if draft.get("dpo_label_smoothing"):
+            draft.put("stage.label_smoothing", draft.get("dpo_label_smoothing"), "dpo_label_smoothing")
+        if draft.get("rpo_alpha"):
+            draft.put("stage.sft_weight", draft.get("rpo_alpha"), "rpo_alpha")
+    elif kind == "simpo":
+        draft.put("stage.gamma", draft.get("simpo_gamma"), "simpo_gamma")
+        draft.put("stage.sft_weight", draft.get("cpo_alpha"), "cpo_alpha")
+    elif kind == "kto":
+        draft.put("stage.desirable_weight", draft.get("kto_desirable_weight"), "kto_desirable_weight")
+        draft.put("stage.undesirable_weight", draft.get("kto_undesirable_weight"), "kto_undesirable_weight")
+
+
+def _data(draft: Draft, kind: str) -> bool:
+    key = "pretraining_dataset" if draft.get("pretraining_dataset") is not None else "datasets"
+    if draft.get(key) is None:
+        draft.refuse("datasets", "the file names no data", "add datasets")
+    types = axolotl_data.sources(draft, key, "data.train", kind)
+    types += axolotl_data.sources(draft, "test_datasets", "data.validation", kind)
+    axolotl_data.chat_template(draft, types)
+    draft.put("data.max_length", draft.get("sequence_len"), "sequence_len")
+    strategy = {"drop": "drop", "truncate": "truncate", "raise": "error"}.get(
+        draft.get("excess_length_strategy").lower()
+    )
+    if strategy is None:
+        draft.refuse("excess_length_strategy", "it is not one of drop, truncate and raise", "use one of them")
+    streamed = key == "pretraining_dataset"
+    draft.put("data.overlong", "truncate" if streamed else strategy, "excess_length_strategy")
+    packed = bool(draft.get("sample_packing")) or streamed
+    draft.put("data.packing", packed, "sample_packing", note=PACKED if packed else "", differs=packed)
+    if streamed:
+        draft.put("data.streaming", True, key, note="documents go on in the next row")
+    else:
+        draft.idle("streaming", "data are tokenised before training and read from disk")
+    if draft.get("train_on_inputs"):
+        draft.put("data.train_on_prompt", True, "train_on_inputs")
+    if not draft.get("shuffle_merged_datasets") or draft.get("curriculum_sampling"):
+        draft.put("data.shuffle", False, "shuffle_merged_datasets", "curriculum_sampling")
+    share = draft.get("val_set_size")
+    if draft.get("test_datasets"):
+        draft.idle("val_set_size", "test_datasets are given")
+    elif share:
+        draft.put("data.validation", share if share < 1 else int(share), "val_set_size")
+    if kind == "sft" and draft.get("neftune_noise_alpha"):
+        draft.put("stage.neftune_alpha", draft.get("neftune_noise_alpha"), "neftune_noise_alpha")
+    return bool(share or draft.get("test_datasets"))
+
+
+def _plugins(draft: Draft) -> None:
+    others = [
+        str(name) for name in draft.get("plugins") or [] if not any(known in str(name) for known in KNOWN_PLUGINS)
+    ]
+    if others:
+        draft.refuse("plugins", f"{', '.join(others)}: what it does is not here", "leave it out")
+    draft.idle("plugins", "kernels and layouts are chosen here by the device")
+
+
+def _schedule(draft: Draft) -> None:
+    key = "lr_scheduler"
+    ratio, name = draft.get("cosine_min_lr_ratio"), draft.get(key)
+    if name not in optimizers.SCHEDULES:
+        draft.refuse(key, f"there is no schedule {name} here", f"use {', '.join(optimizers.SCHEDULES)}")
+        return
+    draft.put("optimizer.schedule", optimizers.SCHEDULES[name], key)
+    if ratio and name == "cosine":
+        draft.put("optimizer.min_lr_ratio", ratio, "cosine_min_lr_ratio")
+    if name == "constant":
+        draft.put("optimizer.warmup_steps", 0, note="transformers' constant schedule has no warm-up")
+        return
+    steps, share = draft.get("warmup_steps"), draft.get("warmup_ratio")
+    if steps is not None and steps >= 1:
+        draft.put("optimizer.warmup_steps", max(2, int(steps)), "warmup_steps", note="" if steps > 1 else "1 becomes 2")
+    elif steps:
+        draft.put("optimizer.warmup_ratio", steps, "warmup_steps", note="below 1 it is a share of the steps")
+    elif steps is not None or share is not None:
+        note = "rounded up to whole steps, there down" if share else ""
+        draft.put("optimizer.warmup_ratio", share or 0.0, "warmup_ratio", "warmup_steps", note=note)
+    elif (total := draft.get("max_steps")) is not None:
+        warm = min(int(0.03 * total), 100)
+        draft.put("optimizer.warmup_steps", 2 if warm == 1 else warm, note="3% of max_steps, at most 100")
+    else:
+        draft.put("optimizer.warmup_ratio", 0.03, note="the peer stops at 100 steps: see the run's number of steps")
+
+
+def _precision(draft: Draft) -> None:
+    bf16 = draft.given.get("bf16", "auto")
+    if draft.get("fp16") or draft.get("float16"):
+        note = "bfloat16 in place of float16, which needs no scaled loss"
+        key = "fp16" if draft.get("fp16") else "float16"
+        draft.put("compute.precision", "mixed", key, note=note, differs=True)
+    elif draft.get("bfloat16"):
+        draft.put("compute.precision", "bfloat16", "bfloat16")
+    elif draft.get("float32") or bf16 in (False, "false"):
+        draft.put("compute.precision", "float32", "float32", "bf16")
+    elif bf16 == "auto":
+        draft.put("compute.precision", "auto", "bf16")
+    else:
+        draft.put("compute.precision", "mixed", "bf16")
+
+
+def _evaluation(draft: Draft, validation: bool) -> None:
+    if not validation:
+        return
+    strategy = draft.given.get("eval_strategy", draft.given.get("evaluation_strategy"))
+    steps, times = draft.get("eval_steps"), draft.get("evals_per_epoch")
+    if steps is not None and steps >= 1:
+        draft.put("eval.every", int(steps), "eval_steps")
+    elif times or steps or strategy == "epoch":
+        key = "evals_per_epoch" if times else "eval_steps" if steps else "eval_strategy"
+        note = "" if times == 1 or strategy == "epoch" else "once an epoch: steps of an epoch are not known before data"
+        draft.put("eval.every", "epoch", key, note=note, differs=bool(note))
+    else:
+        draft.put("eval.every", None, "evals_per_epoch", "eval_strategy", note="evaluated at the end alone")
+    if draft.get("early_stopping_patience"):
+        draft.put("eval.early_stopping", draft.get("early_stopping_patience"), "early_stopping_patience")
+
+
+def _saving_and_logging(draft: Draft) -> None:
+    if (steps := draft.get("save_steps")) and steps >= 1:
+        draft.put("checkpoint.every", int(steps), "save_steps")
+    else:
+        draft.idle("save_steps", "checkpoints are about ten a run; results are the same")
+    draft.put("checkpoint.keep_best", bool(draft.get("load_best_model_at_end")), "load_best_model_at_end")
+    draft.put("log.every", max(1, draft.get("logging_steps") or 1), "logging_steps")
+    if draft.get("auto_resume_from_checkpoints"):
+        draft.put("resume", True, "auto_resume_from_checkpoints", note="from a checkpoint of Meshtune's in output")
+    for name in ("wandb", "mlflow", "trackio", "tensorboard"):
+        project = {"wandb": "wandb_project", "mlflow": "mlflow_experiment_name", "trackio": "trackio_project_name"}.get(
+            name
+        )
+        asked = draft.get(f"use_{name}") if f"use_{name}" in draft.given else project and draft.get(project)
+        if asked:
+            key = f"use_{name}" if f"use_{name}" in draft.given else str(project)
+            known = draft.settings["log.trackers"].value if "log.trackers" in draft.settings else []
+            trackers(draft, key, [*known, name])
+            if project and draft.get(project):
+                draft.put("log.project", draft.get(project), project)
+    for name in ("use_comet", "use_swanlab"):
+        if draft.get(name):
+            draft.differ(name, "there is no such tracker here; metrics.jsonl has every number")

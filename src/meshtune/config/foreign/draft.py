@@ -1,0 +1,136 @@
+"""A recipe under translation: what it comes to here, and what became of every key."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from meshtune.config.foreign.rules import ABSENT, Rule, Table, UnfitValueError
+from meshtune.errors import nearest
+
+Verdict = Literal["translated", "differs", "no effect", "refused", "unknown"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What became of a key: for `translated` and `differs`, `to` is what it came to here. Of `refused` and `unknown`
+    keys `fix` says what to do."""
+
+    key: str
+    verdict: Verdict
+    to: str = ""
+    note: str = ""
+    fix: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A value of our recipe, or an option of our command, with the keys that it comes from."""
+
+    value: Any
+    keys: tuple[str, ...]
+    note: str = ""
+
+
+class Draft:
+    """Reads the keys of a file of `tool` and collects what they come to.
+
+    `raw` are the file's own keys and values, `table` the rules of all keys that the tool has, `lines` the line of each.
+    A null is a key left out. `devices` is the number of devices that the file was written for.
+    """
+
+    def __init__(self, tool: str, raw: dict[str, Any], table: Table, devices: int = 1):
+        self.tool, self.raw, self.table, self.devices = tool, raw, table, devices
+        self.given = {key: value for key, value in raw.items() if value is not None}
+        self.settings: dict[str, Setting] = {}
+        self.remarks: list[str] = []
+        self.files: dict[str, str] = {}  # further files by suffix, such as a chat template
+        self._findings: dict[str, Finding] = {}
+
+    def get(self, key: str) -> Any:
+        """The value of a key, or the tool's default, or None. A value that does not fit refuses the key."""
+        rule = self.table[key]
+        if key not in self.given:
+            return None if rule.default is ABSENT else rule.default
+        try:
+            return rule.read(self.given[key])
+        except UnfitValueError as problem:
+            self.refuse(key, f"{_shown(self.given[key])} {problem}", f"correct {key}")
+            return None if rule.default is ABSENT else rule.default
+
+    def put(self, to: str, value: object, *keys: str, note: str = "", differs: bool = False) -> None:
+        """Writes `value` at our key `to`, from `keys`. With `differs`, `note` says what is not the same here."""
+        present = [key for key in keys if key in self.given]
+        default = f"{self.tool}'s default" + (f" of {keys[0]}" if keys else "")
+        origin = ", ".join(present) or default
+        self.settings[to] = Setting(value, tuple(present), f"{origin}; {note}" if note else origin)
+        for key in present:
+            self._note(Finding(key, "differs" if differs else "translated", f"{to}: {_shown(value)}", note))
+        if differs and not present:
+            self.remark(f"{to}: {note}")
+
+    def refuse(self, key: str, note: str, fix: str) -> None:
+        self._findings[key] = Finding(key, "refused", note=note, fix=fix)
+
+    def idle(self, key: str, note: str) -> None:
+        if key in self.given and key not in self._findings:
+            self._findings[key] = Finding(key, "no effect", note=note)
+
+    def differ(self, key: str, note: str) -> None:
+        """Reports a difference of a key that writes nothing."""
+        if key in self.given:
+            self._note(Finding(key, "differs", note=note))
+        else:
+            self.remark(note)
+
+    def remark(self, note: str) -> None:
+        """A sentence about the whole, for the head of what is written."""
+        if note not in self.remarks:
+            self.remarks.append(note)
+
+    def apply(self, *keys: str) -> None:
+        """Translates the direct keys of the table, or only `keys`, with the tool's defaults."""
+        for key in keys or self.table:
+            rule = self.table[key]
+            if rule.kind != "direct" or (key not in self.given and rule.default is ABSENT):
+                continue
+            value = self.get(key)
+            if value is not None:
+                self.put(rule.to, value, key, note=rule.note, differs=rule.differs)
+
+    def findings(self) -> list[Finding]:
+        """What became of every key of the file, in its order, and after them refusals of what it leaves out."""
+        of_file = [self._findings.get(key) or self._by_rule(key) for key in self.raw]
+        return of_file + [finding for key, finding in self._findings.items() if key not in self.raw]
+
+    def _note(self, finding: Finding) -> None:
+        """Joins several results of one key; a refusal stays."""
+        earlier = self._findings.get(finding.key)
+        if earlier is None or earlier.verdict == "no effect":
+            self._findings[finding.key] = finding
+        elif earlier.verdict in ("translated", "differs"):
+            verdict = "differs" if "differs" in (earlier.verdict, finding.verdict) else "translated"
+            to = "; ".join(dict.fromkeys(filter(None, (earlier.to, finding.to))))
+            note = "; ".join(dict.fromkeys(filter(None, (earlier.note, finding.note))))
+            self._findings[finding.key] = Finding(finding.key, verdict, to, note)
+
+    def _by_rule(self, key: str) -> Finding:
+        rule: Rule | None = self.table.get(key)
+        if rule is None:
+            fix = f"{nearest(key, self.table)}it does nothing there: remove it"
+            return Finding(key, "unknown", note=f"{self.tool} has no such key", fix=fix)
+        if key not in self.given:
+            return Finding(key, "no effect", note="null: left out")
+        value = self.given[key]
+        if rule.kind == "refused":
+            if any(value is neutral or (value == neutral and type(value) is type(neutral)) for neutral in rule.neutral):
+                return Finding(key, "no effect", note=f"{_shown(value)} asks for nothing")
+            return Finding(key, "refused", note=rule.note, fix=rule.fix)
+        return Finding(key, "no effect", note=rule.note)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = "null" if value is None else repr(value) if isinstance(value, list | dict) else str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,118 @@
+"""LLaMA-Factory's data (v0): names of a registry, mixtures, lengths and packing."""
+
+from __future__ import annotations
+
+from meshtune.config.foreign.draft import Draft
+from meshtune.config.foreign.templates import LLAMA_FACTORY, template
+
+TRUNCATED = "a record that is too long is cut at its end; the peer cuts prompt and answer of each turn in proportion"
+
+
+def sources(draft: Draft, kind: str) -> bool:
+    """Translates the data of stage `kind`. Returns whether there are validation data."""
+    names = draft.get("dataset")
+    if not names:
+        draft.refuse("dataset", "the file names no data set", "add dataset")
+    _listed(draft, "data.train", "dataset", names or [])
+    registry(draft)
+    _mixing(draft, len(names or []))
+    _lengths(draft, kind)
+    if kind != "pt":
+        chat_template(draft)
+    if kind in ("sft", "pt"):
+        for key, ours in (("train_on_prompt", "train_on_prompt"), ("mask_history", "last_turn_only")):
+            if draft.get(key):
+                draft.put(f"data.{ours}", True, key)
+    if draft.get("default_system"):
+        draft.put("data.system", draft.get("default_system"), "default_system")
+    if draft.get("disable_shuffling"):
+        draft.put("data.shuffle", False, "disable_shuffling")
+    if draft.get("tokenized_path"):
+        draft.differ(
+            "tokenized_path", "training prepares its data and keeps them; the peer stops when they are written"
+        )
+    return _validation(draft)
+
+
+def _listed(draft: Draft, to: str, key: str, names: list[str]) -> None:
+    hub = draft.get("dataset_dir") == "ONLINE"
+    for number, name in enumerate(names):
+        draft.put(f"{to}.{number}.{'path' if hub else 'name'}", name, key)
+        if draft.get("max_samples"):
+            draft.put(f"{to}.{number}.cap", draft.get("max_samples"), "max_samples")
+
+
+def registry(draft: Draft) -> None:
+    folder = draft.get("dataset_dir")
+    if not isinstance(folder, str):
+        draft.refuse("dataset_dir", "a registry is a file or the folder that holds it", "give its folder")
+    elif folder.startswith("REMOTE:"):
+        repository = folder.removeprefix("REMOTE:")
+        draft.refuse(
+            "dataset_dir",
+            f"the registry lies in the hub's {repository}, and registries are read from disk",
+            f"download it: hf download {repository} --repo-type dataset --local-dir data, and set dataset_dir: data",
+        )
+    elif folder == "ONLINE":
+        draft.idle("dataset_dir", "data sets are named by their hub ids")
+    else:
+        draft.put("data.registry", folder, "dataset_dir", note="its dataset_info.json is read as it is")
+
+
+def _mixing(draft: Draft, count: int) -> None:
+    strategy = draft.get("mix_strategy")
+    if strategy not in ("concat", "interleave_under", "interleave_over"):
+        draft.refuse("mix_strategy", f"there is no mixture {strategy} here", "use concat or interleave_under")
+        return
+    draft.put("data.mixing", strategy, "mix_strategy")
+    shares = draft.get("interleave_probs")
+    if strategy != "concat" and shares:
+        if len(shares) != count:
+            draft.refuse("interleave_probs", f"{len(shares)} shares for {count} data sets", "give one a data set")
+            return
+        for number, share in enumerate(shares):
+            draft.put(f"data.train.{number}.weight", float(share), "interleave_probs")
+
+
+def _lengths(draft: Draft, kind: str) -> None:
+    note = "documents go on in the next row" if kind == "pt" else TRUNCATED
+    draft.put("data.max_length", draft.get("cutoff_len"), "cutoff_len", note=note, differs=kind != "pt")
+    packing = draft.get("packing")
+    packing = kind == "pt" if packing is None else packing
+    if draft.get("neat_packing"):
+        draft.put("data.packing", True, "neat_packing", "packing")
+    elif packing and kind == "pt":
+        note = "documents do not see each other in a row; the peer joins all text and cuts it into rows"
+        draft.put("data.packing", True, "packing", note=note, differs=True)
+    elif packing:
+        note = "documents do not see each other in a row; in the peer they do, without neat_packing"
+        draft.put("data.packing", True, "packing", note=note, differs=True)
+    else:
+        draft.put("data.packing", False, "packing", note="one document a row, so that a batch holds as many")
+    if draft.get("streaming"):
+        if kind == "pt":
+            draft.put("data.streaming", True, "streaming")
+        else:
+            note = "data are tokenised before training here, and read from disk in another order"
+            draft.differ("streaming", note)
+
+
+def chat_template(draft: Draft) -> None:
+    name = draft.get("template")
+    if name is None:
+        draft.remark("no template is named: the tokenizer's own is used, as by the peer")
+        return
+    entry = template(draft, "template", name, LLAMA_FACTORY)
+    if entry and entry.system and not draft.get("default_system"):
+        draft.put("data.system", entry.system, "template", note="the template's own")
+
+
+def _validation(draft: Draft) -> bool:
+    names, share = draft.get("eval_dataset"), draft.get("val_size")
+    if names:
+        _listed(draft, "data.validation", "eval_dataset", names)
+        return True
+    if share and share > 0:
+        draft.put("data.validation", share if share < 1 else int(share), "val_size")
+        return True
+    return False
