@@ -20,11 +20,14 @@ OPTIMIZERS = {
     "torchao.optim.AdamW8bit": "adamw8bit",
     "torchao.prototype.low_bit_optim.AdamW8bit": "adamw8bit",
 }
+OTHER_VERBS = ("tasks", "prompt", "teacher_model", "policy_model", "orchestration")
 FUSED_FAMILIES = ("phi3", "phi4")
 
 
 def train(draft: Draft) -> None:
     """Translates a config. Raises nothing: what cannot be done is refused in `draft`."""
+    if any(key in draft.given for key in OTHER_VERBS):
+        return  # refused by the table
     component = str(_component(draft, "model"))
     _start(draft, component)
     kind = _stage(draft)

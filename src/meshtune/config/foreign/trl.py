@@ -30,7 +30,7 @@ NAME = "TRL"
 TRAINERS = ("sft", "dpo", "kto", "reward", "orpo")
 OTHER_TRAINER = "another trainer reads it"
 NO_PEFT = "without use_peft"
-COMMAND = re.compile(r"(?:\btrl\s+|trl/scripts/|examples/scripts/|(?<=\s))(?P<trainer>[a-z_]+?)(?:\.py)?(?=\s+--)")
+OTHER_TRAINERS = ("grpo", "rloo", "online_dpo", "ppo", "gkd", "distillation", "prm", "cpo", "xpo", "nash_md", "bco")
 
 TRL: Table = {
     **TRAINER,
@@ -114,10 +114,19 @@ def command(text: str) -> tuple[dict[str, Any], str | None] | None:
     """The arguments of a command of TRL's in a script, and its trainer; None where the text is none."""
     joined = re.sub(r"\\\s*\n", " ", "\n".join(line for line in text.splitlines() if not line.strip().startswith("#")))
     for line in joined.splitlines():
-        match = COMMAND.search(f" {line}") if "--" in line and "trl" in line else None
-        if match:
-            trainer = match["trainer"].removesuffix(".py").rpartition("/")[2]
-            return _arguments(shlex.split(line[line.index("--", max(match.end() - 2, 0)) :])), trainer
+        if "--" not in line:
+            continue
+        try:
+            words = shlex.split(line)
+        except ValueError:  # a quotation that is not closed: no command
+            continue
+        for position, word in enumerate(words):
+            following = words[position + 1 : position + 2]
+            if word == "trl" and following:
+                return _arguments(words[position + 2 :]), following[0]
+            stem = word.rpartition("/")[2].removesuffix(".py")
+            if word.endswith(".py") and stem in (*TRAINERS, *OTHER_TRAINERS):
+                return _arguments(words[position + 1 :]), stem
     return None
 
 

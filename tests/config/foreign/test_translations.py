@@ -1,0 +1,310 @@
+"""What files of other tools come to: values, defaults written out, reasons, and what is written to disk."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+import yaml
+
+from meshtune.config.foreign import axolotl, llama_factory, llama_factory_commands, llama_factory_v1, torchtune, trl
+from meshtune.config.foreign.importer import Translation, translate
+from meshtune.config.load import load_recipe, silent
+from meshtune.errors import UserError
+
+LLAMA_FACTORY = {
+    "model_name_or_path": "some/model",
+    "stage": "sft",
+    "do_train": True,
+    "finetuning_type": "lora",
+    "dataset": "first, second",
+    "template": "qwen",
+    "output_dir": "saves/x",
+}
+AXOLOTL = {
+    "base_model": "some/model",
+    "datasets": [{"path": "tatsu-lab/alpaca", "type": "alpaca"}],
+    "learning_rate": "2e-5",
+    "output_dir": "out",
+}
+QLORA = {"adapter": "qlora", "load_in_4bit": True, "lora_r": 16, "lora_alpha": 32, "lora_target_linear": True}
+
+
+@pytest.fixture
+def imported(tmp_path: pathlib.Path):
+    def run(content: dict | str, **options) -> Translation:
+        file = tmp_path / "theirs.yaml"
+        file.write_text(content if isinstance(content, str) else yaml.safe_dump(content), encoding="utf-8")
+        return translate(str(file), **options)
+
+    return run
+
+
+@pytest.fixture
+def recipe_of(imported, tmp_path: pathlib.Path):
+    """The recipe that a file comes to, read back from what is written."""
+
+    def run(content: dict | str, **options):
+        translation = imported(content, **options)
+        assert not translation.refused, translation.refused
+        for path, text in translation.written(tmp_path / "ours.yaml").items():
+            path.write_text(text, encoding="utf-8")
+        return load_recipe(str(tmp_path / "ours.yaml"), notify=silent)
+
+    return run
+
+
+def verdicts(translation: Translation) -> dict[str, str]:
+    return {finding.key: finding.verdict for finding in translation.findings}
+
+
+def test_llama_factory_defaults_are_written_out(recipe_of):
+    recipe = recipe_of(LLAMA_FACTORY)
+    assert (recipe.method.rank, recipe.method.alpha, recipe.method.targets) == (8, 16.0, "all-linear")
+    assert (recipe.optimizer.learning_rate, recipe.optimizer.schedule) == (5e-5, "linear")
+    assert (recipe.optimizer.warmup_ratio, recipe.optimizer.max_grad_norm, recipe.optimizer.eps) == (0.0, 1.0, 1e-8)
+    assert (recipe.train.batch_size, recipe.train.epochs, recipe.seed) == (8, 3.0, 42)
+    assert (recipe.data.max_length, recipe.data.packing, recipe.data.registry) == (2048, False, "data")
+    assert [source.name for source in recipe.data.train] == ["first", "second"]
+    assert recipe.model.chat_template == "chatml"
+    assert "Alibaba" in recipe.data.system
+
+
+def test_batches_are_counted_with_the_devices(recipe_of):
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+    recipe = recipe_of(LLAMA_FACTORY | sizes, devices=4)
+    assert (recipe.train.batch_size, recipe.train.micro_batch) == (24, 8)
+    recipe = recipe_of(AXOLOTL | {"micro_batch_size": 2, "gradient_accumulation_steps": 3}, devices=4)
+    assert (recipe.train.batch_size, recipe.train.micro_batch) == (24, 8)
+
+
+def test_axolotl_defaults_are_written_out(recipe_of):
+    recipe = recipe_of(AXOLOTL | QLORA)
+    assert (recipe.data.max_length, recipe.data.overlong, recipe.data.packing) == (512, "drop", False)
+    assert recipe.data.train[0].format == "stanford_alpaca"
+    assert (recipe.train.batch_size, recipe.train.epochs, recipe.optimizer.schedule) == (1, 1.0, "cosine")
+    assert (recipe.optimizer.learning_rate, recipe.optimizer.warmup_ratio) == (2e-5, 0.03)
+    assert (recipe.quantize.format, recipe.quantize.double, recipe.seed) == ("nf4", True, 42)
+    assert recipe_of(AXOLOTL | {"max_steps": 50}).optimizer.warmup_steps == 2  # 1 becomes 2
+    assert recipe_of(AXOLOTL).method.kind == "full"
+
+
+def test_trl_defaults_are_those_of_its_trainer(recipe_of, tmp_path):
+    data = tmp_path / "pairs.jsonl"
+    data.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    arguments = {"model_name_or_path": "m", "dataset_name": str(data), "output_dir": "o", "beta": 0.2}
+    recipe = recipe_of(arguments, is_trl=True)
+    assert (recipe.stage.kind, recipe.stage.beta, recipe.optimizer.learning_rate) == ("dpo", 0.2, 1e-6)
+    assert (recipe.method.kind, recipe.data.max_length, recipe.train.batch_size) == ("full", 1024, 8)
+    recipe = recipe_of(arguments | {"use_peft": True}, is_trl=True, trainer="dpo")
+    assert (recipe.method.rank, recipe.method.alpha, recipe.method.targets) == (16, 32.0, ("q_proj", "v_proj"))
+
+
+def test_a_command_of_trl_is_read(recipe_of):
+    script = """# train
+    accelerate launch --num_processes 8 trl/scripts/dpo.py \\
+        --model_name_or_path Qwen/Qwen3-0.6B --dataset_name org/pairs \\
+        --learning_rate 5.0e-7 --loss_type hinge --gradient_checkpointing \\
+        --output_dir=out --lora_target_modules q_proj k_proj --use_peft
+    """
+    recipe = recipe_of(script)
+    assert (recipe.stage.kind, recipe.stage.loss, recipe.optimizer.learning_rate) == ("dpo", "hinge", 5e-7)
+    assert recipe.method.targets == ("q_proj", "k_proj")
+    assert recipe_of("trl sft --model_name_or_path m --dataset_name d --completion_only_loss false").stage.kind == "sft"
+
+
+TORCHTUNE = """
+output_dir: out
+model: {_component_: torchtune.models.llama3_2.lora_llama3_2_1b, lora_attn_modules: [q_proj, output_proj],
+  apply_lora_to_mlp: true, lora_rank: 64, lora_alpha: 128}
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: "${dir}/tokenizer.model", max_seq_len: 512}
+checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: "${output_dir}/base"}
+dataset: {_component_: torchtune.datasets.alpaca_cleaned_dataset, packed: false}
+optimizer: {_component_: torch.optim.AdamW, lr: 3e-4, fused: true}
+loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}
+batch_size: 4
+gradient_accumulation_steps: 8
+epochs: 2
+dtype: bf16
+"""
+
+
+def test_a_torchtune_config_is_read(imported, recipe_of):
+    recipe = recipe_of(TORCHTUNE.replace("${dir}", "."))
+    assert recipe.model.path == "out/base"  # a reference between keys
+    assert recipe.method.targets == ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert (recipe.train.batch_size, recipe.train.epochs, recipe.compute.precision) == (32, 2.0, "bfloat16")
+    assert (recipe.optimizer.schedule, recipe.optimizer.weight_decay, recipe.optimizer.no_decay) == (
+        "constant",
+        0.01,
+        (),
+    )
+    assert recipe.data.train_on_prompt
+    assert recipe.data.train[0].tags == {"turns": "chat"}
+    refused = imported(TORCHTUNE).refused
+    assert [finding.key for finding in refused] == ["tokenizer"]
+    assert "environment" in refused[0].note
+
+
+def test_the_second_schema_of_llama_factory_reads_its_list_of_data(recipe_of, tmp_path):
+    listing = tmp_path / "sft.yaml"
+    listing.write_text("one: {path: a.json, source: local, converter: alpaca, size: 5}\ntwo: {path: org/b}\n")
+    content = {
+        "model": "m",
+        "train_dataset": str(listing),
+        "peft_config": {"name": "lora", "r": 4, "target_modules": "all"},
+        "quant_config": {"name": "bnb", "quantization_bit": 4},
+        "optim_config": {"name": "muon", "wd": 0.2, "momentum": 0.9, "adamw_betas": [0.8, 0.9]},
+        "output_dir": "o",
+        "max_steps": 10,
+    }
+    recipe = recipe_of(content, devices=2)
+    assert [(s.path, s.format, s.cap) for s in recipe.data.train] == [
+        ("a.json", "alpaca", 5),
+        ("org/b", "messages", None),
+    ]
+    assert (recipe.method.rank, recipe.method.alpha, recipe.method.dropout) == (4, 16.0, 0.05)
+    assert (recipe.optimizer.name, recipe.optimizer.weight_decay, recipe.optimizer.beta2) == ("muon", 0.2, 0.9)
+    assert (recipe.train.batch_size, recipe.optimizer.schedule, recipe.quantize.format) == (2, "constant", "nf4")
+
+
+def test_exports_and_chats_become_commands(imported):
+    base = {"model_name_or_path": "m", "adapter_name_or_path": "a", "template": "llama3", "trust_remote_code": True}
+    translation = imported(base | {"export_dir": "merged", "export_size": 5, "export_device": "cpu"})
+    (text,) = translation.written(None).values()
+    assert translation.verb == "export"
+    assert not translation.refused
+    assert text.splitlines()[-1] == "meshtune export a --merge --base m --to merged --max-shard-size 5GB"
+    translation = imported(base | {"infer_backend": "huggingface"})
+    (text,) = translation.written(None).values()
+    assert text.splitlines()[-1] == (
+        "meshtune chat m --adapter a --chat-template llama3 --temperature 0.95 --top-p 0.7 --top-k 50 --max-tokens 1024"
+    )
+
+
+def test_every_key_of_a_file_gets_one_verdict(imported):
+    content = LLAMA_FACTORY | {"plot_loss": True, "ddp_timeout": 1, "packing": True, "bogus": 1, "shift_attn": True}
+    translation = imported(content)
+    verdict_of = verdicts(translation)
+    assert set(verdict_of) == set(content)
+    assert verdict_of["bogus"] == "unknown"
+    assert verdict_of["shift_attn"] == "refused"
+    assert verdict_of["plot_loss"] == "no effect"
+    assert verdict_of["packing"] == "differs"
+    assert {finding.key for finding in translation.refused} == {"bogus", "shift_attn"}
+    assert all(finding.note for finding in translation.findings if finding.verdict != "translated")
+
+
+TABLES = {
+    "LLaMA-Factory": llama_factory.TRAIN,
+    "its commands": llama_factory_commands.COMMAND,
+    "v1": llama_factory_v1.V1,
+    "axolotl": axolotl.AXOLOTL,
+    "torchtune": torchtune.TORCHTUNE,
+    "TRL": trl.TRL,
+}
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=list(TABLES))
+def test_a_rule_without_an_effect_says_why(table):
+    silent_rules = [key for key, rule in table.items() if rule.kind in ("idle", "refused") and not rule.note]
+    assert silent_rules == []
+    assert [key for key, rule in table.items() if rule.kind == "refused" and not rule.fix] == []
+
+
+@pytest.mark.parametrize(
+    ("expression", "names"),
+    [
+        ("model.language_model.layers.[\\d]+.(mlp|cross_attn|self_attn).(up|q)_proj", ["up_proj", "q_proj"]),
+        (".*\\.layers\\.(3|7)\\.self_attn\\.q_proj|.*\\.mlp\\.(gate|up)_proj", None),
+        ("model.layers.[\\d]+.(mlp|self_attn).(_checkpoint_wrapped_module.)?(o|v)_proj", ["o_proj", "v_proj"]),
+    ],
+)
+def test_expressions_over_modules_become_names(recipe_of, expression, names):
+    recipe = recipe_of(AXOLOTL | {"adapter": "lora", "lora_r": 8, "lora_alpha": 8, "lora_target_modules": expression})
+    if names is not None:
+        assert list(recipe.method.targets) == names
+    else:
+        assert list(recipe.method.targets) == [
+            "layers.3.self_attn.q_proj", "layers.7.self_attn.q_proj", "gate_proj", "up_proj",
+        ]  # fmt: skip
+
+
+BAD = {
+    "rank of text": (LLAMA_FACTORY | {"lora_rank": "eight"}, "lora_rank", "must be a number"),
+    "flag of text": (LLAMA_FACTORY | {"packing": "perhaps"}, "packing", "must be true or false"),
+    "a list as a name": (AXOLOTL | {"rl": ["dpo"]}, "rl", "must be text"),
+    "no data": ({k: v for k, v in AXOLOTL.items() if k != "datasets"} | {"sequence_len": 8}, "datasets", "no data"),
+    "an expression with a lookahead": (
+        AXOLOTL | {"adapter": "lora", "lora_target_modules": "(?!lm_head).*proj$"},
+        "lora_target_modules",
+        "not a name",
+    ),
+    "an environment variable": (LLAMA_FACTORY | {"output_dir": "${HOME}/x"}, "output_dir", "environment"),
+    "jinja in a value": (AXOLOTL | {"output_dir": "runs/{{ name }}"}, "output_dir", "Jinja"),
+    "ppo": (LLAMA_FACTORY | {"stage": "ppo"}, "stage", "no stage ppo"),
+    "vision": (LLAMA_FACTORY | {"model_name_or_path": "Qwen/Qwen2-VL-7B"}, "model_name_or_path", "images"),
+    "lengths that our schema refuses": (LLAMA_FACTORY | {"cutoff_len": 0}, "", "data.max_length"),
+    "a data set with code": (AXOLOTL | {"datasets": [{"path": "p", "type": "my.code"}]}, "datasets", "Python file"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_done_is_refused_with_its_reason(imported, case):
+    content, key, reason = BAD[case]
+    refused = {finding.key: finding for finding in imported(content).refused}
+    assert key in refused, refused
+    assert reason in refused[key].note
+    assert refused[key].fix
+
+
+NOT_RECIPES = {
+    "keys of no tool": ({"epochs": 3, "net": "resnet"}, "keys of no tool that is known: epochs, net"),
+    "ours": ({"model": "m", "data": "d", "output": "o"}, "a recipe of Meshtune's"),
+    "processes": ({"compute_environment": "LOCAL_MACHINE", "num_processes": 8}, "accelerate's configuration"),
+    "a list": ("[1, 2]", "a mapping of keys to values"),
+    "two documents": ("base_model: a\n---\nbase_model: b\n", "not YAML"),
+    "a template": ("base_model: {{ model }}\n{% if x %}\nadapter: lora\n{% endif %}\n", "Jinja template"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_RECIPES)
+def test_a_file_that_is_no_recipe_is_an_error(imported, case):
+    content, reason = NOT_RECIPES[case]
+    with pytest.raises(UserError, match=reason) as caught:
+        imported(content)
+    assert caught.value.fix
+
+
+def test_anchors_and_yaml_of_version_1_1_are_read(recipe_of):
+    recipe = recipe_of(
+        "defaults: &size 64\nbase_model: m\nsequence_len: *size\nlearning_rate: 1e-4\nsample_packing: yes\n"
+        "datasets: [{path: d, type: alpaca}]\n".replace("defaults: &size 64\n", "lora_r: &size 64\n")
+    )
+    assert (recipe.data.max_length, recipe.data.packing, recipe.optimizer.learning_rate) == (64, True, 1e-4)
+
+
+def test_a_chat_template_in_a_recipe_is_written_beside_ours(imported, recipe_of, tmp_path):
+    turns = {"path": "d", "type": "chat_template"}
+    jinja = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    content = AXOLOTL | {"datasets": [turns], "chat_template": "jinja", "chat_template_jinja": jinja}
+    with pytest.raises(UserError, match="beside it"):
+        imported(content).written(None)
+    assert recipe_of(content).model.chat_template.endswith("ours.jinja")
+    assert (tmp_path / "ours.jinja").read_text() == jinja
+
+
+def test_a_line_of_what_is_written_has_a_comment(imported):
+    (text,) = imported(LLAMA_FACTORY).written(None).values()
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        is_value = not line.startswith("#") and ": " in line and not line.lstrip().startswith("#")
+        assert not is_value or "  # " in line or lines[number - 1].lstrip().startswith("#"), line
+
+
+def test_training_with_a_file_of_another_tool_says_what_to_type(tmp_path):
+    file = tmp_path / "theirs.yaml"
+    file.write_text(yaml.safe_dump(AXOLOTL))
+    with pytest.raises(UserError, match="this is a recipe of axolotl") as caught:
+        load_recipe(str(file))
+    assert "meshtune import" in (caught.value.fix or "")
