@@ -19,7 +19,7 @@ from meshtune.evaluate.compare import Outcome, read_results
 from meshtune.evaluate.harness import Suite
 from meshtune.evaluate.identity import default_output
 from meshtune.evaluate.predict import Predictions, PredictOptions
-from meshtune.evaluate.run import Subject, evaluate_model, make_evaluation, run_data
+from meshtune.evaluate.run import Subject, evaluate_model, make_evaluation, run_data, variants
 from meshtune.terminal import console
 
 QUIET = console(quiet=True)
@@ -91,9 +91,40 @@ def test_the_report_says_what_was_gained_and_lost(outcome):
     assert f"{metrics['base']:.4f}" in text
     assert "hello to Lily." in text
     assert page.count("data:image/png;base64,") == 2
+    assert text.count("paired bootstrap") == page.count("paired bootstrap") == 1
     assert "http" not in page.replace("http-equiv", "")
     samples = [json.loads(line) for line in (folder / "tuned/samples/perplexity.jsonl").read_text().splitlines()]
     assert len(samples) == 3
+
+
+@pytest.mark.slow
+def test_a_run_of_full_weights_is_compared_with_the_model_it_started_from(stories260k, tmp_path):
+    """By the recipe in the run; the base's answers and loss are those of the model itself."""
+    rows = [{"prompt": f"The {animal} said", "completion": " hello to Lily."} for animal in published.ANIMALS]
+    published.write_lines(tmp_path / "train.jsonl", rows)
+    run = tmp_path / "out"
+    meshtune.train(
+        {
+            "model": {"path": str(stories260k)},
+            "method": {"kind": "full"},
+            "data": {"train": str(tmp_path / "train.jsonl"), "validation": 2, "max_length": 32},
+            "output": str(run),
+            "train": {"steps": 6, "batch_size": 4},
+            "optimizer": {"learning_rate": 0.005},
+            "eval": {"every": None},
+        }
+    )
+    records, trained_on = run_data(str(run))
+    evaluation = make_evaluation(records, (), {}, predicting=OPTIONS)
+    subject = Subject(str(run), None, "base", LOADING)
+    outcomes = evaluate_model(subject, evaluation, tmp_path / "report", console=QUIET, trained_on=trained_on)
+    base, tuned = (outcomes[name].predictions for name in ("base", "tuned"))
+    prompts = [row["prompt"] for row in base.rows]
+    assert [row["answer"] for row in base.rows] == meshtune.load(stories260k).generate(prompts, max_tokens=6)
+    assert [row["answer"] for row in tuned.rows] == meshtune.load(run).generate(prompts, max_tokens=6)
+    assert tuned.totals["loss"] < 0.8 * base.totals["loss"]
+    with pytest.raises(UserError, match="does not say what it was made from"):
+        variants(Subject(str(run / "model"), None, "base", LOADING))
 
 
 def test_results_that_are_there_are_not_computed_again(outcome, run, tmp_path):

@@ -105,7 +105,7 @@ def test_rows_take_their_share_of_the_memory(stories, golden):
     for engine in (stories, plain):
         scheduler = engine.scheduler(rows=1)
         run(scheduler, request)
-        sizes.append(sum(leaf.nbytes for leaf in jax.tree.leaves(scheduler._rows.layers)))
+        sizes.append(sum(leaf.nbytes for leaf in jax.tree.leaves(scheduler._caches.layers)))
     assert sizes[0] / sizes[1] == 10 / 32
 
 

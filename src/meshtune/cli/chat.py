@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshtune.cli.expand import expanded
-from meshtune.cli.model_options import Caching, Limits, Loading, MeshSizes, ModelPath, load_model, parse_mesh
+from meshtune.cli.model_options import Caching, Limits, Loading, MeshSizes, ModelPath, use_model
 from meshtune.generate.config import Sampling
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from meshtune.generate.api import Model
     from meshtune.generate.chat import ChatSession
 
 COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
@@ -33,15 +34,19 @@ def chat(
     from meshtune.terminal import console
 
     terminal = console()
-    session = load_model(model, loading, caching, mesh=parse_mesh(mesh)).chat(
-        system,
-        **vars(limits),
-        **vars(sampling),
-        overflow="drop_oldest",
-        notify=lambda notice: terminal.print(notice, style="yellow", markup=False),
-    )
-    terminal.print(COMMANDS, style="dim", markup=False, soft_wrap=True)
-    _converse(session, terminal)
+
+    def talk(loaded: Model) -> None:
+        session = loaded.chat(
+            system,
+            **vars(limits),
+            **vars(sampling),
+            overflow="drop_oldest",
+            notify=lambda notice: terminal.print(notice, style="yellow", markup=False),
+        )
+        terminal.print(COMMANDS, style="dim", markup=False, soft_wrap=True)
+        _converse(session, terminal)
+
+    use_model(talk, model, loading, caching, mesh)
 
 
 def _converse(session: ChatSession, terminal: Console) -> None:

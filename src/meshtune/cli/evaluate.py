@@ -13,6 +13,7 @@ from meshtune.cli.evaluation_options import Writing, source_section
 from meshtune.cli.expand import expanded
 from meshtune.cli.model_options import Loading, MeshSizes, ModelPath, parse_mesh
 from meshtune.errors import UserError
+from meshtune.mesh.rendezvous import detect_process_info
 from meshtune.options import option
 
 Tasks = Annotated[
@@ -75,6 +76,9 @@ def evaluate(
     from meshtune.evaluate.report import HTML, MARKDOWN
     from meshtune.evaluate.run import Subject, evaluate_model, make_evaluation, run_data
 
+    if detect_process_info().process_count > 1:
+        fix = "give it one process with several devices (mesh.tp=N), or `meshtune serve` several and evaluate its API"
+        raise UserError("an evaluation is computed by one process", where="launcher", fix=fix)
     names, files = parse_tasks(tasks or [])
     records, trained_on = run_data(model)
     if data == "none":

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from meshtune.cli.expand import expanded
-from meshtune.cli.model_options import Caching, Limits, Loading, MeshSizes, ModelPath, load_model, parse_mesh
+from meshtune.cli.model_options import Caching, Limits, Loading, MeshSizes, ModelPath, use_model
 from meshtune.generate.config import Sampling
 
 if TYPE_CHECKING:
@@ -40,13 +40,20 @@ def generate(
 ) -> None:
     """Answer a message, or continue a text, and print only what the model says."""
     prompts = [sys.stdin.read() if text == "-" else text for text in prompt or ["-"]]
-    loaded = load_model(model, loading, caching, mesh=parse_mesh(mesh))
+
+    def answer(loaded: Model) -> None:
+        _answer(loaded, prompts, chat, system, **vars(limits), **vars(sampling))
+
+    use_model(answer, model, loading, caching, mesh)
+
+
+def _answer(loaded: Model, prompts: list[str], chat: bool | None, system: str | None, **options: Any) -> None:
     is_message = bool(system) or (_has_chat_template(loaded) if chat is None else chat)
     if is_message and chat is None and not system:
         print("note: the prompt is a message in the model's chat template; --no-chat continues it", file=sys.stderr)
     for text in prompts:
         request = _conversation(text, system) if is_message else text
-        for piece in loaded.stream(request, **vars(limits), **vars(sampling)):
+        for piece in loaded.stream(request, **options):
             print(piece, end="", flush=True)
         print()
 

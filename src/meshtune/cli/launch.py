@@ -32,13 +32,21 @@ def local(
     resume: Resume = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Run here. The output of process 0 is shown; that of each process is in OUTPUT/logs."""
+    """Run here. The output of process 0 is shown; that of each process is in OUTPUT/logs.
+
+    Commands that use a model follow --: meshtune launch local -n 2 -- serve MODEL mesh.tp=2 --port 8001.
+    """
     from meshtune.launch.local import launch
+    from meshtune.launch.model_command import model_command
     from meshtune.launch.train_command import parse_train_command
     from meshtune.terminal import console
 
-    command = parse_train_command(with_flags(arguments, resume=resume, overwrite=overwrite))
-    raise typer.Exit(launch(command, processes, devices, console(stderr=True)))
+    output = console(stderr=True)
+    arguments = with_flags(arguments, resume=resume, overwrite=overwrite)
+    command = model_command(arguments)
+    if command is not None:
+        output.print(f"logs     {command.logs}", markup=False, soft_wrap=True)
+    raise typer.Exit(launch(command or parse_train_command(arguments), processes, devices, output))
 
 
 @app.command()

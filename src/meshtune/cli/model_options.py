@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -89,12 +90,30 @@ def parse_mesh(arguments: list[str] | None) -> MeshConfig | None:
     return mesh_of(sizes) if sizes else None
 
 
-def load_model(path: str, loading: Loading, caching: Caching | None = None, mesh: MeshConfig | None = None) -> Model:
-    """The model at `path`; says what of its cache is in 8 bits. Raises UserError as meshtune.load does."""
-    from meshtune.generate.api import load
-    from meshtune.model.model_cache import describe_cache
+def use_model(
+    use: Callable[[Model], None],
+    path: str,
+    loading: Loading,
+    caching: Caching | None = None,
+    mesh: list[str] | None = None,
+) -> None:
+    """Calls `use` with the model at `path`; says what of its cache is in 8 bits.
 
-    model = load(path, mesh=mesh, **vars(loading), **vars(caching or Caching()))
-    if (cache := model.compute.cache) is not None:
-        print(f"note: cache: {describe_cache(model.spec, cache, model.compute.dtype)}", file=sys.stderr)
-    return model
+    Where several processes were launched, all of them load their part of the model, and process 0 uses it. Raises
+    UserError as meshtune.load and mesh.processes.start do.
+    """
+    config = parse_mesh(mesh)
+
+    from meshtune.generate.api import load_variants
+    from meshtune.generate.driver import run_on_all
+    from meshtune.mesh.processes import start
+    from meshtune.model.model_cache import describe_cache
+    from meshtune.runs.sources import find
+
+    with start() as job:
+        source = find(path, loading.adapter, revision=loading.revision, chat_template=loading.chat_template)
+        options: dict[str, Any] = vars(caching or Caching()) | {"dtype": loading.dtype, "quantize": loading.quantize}
+        model = load_variants({"": source}, mesh=config, job=job, **options)[""]
+        if (cache := model.compute.cache) is not None and job.is_main_process:
+            print(f"note: cache: {describe_cache(model.spec, cache, model.compute.dtype)}", file=sys.stderr)
+        run_on_all(job, [model], lambda: use(model))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import pathlib
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshtune.cli.evaluation_options import DataOptions, Writing, source_section
 from meshtune.cli.expand import expanded
-from meshtune.cli.model_options import Limits, Loading, MeshSizes, ModelPath, load_model, parse_mesh
+from meshtune.cli.model_options import Limits, Loading, MeshSizes, ModelPath, use_model
 from meshtune.generate.config import Sampling
+
+if TYPE_CHECKING:
+    from meshtune.generate.api import Model
 
 
 @expanded()
@@ -40,7 +43,6 @@ def predict(
     source = source_section(data.data, format=data.format, split=data.split, columns=data.columns)
     output = pathlib.Path(writing.output or default_output(model, "predictions", data.data)).expanduser()
     records = read_records(source, system=data.system, limit=data.limit)
-    loaded = load_model(model, loading, mesh=parse_mesh(mesh))
     options = evaluation.PredictOptions(
         metrics=names,
         loss=loss,
@@ -49,16 +51,20 @@ def predict(
         sampling=sampling,
         rows=rows,
     )
-    result = evaluation.predict(
-        loaded,
-        records,
-        output,
-        options,
-        identity=identity(model, loading.adapter, loading.revision),
-        resume=writing.resume,
-        overwrite=writing.overwrite,
-        console=terminal.console(stderr=True),
-    )
-    for name, value in result.totals.items():
-        typer.echo(f"{name:24} {value:.4f}" if isinstance(value, float) else f"{name:24} {value}")
-    typer.echo(f"{'answers':24} {output / evaluation.PREDICTIONS}")
+
+    def answer(loaded: Model) -> None:
+        result = evaluation.predict(
+            loaded,
+            records,
+            output,
+            options,
+            identity=identity(model, loading.adapter, loading.revision),
+            resume=writing.resume,
+            overwrite=writing.overwrite,
+            console=terminal.console(stderr=True),
+        )
+        for name, value in result.totals.items():
+            typer.echo(f"{name:24} {value:.4f}" if isinstance(value, float) else f"{name:24} {value}")
+        typer.echo(f"{'answers':24} {output / evaluation.PREDICTIONS}")
+
+    use_model(answer, model, loading, mesh=mesh)

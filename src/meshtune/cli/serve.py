@@ -48,6 +48,8 @@ def serve(
         import uvicorn
     except ImportError as problem:
         raise UserError("serving needs starlette and uvicorn", fix=EXTRA) from problem
+    from meshtune.generate.driver import run_on_all
+    from meshtune.mesh.processes import start
     from meshtune.serve.app import create_app
     from meshtune.serve.gate import DRAIN_SECONDS, Gate
     from meshtune.serve.models import Models, load_served
@@ -56,38 +58,43 @@ def serve(
     local = host in LOOPBACK
     if token is None and not local:
         token = secrets.token_urlsafe(24)
-    listener = _listener(host, port)
-    served = load_served(model, name, _named(adapters or []), mesh=parse_mesh(mesh), **vars(loading), **vars(caching))
-    models = Models(served, rows=rows, queue=queue)
-    hosts = {"127.0.0.1", "localhost", "[::1]"} if local else set()
-    gate = Gate()
-    app = create_app(models, token=token, hosts=hosts, origins=set(cors_origin or []), gate=gate)
-    level = logging.INFO if log_requests else logging.WARNING
-    config = uvicorn.Config(
-        app,
-        log_level=level,
-        access_log=log_requests,
-        timeout_graceful_shutdown=5,
-        # Above what clients have: one that sends its next request as the server closes the connection loses it.
-        timeout_keep_alive=KEEP_ALIVE,
-    )
-    address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/v1"
+    sizes, named = parse_mesh(mesh), _named(adapters or [])
+    options = {"log_level": logging.INFO if log_requests else logging.WARNING, "access_log": log_requests}
 
-    def ready() -> None:
-        typer.echo(f"address  {address}")
-        typer.echo(f"models   {', '.join(served)}")
-        for number, batch in enumerate(models.batches):
-            typer.echo(f"{'' if number else 'batches':9}{batch}")
-        if caching.cache is not None:
-            typer.echo(f"cache    {models.first.cache}")
-        typer.echo(f"token    {token or 'none is needed'}")
-        sys.stdout.flush()
+    with start() as job:
+        # Not in the processes that follow: clients talk to process 0.
+        listener = _listener(host, port) if job.is_main_process else None
+        served = load_served(model, name, named, mesh=sizes, job=job, **vars(loading), **vars(caching))
 
-    models.warm_up()
-    server = Server(config, gate, ready)
-    server.run(sockets=[listener])
-    if server.unanswered:
-        typer.echo(f"requests without an answer after {DRAIN_SECONDS:g} s: {server.unanswered}", err=True)
+        def answer() -> None:
+            assert listener is not None
+            models = Models(served, rows=rows, queue=queue)
+            hosts = {"127.0.0.1", "localhost", "[::1]"} if local else set()
+            gate = Gate()
+            app = create_app(models, token=token, hosts=hosts, origins=set(cors_origin or []), gate=gate)
+            address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/v1"
+
+            def ready() -> None:
+                typer.echo(f"address  {address}")
+                for line in models.banner():
+                    typer.echo(line)
+                typer.echo(f"token    {token or 'none is needed'}")
+                sys.stdout.flush()
+
+            models.warm_up()
+            config = uvicorn.Config(
+                app,
+                timeout_graceful_shutdown=5,
+                # Above what clients have: one that sends its next request as the server closes the connection loses it.
+                timeout_keep_alive=KEEP_ALIVE,
+                **options,
+            )
+            server = Server(config, gate, ready)
+            server.run(sockets=[listener])
+            if server.unanswered:
+                typer.echo(f"requests without an answer after {DRAIN_SECONDS:g} s: {server.unanswered}", err=True)
+
+        run_on_all(job, list(served.values()), answer)
 
 
 def _named(adapters: list[str]) -> dict[str, str]:

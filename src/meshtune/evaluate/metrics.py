@@ -76,9 +76,9 @@ class _ChineseWords:
 
 
 def chrf(_: bool) -> RecordMetric:
-    """sacrebleu's chrF of one answer."""
+    """sacrebleu's chrF of one answer, by its name there; `chrf` itself is the score of a whole data set."""
     metrics = optional("sacrebleu", "chrF", otherwise=OTHERWISE)
-    return lambda answer, reference: {"chrf": metrics.sentence_chrf(answer, [reference]).score}
+    return lambda answer, reference: {"sentence_chrf": metrics.sentence_chrf(answer, [reference]).score}
 
 
 # By name, given whether the references are Chinese. bleu is of whole data sets alone.
@@ -121,8 +121,8 @@ def record_metrics(names: Sequence[str], answers: Sequence[str], references: Seq
 def total_metrics(
     names: Sequence[str], answers: Sequence[str], references: Sequence[str], records: Sequence[Mapping[str, float]]
 ) -> dict[str, Any]:
-    """The metrics of a data set: means of the records', and of bleu and chrf those of the whole with sacrebleu's
-    signature, which says how texts were cut into words."""
+    """The metrics of a data set: means of the records', and bleu and chrf of the whole with sacrebleu's signature,
+    which says how texts were cut into words."""
     totals: dict[str, Any] = {name: float(np.mean([record[name] for record in records])) for name in records[0]}
     for name in ("bleu", "chrf"):
         if name in names:

@@ -67,6 +67,7 @@ def write_report(
         for name, listed in general.items():
             tables.append(_differences(f"General ability: {name}", before_name, after_name, listed))
         words += sentences(professional, general)
+        words.append("Intervals: paired bootstrap over samples, 10,000 draws. unclear: the interval holds 0.")
         draw_differences(folder / DIFFERENCES, professional, general)
         pictures.insert(0, DIFFERENCES)
     for name, outcome in outcomes.items():
@@ -118,7 +119,7 @@ def _differences(title: str, before: str, after: str, items: Sequence[Difference
         )
         for item in items
     ]
-    return Table(title, head, rows, "Paired bootstrap over samples, 10,000 draws. unclear: the interval holds 0.")
+    return Table(title, head, rows)
 
 
 def _metrics(outcome: Outcome) -> list[Table]:

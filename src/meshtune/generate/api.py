@@ -19,6 +19,7 @@ from meshtune.data.tokenizer import check_vocabulary, load_tokenizer
 from meshtune.errors import UserError
 from meshtune.generate.chat import ChatSession, Overflow
 from meshtune.generate.config import Sampling
+from meshtune.generate.driver import Driver, in_turn
 from meshtune.generate.engine import Engine
 from meshtune.generate.logits import every_logit, token_rows
 from meshtune.generate.prefix_tree import ScoredText
@@ -29,6 +30,7 @@ from meshtune.generate.score import Progress, Scores, score_texts, token_log_pro
 from meshtune.generate.text import pieces
 from meshtune.generate.variants import base_quantisation, generation_layout, read_adapters, tokenizer_on_disk
 from meshtune.mesh.config import MeshConfig
+from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.compute import Compute
 from meshtune.model.model_cache import check_cache
 from meshtune.model.spec import ModelSpec
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from meshtune.adapters.adapter_set import AdapterSet
+    from meshtune.generate.batch_caches import BatchCaches
 
 Messages = Sequence[Mapping[str, object]]
 
@@ -51,7 +54,8 @@ class Model:
     with an adapter's arrays beside the weights they adapt; `directory` is where the base was read from.
 
     Models of one `adapter_set` can share a batch, in which requests of this one select its adapter number `adapter`
-    (None: the base alone); `own_batch` is why a model cannot, where that was asked for.
+    (None: the base alone); `own_batch` is why a model cannot, where that was asked for. On a mesh, a `driver` orders
+    what threads and processes compute, which know the model by its `number`.
     """
 
     params: Tree
@@ -64,6 +68,8 @@ class Model:
     adapter_set: AdapterSet | None = None
     adapter: int | None = None
     own_batch: str | None = None
+    driver: Driver | None = None
+    number: int = 0
 
     def __repr__(self) -> str:
         spec = self.spec
@@ -79,22 +85,35 @@ class Model:
     @functools.cached_property
     def engine(self) -> Engine:
         """Generation in token ids."""
-        return Engine(self.params, self.spec, self.compute, self.stop_ids, resident=True, adapter=self.adapter)
+        options = {"adapter": self.adapter, "driver": self.driver, "model": self.number}
+        return Engine(self.params, self.spec, self.compute, self.stop_ids, resident=True, **options)
 
     def logits(self, token_ids: ArrayLike | Sequence[object]) -> Float[np.ndarray, "B T V"]:
         """float32 logits of every position. `token_ids` is one row of ids, or rows of one length (lists or arrays).
 
         Raises UserError for rows of different lengths, and for ids that the model does not have.
         """
-        return every_logit(self.params, self.spec, self.compute, token_rows(token_ids, self.spec.vocab))
+        ids = token_rows(token_ids, self.spec.vocab)
+        with in_turn(self.driver, self.number, "logits", token_ids=ids):
+            return every_logit(self.params, self.spec, self.compute, ids)
 
     def score(self, texts: Sequence[ScoredText], progress: Progress | None = None) -> list[Scores]:
         """The log-probabilities of tokens of many texts, of which what several begin with is read once."""
-        return score_texts(self.params, self.spec, self.compute, texts, progress)
+        with in_turn(self.driver, self.number, "score", texts=list(texts)):
+            return score_texts(self.params, self.spec, self.compute, texts, progress)
 
     def token_log_probabilities(self, ids: list[int], alternatives: int = 0) -> list[Token]:
         """Every token of one text but the first, with its log-probability and the likeliest tokens in its place."""
-        return token_log_probabilities(self.params, self.spec, self.compute, ids, alternatives)
+        with in_turn(self.driver, self.number, "token_log_probabilities", ids=ids, alternatives=alternatives):
+            return token_log_probabilities(self.params, self.spec, self.compute, ids, alternatives)
+
+    def batch_caches(self) -> BatchCaches:
+        """The caches of a new batch; see generate.driver."""
+        return self.engine.batch_caches()
+
+    def repeat(self, call: str, arguments: Mapping[str, Any]) -> None:
+        """Computes what process 0 announced; see generate.driver."""
+        getattr(self.engine if call == "settle" else self, call)(**arguments)
 
     @overload
     def generate(self, prompt: str, **options: Any) -> str: ...
@@ -241,12 +260,14 @@ def load_variants(
     progress: Callable[[int, int], None] | None = None,
     rewards: bool = False,
     share_batch: bool = False,
+    job: Job = SINGLE_PROCESS,
 ) -> dict[str, Model]:
     """Models over one base, each with the adapter of its source, or none: the base is in memory once.
 
     `rewards` allows reward models, whose `logits` are scores; they generate nothing. With `share_batch` the base and
-    those adapters that can are one `Model.adapter_set`. For the other options and errors see `load`; sources of
-    different bases are an error too.
+    those adapters that can are one `Model.adapter_set`. The processes of `job` share the models: all of them load the
+    same ones, and process 0 then says what is computed (generate.driver.run_on_all). For the other options and errors
+    see `load`; sources of different bases are an error too.
     """
     from meshtune.adapters.adapter_set import AdapterSet, needs_own_batch
     from meshtune.adapters.peft_format import attach, load_adapter
@@ -266,7 +287,8 @@ def load_variants(
     reasons = {name: needs_own_batch(adapter, spec) for name, adapter in adapters.items()} if share_batch else {}
     sharing = {name: adapters[name] for name, reason in reasons.items() if reason is None}
     adapter_set = AdapterSet.over(params, spec, sharing, layout) if sharing else None
-    models = {}
+    models: dict[str, Model] = {}
+    driver = None if layout is None else Driver(job if job.is_main_process else SINGLE_PROCESS)
     for name, source in sources.items():
         variant, tokenizer, shared = (spec, params), tokenizers[name], None
         if adapter_set is not None and reasons.get(name) is None:
@@ -290,6 +312,8 @@ def load_variants(
             adapter_set=shared,
             adapter=None if shared is None else shared.number(name),
             own_batch=reasons.get(name),
+            driver=driver,
+            number=len(models),
         )
     return models
 

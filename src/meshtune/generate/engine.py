@@ -8,9 +8,11 @@ from functools import cached_property
 
 from meshtune.arrays.tree import Tree
 from meshtune.errors import UserError
+from meshtune.generate.batch_caches import BatchCaches
 from meshtune.generate.config import Sampling
 from meshtune.generate.constraint import Grammar
 from meshtune.generate.decode_layout import decode_layout, decodes_from_copy
+from meshtune.generate.driver import Driver, in_turn
 from meshtune.generate.programs import STEPS, head_scale
 from meshtune.generate.request import Generation, Request, check_max_tokens, check_prompt
 from meshtune.generate.scheduler import Scheduler
@@ -27,6 +29,7 @@ class Engine:
     With `resident` it may hold large weights twice on a CPU, the second time as decoding reads them fastest
     (generate.decode_layout); for parameters that do not change. Where `params` are those of several adapters that
     share a batch (adapters.multi_lora), its requests select `adapter`, and its schedulers take requests of all of them.
+    A `driver` orders what threads and processes compute that share the model, number `model` of theirs.
     """
 
     params: Tree
@@ -35,6 +38,8 @@ class Engine:
     stop_ids: frozenset[int] = frozenset()
     resident: bool = False
     adapter: int | None = None
+    driver: Driver | None = None
+    model: int = 0
 
     @property
     def context(self) -> int:
@@ -43,9 +48,19 @@ class Engine:
 
     def scheduler(self, *, rows: int = 8, queue: int | None = None) -> Scheduler:
         """A queue for requests, of which `rows` are computed at once and `queue` may wait (None: any number)."""
-        return Scheduler(
-            self._settled, self.spec, self.compute, rows=rows, queue=queue, decode_params=self._decode_params
-        )
+        with in_turn(self.driver, self.model, "settle"):
+            self.settle()
+        options = {"decode_params": self._decode_params, "driver": self.driver, "model": self.model}
+        return Scheduler(self._settled, self.spec, self.compute, rows=rows, queue=queue, **options)
+
+    def settle(self) -> None:
+        """Computes what schedulers read beside the parameters, once."""
+        assert self._settled is not None
+        assert self._decode_params is not None
+
+    def batch_caches(self) -> BatchCaches:
+        """The caches of a new batch, as a process has them that follows another one's scheduler."""
+        return BatchCaches(self._settled, self.spec, self.compute, self._decode_params)
 
     def request(
         self,

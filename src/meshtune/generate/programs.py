@@ -68,6 +68,7 @@ def length_bucket(n: int) -> int:
     return power * 3 // 4 if 32 < n <= power * 3 // 4 else power
 
 
+@partial(jax.jit, static_argnames=("spec", "compute", "rows", "slots"))
 def empty_layers(spec: ModelSpec, compute: Compute, rows: int, slots: int) -> dict[str, Tree]:
     """The empty caches of `rows` rows of `slots` tokens."""
     return init_cache(spec, rows, slots, compute.dtype, compute.layout, compute.cache).layers

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from meshtune.adapters.multi_lora import adapter_count
-from meshtune.arrays.tree import Tree
 from meshtune.generate import programs
+from meshtune.generate.batch_caches import BatchCaches
 from meshtune.generate.programs import length_bucket, rows_bucket
 from meshtune.generate.request import Generation
 from meshtune.model.compute import Compute
@@ -77,13 +76,12 @@ class _Piece(NamedTuple):
 
 
 class Rows:
-    """The rows and their caches, `layers`, of `slots` tokens a row."""
+    """The rows, whose `caches` have `slots` tokens a row; `adapters` is the number of those they select among."""
 
-    def __init__(self, params: Tree, spec: ModelSpec, compute: Compute):
-        self._params, self._spec, self._compute = params, spec, compute
-        self.adapters = adapter_count(params)
+    def __init__(self, caches: BatchCaches, spec: ModelSpec, compute: Compute, adapters: int):
+        self._caches, self._spec, self._compute = caches, spec, compute
+        self.adapters = adapters
         self.rows: list[Row] = []
-        self.layers: dict[str, Tree] = {}
         self.slots = 0
         self._admissions = 0
 
@@ -110,11 +108,9 @@ class Rows:
         if retained:
             source = [self.rows.index(row) for row in retained]
             source += [0] * (count - len(retained))
-            self.layers = programs.moved(
-                self.layers, np.asarray(source, np.int32), spec=self._spec, compute=self._compute, slots=slots
-            )
+            self._caches.move(np.asarray(source, np.int32), slots)
         else:
-            self.layers = programs.empty_layers(self._spec, self._compute, count, slots)
+            self._caches.create(count, slots)
         self.rows = retained + [Row() for _ in range(count - len(retained))]
         self.slots = slots
 
@@ -213,9 +209,8 @@ class Rows:
             tokens[n, : unread[n]] = piece.tokens
             source[n], known[n], target[n] = piece.source, piece.length, piece.target
         targets = [self.rows[piece.target] for piece in batch]
-        options: Any = {"spec": self._spec, "compute": self._compute}
-        options["adapters"] = self.selection([*targets, *[None] * (count - len(batch))])
+        adapters = self.selection([*targets, *[None] * (count - len(batch))])
         if batch[0].length:
-            self.layers = programs.read_on(self._params, self.layers, tokens, unread, source, known, target, **options)
+            self._caches.read_on(tokens, unread, source, known, target, adapters)
         else:
-            self.layers = programs.read_new(self._params, self.layers, tokens, unread, target, **options)
+            self._caches.read_new(tokens, unread, target, adapters)

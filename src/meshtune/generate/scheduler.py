@@ -13,15 +13,17 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from meshtune.adapters.multi_lora import adapter_count
 from meshtune.arrays.tree import Tree
 from meshtune.errors import UserError
-from meshtune.generate import programs
+from meshtune.generate.batch_caches import BatchCaches
 from meshtune.generate.config import Sampling
 from meshtune.generate.constraint import packed_masks
+from meshtune.generate.driver import Driver
 from meshtune.generate.programs import STEPS, Decoded, Feed
 from meshtune.generate.request import FinishReason, Generation, Request, Token
 from meshtune.generate.rows import Row, Rows
-from meshtune.generate.sampling import Counts, Probabilities, compiled_form
+from meshtune.generate.sampling import Probabilities, compiled_form
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec
 
@@ -46,7 +48,8 @@ class Scheduler:
     """A queue and the rows of one batch. `submit` and `cancel` may be called from any thread, `step` from one.
 
     `rows` requests are computed at once, at most; `queue` more may wait (None: any number). `decode_params` are the
-    same parameters as decode steps are to read them (None: `params`).
+    same parameters as decode steps are to read them (None: `params`). With a `driver` the steps are announced to the
+    other processes that share this model, number `model` of theirs.
     """
 
     def __init__(
@@ -58,15 +61,16 @@ class Scheduler:
         rows: int = 8,
         queue: int | None = None,
         decode_params: Tree | None = None,
+        driver: Driver | None = None,
+        model: int = 0,
     ):
-        self._decode_params = params if decode_params is None else decode_params
-        self._spec, self._compute = spec, compute
+        self._spec = spec
         self._most_rows, self._most_waiting = rows, queue
         self._lock = threading.Lock()
         self._waiting: deque[Generation] = deque()
         self._cancelled: list[Generation] = []
-        self._rows = Rows(params, spec, compute)
-        self._counts: Counts | None = None
+        self._caches = BatchCaches(params, spec, compute, decode_params, driver, model)
+        self._rows = Rows(self._caches, spec, compute, adapter_count(params))
         self._clock = 0
 
     def submit(self, request: Request) -> Generation:
@@ -143,7 +147,7 @@ class Scheduler:
         self._rows.make_room(admitted)
         for generation in admitted:
             self._rows.place(generation, self._clock)
-        self._counts = None  # made anew for all rows where a processor reads it
+        self._caches.counts = None  # made anew for all rows where a processor reads it
 
     def _chosen(self, free: int) -> list[Generation]:
         """The next requests: the oldest of the client that has the fewest rows."""
@@ -174,22 +178,11 @@ class Scheduler:
         switches, knobs = compiled_form([request.sampling if request else Sampling() for request in requests], masks)
         requested = [r.alternatives for r in requests if r is not None and r.alternatives is not None]
         alternatives = next((n for n in ALTERNATIVES if n >= max(requested)), max(requested)) if requested else None
-        if self._counts is None or (switches.counts and not self._counts.generated.shape[1]):
-            self._counts = self._counted(self._spec.vocab if switches.counts else 0)
-        self._rows.layers, self._counts, decoded = programs.decode(
-            self._decode_params,
-            self._rows.layers,
-            self._counts,
-            self._feed(),
-            knobs,
-            np.int32(steps),
-            np.bool_(self.waiting > 0),
-            spec=self._spec,
-            compute=self._compute,
-            switches=switches,
-            alternatives=alternatives,
-            adapters=self._rows.selection(rows),
-        )
+        counts = self._caches.counts
+        if counts is None or (switches.counts and not counts.generated.shape[1]):
+            self._count(self._spec.vocab if switches.counts else 0)
+        adapters = self._rows.selection(rows)
+        decoded = self._caches.decode(self._feed(), knobs, steps, self.waiting > 0, switches, alternatives, adapters)
         decoded = jax.tree.map(np.asarray, decoded)
         return [self._advanced(n, row, decoded) for n, row in live]
 
@@ -206,16 +199,13 @@ class Scheduler:
         arrays: dict[str, Any] = {name: np.asarray(column, np.int32) for name, column in columns.items()}
         return Feed(**arrays)
 
-    def _counted(self, vocab: int) -> Counts:
-        """The tokens of all rows, counted."""
-        prompted: Any = np.zeros((len(self._rows.rows), vocab), bool)
-        generated: Any = np.zeros((len(self._rows.rows), vocab), np.int32)
-        if vocab:
-            for n, row in enumerate(self._rows.rows):
-                if row.generation is not None:
-                    prompted[n, list(row.generation.request.prompt)] = True
-                    np.add.at(generated[n], row.generation.ids, 1)
-        return Counts(prompted, generated)
+    def _count(self, vocab: int) -> None:
+        """Counts the tokens of all rows anew."""
+        generations = [row.generation for row in self._rows.rows]
+        prompts = [generation.request.prompt if generation and vocab else () for generation in generations]
+        self._caches.count(
+            prompts, [generation.ids if generation and vocab else () for generation in generations], vocab
+        )
 
     def _advanced(self, n: int, row: Row, decoded: Decoded) -> Progress:
         """Gives a row's new tokens to its generation, which may end with them."""

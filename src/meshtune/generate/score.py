@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 from meshtune.arrays.tree import Tree
 from meshtune.data.packing import pack
 from meshtune.generate.prefix_tree import Node, Query, ScoredText, prefix_tree
-from meshtune.generate.programs import length_bucket, moved
+from meshtune.generate.programs import empty_layers, length_bucket, moved
 from meshtune.generate.request import Token
 from meshtune.generate.sampling import Probabilities, log_probabilities
 from meshtune.mesh.layout import Layout, constrain
@@ -26,7 +26,6 @@ from meshtune.model.cache import Cache
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, head_logits, head_params
 from meshtune.model.inputs import Inputs
-from meshtune.model.model_cache import init_cache
 from meshtune.model.spec import ModelSpec
 
 CHUNK = 128  # tokens whose logits exist at once
@@ -159,7 +158,7 @@ class _Scorer:
                 asked += [(row * length, query) for query in node.queries]
             static = {"spec": self._spec, "compute": self._compute}
             if parents is None:
-                before = init_cache(self._spec, rows, slots, self._compute.dtype, self._compute.layout).layers
+                before = empty_layers(self._spec, self._compute, rows, slots)
             else:
                 before = moved(parents.layers, source, slots=slots, **static)
             hidden, after = _read(self._params, before, tokens, start, count, **static)
@@ -313,5 +312,5 @@ def _scored(
         return log_probabilities(head_logits(head, part[0], spec), part[1], alternatives)
 
     parts = jax.lax.map(chunk, (hidden.reshape(-1, CHUNK, hidden.shape[-1]), following.reshape(-1, CHUNK)))
-    flat = jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), parts)
+    flat = jax.tree.map(lambda part: part.reshape(part.shape[0] * part.shape[1], *part.shape[2:]), parts)
     return jax.tree.map(lambda part: constrain(part, compute.layout, *("whole",) * part.ndim), flat)

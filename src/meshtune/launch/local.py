@@ -1,4 +1,4 @@
-"""Runs several processes of one run on this machine: starts them, shows process 0, and ends them as a group."""
+"""Runs several processes of one command on this machine: starts them, shows process 0, and ends them as a group."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from typing import BinaryIO
 from rich.console import Console
 
 from meshtune.errors import UserError
+from meshtune.launch.model_command import ModelCommand
 from meshtune.launch.train_command import TrainCommand
 from meshtune.mesh.accelerators import visible_gpus
 from meshtune.mesh.protocol import EXIT_PROCESS_LOST
@@ -69,8 +70,8 @@ class Worker:
         return code if code is None or code >= 0 else 128 - code
 
 
-def launch(command: TrainCommand, processes: int, devices: int | None, console: Console) -> int:
-    """Runs `meshtune train` in `processes` processes with `devices` devices each; returns the exit code.
+def launch(command: TrainCommand | ModelCommand, processes: int, devices: int | None, console: Console) -> int:
+    """Runs a command of `meshtune` in `processes` processes with `devices` devices each; returns the exit code.
 
     Visible GPUs are divided evenly, or `devices` to each process; on a CPU each process simulates `devices`. Process 0
     is shown; the output of every process is appended to its file in the run's logs. If one fails, the end of its log is
@@ -116,7 +117,12 @@ def check_gpus(processes: int, devices: int | None, gpus: int) -> None:
 
 
 def _start(
-    command: TrainCommand, index: int, processes: int, devices: int | None, port: int, stack: contextlib.ExitStack
+    command: TrainCommand | ModelCommand,
+    index: int,
+    processes: int,
+    devices: int | None,
+    port: int,
+    stack: contextlib.ExitStack,
 ) -> Worker:
     env = dict(os.environ) | {
         COORDINATOR: f"127.0.0.1:{port}",
@@ -133,7 +139,7 @@ def _start(
             flags = [flag for flag in env.get("XLA_FLAGS", "").split() if not flag.startswith(SIMULATED_DEVICES)]
             env["XLA_FLAGS"] = " ".join([*flags, f"{SIMULATED_DEVICES}={devices}"])
     log = command.logs / f"process-{index}.log"
-    program = [sys.executable, "-m", "meshtune", "train", *command.arguments]
+    program = [sys.executable, "-m", "meshtune", *command.words]
     with log.open("ab") as file:
         file.write(f"--- {datetime.datetime.now():%Y-%m-%d %H:%M:%S} {shlex.join(program[2:])}\n".encode())
         file.flush()

@@ -23,6 +23,11 @@ class TrainCommand:
     recipe: Recipe
 
     @property
+    def words(self) -> tuple[str, ...]:
+        """The command line, the verb first."""
+        return ("train", *self.arguments)
+
+    @property
     def output(self) -> pathlib.Path:
         """The run's directory."""
         return pathlib.Path(self.recipe.output).expanduser().absolute()

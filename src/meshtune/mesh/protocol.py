@@ -21,7 +21,7 @@ from meshtune.errors import UserError
 
 HEARTBEAT_INTERVAL = 5.0  # seconds
 SILENCE_TIMEOUT = 40.0  # seconds without a message after which a process counts as lost
-MAX_MESSAGE_BYTES = 1 << 22
+MAX_MESSAGE_BYTES = 1 << 26
 PROTOCOL_VERSION = "meshtune-2"
 EXIT_PROCESS_LOST = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong with the run, the same command resumes it
 
@@ -54,7 +54,7 @@ def process_lost(process_index: int, process_count: int, host: str, reason: str)
         f"process {process_index} of {process_count} on {host} was lost: {reason}",
         process_index=process_index,
         host=host,
-        fix="the same command with resume=true continues from the last checkpoint",
+        fix="a run continues from its last checkpoint with resume=true; a server is started again",
         exit_code=EXIT_PROCESS_LOST,
     )
 

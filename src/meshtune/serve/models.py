@@ -6,6 +6,9 @@ import dataclasses
 import time
 from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
+
+import jax
 
 import meshtune
 from meshtune.adapters.adapter_set import AdapterSet
@@ -14,6 +17,7 @@ from meshtune.generate.api import Model, load_variants
 from meshtune.generate.config import Sampling
 from meshtune.generate.prompts import turn_end
 from meshtune.mesh.config import MeshConfig
+from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.model_cache import describe_cache
 from meshtune.runs.sources import find
 from meshtune.serve.errors import ApiError
@@ -129,6 +133,16 @@ class Models:
             lines.append(", ".join(served.id for served in sharing) + ("" if reason is None else f" ({reason})"))
         return lines if len(self._served) > 1 else []
 
+    def banner(self) -> list[str]:
+        """What a server says of its models as it starts, line by line."""
+        model = self.first.model
+        lines = [f"models   {', '.join(self._served)}"]
+        lines += [f"{'' if number else 'batches':9}{batch}" for number, batch in enumerate(self.batches)]
+        if (layout := model.compute.layout) is not None:
+            processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+            lines.append(f"mesh     {MeshConfig(**layout.mesh.shape)}{processes}")
+        return lines if model.compute.cache is None else [*lines, f"cache    {self.first.cache}"]
+
     @property
     def first(self) -> Served:
         """The model that is meant where none is named."""
@@ -144,6 +158,7 @@ def load_served(
     quantize: str,
     cache: str | None = None,
     mesh: MeshConfig | None = None,
+    job: Job = SINGLE_PROCESS,
     **options: str | None,
 ) -> dict[str, Model]:
     """The model at `path` under its name, its base under its own where `path` is an adapter or a run, and `adapters`
@@ -160,6 +175,5 @@ def load_served(
         if adapter_name in sources:
             raise UserError(f"two models have the name '{adapter_name}'", where="--adapter", fix="give another name")
         sources[adapter_name] = find(source.base, adapter, chat_template=options.get("chat_template"))
-    return load_variants(
-        sources, dtype=dtype, quantize=quantize, cache=cache, mesh=mesh, rewards=True, share_batch=True
-    )
+    loading: dict[str, Any] = {"dtype": dtype, "quantize": quantize, "cache": cache, "mesh": mesh, "job": job}
+    return load_variants(sources, rewards=True, share_batch=True, **loading)
