@@ -19,6 +19,8 @@ def test_how_rows_are_made_may_not_change(change):
         check_changes(recipe(), recipe(change))
 
 
-@pytest.mark.parametrize("change", ["output=p", "log.every=5", "checkpoint.keep=9", "data.train.0.path=moved.json"])
+@pytest.mark.parametrize(
+    "change", ["output=p", "log.every=5", "hub.repository=a/b", "checkpoint.keep=9", "data.train.0.path=moved.json"]
+)
 def test_places_and_logs_may_change(change):
     assert [found.key for found in check_changes(recipe(), recipe(change))]

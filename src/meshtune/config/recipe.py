@@ -9,6 +9,7 @@ from pydantic import Field, PositiveInt, model_validator
 from meshtune.adapters.config import LoraOptions
 from meshtune.config.data import DataSection
 from meshtune.config.evaluation import EvaluateSection
+from meshtune.config.hub import HubSection
 from meshtune.config.method import MethodSection
 from meshtune.config.model import ModelSection
 from meshtune.config.optimizer import OptimizerSection
@@ -160,6 +161,7 @@ class Recipe(Section):
     evaluate: EvaluateSection | None = Field(
         default=None, description="Measure the base and the result when the run has ended; null: do not."
     )
+    hub: HubSection | None = Field(default=None, description="Push the result to the Hugging Face hub; null: do not.")
     sample: SampleSection = Field(default_factory=SampleSection)
     log: LogSection = Field(default_factory=LogSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)

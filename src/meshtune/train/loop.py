@@ -55,7 +55,7 @@ class Task:
     `record` is the checkpoint record to start from and `epoch_at(step)` the fractional epoch. `place` puts a batch's
     arrays on the devices. `shown(state)` returns the parameters to evaluate, sample from and export, which for some
     optimizers are not the trained ones. `evaluate(trainable)` and `sample(trainable)`, which returns (prompt, text)
-    pairs, are optional.
+    pairs, are optional, as is `saved(trainable, step)`, which is called after each save.
     """
 
     step: Callable[[TrainState, Tree, PlacedBatch, np.int32], tuple[TrainState, Metrics]]
@@ -72,6 +72,7 @@ class Task:
     evaluate: Callable[[Tree], Evaluation] | None = None
     evaluate_at_start: bool = False
     sample: Callable[[Tree], Iterable[tuple[str, str]]] | None = None
+    saved: Callable[[Tree, int], None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,6 +226,8 @@ class _Loop:
         self.checkpoints.save(self.state, record, keep=best.step if best and self.task.keep_best else None)
         self.saved = done
         self._emit(Saved(done, self.checkpoints.path(done)))
+        if self.task.saved is not None:
+            self.task.saved(self.task.shown(self.state), done)
 
     def _emit(self, event: Event) -> None:
         self.events.emit(event)

@@ -27,6 +27,7 @@ from meshtune.train.checkpoint.resume import COMMANDS, Resumed, find_resume
 from meshtune.train.evaluation.reference import Reference
 from meshtune.train.interrupt import interruptible
 from meshtune.train.loop import Ended, Task, run_loop
+from meshtune.train.pushing import Pusher, check_base, check_hub, push_result
 from meshtune.train.report import banner, metrics_log, prediction, trackers
 from meshtune.train.report.console_log import ConsoleLog, logged
 from meshtune.train.report.events import Sink, opened
@@ -53,6 +54,7 @@ def train(recipe: Recipe, *, console: Console | None = None, job: Job | None = N
     output = pathlib.Path(recipe.output).expanduser()
     if recipe.evaluate is not None:
         check_evaluation(recipe, job.process_count)
+    check_hub(recipe, job)
     try:
         with logged(console) as log:
             result = _run(recipe, output, console, log, job)
@@ -66,6 +68,7 @@ def train(recipe: Recipe, *, console: Console | None = None, job: Job | None = N
         ) from error
     if result.interrupted is None:
         evaluate_run(recipe, console)
+        push_result(recipe, output, console, job)
     return result
 
 
@@ -93,6 +96,7 @@ def _claim_output(setup: RunSetup) -> Iterator[None]:
 
 def _train(setup: RunSetup, checkpoints: Checkpoints) -> Result:
     console = setup.console
+    check_base(setup)
     record = setup.record()
     resumed = find_resume(checkpoints, record) if setup.recipe.resume else None
     _show_resume(setup, resumed)
@@ -115,6 +119,9 @@ def _train(setup: RunSetup, checkpoints: Checkpoints) -> Result:
     for line in checked_attention(setup.compute, setup.resolved.spec, setup.rows, setup.data.train.row_length):
         console.print(line)
     task = make_task(_parts(setup, initialized), record, state)
+    pusher = Pusher(setup, model, setup.recipe.hub) if setup.recipe.hub is not None else None
+    if pusher is not None:
+        task = dataclasses.replace(task, saved=pusher.saved)
     probes = _step_probes(setup, task)
     history = metrics_log.read(setup.output / metrics_log.METRICS) if setup.job.is_main_process else []
     loss = SmoothedLoss(setup.total_steps, [row["loss"] for row in history if row["kind"] == "train"])
@@ -122,6 +129,8 @@ def _train(setup: RunSetup, checkpoints: Checkpoints) -> Result:
         with opened([*_sinks(setup, record.step, history, loss), *probes]) as events:
             ended = run_loop(task, state, checkpoints, events, interrupt)
         checkpoints.wait()
+    if pusher is not None:
+        pusher.close()
     for line in prediction.summary_lines(probes, lambda fields: _write_run(setup, fields)):
         console.print(line)
     if ended.interrupted is not None and ended.step < setup.total_steps:

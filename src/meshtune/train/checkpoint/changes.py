@@ -13,7 +13,8 @@ from meshtune.optim.schedules import ENDLESS
 # Keys that decide what is written, shown or kept, and never what is learned. Bases and data are known by their content
 # (hashes in the checkpoint), so the places they lie in may change.
 FREE = (
-    "output", "resume", "overwrite", "accept_changes", "log.*", "sample.*", "evaluate", "evaluate.*", "checkpoint.*",
+    "output", "resume", "overwrite", "accept_changes", "log.*", "sample.*", "evaluate", "evaluate.*", "hub", "hub.*",
+    "checkpoint.*",
     "model.path", "model.revision", "model.load", "model.tokenizer", "model.chat_template", "model.adapter", "data.*",
     "mesh", "mesh.*",
 )  # fmt: skip

@@ -1,0 +1,182 @@
+"""Pushes what a run makes to the hub: at every n-th save in the background, and when it has ended.
+
+The repository is checked before training. From then on a push that fails is reported, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import pathlib
+import shutil
+import tempfile
+
+from rich.console import Console
+from rich.markup import escape
+
+from meshtune import terminal
+from meshtune.adapters.method import PreparedModel
+from meshtune.arrays.tree import Tree
+from meshtune.config.hub import HubSection
+from meshtune.config.recipe import Recipe
+from meshtune.errors import UserError
+from meshtune.hub.account import Repository, check_access, open_repository
+from meshtune.hub.package import Package, run_base
+from meshtune.hub.push import push, send
+from meshtune.mesh.collective_errors import raise_collectively
+from meshtune.mesh.processes import Job
+from meshtune.runs.output import BASE
+from meshtune.train.result.final import export_result
+from meshtune.train.run_setup import RunSetup
+
+STAGING = ".hub"  # in the run: the result as it was at the save that is being pushed
+
+
+def check_hub(recipe: Recipe, job: Job) -> None:
+    """Raises UserError, on every process, for what would stop the pushes of a run: token, permission, other files."""
+    section = recipe.hub
+    if section is None:
+        return
+    with raise_collectively(job, "hub: check"):
+        if job.is_main_process:
+            _open(section)
+
+
+def push_result(recipe: Recipe, output: pathlib.Path, console: Console, job: Job) -> None:
+    """Pushes the result of a run that has ended; what the hub refuses is reported, with the command to repeat it."""
+    section = recipe.hub
+    if section is None or not job.is_main_process:
+        return
+    try:
+        pushed = push(
+            output,
+            section.repository,
+            merge=section.merge,
+            base_model=section.base_model,
+            public=section.public,
+            overwrite=section.overwrite,
+            report=lambda text: console.print(text, markup=False, soft_wrap=True),
+        )
+    except (UserError, OSError) as error:
+        flags = [flag for flag in ("merge", "public", "overwrite") if getattr(section, flag)]
+        again = terminal.command("push", str(output), section.repository, *(f"--{flag}" for flag in flags))
+        _report(
+            console,
+            f"the result was not pushed: {_line(error) if isinstance(error, UserError) else error}\n  again: {again}",
+        )
+        return
+    console.print(f"[bold]pushed[/] {pushed.url}", soft_wrap=True)
+
+
+class Pusher:
+    """Pushes the result as it is at every `every`-th save. The files are written while training waits; they are sent in
+    a thread, and a save that comes while one is being sent is left out."""
+
+    def __init__(self, setup: RunSetup, model: PreparedModel, section: HubSection):
+        self._setup, self._model, self._section = setup, model, section
+        self._saves = 0
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="hub")
+        self._sending: concurrent.futures.Future[str] | None = None
+
+    def saved(self, trainable: Tree, step: int) -> None:
+        """Called after each save by all processes of the job."""
+        self._saves += 1
+        every = self._section.every
+        if every is None or self._saves % every or step == self._setup.total_steps:  # the end has a push of its own
+            return
+        busy = self._sending is not None and not self._sending.done()
+        if self._setup.job.exchange("hub: busy", busy)[0]:
+            self._say(f"not pushed after update {step}: the push before it is still being sent")
+            return
+        self._collect()
+        try:
+            path = self._write(trainable)
+        except UserError as error:
+            self._say(f"not pushed after update {step}: {_line(error)}")
+            return
+        if self._setup.job.is_main_process:
+            self._sending = self._pool.submit(self._send, path, step)
+
+    def close(self) -> None:
+        """Waits for a push under way, and removes the files that were written for it."""
+        self._pool.shutdown(wait=True)
+        self._collect()
+        if self._setup.job.is_main_process:
+            shutil.rmtree(self._setup.output / STAGING, ignore_errors=True)
+
+    def _write(self, trainable: Tree) -> pathlib.Path:
+        setup = self._setup
+        staging = setup.output / STAGING
+        if setup.job.is_main_process:
+            staging.mkdir(exist_ok=True)
+        return export_result(
+            staging,
+            dataclasses.replace(self._model, trainable=trainable),
+            setup.resolved.method,
+            setup.resolved.source,
+            setup.base,
+            setup.tokenizer,
+            layout=setup.resolved.layout,
+            job=setup.job,
+        )
+
+    def _send(self, path: pathlib.Path, step: int) -> str:
+        """Sends a result; returns what to tell the user."""
+        from huggingface_hub.utils import disable_progress_bars
+
+        section, setup = self._section, self._setup
+        disable_progress_bars()  # they would be drawn over the run's own
+        try:
+            base = run_base(setup.output, section.base_model)
+            scored = setup.resolved.spec.scored
+            package = Package(path.name, path, base, setup.output, setup.resolved.source, scored)
+            with tempfile.TemporaryDirectory(dir=setup.output / STAGING) as folder:
+                message = f"After update {step} of {setup.total_steps}"
+                send(package, _open(section), pathlib.Path(folder), message=message, report=lambda text: None)
+        except UserError as error:
+            return f"[yellow]not pushed after update {step}: {escape(_line(error))}[/]"
+        return f"[bold]pushed[/] the result after update {step} to {section.repository}"
+
+    def _collect(self) -> None:
+        if self._sending is not None:
+            failure = self._sending.exception()
+            text = self._sending.result() if failure is None else f"[yellow]the push failed: {escape(repr(failure))}[/]"
+            self._setup.console.print(text, soft_wrap=True)
+            self._sending = None
+
+    def _say(self, text: str) -> None:
+        _report(self._setup.console, text)
+
+
+def _open(section: HubSection) -> Repository:
+    token = check_access(section.repository)
+    return open_repository(section.repository, token, public=section.public, overwrite=section.overwrite)
+
+
+def check_base(setup: RunSetup) -> None:
+    """Raises UserError where the adapter alone would be pushed of a run that changes its base."""
+    section = setup.recipe.hub
+    if section is None:
+        return
+    adapters = setup.resolved.method.adapters
+    own = adapters is not None and (adapters.changes_base or (setup.output / BASE).is_dir())
+    if own and not section.merge:
+        raise UserError(
+            "this run makes a base of its own, which is not on the hub: its adapter alone would be of no use there",
+            where="hub.merge",
+            fix="hub.merge=true pushes the whole model at the end",
+        )
+    if section.every and section.merge:
+        raise UserError(
+            "hub.every pushes the result as it is by then, and hub.merge merges it at the end",
+            where="hub.every",
+            fix="leave one of the two out",
+        )
+
+
+def _line(error: UserError) -> str:
+    return "; ".join(part for part in (error.what, error.fix) if part)
+
+
+def _report(console: Console, text: str) -> None:
+    console.print(text, style="yellow", markup=False, soft_wrap=True)
