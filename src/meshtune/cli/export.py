@@ -30,8 +30,9 @@ def export(
         str | None,
         typer.Option(
             "--format",
-            help="With --merge: published, to write a base that is published in fp8 or mxfp4 in its format again "
-            "(default: wide, in --dtype).",
+            help="bitsandbytes (nf4) or compressed-tensors (int4): a checkpoint in codes, of a model, of the base that "
+            "an adapter was trained over, or, with --merge, of both; published, with --merge: a base published in "
+            "fp8 or mxfp4 in its format again (default: wide, in --dtype).",
         ),
     ] = None,
     base: Annotated[str | None, typer.Option("--base", help="The adapter's base, if it lies elsewhere now.")] = None,
@@ -45,8 +46,8 @@ def export(
 
     if into is not None and not merge:
         raise UserError("--into says what an adapter is merged into", where="--into", fix="add --merge")
-    if format is not None and not merge:
-        raise UserError("--format is for whole models", where="--format", fix="add --merge")
+    if format == "published" and not merge:
+        raise UserError("--format published is for whole models", where="--format", fix="add --merge")
     exported = write(
         source,
         to,

@@ -18,9 +18,9 @@ from meshtune.arrays.tree import flatten, unflatten
 from meshtune.data.tokenizer import load_tokenizer, padding_id
 from meshtune.digests import write_digests
 from meshtune.errors import UserError, nearest
-from meshtune.families import tensors
-from meshtune.model.spec import ModelSpec
 from meshtune.quantize.config import UNQUANTISED, QuantizeConfig
+from meshtune.quantize.published.write import WRITERS
+from meshtune.runs.export_quantised import export_quantised, nodes_to_write
 from meshtune.runs.sources import Source, find
 from meshtune.weights.export import export_model
 from meshtune.weights.fingerprint import base_hash
@@ -31,7 +31,7 @@ from meshtune.weights.republish import republish
 from meshtune.weights.verify import ExportError, probe_logits
 
 INTO = ("dequantised", "full")
-FORMATS = ("published",)
+FORMATS = ("published", *WRITERS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,9 @@ def export(
     An adapter is copied unless `merge` is set: then it is merged into its base and written as a full model in `dtype`
     (default: the base's), in files of at most `max_shard_bytes`. `into` selects the base of an adapter that was trained
     on a quantised base: "dequantised", the quantised weights that it was trained on (default), or "full", the original
-    weights; every written file records it. With `format` "published" a base that is published quantised is written in
+    weights; every written file records it. With `format` "bitsandbytes" or "compressed-tensors" (without `merge`: a
+    model, or the base that the adapter was trained over) linear layers are written as codes of nf4 or int4. With
+    `format` "published" a base that is published quantised is written in
     its format again: what was not adapted is copied, what was is quantised again. `base` overrides the path of an
     adapter's base, and `any_base` accepts a different base. `progress(done, total)` counts bytes. `dest` appears
     complete and verified, or not at all.
@@ -75,6 +77,12 @@ def export(
     """
     resolved = find(source) if base is None else find(base, source)
     dest = Path(dest).expanduser()
+    if format is not None and format not in FORMATS:
+        raise UserError(
+            f"there is no format '{format}'", where="--format", fix=f"{nearest(format, FORMATS)}one of {FORMATS}"
+        )
+    if format in WRITERS:
+        return _as_codes(resolved, dest, format, merge, into, dtype, any_base, overwrite, max_shard_bytes)
     if resolved.adapter is not None and not merge:
         if dtype is not None:
             raise UserError("dtype is for whole models", where="dtype", fix="add --merge, or leave dtype out")
@@ -137,6 +145,44 @@ def _template(resolved: Source) -> str | None:
     return chat_template if isinstance(chat_template, str) else None
 
 
+def _as_codes(
+    resolved: Source,
+    dest: Path,
+    format: str,
+    merge: bool,
+    into: str | None,
+    dtype: str | None,
+    any_base: bool,
+    overwrite: bool,
+    max_shard_bytes: int,
+) -> ExportResult:
+    """Writes a quantised checkpoint for other programs: of a model, an adapter's base, or both merged."""
+    if into is not None or dtype is not None or (merge and resolved.adapter is None):
+        raise UserError(
+            f"--format {format} writes codes of {WRITERS[format].source}, of a model as it is or of an adapter merged",
+            where="--format",
+            fix="leave --into and --dtype out, and --merge where there is no adapter",
+        )
+    done = export_quantised(
+        resolved,
+        dest,
+        format,
+        merge=merge,
+        any_base=any_base,
+        overwrite=overwrite,
+        max_shard_bytes=max_shard_bytes,
+        chat_template=_template(resolved),
+    )
+    write_digests(dest)
+    what = f"a {format} checkpoint ({done.config})"
+    if done.base_alone:
+        what += " of the base that the adapter was trained over, without the adapter,"
+    of = "trained" if merge or done.base_alone else "read and quantised"
+    written = done.written
+    how = f"{written.quantised} weights in codes, logits within {written.difference:.1e} (relative) of what was {of}"
+    return ExportResult(what, dest, how)
+
+
 def _as_published(
     resolved: Source,
     dest: Path,
@@ -148,10 +194,6 @@ def _as_published(
     max_shard_bytes: int,
 ) -> ExportResult:
     """Merges an adapter into its base and writes the result in the format that the base is published in."""
-    if format not in FORMATS:
-        raise UserError(
-            f"there is no format '{format}'", where="--format", fix=f"{nearest(format, FORMATS)}one of {FORMATS}"
-        )
     if resolved.adapter is None or into == "dequantised" or dtype is not None:
         raise UserError(
             "--format published writes an adapter and its base in the base's own format",
@@ -172,7 +214,7 @@ def _as_published(
             fix="leave --format out",
         )
     expected = probe_logits(params, spec)
-    nodes = _nodes_to_write(spec, {path.rpartition("/")[0] for path in flatten(added.trainable)})
+    nodes = nodes_to_write(spec, {path.rpartition("/")[0] for path in flatten(added.trainable)})
     flat = flatten(params)
     changed = {path: leaf for path, leaf in flat.items() if path.rpartition("/")[0] in nodes or path == SHARED}
     done = republish(
@@ -192,13 +234,6 @@ def _as_published(
     lost = f"{done.quantised} weights quantised again, which moved their numbers by up to {done.moved:.1%}, "
     how = f"{lost if done.quantised else ''}logits within {done.difference:.1e} (relative) of what was trained"
     return ExportResult(f"a model in {spec.published.method}, as its base is published,", done.path, how)
-
-
-def _nodes_to_write(spec: ModelSpec, nodes: set[str]) -> set[str]:
-    """Returns some nodes of a model, and those that share a tensor of its files with them."""
-    table = tensors(spec)
-    names = {entry.name for entry in table if entry.path.rpartition("/")[0] in nodes}
-    return {entry.path.rpartition("/")[0] for entry in table if entry.name in names}
 
 
 def _merged_into(base: BaseRecord, into: str | None) -> QuantizeConfig | None:
