@@ -7,7 +7,7 @@ from typing import Any
 
 from meshtune.config.foreign.draft import Draft
 from meshtune.config.foreign.rules import UnfitValueError, entries, text
-from meshtune.config.foreign.templates import AXOLOTL, OWN, template
+from meshtune.config.foreign.templates import AXOLOTL, TOKENIZERS_OWN, template
 
 READ = frozenset(
     """path name split data_files type revision field field_messages field_chosen field_rejected field_instruction
@@ -42,13 +42,13 @@ def sources(draft: Draft, key: str, to: str, kind: str) -> list[str]:
         if not isinstance(entry, dict):
             draft.refuse(key, f"entry {number} is not a mapping", "give path and type")
             continue
-        given = {name: value for name, value in entry.items() if value is not None}
+        present = {name: value for name, value in entry.items() if value is not None}
         try:
-            types.append(_source(draft, key, f"{to}.{number}", given, kind))
+            types.append(_source(draft, key, f"{to}.{number}", present, kind))
         except RefusedError as problem:
-            draft.refuse(key, f"{given.get('path')}: {problem.why}", problem.fix)
+            draft.refuse(key, f"{present.get('path')}: {problem.why}", problem.fix)
         except UnfitValueError as problem:
-            draft.refuse(key, f"{given.get('path')}: {problem}", "correct that data set")
+            draft.refuse(key, f"{present.get('path')}: {problem}", "correct that data set")
     return types
 
 
@@ -123,8 +123,8 @@ def _form(draft: Draft, key: str, prompts: str, entry: dict[str, Any], kind: str
 
 def _documents(draft: Draft, key: str, prompts: str, entry: dict[str, Any]) -> tuple[str, Any, Any]:
     if prompts == "alpaca":
-        wanted = {"instruction": "field_instruction", "input": "field_input", "output": "field_output"}
-        return "stanford_alpaca", {ours: entry[theirs] for ours, theirs in wanted.items() if theirs in entry}, {}
+        renamed = {"instruction": "field_instruction", "input": "field_input", "output": "field_output"}
+        return "stanford_alpaca", {ours: entry[theirs] for ours, theirs in renamed.items() if theirs in entry}, {}
     if prompts == "completion":
         raise RefusedError("plain text beside conversations is another stage here", "train on it alone first: stage pt")
     if prompts != "chat_template":
@@ -170,11 +170,11 @@ def _speakers(roles: object) -> dict[str, str]:
     """Names of speakers that axolotl's own do not have."""
     renamed: dict[str, str] = {}
     for role, spoken in (roles if isinstance(roles, dict) else {}).items():
-        others = [name for name in entries(spoken) if name not in SPEAKERS.get(role, ())]
-        if role not in ROLES or len(others) > 1:
+        unnamed = [name for name in entries(spoken) if name not in SPEAKERS.get(role, ())]
+        if role not in ROLES or len(unnamed) > 1:
             raise RefusedError(f"the role {role} has names {spoken}", "give one name a role in the data")
-        if others:
-            renamed[ROLES[role]] = text(others[0])
+        if unnamed:
+            renamed[ROLES[role]] = text(unnamed[0])
     return renamed
 
 
@@ -209,7 +209,7 @@ def chat_template(draft: Draft, types: list[str]) -> None:
     if name == "jinja":
         _jinja(draft)
     elif name.startswith("tokenizer_default_fallback_"):
-        draft.differ("chat_template", OWN)
+        draft.differ("chat_template", TOKENIZERS_OWN)
     else:
         template(draft, "chat_template", name, AXOLOTL)
 

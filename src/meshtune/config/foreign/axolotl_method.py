@@ -91,8 +91,8 @@ def _unfrozen(draft: Draft) -> None:
         draft.refuse("unfrozen_parameters", "single rows of a weight are not trained", "name whole modules")
         return
     names = [name.removesuffix(".weight").removesuffix("*").removesuffix(".") for name in names]
-    whole = {"model", "model.language_model", "", "language_model"} & set(names)
-    if whole:
+    all_of_it = {"model", "model.language_model", "", "language_model"} & set(names)
+    if all_of_it:
         note = "the language model is all that is trained here; towers beside it stay as they are"
         draft.put("method.kind", "full", "unfrozen_parameters", note=note)
     else:

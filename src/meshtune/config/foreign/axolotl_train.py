@@ -50,10 +50,10 @@ def _model(draft: Draft) -> None:
     extra = special.pop("additional_special_tokens", None)
     if extra:
         draft.put("model.new_special_tokens", extra, "special_tokens")
-    others = {name: token for name, token in special.items() if name != "pad_token" and token is not None}
+    renamed = {name: token for name, token in special.items() if name != "pad_token" and token is not None}
     for key in ("special_tokens", "tokens"):
-        if others and isinstance(draft.given.get(key), dict):
-            listed = ", ".join(f"{name} {token}" for name, token in others.items())
+        if renamed and isinstance(draft.given.get(key), dict):
+            listed = ", ".join(f"{name} {token}" for name, token in renamed.items())
             draft.differ(
                 key, f"the tokenizer's own are used: see that they are {listed}, or save a tokenizer that says so"
             )
@@ -155,11 +155,11 @@ def _data(draft: Draft, kind: str) -> bool:
 
 
 def _plugins(draft: Draft) -> None:
-    others = [
+    unknown = [
         str(name) for name in draft.get("plugins") or [] if not any(known in str(name) for known in KNOWN_PLUGINS)
     ]
-    if others:
-        draft.refuse("plugins", f"{', '.join(others)}: what it does is not here", "leave it out")
+    if unknown:
+        draft.refuse("plugins", f"{', '.join(unknown)}: what it does is not here", "leave it out")
     draft.idle("plugins", "kernels and layouts are chosen here by the device")
 
 
@@ -236,8 +236,8 @@ def _saving_and_logging(draft: Draft) -> None:
         project = {"wandb": "wandb_project", "mlflow": "mlflow_experiment_name", "trackio": "trackio_project_name"}.get(
             name
         )
-        asked = draft.get(f"use_{name}") if f"use_{name}" in draft.given else project and draft.get(project)
-        if asked:
+        enabled = draft.get(f"use_{name}") if f"use_{name}" in draft.given else project and draft.get(project)
+        if enabled:
             key = f"use_{name}" if f"use_{name}" in draft.given else str(project)
             known = draft.settings["log.trackers"].value if "log.trackers" in draft.settings else []
             trackers(draft, key, [*known, name])

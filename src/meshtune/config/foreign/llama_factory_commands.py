@@ -8,7 +8,7 @@ import pathlib
 from meshtune.config.foreign import models
 from meshtune.config.foreign.draft import Draft
 from meshtune.config.foreign.llama_factory import TRAIN
-from meshtune.config.foreign.rules import ABSENT, Table, flag, idle, names, number, part, text, whole
+from meshtune.config.foreign.rules import ABSENT, Table, flag, idle, integer, names, number, part, text
 from meshtune.config.foreign.templates import LLAMA_FACTORY
 
 TRAINING = "only training reads it"
@@ -16,9 +16,9 @@ SAMPLING: Table = {
     "do_sample": part("--temperature", flag, True, "true: answers are sampled"),
     "temperature": part("--temperature", number, 0.95),
     "top_p": part("--top-p", number, 0.7),
-    "top_k": part("--top-k", whole, 50),
+    "top_k": part("--top-k", integer, 50),
     "repetition_penalty": part("--repetition-penalty", number, 1.0),
-    "max_new_tokens": part("--max-tokens", whole, 1024),
+    "max_new_tokens": part("--max-tokens", integer, 1024),
     **idle("answers end at the end of a turn, and special tokens are left out", "skip_special_tokens length_penalty"),
 }
 COMMAND: Table = {
@@ -36,15 +36,15 @@ COMMAND: Table = {
     "export_legacy_format": part("", flag, False, "false: safetensors are written"),
     "export_dir": part("--to", text),
     "export_hub_model_id": part("", text, ABSENT, "an export uploads nothing: the files lie in --to"),
-    "export_quantization_bit": part("", whole),
+    "export_quantization_bit": part("", integer),
     **idle("only a quantised export reads it", "export_quantization_dataset export_quantization_nsamples"),
     **idle("only a quantised export reads it", "export_quantization_maxlen"),
     "infer_dtype": part("--dtype", text, "auto", "auto: by device"),
     "output_dir": part("--output", text, ABSENT, TRAINING),
     "overwrite_output_dir": part("--overwrite", flag, False, "false: results that are there stay"),
-    "per_device_eval_batch_size": part("--rows", whole, 8, "only predictions read it"),
+    "per_device_eval_batch_size": part("--rows", integer, 8, "only predictions read it"),
     "eval_dataset": part("--data", names, ABSENT, "only predictions read it"),
-    "max_samples": part("--limit", whole, ABSENT, "only predictions read it"),
+    "max_samples": part("--limit", integer, ABSENT, "only predictions read it"),
     **SAMPLING,
 }
 

@@ -219,8 +219,8 @@ def _optimizer(draft: Draft) -> None:
 
 def _low_rank(draft: Draft, name: str, scale: str) -> None:
     draft.put("optimizer.name", name, f"use_{name}")
-    wanted = draft.get(f"{name}_target")
-    if wanted not in ("all", ["all"]):
+    projected = draft.get(f"{name}_target")
+    if projected not in ("all", ["all"]):
         draft.refuse(f"{name}_target", "all matrices are projected here", "use all")
     draft.put("optimizer.rank", draft.get(f"{name}_rank"), f"{name}_rank", f"{name}_target")
     draft.put("optimizer.update_gap", draft.get(f"{name}_update_interval"), f"{name}_update_interval")

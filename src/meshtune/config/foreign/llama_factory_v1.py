@@ -15,12 +15,12 @@ from meshtune.config.foreign.rules import (
     direct,
     flag,
     idle,
+    integer,
     mapping,
     number,
     part,
     refused,
     text,
-    whole,
 )
 from meshtune.config.foreign.trainer import LOADER, MEMORY, MESH
 from meshtune.errors import UserError
@@ -39,21 +39,21 @@ V1: Table = {
     "train_dataset": part("data.train", text),
     "eval_dataset": part("data.validation", text),
     "output_dir": direct("output", text, "outputs/run"),
-    "micro_batch_size": part("train.micro_batch", whole, 1),
-    "global_batch_size": part("train.batch_size", whole),
-    "cutoff_len": part("data.max_length", whole, 2048),
+    "micro_batch_size": part("train.micro_batch", integer, 1),
+    "global_batch_size": part("train.batch_size", integer),
+    "cutoff_len": part("data.max_length", integer, 2048),
     "learning_rate": direct("optimizer.learning_rate", number, 1e-4),
     "num_train_epochs": part("train.epochs", number, 3, "max_steps says how long the run is"),
-    "max_steps": part("train.steps", whole),
+    "max_steps": part("train.steps", integer),
     "max_grad_norm": direct("optimizer.max_grad_norm", number, 1.0),
     "bf16": part("compute.precision", flag, True),
     "batching_strategy": part("data.packing", text, "normal"),
-    "seed": direct("seed", whole, 42),
+    "seed": direct("seed", integer, 42),
     "resume_from_checkpoint": refused("its checkpoints hold torch's own state", "leave it out", ()),
-    "save_steps": direct("checkpoint.every", whole),
+    "save_steps": direct("checkpoint.every", integer),
     "save_epochs": part("checkpoint.every", number, ABSENT, "checkpoints are about ten a run here"),
-    "save_total_limit": direct("checkpoint.keep", whole),
-    "logging_steps": direct("log.every", whole, 1),
+    "save_total_limit": direct("checkpoint.keep", integer),
+    "logging_steps": direct("log.every", integer, 1),
     "pref_loss": part("stage.loss", text, "sigmoid", PREFERENCE),
     "pref_beta": part("stage.beta", number, 0.1, PREFERENCE),
     "pref_ftx": part("stage.sft_weight", number, 0.0, PREFERENCE),
@@ -89,7 +89,7 @@ def export(draft: Draft) -> None:
     draft.put("--max-shard-size", f"{peft.pop('export_size', 5)}GB", "peft_config")
     if (dtype := peft.pop("infer_dtype", "auto")) in ("float32", "bfloat16"):
         draft.put("--dtype", dtype, "peft_config")
-    _rest(draft, "peft_config", peft, ("name", "export_legacy_format", *LORA))
+    _refuse_unread(draft, "peft_config", peft, ("name", "export_legacy_format", *LORA))
 
 
 def train(draft: Draft) -> None:
@@ -179,7 +179,7 @@ def _source(draft: Draft, to: str, key: str, name: str, entry: dict[str, Any]) -
     for theirs, ours in (("split", "split"), ("size", "cap"), ("weight", "weight")):
         if entry.get(theirs) is not None:
             draft.put(f"{to}.{ours}", entry.pop(theirs), key)
-    _rest(draft, key, entry, ("source", "streaming"))
+    _refuse_unread(draft, key, entry, ("source", "streaming"))
 
 
 def _stage(draft: Draft, kind: str) -> None:
@@ -222,7 +222,7 @@ def _method(draft: Draft) -> None:
             draft.put("method.train_modules", saved, "peft_config")
         if adapter := peft.pop("adapter_name_or_path", None):
             draft.put("model.adapter", adapter, "peft_config")
-        _rest(draft, "peft_config", peft, EXPORT)
+        _refuse_unread(draft, "peft_config", peft, EXPORT)
     elif name == "freeze":
         layers = peft.get("freeze_trainable_layers", 2)
         draft.put("method.kind", "freeze", "peft_config")
@@ -230,7 +230,7 @@ def _method(draft: Draft) -> None:
         chosen = [*_names(peft.get("freeze_trainable_modules")), *_names(peft.get("freeze_extra_modules"))]
         if chosen:
             draft.put("method.modules", chosen, "peft_config")
-        _rest(draft, "peft_config", peft, (*FREEZE, "cast_trainable_params_to_fp32"))
+        _refuse_unread(draft, "peft_config", peft, (*FREEZE, "cast_trainable_params_to_fp32"))
     else:
         draft.refuse("peft_config", f"there is no method {name} here", "use lora or freeze")
 
@@ -246,7 +246,7 @@ def _quantize(draft: Draft) -> None:
     draft.put("quantize.format", "nf4" if bits == 4 else "int8", "quant_config")
     if bits == 4:
         draft.put("quantize.double", config.pop("double_quantization", True), "quant_config")
-    _rest(draft, "quant_config", config, ("quantization_type", "compute_dtype"))
+    _refuse_unread(draft, "quant_config", config, ("quantization_type", "compute_dtype"))
 
 
 def _optimizer(draft: Draft) -> None:
@@ -275,7 +275,7 @@ def _optimizer(draft: Draft) -> None:
         return
     draft.put("optimizer.beta1", beta1, "optim_config")
     draft.put("optimizer.beta2", beta2, "optim_config")
-    _rest(draft, "optim_config", config, ("lr", "ns_steps", "nesterov"))
+    _refuse_unread(draft, "optim_config", config, ("lr", "ns_steps", "nesterov"))
 
 
 def _names(value: object) -> list[str]:
@@ -284,7 +284,7 @@ def _names(value: object) -> list[str]:
     return [str(entry) for entry in value] if isinstance(value, list) else [n.strip() for n in str(value).split(",")]
 
 
-def _rest(draft: Draft, key: str, remaining: dict[str, Any], harmless: tuple[str, ...]) -> None:
+def _refuse_unread(draft: Draft, key: str, remaining: dict[str, Any], harmless: tuple[str, ...]) -> None:
     """Refuses `key` for what is left in it that nothing has read."""
     unread = [name for name, value in remaining.items() if name not in harmless and value not in (None, False)]
     if unread:

@@ -71,7 +71,7 @@ def number(value: object) -> int | float:
     return value
 
 
-def whole(value: object) -> int:
+def integer(value: object) -> int:
     result = number(value)
     if result != int(result):
         raise UnfitValueError("must be a whole number")

@@ -7,7 +7,7 @@ import re
 BLOCKS = ("mlp", "self_attn", "attention", "linear_attn", "feed_forward", "block_sparse_moe", "attn")
 ANY_LAYER = re.compile(r"^(?:\*|[\w*.]*?\.)?layers\.\*\.(?P<block>\w+)\.(?P<leaf>[\w.]+)$")
 OF_ALL = re.compile(r"^\*\.?(?:(?P<block>mlp|self_attn)\.)?(?P<leaf>\w+)$")
-MOST = 4096
+LIMIT = 4096
 OTHER_TOWERS = ("cross_attn", "vision", "visual", "audio", "projector")
 
 
@@ -20,9 +20,9 @@ def names_of(expression: str) -> list[str]:
 
     Raises NotExpandableError where it is more than names, alternatives, digits and wildcards.
     """
-    texts, rest = _alternatives(expression.strip().removeprefix("^").removesuffix("$"))
-    if rest:
-        raise NotExpandableError(f"'{rest[:20]}' in it is not a name, an alternative or a wildcard")
+    texts, remaining = _alternatives(expression.strip().removeprefix("^").removesuffix("$"))
+    if remaining:
+        raise NotExpandableError(f"'{remaining[:20]}' in it is not a name, an alternative or a wildcard")
     chosen: dict[str, None] = {}
     for text in texts:
         if not any(tower in text for tower in OTHER_TOWERS) and "_checkpoint_wrapped_module" not in text:
@@ -40,46 +40,46 @@ def _short(text: str) -> str:
     return text.removeprefix("*.").replace("model.language_model.", "*").replace("language_model.model.", "*")
 
 
-def _alternatives(rest: str) -> tuple[list[str], str]:
+def _alternatives(remaining: str) -> tuple[list[str], str]:
     """The texts that an expression stands for up to its end or a closing bracket, and what remains."""
     options: list[str] = []
     current = [""]
-    while rest and rest[0] != ")":
-        if rest[0] == "|":
-            options, current, rest = options + current, [""], rest[1:]
+    while remaining and remaining[0] != ")":
+        if remaining[0] == "|":
+            options, current, remaining = options + current, [""], remaining[1:]
             continue
-        pieces, rest = _piece(rest)
+        pieces, remaining = _piece(remaining)
         current = [text + piece for text in current for piece in pieces]
-        if len(current) + len(options) > MOST:
+        if len(current) + len(options) > LIMIT:
             raise NotExpandableError("it stands for too many names")
-    return options + current, rest
+    return options + current, remaining
 
 
-def _piece(rest: str) -> tuple[list[str], str]:
+def _piece(remaining: str) -> tuple[list[str], str]:
     """The texts of the next element, and what remains."""
-    if rest[0] == "(":
-        inner, remaining = _alternatives(rest[3:] if rest.startswith("(?:") else rest[1:])
+    if remaining[0] == "(":
+        inner, remaining = _alternatives(remaining[3:] if remaining.startswith("(?:") else remaining[1:])
         if not remaining:
             raise NotExpandableError("a bracket is not closed")
         return _repeated(inner, remaining[1:])
-    if match := re.match(r"(\\d|\[\\d\]|\[0-9\])[+*]?|\.[*+]", rest):
-        return ["*"], rest[match.end() :]
-    if match := re.match(r"\[(\d)-(\d)\]\+?|\[(\w+)\]", rest):
+    if match := re.match(r"(\\d|\[\\d\]|\[0-9\])[+*]?|\.[*+]", remaining):
+        return ["*"], remaining[match.end() :]
+    if match := re.match(r"\[(\d)-(\d)\]\+?|\[(\w+)\]", remaining):
         letters = match[3] or "".join(map(str, range(int(match[1]), int(match[2]) + 1)))
-        return list(letters), rest[match.end() :]
-    if rest.startswith("\\.") or rest[0] == ".":
-        return ["."], rest.removeprefix("\\")[1:]
-    if match := re.match(r"[\w-]+", rest):
+        return list(letters), remaining[match.end() :]
+    if remaining.startswith("\\.") or remaining[0] == ".":
+        return ["."], remaining.removeprefix("\\")[1:]
+    if match := re.match(r"[\w-]+", remaining):
         word = match[0]
-        if rest[match.end() : match.end() + 1] in ("?", "*", "+"):
-            raise NotExpandableError(f"'{word[-1]}{rest[match.end()]}' in it repeats a letter")
-        return [word], rest[match.end() :]
-    raise NotExpandableError(f"'{rest[:20]}' in it is not a name, an alternative or a wildcard")
+        if remaining[match.end() : match.end() + 1] in ("?", "*", "+"):
+            raise NotExpandableError(f"'{word[-1]}{remaining[match.end()]}' in it repeats a letter")
+        return [word], remaining[match.end() :]
+    raise NotExpandableError(f"'{remaining[:20]}' in it is not a name, an alternative or a wildcard")
 
 
-def _repeated(inner: list[str], rest: str) -> tuple[list[str], str]:
-    if rest[:1] == "?":
-        return [*inner, ""], rest[1:]
-    if rest[:1] in ("*", "+", "{"):
+def _repeated(inner: list[str], remaining: str) -> tuple[list[str], str]:
+    if remaining[:1] == "?":
+        return [*inner, ""], remaining[1:]
+    if remaining[:1] in ("*", "+", "{"):
         raise NotExpandableError("a group in it is repeated")
-    return inner, rest
+    return inner, remaining

@@ -6,7 +6,7 @@ import dataclasses
 
 from meshtune.config.foreign.draft import Draft
 
-OWN = "the tokenizer's own template is used: compare what is trained with `meshtune data inspect`"
+TOKENIZERS_OWN = "the tokenizer's own template is used: compare what is trained with `meshtune data inspect`"
 NEWLINE = "LLaMA-Factory also learns the line break after the end of a turn"
 TRIMMED = "blanks at both ends of a text are dropped"
 DEFAULT_JINJA = """\
@@ -67,7 +67,7 @@ def template(draft: Draft, key: str, name: str, known: dict[str, Template]) -> T
     """Writes the template that `key` names. Returns what is known of it, None where that is nothing."""
     entry = known.get(name)
     if entry is None:
-        draft.differ(key, OWN)
+        draft.differ(key, TOKENIZERS_OWN)
         return None
     if entry.jinja:
         draft.files[".jinja"] = entry.jinja

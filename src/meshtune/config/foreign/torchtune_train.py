@@ -53,7 +53,7 @@ def _component(draft: Draft, key: str) -> str:
     return str((draft.get(key) or {}).get(COMPONENT, ""))
 
 
-def _rest(draft: Draft, key: str, config: dict[str, Any], *harmless: str) -> None:
+def _refuse_unread(draft: Draft, key: str, config: dict[str, Any], *harmless: str) -> None:
     """Refuses `key` for what is left in it that nothing has read."""
     unread = [
         name for name, value in config.items() if name not in (COMPONENT, *harmless) and value not in (None, False)
@@ -72,7 +72,7 @@ def _start(draft: Draft, component: str) -> None:
     if "vision" in component or "clip" in component:
         draft.refuse("model", f"{component} is a model of images", "use a model of text")
     draft.put("model.path", checkpointer.pop("checkpoint_dir"), "checkpointer", note="checkpoint_dir")
-    _rest(
+    _refuse_unread(
         draft, "checkpointer", checkpointer, "checkpoint_files", "output_dir", "model_type", "safe_serialization",
         "keep_last_n_checkpoints",
     )  # fmt: skip
@@ -86,14 +86,14 @@ def _stage(draft: Draft) -> str:
         draft.put("stage.beta", float(loss.pop("beta", 0.1)), "loss")
         if smoothing := loss.pop("label_smoothing", 0):
             draft.put("stage.label_smoothing", smoothing, "loss")
-        _rest(draft, "loss", loss, "label_smoothing")
+        _refuse_unread(draft, "loss", loss, "label_smoothing")
         return "dpo"
     if name not in LOSSES:
         draft.refuse("loss", f"{name or 'no loss'}: there is no such loss here", f"use DPOLoss or {LOSSES[0]}")
     text = _component(draft, "dataset").rpartition(".")[2]
     kind = "pt" if text in ("text_completion_dataset", "wikitext_dataset") else "sft"
     draft.put("stage.kind", kind, "loss", note="plain text" if kind == "pt" else "")
-    _rest(draft, "loss", loss, "num_output_chunks", "ignore_index", "tp_enabled", "mask_ignored_tokens")
+    _refuse_unread(draft, "loss", loss, "num_output_chunks", "ignore_index", "tp_enabled", "mask_ignored_tokens")
     return kind
 
 
@@ -101,7 +101,7 @@ def _method(draft: Draft, component: str) -> None:
     config, name = dict(draft.get("model") or {}), component.rpartition(".")[2]
     if not name.startswith(("lora_", "qlora_")):
         draft.put("method.kind", "full", "model", note=name)
-        _rest(draft, "model", config)
+        _refuse_unread(draft, "model", config)
         return
     draft.put("method.kind", "lora", "model", note=name)
     draft.put("method.adapter", "dora" if config.pop("use_dora", False) else "lora", "model")
@@ -120,7 +120,7 @@ def _method(draft: Draft, component: str) -> None:
     if name.startswith("qlora_") or config.pop("quantize_base", False):
         draft.put("quantize.format", "nf4", "model", note=name)
         draft.put("quantize.double", True, "model", note="NF4 of torchao: scales in 8 bits")
-    _rest(draft, "model", config, "quantize_base")
+    _refuse_unread(draft, "model", config, "quantize_base")
 
 
 def _data(draft: Draft, kind: str, model: str) -> bool:
@@ -142,7 +142,7 @@ def _data(draft: Draft, kind: str, model: str) -> bool:
         draft.put("data.overlong", "error", "tokenizer")
     else:
         draft.put("data.max_length", longest, "tokenizer", note="max_seq_len")
-    _rest(draft, "tokenizer", tokenizer, "path", "merges_file", "vocab_path", "merges_path")
+    _refuse_unread(draft, "tokenizer", tokenizer, "path", "merges_file", "vocab_path", "merges_path")
     if kind != "pt":
         llama3 = "llama3" in _component(draft, "tokenizer")
         note = (
@@ -181,7 +181,7 @@ def _source(draft: Draft, key: str, to: str, config: dict[str, Any], kind: str) 
     if key == "dataset":
         note = "rows are filled in another order" if packed else "one document a row"
         draft.put("data.packing", packed, key, note=note, differs=packed)
-    _rest(draft, key, config, "train_on_input", "split_across_pack", "add_eos")
+    _refuse_unread(draft, key, config, "train_on_input", "split_across_pack", "add_eos")
 
 
 def _alpaca(config: dict[str, Any], source: str) -> tuple[str, dict[str, Any], bool]:
@@ -234,10 +234,10 @@ DATASETS = {
 
 
 def _length(draft: Draft) -> None:
-    epochs, most = draft.get("epochs"), draft.get("max_steps_per_epoch")
-    if most:
+    epochs, steps = draft.get("epochs"), draft.get("max_steps_per_epoch")
+    if steps:
         note = "fewer where an epoch is shorter" if epochs == 1 else "an epoch's end is not waited for"
-        draft.put("train.steps", int(epochs * most), "max_steps_per_epoch", "epochs", note=note, differs=True)
+        draft.put("train.steps", int(epochs * steps), "max_steps_per_epoch", "epochs", note=note, differs=True)
     else:
         draft.put("train.epochs", float(epochs), "epochs")
 
@@ -255,7 +255,7 @@ def _optimizer(draft: Draft) -> None:
     beta1, beta2 = config.pop("betas", (0.9, 0.999))
     for name, value in (("beta1", beta1), ("beta2", beta2), ("eps", config.pop("eps", 1e-8))):
         draft.put(f"optimizer.{name}", float(value), "optimizer")
-    _rest(draft, "optimizer", config, "fused", "foreach", "capturable")
+    _refuse_unread(draft, "optimizer", config, "fused", "foreach", "capturable")
     schedule = dict(draft.get("lr_scheduler") or {})
     name = str(schedule.pop(COMPONENT, "")).rpartition(".")[2]
     if not draft.get("lr_scheduler"):
@@ -266,7 +266,7 @@ def _optimizer(draft: Draft) -> None:
     else:
         draft.put("optimizer.schedule", "cosine", "lr_scheduler")
         draft.put("optimizer.warmup_steps", schedule.pop("num_warmup_steps", 0), "lr_scheduler")
-        _rest(draft, "lr_scheduler", schedule)
+        _refuse_unread(draft, "lr_scheduler", schedule)
     if draft.get("optimizer_in_bwd"):
         draft.put("optimizer.in_backward", True, "optimizer_in_bwd")
     draft.put("optimizer.max_grad_norm", draft.get("clip_grad_norm"), "clip_grad_norm", note="null: never clipped")

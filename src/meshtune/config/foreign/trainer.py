@@ -11,6 +11,7 @@ from meshtune.config.foreign.rules import (
     direct,
     flag,
     idle,
+    integer,
     mapping,
     names,
     number,
@@ -18,7 +19,6 @@ from meshtune.config.foreign.rules import (
     refused,
     refused_keys,
     text,
-    whole,
 )
 
 MESH = "how devices share the work is chosen here, or said in mesh (docs/meshes.md)"
@@ -29,10 +29,10 @@ UPLOAD = "training uploads nothing; the result lies in output"
 
 TRAINER: Table = {
     "output_dir": direct("output", text, "trainer_output"),
-    "per_device_train_batch_size": part("train.micro_batch", whole, 8),
-    "gradient_accumulation_steps": part("train.batch_size", whole, 1),
+    "per_device_train_batch_size": part("train.micro_batch", integer, 8),
+    "gradient_accumulation_steps": part("train.batch_size", integer, 1),
     "num_train_epochs": part("train.epochs", number, 3.0, "max_steps says how long the run is"),
-    "max_steps": part("train.steps", whole, -1, "-1: num_train_epochs says how long the run is"),
+    "max_steps": part("train.steps", integer, -1, "-1: num_train_epochs says how long the run is"),
     "learning_rate": direct("optimizer.learning_rate", number, 5e-5),
     "lr_scheduler_type": part("optimizer.schedule", text, "linear"),
     "lr_scheduler_kwargs": part("optimizer.min_lr_ratio", mapping),
@@ -60,11 +60,11 @@ TRAINER: Table = {
     "project": direct("log.project", text),
     "save_strategy": part("checkpoint.every", text, "steps"),
     "save_steps": part("checkpoint.every", number, 500, "nothing is saved by steps"),
-    "save_total_limit": part("checkpoint.keep", whole),
+    "save_total_limit": part("checkpoint.keep", integer),
     "load_best_model_at_end": part("checkpoint.keep_best", flag, False),
     "resume_from_checkpoint": part("resume", anything, ABSENT, "false: nothing is resumed"),
     "overwrite_output_dir": part("overwrite", flag, False, "false: an output that is not empty is an error here too"),
-    "seed": direct("seed", whole, 42),
+    "seed": direct("seed", integer, 42),
     "auto_find_batch_size": refused(
         "the size of a batch is part of what is learned, and never changed here",
         "leave it out; train.micro_batch: auto finds what fits",
@@ -146,9 +146,9 @@ def batch_settings(
 
 
 def length(draft: Draft, epochs: str, steps: str = "max_steps") -> None:
-    most = draft.get(steps)
-    if most is not None and most > 0:
-        draft.put("train.steps", most, steps)
+    limit = draft.get(steps)
+    if limit is not None and limit > 0:
+        draft.put("train.steps", limit, steps)
     else:
         draft.put("train.epochs", float(draft.get(epochs)), epochs)
 
@@ -172,9 +172,9 @@ def _evaluation(draft: Draft, validation: bool) -> None:
         draft.put("eval.every", "epoch", key)
     elif strategy == "steps":
         steps = draft.get("eval_steps") or draft.get("logging_steps")
-        every = int(steps) if steps >= 1 else "epoch"
+        interval = int(steps) if steps >= 1 else "epoch"
         note = "" if steps >= 1 else "a share of the run is not counted in steps here: once an epoch"
-        draft.put("eval.every", every, "eval_steps", key, note=note, differs=bool(note))
+        draft.put("eval.every", interval, "eval_steps", key, note=note, differs=bool(note))
     else:
         draft.put("eval.every", None, key, note="evaluated at the end alone")
     if draft.get("eval_on_start"):
@@ -216,11 +216,11 @@ def _starting(draft: Draft) -> None:
         draft.refuse("train_sampling_strategy", "rows are drawn at random here, or in order", "leave it out")
 
 
-def trackers(draft: Draft, key: str, wanted: list[str]) -> None:
-    """Trackers that are here; others are named."""
-    known = [name for name in wanted if name in TRACKERS]
-    others = [name for name in wanted if name not in (*TRACKERS, "none")]
+def trackers(draft: Draft, key: str, chosen: list[str]) -> None:
+    """Trackers that are here; unsupported are named."""
+    known = [name for name in chosen if name in TRACKERS]
+    unsupported = [name for name in chosen if name not in (*TRACKERS, "none")]
     if known:
         draft.put("log.trackers", known, key)
-    if others:
-        draft.differ(key, f"there is no tracker {', '.join(others)} here; metrics.jsonl has every number")
+    if unsupported:
+        draft.differ(key, f"there is no tracker {', '.join(unsupported)} here; metrics.jsonl has every number")

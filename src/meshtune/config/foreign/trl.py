@@ -15,6 +15,7 @@ from meshtune.config.foreign.rules import (
     entries,
     flag,
     idle,
+    integer,
     mapping,
     names,
     number,
@@ -22,7 +23,6 @@ from meshtune.config.foreign.rules import (
     refused,
     refused_keys,
     text,
-    whole,
 )
 from meshtune.config.foreign.trainer import LOADER, MEMORY, TRAINER
 
@@ -45,7 +45,7 @@ TRL: Table = {
     "torch_dtype": part("compute.precision", text, ABSENT, "bf16 says what is computed in"),
     "attn_implementation": part("compute.attention", text, ABSENT, "kernels are chosen here by what the device has"),
     "use_peft": part("method", flag, False),
-    "lora_r": part("method.rank", whole, 16, NO_PEFT),
+    "lora_r": part("method.rank", integer, 16, NO_PEFT),
     "lora_alpha": part("method.alpha", number, 32, NO_PEFT),
     "lora_dropout": part("method.dropout", number, 0.05, NO_PEFT),
     "lora_target_modules": part("method.targets", names, ABSENT, NO_PEFT),
@@ -69,10 +69,10 @@ TRL: Table = {
     "dataset_text_field": part("data.train.N.columns", text, "text", "no column of plain text is renamed"),
     "dataset_kwargs": refused("data are prepared by the recipe's own keys", "leave it out", ({},)),
     **idle(LOADER, "dataset_num_proc dataset_batch_size"),
-    "max_length": part("data.max_length", whole, 1024),
-    "max_seq_length": part("data.max_length", whole, ABSENT, "max_length is given"),
-    "max_prompt_length": part("data.max_length", whole, ABSENT, "prompt and answer are cut together, by max_length"),
-    "max_completion_length": part("data.max_length", whole, ABSENT, "prompt and answer are cut together"),
+    "max_length": part("data.max_length", integer, 1024),
+    "max_seq_length": part("data.max_length", integer, ABSENT, "max_length is given"),
+    "max_prompt_length": part("data.max_length", integer, ABSENT, "prompt and answer are cut together, by max_length"),
+    "max_completion_length": part("data.max_length", integer, ABSENT, "prompt and answer are cut together"),
     "truncation_mode": refused("long records are cut at their end", "use keep_start", ("keep_start",)),
     "packing": part("data.packing", flag, False, OTHER_TRAINER),
     "packing_strategy": part("data.packing", text, "bfd", "without packing"),
@@ -83,7 +83,7 @@ TRL: Table = {
     "chat_template_path": part("model.chat_template", text),
     "eos_token": refused("the tokenizer's own end of text is used", "save a tokenizer that says so", ()),
     "pad_token": part("model.tokenizer", text, ABSENT, "padding is masked, whatever its token"),
-    "padding_value": part("model.tokenizer", whole, ABSENT, "padding is masked, whatever its token"),
+    "padding_value": part("model.tokenizer", integer, ABSENT, "padding is masked, whatever its token"),
     "router_aux_loss_coef": direct("model.router_aux_loss", number),
     "loss_type": part("stage.loss", anything, ABSENT, OTHER_TRAINER),
     "beta": part("stage.beta", number, 0.1, OTHER_TRAINER),
@@ -117,24 +117,24 @@ def command(text: str) -> tuple[dict[str, Any], str | None] | None:
         if "--" not in line:
             continue
         try:
-            words = shlex.split(line)
+            arguments = shlex.split(line)
         except ValueError:  # a quotation that is not closed: no command
             continue
-        for position, word in enumerate(words):
-            following = words[position + 1 : position + 2]
+        for position, word in enumerate(arguments):
+            following = arguments[position + 1 : position + 2]
             if word == "trl" and following:
-                return _arguments(words[position + 2 :]), following[0]
+                return _arguments(arguments[position + 2 :]), following[0]
             stem = word.rpartition("/")[2].removesuffix(".py")
             if word.endswith(".py") and stem in (*TRAINERS, *OTHER_TRAINERS):
-                return _arguments(words[position + 1 :]), stem
+                return _arguments(arguments[position + 1 :]), stem
     return None
 
 
-def _arguments(words: list[str]) -> dict[str, Any]:
+def _arguments(arguments: list[str]) -> dict[str, Any]:
     """--key value, --key=value and bare --key, which is true; several values are a list."""
     values: dict[str, list[str]] = {}
     key = ""
-    for word in words:
+    for word in arguments:
         if word.startswith("--"):
             key, equals, value = word[2:].partition("=")
             key = key.replace("-", "_")

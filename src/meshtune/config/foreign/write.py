@@ -76,8 +76,8 @@ def _line(text: str, note: str) -> Iterator[str]:
 
 
 def _wrapped(note: str, indent: str = "") -> Iterator[str]:
-    words, line = note.split(), f"{indent}#"
-    for word in words:
+    parts, line = note.split(), f"{indent}#"
+    for word in parts:
         if len(line) + len(word) + 1 > WIDTH:
             yield line
             line = f"{indent}#"
@@ -111,11 +111,11 @@ def command_text(verb: str, draft: Draft, head: list[str]) -> str:
     lines += [line for to, setting in draft.settings.items() for line in _wrapped(f"{to}: {setting.note}")]
     data = draft.settings.get("--data")
     for number in range(len(data.value) if data is not None else 1):
-        lines.append(" ".join(map(shlex.quote, _words(verb, draft, number))))
+        lines.append(" ".join(map(shlex.quote, _arguments(verb, draft, number))))
     return "\n".join(lines) + "\n"
 
 
-def _words(verb: str, draft: Draft, number: int) -> Iterator[str]:
+def _arguments(verb: str, draft: Draft, number: int) -> Iterator[str]:
     yield from ("meshtune", verb, str(draft.settings["SOURCE"].value))
     for to, setting in draft.settings.items():
         value = setting.value
