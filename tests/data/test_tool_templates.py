@@ -10,6 +10,7 @@ import transformers
 
 from data.stock_templates import stock_text, tokenizer_with
 from meshtune.config.data import DataSection
+from meshtune.config.data_options import LossPolicy
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.chat_templates import suggested_template, template_names, template_text
 from meshtune.data.conversation import Conversation, Message, Origin
@@ -17,6 +18,7 @@ from meshtune.data.dialect import argument_texts, id_of_length
 from meshtune.data.documents import load_documents
 from meshtune.data.masks import mask_conversation
 from meshtune.data.tokenizer import load_tokenizer
+from meshtune.errors import UserError
 from meshtune.serve.responses.call import Tool
 from meshtune.serve.responses.formats import call_format
 from meshtune.serve.responses.reader import TaggedReader
@@ -47,8 +49,13 @@ def conversations(shared):
     return [*glaive(shared, "en", 8), *glaive(shared, "zh", 8)]
 
 
-def trained_texts(chat, conversation):
-    masked = mask_conversation(chat, conversation)
+@pytest.fixture(scope="module")
+def whole_files(shared):
+    return [*glaive(shared, "en", 300), *glaive(shared, "zh", 300)]
+
+
+def trained_texts(chat, conversation, policy=LossPolicy()):
+    masked = mask_conversation(chat, conversation, policy)
     return [masked.text[start:end] for start, end, weight in masked.spans if weight]
 
 
@@ -67,9 +74,10 @@ def check(chat, conversation):
 
 
 @pytest.mark.parametrize("name", template_names())
-def test_shipped_templates_train_on_the_calls_of_real_data(shared, conversations, name):
+def test_shipped_templates_train_on_the_calls_of_real_data(shared, whole_files, name):
     chat = ChatTemplate(load_tokenizer(shared / "assets/models/stories260K", name))
-    for conversation in conversations:
+    assert len(whole_files) == 600
+    for conversation in whole_files:
         check(chat, conversation)
 
 
@@ -92,12 +100,20 @@ def test_templates_that_trl_keeps_train_on_the_calls_of_real_data(shared, conver
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("language", ["en", "zh"])
-@pytest.mark.parametrize("name", template_names())
-def test_shipped_templates_train_on_whole_files_of_calls(shared, name, language):
-    chat = ChatTemplate(load_tokenizer(shared / "assets/models/stories260K", name))
-    for conversation in glaive(shared, language, 300):
-        check(chat, conversation)
+@pytest.mark.parametrize("name", [*STOCK, "gptoss", "glm4moe", "gemma4_v5", "lfm2_v2", "qwen3_5_think"])
+def test_templates_of_models_train_on_whole_files_of_calls(shared, name):
+    """Two records of the Chinese file have a call in garbled text, and a result, which some templates refuse there."""
+    chat = ChatTemplate(tokenizer_with(stock_text(name, shared), shared / "assets/models/stories260K"))
+    refused = []
+    for conversation in [*glaive(shared, "en", 300), *glaive(shared, "zh", 300)]:
+        try:
+            assert len(trained_texts(chat, conversation)) == sum(
+                message.role == "assistant" for message in conversation.messages
+            )
+        except UserError as error:
+            refused.append(str(error.where).rpartition("/")[2])
+    garbled = [f"glaive_toolcall_zh_demo.json, record {record}" for record in (197, 293)]
+    assert refused == (garbled if "Nemo" in name or name == "gptoss" else [])
 
 
 def several(content=""):
@@ -194,3 +210,21 @@ def test_transformers_is_given_what_a_saved_template_needs(shared, tmp_path):
     messages = chat.messages(conversation)
     expected = loaded.apply_chat_template(messages, tools=list(conversation.tools), tokenize=False)
     assert mask_conversation(chat, conversation).text == expected
+
+
+@pytest.mark.parametrize("name", ["Qwen-Qwen3-0.6B", "glm4moe", "gemma4_v5", "plain"])
+def test_reasoning_before_real_calls_is_trained_on(shared, name):
+    """Of LLaMA-Factory's lists of content: the template's choice after the last question, everywhere if inline."""
+    file = shared / "assets/data/llamafactory/reason_tool_use_demo_50.jsonl"
+    documents = load_documents(DataSection.model_validate({"train": str(file)}), seed=0).train
+    folder = shared / "assets/models/stories260K"
+    reasoning = "inline" if name == "plain" else "template"
+    tokenizer = load_tokenizer(folder, name) if name == "plain" else tokenizer_with(stock_text(name, shared), folder)
+    chat = ChatTemplate(tokenizer)
+    for document in documents:
+        texts = trained_texts(chat, document, LossPolicy(reasoning=reasoning))
+        turns = [message for message in document.messages if message.role == "assistant"]
+        question = max(n for n, message in enumerate(document.messages) if message.role == "user")
+        for text, message in zip(texts, turns, strict=True):
+            written = dict(message.extra)["reasoning_content"].strip() in text
+            assert written == (reasoning == "inline" or document.messages.index(message) > question)

@@ -27,6 +27,7 @@ _TOOL: JsonObject = {
     "function": {"name": _NAME, "description": "A function.", "parameters": _PARAMETERS},
 }
 _USER: JsonObject = {"role": "user", "content": "question"}
+NO_ARGUMENT = object()
 _IDS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -144,9 +145,13 @@ def _call_dialect(render: Render) -> Dialect | None:
 
 
 def call_and_results(dialect: Dialect, *values: object, name: str = _NAME) -> list[dict[str, object]]:
-    """A turn that calls a tool once per value, and the results, as the template reads them."""
+    """A turn that calls a tool once per value of its argument, and the results, as the template reads them."""
     calls: list[JsonObject] = [
-        {"type": "function", "id": f"{name} {n}", "function": {"name": name, "arguments": {_KEY: value}}}
+        {
+            "type": "function",
+            "id": f"{name} {n}",
+            "function": {"name": name, "arguments": {} if value is NO_ARGUMENT else {_KEY: value}},
+        }
         for n, value in enumerate(values)
     ]
     results = [Message("tool", _RESULT, extra=(("tool_call_id", str(call["id"])),)) for call in calls]
@@ -174,7 +179,7 @@ def _with_reasoning(render: Render, dialect: Dialect) -> Dialect:
 
 def _call_end(render: Render, dialect: Dialect) -> str:
     """What turns of different calls end with, without the white space after it."""
-    arguments = {_NAME: _VALUE, "other": 5, "third": {"a": []}}
+    arguments = {_NAME: _VALUE, "other": 5, "third": {"a": []}, "fourth": NO_ARGUMENT}
     turns = [call_and_results(dialect, value, name=name)[0] for name, value in arguments.items()]
     texts = [text.rstrip() for turn in turns if (text := render([_USER, turn], ())) is not None]
     if len(texts) < 2:
@@ -215,4 +220,5 @@ def argument_texts(value: object) -> Iterator[tuple[str, tuple[str, ...]]]:
 def _spellings(text: str) -> tuple[str, ...]:
     quoted = json.dumps(text, ensure_ascii=False)[1:-1]
     twice = json.dumps(quoted, ensure_ascii=False)[1:-1]
-    return text, text.strip(), quoted, json.dumps(text)[1:-1], repr(text)[1:-1], twice
+    single = repr(f'"{text}')[2:-1]  # a double quote at the beginning makes Python write it in single quotes
+    return text, text.strip(), quoted, json.dumps(text)[1:-1], repr(text)[1:-1], single, twice
