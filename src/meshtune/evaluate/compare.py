@@ -125,8 +125,8 @@ def general_differences(
             higher = first.higher_is_better.get(short, short not in LOWER_IS_BETTER)
             sides = ([_weighted(pair[side]) for pair in pairs] for side in (0, 1))
             label = short if filter_ in ("none", "letters", "") else f"{short} ({filter_})"
-            found = difference(short, *sides, higher_is_better=higher, seed=seed)
-            table.setdefault(name, []).append(dataclasses.replace(found, metric=label))
+            paired = difference(short, *sides, higher_is_better=higher, seed=seed)
+            table.setdefault(name, []).append(dataclasses.replace(paired, metric=label))
     return table
 
 

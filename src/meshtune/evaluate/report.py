@@ -32,11 +32,11 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a report says: `warnings` first, then `words`, pictures by file name, tables, and answers side by side."""
+    """What a report says: `warnings` first, then `findings`, pictures by file name, tables, answers side by side."""
 
     title: str
     warnings: list[str]
-    words: list[str]
+    findings: list[str]
     pictures: list[str]
     tables: list[Table]
 
@@ -51,10 +51,10 @@ def write_report(
     seed: int = 0,
 ) -> Report:
     """Writes report.md, report.html and the plots of one model, or of two: before and after."""
-    words, tables, pictures = [], [], []
+    findings, tables, pictures = [], [], []
     warnings = [str(overlap)] if overlap is not None and overlap.shared else []
     if overlap is not None and not overlap.shared:
-        words.append(str(overlap))
+        findings.append(str(overlap))
     if len(outcomes) == 2:
         (before_name, before), (after_name, after) = outcomes.items()
         professional: list[Difference] = []
@@ -66,8 +66,8 @@ def write_report(
         general = general_differences(before.tasks, after.tasks, seed)
         for name, listed in general.items():
             tables.append(_differences(f"General ability: {name}", before_name, after_name, listed))
-        words += sentences(professional, general)
-        words.append("Intervals: paired bootstrap over samples, 10,000 draws. unclear: the interval holds 0.")
+        findings += sentences(professional, general)
+        findings.append("Intervals: paired bootstrap over samples, 10,000 draws. unclear: the interval holds 0.")
         draw_differences(folder / DIFFERENCES, professional, general)
         pictures.insert(0, DIFFERENCES)
     for name, outcome in outcomes.items():
@@ -75,8 +75,8 @@ def write_report(
         if len(outcomes) == 1:
             tables += _metrics(outcome)
     tables += _answers(outcomes)
-    words.append(f"Protocol of the tasks: {protocol}.")
-    report = Report(title, warnings, words, pictures, tables)
+    findings.append(f"Protocol of the tasks: {protocol}.")
+    report = Report(title, warnings, findings, pictures, tables)
     replace(folder / MARKDOWN, markdown(report))
     replace(folder / HTML, page(report, folder))
     return report
@@ -170,7 +170,7 @@ def markdown(report: Report) -> str:
     """The report as Markdown."""
     lines = [f"# {report.title}", ""]
     lines += [f"> **{warning}**\n" for warning in report.warnings]
-    lines += [f"- {text}" for text in report.words]
+    lines += [f"- {text}" for text in report.findings]
     lines += ["", *(f"![{name}]({name})" for name in report.pictures)]
     for table in report.tables:
         lines += ["", f"## {table.title}", "", _row(table.head), _row(["---"] * len(table.head))]
@@ -198,7 +198,7 @@ def page(report: Report, folder: pathlib.Path) -> str:
     """The report as one HTML page with its pictures, which asks nothing of any other host."""
     parts = [f"<h1>{html.escape(report.title)}</h1>"]
     parts += [f'<p class="warning">{html.escape(text)}</p>' for text in report.warnings]
-    parts.append("<ul>" + "".join(f"<li{_class(text)}>{html.escape(text)}</li>" for text in report.words) + "</ul>")
+    parts.append("<ul>" + "".join(f"<li{_class(text)}>{html.escape(text)}</li>" for text in report.findings) + "</ul>")
     for name in report.pictures:
         data = base64.b64encode((folder / name).read_bytes()).decode()
         parts.append(f'<img alt="{html.escape(name)}" src="data:image/png;base64,{data}">')

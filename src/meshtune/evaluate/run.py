@@ -74,7 +74,7 @@ def evaluate_model(
         chat = "prompts in the chat template" if evaluation.suite.chat or evaluation.llama_factory else "plain prompts"
         title = f"Evaluation of {pathlib.Path(subject.path).name}"
         report = write_report(output, title, outcomes, overlap=common, protocol=f"{protocol}, {chat}")
-    for text in (*report.warnings, *report.words):
+    for text in (*report.warnings, *report.findings):
         console.print(text, soft_wrap=True, markup=False)
     return outcomes
 

@@ -229,10 +229,10 @@ def moved(
     """
     specs = cache_specs(spec, source.shape[0], slots, compute.dtype, compute.cache)
 
-    def move(array: Array, wanted: ArraySpec) -> Array:
+    def move(array: Array, form: ArraySpec) -> Array:
         rows = array[:, source]
-        rows = jnp.pad(rows, [(0, new - old) for old, new in zip(rows.shape, wanted.shape, strict=True)])
-        return constrain(rows, compute.layout, *wanted.axes)
+        rows = jnp.pad(rows, [(0, new - old) for old, new in zip(rows.shape, form.shape, strict=True)])
+        return constrain(rows, compute.layout, *form.axes)
 
     return jax.tree.map(move, layers, specs)
 

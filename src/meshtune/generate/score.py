@@ -131,7 +131,7 @@ class _Scorer:
         for start in range(0, len(rows), count):
             group = rows[start : start + count]
             tokens, positions, segments = (np.zeros((min(count, len(rows)), length), np.int32) for _ in range(3))
-            asked: list[tuple[int, Query]] = []
+            queries: list[tuple[int, Query]] = []
             for row, members in enumerate(group):
                 at = 0
                 for segment, number in enumerate(members, 1):
@@ -139,10 +139,10 @@ class _Scorer:
                     end = at + len(node.tokens)
                     tokens[row, at:end], segments[row, at:end] = node.tokens, segment
                     positions[row, at:end] = np.arange(len(node.tokens))
-                    asked += [(row * length + at, query) for query in node.queries]
+                    queries += [(row * length + at, query) for query in node.queries]
                     at = end
             inputs = (tokens, positions, segments)
-            self._answer(_hidden(self._params, *inputs, spec=self._spec, compute=self._compute), asked)
+            self._answer(_hidden(self._params, *inputs, spec=self._spec, compute=self._compute), queries)
             self._count(sum(len(nodes[number].tokens) for members in group for number in members))
 
     def branches(self, nodes: Sequence[Node], parents: _Parents | None = None) -> None:
@@ -151,18 +151,18 @@ class _Scorer:
         for chunk, rows, length, slots in self._chunks(nodes, parents.slots if parents else 64):
             source, start, count = (np.zeros(rows, np.int32) for _ in range(3))
             tokens = np.zeros((rows, length), np.int32)
-            asked: list[tuple[int, Query]] = []
+            queries: list[tuple[int, Query]] = []
             for row, node in enumerate(chunk):
                 source[row], start[row], count[row] = row_of.get(node, 0), node.start, len(node.tokens)
                 tokens[row, : len(node.tokens)] = node.tokens
-                asked += [(row * length, query) for query in node.queries]
+                queries += [(row * length, query) for query in node.queries]
             static = {"spec": self._spec, "compute": self._compute}
             if parents is None:
                 before = empty_layers(self._spec, self._compute, rows, slots)
             else:
                 before = moved(parents.layers, source, slots=slots, **static)
             hidden, after = _read(self._params, before, tokens, start, count, **static)
-            self._answer(hidden, asked)
+            self._answer(hidden, queries)
             self._count(int(count.sum()))
             below = {child: row for row, node in enumerate(chunk) for child in node.children}
             if below:
@@ -182,15 +182,15 @@ class _Scorer:
                 rows //= 4
             yield chunk, rows, length, slots
 
-    def _answer(self, hidden: Array, asked: Sequence[tuple[int, Query]]) -> None:
-        """Scores what was asked of hidden states [N, D], each query with the index of its node's first token."""
-        if not asked:
+    def _answer(self, hidden: Array, queries: Sequence[tuple[int, Query]]) -> None:
+        """Scores what is asked of hidden states [N, D], each query with the index of its node's first token."""
+        if not queries:
             return
-        places = np.concatenate([base + query.positions for base, query in asked])
-        targets = np.concatenate([query.targets for _, query in asked])
+        places = np.concatenate([base + query.positions for base, query in queries])
+        targets = np.concatenate([query.targets for _, query in queries])
         scored, likeliest = self._heads(hidden, places, targets)
         at = 0
-        for _, query in asked:
+        for _, query in queries:
             end = at + len(query.targets)
             scores = self.scores[query.text]
             span = slice(query.offset, query.offset + len(query.targets))

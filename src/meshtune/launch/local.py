@@ -139,7 +139,7 @@ def _start(
             flags = [flag for flag in env.get("XLA_FLAGS", "").split() if not flag.startswith(SIMULATED_DEVICES)]
             env["XLA_FLAGS"] = " ".join([*flags, f"{SIMULATED_DEVICES}={devices}"])
     log = command.logs / f"process-{index}.log"
-    program = [sys.executable, "-m", "meshtune", *command.words]
+    program = [sys.executable, "-m", "meshtune", *command.command_line]
     with log.open("ab") as file:
         file.write(f"--- {datetime.datetime.now():%Y-%m-%d %H:%M:%S} {shlex.join(program[2:])}\n".encode())
         file.flush()

@@ -11,14 +11,14 @@ VERBS = ("serve", "generate", "predict")  # chat reads a terminal, which the pro
 
 @dataclasses.dataclass(frozen=True)
 class ModelCommand:
-    """`words` of the command line, the verb first, and the directory with one log file for each process."""
+    """The `command_line` after the program, the verb first, and the directory with one log file for each process."""
 
-    words: tuple[str, ...]
+    command_line: tuple[str, ...]
     logs: pathlib.Path
 
 
-def model_command(words: list[str]) -> ModelCommand | None:
-    """The command where `words` begin with a verb of VERBS; None for a recipe. A file of that name is ./NAME."""
-    if words[0] not in VERBS:
+def model_command(command_line: list[str]) -> ModelCommand | None:
+    """The command where `command_line` begins with one of VERBS; None for a recipe. A file of that name is ./NAME."""
+    if command_line[0] not in VERBS:
         return None
-    return ModelCommand(tuple(words), pathlib.Path(tempfile.mkdtemp(prefix=f"meshtune-{words[0]}-")))
+    return ModelCommand(tuple(command_line), pathlib.Path(tempfile.mkdtemp(prefix=f"meshtune-{command_line[0]}-")))

@@ -23,7 +23,7 @@ class TrainCommand:
     recipe: Recipe
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def command_line(self) -> tuple[str, ...]:
         """The command line, the verb first."""
         return ("train", *self.arguments)
 

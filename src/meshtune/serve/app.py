@@ -105,8 +105,8 @@ class _Api:
     async def score(self, request: Request) -> Response:
         query: ScoreRequest = parsed(ScoreRequest, await self._json(request))
         served = self._models[query.model]
-        found = await run_in_threadpool(scores.evaluated, query, served)
-        return JSONResponse(_head(scores.PREFIX, served) | {"object": scores.NAME, "scores": found})
+        values = await run_in_threadpool(scores.evaluated, query, served)
+        return JSONResponse(_head(scores.PREFIX, served) | {"object": scores.NAME, "scores": values})
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._json(request)
