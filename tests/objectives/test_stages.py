@@ -27,6 +27,7 @@ from meshtune.objectives.score import metric_means
 from meshtune.objectives.stages import STAGES
 from meshtune.runs.export import export
 from meshtune.train.evaluation.reference import log_probabilities, made_start
+from meshtune.train.report import plot
 from meshtune.train.run import train
 from tiny_models import SMALL, same_weights, torch_model
 
@@ -146,6 +147,20 @@ def run(model, tmp_path, *more):
     return train(load_recipe(str(base), [*fields, *small, "optimizer.learning_rate=0.01", *more]))
 
 
+@pytest.fixture
+def titles(monkeypatch):
+    """(title, unit) of every loss plot that is drawn."""
+    seen = []
+
+    def draw(*data, title, unit):
+        seen.append((title, unit))
+        original(*data, title=title, unit=unit)
+
+    original = plot.draw
+    monkeypatch.setattr(plot, "draw", draw)
+    return seen
+
+
 def scores_of(reward, tokenizer, rows):
     """Two texts, the shorter one padded, as transformers scores them."""
     padded = torch.tensor([row + [reward.config.pad_token_id] * (max(map(len, rows)) - len(row)) for row in rows])
@@ -155,13 +170,14 @@ def scores_of(reward, tokenizer, rows):
 
 
 @pytest.mark.parametrize("method", [pytest.param("full", marks=pytest.mark.slow), "lora"])
-def test_a_reward_model_reloads_in_transformers_with_equal_scores(method, model, tmp_path):
+def test_a_reward_model_reloads_in_transformers_with_equal_scores(method, model, tmp_path, titles):
     from meshtune.model.decoder import forward
     from meshtune.model.inputs import Inputs
     from meshtune.objectives.rm import scores
     from meshtune.weights.load import load_params, load_spec
 
     result = run(model, tmp_path, "stage=rm", f"method={method}")
+    assert set(titles) == {(f"{model.name}, reward model, {method}", "pair")}
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert {"rewards/accuracies", "rewards/margins"} <= set(lines[0])
     first = next(line for line in lines if line["kind"] == "train")
@@ -198,9 +214,10 @@ def test_a_reward_model_reloads_in_transformers_with_equal_scores(method, model,
 
 
 @pytest.mark.slow
-def test_a_full_run_is_compared_with_its_cached_start(model, tmp_path, monkeypatch):
+def test_a_full_run_is_compared_with_its_cached_start(model, tmp_path, monkeypatch, titles):
     monkeypatch.setenv("MESHTUNE_CACHE", str(tmp_path / "cache"))
     run(model, tmp_path, "stage=dpo", "method=full")
+    assert set(titles) == {(f"{model.name}, DPO, full", "pair")}
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["kind"] == "train"]
     assert abs(losses[0] - np.log(2)) < 1e-6

@@ -9,6 +9,7 @@ import types
 import matplotlib.image
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
 
 from meshtune.adapters.method import ParameterCounts
@@ -21,7 +22,7 @@ from meshtune.train.report import metrics_log, trackers
 from meshtune.train.report.banner import Plan, show_plan
 from meshtune.train.report.console_log import logged
 from meshtune.train.report.events import Evaluated, Sampled, Started, Stepped, Stopped, opened
-from meshtune.train.report.plot import LossPlot, draw
+from meshtune.train.report.plot import LossPlot, draw, figure_of
 from meshtune.train.report.progress import ProgressBar
 from meshtune.train.report.smoothing import SmoothedLoss
 
@@ -141,6 +142,24 @@ def test_the_plot_is_a_picture_of_both_curves(tmp_path):
     assert orange(both) > 500
     assert orange(one) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "b.png"], "no draft is left"
+
+
+def test_the_legend_lies_off_the_curves_and_the_title_and_every_value_is_in_view():
+    train = [(1, 9.0), *((step, 2.0 - 0.001 * step) for step in range(2, 50))]
+    curve = SmoothedLoss(50, [loss for _, loss in train]).history
+    title = "Meta-Llama-3.1-8B-Instruct, direct preference optimisation, lora on a 4-bit base"
+    figure = figure_of(train, curve, [(20, 1.5), (49, 1.2)], title=title, unit="pair")
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    (axes,) = figure.axes
+    legend = axes.get_legend().get_window_extent(canvas.get_renderer())
+    assert not legend.overlaps(axes.get_window_extent())
+    assert not legend.overlaps(axes._left_title.get_window_extent())
+    low, high = axes.get_ylim()
+    assert low < 1.2, "the last validation loss is inside"
+    assert high > 9.0, "the first loss is inside"
+    assert axes.get_ylabel() == "loss per pair"
+    assert axes.get_title(loc="left") == title
 
 
 def test_the_plot_goes_on_after_a_resume(tmp_path):

@@ -16,6 +16,7 @@ from meshtune.train.report.smoothing import SmoothedLoss
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 PLOT = "loss.png"
 TRAIN, VALIDATION = "#2f6fde", "#d9480f"
@@ -82,6 +83,22 @@ def draw(
     `unit` names what the loss is averaged over.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here since it takes a second
+
+    drawn = figure_of(train, curve, validation, title=title, unit=unit)
+    draft = path.with_name(f".{path.name}.partial")
+    FigureCanvasAgg(drawn).print_png(draft)
+    os.replace(draft, path)
+
+
+def figure_of(
+    train: Sequence[tuple[int, float]],
+    curve: Sequence[float],
+    validation: Sequence[tuple[int, float]],
+    *,
+    title: str,
+    unit: str,
+) -> Figure:
+    """The figure that `draw` writes, with the arguments of `draw`."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -110,7 +127,7 @@ def draw(
         )
         visible.append(values)
     _limits(axes, np.concatenate(visible))
-    axes.set_title(title, loc="left", color=INK, fontsize=11, pad=12)
+    axes.set_title(title, loc="left", color=INK, fontsize=11, pad=26)
     axes.set_xlabel("update", color=INK)
     axes.set_ylabel(f"loss per {unit} (nats)" if unit == "token" else f"loss per {unit}", color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -120,11 +137,9 @@ def draw(
         axes.spines[side].set_visible(side == "bottom")
     axes.spines["bottom"].set_color(GRID)
     axes.tick_params(colors=INK, length=0)
-    # Above the axes on the right: any place inside may overlap the curves.
-    axes.legend(frameon=False, labelcolor=INK, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, borderaxespad=0.2)
-    draft = path.with_name(f".{path.name}.partial")
-    FigureCanvasAgg(figure).print_png(draft)
-    os.replace(draft, path)
+    # Between the title and the axes: any place inside may overlap the curves.
+    axes.legend(frameon=False, labelcolor=INK, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, borderaxespad=0.2)
+    return figure
 
 
 def _columns(pairs: Sequence[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:
