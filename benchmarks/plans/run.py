@@ -97,7 +97,8 @@ def write_table() -> None:
         "",
         "## Beside what others published",
         "",
-        "Their figures are what they state, mostly for shorter rows; ours are the compilers' for the rows above.",
+        "Their figures are what they state, mostly for shorter rows (what Unsloth calls GB is 2^30 bytes in its notebooks);",
+        "ours are the compilers' for the rows of the table above.",
         "",
         "| recipe | memory by plan | published | where |",
         "| --- | --- | --- | --- |",
@@ -107,7 +108,7 @@ def write_table() -> None:
         if filed.exists():
             plan = json.loads(filed.read_text(encoding="utf-8"))["plan"]
             memory = plan["device_bytes"]
-            ours = f"{plan['target']}: {memory / GIB:.1f} GiB ({memory / 1e9:.1f} GB)"
+            ours = f"{plan['target']}: {memory / GIB:.1f} GiB"
             lines.append(f"| {name} | {ours} | {figure} | {source} |")
     (FOLDER / "RESULTS.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
