@@ -32,8 +32,8 @@ spec = model_spec({
 arrays = abstract(FullConfig(), spec, "float32")
 optimizer, _ = make_optimizer(OptimizerConfig("adamw", in_backward=True), 10, arrays.trainable, arrays.spec)
 compute = Compute(
-    "bfloat16", "full", "blockwise", 256, platform=target.device.platform, chip=target.device.arch,
-    offload=("weights", "optimizer"),
+    "bfloat16", "full", loss_chunk=256, platform=target.device.platform, chip=target.device.arch,
+    attention="blockwise", offload=("weights", "optimizer"),
 )
 
 def place(leaf):

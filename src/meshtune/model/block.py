@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from meshtune.arrays.tree import Tree
 from meshtune.kernels.attention import AttentionRequest
-from meshtune.model.cache import LayerCache
+from meshtune.model.cache import LayerCache, RowState
 from meshtune.model.compute import Compute
 from meshtune.model.inputs import Rows
 from meshtune.model.rope import RopeSpec
@@ -53,7 +53,7 @@ class Output(NamedTuple):
     """
 
     y: Hidden
-    cache: LayerCache | None
+    cache: LayerCache | RowState | None
     sums: Sums
     stored: Mapping[str, Tree] = MappingProxyType({})
 
@@ -68,6 +68,15 @@ class RowParams:
 
     memory: frozenset[str]
     chunk: frozenset[str]
+
+
+class Carried(NamedTuple):
+    """What a mixer carries from one chunk of a row to the next: ArraySpecs [B, ..] by the names of its cache, and the
+    number of earlier tokens whose segments it compares with those of the chunk.
+    """
+
+    arrays: Tree
+    tokens: int
 
 
 class Divisor(NamedTuple):
@@ -204,7 +213,11 @@ class Mixer(Block, Protocol):
         return ()
 
     def row_params(self) -> RowParams | None:
-        """What is read when, where rows come in chunks; None for a mixer that needs whole rows at once."""
+        """What is read when, where rows come in chunks; None for a mixer without a memory of every token."""
+        return None
+
+    def carried(self, batch: int, dtype: str) -> Carried | None:
+        """What is passed on where rows come in chunks, as a RowState to `apply`; None for a mixer without a state."""
         return None
 
     def memory(self, x: Hidden, node: Tree, context: Context) -> Tree:

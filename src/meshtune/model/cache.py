@@ -50,6 +50,24 @@ def grown(cache: Cache, specs: dict[str, Tree]) -> Cache:
 
 
 @dataclasses.dataclass(frozen=True)
+class RowState:
+    """What a layer's mixer carries from one chunk of packed rows to the next: the `arrays` of its cache, [B, ..], and
+    the segments of the last tokens before the chunk [B, n], the newest last; -1: there is none.
+    """
+
+    arrays: Tree
+    segments: Int[Array, "B n"]
+
+    def read(self, name: str) -> Array:
+        """An array after the tokens before the chunk."""
+        return self.arrays[name]
+
+    def replace(self, name: str, value: Array) -> RowState:
+        """With `value` in place of an array, in its dtype."""
+        return dataclasses.replace(self, arrays=self.arrays | {name: value.astype(self.arrays[name].dtype)})
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerCache:
     """One layer's part of a cache: row `index` of the stacked `arrays`.
 

@@ -2,11 +2,13 @@
 
 Intermediate arrays exist for one chunk only. The backward pass computes a chunk again from the same input and turns it
 into gradients at once, which overwrite the cotangent they were computed from; gradients of what all chunks share are
-summed in float32. Rows are never copied: a chunk is sliced out of them and written back.
+summed in float32. Rows are never copied: a chunk is sliced out of them and written back. Where a recurrence passes a
+state from chunk to chunk, the states before the chunks are kept, and the backward pass takes them from the last one.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -23,6 +25,8 @@ from meshtune.arrays.tree import Tree
 # (what is shared, a chunk of x, of what is beside it, of the tokens' data, its number: None where the row is whole)
 # -> (results, sums)
 Chunk = Callable[[PyTree, Array, Tree, PyTree, Array | None], tuple[PyTree, PyTree]]
+# The same with the state before the chunk as its second argument -> (results, sums, the state after it)
+CarryingChunk = Callable[[PyTree, PyTree, Array, Tree, PyTree, Array], tuple[PyTree, PyTree, PyTree]]
 
 
 def over_chunks(
@@ -44,34 +48,103 @@ def over_chunks(
     results are cut off, and which sums must leave out. `ranks` is the number of devices that hold the parts of a row:
     a chunk then takes its share from each. None, or a chunk as long as the row: the function itself.
     """
-    length = x.shape[1] // ranks
     if chunk is None or chunk * ranks >= x.shape[1]:
         return function(shared, x, beside, tokens, None)
+
+    return _over_chunks(_Stateless(function), chunk, ranks, shared, (), x, beside, tokens)
+
+
+def over_chunks_with_state(
+    function: CarryingChunk,
+    shared: PyTree,
+    state: PyTree,
+    x: Float[Array, "B T D"],
+    beside: Tree,
+    tokens: PyTree,
+    *,
+    chunk: int,
+) -> tuple[PyTree, PyTree]:
+    """`over_chunks` of a function that also takes the state before its chunk and gives the one after it.
+
+    `state` is the one before the rows, floating-point arrays of any shapes, which get their gradient too.
+    """
+    return _over_chunks(function, chunk, 1, shared, state, x, beside, tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stateless:
+    """A function of chunks as one that carries no state."""
+
+    function: Chunk
+
+    def __call__(self, shared: PyTree, state: PyTree, *of_chunk: Any) -> tuple[PyTree, PyTree, PyTree]:
+        return *self.function(shared, *of_chunk), state
+
+
+def _over_chunks(
+    function: CarryingChunk,
+    chunk: int,
+    ranks: int,
+    shared: PyTree,
+    state: PyTree,
+    x: Array,
+    beside: Tree,
+    tokens: PyTree,
+) -> tuple[PyTree, PyTree]:
+    length = x.shape[1] // ranks
     count = math.ceil(length * ranks / chunk)
     size = math.ceil(length / count)
     if missing := count * size - length:
         x, beside, tokens = jax.tree.map(lambda leaf: _padded(leaf, missing, ranks), (x, beside, tokens))
-    results, sums = cast(tuple[PyTree, PyTree], _chunked(function, count, ranks, shared, x, beside, tokens))
+    results, sums = cast(tuple[PyTree, PyTree], _chunked(function, count, ranks, shared, state, x, beside, tokens))
     return (jax.tree.map(lambda leaf: _cut_back(leaf, missing, ranks), results) if missing else results), sums
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _chunked(function: Chunk, count: int, ranks: int, shared: PyTree, x: Array, beside: Tree, tokens: PyTree) -> PyTree:
-    def compute(number: PyTree, source: Array) -> tuple[PyTree, PyTree]:
+def _chunked(
+    function: CarryingChunk,
+    count: int,
+    ranks: int,
+    shared: PyTree,
+    state: PyTree,
+    x: Array,
+    beside: Tree,
+    tokens: PyTree,
+) -> PyTree:
+    return _in_order(function, count, ranks, shared, state, x, beside, tokens)[:2]
+
+
+def _in_order(
+    function: CarryingChunk,
+    count: int,
+    ranks: int,
+    shared: PyTree,
+    state: PyTree,
+    x: Array,
+    beside: Tree,
+    tokens: PyTree,
+) -> tuple[PyTree, PyTree, PyTree]:
+    """(results, sums, the state before every chunk, stacked)."""
+
+    def compute(state: PyTree, number: PyTree, source: Array) -> tuple[PyTree, PyTree, PyTree]:
         x_chunk, beside_chunk, tokens_chunk = _chunk_of((source, beside, tokens), number, count, ranks)
-        return function(shared, x_chunk, beside_chunk, tokens_chunk, number)
+        return function(shared, state, x_chunk, beside_chunk, tokens_chunk, number)
 
-    def step(number: Array, running: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-        results, totals = running
+    def step(number: Array, running: PyTree) -> PyTree:
+        results, totals, state, states = running
+        states = jax.tree.map(lambda all_, one: lax.dynamic_update_index_in_dim(all_, one, number, 0), states, state)
         # Where results take the place of x, a chunk of x is read before it is overwritten.
-        new, sums = compute(number, results if in_place else x)
-        return _written(results, new, number, count, ranks), jax.tree.map(jnp.add, totals, sums)
+        new, sums, state = compute(state, number, results if in_place else x)
+        return _written(results, new, number, count, ranks), jax.tree.map(jnp.add, totals, sums), state, states
 
-    shapes, sum_shapes = jax.eval_shape(lambda: compute(jnp.int32(0), x))
+    shapes, sum_shapes, _ = jax.eval_shape(lambda: compute(state, jnp.int32(0), x))
     in_place = _alike(shapes, _chunk_of(x, 0, count, ranks))
     leading = (x.shape[0], x.shape[1])
     empty = x if in_place else jax.tree.map(lambda s: jnp.zeros((*leading, *s.shape[2:]), s.dtype), shapes)
-    return lax.fori_loop(0, count, step, (empty, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sum_shapes)))
+    totals = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sum_shapes)
+    states = jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), state)
+    results, totals, _, states = lax.fori_loop(0, count, step, (empty, totals, state, states))
+    return results, totals, states
 
 
 @jax.tree_util.register_static
@@ -80,44 +153,55 @@ class _Perturbed(tuple[bool, ...]):
 
 
 def _chunked_forward(
-    function: Chunk, count: int, ranks: int, shared: PyTree, x: PyTree, beside: PyTree, tokens: PyTree
+    function: CarryingChunk,
+    count: int,
+    ranks: int,
+    shared: PyTree,
+    state: PyTree,
+    x: PyTree,
+    beside: PyTree,
+    tokens: PyTree,
 ) -> tuple[PyTree, PyTree]:
     perturbed = _Perturbed(leaf.perturbed for leaf in jax.tree.leaves(shared))
-    shared, x, beside, tokens = jax.tree.map(lambda leaf: leaf.value, (shared, x, beside, tokens))
-    return _chunked(function, count, ranks, shared, x, beside, tokens), (perturbed, shared, x, beside, tokens)
+    shared, state, x, beside, tokens = jax.tree.map(lambda leaf: leaf.value, (shared, state, x, beside, tokens))
+    results, sums, states = _in_order(function, count, ranks, shared, state, x, beside, tokens)
+    return (results, sums), (perturbed, shared, states, x, beside, tokens)
 
 
-def _chunked_backward(function: Chunk, count: int, ranks: int, saved: PyTree, cotangents: PyTree) -> PyTree:
-    perturbed, shared, x, beside, tokens = saved
+def _chunked_backward(function: CarryingChunk, count: int, ranks: int, saved: PyTree, cotangents: PyTree) -> PyTree:
+    perturbed, shared, states, x, beside, tokens = saved
     leaves, structure = jax.tree.flatten(shared)
     trained = [leaf for leaf, yes in zip(leaves, perturbed, strict=True) if yes]
     d_results, d_totals = jax.tree.map(_instantiated, cotangents, is_leaf=lambda leaf: isinstance(leaf, SymbolicZero))
     in_place = _alike(d_results, x)
 
-    def step(number: Array, running: tuple[Array, Tree, list[Array]]) -> tuple[Array, Tree, list[Array]]:
-        d_x, d_beside, totals = running
+    def step(nth: Array, running: PyTree) -> PyTree:
+        d_x, d_beside, totals, d_state = running
+        number = count - 1 - nth if jax.tree.leaves(states) else nth
         x_chunk, beside_chunk, tokens_chunk = _chunk_of((x, beside, tokens), number, count, ranks)
+        state = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, number, keepdims=False), states)
 
-        def of(trained: list[Array], x_chunk: Array, beside_chunk: Tree) -> PyTree:
+        def of(trained: list[Array], state: PyTree, x_chunk: Array, beside_chunk: Tree) -> PyTree:
             values = iter(trained)
             chosen = [next(values) if yes else leaf for leaf, yes in zip(leaves, perturbed, strict=True)]
-            return function(jax.tree.unflatten(structure, chosen), x_chunk, beside_chunk, tokens_chunk, number)
+            return function(jax.tree.unflatten(structure, chosen), state, x_chunk, beside_chunk, tokens_chunk, number)
 
-        _, pull = jax.vjp(of, trained, x_chunk, beside_chunk)
+        _, pull = jax.vjp(of, trained, state, x_chunk, beside_chunk)
         d_chunk = _chunk_of(d_x if in_place else d_results, number, count, ranks)
-        d_shared, d_x_chunk, d_beside_chunk = pull((d_chunk, d_totals))
+        d_shared, d_state, d_x_chunk, d_beside_chunk = pull((d_chunk, d_totals, d_state))
         totals = [total + part.astype(total.dtype) for total, part in zip(totals, d_shared, strict=True)]
         d_beside = _written(d_beside, d_beside_chunk, number, count, ranks)
-        return _written(d_x, d_x_chunk, number, count, ranks), d_beside, totals
+        return _written(d_x, d_x_chunk, number, count, ranks), d_beside, totals, d_state
 
     zeros = [jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in trained]
-    begin = (d_results if in_place else jnp.zeros_like(x), jax.tree.map(jnp.zeros_like, beside), zeros)
-    d_x, d_beside, totals = lax.fori_loop(0, count, step, begin)
+    d_state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:], leaf.dtype), states)
+    begin = (d_results if in_place else jnp.zeros_like(x), jax.tree.map(jnp.zeros_like, beside), zeros, d_state)
+    d_x, d_beside, totals, d_state = lax.fori_loop(0, count, step, begin)
     remaining = iter(totals)
     d_leaves = [
         next(remaining).astype(leaf.dtype) if yes else None for leaf, yes in zip(leaves, perturbed, strict=True)
     ]
-    return jax.tree.unflatten(structure, d_leaves), d_x, d_beside, jax.tree.map(lambda _: None, tokens)
+    return jax.tree.unflatten(structure, d_leaves), d_state, d_x, d_beside, jax.tree.map(lambda _: None, tokens)
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward, symbolic_zeros=True)

@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
-from meshtune.model.block import Activation, Context, Cost, Divisor, Hidden, Mixer, Output
-from meshtune.model.cache import LayerCache
+from meshtune.model.block import Activation, Carried, Context, Cost, Divisor, Hidden, Mixer, Output
+from meshtune.model.cache import LayerCache, RowState
 from meshtune.model.delta_rule import CHUNK, DeltaInputs, gated_delta_rule
 from meshtune.model.linear import linear, linear_params, site_key
 from meshtune.model.norm import NormSpec
@@ -75,7 +75,7 @@ class DeltaNetSpec(Mixer):
             "out": linear_params(narrow, (self.values, INNER), bias=False),
         }
 
-    def apply(self, x: Hidden, node: Tree, context: Context, cache: LayerCache | None) -> Output:
+    def apply(self, x: Hidden, node: Tree, context: Context, cache: LayerCache | RowState | None) -> Output:
         """The mixer's result. The decay and all that has to do with the state are in float32."""
         rows, (B, T) = context.rows, x.shape[:2]
         qkv, z, b, a = self._projected(x, node, context.key)
@@ -84,12 +84,13 @@ class DeltaNetSpec(Mixer):
         q, k, v = jnp.split(by_head, [self.key_dim, 2 * self.key_dim], axis=-1)
         v = v.reshape(B, T, self.value_heads, self.value_dim)
         g = -jnp.exp(node["A_log"].astype(jnp.float32)) * jax.nn.softplus(a + node["dt_bias"].astype(jnp.float32))
-        beta, segment_ids, state = jax.nn.sigmoid(b), rows.segment_ids, None
-        if cache is not None:  # a cached row is one segment, whose state padding leaves as it is
+        beta, segment_ids = jax.nn.sigmoid(b), rows.segment_ids
+        if isinstance(cache, LayerCache):  # a cached row is one segment, whose state padding leaves as it is
             real = (segment_ids > 0)[..., None]
             g, beta, segment_ids = jnp.where(real, g, 0), jnp.where(real, beta, 0), jnp.ones_like(segment_ids)
-            state = cache.read(STATE)
-        o, state = gated_delta_rule(DeltaInputs(q, k, v, g, beta, segment_ids), state)
+        state = None if cache is None else cache.read(STATE)
+        state_segment = cache.segments[:, -1] if isinstance(cache, RowState) else None
+        o, state = gated_delta_rule(DeltaInputs(q, k, v, g, beta, segment_ids), state, state_segment)
         if cache is not None:
             cache = cache.replace(STATE, state)
         o = self.norm(o, node["norm"]) * jax.nn.silu(z.reshape(o.shape).astype(jnp.float32))
@@ -114,6 +115,10 @@ class DeltaNetSpec(Mixer):
         shape = (batch, self.value_heads, self.key_dim, self.value_dim)
         state = ArraySpec(shape, "float32", ("batch", INNER, "head_dim", "head_dim"), "zeros")
         return {STATE: state} | self.filter.cache(batch, dtype)
+
+    def carried(self, batch: int, dtype: str) -> Carried:
+        """What it caches: its state and the last inputs of the filter."""
+        return Carried(self.cache(batch, 0, dtype), max(1, self.taps - 1))
 
     def divisors(self) -> tuple[Divisor, ...]:
         return (Divisor("tp", "key heads of delta nets", self.key_heads, INNER), not_over_cp("delta nets"))

@@ -40,19 +40,25 @@ class DeltaInputs(NamedTuple):
 
 
 def gated_delta_rule(
-    inputs: DeltaInputs, state: States | None = None, chunk: int = CHUNK
+    inputs: DeltaInputs,
+    state: States | None = None,
+    state_segment: Int[Array, "B"] | None = None,
+    *,
+    chunk: int = CHUNK,
 ) -> tuple[Float[Array, "B T H v"], States]:
     """(o in float32, the state after the last token). Queries and keys are divided by their length, queries by
     sqrt(dk) as well.
 
-    `state` is that of the segment of each row's first token; None: zero.
+    `state` is the one before the rows, None: zero; `state_segment` its segment, None: that of each row's first token.
     """
     (B, T, H, dv), size_k = inputs.v.shape, inputs.k.shape[-1]
     size = chunk_size(T, chunk)
     chunks = jax.tree.map(lambda x: in_chunks(x, size), inputs)
     if state is None:
         state = jnp.zeros((B, H, size_k, dv), jnp.float32)
-    (state, _), o = lax.scan(jax.checkpoint(_chunk), (state, inputs.segment_ids[:, 0]), chunks)
+    if state_segment is None:
+        state_segment = inputs.segment_ids[:, 0]
+    (state, _), o = lax.scan(jax.checkpoint(_chunk), (state, state_segment), chunks)
     return in_rows(o.transpose(0, 1, 3, 2, 4), T), state
 
 

@@ -13,7 +13,7 @@ from meshtune.arrays.tree import Tree
 from meshtune.mesh.layout import constrain
 from meshtune.model.around import NOTHING, Surroundings
 from meshtune.model.block import Block, Context, FeedForward, Hidden, Mixer, Output, SharedMemory, Sums
-from meshtune.model.cache import LayerCache
+from meshtune.model.cache import LayerCache, RowState
 from meshtune.model.chunks import over_chunks
 from meshtune.model.inputs import Rows
 from meshtune.model.linear import fold, site_key
@@ -87,7 +87,7 @@ class LayerSpec:
 
 
 def layer(
-    x: Hidden | Streams, node: Tree, spec: LayerSpec, context: Context, cache: LayerCache | None = None
+    x: Hidden | Streams, node: Tree, spec: LayerSpec, context: Context, cache: LayerCache | RowState | None = None
 ) -> Output:
     """The hidden state after a single layer, whose unstacked parameters are `node`."""
     x, streams = spec.around.enter(x, node)
@@ -103,7 +103,9 @@ def layer(
     return Output(y, cache, {**sums, **ffn_sums}, stored)
 
 
-def _branch(x: Hidden, node: Tree, spec: LayerSpec, block: Block, context: Context, cache: LayerCache | None) -> Output:
+def _branch(
+    x: Hidden, node: Tree, spec: LayerSpec, block: Block, context: Context, cache: LayerCache | RowState | None
+) -> Output:
     """What a block adds to the stream x."""
     y, cache, sums, stored = block.apply(spec.normalised(x, node, block), node[block.name], context, cache)
     if spec.has_post_norms:

@@ -1,21 +1,23 @@
 """A layer computed by chunks of rows.
 
 What later tokens need of each token (keys and values) is computed for whole rows first. All else a layer computes of a
-token (its query, what it attends to, the feed-forward network) exists for one chunk at a time, forward and backward;
-where the mixer takes whole rows (a recurrence), the feed-forward network alone. A long row then costs its residual
-stream, that stream's gradient, and keys and values with theirs, whatever the number of query heads.
+token (its query, what it attends to, the feed-forward network) exists for one chunk at a time, forward and backward. A
+long row then costs its residual stream, that stream's gradient, and keys and values with theirs, whatever the number of
+query heads. A recurrence goes from chunk to chunk with its state: a row costs the states between the chunks. A mixer
+that does neither takes whole rows.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from meshtune.arrays.tree import Tree
-from meshtune.model.block import Context, Hidden, Mixer, Output, RowParams, SharedMemory, Sums
-from meshtune.model.cache import LayerCache
-from meshtune.model.chunks import over_chunks
+from meshtune.model.block import Carried, Context, Hidden, Mixer, Output, RowParams, SharedMemory, Sums
+from meshtune.model.cache import LayerCache, RowState, empty
+from meshtune.model.chunks import over_chunks, over_chunks_with_state
 from meshtune.model.inputs import Rows
 from meshtune.model.layer import LayerSpec, layer
 from meshtune.model.linear import fold, site_key
@@ -29,8 +31,31 @@ def layer_by_chunks(
     mixer, chunk = spec.mixer, context.compute.attention_chunk
     if mixer is None or cache is not None or chunk is None or chunk >= x.shape[1]:
         return layer(x, node, spec, context, cache)
-    reads = mixer.row_params()
-    return layer(x, node, spec, context) if reads is None else _by_chunks(x, node, spec, mixer, reads, context)
+    reads, carried = mixer.row_params(), mixer.carried(x.shape[0], str(x.dtype))
+    if reads is not None:
+        return _by_chunks(x, node, spec, mixer, reads, context)
+    return layer(x, node, spec, context) if carried is None else _with_state(x, node, spec, carried, context, chunk)
+
+
+def _with_state(x: Hidden, node: Tree, spec: LayerSpec, carried: Carried, context: Context, chunk: int) -> Output:
+    """From chunk to chunk with the mixer's state, which is zero before the rows."""
+    compute, rows = context.compute, context.rows
+    begin = empty(carried.arrays, x.shape[0], compute.layout).layers
+
+    def output_of(
+        shared: Any, state: Tree, x: Hidden, beside: Tree, tokens: Any, number: Array
+    ) -> tuple[Hidden, Sums, Tree]:
+        (node, index, key), (rows, earlier) = shared, tokens
+        context = Context(compute, rows, beside["side"], index, fold(key, number))
+        output = layer(x, node, spec, context, RowState(state, earlier[:, 0]))
+        assert isinstance(output.cache, RowState)
+        return output.y, output.sums, output.cache.arrays
+
+    padded = jnp.pad(rows.segment_ids, ((0, 0), (carried.tokens, 0)), constant_values=-1)
+    earlier = jnp.stack([padded[:, n : n + x.shape[1]] for n in range(carried.tokens)], axis=-1)
+    shared, beside = (node, context.index, context.key), {"side": of_tokens(context.side)}
+    y, sums = over_chunks_with_state(output_of, shared, begin, x, beside, (rows, earlier), chunk=chunk)
+    return Output(y, None, sums)
 
 
 def _by_chunks(x: Hidden, node: Tree, spec: LayerSpec, mixer: Mixer, reads: RowParams, context: Context) -> Output:

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
-from meshtune.model.block import Activation, Context, Cost, Divisor, Hidden, Mixer, Output
-from meshtune.model.cache import LayerCache
+from meshtune.model.block import Activation, Carried, Context, Cost, Divisor, Hidden, Mixer, Output
+from meshtune.model.cache import LayerCache, RowState
 from meshtune.model.linear import linear, linear_params, site_key
 from meshtune.model.norm import NormSpec
 from meshtune.model.row_chunks import CHUNK
@@ -78,7 +78,7 @@ class Mamba2Spec(Mixer):
         }
         return tree if self.norm is None else tree | {"norm": self.norm.params(self.inner, INNER)}
 
-    def apply(self, x: Hidden, node: Tree, context: Context, cache: LayerCache | None) -> Output:
+    def apply(self, x: Hidden, node: Tree, context: Context, cache: LayerCache | RowState | None) -> Output:
         """The mixer's result. Time steps, decays and all that has to do with the state are in float32."""
         rows, (batch, length) = context.rows, x.shape[:2]
         by_group = (batch, length, self.groups)
@@ -92,12 +92,14 @@ class Mamba2Spec(Mixer):
         u = u.reshape(*by_group, -1, self.head_dim).astype(jnp.float32)
         bias, A_log, D = (node[name].astype(jnp.float32).reshape(self.groups, -1) for name in ("dt_bias", "A_log", "D"))
         dt = jnp.clip(jax.nn.softplus(dt.astype(jnp.float32) + bias), *self.dt_limit)
-        segment_ids, state = rows.segment_ids, None
-        if cache is not None:  # a cached row is one segment, whose state padding leaves as it is
+        segment_ids = rows.segment_ids
+        if isinstance(cache, LayerCache):  # a cached row is one segment, whose state padding leaves as it is
             dt = jnp.where((segment_ids > 0)[:, :, None, None], dt, 0)
-            segment_ids, state = jnp.ones_like(segment_ids), cache.read(STATE)
+            segment_ids = jnp.ones_like(segment_ids)
+        state = None if cache is None else cache.read(STATE)
+        state_segment = cache.segments[:, -1] if isinstance(cache, RowState) else None
         inputs = SsdInputs(u * dt[..., None], B, C, -jnp.exp(A_log) * dt, segment_ids)
-        y, state = state_space(inputs, state)
+        y, state = state_space(inputs, state, state_segment)
         if cache is not None:
             cache = cache.replace(STATE, state)
         y = self._gated((y + D[..., None] * u).reshape(*by_group, -1), z, node)
@@ -125,6 +127,10 @@ class Mamba2Spec(Mixer):
         shape = (batch, self.groups, self.heads // self.groups, self.head_dim, self.state)
         axes = ("batch", INNER, "whole", "head_dim", "whole")
         return {STATE: ArraySpec(shape, "float32", axes, "zeros")} | self.filter.cache(batch, dtype)
+
+    def carried(self, batch: int, dtype: str) -> Carried:
+        """What it caches: its state and the last inputs of the filter."""
+        return Carried(self.cache(batch, 0, dtype), max(1, self.taps - 1))
 
     def divisors(self) -> tuple[Divisor, ...]:
         return (Divisor("tp", "groups of Mamba-2 heads", self.groups, INNER), not_over_cp("Mamba-2 layers"))

@@ -14,8 +14,8 @@ from jaxtyping import Array, Float
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
-from meshtune.model.block import Activation, Context, Cost, Divisor, Hidden, Mixer, Output
-from meshtune.model.cache import LayerCache
+from meshtune.model.block import Activation, Carried, Context, Cost, Divisor, Hidden, Mixer, Output
+from meshtune.model.cache import LayerCache, RowState
 from meshtune.model.inputs import Rows
 from meshtune.model.linear import linear, linear_params, site_key
 
@@ -49,14 +49,22 @@ class FilterSpec:
         """The last inputs of each row, [B, taps - 1, C], oldest first; zeros before the first token."""
         return {CONV_CACHE: ArraySpec((batch, self.taps - 1, self.channels), dtype, ("batch", "whole", INNER), "zeros")}
 
+    def carried(self, batch: int, dtype: str) -> Carried:
+        """Its last inputs, in training by chunks of rows."""
+        return Carried(self.cache(batch, dtype), self.taps - 1)
+
     def apply(
-        self, x: Channels, node: Tree, rows: Rows, cache: LayerCache | None
-    ) -> tuple[Channels, LayerCache | None]:
+        self, x: Channels, node: Tree, rows: Rows, cache: LayerCache | RowState | None
+    ) -> tuple[Channels, LayerCache | RowState | None]:
         """(the filtered channels in x's dtype, accumulated in float32; the next cache)."""
         past, length = self.taps - 1, x.shape[1]
         if cache is None:
             x_and_past = jnp.pad(x, ((0, 0), (past, 0), (0, 0)))
             segments = jnp.pad(rows.segment_ids, ((0, 0), (past, 0)), constant_values=-1)
+        elif isinstance(cache, RowState):
+            x_and_past = jnp.concatenate([cache.read(CONV_CACHE).astype(x.dtype), x], axis=1)
+            segments = jnp.concatenate([cache.segments[:, -past:], rows.segment_ids], axis=1)
+            cache = cache.replace(CONV_CACHE, x_and_past[:, -past:])
         else:
             real = rows.segment_ids > 0
             x_and_past = jnp.concatenate([cache.read(CONV_CACHE).astype(x.dtype), jnp.where(real[..., None], x, 0)], 1)
@@ -102,7 +110,7 @@ class ShortConvSpec(Mixer):
             "out": linear_params(narrow, (self.channels, INNER), self.bias),
         }
 
-    def apply(self, x: Hidden, node: Tree, context: Context, cache: LayerCache | None) -> Output:
+    def apply(self, x: Hidden, node: Tree, context: Context, cache: LayerCache | RowState | None) -> Output:
         """The mixer's result."""
         gates = linear(x, node["in"], site_key(context.key, "in")).reshape(*x.shape[:2], self.channels, 3)
         y, cache = self.filter.apply(gates[..., 0] * gates[..., 2], node["filter"], context.rows, cache)
@@ -111,6 +119,9 @@ class ShortConvSpec(Mixer):
     def cache(self, batch: int, slots: int, dtype: str) -> Tree:
         """The last inputs of the filter, however long the rows."""
         return self.filter.cache(batch, dtype)
+
+    def carried(self, batch: int, dtype: str) -> Carried:
+        return self.filter.carried(batch, dtype)
 
     def divisors(self) -> tuple[Divisor, ...]:
         return (

@@ -34,16 +34,20 @@ class SsdInputs(NamedTuple):
 
 
 def state_space(
-    inputs: SsdInputs, state: States | None = None, chunk: int = CHUNK
+    inputs: SsdInputs, state: States | None = None, state_segment: Int[Array, "B"] | None = None, *, chunk: int = CHUNK
 ) -> tuple[Float[Array, "B T G r P"], States]:
-    """(y in float32, the state after the last token). `state` is that of the segment of each row's first token; None:
-    zero."""
+    """(y in float32, the state after the last token).
+
+    `state` is the one before the rows, None: zero; `state_segment` its segment, None: that of each row's first token.
+    """
     rows, length, *heads = inputs.u.shape
     size = chunk_size(length, chunk)
     chunks = jax.tree.map(lambda x: in_chunks(x, size), inputs)
     if state is None:
         state = jnp.zeros((rows, *heads, inputs.B.shape[-1]), jnp.float32)
-    (state, _), y = lax.scan(jax.checkpoint(_chunk), (state, inputs.segment_ids[:, 0]), chunks)
+    if state_segment is None:
+        state_segment = inputs.segment_ids[:, 0]
+    (state, _), y = lax.scan(jax.checkpoint(_chunk), (state, state_segment), chunks)
     return in_rows(y, length), state
 
 
