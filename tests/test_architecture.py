@@ -23,7 +23,7 @@ CORE = {
     "arrays", "families", "model", "kernels", "adapters", "quantize", "mesh", "weights", "objectives", "optim",
     "options", "train.step",
 }  # fmt: skip
-OUTSIDE_THE_CORE = {"weights/hub.py"}
+OUTSIDE_THE_CORE = {"weights/hub.py", "weights/modelscope.py"}
 CORE_PACKAGES = {"jax", "optax", "numpy", "ml_dtypes", "jaxtyping", "safetensors"}
 
 # Arrows point down: a room imports only rooms that come later in this list.

@@ -61,8 +61,8 @@ def test_every_entry_of_the_shared_registry_is_understood_or_refused_with_a_reas
     for name in registry.entries:
         entry = registry.entries[name]
         other = {"images", "videos", "audios", "kto_tag"} & set(entry.get("columns", {}))
-        if other or entry.get("ranking") or not {"hf_hub_url", "file_name"} & set(entry):
-            with pytest.raises(UserError, match=r"preference|images|videos|audios|ModelScope"):
+        if other or entry.get("ranking") or not {"hf_hub_url", "ms_hub_url", "file_name"} & set(entry):
+            with pytest.raises(UserError, match=r"preference|images|videos|audios|OpenMind|only from"):
                 registry.source(SourceSection(name=name))
         else:
             registry.source(SourceSection(name=name))
@@ -167,7 +167,6 @@ def test_hub_entries_take_subset_split_and_folder_which_the_recipe_may_override(
         ({"file_name": "a", "columns": {"videos": "v", "audios": "a"}}, "columns", "has videos and audios", "leave"),
         ({"file_name": "a", "ranking": True}, "entry 'mine'", "preference data (ranking: true)", "path"),
         ({"file_name": "a", "columns": {"kto_tag": "l"}}, "entry 'mine'", "preference data (column kto_tag)", "path"),
-        ({"ms_hub_url": "a/b"}, "ms_hub_url", "ModelScope", "download it"),
         ({"om_hub_url": "a/b"}, "om_hub_url", "OpenMind", "download it"),
         ({"script_url": "a"}, "script_url", "run code", "download it"),
         ({"subset": "a"}, "entry 'mine'", "names no data", "add file_name"),

@@ -20,6 +20,7 @@ from meshtune.data.readers.jsonfile import parse
 from meshtune.data.readers.mapped import MappedFile
 from meshtune.data.sources import DataSource, missing_path_error
 from meshtune.errors import UserError, nearest
+from meshtune.weights.modelscope import PREFIX, is_default
 
 if TYPE_CHECKING:
     from meshtune.objectives.stages import DatasetType
@@ -56,7 +57,6 @@ PREFERENCE = ("chosen", "rejected", "kto_tag")
 FORMATTINGS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "openai": "messages"}
 UNREACHABLE = {
     "script_url": "a loading script: that would run code of the data set's author",
-    "ms_hub_url": "ModelScope, which is not supported",
     "om_hub_url": "OpenMind, which is not supported",
     "cloud_file_name": "cloud storage, which is not supported",
 }
@@ -120,6 +120,9 @@ class Registry:
             "cap": section.cap,
             "sample": entry.get("num_samples"),
         }
+        elsewhere = "hf_hub_url" in entry or "file_name" in entry
+        if "ms_hub_url" in entry and (is_default() or not elsewhere):
+            return DataSource(path=f"{PREFIX}{entry['ms_hub_url']}", **common)
         if "hf_hub_url" in entry:
             return DataSource(path=entry["hf_hub_url"], hub=True, **common)
         if "file_name" in entry:

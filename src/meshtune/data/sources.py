@@ -19,9 +19,11 @@ from meshtune.data.readers.columnar import open_arrow, open_parquet, open_saved
 from meshtune.data.readers.csvfile import open_csv
 from meshtune.data.readers.hub import open_hub
 from meshtune.data.readers.jsonfile import open_json
+from meshtune.data.readers.modelscope import open_modelscope
 from meshtune.data.readers.records import ConcatenatedRecords, Records
 from meshtune.data.readers.textfile import open_text
 from meshtune.errors import UserError
+from meshtune.weights.modelscope import modelscope_id
 
 READERS: dict[str, Callable[[pathlib.Path, str], Records]] = {
     ".json": functools.partial(open_json, lines=False),
@@ -54,6 +56,11 @@ class DataSource(SourceOptions):
 def open_source(source: DataSource) -> Records:
     """Opens a source lazily. Raises UserError as `open_path` and `readers.hub.open_hub` do."""
     path = pathlib.Path(source.path).expanduser()
+    repository = None if source.hub else modelscope_id(source.path)
+    if repository is not None:
+        return open_modelscope(
+            repository, subset=source.subset, split=source.split, revision=source.revision, folder=source.folder
+        )
     if source.hub or (not path.exists() and _may_be_hub_id(source.path)):
         return open_hub(
             source.path, subset=source.subset, split=source.split, revision=source.revision, folder=source.folder

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from meshtune.weights.hub import HUB_ID
+from meshtune.weights.modelscope import modelscope_id
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -55,13 +56,13 @@ def public_base(
     """Describes the base at `path` for others; `hub_id` overrides what its folder and config say."""
     local = directory or Path(path).expanduser()
     cached = SNAPSHOT.search(local.as_posix())
-    if hub_id is None and HUB_ID.match(path) and not Path(path).expanduser().is_dir():
+    if hub_id is None and HUB_ID.match(path) and modelscope_id(path) is None and not Path(path).expanduser().is_dir():
         hub_id = path
     if hub_id is None and cached:
         hub_id, revision = f"{cached[1]}/{cached[2]}", revision or cached[3]
     if hub_id is None:
         hub_id = _named_by_config(local)
-    name = hub_id or Path(path).expanduser().absolute().name
+    name = hub_id or modelscope_id(path) or Path(path).expanduser().absolute().name
     return Base(path, name, hub_id, revision if hub_id else None, hash, licence_of(local))
 
 

@@ -11,6 +11,7 @@ from meshtune.errors import UserError
 from meshtune.runs.output import RESULT_DIGEST, read_run
 from meshtune.runs.verify import check_result
 from meshtune.weights.hub import HUB_ID, MODEL, locate
+from meshtune.weights.modelscope import modelscope_id
 from meshtune.weights.safetensors_files import read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -46,7 +47,7 @@ def find(
     directory = Path(path).expanduser()
     if adapter is not None:
         chosen = Path(adapter).expanduser()
-        if not chosen.exists() and HUB_ID.match(os.fspath(adapter)):
+        if not chosen.exists() and _is_hub_id(os.fspath(adapter)):
             chosen = _pushed_adapter(os.fspath(adapter), None) or chosen
         if is_run(chosen):
             chosen = _result(chosen)
@@ -60,7 +61,7 @@ def find(
         check_result(chosen)
         base = _locate(path, revision)
         return Source(base, chosen, _tokenizer(chosen, base), chat_template)
-    if not directory.exists() and HUB_ID.match(os.fspath(path)):
+    if not directory.exists() and _is_hub_id(os.fspath(path)):
         directory = _pushed_adapter(os.fspath(path), revision) or directory
     if is_run(directory):
         result, model = _result(directory), _recipe(directory).get("model") or {}
@@ -78,6 +79,10 @@ def find(
         return Source(base, directory, _tokenizer(directory, base), chat_template)
     base = _locate(path, revision)
     return Source(base, None, str(base), chat_template)
+
+
+def _is_hub_id(text: str) -> bool:
+    return HUB_ID.match(text) is not None or modelscope_id(text) is not None
 
 
 def _pushed_adapter(repository: str, revision: str | None) -> Path | None:
@@ -139,7 +144,7 @@ def _base(adapter: Path, named: str | None, revision: str | None) -> Path:
     for candidate in (Path(text), adapter / text, adapter.parent / text, adapter.parent / Path(text).name):
         if candidate.is_dir():
             return _locate(candidate)
-    if HUB_ID.match(text) and not text.startswith((".", "/")):
+    if _is_hub_id(text) and not text.startswith((".", "/")):
         return locate(text, revision or config.get("revision"))
     raise UserError(
         f"the adapter's base model is not here: '{recorded}'",

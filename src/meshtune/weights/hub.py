@@ -11,6 +11,7 @@ from urllib.parse import urlparse
 
 from meshtune.errors import UserError
 from meshtune.weights.load import load_config
+from meshtune.weights.modelscope import download_model, modelscope_id
 from meshtune.weights.safetensors_files import headers
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ def locate(path_or_id: str | os.PathLike[str], revision: str | None = None, *, a
     """The local directory of a model; a hub id is downloaded first.
 
     `allow` are the patterns of the files to have: MODEL, TOKENIZER for a tokenizer alone, or CONFIG. With MODEL the
-    directory is known to hold a config.json and whole safetensors files. The hub's own cache, HF_TOKEN and
+    directory is known to hold a config.json and whole safetensors files. `modelscope:owner/name` is a model of
+    ModelScope (see `modelscope_id`). The hub's own cache, HF_TOKEN and
     HF_HUB_OFFLINE are honoured. Raises UserError for a path that does not exist, an unknown or gated repository, an
     unknown revision, no network, or a directory that is not a model's.
     """
@@ -48,6 +50,8 @@ def locate(path_or_id: str | os.PathLike[str], revision: str | None = None, *, a
             f"'{text}' is a file; a model is a directory with config.json and *.safetensors",
             fix=f"give the folder: {path.parent}",
         )
+    elif (repository := modelscope_id(text)) is not None:
+        directory = download_model(repository, revision, allow, NOT_OURS)
     elif HUB_ID.match(text) and not _is_plainly_a_path(text):
         directory = _download(text, revision, allow)
     else:

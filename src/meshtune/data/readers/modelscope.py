@@ -1,0 +1,27 @@
+"""Data sets of ModelScope: their files are downloaded by its package and read by `datasets`."""
+
+from __future__ import annotations
+
+from meshtune.data.readers.columnar import ColumnarRecords, quiet_datasets, root_cause
+from meshtune.errors import UserError
+from meshtune.weights.modelscope import PREFIX, download_data
+
+
+def open_modelscope(
+    repository: str, *, subset: str | None, split: str, revision: str | None, folder: str | None = None
+) -> ColumnarRecords:
+    """A split of a data set. Raises UserError as `download_data` does, and for a subset or split that it has not."""
+    import datasets
+    from datasets import exceptions
+
+    name = f"{PREFIX}{repository}"
+    directory = download_data(repository, revision)
+    with quiet_datasets(progress_bars=True):
+        try:
+            table = datasets.load_dataset(str(directory), name=subset, split=split, data_dir=folder)
+        except (exceptions.DatasetsError, ValueError, RuntimeError, OSError) as error:
+            where = f"data set {name}" + (f", subset {subset}" if subset else "") + f", split {split}"
+            raise UserError(
+                f"cannot load the data set: {root_cause(error)}", where=where, fix="check subset, split and revision"
+            ) from error
+    return ColumnarRecords(table, name)  # pyright: ignore[reportArgumentType]: with a split it is one Dataset
