@@ -39,10 +39,10 @@ class Package:
 class ExportOptions:
     """How an adapter is merged before it is pushed, as `meshtune export` has them."""
 
-    merge: bool = False
-    into: str | None = None
-    format: str | None = None
-    base: str | None = None
+    merge: bool
+    into: str | None
+    format: str | None
+    base: str | None
 
 
 def resolve(source: str | os.PathLike[str], options: ExportOptions, base_model: str | None, run: str | None) -> Package:
@@ -96,7 +96,7 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _refuse_merge(options: ExportOptions, source: str | os.PathLike[str]) -> None:
-    if options != ExportOptions():
+    if options.merge or options.into or options.format or options.base:
         raise UserError(
             "there is no adapter to merge",
             where=str(source),
