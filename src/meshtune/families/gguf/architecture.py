@@ -1,0 +1,102 @@
+"""llama.cpp's architectures: the name, the tensors and the metadata that it gives to a family's models."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from meshtune.model.attention import AttentionSpec
+from meshtune.model.experts import ExpertsSpec
+from meshtune.model.spec import ModelSpec
+
+Value = bool | int | float | str | list[Any]
+Metadata = Mapping[str, Value]
+
+# Node of a layer -> the stem of its tensors.
+LAYER = {
+    "attn_norm": "attn_norm",
+    "attn/q": "attn_q",
+    "attn/k": "attn_k",
+    "attn/v": "attn_v",
+    "attn/qkv": "attn_qkv",
+    "attn/o": "attn_output",
+    "attn/q_norm": "attn_q_norm",
+    "attn/k_norm": "attn_k_norm",
+    "attn/sinks": "attn_sinks",
+    "attn_post_norm": "post_attention_norm",
+    "mlp_norm": "ffn_norm",
+    "mlp/gate": "ffn_gate",
+    "mlp/up": "ffn_up",
+    "mlp/gate_up": "ffn_up",
+    "mlp/down": "ffn_down",
+    "mlp_post_norm": "post_ffw_norm",
+    "mlp/router": "ffn_gate_inp",
+    "mlp/experts/gate": "ffn_gate_exps",
+    "mlp/experts/up": "ffn_up_exps",
+    "mlp/experts/down": "ffn_down_exps",
+    "mlp/shared/gate": "ffn_gate_shexp",
+    "mlp/shared/up": "ffn_up_shexp",
+    "mlp/shared/down": "ffn_down_shexp",
+    "mlp/shared_gate": "ffn_gate_inp_shexp",
+}
+OUTSIDE = {"embed": "token_embd", "norm": "output_norm", "head": "output"}
+WINDOW = "attention.sliding_window"
+
+
+def nothing(_: Any) -> dict[str, Any]:
+    """No further fields."""
+    return {}
+
+
+def accepted(_: ModelSpec) -> str | None:
+    """Nothing is refused."""
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """How llama.cpp names and computes the models of one model_type.
+
+    `permuted` says that it rotates pairs of neighbours where the files of transformers have halves: rows of queries and
+    keys are in another order. `windows` says that it computes sliding windows as the spec does; elsewhere the context
+    that is written is the shortest window, within which a window changes nothing. `normalized` says whether the weights
+    of a token's experts are divided by their sum. `refusal(spec)` names what a model has that llama.cpp does not
+    compute, `write(spec)` gives metadata beside the usual, without the architecture's name before the keys, and
+    `read(metadata)` the fields of the config for these. `config` are fields that the config has in any case.
+    """
+
+    name: str
+    class_name: str
+    permuted: bool = False
+    windows: bool = False
+    normalized: bool | None = None
+    refusal: Callable[[ModelSpec], str | None] = accepted
+    write: Callable[[ModelSpec], dict[str, Any]] = nothing
+    read: Callable[[Metadata], dict[str, Any]] = nothing
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def attention(spec: ModelSpec) -> AttentionSpec:
+    """The attention of the first layer that has it, as wide as the whole past where there is such a layer."""
+    mixers = [kind.mixer for kind in spec.layer_kinds if isinstance(kind.mixer, AttentionSpec)]
+    return next((mixer for mixer in mixers if mixer.window is None and mixer.rope is not None), mixers[0])
+
+
+def experts(spec: ModelSpec) -> ExpertsSpec | None:
+    """The experts of the first layer that has them."""
+    return next((block for block in spec.blocks if isinstance(block, ExpertsSpec)), None)
+
+
+def windows(spec: ModelSpec) -> list[int | None]:
+    """The sliding window of every kind of layer with attention."""
+    mixers = (kind.mixer for kind in spec.layer_kinds)
+    return [mixer.window for mixer in mixers if isinstance(mixer, AttentionSpec)]
+
+
+def layer_windows(spec: ModelSpec) -> list[int | None]:
+    """The sliding window of every layer."""
+    by_number: dict[int, int | None] = {}
+    for _, _, layer, numbers in spec.positions():
+        by_number |= dict.fromkeys(numbers, layer.mixer.window if isinstance(layer.mixer, AttentionSpec) else None)
+    return [by_number[number] for number in sorted(by_number)]

@@ -1,0 +1,165 @@
+"""Every model_type that is written as GGUF and read from it, by llama.cpp's architecture."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from meshtune.families.gguf.architecture import (
+    WINDOW,
+    Architecture,
+    Metadata,
+    attention,
+    experts,
+    layer_windows,
+)
+from meshtune.model.mlp import MlpSpec
+from meshtune.model.spec import ModelSpec
+
+
+def _gemma_softcaps(spec: ModelSpec) -> dict[str, Any]:
+    fields = {"attn_logit_softcapping": attention(spec).softcap, "final_logit_softcapping": spec.logit_softcap}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _gemma2_write(spec: ModelSpec) -> dict[str, Any]:
+    return _gemma_softcaps(spec) | {WINDOW: _window(spec)}
+
+
+def _gemma2_read(metadata: Metadata) -> dict[str, Any]:
+    head_dim, layers = metadata["attention.key_length"], metadata["block_count"]
+    # llama.cpp divides the 27B's scores by the hidden size over the number of heads, those of others by the head's.
+    per_head = int(metadata["embedding_length"]) // int(metadata["attention.head_count"])
+    return {
+        "query_pre_attn_scalar": per_head if layers == 46 else head_dim,
+        "attn_logit_softcapping": metadata.get("attn_logit_softcapping"),
+        "final_logit_softcapping": metadata.get("final_logit_softcapping"),
+        "sliding_window": metadata[WINDOW],
+    }
+
+
+def _gemma_scale(whole: int, hidden: ModelSpec) -> float:
+    mixer = attention(hidden)
+    return (hidden.embed // mixer.heads if hidden.layers == whole else mixer.head_dim) ** -0.5
+
+
+def _gemma_refusal(whole: int, pattern: int):
+    def refusal(spec: ModelSpec) -> str | None:
+        scale = attention(spec).scale
+        if scale is not None and abs(scale - _gemma_scale(whole, spec)) > 1e-6:
+            return "query_pre_attn_scalar: llama.cpp chooses it by the number of layers"
+        expected = [None if (number + 1) % pattern == 0 else _window(spec) for number in range(spec.layers)]
+        return None if layer_windows(spec) == expected else "layer_types: llama.cpp has another order of windows"
+
+    return refusal
+
+
+def _gemma3_write(spec: ModelSpec) -> dict[str, Any]:
+    local = next((rope.theta for rope in spec.ropes if rope != attention(spec).rope), None)
+    return {WINDOW: _window(spec), "rope.freq_base_swa": local if local is not None else 10000.0} | _gemma_softcaps(spec)
+
+
+def _gemma3_read(metadata: Metadata) -> dict[str, Any]:
+    head_dim, layers = metadata["attention.key_length"], metadata["block_count"]
+    per_head = int(metadata["embedding_length"]) // int(metadata["attention.head_count"])
+    return {
+        "query_pre_attn_scalar": per_head if layers == 62 else head_dim,
+        "sliding_window": metadata[WINDOW],
+        "sliding_window_pattern": 6,
+        "rope_local_base_freq": metadata.get("rope.freq_base_swa", 10000.0),
+        "final_logit_softcapping": metadata.get("final_logit_softcapping"),
+    }
+
+
+def _window(spec: ModelSpec) -> int:
+    return next((window for window in layer_windows(spec) if window is not None), spec.max_length)
+
+
+def _granite_write(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "attention.scale": attention(spec).scale,
+        "embedding_scale": spec.embed_scale,
+        "residual_scale": spec.layer_kinds[0].scale,
+        "logit_scale": 1 / (spec.logit_scale or 1.0),
+    }
+
+
+def _granite_read(metadata: Metadata) -> dict[str, Any]:
+    names = {
+        "attention_multiplier": "attention.scale",
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+    }
+    return {field: metadata.get(key, 1.0) for field, key in names.items()}
+
+
+def _smollm3_refusal(spec: ModelSpec) -> str | None:
+    rotated: dict[int, bool] = {}
+    for _, _, layer, numbers in spec.positions():
+        rotated |= dict.fromkeys(numbers, bool(layer.mixer and layer.mixer.ropes))
+    expected = [(number + 1) % 4 != 0 for number in range(spec.layers)]
+    return None if [rotated[n] for n in sorted(rotated)] == expected else "no_rope_layers other than every fourth"
+
+
+def _shared(spec: ModelSpec) -> MlpSpec | None:
+    block = experts(spec)
+    return None if block is None else block.shared
+
+
+def _qwen2_moe_write(spec: ModelSpec) -> dict[str, Any]:
+    shared = _shared(spec)
+    return {} if shared is None else {"expert_shared_feed_forward_length": shared.width}
+
+
+def _qwen2_moe_read(metadata: Metadata) -> dict[str, Any]:
+    return {
+        "shared_expert_intermediate_size": metadata["expert_shared_feed_forward_length"],
+        "norm_topk_prob": False,
+    }
+
+
+LLAMA = Architecture("llama", "LlamaForCausalLM", permuted=True)
+# model_type -> architecture.
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": LLAMA,
+    "mistral": dataclasses.replace(LLAMA, class_name="MistralForCausalLM"),
+    "mixtral": dataclasses.replace(LLAMA, class_name="MixtralForCausalLM", normalized=True),
+    "internlm3": dataclasses.replace(LLAMA, class_name="InternLM3ForCausalLM"),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
+    "qwen2_moe": Architecture(
+        "qwen2moe", "Qwen2MoeForCausalLM", normalized=False, write=_qwen2_moe_write, read=_qwen2_moe_read
+    ),
+    "qwen3_moe": Architecture("qwen3moe", "Qwen3MoeForCausalLM", normalized=True, config={"norm_topk_prob": True}),
+    "gemma": Architecture("gemma", "GemmaForCausalLM"),
+    "gemma2": Architecture(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        windows=True,
+        refusal=_gemma_refusal(46, 2),
+        write=_gemma2_write,
+        read=_gemma2_read,
+    ),
+    "gemma3_text": Architecture(
+        "gemma3",
+        "Gemma3ForCausalLM",
+        windows=True,
+        refusal=_gemma_refusal(62, 6),
+        write=_gemma3_write,
+        read=_gemma3_read,
+    ),
+    "phi3": Architecture("phi3", "Phi3ForCausalLM"),
+    "olmo2": Architecture("olmo2", "Olmo2ForCausalLM"),
+    "olmoe": Architecture("olmoe", "OlmoeForCausalLM", normalized=False, config={"norm_topk_prob": False}),
+    "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", permuted=True, refusal=_smollm3_refusal),
+    "seed_oss": Architecture("seed_oss", "SeedOssForCausalLM"),
+    "granite": Architecture(
+        "granite", "GraniteForCausalLM", permuted=True, write=_granite_write, read=_granite_read
+    ),
+    "arcee": Architecture("arcee", "ArceeForCausalLM", permuted=True, config={"hidden_act": "relu2"}),
+    "starcoder2": Architecture("starcoder2", "Starcoder2ForCausalLM", config={"hidden_act": "gelu_pytorch_tanh"}),
+    "stablelm": Architecture("stablelm", "StableLmForCausalLM"),
+}
+# Families that llama.cpp has no code for, as far as the names of its architectures say.
+ABSENT = frozenset({"granitemoeshared", "ministral"})
