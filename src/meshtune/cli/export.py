@@ -14,7 +14,9 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 def export(
     source: Annotated[str, typer.Argument(metavar="RUN|ADAPTER|MODEL", help="What to export.", show_default=False)],
-    to: Annotated[str, typer.Option("--to", help="The directory to write.", show_default=False)],
+    to: Annotated[
+        str, typer.Option("--to", help="The directory (with --gguf: the file) to write.", show_default=False)
+    ],
     merge: Annotated[
         bool, typer.Option("--merge", help="Fold an adapter into its base and write a whole model.")
     ] = False,
@@ -35,12 +37,21 @@ def export(
             "fp8 or mxfp4 in its format again (default: wide, in --dtype).",
         ),
     ] = None,
+    gguf: Annotated[
+        str | None,
+        typer.Option(
+            "--gguf",
+            metavar="TYPE",
+            help="Write --to as a GGUF file for llama.cpp and Ollama: F32, F16, BF16, Q8_0, Q6_K, Q5_K_M, Q4_K_M or "
+            "Q4_0. Of an adapter without --merge: a LoRA GGUF, in F32, F16 or BF16.",
+        ),
+    ] = None,
     base: Annotated[str | None, typer.Option("--base", help="The adapter's base, if it lies elsewhere now.")] = None,
     max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Of a merged model's files.")] = "5GB",
     dtype: Annotated[str | None, typer.Option("--dtype", help="Of a merged model; default: its base's.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what --to holds.")] = False,
 ) -> None:
-    """Write a PEFT adapter or a whole model for transformers, and verify it by reading it back."""
+    """Write a PEFT adapter or a whole model for transformers, or a GGUF file, and verify it by reading it back."""
     size = shard_bytes(max_shard_size)
     from meshtune.runs.export import export as write
 
@@ -58,8 +69,10 @@ def export(
         max_shard_bytes=size,
         dtype=dtype,
         overwrite=overwrite,
+        gguf=gguf,
     )
-    print(f"{exported.what} written to {exported.path}, read back and compared: {exported.verified}")
+    read_back = "read back" if gguf is not None else "read back and compared"
+    print(f"{exported.what} written to {exported.path}, {read_back}: {exported.verified}")
 
 
 def shard_bytes(text: str) -> int:

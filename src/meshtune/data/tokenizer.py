@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 from meshtune.data.baichuan_tokenizer import TEMPLATE, is_baichuan, load_baichuan
 from meshtune.data.chat_templates import template_text
 from meshtune.errors import UserError
+from meshtune.weights.gguf.directory import TOKENIZER_PROBLEM
 from meshtune.weights.hub import TOKENIZER, locate
+from meshtune.weights.safetensors_files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -62,11 +64,14 @@ def _from_transformers(directory: pathlib.Path) -> PreTrainedTokenizerFast:
 
 def _directory(path: str | os.PathLike[str], revision: str | None) -> pathlib.Path:
     file = pathlib.Path(path).expanduser()
-    if file.is_file():
+    if file.is_file() and file.suffix != ".gguf":
         raise UserError(
             "a tokenizer is a directory, this is a file", where=str(file), fix=f"give its folder, {file.parent}"
         )
     directory = locate(path, revision, allow=TOKENIZER)
+    if (directory / TOKENIZER_PROBLEM).is_file():
+        problem = read_json(directory / TOKENIZER_PROBLEM)
+        raise UserError(problem["what"], where=problem["where"], fix=problem["fix"])
     if not any((directory / name).is_file() for name in _FILES):
         raise UserError(
             "there is no tokenizer here (no tokenizer.json)",

@@ -20,7 +20,10 @@ from meshtune.digests import write_digests
 from meshtune.errors import UserError, nearest
 from meshtune.quantize.config import UNQUANTISED, QuantizeConfig
 from meshtune.quantize.published.write import WRITERS
+from meshtune.runs.export_gguf import export_gguf
+from meshtune.runs.export_lora_gguf import export_lora_gguf
 from meshtune.runs.export_quantised import export_quantised, nodes_to_write
+from meshtune.runs.merged_into import merged_into
 from meshtune.runs.sources import Source, find
 from meshtune.weights.export import export_model
 from meshtune.weights.fingerprint import base_hash
@@ -30,7 +33,6 @@ from meshtune.weights.publish import published
 from meshtune.weights.republish import republish
 from meshtune.weights.verify import ExportError, probe_logits
 
-INTO = ("dequantised", "full")
 FORMATS = ("published", *WRITERS)
 
 
@@ -58,6 +60,7 @@ def export(
     max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
     any_base: bool = False,
+    gguf: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ExportResult:
     """Exports `source` (a run, an adapter directory or a model) to the directory `dest`.
@@ -69,7 +72,8 @@ def export(
     model, or the base that the adapter was trained over) linear layers are written as codes of nf4 or int4. With
     `format` "published" a base that is published quantised is written in
     its format again: what was not adapted is copied, what was is quantised again. `base` overrides the path of an
-    adapter's base, and `any_base` accepts a different base. `progress(done, total)` counts bytes. `dest` appears
+    adapter's base, and `any_base` accepts a different base. With `gguf`, a type such as "Q4_K_M", `dest` is a GGUF file
+    for llama.cpp (see runs.export_gguf). `progress(done, total)` counts bytes. `dest` appears
     complete and verified, or not at all.
 
     Raises: UserError for a source without a result, for a base that is not the adapter's, and for a `dest` that is not
@@ -77,6 +81,8 @@ def export(
     """
     resolved = find(source) if base is None else find(base, source)
     dest = Path(dest).expanduser()
+    if gguf is not None:
+        return _as_gguf(resolved, dest, gguf, merge, format, dtype, into, any_base, overwrite, progress)
     if format is not None and format not in FORMATS:
         raise UserError(
             f"there is no format '{format}'", where="--format", fix=f"{nearest(format, FORMATS)}one of {FORMATS}"
@@ -98,7 +104,7 @@ def export(
         fingerprint = base_hash(resolved.base)
         if not any_base:
             check_base(added, str(resolved.base), fingerprint)
-        quantised = _merged_into(added.base, into)
+        quantised = merged_into(added.base, into)
         record = merge_record(added.base, fingerprint, quantised)
         spec, params = attach(load_params(resolved.base, spec, quantize=quantised), spec, added)
         expected = probe_logits(params, spec)
@@ -109,11 +115,7 @@ def export(
         elif spec.published is not None:
             base_note = f", merged into the numbers that its base's {spec.published.method} codes stand for"
     elif merge:
-        raise UserError(
-            "there is no adapter to merge: this is a whole model already",
-            where=str(source),
-            fix="leave --merge out to write it in another dtype or other file sizes",
-        )
+        raise _nothing_to_merge(resolved)
     else:
         params = load_params(resolved.base, spec, quantize=QuantizeConfig(UNQUANTISED))
     done = export_model(
@@ -135,6 +137,44 @@ def export(
     compared = done.verified
     how = f"{compared.tensors} tensors equal, logits within {compared.difference:.1e} (relative) of what was {of}"
     return ExportResult(f"a model in {done.dtype}{base_note}, {len(done.files)} file(s),", done.path, how)
+
+
+def _as_gguf(
+    resolved: Source,
+    dest: Path,
+    file_type: str,
+    merge: bool,
+    format: str | None,
+    dtype: str | None,
+    into: str | None,
+    any_base: bool,
+    overwrite: bool,
+    progress: Callable[[int, int], None] | None,
+) -> ExportResult:
+    """Writes a GGUF file: of an adapter by itself only where it is not to be merged."""
+    if format is not None or dtype is not None:
+        raise UserError(
+            "a GGUF file has types of its own, not a format or a dtype",
+            where="--format" if format is not None else "--dtype",
+            fix=f"leave it out: --gguf {file_type} says how numbers are stored",
+        )
+    if resolved.adapter is None and merge:
+        raise _nothing_to_merge(resolved)
+    if resolved.adapter is not None and not merge:
+        what, verified = export_lora_gguf(resolved, dest, file_type, any_base=any_base, overwrite=overwrite)
+    else:
+        what, verified = export_gguf(
+            resolved, dest, file_type, into=into, any_base=any_base, overwrite=overwrite, progress=progress
+        )
+    return ExportResult(what, dest, verified)
+
+
+def _nothing_to_merge(resolved: Source) -> UserError:
+    return UserError(
+        "there is no adapter to merge: this is a whole model already",
+        where=str(resolved.base),
+        fix="leave --merge out to write it in another dtype or other file sizes",
+    )
 
 
 def _template(resolved: Source) -> str | None:
@@ -234,21 +274,6 @@ def _as_published(
     lost = f"{done.quantised} weights quantised again, which moved their numbers by up to {done.moved:.1%}, "
     how = f"{lost if done.quantised else ''}logits within {done.difference:.1e} (relative) of what was trained"
     return ExportResult(f"a model in {spec.published.method}, as its base is published,", done.path, how)
-
-
-def _merged_into(base: BaseRecord, into: str | None) -> QuantizeConfig | None:
-    """Returns the quantisation of the base that an adapter is merged into, or None for full precision."""
-    if into not in (None, *INTO):
-        raise UserError(
-            f"an adapter cannot be merged into '{into}'", where="--into", fix=f"{nearest(into, INTO)}one of {INTO}"
-        )
-    if into == "dequantised" and base.quantize is None:
-        raise UserError(
-            "the adapter was not trained on a quantised base, so there is nothing to dequantise",
-            where="--into",
-            fix="leave --into out",
-        )
-    return None if into == "full" else base.quantised
 
 
 def merge_record(base: BaseRecord, hash: str, quantised: QuantizeConfig | None) -> dict[str, object]:

@@ -142,7 +142,7 @@ def _base(adapter: Path, named: str | None, revision: str | None) -> Path:
     # A relative path was meant from where the adapter was trained; the adapter may lie beside its base by now, in the
     # run that made both or elsewhere.
     for candidate in (Path(text), adapter / text, adapter.parent / text, adapter.parent / Path(text).name):
-        if candidate.is_dir():
+        if candidate.is_dir() or (candidate.is_file() and candidate.suffix == ".gguf"):
             return _locate(candidate)
     if _is_hub_id(text) and not text.startswith((".", "/")):
         return locate(text, revision or config.get("revision"))

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlparse
 
+from meshtune.cache import cache_folder
 from meshtune.errors import UserError
+from meshtune.weights.gguf.directory import open_gguf
 from meshtune.weights.load import load_config
 from meshtune.weights.modelscope import download_model, modelscope_id
 from meshtune.weights.safetensors_files import headers
@@ -31,10 +33,16 @@ def locate(path_or_id: str | os.PathLike[str], revision: str | None = None, *, a
     """The local directory of a model; a hub id is downloaded first.
 
     `allow` are the patterns of the files to have: MODEL, TOKENIZER for a tokenizer alone, or CONFIG. With MODEL the
+<<<<<<< HEAD
     directory is known to hold a config.json and whole safetensors files. `modelscope:owner/name` is a model of
     ModelScope (see `modelscope_id`). The hub's own cache, HF_TOKEN and
     HF_HUB_OFFLINE are honoured. Raises UserError for a path that does not exist, an unknown or gated repository, an
     unknown revision, no network, or a directory that is not a model's.
+=======
+    directory is known to hold a config.json and whole safetensors files; of a GGUF file it is one that stands for it.
+    The hub's own cache, HF_TOKEN and HF_HUB_OFFLINE are honoured. Raises UserError for a path that does not exist, an
+    unknown or gated repository, an unknown revision, no network, or a directory that is not a model's.
+>>>>>>> 7687424 (Export to GGUF for llama.cpp and Ollama, and GGUF files as models)
     """
     text = os.fspath(path_or_id)
     path = Path(text).expanduser()
@@ -45,9 +53,11 @@ def locate(path_or_id: str | os.PathLike[str], revision: str | None = None, *, a
                 fix="remove the revision, or give a hub id",
             )
         directory = path
+    elif path.is_file() and path.suffix == ".gguf":
+        directory = open_gguf(path, cache_folder())
     elif path.exists():
         raise UserError(
-            f"'{text}' is a file; a model is a directory with config.json and *.safetensors",
+            f"'{text}' is a file; a model is a directory with config.json and *.safetensors, or a GGUF file",
             fix=f"give the folder: {path.parent}",
         )
     elif (repository := modelscope_id(text)) is not None:

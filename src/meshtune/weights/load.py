@@ -214,14 +214,19 @@ def _with_codes(arrays: Mapping[str, ArraySpec | QuantisedWeight], leaves: Leave
     return {path: leaf(path, array) for path, array in arrays.items()}
 
 
-def load_weight(directory: Path, spec: ModelSpec, path: str, layout: Layout | None = None) -> jax.Array:
-    """One array of `load_params`, alone and never quantised, on the devices that `layout` says."""
+def load_weight(
+    directory: Path, spec: ModelSpec, path: str, layout: Layout | None = None, quantize: QuantizeConfig | None = None
+) -> Any:
+    """One array of `load_params`, alone, on the devices that `layout` says; quantised only with `quantize`."""
     directory = Path(directory)
     devices: list[Device] = [None]
     if layout is not None:
         devices = [*_local_devices(layout)]
     with TensorReader() as reader:
-        shards = Shards({path: flatten(abstract_params(spec))[path]}, layout, devices)
+        array: ArraySpec | QuantisedWeight = flatten(abstract_params(spec))[path]
+        if quantize is not None:
+            array = quantised_leaves({path: array}, quantize, spec)[path]
+        shards = Shards({path: array}, layout, devices)
         read_into(shards, _table_of(path, tensors(spec)), model_tensors(directory, spec.published), reader)
         return shards.assembled()[path]
 

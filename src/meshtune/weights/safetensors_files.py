@@ -21,6 +21,7 @@ from meshtune.quantize.published.scheme import Scheme
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+LINK = "model.gguf"  # in the directory that stands for a GGUF file
 SHARD = re.compile(r"^(.+)-(\d{5})-of-(\d{5})\.safetensors$")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 # Host memory that one read may take.
@@ -79,10 +80,14 @@ class Packed:
 def headers(directory: Path) -> dict[str, TensorInfo]:
     """Every tensor of a model directory, in file order, from headers alone.
 
-    model.safetensors if there is one (as transformers prefers), else the shards of model.safetensors.index.json, else
-    a complete set of -00001-of-0000N shards. Raises UserError for missing, half-written or inconsistent files, or
-    weights that are not safetensors.
+    model.safetensors if there is one (as transformers prefers), else the shards of model.safetensors.index.json, else a
+    complete set of -00001-of-0000N shards. Of a directory that stands for a GGUF file: those in it. Raises UserError
+    for missing, half-written or inconsistent files, or weights that are not safetensors.
     """
+    if (directory / LINK).is_file():
+        from meshtune.weights.gguf.directory import infos_of
+
+        return infos_of(directory / LINK)
     infos: dict[str, TensorInfo] = {}
     files, listed = _files(directory)
     for file in files:

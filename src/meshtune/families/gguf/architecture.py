@@ -42,6 +42,8 @@ LAYER = {
 }
 OUTSIDE = {"embed": "token_embd", "norm": "output_norm", "head": "output"}
 WINDOW = "attention.sliding_window"
+QKV = frozenset({"attn/q", "attn/k", "attn/v"})
+ALL_BIASES = QKV | {"attn/o", "mlp/gate", "mlp/up", "mlp/down"}
 
 
 def nothing(_: Any) -> dict[str, Any]:
@@ -60,21 +62,26 @@ class Architecture:
 
     `permuted` says that it rotates pairs of neighbours where the files of transformers have halves: rows of queries and
     keys are in another order. `windows` says that it computes sliding windows as the spec does; elsewhere the context
-    that is written is the shortest window, within which a window changes nothing. `normalized` says whether the weights
-    of a token's experts are divided by their sum. `refusal(spec)` names what a model has that llama.cpp does not
-    compute, `write(spec)` gives metadata beside the usual, without the architecture's name before the keys, and
-    `read(metadata)` the fields of the config for these. `config` are fields that the config has in any case.
+    that is written is the shortest window, within which a window changes nothing. `biases` are the nodes of a layer
+    that may have one, beside norms, and `names` those whose tensors are not called as in LAYER. `normalized` says
+    whether the weights of a token's experts are divided by their sum. `refusal(spec)` names what a model has that
+    llama.cpp does not compute, `write(spec)` gives metadata beside the usual, without the architecture's name before
+    the keys, and `read(metadata)` the fields of the config for these. `config` are fields that the config has in any
+    case, and `expects` names fields of its experts.
     """
 
     name: str
     class_name: str
     permuted: bool = False
     windows: bool = False
+    biases: frozenset[str] = frozenset()
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     normalized: bool | None = None
     refusal: Callable[[ModelSpec], str | None] = accepted
     write: Callable[[ModelSpec], dict[str, Any]] = nothing
     read: Callable[[Metadata], dict[str, Any]] = nothing
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    expects: tuple[str, ...] = ()
 
 
 def attention(spec: ModelSpec) -> AttentionSpec:

@@ -13,7 +13,6 @@ from meshtune.errors import UserError
 from meshtune.families.gguf.architecture import (
     LAYER,
     OUTSIDE,
-    WINDOW,
     Architecture,
     attention,
     experts,
@@ -89,6 +88,10 @@ def _refusal(spec: ModelSpec, architecture: Architecture) -> str | None:
     block = experts(spec)
     if block is not None and block.router.normalize != architecture.normalized:
         return f"norm_topk_prob is {block.router.normalize}"
+    if block is not None and any(layer.ffn is not None and layer.ffn != block for layer in spec.layer_kinds):
+        return "layers without experts between those that have them"
+    if any(isinstance(kind.mixer, AttentionSpec) and kind.mixer.clip is not None for kind in spec.layer_kinds):
+        return "queries, keys and values are clipped (clip_qkv)"
     if architecture.name not in ("gemma3",) and len(spec.ropes) > 1:
         return "layers with different rotary embeddings"
     return architecture.refusal(spec)
@@ -140,16 +143,15 @@ def _parts(spec: ModelSpec, architecture: Architecture) -> list[GgufPart]:
             continue
         place = float(spec.layers)
         _, key, inner = node.split("/", 2)
-        if inner not in LAYER:
+        if inner not in LAYER or (leaf == "bias" and not inner.endswith("_norm") and inner not in architecture.biases):
             raise ValueError(f"it has {inner}/{leaf}")
+        stem = architecture.names.get(inner, LAYER[inner])
         layer, rows = numbers[key]
         mixer = layer.mixer
         view = _view(inner, leaf, array.shape[1:], mixer if isinstance(mixer, AttentionSpec) else None, architecture)
         offset = 1.0 if leaf == "weight" and inner.endswith("_norm") and spec.norm.has_offset else 0.0
         for row, number in enumerate(rows):
-            ordered.append(
-                (float(number), GgufPart(f"blk.{number}.{LAYER[inner]}.{leaf}", path, (row,), view, offset))
-            )
+            ordered.append((float(number), GgufPart(f"blk.{number}.{stem}.{leaf}", path, (row,), view, offset)))
     return [part for _, part in sorted(ordered, key=lambda entry: entry[0])]
 
 

@@ -6,6 +6,8 @@ import dataclasses
 from typing import Any
 
 from meshtune.families.gguf.architecture import (
+    ALL_BIASES,
+    QKV,
     WINDOW,
     Architecture,
     Metadata,
@@ -56,7 +58,9 @@ def _gemma_refusal(whole: int, pattern: int):
 
 def _gemma3_write(spec: ModelSpec) -> dict[str, Any]:
     local = next((rope.theta for rope in spec.ropes if rope != attention(spec).rope), None)
-    return {WINDOW: _window(spec), "rope.freq_base_swa": local if local is not None else 10000.0} | _gemma_softcaps(spec)
+    return {WINDOW: _window(spec), "rope.freq_base_swa": local if local is not None else 10000.0} | _gemma_softcaps(
+        spec
+    )
 
 
 def _gemma3_read(metadata: Metadata) -> dict[str, Any]:
@@ -102,6 +106,11 @@ def _smollm3_refusal(spec: ModelSpec) -> str | None:
     return None if [rotated[n] for n in sorted(rotated)] == expected else "no_rope_layers other than every fourth"
 
 
+def _grouped_refusal(spec: ModelSpec) -> str | None:
+    mixer = attention(spec)
+    return None if mixer.heads == mixer.kv_heads else "norms of keys over fewer heads than there are queries"
+
+
 def _shared(spec: ModelSpec) -> MlpSpec | None:
     block = experts(spec)
     return None if block is None else block.shared
@@ -119,19 +128,31 @@ def _qwen2_moe_read(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-LLAMA = Architecture("llama", "LlamaForCausalLM", permuted=True)
+LLAMA = Architecture("llama", "LlamaForCausalLM", permuted=True, biases=ALL_BIASES)
 # model_type -> architecture.
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": LLAMA,
     "mistral": dataclasses.replace(LLAMA, class_name="MistralForCausalLM"),
     "mixtral": dataclasses.replace(LLAMA, class_name="MixtralForCausalLM", normalized=True),
     "internlm3": dataclasses.replace(LLAMA, class_name="InternLM3ForCausalLM"),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", biases=QKV),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
     "qwen2_moe": Architecture(
-        "qwen2moe", "Qwen2MoeForCausalLM", normalized=False, write=_qwen2_moe_write, read=_qwen2_moe_read
+        "qwen2moe",
+        "Qwen2MoeForCausalLM",
+        biases=QKV,
+        normalized=False,
+        write=_qwen2_moe_write,
+        read=_qwen2_moe_read,
+        expects=("moe_intermediate_size",),
     ),
-    "qwen3_moe": Architecture("qwen3moe", "Qwen3MoeForCausalLM", normalized=True, config={"norm_topk_prob": True}),
+    "qwen3_moe": Architecture(
+        "qwen3moe",
+        "Qwen3MoeForCausalLM",
+        normalized=True,
+        config={"norm_topk_prob": True},
+        expects=("moe_intermediate_size",),
+    ),
     "gemma": Architecture("gemma", "GemmaForCausalLM"),
     "gemma2": Architecture(
         "gemma2",
@@ -151,15 +172,19 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "phi3": Architecture("phi3", "Phi3ForCausalLM"),
     "olmo2": Architecture("olmo2", "Olmo2ForCausalLM"),
-    "olmoe": Architecture("olmoe", "OlmoeForCausalLM", normalized=False, config={"norm_topk_prob": False}),
+    "olmoe": Architecture(
+        "olmoe", "OlmoeForCausalLM", normalized=False, refusal=_grouped_refusal, config={"norm_topk_prob": False}
+    ),
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", permuted=True, refusal=_smollm3_refusal),
-    "seed_oss": Architecture("seed_oss", "SeedOssForCausalLM"),
+    "seed_oss": Architecture("seed_oss", "SeedOssForCausalLM", biases=QKV, names={"mlp_norm": "post_attention_norm"}),
     "granite": Architecture(
-        "granite", "GraniteForCausalLM", permuted=True, write=_granite_write, read=_granite_read
+        "granite", "GraniteForCausalLM", permuted=True, biases=ALL_BIASES, write=_granite_write, read=_granite_read
     ),
     "arcee": Architecture("arcee", "ArceeForCausalLM", permuted=True, config={"hidden_act": "relu2"}),
-    "starcoder2": Architecture("starcoder2", "Starcoder2ForCausalLM", config={"hidden_act": "gelu_pytorch_tanh"}),
-    "stablelm": Architecture("stablelm", "StableLmForCausalLM"),
+    "starcoder2": Architecture(
+        "starcoder2", "Starcoder2ForCausalLM", biases=ALL_BIASES, config={"hidden_act": "gelu_pytorch_tanh"}
+    ),
+    "stablelm": Architecture("stablelm", "StableLmForCausalLM", biases=QKV),
 }
 # Families that llama.cpp has no code for, as far as the names of its architectures say.
 ABSENT = frozenset({"granitemoeshared", "ministral"})

@@ -23,7 +23,11 @@ def rope_metadata(rope: RopeSpec) -> dict[str, Any]:
     if rope.kind == "linear":
         fields |= {"rope.scaling.type": "linear", "rope.scaling.factor": numbers["factor"]}
     elif rope.kind == "yarn":
-        fields |= {"rope.scaling.type": "yarn", "rope.scaling.factor": numbers["factor"], ORIGINAL: rope.original_length}
+        fields |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": numbers["factor"],
+            ORIGINAL: rope.original_length,
+        }
         if not numbers.get("truncate", 1.0):
             raise ValueError("YaRN without truncated bounds (truncate false)")
         usual = 1 + 0.1 * math.log(max(numbers["factor"], 1.0))
@@ -34,7 +38,11 @@ def rope_metadata(rope: RopeSpec) -> dict[str, Any]:
                 fields[f"rope.scaling.yarn_{name}"] = numbers[name]
     elif rope.kind == "longrope":
         magnitude = longrope_magnitude(numbers, rope.original_length, rope.max_length)
-        fields |= {"rope.scaling.type": "longrope", ORIGINAL: rope.original_length, "rope.scaling.attn_factor": magnitude}
+        fields |= {
+            "rope.scaling.type": "longrope",
+            ORIGINAL: rope.original_length,
+            "rope.scaling.attn_factor": magnitude,
+        }
     elif rope.kind not in ("default", "llama3", "dynamic"):
         raise ValueError(f"rotary embeddings of type '{rope.kind}'")
     return fields

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-GROUPS = 1 << 15  # searched at once: one size, so one program
+GROUPS = 1 << 13  # searched at once: one size, so one program, whose arrays stay in a cache
 TINY = 1e-15  # a group of smaller numbers is zero
 
 
@@ -41,7 +41,7 @@ def _in_parts(fit, numbers: np.ndarray) -> list[np.ndarray]:
     for start in range(0, len(flat), GROUPS):
         part = flat[start : start + GROUPS]
         count = len(part)
-        if count < GROUPS and len(flat) > GROUPS:
+        if count < GROUPS:
             part = np.concatenate([part, np.zeros((GROUPS - count, part.shape[1]), part.dtype)])
         results.append(tuple(np.asarray(result)[:count] for result in fit(part)))
     return [np.concatenate(parts).reshape(numbers.shape[:-1]) for parts in zip(*results, strict=True)]
@@ -79,7 +79,11 @@ def _scale_and_minimum(
         least = jnp.where(positive, 0, least)
         difference = error(scale, least, codes)
         better = solvable & (difference < best[0])
-        return jnp.where(better, difference, best[0]), jnp.where(better, scale, best[1]), jnp.where(better, least, best[2])
+        return (
+            jnp.where(better, difference, best[0]),
+            jnp.where(better, scale, best[1]),
+            jnp.where(better, least, best[2]),
+        )
 
     first = (error((high - low) / top, low, codes_of(top, low)), (high - low) / top, low)
     _, scale, least = lax.fori_loop(0, tried[2], candidate, first)

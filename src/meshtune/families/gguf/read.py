@@ -1,0 +1,154 @@
+"""The config of a model in a GGUF file, rebuilt from its metadata."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from meshtune.errors import UserError, nearest
+from meshtune.families import model_spec
+from meshtune.families.gguf.architecture import LAYER, Architecture, Metadata
+from meshtune.families.gguf.layout import gguf_layout
+from meshtune.families.gguf.registry import ARCHITECTURES
+from meshtune.families.gguf.rope import rope_block
+
+# Keys that say nothing about the numbers, or what others say too.
+HARMLESS = frozenset(
+    """context_length vocab_size rope.dimension_count attention.key_length attention.value_length rope.scaling.finetuned
+    feed_forward_length expert_feed_forward_length attention.sliding_window rope.scaling.attn_factor rope.scale_linear
+    attention.layer_norm_epsilon rope.scaling.type rope.scaling.factor expert_shared_count use_parallel_residual
+    attention.causal expert_group_count expert_group_used_count""".split()
+)
+
+
+def config_of(
+    architecture: str,
+    metadata: Metadata,
+    tensors: Mapping[str, np.ndarray],
+    names: Collection[str],
+    rows: int,
+    where: str,
+) -> dict[str, Any]:
+    """The config.json of a model of an architecture; `metadata` without its name before the keys, `tensors` the factors
+    of frequencies, `names` those of all tensors, `rows` the rows of the embedding.
+
+    Raises UserError for an architecture that is not read, and for metadata that says what Meshtune does not compute.
+    """
+    kind = _model_type(architecture, metadata, names, where)
+    chosen = ARCHITECTURES[kind]
+    try:
+        config = _fields(kind, chosen, metadata, tensors, names, rows)
+    except KeyError as error:
+        raise UserError(
+            f"the file's metadata lacks {architecture}.{error.args[0]}",
+            where=where,
+            fix="convert the model again with a current converter",
+        ) from error
+    except ValueError as error:
+        raise UserError(f"the file's model is not one that Meshtune computes: {error}", where=where) from error
+    _check(config, architecture, metadata, where)
+    return config
+
+
+def _model_type(architecture: str, metadata: Metadata, names: Collection[str], where: str) -> str:
+    kinds = [kind for kind, entry in ARCHITECTURES.items() if entry.name == architecture]
+    if not kinds:
+        known = {entry.name for entry in ARCHITECTURES.values()}
+        raise UserError(
+            f"models of llama.cpp's architecture '{architecture}' are not read from GGUF",
+            where=f"{where}, general.architecture",
+            fix=f"{nearest(architecture, known)}read are: {', '.join(sorted(known))}; or give the model's safetensors",
+        )
+    if architecture != "llama":
+        return kinds[0]
+    return "mixtral" if metadata.get("expert_count") else "llama"
+
+
+def _fields(
+    kind: str,
+    architecture: Architecture,
+    metadata: Metadata,
+    tensors: Mapping[str, np.ndarray],
+    names: Collection[str],
+    rows: int,
+) -> dict[str, Any]:
+    embed, heads = _integer(metadata["embedding_length"]), _integer(metadata["attention.head_count"])
+    head_dim = _integer(metadata.get("attention.key_length", embed // heads))
+    if metadata.get("attention.value_length", head_dim) != head_dim:
+        raise ValueError("attention.value_length differs from attention.key_length")
+    dim = _integer(metadata.get("rope.dimension_count", head_dim))
+    block = rope_block(metadata, dict(tensors), dim)
+    if dim != head_dim:
+        block["partial_rotary_factor"] = dim / head_dim
+    context = _integer(metadata["context_length"])
+    config: dict[str, Any] = {
+        "model_type": kind,
+        "architectures": [architecture.class_name],
+        "vocab_size": rows,
+        "hidden_size": embed,
+        "intermediate_size": _integer(metadata["feed_forward_length"]),
+        "num_hidden_layers": _integer(metadata["block_count"]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _integer(metadata.get("attention.head_count_kv", heads)),
+        "head_dim": head_dim,
+        "max_position_embeddings": context,
+        "rope_parameters": block,
+        "tie_word_embeddings": "output.weight" not in names,
+        "sliding_window": None,
+    }
+    for key, field in (("layer_norm_rms_epsilon", "rms_norm_eps"), ("layer_norm_epsilon", "layer_norm_eps")):
+        if f"attention.{key}" in metadata:
+            config[field] = metadata[f"attention.{key}"]
+    if experts := metadata.get("expert_count"):
+        name = "num_local_experts" if kind == "mixtral" else "num_experts"
+        config |= {name: experts, "num_experts_per_tok": metadata["expert_used_count"]}
+        if "moe_intermediate_size" in architecture.expects:
+            config["moe_intermediate_size"] = metadata["expert_feed_forward_length"]
+    config |= _biases(kind, names)
+    return {**config, **architecture.config, **architecture.read(metadata)}
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, list):
+        if len(set(value)) != 1:
+            raise ValueError("layers differ in their numbers of heads or in their widths")
+        value = value[0]
+    return int(value)
+
+
+def _biases(kind: str, names: Collection[str]) -> dict[str, bool]:
+    """The switches of biases, by the tensors that there are."""
+    attention, network = (f"blk.0.{LAYER[node]}.bias" in names for node in ("attn/q", "mlp/up"))
+    output = f"blk.0.{LAYER['attn/o']}.bias" in names
+    switches = {
+        "llama": {"attention_bias": attention, "mlp_bias": network},
+        "smollm3": {"attention_bias": attention, "mlp_bias": network},
+        "granite": {"attention_bias": attention, "mlp_bias": network},
+        "arcee": {"attention_bias": attention, "mlp_bias": network},
+        "seed_oss": {"attention_bias": attention, "attention_out_bias": output, "mlp_bias": network},
+        "starcoder2": {"use_bias": attention},
+        "stablelm": {"use_qkv_bias": attention},
+        "qwen2_moe": {"qkv_bias": attention},
+    }
+    return switches.get(kind, {})
+
+
+def _check(config: dict[str, Any], architecture: str, metadata: Metadata, where: str) -> None:
+    """Raises UserError for a key of the file that the config would be written with another value of, or without."""
+    written = gguf_layout(model_spec(dict(config), where=where)).metadata
+    for key, value in metadata.items():
+        if key in HARMLESS or value in (0, 0.0, False, "none"):
+            continue
+        again = written.get(f"{architecture}.{key}")
+        value = value[0] if isinstance(value, list) and value and len(set(value)) == 1 else value
+        numbers = isinstance(value, int | float) and isinstance(again, int | float)
+        if not (math.isclose(value, again, rel_tol=1e-5, abs_tol=1e-12) if numbers else value == again):
+            raise UserError(
+                f"{architecture}.{key} is {str(value)[:80]} in the file, which Meshtune does not compute"
+                + ("" if again is None else f" (its model would have {again})"),
+                where=where,
+                fix="give the model as safetensors",
+            )

@@ -1,0 +1,145 @@
+"""Exports a run, an adapter or a model as a GGUF file for llama.cpp and Ollama."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshtune.data.tokenizer import load_tokenizer
+from meshtune.errors import UserError
+from meshtune.families.gguf import gguf_layout
+from meshtune.model.spec import ModelSpec
+from meshtune.quantize.gguf.mixture import FILE_TYPES, Mixture, check_file_type
+from meshtune.runs.merged_numbers import merged_numbers
+from meshtune.runs.modelfile import modelfile
+from meshtune.runs.sources import Source
+from meshtune.weights.gguf.file import read_gguf
+from meshtune.weights.gguf.numbers import FileNumbers, Numbers
+from meshtune.weights.gguf.tokens_out import SpecialTokens, tokenizer_metadata
+from meshtune.weights.gguf.writer import Written, write_gguf
+from meshtune.weights.load import load_spec
+from meshtune.weights.publish import disk_errors
+from meshtune.weights.safetensors_files import read_json
+from meshtune.weights.tensor_reader import TensorReader
+from meshtune.weights.verify import ExportError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+SUFFIX = ".gguf"
+QUANTIZATION_VERSION = 2
+
+
+def export_gguf(
+    source: Source,
+    dest: Path,
+    file_type: str,
+    *,
+    into: str | None = None,
+    any_base: bool = False,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[str, str]:
+    """Writes a whole model, an adapter merged into its base, as the GGUF file `dest`, and a Modelfile beside it.
+
+    Tensors are read from their files, and adapters merged, as they are written; the model is never whole in memory.
+    Returns (what was written, how it was verified). Raises UserError for a model that llama.cpp does not compute, a
+    tokenizer that it has not, and a `dest` that exists.
+    """
+    file_type = check_file_type(file_type)
+    check_file(dest, overwrite)
+    spec, _ = load_spec(source.base)
+    with TensorReader() as reader:
+        numbers: Numbers = FileNumbers(source.base, spec, reader)
+        if source.adapter is not None:
+            spec, numbers = merged_numbers(source, numbers, into, any_base)
+        layout = gguf_layout(spec)
+        metadata = general_metadata(layout.architecture.name, dest, FILE_TYPES[file_type][0])
+        tokenizer = load_tokenizer(source.tokenizer, source.chat_template)
+        ends = _ends(source.base)
+        metadata |= _tokenizer_metadata(tokenizer, ends, spec)
+        mixture = Mixture(file_type, spec.layers, spec.tied, _experts(layout.metadata), layout.architecture.name)
+        partial = dest.with_name(f".{dest.name}.partial-{os.getpid()}")
+        try:
+            with disk_errors(dest):
+                dest.parent.mkdir(parents=True, exist_ok=True)
+                written = write_gguf(partial, layout, numbers, mixture, metadata, progress)
+                _verify(partial, len(layout.parts) + len(layout.computed))
+                partial.rename(dest)
+                stops = [tokenizer.decode([id_]) for id_ in ends or (tokenizer.eos_token_id,) if id_ is not None]
+                text = modelfile([f"FROM ./{dest.name}"], tokenizer, stops)
+                modelfile_of(dest).write_text(text, encoding="utf-8")
+        finally:
+            partial.unlink(missing_ok=True)
+    return f"a GGUF model, {file_type}, {written.nbytes / 1e6:,.1f} MB,", _verified(written)
+
+
+def modelfile_of(dest: Path) -> Path:
+    """Where Ollama's description of a GGUF file lies: beside it."""
+    return dest.with_suffix(".Modelfile")
+
+
+def check_file(dest: Path, overwrite: bool) -> None:
+    """Raises UserError for a destination that is not to be written."""
+    if dest.suffix != SUFFIX:
+        raise UserError(
+            f"'{dest.name}' does not end in {SUFFIX}", where="--to", fix=f"name the file {dest.name}{SUFFIX}"
+        )
+    if dest.is_dir():
+        raise UserError("the destination is a directory", where=str(dest), fix="give the name of a file")
+    for file in (dest, modelfile_of(dest)):
+        if file.exists() and not overwrite:
+            raise UserError(f"{file.name} exists already", where=str(file), fix="give another name, or add --overwrite")
+
+
+def general_metadata(architecture: str, dest: Path, file_type: int) -> dict[str, Any]:
+    """The keys that every file of a model has."""
+    return {
+        "general.architecture": architecture,
+        "general.type": "model",
+        "general.name": dest.stem,
+        "general.file_type": file_type,
+        "general.quantization_version": QUANTIZATION_VERSION,
+    }
+
+
+def _experts(metadata: Any) -> int:
+    return next((value for key, value in metadata.items() if key.endswith(".expert_count")), 0)
+
+
+def _tokenizer_metadata(tokenizer: PreTrainedTokenizerFast, ends: tuple[int, ...], spec: ModelSpec) -> dict[str, Any]:
+    plain = tokenizer.encode("a", add_special_tokens=False)
+    whole = tokenizer.encode("a")
+    template = tokenizer.chat_template
+    special = SpecialTokens(
+        bos=tokenizer.bos_token_id,
+        eos=tokenizer.eos_token_id,
+        unknown=tokenizer.unk_token_id,
+        padding=tokenizer.pad_token_id,
+        adds_bos=len(whole) > len(plain) and whole[0] == tokenizer.bos_token_id,
+        adds_eos=len(whole) > len(plain) and whole[-1] == tokenizer.eos_token_id,
+        ends=ends,
+        chat_template=template if isinstance(template, str) else None,
+    )
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    return tokenizer_metadata(content, special, spec.vocab, str(tokenizer.name_or_path))
+
+
+def _ends(base: Path) -> tuple[int, ...]:
+    """The ids at which the model's generation config ends an answer."""
+    file = base / "generation_config.json"
+    ids = read_json(file).get("eos_token_id") if file.is_file() else None
+    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+
+
+def _verify(file: Path, tensors: int) -> None:
+    if len(read_gguf(file).tensors) != tensors:
+        raise ExportError("the file that was written lacks tensors", where=str(file), fix="try again")
+
+
+def _verified(written: Written) -> str:
+    kinds = ", ".join(f"{count} {name}" for name, count in sorted(written.types.items()))
+    return f"{kinds} tensors, their numbers within {written.error:.2%} (root mean square; {written.worst} is the worst)"

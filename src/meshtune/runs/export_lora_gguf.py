@@ -1,0 +1,123 @@
+"""Exports a LoRA adapter as a GGUF file that llama.cpp applies to the GGUF file of its base."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshtune.adapters.lora import LoRA
+from meshtune.adapters.peft_format import LoadedAdapter, check_base, load_adapter
+from meshtune.arrays.tree import flatten
+from meshtune.data.tokenizer import load_tokenizer
+from meshtune.errors import UserError
+from meshtune.families.gguf import GgufLayout, gguf_layout
+from meshtune.families.tensors import View
+from meshtune.quantize.gguf import TYPES, encode
+from meshtune.quantize.gguf.mixture import FLOATS, check_file_type
+from meshtune.runs.export_gguf import check_file, modelfile_of
+from meshtune.runs.modelfile import modelfile
+from meshtune.runs.sources import Source
+from meshtune.weights.fingerprint import base_hash
+from meshtune.weights.gguf.file import header, read_gguf
+from meshtune.weights.load import load_spec
+from meshtune.weights.publish import disk_errors
+
+
+def export_lora_gguf(
+    source: Source, dest: Path, file_type: str, *, any_base: bool = False, overwrite: bool = False
+) -> tuple[str, str]:
+    """Writes the adapter of `source` as `dest`, and a Modelfile beside it. Returns (what was written, how verified).
+
+    Raises UserError for an adapter that is more than low-rank products (modules trained in full, new tokens, other
+    methods), for a quantised type, and as `export_gguf` does.
+    """
+    file_type = check_file_type(file_type)
+    if file_type not in FLOATS:
+        raise UserError(
+            f"an adapter by itself is written in {', '.join(FLOATS)}, not in {file_type}",
+            where="--gguf",
+            fix=f"add --merge to write the merged model in {file_type}, or give --gguf F16",
+        )
+    check_file(dest, overwrite)
+    assert source.adapter is not None
+    spec, _ = load_spec(source.base)
+    adapter = load_adapter(source.adapter, spec)
+    if not any_base:
+        check_base(adapter, str(source.base), base_hash(source.base))
+    layout = gguf_layout(adapter.spec)
+    tensors, alpha = _tensors(adapter, layout)
+    metadata: dict[str, Any] = {
+        "general.architecture": layout.architecture.name,
+        "general.type": "adapter",
+        "general.name": dest.stem,
+        "adapter.type": "lora",
+        "adapter.lora.alpha": alpha,
+    }
+    chosen = {name: (TYPES[file_type], array.shape) for name, array in tensors.items()}
+    start, offsets = header(metadata, chosen)
+    partial = dest.with_name(f".{dest.name}.partial-{os.getpid()}")
+    tokenizer = load_tokenizer(source.tokenizer, source.chat_template)
+    try:
+        with disk_errors(dest):
+            dest.parent.mkdir(parents=True, exist_ok=True)
+            with partial.open("wb") as stream:
+                stream.write(start)
+                for name, array in tensors.items():
+                    stream.seek(offsets[name])
+                    stream.write(encode(file_type, array).tobytes())
+                stream.flush()
+                os.fsync(stream.fileno())
+            read_gguf(partial)
+            partial.rename(dest)
+            lines = ["# FROM is the GGUF file of the base: meshtune export BASE --to base.gguf --gguf Q8_0"]
+            lines += ["FROM ./base.gguf", f"ADAPTER ./{dest.name}"]
+            modelfile_of(dest).write_text(modelfile(lines, tokenizer, []), encoding="utf-8")
+    finally:
+        partial.unlink(missing_ok=True)
+    return f"a LoRA GGUF, {file_type},", f"{len(tensors) // 2} adapted matrices, alpha {alpha:g}"
+
+
+def _tensors(adapter: LoadedAdapter, layout: GgufLayout) -> tuple[dict[str, np.ndarray], float]:
+    """The factors by name, with A as peft has it and B in the order of the base's rows; and the alpha that llama.cpp
+    divides by a product's rank. Scales that differ from it are multiplied into B."""
+    parts = {(part.path, part.index[:1]): part for part in layout.parts}
+    tensors: dict[str, np.ndarray] = {}
+    alpha: float | None = None
+    for path, leaf in flatten(adapter.trainable).items():
+        node, _, last = path.rpartition("/")
+        if last != "adapter" or type(leaf) is not LoRA or adapter.config.adapter != "lora" or adapter.frozen:
+            what = (
+                f"an adapter of the kind '{adapter.config.adapter}'"
+                if last == "adapter"
+                else f"{path}, trained in full,"
+            )
+            raise UserError(
+                f"{what} cannot be said in a LoRA GGUF, which has low-rank products alone",
+                where=str(node),
+                fix="add --merge to write the merged model",
+            )
+        alpha = leaf.scale * leaf.rank if alpha is None else alpha
+        a, b = np.asarray(leaf.a, np.float32), np.asarray(leaf.b, np.float32)
+        b = b * np.float32(leaf.scale * leaf.rank / alpha)
+        stacked = path.startswith("layers/")
+        for row in range(a.shape[0] if stacked else 1):
+            part = parts[f"{node}/weight", (row,) if stacked else ()]
+            row_a, row_b = (a[row], b[row]) if stacked else (a, b)
+            tensors |= _factors(part.name, part.view, row_a, row_b)
+    if alpha is None:
+        raise UserError("the adapter adapts nothing", fix="give another adapter")
+    return tensors, alpha
+
+
+def _factors(name: str, view: View, a: np.ndarray, b: np.ndarray) -> dict[str, np.ndarray]:
+    if not view.is_identity:
+        rows = view.of_rows(b.shape[-1])
+        in_file = np.empty(rows.tensor, np.float32)
+        rows.write(b, in_file)
+        b = in_file
+    if name == "token_embd.weight":
+        a = np.ascontiguousarray(a.T)
+    return {f"{name}.lora_a": a, f"{name}.lora_b": b}

@@ -1,0 +1,201 @@
+"""The header of a GGUF file: its metadata and where each tensor lies, read and written.
+
+The header is read here rather than with the package gguf so that a truncated file is reported as what it is, and since
+vocabularies of a quarter of a million strings take a second here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import mmap
+import re
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshtune.errors import UserError
+from meshtune.quantize.gguf import BY_ID, GgmlType
+
+MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
+STRING, ARRAY, BOOL = 8, 9, 7
+NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+LARGEST = 1 << 32  # no sound file has as many entries
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufTensor:
+    """A tensor of a file: its type, its shape with rows first, and the bytes from `start` on."""
+
+    type: GgmlType
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufFile:
+    """A file's metadata and tensors, from its header alone."""
+
+    file: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture", ""))
+
+    def of_architecture(self) -> dict[str, Any]:
+        """The metadata of the architecture, without its name before the keys."""
+        start = f"{self.architecture}."
+        return {key.removeprefix(start): value for key, value in self.metadata.items() if key.startswith(start)}
+
+
+def read_gguf(file: Path) -> GgufFile:
+    """Reads a header. Raises UserError for what is no GGUF file, is not whole, or has tensors of an unknown type."""
+    size = file.stat().st_size
+    if size < 24:
+        raise broken(file, f"it is {size} bytes long, too short for a header")
+    with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        cursor = _Cursor(file, mapped)
+        _check_start(file, cursor)
+        tensors, entries = cursor.count("tensors"), cursor.count("metadata")
+        metadata: dict[str, Any] = {}
+        for _ in range(entries):
+            key = cursor.string()
+            metadata[key] = cursor.value(cursor.number("<I"))
+        infos = [(cursor.string(), cursor.shape(), cursor.number("<I"), cursor.number("<Q")) for _ in range(tensors)]
+        end = cursor.at
+    if (parts := metadata.get("split.count", 1)) > 1:
+        raise UserError(
+            f"this is one of the {parts} parts that a GGUF model is split into",
+            where=str(file),
+            fix="join them first: llama-gguf-split --merge FIRST_PART OUT.gguf",
+        )
+    alignment = int(metadata.get("general.alignment", ALIGNMENT))
+    data = -(-end // alignment) * alignment
+    located = {name: _tensor(file, name, shape, kind, data + offset) for name, shape, kind, offset in infos}
+    last = max((tensor.start + tensor.nbytes for tensor in located.values()), default=data)
+    if last > size:
+        raise broken(file, f"its tensors end at byte {last:,}, and the file after {size:,}")
+    return GgufFile(file, metadata, located)
+
+
+def _check_start(file: Path, cursor: _Cursor) -> None:
+    magic = cursor.take(4)
+    if magic != MAGIC:
+        if magic.startswith(b"vers"):
+            raise broken(file, "it is a Git LFS pointer, not the weights themselves", "run `git lfs pull` in the clone")
+        raise broken(file, f"it begins with {magic!r} and not with {MAGIC!r}", "give a GGUF file, or a model directory")
+    version = cursor.number("<I")
+    if version not in (2, 3):
+        raise broken(file, f"it has version {version}; 2 and 3 are read", "convert it again with a current llama.cpp")
+
+
+def _tensor(file: Path, name: str, shape: tuple[int, ...], kind: int, start: int) -> GgufTensor:
+    if kind not in BY_ID:
+        raise UserError(
+            f"tensor '{name}' has type {kind}, which is not known",
+            where=str(file),
+            fix="give a file with types of llama.cpp's own, such as Q4_K_M, Q8_0 or F16",
+        )
+    try:
+        row = BY_ID[kind].row_bytes(shape[-1])
+    except ValueError as error:
+        raise broken(file, f"tensor '{name}' {list(shape)}: {error}") from error
+    return GgufTensor(BY_ID[kind], shape, start, math.prod(shape[:-1]) * row)
+
+
+class _Cursor:
+    """Reads values one after another from the start of a file."""
+
+    def __init__(self, file: Path, content: mmap.mmap):
+        self.file, self.content, self.at = file, content, 0
+
+    def take(self, length: int) -> bytes:
+        if self.at + length > len(self.content):
+            raise broken(self.file, f"its header goes on beyond its end, after {len(self.content):,} bytes")
+        self.at += length
+        return self.content[self.at - length : self.at]
+
+    def number(self, form: str) -> int:
+        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
+
+    def count(self, what: str) -> int:
+        count = self.number("<Q")
+        if count > LARGEST:
+            raise broken(self.file, f"it is said to have {count:,} {what}")
+        return count
+
+    def string(self) -> str:
+        length = self.count("bytes in a string")
+        return self.take(length).decode("utf-8", errors="replace")
+
+    def shape(self) -> tuple[int, ...]:
+        dimensions = self.number("<I")
+        if not 1 <= dimensions <= 4:
+            raise broken(self.file, f"a tensor has {dimensions} dimensions")
+        return tuple(self.number("<Q") for _ in range(dimensions))[::-1]
+
+    def value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self.string()
+        if kind in NUMBERS:
+            dtype = np.dtype(NUMBERS[kind])
+            return np.frombuffer(self.take(dtype.itemsize), dtype)[0].item()
+        if kind != ARRAY:
+            raise broken(self.file, f"a value of its metadata has type {kind}")
+        inner, count = self.number("<I"), self.count("values in an array")
+        if inner in NUMBERS:
+            dtype = np.dtype(NUMBERS[inner])
+            return np.frombuffer(self.take(dtype.itemsize * count), dtype).tolist()
+        return [self.value(inner) for _ in range(count)]
+
+
+def header(
+    metadata: Mapping[str, Any], tensors: Mapping[str, tuple[GgmlType, tuple[int, ...]]]
+) -> tuple[bytes, dict[str, int]]:
+    """(the bytes before the data, where each tensor starts in the file)."""
+    parts = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
+    parts += [_string(key) + _value(value) for key, value in metadata.items()]
+    offset, offsets = 0, {}
+    for name, (kind, shape) in tensors.items():
+        offsets[name] = offset
+        dimensions = struct.pack(f"<{len(shape)}Q", *shape[::-1])
+        parts.append(_string(name) + struct.pack("<I", len(shape)) + dimensions + struct.pack("<IQ", kind.id, offset))
+        nbytes = math.prod(shape[:-1]) * kind.row_bytes(shape[-1])
+        offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    content = b"".join(parts)
+    content += bytes(-len(content) % ALIGNMENT)
+    return content, {name: len(content) + start for name, start in offsets.items()}
+
+
+def _string(text: str) -> bytes:
+    content = text.encode()
+    return struct.pack("<Q", len(content)) + content
+
+
+def _value(value: Any) -> bytes:
+    """A value after its type: integers are uint32 (or int32, uint64), floats float32, lists arrays of one type."""
+    if isinstance(value, str):
+        return struct.pack("<I", STRING) + _string(value)
+    if isinstance(value, list):
+        if value and isinstance(value[0], str):
+            return struct.pack("<IIQ", ARRAY, STRING, len(value)) + b"".join(map(_string, value))
+        kind = 7 if value and isinstance(value[0], bool) else 6 if value and isinstance(value[0], float) else 5
+        return struct.pack("<IIQ", ARRAY, kind, len(value)) + np.asarray(value, NUMBERS[kind]).tobytes()
+    if isinstance(value, bool):
+        kind = BOOL
+    elif isinstance(value, int):
+        kind = 4 if 0 <= value < 1 << 32 else 5 if -(1 << 31) <= value < 0 else 10
+    else:
+        kind = 6
+    return struct.pack("<I", kind) + np.asarray(value, NUMBERS[kind]).tobytes()
+
+
+def broken(file: Path, reason: str, fix: str = "download or copy the file again") -> UserError:
+    """The error for a GGUF file that is damaged."""
+    return UserError(f"{file.name} is not a whole GGUF file: {re.sub(chr(10), ' ', reason)}", where=str(file), fix=fix)

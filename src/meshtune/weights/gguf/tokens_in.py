@@ -1,0 +1,160 @@
+"""The tokenizer of a GGUF file as the files that transformers reads: tokenizer.json and tokenizer_config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshtune.errors import UserError
+from meshtune.weights.gguf.pre_tokenizers import rules_of, steps_of
+from meshtune.weights.gguf.tokens_out import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED
+
+KEY = "tokenizer.ggml."
+NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+
+
+def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """{"tokenizer.json": .., "tokenizer_config.json": ..} of a file's metadata.
+
+    Raises UserError for a kind of tokenizer or a pre-tokenizer that is not known, and for what does not fit together.
+    """
+    kind = metadata.get(f"{KEY}model")
+    if kind not in ("gpt2", "llama"):
+        raise UserError(
+            f"the file's tokenizer is of the kind {kind!r}; read are 'gpt2' (byte level) and 'llama' (sentencepiece)",
+            where=where,
+            fix="set model.tokenizer to the tokenizer of the model it was made from",
+        )
+    tokens: list[str] = metadata.get(f"{KEY}tokens", [])
+    types: list[int] = metadata.get(f"{KEY}token_type", [NORMAL] * len(tokens))
+    if not tokens or len(types) != len(tokens):
+        raise UserError(f"the file has {len(tokens)} tokens and {len(types)} types of tokens", where=where)
+    ids = {name: metadata.get(f"{KEY}{name}_token_id") for name in NAMES}
+    for name, id_ in ids.items():
+        if id_ is not None and not 0 <= id_ < len(tokens):
+            raise UserError(f"{KEY}{name}_token_id is {id_}, and there are {len(tokens)} tokens", where=where)
+    tokenizer = _bytes(metadata, tokens, types, where) if kind == "gpt2" else _pieces(metadata, tokens, types, ids)
+    add_bos = bool(metadata.get(f"{KEY}add_bos_token", kind == "llama"))
+    add_eos = bool(metadata.get(f"{KEY}add_eos_token", False))
+    tokenizer["post_processor"] = _template(tokens, ids["bos"] if add_bos else None, ids["eos"] if add_eos else None)
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": add_bos,
+        "add_eos_token": add_eos,
+        **{NAMES[name]: tokens[id_] for name, id_ in ids.items() if id_ is not None},
+    }
+    if template := metadata.get("tokenizer.chat_template"):
+        config["chat_template"] = template
+    return {"tokenizer.json": tokenizer, "tokenizer_config.json": config}
+
+
+def _bytes(metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int], where: str) -> dict[str, Any]:
+    rules = rules_of(metadata.get(f"{KEY}pre"), where)
+    merges = [merge.split(" ", 1) for merge in metadata.get(f"{KEY}merges", [])]
+    vocab = {text: id_ for id_, text in enumerate(tokens) if types[id_] == NORMAL}
+    model = {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": rules.ignore_merges}
+    model |= {"dropout": None, "unk_token": None, "fuse_unk": False, "byte_fallback": False}
+    return _tokenizer(
+        model,
+        tokens,
+        types,
+        normalizer={"type": "NFC"} if rules.nfc else None,
+        pre_tokenizer=steps_of(rules),
+        decoder={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+    )
+
+
+def _pieces(
+    metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int], ids: Mapping[str, int | None]
+) -> dict[str, Any]:
+    scores: list[float] = metadata.get(f"{KEY}scores", [0.0] * len(tokens))
+    inside = (NORMAL, BYTE, UNKNOWN, CONTROL)
+    vocab = {text: id_ for id_, text in enumerate(tokens) if types[id_] in inside}
+    mergeable = {text for text, id_ in vocab.items() if types[id_] == NORMAL}
+    unknown = tokens[ids["unknown"]] if ids["unknown"] is not None else None
+    model = {"type": "BPE", "vocab": vocab, "merges": _merges(vocab, mergeable, scores), "ignore_merges": False}
+    model |= {"dropout": None, "unk_token": unknown, "fuse_unk": True, "byte_fallback": BYTE in types}
+    prefix = bool(metadata.get(f"{KEY}add_space_prefix", True))
+    steps: list[dict[str, Any]] = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
+    steps.append({"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
+    decoding = [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []),
+    ]
+    return _tokenizer(
+        model,
+        tokens,
+        types,
+        normalizer={"type": "Sequence", "normalizers": steps},
+        pre_tokenizer=None,
+        decoder={"type": "Sequence", "decoders": decoding},
+    )
+
+
+def _merges(vocab: Mapping[str, int], mergeable: set[str], scores: Sequence[float]) -> list[list[str]]:
+    """Every division of a piece into two others, those of the piece with the highest score first."""
+    pairs: list[tuple[float, int, int, str, str]] = []
+    for text in mergeable:
+        id_ = vocab[text]
+        for cut in range(1, len(text)):
+            first, second = text[:cut], text[cut:]
+            if first in mergeable and second in mergeable:
+                pairs.append((-scores[id_], vocab[first], vocab[second], first, second))
+    return [[first, second] for *_, first, second in sorted(pairs)]
+
+
+def _tokenizer(
+    model: dict[str, Any],
+    tokens: list[str],
+    types: Sequence[int],
+    *,
+    normalizer: dict[str, Any] | None,
+    pre_tokenizer: dict[str, Any] | None,
+    decoder: dict[str, Any],
+) -> dict[str, Any]:
+    added = [
+        {
+            "id": id_,
+            "content": text,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": kind != USER_DEFINED,
+        }
+        for id_, (text, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind in (CONTROL, UNKNOWN, USER_DEFINED)
+    ]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": None,
+        "decoder": decoder,
+        "model": model,
+    }
+
+
+def _template(tokens: list[str], bos: int | None, eos: int | None) -> dict[str, Any] | None:
+    """The post-processor that begins and ends a text with tokens; None where there are none."""
+    if bos is None and eos is None:
+        return None
+
+    def single(sequence: str, number: int) -> list[dict[str, Any]]:
+        before = [] if bos is None else [{"SpecialToken": {"id": tokens[bos], "type_id": number}}]
+        after = [] if eos is None else [{"SpecialToken": {"id": tokens[eos], "type_id": number}}]
+        return [*before, {"Sequence": {"id": sequence, "type_id": number}}, *after]
+
+    used = {tokens[id_]: id_ for id_ in (bos, eos) if id_ is not None}
+    return {
+        "type": "TemplateProcessing",
+        "single": single("A", 0),
+        "pair": [*single("A", 0), *single("B", 1)],
+        "special_tokens": {text: {"id": text, "ids": [id_], "tokens": [text]} for text, id_ in used.items()},
+    }

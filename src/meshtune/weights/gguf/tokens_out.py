@@ -1,0 +1,113 @@
+"""A tokenizer.json as the metadata of a GGUF file."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from meshtune.errors import UserError
+from meshtune.weights.gguf.pre_tokenizers import name_of
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+SPACE = "\u2581"
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecialTokens:
+    """What a tokenizer says beside its tokenizer.json: ids, whether it begins and ends a text with them, and the chat
+    template. `ends` are further ids at which an answer ends."""
+
+    bos: int | None = None
+    eos: int | None = None
+    unknown: int | None = None
+    padding: int | None = None
+    adds_bos: bool = False
+    adds_eos: bool = False
+    ends: tuple[int, ...] = ()
+    chat_template: str | None = None
+
+
+def tokenizer_metadata(tokenizer: Mapping[str, Any], special: SpecialTokens, rows: int, where: str) -> dict[str, Any]:
+    """The keys of a tokenizer for a model with `rows` rows of embeddings; tokens that there are not are called [PADi].
+
+    Raises UserError for a vocabulary that is larger than the embedding, for a model that is not byte pair encoding, and
+    for a pre-tokenizer that llama.cpp has no known name for.
+    """
+    model = tokenizer["model"]
+    if model.get("type", "BPE") != "BPE":
+        raise UserError(
+            f"llama.cpp's tokenizers are byte pair encoding, this one is {model.get('type')}",
+            where=where,
+            fix="export the model as safetensors",
+        )
+    tokens, types = _tokens(tokenizer, rows, where)
+    if _is_sentencepiece(tokenizer):
+        fields = _sentencepiece(tokenizer, tokens)
+    else:
+        fields = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": name_of(tokenizer, where)}
+        fields["tokenizer.ggml.merges"] = [" ".join(_pair(merge)) for merge in model["merges"]]
+    fields |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    ids = {"bos": special.bos, "eos": special.eos, "unknown": special.unknown, "padding": special.padding}
+    further = [id_ for id_ in special.ends if id_ != special.eos]
+    ids["eot"] = further[0] if further else None
+    fields |= {f"tokenizer.ggml.{name}_token_id": id_ for name, id_ in ids.items() if id_ is not None}
+    fields |= {"tokenizer.ggml.add_bos_token": special.adds_bos, "tokenizer.ggml.add_eos_token": special.adds_eos}
+    if special.chat_template is not None:
+        fields["tokenizer.chat_template"] = special.chat_template
+    return fields
+
+
+def _tokens(tokenizer: Mapping[str, Any], rows: int, where: str) -> tuple[list[str], list[int]]:
+    model = tokenizer["model"]
+    by_id = {id_: (text, NORMAL) for text, id_ in model["vocab"].items()}
+    if model.get("byte_fallback"):
+        by_id |= {id_: (text, BYTE) for id_, (text, _) in by_id.items() if BYTE_TOKEN.fullmatch(text)}
+    for added in tokenizer.get("added_tokens", ()):
+        kind = CONTROL if added["special"] else USER_DEFINED
+        by_id[added["id"]] = (added["content"], UNKNOWN if added["content"] == model.get("unk_token") else kind)
+    if by_id and max(by_id) >= rows:
+        raise UserError(
+            f"the tokenizer has ids up to {max(by_id)}, and the model's embedding has {rows} rows",
+            where=where,
+            fix="give the tokenizer of this model, or resize its embedding",
+        )
+    named = [by_id.get(id_, (f"[PAD{id_}]", UNUSED)) for id_ in range(rows)]
+    return [text for text, _ in named], [kind for _, kind in named]
+
+
+def _is_sentencepiece(tokenizer: Mapping[str, Any]) -> bool:
+    """Whether pieces are of characters with spaces marked, as of sentencepiece, and not of bytes."""
+    return bool(tokenizer["model"].get("byte_fallback")) or SPACE in str(tokenizer.get("normalizer"))
+
+
+def _sentencepiece(tokenizer: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
+    """Of two neighbours sentencepiece merges those with the highest score: the earlier of two merges."""
+    ranks: dict[str, int] = {}
+    for rank, merge in enumerate(tokenizer["model"]["merges"]):
+        ranks.setdefault("".join(_pair(merge)), rank)
+    last = float(len(tokenizer["model"]["merges"]) + 1)
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.scores": [-float(ranks.get(token, last)) for token in tokens],
+        "tokenizer.ggml.add_space_prefix": _adds_space(tokenizer),
+    }
+
+
+def _adds_space(tokenizer: Mapping[str, Any]) -> bool:
+    normalizer, pre = tokenizer.get("normalizer") or {}, tokenizer.get("pre_tokenizer") or {}
+    steps = normalizer.get("normalizers", [normalizer])
+    prepends = any(step.get("type") == "Prepend" for step in steps)
+    metaspace = pre.get("type") == "Metaspace" and pre.get("prepend_scheme", "always") != "never"
+    return prepends or metaspace
+
+
+def _pair(merge: Any) -> tuple[str, str]:
+    """The two parts of a merge, which is a list of them or, in older files, one text."""
+    if isinstance(merge, str):
+        first, _, second = merge.partition(" ")
+        return first, second
+    return merge[0], merge[1]

@@ -1,0 +1,106 @@
+"""Writes a model as a GGUF file, tensor by tensor: host memory holds one part of one tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshtune.errors import UserError
+from meshtune.families.gguf import GgufLayout, GgufPart
+from meshtune.quantize.gguf import TYPES, decode, encode
+from meshtune.quantize.gguf.mixture import Mixture
+from meshtune.weights.gguf.file import ALIGNMENT, header
+from meshtune.weights.gguf.numbers import Numbers
+
+PART_NUMBERS = 1 << 22  # that are read, encoded and written together
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """What was written: tensors by type, bytes, and the error of what is stored relative to the numbers it was made
+    from, of the worst tensor (root mean square)."""
+
+    types: Mapping[str, int]
+    nbytes: int
+    error: float
+    worst: str
+
+
+def write_gguf(
+    file: Path,
+    layout: GgufLayout,
+    numbers: Numbers,
+    mixture: Mixture,
+    metadata: Mapping[str, Any],
+    progress: Callable[[int, int], None] | None = None,
+) -> Written:
+    """Writes a file with a mixture of types; `metadata` beside the layout's. Raises UserError for numbers that are not
+    finite, or too large for float16."""
+    chosen = {
+        part.name: (TYPES[mixture.type_of(part.name, part.view.tensor)], part.view.tensor) for part in layout.parts
+    }
+    chosen |= {name: (TYPES["F32"], array.shape) for name, array in layout.computed.items()}
+    start, offsets = header({**metadata, **layout.metadata}, chosen)
+    total = sum(math.prod(shape) for _, shape in chosen.values())
+    done, worst, counts = 0, (0.0, ""), dict[str, int]()
+    with file.open("wb") as stream:
+        stream.write(start)
+        for name, array in layout.computed.items():
+            stream.seek(offsets[name])
+            stream.write(np.asarray(array, np.float32).tobytes())
+        for part in sorted(layout.parts, key=lambda part: numbers.group(part.path)):
+            kind = chosen[part.name][0].name
+            counts[kind] = counts.get(kind, 0) + 1
+            stream.seek(offsets[part.name])
+            squares = differences = 0.0
+            for rows in _rows(part, numbers):
+                content = encode(kind, rows)
+                _check(part.name, kind, rows, content)
+                stream.write(content.tobytes())
+                squares += float(np.square(rows, dtype=np.float64).sum())
+                differences += float(np.square(decode(kind, content) - rows, dtype=np.float64).sum())
+                done += rows.size
+                if progress:
+                    progress(done, total)
+            worst = max(worst, ((differences / squares) ** 0.5 if squares else 0.0, part.name))
+        ends = (
+            offsets[name] + math.prod(shape[:-1]) * kind.row_bytes(shape[-1]) for name, (kind, shape) in chosen.items()
+        )
+        stream.truncate(-(-max(ends) // ALIGNMENT) * ALIGNMENT)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return Written(counts, file.stat().st_size, *worst)
+
+
+def _rows(part: GgufPart, numbers: Numbers) -> Iterator[np.ndarray]:
+    """The rows of a tensor [rows, columns], in order."""
+    shape = part.view.tensor
+    if not part.view.is_identity:
+        tensor = np.empty(shape, np.float32)
+        part.view.write(numbers.rows(part.path, part.index, 0, part.view.shape[0]), tensor)
+        yield tensor.reshape(-1, shape[-1]) + np.float32(part.offset)
+        return
+    inner = math.prod(shape[1:])
+    step = max(1, PART_NUMBERS // inner) if len(shape) > 1 else shape[0]
+    for start in range(0, shape[0], step):
+        rows = numbers.rows(part.path, part.index, start, min(shape[0], start + step))
+        yield rows.reshape(-1, shape[-1]) + np.float32(part.offset)
+
+
+def _check(name: str, kind: str, rows: np.ndarray, content: np.ndarray) -> None:
+    if not np.isfinite(rows).all():
+        raise UserError(
+            f"tensor '{name}' has numbers that are not finite",
+            where=name,
+            fix="the model is damaged, or its training diverged: export an earlier checkpoint",
+        )
+    if kind == "F16" and not np.isfinite(content.view(np.float16)).all():
+        raise UserError(
+            f"tensor '{name}' has numbers beyond float16's range", where=name, fix="write it with --gguf BF16"
+        )

@@ -1,0 +1,176 @@
+"""Models as GGUF files, loaded by a real llama.cpp, and read back as models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from families import case
+from families.cases import BY_NAME
+from gguf_models import logits_of, small_model, with_tokenizer
+from llama_cpp import LlamaCpp
+from meshtune.data.tokenizer import load_tokenizer
+from meshtune.errors import UserError
+from meshtune.quantize.gguf.mixture import FILE_TYPES
+from meshtune.runs.export import export
+from meshtune.weights.gguf.file import read_gguf
+from meshtune.weights.hub import locate
+from meshtune.weights.load import load_spec
+
+# llama.cpp computes GELU by a table of float16, all else in float32 as we do.
+EXACT, BY_TABLE = 3e-5, 1e-2
+CASES = {
+    "llama_bias": EXACT,
+    "llama_tied": EXACT,
+    "rope_linear": EXACT,
+    "rope_yarn": EXACT,
+    "rope_llama3": EXACT,
+    "rope_dynamic": EXACT,
+    "mistral": EXACT,
+    "mixtral": EXACT,
+    "internlm3": EXACT,
+    "qwen2": EXACT,
+    "qwen3": EXACT,
+    "qwen2_moe": EXACT,
+    "qwen3_moe": EXACT,
+    "gemma": BY_TABLE,
+    "gemma2": BY_TABLE,
+    "gemma3_text": BY_TABLE,
+    "phi3": EXACT,
+    "phi3_longrope": EXACT,
+    "olmo2": EXACT,
+    "olmoe": EXACT,
+    "smollm3": EXACT,
+    "seed_oss": EXACT,
+    "granite": EXACT,
+    "arcee": EXACT,
+    "starcoder2": BY_TABLE,
+    "stablelm": EXACT,
+}
+# What llama.cpp computes of a family that the case of tests/families goes beyond.
+WITHIN = {
+    "mixtral": {"sliding_window": None},
+    "qwen3_moe": {"mlp_only_layers": []},
+    "gemma2": {"query_pre_attn_scalar": 8, "head_dim": 8},
+    "gemma3_text": {"query_pre_attn_scalar": 8, "head_dim": 8, "layer_types": None, "num_hidden_layers": 7},
+    "olmoe": {"num_key_value_heads": 4, "clip_qkv": None},
+    "smollm3": {"no_rope_layers": [1, 1, 1, 0], "layer_types": None, "sliding_window": None},
+}
+QUICK = ("llama_tied", "mixtral", "gemma2")
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MESHTUNE_CACHE", str(tmp_path / "cache"))
+
+
+def model_of(name: str) -> Path:
+    if name not in WITHIN:
+        return small_model(name)
+    directory = case.directory(BY_NAME[name].changed(**WITHIN[name]))
+    return with_tokenizer(directory, load_spec(directory)[0].vocab)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_llama_cpp_computes_the_logits_of_the_model(name: str, tmp_path: Path):
+    directory, file = model_of(name), tmp_path / "model.gguf"
+    export(directory, file, gguf="F32")
+    context = read_gguf(file).of_architecture()["context_length"]
+    tokens = np.random.default_rng(0).integers(3, 90, min(24, context)).tolist()
+    expected = logits_of(directory, tokens)
+    with LlamaCpp(file) as model:
+        assert np.abs(model.logits(tokens) - expected).max() < CASES[name] * np.abs(expected).max()
+    assert np.array_equal(logits_of(locate(file), tokens), expected)  # read back as a model
+
+
+def test_greedy_text_of_a_trained_model_is_the_known_one(stories260k: Path, tmp_path: Path):
+    file = tmp_path / "stories.gguf"
+    export(stories260k, file, gguf="F32")
+    known = json.loads((stories260k / "golden_greedy_200.json").read_text(encoding="utf-8"))["token_ids"]
+    text = load_tokenizer(stories260k).decode(known, skip_special_tokens=True)
+    with LlamaCpp(file) as model:
+        assert model.greedy(known[:1], len(known) - 1) == known[1:]
+        assert model.tokenize(text[:200]) == load_tokenizer(stories260k).encode(text[:200])
+
+
+@pytest.mark.parametrize("file_type", FILE_TYPES)
+def test_every_type_loads_generates_and_is_read_back(stories260k: Path, tmp_path: Path, file_type: str):
+    file = tmp_path / "stories.gguf"
+    result = export(stories260k, file, gguf=file_type)
+    assert file_type in result.what
+    tokens = [1, 403, 407, 261, 378]
+    with LlamaCpp(file) as model:
+        theirs = model.logits(tokens)
+        assert len(model.greedy(tokens, 20)) == 20
+    ours, original = logits_of(locate(file), tokens), logits_of(stories260k, tokens)
+    # llama.cpp rounds what it multiplies quantised weights with to eight bits.
+    scale = np.abs(original).max()
+    assert np.abs(ours - theirs).max() < scale * (3e-5 if file_type == "F32" else 0.05)
+    assert np.abs(ours - original).max() < scale * (0.25 if file_type == "Q4_0" else 0.12)
+
+
+def test_a_tokenizer_is_rebuilt(stories260k: Path, tmp_path: Path):
+    file = tmp_path / "stories.gguf"
+    export(stories260k, file, gguf="F16")
+    rebuilt, original = load_tokenizer(file), load_tokenizer(stories260k)
+    for text in ("Once upon a time, there was a  cat", " hello\nworld é 🚀", "a"):
+        assert rebuilt.encode(text) == original.encode(text)
+        assert rebuilt.decode(rebuilt.encode(text)) == original.decode(original.encode(text))
+
+
+def test_a_file_that_is_there_is_not_replaced_unasked(stories260k: Path, tmp_path: Path):
+    file = tmp_path / "stories.gguf"
+    file.write_bytes(b"mine")
+    with pytest.raises(UserError, match="exists already"):
+        export(stories260k, file, gguf="F16")
+    assert file.read_bytes() == b"mine"
+    export(stories260k, file, gguf="F16", overwrite=True)
+    assert (tmp_path / "stories.Modelfile").read_text(encoding="utf-8").startswith("FROM ./stories.gguf\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gguf": "Q4_K_S"}, "did you mean 'Q4_K_M'"),
+        ({"gguf": "F16", "dtype": "float32"}, "types of its own"),
+        ({"gguf": "F16", "merge": True}, "no adapter to merge"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(stories260k: Path, tmp_path: Path, options: dict, message: str):
+    with pytest.raises(UserError, match=message):
+        export(stories260k, tmp_path / "x.gguf", **options)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("mamba2", "type 'mamba2'"), ("olmoe_renormalised", "norm_topk_prob")])
+def test_a_model_that_llama_cpp_does_not_compute_is_refused(tmp_path: Path, name: str, reason: str):
+    with pytest.raises(UserError, match=reason):
+        export(small_model(name), tmp_path / "x.gguf", gguf="F16")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_vocabulary_larger_than_the_embedding_is_refused(tmp_path: Path):
+    directory = case.directory(BY_NAME["llama_tied"].changed(vocab_size=90))
+    with_tokenizer(directory, 97)
+    with pytest.raises(UserError, match="ids up to 96, and the model's embedding has 90 rows"):
+        export(directory, tmp_path / "x.gguf", gguf="F16")
+
+
+def test_an_unknown_pre_tokenizer_is_refused_both_ways(tmp_path: Path):
+    from meshtune.weights.gguf.tokens_in import tokenizer_files
+
+    directory = case.directory(BY_NAME["llama_tied"].changed(rms_norm_eps=2e-5))
+    with_tokenizer(directory, 97)
+    content = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+    split = {"type": "Split", "pattern": {"Regex": "[A-Z]+"}, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, content["pre_tokenizer"]]}
+    (directory / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(UserError, match="no name that is known"):
+        export(directory, tmp_path / "x.gguf", gguf="F16")
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen-2", "tokenizer.ggml.tokens": ["a"]}
+    with pytest.raises(UserError, match="did you mean 'qwen2'"):
+        tokenizer_files(metadata, "x.gguf")

@@ -1,0 +1,87 @@
+"""GGUF headers, and what is wrong with a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from meshtune.errors import UserError
+from meshtune.quantize.gguf import TYPES
+from meshtune.weights.gguf.file import header, read_gguf
+
+METADATA = {
+    "general.architecture": "llama",
+    "llama.block_count": 2,
+    "llama.rope.freq_base": 10000.0,
+    "tokenizer.ggml.tokens": ["a", "Ġb", "é"],
+    "tokenizer.ggml.token_type": [1, 1, 3],
+    "tokenizer.ggml.scores": [0.0, -1.5, 2.0],
+    "tokenizer.ggml.add_bos_token": True,
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    matrix = np.arange(6, dtype=np.float32).reshape(2, 3)
+    start, offsets = header(METADATA, {"a.weight": (TYPES["F32"], (2, 3)), "b.weight": (TYPES["F16"], (4,))})
+    content = bytearray(offsets["b.weight"] + 8)
+    content[: len(start)] = start
+    content[offsets["a.weight"] : offsets["a.weight"] + 24] = matrix.tobytes()
+    content[offsets["b.weight"] :] = np.ones(4, np.float16).tobytes()
+    (tmp_path / "m.gguf").write_bytes(bytes(content))
+    return tmp_path / "m.gguf"
+
+
+def test_a_header_is_read_by_the_package_gguf(file: Path):
+    reader = gguf.GGUFReader(file)
+    assert {key: reader.fields[key].contents() for key in METADATA} == METADATA
+    assert [tensor.name for tensor in reader.tensors] == ["a.weight", "b.weight"]
+    assert np.array_equal(reader.tensors[0].data, np.arange(6).reshape(2, 3))
+
+
+def test_a_file_of_the_package_gguf_is_read(tmp_path: Path):
+    writer = gguf.GGUFWriter(tmp_path / "g.gguf", "llama")
+    writer.add_block_count(3)
+    writer.add_array("tokenizer.ggml.tokens", ["x", "yz"])
+    writer.add_tensor("t.weight", np.ones((5, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    read = read_gguf(tmp_path / "g.gguf")
+    assert read.of_architecture() == {"block_count": 3}
+    assert read.metadata["tokenizer.ggml.tokens"] == ["x", "yz"]
+    assert read.tensors["t.weight"].shape == (5, 32)
+
+
+def test_our_file_is_read_back(file: Path):
+    read = read_gguf(file)
+    assert read.metadata == METADATA
+    assert read.tensors["a.weight"].shape == (2, 3)
+
+
+@pytest.mark.parametrize("length", [3, 20, 60, 200, -1])
+def test_a_file_that_was_cut_short_is_reported(file: Path, length: int):
+    content = file.read_bytes()
+    file.write_bytes(content[:length])
+    with pytest.raises(UserError, match="is not a whole GGUF file") as error:
+        read_gguf(file)
+    assert str(file) in str(error.value)
+
+
+def test_something_else_is_reported(tmp_path: Path):
+    (tmp_path / "x.gguf").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00")
+    with pytest.raises(UserError, match="git lfs pull"):
+        read_gguf(tmp_path / "x.gguf")
+
+
+def test_an_unknown_type_is_named(file: Path):
+    content = bytearray(file.read_bytes())
+    at = content.index(b"a.weight") + len(b"a.weight") + 4 + 16
+    content[at : at + 4] = (99).to_bytes(4, "little")
+    file.write_bytes(bytes(content))
+    with pytest.raises(UserError, match=r"tensor 'a\.weight' has type 99"):
+        read_gguf(file)
