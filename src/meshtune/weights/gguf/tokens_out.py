@@ -20,14 +20,14 @@ class SpecialTokens:
     """What a tokenizer says beside its tokenizer.json: ids, whether it begins and ends a text with them, and the chat
     template. `ends` are further ids at which an answer ends."""
 
-    bos: int | None = None
-    eos: int | None = None
-    unknown: int | None = None
-    padding: int | None = None
-    adds_bos: bool = False
-    adds_eos: bool = False
-    ends: tuple[int, ...] = ()
-    chat_template: str | None = None
+    bos: int | None
+    eos: int | None
+    unknown: int | None
+    padding: int | None
+    adds_bos: bool
+    adds_eos: bool
+    ends: tuple[int, ...]
+    chat_template: str | None
 
 
 def tokenizer_metadata(tokenizer: Mapping[str, Any], special: SpecialTokens, rows: int, where: str) -> dict[str, Any]:
