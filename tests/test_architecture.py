@@ -23,12 +23,8 @@ CORE = {
     "arrays", "families", "model", "kernels", "adapters", "quantize", "mesh", "weights", "objectives", "optim",
     "options", "train.step",
 }  # fmt: skip
-<<<<<<< HEAD
-OUTSIDE_THE_CORE = {"weights/hub.py", "weights/modelscope.py"}
-=======
-# The hub, and what a package decodes that is an extra.
-OUTSIDE_THE_CORE = {"weights/hub.py", "quantize/gguf/codebooks.py"}
->>>>>>> 7687424 (Export to GGUF for llama.cpp and Ollama, and GGUF files as models)
+# The hubs, and what a package decodes that is an extra.
+OUTSIDE_THE_CORE = {"weights/hub.py", "weights/modelscope.py", "quantize/gguf/codebooks.py"}
 CORE_PACKAGES = {"jax", "optax", "numpy", "ml_dtypes", "jaxtyping", "safetensors"}
 
 # Arrows point down: a room imports only rooms that come later in this list.

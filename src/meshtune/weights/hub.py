@@ -33,16 +33,10 @@ def locate(path_or_id: str | os.PathLike[str], revision: str | None = None, *, a
     """The local directory of a model; a hub id is downloaded first.
 
     `allow` are the patterns of the files to have: MODEL, TOKENIZER for a tokenizer alone, or CONFIG. With MODEL the
-<<<<<<< HEAD
-    directory is known to hold a config.json and whole safetensors files. `modelscope:owner/name` is a model of
-    ModelScope (see `modelscope_id`). The hub's own cache, HF_TOKEN and
+    directory is known to hold a config.json and whole safetensors files; of a GGUF file it is one that stands for it.
+    `modelscope:owner/name` is a model of ModelScope (see `modelscope_id`). The hub's own cache, HF_TOKEN and
     HF_HUB_OFFLINE are honoured. Raises UserError for a path that does not exist, an unknown or gated repository, an
     unknown revision, no network, or a directory that is not a model's.
-=======
-    directory is known to hold a config.json and whole safetensors files; of a GGUF file it is one that stands for it.
-    The hub's own cache, HF_TOKEN and HF_HUB_OFFLINE are honoured. Raises UserError for a path that does not exist, an
-    unknown or gated repository, an unknown revision, no network, or a directory that is not a model's.
->>>>>>> 7687424 (Export to GGUF for llama.cpp and Ollama, and GGUF files as models)
     """
     text = os.fspath(path_or_id)
     path = Path(text).expanduser()
