@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import peft
 import pytest
@@ -13,8 +14,11 @@ import torch
 from serving import serving
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from meshtune.adapters.multi_lora import adapter_count
+from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
 from meshtune.generate.api import load
+from meshtune.quantize.config import QuantizeConfig
 from meshtune.serve.models import Models, load_served
 
 OPTIONS = {"dtype": "float32", "quantize": "auto", "chat_template": "plain"}
@@ -62,6 +66,42 @@ def test_base_and_adapters_answer_under_their_names(stories260k, adapters):
         for name in expected:
             assert f'meshtune_generated_tokens_total{{model="{name}"}} 20' in metrics
             assert f'meshtune_requests_running{{model="{name}"}} 0' in metrics
+
+
+def test_an_adapter_that_is_alone_is_merged_where_that_is_possible(stories260k, adapters):
+    """Its answers and logits are those of the adapter beside the weights (float32: within 1e-4), the base's its own."""
+    path, prompt = adapters["polite"], "Once upon a time"
+    beside, base = load(path, dtype="float32"), load(stories260k, dtype="float32")
+    ids = beside.tokenizer.encode(prompt)
+    for merge in (True, None):
+        served = load_served(path, "polite", {}, merge=merge, **OPTIONS)
+        model, plain = served["polite"], served[stories260k.name]
+        assert model.merging is not None
+        assert model.merging.merges
+        assert adapter_count(model.params) == 0
+        assert "adapter" not in "".join(flatten(model.params))
+        assert model.generate(prompt, max_tokens=20) == beside.generate(prompt, max_tokens=20)
+        np.testing.assert_allclose(model.logits(ids), beside.logits(ids), atol=1e-4)
+        np.testing.assert_array_equal(plain.logits(ids), base.logits(ids))  # nothing of its weights was overwritten
+        lines = Models(served, rows=1, queue=1).banner()
+        assert lines[1].split() == ["batches", "polite", "(merged)"]
+        assert "adapter  merged (" in "\n".join(lines)
+
+
+def test_an_adapter_is_not_merged_over_a_quantised_base_or_beside_others(stories260k, adapters):
+    config = QuantizeConfig("int8", modules={"down_proj": "none"})  # whose rows no block divides
+    options = OPTIONS | {"quantize": config}
+    served = load_served(adapters["polite"], "polite", {}, merge=None, **options)
+    assert "adapter  not merged (the base is quantised)" in Models(served, rows=1, queue=1).banner()
+    several = load_served(str(stories260k), "base", adapters, merge=None, **OPTIONS)
+    assert "adapter  not merged (there are 2 of them)" in Models(several, rows=1, queue=1).banner()
+    for path, named, loading, reason in (
+        (adapters["polite"], {}, options, "the base is quantised"),
+        (str(stories260k), adapters, OPTIONS, "there are 2 of them"),
+        (str(stories260k), {}, OPTIONS, "there is none"),
+    ):
+        with pytest.raises(UserError, match=f"no adapter can be merged: {reason}"):
+            load_served(path, "model", named, merge=True, **loading)
 
 
 def test_an_adapter_that_is_more_than_lora_has_a_batch_of_its_own(stories260k, adapters, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import time
 from collections.abc import Iterator
 
@@ -17,6 +18,7 @@ from serving import TOKEN, serving
 from transformers import AutoModelForCausalLM
 
 from meshtune.generate.api import Model, load
+from meshtune.serve.app import MAX_BODY
 from meshtune.serve.models import Models
 
 
@@ -243,6 +245,16 @@ def test_a_body_that_is_none(address, content, status, message):
     assert message in answer.json()["error"]["message"]
     chunked = httpx.post(f"{address}/v1/completions", content=iter([content]), headers=headers)
     assert chunked.status_code == status
+
+
+def test_a_body_of_100_mb_is_refused_by_its_header(address):
+    """Before any of it is read: nothing of it is sent."""
+    host, port = address.removeprefix("http://").split(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}:{port}\r\nauthorization: Bearer {TOKEN}\r\n"
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(f"{head}content-length: {100 * 2**20}\r\n\r\n".encode())
+        assert connection.recv(1 << 12).startswith(b"HTTP/1.1 413 ")
+    assert MAX_BODY < 100 * 2**20  # where no other limit is set
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,15 @@ def serve(
     ] = None,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Requests computed at once, of each batch.")] = 8,
     queue: Annotated[int, typer.Option("--queue", min=0, help="Requests that may wait, for each batch.")] = 256,
+    merge: Annotated[
+        bool | None,
+        typer.Option(
+            "--merge/--no-merge",
+            help="Whether an adapter that is alone is merged into a copy of its weights; default: if the base is not "
+            "quantised and memory allows it.",
+            show_default=False,
+        ),
+    ] = None,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Write a line for each request.")] = False,
     loading: BaseLoading,
     caching: Caching,
@@ -64,7 +73,7 @@ def serve(
     with start() as job:
         # Not in the processes that follow: clients talk to process 0.
         listener = _listener(host, port) if job.is_main_process else None
-        served = load_served(model, name, named, mesh=sizes, job=job, **vars(loading), **vars(caching))
+        served = load_served(model, name, named, mesh=sizes, merge=merge, job=job, **vars(loading), **vars(caching))
 
         def answer() -> None:
             assert listener is not None

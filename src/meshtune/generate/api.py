@@ -22,6 +22,7 @@ from meshtune.generate.config import Sampling
 from meshtune.generate.driver import Driver, in_turn
 from meshtune.generate.engine import Engine
 from meshtune.generate.logits import every_logit, token_rows
+from meshtune.generate.merging import Merging, merged_copy, plan_merging
 from meshtune.generate.prefix_tree import ScoredText
 from meshtune.generate.programs import STEPS
 from meshtune.generate.prompts import chat_ids, continuation_ids, text_end, turn_end
@@ -54,7 +55,8 @@ class Model:
     with an adapter's arrays beside the weights they adapt; `directory` is where the base was read from.
 
     Models of one `adapter_set` can share a batch, in which requests of this one select its adapter number `adapter`
-    (None: the base alone); `own_batch` is why a model cannot, where that was asked for. On a mesh, a `driver` orders
+    (None: the base alone); `own_batch` is why a model cannot, where that was asked for, and
+    `merging` whether its adapter is in its weights. On a mesh, a `driver` orders
     what threads and processes compute, which know the model by its `number`.
     """
 
@@ -68,6 +70,7 @@ class Model:
     adapter_set: AdapterSet | None = None
     adapter: int | None = None
     own_batch: str | None = None
+    merging: Merging | None = None
     driver: Driver | None = None
     number: int = 0
 
@@ -260,14 +263,16 @@ def load_variants(
     progress: Callable[[int, int], None] | None = None,
     rewards: bool = False,
     share_batch: bool = False,
+    merge: bool | None = False,
     job: Job = SINGLE_PROCESS,
 ) -> dict[str, Model]:
     """Models over one base, each with the adapter of its source, or none: the base is in memory once.
 
     `rewards` allows reward models, whose `logits` are scores; they generate nothing. With `share_batch` the base and
-    those adapters that can are one `Model.adapter_set`. The processes of `job` share the models: all of them load the
-    same ones, and process 0 then says what is computed (generate.driver.run_on_all). For the other options and errors
-    see `load`; sources of different bases are an error too.
+    those adapters that can are one `Model.adapter_set`. By `merge`, or where that is None and memory allows, an adapter
+    that is alone is merged into its own copy of the weights (generate.merging). The processes of `job` share the
+    models: all load the same ones, and process 0 then says what is computed (generate.driver.run_on_all). For the other
+    options and errors see `load`; sources of different bases are an error too.
     """
     from meshtune.adapters.adapter_set import AdapterSet, needs_own_batch
     from meshtune.adapters.peft_format import attach, load_adapter
@@ -283,7 +288,9 @@ def load_variants(
     adapters = read_adapters(sources, base, spec, rewards=rewards)
     quantisation = base_quantisation(quantize, adapters)
     params = load_params(base, spec, layout=layout, quantize=quantisation, progress=progress)
-    share_batch = share_batch and len(sources) > 1 and not spec.scored
+    merging = plan_merging(merge, adapters, params, job)
+    merges = merging is not None and merging.merges
+    share_batch = share_batch and len(sources) > 1 and not spec.scored and not merges
     reasons = {name: needs_own_batch(adapter, spec) for name, adapter in adapters.items()} if share_batch else {}
     sharing = {name: adapters[name] for name, reason in reasons.items() if reason is None}
     adapter_set = AdapterSet.over(params, spec, sharing, layout) if sharing else None
@@ -298,7 +305,7 @@ def load_variants(
             assert source.adapter is not None
             adapter = adapters[name] if layout is None else load_adapter(source.adapter, spec, layout)
             adapted_spec, adapted = attach(tree, spec, adapter)
-            variant = (adapted_spec, folded(adapted))
+            variant = (adapted_spec, merged_copy(adapted) if merges else folded(adapted))
         download = functools.partial(load_tokenizer, source.tokenizer, source.chat_template)
         read = download if tokenizer is None else functools.partial(_identity, tokenizer)
         stops = text_end(base, config, tokenizer)
@@ -311,7 +318,8 @@ def load_variants(
             stops,
             adapter_set=shared,
             adapter=None if shared is None else shared.number(name),
-            own_batch=reasons.get(name),
+            own_batch="merged" if merges and name in adapters else reasons.get(name),
+            merging=merging if name in adapters else None,
             driver=driver,
             number=len(models),
         )

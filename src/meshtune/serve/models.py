@@ -138,6 +138,8 @@ class Models:
         model = self.first.model
         lines = [f"models   {', '.join(self._served)}"]
         lines += [f"{'' if number else 'batches':9}{batch}" for number, batch in enumerate(self.batches)]
+        choices = dict.fromkeys(str(served.model.merging) for served in self if served.model.merging is not None)
+        lines += [f"adapter  {choice}" for choice in choices]
         if (layout := model.compute.layout) is not None:
             processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
             lines.append(f"mesh     {MeshConfig(**layout.mesh.shape)}{processes}")
@@ -158,11 +160,13 @@ def load_served(
     quantize: str,
     cache: str | None = None,
     mesh: MeshConfig | None = None,
+    merge: bool | None = False,
     job: Job = SINGLE_PROCESS,
     **options: str | None,
 ) -> dict[str, Model]:
     """The model at `path` under its name, its base under its own where `path` is an adapter or a run, and `adapters`
-    (paths by name) over the same base, which is in memory once. Adapters that can share a batch.
+    (paths by name) over the same base, which is in memory once. Adapters that can share a batch, and one that is alone
+    is merged by `merge` (None: where there is memory).
 
     `options` are those of `find`. Raises UserError as `meshtune.load` does, and for two models of one name.
     """
@@ -176,4 +180,4 @@ def load_served(
             raise UserError(f"two models have the name '{adapter_name}'", where="--adapter", fix="give another name")
         sources[adapter_name] = find(source.base, adapter, chat_template=options.get("chat_template"))
     loading: dict[str, Any] = {"dtype": dtype, "quantize": quantize, "cache": cache, "mesh": mesh, "job": job}
-    return load_variants(sources, rewards=True, share_batch=True, **loading)
+    return load_variants(sources, rewards=True, share_batch=True, merge=merge, **loading)
