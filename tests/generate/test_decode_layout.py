@@ -14,7 +14,7 @@ from meshtune.generate.engine import Engine
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, logits
 from meshtune.model.inputs import Inputs
-from meshtune.model.transposed import TransposedWeight
+from meshtune.model.tiled import TiledWeight
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "deepseek_v2", "qwen3_5", "mamba2"])
@@ -25,8 +25,8 @@ def test_logits_are_those_of_stacked_weights(name):
     inputs = Inputs(tokens, jnp.broadcast_to(jnp.arange(7), (2, 7)), jnp.ones((2, 7), jnp.int32))
     by_layer = decode_layout(params, spec)
     assert all(isinstance(node, tuple) for node in by_layer["layers"].values())
-    held = jax.tree.leaves(by_layer, is_leaf=lambda leaf: isinstance(leaf, TransposedWeight))
-    assert sum(isinstance(leaf, TransposedWeight) for leaf in held) > spec.layers
+    held = jax.tree.leaves(by_layer, is_leaf=lambda leaf: isinstance(leaf, TiledWeight))
+    assert sum(isinstance(leaf, TiledWeight) for leaf in held) > spec.layers
 
     @jax.jit
     def scores(params):

@@ -38,8 +38,8 @@ def part(inputs, start, stop):
 def test_a_window_keeps_a_windows_worth_and_other_layers_all():
     for spec, slots in ((SPEC, 40), (WINDOW, 5)):
         (arrays,) = cache_specs(spec, 3, 40, "bfloat16").values()
-        assert {array.shape for array in arrays.values()} == {(2, 3, slots, 2, 8)}
-        assert arrays["k"].axes == ("layers", "batch", "slots", "kv_heads", "head_dim")
+        assert {array.shape for array in arrays.values()} == {(2, 3, 2, slots, 8)}
+        assert arrays["k"].axes == ("layers", "batch", "kv_heads", "slots", "head_dim")
 
 
 @pytest.mark.parametrize("spec", [SPEC, WINDOW], ids=["full", "window"])

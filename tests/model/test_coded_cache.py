@@ -79,7 +79,7 @@ def test_tokens_are_recalled_as_their_codes_say_however_many_are_read_at_once(re
     expected = {name: np.asarray(decode(*encode(array), "float32")) for name, array in values.items()}
     spec = with_mixers({"window": reach})
     arrays = init_cache(spec, 2, 16, "float32", cache="int8").layers["0.0"]
-    assert arrays["k"].shape[2] == (reach or 16)
+    assert arrays["k"].shape[3] == (reach or 16)
     start = 0
     for stop in cuts:
         cache = LayerCache(arrays, 0, jnp.full(2, start, jnp.int32))
@@ -136,9 +136,9 @@ def test_a_coded_cache_takes_its_share_of_the_memory(dtype, share):
     plain, codes = (init_cache(spec, 2, 24, dtype, cache=cache).layers for cache in (None, "int8"))
     assert bytes_of(codes) / bytes_of(plain) == share
     arrays = cache_specs(spec, 2, 24, dtype, "int8")["0.0"]
-    assert arrays["k"].axes == ("layers", "batch", "slots", "kv_heads", "head_dim")
+    assert arrays["k"].axes == ("layers", "batch", "kv_heads", "slots", "head_dim")
     assert arrays["k_scale"].axes == arrays["k"].axes[:-1]
-    assert arrays["k_scale"].shape == (3, 2, 7, 2)
+    assert arrays["k_scale"].shape == (3, 2, 2, 7)
 
 
 @pytest.mark.parametrize(("case", "arrays"), [("deepseek_v2", "latent, rotated"), ("mamba2", "state, conv_inputs")])

@@ -23,7 +23,7 @@ from meshtune.model.inputs import Inputs, rows_of
 from meshtune.model.latent_attention import LatentAttentionSpec
 from meshtune.model.norm import NormSpec
 from meshtune.model.rope import RopeSpec
-from meshtune.model.transposed import TransposedWeight
+from meshtune.model.tiled import TiledWeight
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.weight import QuantisedWeight
 
@@ -51,7 +51,7 @@ def changed(node, form):
     if "nf4" in form:
         heads = heads | {"weight": QuantisedWeight.quantise(weight, QuantizeConfig("nf4"))}
     if "transposed" in form:
-        heads = heads | {"weight": TransposedWeight.of(weight)}
+        heads = heads | {"weight": TiledWeight.of(weight)}
     for kind in ("lora", "dora"):
         if kind in form:
             heads = heads | {"adapter": adapter(kind, weight)}

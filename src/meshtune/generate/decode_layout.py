@@ -1,9 +1,9 @@
-"""Weights as decoding on a CPU reads them fastest: every layer's by itself, matrices transposed.
+"""Weights as decoding on a CPU reads them fastest: every layer's by itself, matrices in tiles.
 
 A decode step of few rows reads every weight once, so the memory's bandwidth bounds it. Two things keep XLA for CPUs
 away from that bound. A scan over stacked layers copies each layer's slice before it computes with it, so each layer's
-arrays are arrays of their own and the layers are unrolled. And a product with a matrix [out, in] sums along its rows,
-at a third of the speed at which one with [in, out] adds up its rows; see benchmarks/cpu_serving.
+arrays are arrays of their own and the layers are unrolled. And a product with a large matrix reads short pieces of its
+rows, so matrices lie in tiles that are each read from end to end (model.tiled); see benchmarks/cpu_serving.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.model.compute import Compute
 from meshtune.model.spec import ModelSpec, abstract_params
-from meshtune.model.transposed import TransposedWeight
+from meshtune.model.tiled import TiledWeight
 from meshtune.quantize.weight import QuantisedWeight
 
 LEAST_BYTES = 64 << 20  # of weights: smaller ones stay in the processor's caches, where neither matters
@@ -43,10 +43,10 @@ def decodes_from_copy(params: Tree, compute: Compute) -> bool:
 
 
 def decode_layout(params: Tree, spec: ModelSpec) -> Tree:
-    """The parameters with every stacked node of layers as a tuple of each layer's, and matrices as TransposedWeight.
+    """The parameters with every stacked node of layers as a tuple of each layer's, and matrices as TiledWeight.
 
-    What is no matrix of a linear layer, or has an adapter that reads the weight itself, is not transposed. A tied head
-    becomes a weight of its own, transposed; the embedding stays, for its rows are looked up.
+    What is no matrix of a linear layer, or has an adapter that reads the weight itself, is not tiled. A tied head
+    becomes a weight of its own, tiled; the embedding stays, for its rows are looked up.
     """
     layers = {
         key: _layers(node, flatten(abstract_params(spec)["layers"][key])) for key, node in params["layers"].items()
@@ -59,7 +59,7 @@ def _layers(node: Tree, specs: dict[str, ArraySpec]) -> tuple[Tree, ...]:
     flat = flatten(node)
     repeats = jax.tree.leaves(node)[0].shape[0]
 
-    def transposed(path: str) -> bool:
+    def tiled(path: str) -> bool:
         owner, _, last = path.rpartition("/")
         adapter = flat.get(f"{owner}/adapter")
         matrix = last == "weight" and path in specs and specs[path].role == "matrix" and len(specs[path].shape) == 3
@@ -67,7 +67,7 @@ def _layers(node: Tree, specs: dict[str, ArraySpec]) -> tuple[Tree, ...]:
 
     def leaf(path: str, value: Any, number: int) -> Any:
         one = jax.tree.map(lambda array: array[number], value)
-        return TransposedWeight.of(one) if transposed(path) else one
+        return TiledWeight.of(one) if tiled(path) else one
 
     return tuple(unflatten({path: leaf(path, value, n) for path, value in flat.items()}) for n in range(repeats))
 
@@ -82,4 +82,4 @@ def _head(params: Tree, spec: ModelSpec) -> Tree:
     ):
         return {}
     weight = params["embed"]["weight"] if spec.tied and "weight" not in head else head["weight"]
-    return {"head": head | {"weight": TransposedWeight.of(weight)}}
+    return {"head": head | {"weight": TiledWeight.of(weight)}}

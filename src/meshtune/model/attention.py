@@ -15,7 +15,8 @@ from meshtune.kernels.attention import AttentionRequest
 from meshtune.model.attend import attend, recalled
 from meshtune.model.attention_cost import attention_activations, request
 from meshtune.model.block import Context, Cost, Divisor, Hidden, Mixer, Output, RowParams
-from meshtune.model.cache import SLOTS, LayerCache
+from meshtune.model.cache import LayerCache
+from meshtune.model.coded_cache import BY_HEAD
 from meshtune.model.compute import Compute
 from meshtune.model.heads import PACKED, Heads, NormOver, clipped, head_norm_params, normalised, projected, unpacked
 from meshtune.model.inputs import Rows
@@ -157,8 +158,8 @@ class AttentionSpec(Mixer):
         if self.reads is not None:
             return {}
         slots = slots if self._reach is None else min(slots, self._reach)
-        shape = (batch, slots, self.kv_heads, self.head_dim)
-        array = ArraySpec(shape, dtype, ("batch", SLOTS, "kv_heads", "head_dim"), "zeros")
+        shape = (batch, self.kv_heads, slots, self.head_dim)
+        array = ArraySpec(shape, dtype, ("batch", *BY_HEAD), "zeros")
         return {"k": array, "v": array}
 
     def row_params(self) -> RowParams:

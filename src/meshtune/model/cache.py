@@ -2,7 +2,8 @@
 
 A row's token at position p is kept in slot p modulo the number of slots: a cache of a sliding window needs one window
 of slots, rows of one batch have lengths of their own, and padding takes no slot. Keys and values may be held as codes
-(coded_cache): they are encoded as they are written, and decoded where they are recalled.
+(coded_cache): they are encoded as they are written, and decoded where they are recalled. They lie head by head,
+[B, K, S, h], so that attention over a cache is products over batches of heads, and copies nothing.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from jaxtyping import Array, Int
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.mesh.layout import Layout, constrain
-from meshtune.model.coded_cache import decode, encode, scale_name
+from meshtune.model.coded_cache import SCALE, SLOTS, decode, encode, scale_name
 
-SLOTS = "slots"  # the logical axis that grows with the rows
+__all__ = ["SLOTS", "Cache", "LayerCache", "empty", "grown"]
 
 
 @jax.tree_util.register_dataclass
@@ -93,17 +94,29 @@ class LayerCache:
 
         Of more tokens than there are slots the last ones are kept.
         """
-        array = self.arrays[name]
-        slots = array.shape[2]
+        array, slots = self.arrays[name], self.slots(name)
         last = jnp.max(jnp.where(real, positions, -1), axis=1, keepdims=True)
         slot = jnp.where(real & (positions > last - slots), positions % slots, slots)  # beyond the end: dropped
         rows = jnp.arange(values.shape[0])[:, None]
-        new = array.at[self.index, rows, slot].set(values.astype(array.dtype), mode="drop", unique_indices=False)
+        places = (rows, slice(None), slot) if self._by_head(name) else (rows, slot)
+        new = array.at[self.index, *places].set(values.astype(array.dtype), mode="drop", unique_indices=False)
         return dataclasses.replace(self, arrays=self.arrays | {name: new})
+
+    def slots(self, name: str) -> int:
+        """The number of slots of a row."""
+        return self.arrays[name].shape[3 if self._by_head(name) else 2]
+
+    def _by_head(self, name: str) -> bool:
+        """Whether an array has its heads before its slots: keys, values and their scales."""
+        return name.endswith(SCALE) or self.arrays[name].ndim == 5
+
+    def _by_token(self, name: str) -> Array:
+        """This layer's array, [B, S, ..]."""
+        return self.read(name).swapaxes(1, 2) if self._by_head(name) else self.read(name)
 
     def slot_positions(self, name: str, lengths: Int[Array, "B"]) -> Int[Array, "B S"]:
         """The position of the token in every slot once the rows have `lengths` tokens; -1 in an empty slot."""
-        slots = self.arrays[name].shape[2]
+        slots = self.slots(name)
         newest = lengths[:, None] - 1
         position = newest - (newest - jnp.arange(slots)) % slots
         return jnp.where((newest >= 0) & (position >= 0), position, -1)
@@ -123,13 +136,13 @@ class LayerCache:
         for name, values in stored.items():
             following = following.write(name, positions, real, values)
         first = next(iter(new))
-        slots, length = self.arrays[first].shape[2], new[first].shape[1]
+        slots, length = self.slots(first), new[first].shape[1]
         if length == 1 or reach is None or slots < reach:  # nothing is overwritten that a new token sees
-            past = {name: following.read(name) for name in stored}
+            past = {name: following._by_token(name) for name in stored}
             return self._decoded(past, new), self.slot_positions(first, lengths), following
         before = self.slot_positions(first, self.lengths)
         past = {
-            name: jnp.concatenate([self.read(name), values.astype(self.arrays[name].dtype)], axis=1)
+            name: jnp.concatenate([self._by_token(name), values.astype(self.arrays[name].dtype)], axis=1)
             for name, values in stored.items()
         }
         past_positions = jnp.concatenate([before, jnp.where(real, positions, -1)], axis=1)

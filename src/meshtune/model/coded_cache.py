@@ -19,12 +19,18 @@ from meshtune.arrays.tree import Tree
 CODES = "int8"
 SCALES = "bfloat16"
 LARGEST = 127  # symmetric: the code -128 does not occur
-HEADS = ("kv_heads", "head_dim")  # the last logical axes of keys and of values, and of no other array of a cache
+SLOTS = "slots"  # the logical axis that grows with the rows
+BY_HEAD = (
+    "kv_heads",
+    SLOTS,
+    "head_dim",
+)  # the last logical axes of keys and of values, and of no other array of a cache
+SCALE = "_scale"  # how the names of scales end
 
 
 def scale_name(name: str) -> str:
     """The key of an array's scales in a layer's cache, where the array is coded."""
-    return f"{name}_scale"
+    return name + SCALE
 
 
 def coded(arrays: Tree) -> Tree:
@@ -42,8 +48,8 @@ def coded(arrays: Tree) -> Tree:
 
 
 def is_key_or_value(spec: ArraySpec) -> bool:
-    """Whether an array of a cache holds keys or values of heads, token by token."""
-    return spec.axes[-2:] == HEADS
+    """Whether an array of a cache holds keys or values, head by head."""
+    return spec.axes[-3:] == BY_HEAD
 
 
 def encode(values: Float[Array, "*n h"]) -> tuple[Int8[Array, "*n h"], BFloat16[Array, "*n"]]:

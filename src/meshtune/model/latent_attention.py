@@ -33,7 +33,7 @@ from meshtune.model.inputs import Rows
 from meshtune.model.linear import linear, linear_params, precision, site_key
 from meshtune.model.norm import NormSpec
 from meshtune.model.rope import RopeSpec, rotate
-from meshtune.model.transposed import TransposedWeight
+from meshtune.model.tiled import TiledWeight
 from meshtune.quantize.weight import QuantisedWeight
 
 LATENT = "latent"  # the logical axis of latent vectors
@@ -159,8 +159,8 @@ class LatentAttentionSpec(Mixer):
             weight = linear(jnp.eye(self.latent, dtype=dtype), node).T
         elif isinstance(weight, QuantisedWeight):
             weight = weight.dequantise(dtype)
-        elif isinstance(weight, TransposedWeight):
-            weight = weight.numbers.T
+        elif isinstance(weight, TiledWeight):
+            weight = weight.matrix
         return weight.astype(dtype).reshape(-1, self.head_dim + self.value_dim, self.latent)
 
     def memory(self, x: Hidden, node: Tree, context: Context) -> Tree:

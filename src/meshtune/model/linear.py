@@ -18,13 +18,13 @@ from meshtune.arrays.tree import Tree
 from meshtune.kernels.chips import Chip
 from meshtune.kernels.grouped import cast, grouped_matmul
 from meshtune.mesh.layout import Layout
-from meshtune.model.transposed import TransposedWeight
+from meshtune.model.tiled import TiledWeight
 from meshtune.quantize.weight import QuantisedWeight
 
 # Names a rematerialisation policy may keep: the result of a linear layer, its adapter and bias included, and the narrow
 # product inside an adapter.
 PRODUCT, NARROW = "linear_product", "adapter_narrow"
-LinearWeight = Array | QuantisedWeight | TransposedWeight  # [out, in]
+LinearWeight = Array | QuantisedWeight | TiledWeight  # [out, in]
 
 
 class Groups(NamedTuple):
@@ -64,7 +64,7 @@ def matmul(x: Float[Array, "*B i"], weight: LinearWeight, out: DTypeLike | None 
     """x times the transposed weight: factors in x's dtype, accumulated and given in `out` (default: x's dtype)."""
     if isinstance(weight, QuantisedWeight):
         return _quantised(x, weight, jnp.dtype(x.dtype), jnp.dtype(out or x.dtype))
-    if isinstance(weight, TransposedWeight):
+    if isinstance(weight, TiledWeight):
         return weight.product(x, out or x.dtype, precision(x.dtype))
     return lax.dot_general(
         x,
