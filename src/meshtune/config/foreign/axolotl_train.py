@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshtune.config.foreign import axolotl_data, axolotl_method, models, optimizers
-from meshtune.config.foreign.draft import Draft
+from meshtune.config.foreign.draft import ONE_TEXT, OTHER_ORDER, Draft
 from meshtune.config.foreign.trainer import batch_settings, length, trackers
 
 PACKED = "a packed row has sequence_len tokens, and so many rows an update; the peer's bins are filled in another order"
@@ -31,9 +31,8 @@ def train(draft: Draft) -> None:
     _saving_and_logging(draft)
     if "optimizer.learning_rate" not in draft.settings:
         draft.refuse("learning_rate", "the file names no learning rate", "add learning_rate")
-    draft.remark(
-        "the order of the data and the start of the adapters are drawn from the same seed by another generator"
-    )
+    draft.remark(OTHER_ORDER)
+    draft.remark(ONE_TEXT)
 
 
 def _model(draft: Draft) -> None:

@@ -8,6 +8,12 @@ from typing import Any, Literal
 from meshtune.config.foreign.rules import ABSENT, Rule, Table, UnfitValueError
 from meshtune.errors import nearest
 
+# What no recipe can make the same, for the head of every file that is written.
+OTHER_ORDER = "Order of the data and start of the adapters: drawn from the same seed by another generator."
+ONE_TEXT = (
+    "A conversation is tokenised as one text; the peer tokenises each of its parts alone, which with SentencePiece "
+    "(Llama 2, Mistral, Gemma) can differ by a blank at the start of an answer."
+)
 Verdict = Literal["translated", "differs", "no effect", "refused", "unknown"]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshtune.config.foreign import models, trainer
-from meshtune.config.foreign.draft import Draft
+from meshtune.config.foreign.draft import ONE_TEXT, OTHER_ORDER, Draft
 from meshtune.config.foreign.llama_factory_data import sources
 from meshtune.config.foreign.rules import ABSENT
 
@@ -22,9 +22,8 @@ def train(draft: Draft) -> None:
     _precision(draft)
     if draft.get("early_stopping_steps"):
         draft.put("eval.early_stopping", draft.get("early_stopping_steps"), "early_stopping_steps")
-    draft.remark(
-        "the order of the data and the start of the adapters are drawn from the same seed by another generator"
-    )
+    draft.remark(OTHER_ORDER)
+    draft.remark(ONE_TEXT)
 
 
 def model(draft: Draft) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from meshtune.config import yaml_text
 from meshtune.config.foreign import models
-from meshtune.config.foreign.draft import Draft
+from meshtune.config.foreign.draft import OTHER_ORDER, Draft
 from meshtune.config.foreign.llama_factory import IMAGES, KERNELS
 from meshtune.config.foreign.rules import (
     ABSENT,
@@ -116,7 +116,7 @@ def train(draft: Draft) -> None:
         draft.put("train.epochs", float(draft.get("num_train_epochs")), "num_train_epochs")
     draft.put("compute.precision", "mixed" if draft.get("bf16") else "float32", "bf16")
     draft.put("checkpoint.keep_best", False)
-    draft.remark("the order of the data is drawn from the same seed by another generator")
+    draft.remark(OTHER_ORDER)
 
 
 def _model(draft: Draft) -> str:

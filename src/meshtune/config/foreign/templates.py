@@ -51,7 +51,11 @@ LLAMA_FACTORY: dict[str, Template] = {
     "gemma": Template("gemma", f"{TRIMMED}; {NEWLINE}"),
     "gemma2": Template("gemma", f"{TRIMMED}; {NEWLINE}"),
     "baichuan2": Template("baichuan2"),
-    "alpaca": Template("alpaca", "LLaMA-Factory also learns the blank lines after an answer", ALPACA_SYSTEM),
+    "alpaca": Template(
+        "alpaca",
+        "LLaMA-Factory also learns the blank lines after an answer, and writes no beginning of text",
+        ALPACA_SYSTEM,
+    ),
     "default": Template("", "LLaMA-Factory also learns the line break after an answer", jinja=DEFAULT_JINJA),
 }
 AXOLOTL: dict[str, Template] = {

@@ -46,7 +46,7 @@ def train(draft: Draft) -> None:
     _logger(draft)
     draft.put("checkpoint.keep_best", False)
     if "seed" not in draft.given:
-        draft.remark("seed: null draws one; here it is 0")
+        draft.remark("seed: null draws one; here it is 0.")
 
 
 def _component(draft: Draft, key: str) -> str:

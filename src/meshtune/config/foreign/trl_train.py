@@ -7,7 +7,7 @@ import pathlib
 from typing import Any
 
 from meshtune.config.foreign import models, trainer
-from meshtune.config.foreign.draft import Draft
+from meshtune.config.foreign.draft import OTHER_ORDER, Draft
 from meshtune.config.foreign.rules import direct, number
 from meshtune.config.foreign.trl import NAME, RATES, TRAINERS, TRL
 
@@ -35,9 +35,7 @@ def train(raw: dict[str, Any], devices: int, chosen: str | None) -> Draft:
     validation = _data(draft, name)
     _precision(draft)
     trainer.trainer_settings(draft, validation=validation, kind=STAGES[name])
-    draft.remark(
-        "the order of the data and the start of the adapters are drawn from the same seed by another generator"
-    )
+    draft.remark(OTHER_ORDER)
     return draft
 
 

@@ -1,0 +1,49 @@
+"""The published examples of LLaMA-Factory and axolotl through the importer: published_examples.py TOOL CHECKOUT.
+
+Prints a line for each file: its name, the verb that it was translated to or `refused`, and the keys that were refused
+(`-`: the file as a whole). published_examples.txt holds these lines for the checkouts named in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import sys
+from collections.abc import Iterator
+
+from meshtune.config.foreign.importer import translate
+from meshtune.errors import UserError
+
+FILES = ("examples/**/*.yaml", "examples/**/*.yml")
+EXPECTED = pathlib.Path(__file__).with_suffix(".txt")
+
+
+def verdicts(checkout: pathlib.Path) -> Iterator[tuple[str, str]]:
+    """(file, verdict) of every example, read from within `checkout`, as its paths are meant."""
+    with contextlib.chdir(checkout):
+        for file in sorted({str(path) for pattern in FILES for path in pathlib.Path().glob(pattern)}):
+            yield file, verdict(file)
+
+
+def verdict(file: str) -> str:
+    try:
+        translation = translate(file)
+    except UserError:
+        return "refused -"
+    if translation.refused:
+        return "refused " + " ".join(sorted(finding.key or "recipe" for finding in translation.refused))
+    translation.written(pathlib.Path("recipe.yaml"))
+    return translation.verb
+
+
+def expected(tool: str) -> dict[str, str]:
+    """The lines of the file of expectations that are of `tool`."""
+    lines = [line.split("\t") for line in EXPECTED.read_text(encoding="utf-8").splitlines() if "\t" in line]
+    return {file: entry for name, file, entry in lines if name == tool}
+
+
+if __name__ == "__main__":
+    tool, checkout = sys.argv[1:]
+    for file, entry in verdicts(pathlib.Path(os.path.expanduser(checkout))):
+        print(tool, file, entry, sep="\t")

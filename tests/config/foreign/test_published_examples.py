@@ -1,0 +1,32 @@
+"""Every published example of LLaMA-Factory and axolotl is translated, or refused for the keys that are filed.
+
+Needs their repositories: MESHTUNE_EXAMPLES_LLAMA_FACTORY and MESHTUNE_EXAMPLES_AXOLOTL name checkouts. An example whose
+verdict is not the filed one is listed, as are new examples.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import pytest
+from published_examples import expected, verdicts
+
+COUNTS = {"llama_factory": (95, 52), "axolotl": (252, 146)}
+
+
+@pytest.mark.parametrize("tool", COUNTS)
+def test_published_examples_come_to_what_is_filed(tool):
+    variable = f"MESHTUNE_EXAMPLES_{tool.upper()}"
+    if not os.environ.get(variable):
+        pytest.skip(f"{variable} names no checkout of its repository")
+    assert dict(verdicts(pathlib.Path(os.environ[variable]))) == expected(tool)
+
+
+@pytest.mark.parametrize("tool", COUNTS)
+def test_the_list_has_every_example_with_a_verdict(tool):
+    filed = expected(tool)
+    files, translated = COUNTS[tool]
+    assert len(filed) == files
+    assert sum(not entry.startswith("refused") for entry in filed.values()) == translated
+    assert all(entry.split()[0] in ("train", "export", "chat", "predict", "refused") for entry in filed.values())
