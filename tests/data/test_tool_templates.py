@@ -19,6 +19,7 @@ from meshtune.data.documents import load_documents
 from meshtune.data.masks import mask_conversation
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
+from meshtune.generate.prompts import chat_text
 from meshtune.serve.responses.call import Tool
 from meshtune.serve.responses.formats import call_format
 from meshtune.serve.responses.reader import TaggedReader
@@ -228,3 +229,35 @@ def test_reasoning_before_real_calls_is_trained_on(shared, name):
         for text, message in zip(texts, turns, strict=True):
             written = dict(message.extra)["reasoning_content"].strip() in text
             assert written == (reasoning == "inline" or document.messages.index(message) > question)
+
+
+@pytest.mark.parametrize("name", ["mistralai-Mistral-Nemo-Instruct-2407", "glm4moe", "gptoss", "gemma4_v5", "plain"])
+def test_a_prompt_with_calls_is_the_same_in_use_as_in_training(shared, name):
+    """What a server or a chat renders of earlier calls, with ids as other servers make them, is what was trained on."""
+    folder = shared / "assets/models/stories260K"
+    tokenizer = load_tokenizer(folder, name) if name == "plain" else tokenizer_with(stock_text(name, shared), folder)
+    chat = ChatTemplate(tokenizer)
+    _, conversation = several()
+    call = {"id": "call_4a1bc0ffee", **conversation.messages[1].tool_calls[0]}
+    messages = [
+        {"role": "user", "content": "Add."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_4a1bc0ffee", "content": "3"},
+    ]
+    turns = (
+        Message("user", "Add."),
+        Message("assistant", "", tool_calls=(call,)),
+        Message("tool", "3", extra=(("tool_call_id", "call_4a1bc0ffee"),)),
+        Message("assistant", "Done."),
+    )
+    masked = mask_conversation(chat, Conversation(turns, ORIGIN, conversation.tools))
+    assert masked.text.startswith(chat_text(tokenizer, messages, conversation.tools))
+
+
+def test_deepseek_is_prompted_with_arguments_as_text(shared):
+    tokenizer = tokenizer_with(stock_text("deepseekv3", shared), shared / "assets/models/stories260K")
+    _, conversation = several()
+    call = conversation.messages[1].tool_calls[0]
+    messages = [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    text = chat_text(tokenizer, [*messages, {"role": "tool", "content": "3"}])
+    assert '```json\n{"a": 1, "note": "say \\"ja\\" <b>"}\n```' in text

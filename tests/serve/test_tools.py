@@ -37,13 +37,15 @@ NOW = {"type": "function", "function": {"name": "now"}}
 def models(shared, tmp_path_factory) -> Models:
     """Under three templates: one with tools and reasoning that may be switched off, one that begins with reasoning, and
     one that has neither."""
-    thinking = tmp_path_factory.mktemp("templates") / "thinking.jinja"
-    thinking.write_text(
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant: <think>\n{% endif %}"
-    )
+    folder = tmp_path_factory.mktemp("templates")
+    silent, thinking = folder / "silent.jinja", folder / "thinking.jinja"
+    for file, opening in ((silent, ""), (thinking, "<think>")):
+        file.write_text(
+            "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+            f"{{% if add_generation_prompt %}}assistant: {opening}\n{{% endif %}}"
+        )
     qwen = shared / "assets/tokenizers/chat_templates/Qwen-Qwen3-0.6B.jinja"
-    templates = {"qwen": qwen, "thinking": thinking, "silent": "alpaca"}
+    templates = {"qwen": qwen, "thinking": thinking, "silent": silent}
     path = save_random_model(tmp_path_factory.mktemp("models") / "random", shared)
     loaded = {name: load(path, dtype="float32", chat_template=str(template)) for name, template in templates.items()}
     return Models(loaded, rows=2, queue=64)

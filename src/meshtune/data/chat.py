@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import jinja2
 
-from meshtune.data.conversation import Conversation, JsonObject, Message
-from meshtune.data.dialect import Dialect, Messages, call_and_results, measure
+from meshtune.data.conversation import Conversation, JsonObject
+from meshtune.data.dialect import Dialect, Messages, as_dict, call_and_results, measure, needs_adapting
 from meshtune.errors import UserError
 
 if TYPE_CHECKING:
@@ -110,9 +110,13 @@ class ChatTemplate:
 
     def messages(self, conversation: Conversation) -> list[dict[str, object]]:
         """The messages of a conversation as this template reads them."""
-        if any(message.tool_calls or message.role == "tool" or message.extra for message in conversation.messages):
-            return self.dialect.messages(conversation)
-        return as_dicts(conversation)
+        return self.adapted(as_dicts(conversation))
+
+    def adapted(self, messages: Messages) -> list[dict[str, object]]:
+        """Messages in OpenAI's form as this template reads them."""
+        if needs_adapting(messages):
+            return self.dialect.adapt(messages)
+        return [dict(message) for message in messages]
 
     @functools.cached_property
     def special_tokens(self) -> tuple[str, ...]:
@@ -209,11 +213,4 @@ def template_error(problem: Exception, *, where: str, fix: str | None = None) ->
 
 def as_dicts(conversation: Conversation) -> list[dict[str, object]]:
     """The messages in OpenAI's form, which chat templates read."""
-    return [_as_dict(message) for message in conversation.messages]
-
-
-def _as_dict(message: Message) -> dict[str, object]:
-    fields: dict[str, object] = {"role": message.role, "content": message.content, **dict(message.extra)}
-    if message.tool_calls:
-        fields["tool_calls"] = list(message.tool_calls)
-    return fields
+    return [as_dict(message) for message in conversation.messages]

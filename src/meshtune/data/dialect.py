@@ -52,32 +52,36 @@ class Dialect:
     call_end: str = ""
 
     def messages(self, conversation: Conversation) -> list[dict[str, object]]:
-        """The messages of a conversation as the template reads them; results carry the name of the tool."""
+        """The messages of a conversation as the template reads them."""
+        return self.adapt([as_dict(message) for message in conversation.messages])
+
+    def adapt(self, messages: Messages) -> list[dict[str, object]]:
+        """Messages in OpenAI's form, arguments as objects, as the template reads them; results name their tool."""
         names: dict[str, str] = {}
         waiting: list[tuple[str | None, str]] = []
-        rendered, count = [], 0
-        for message in conversation.messages:
+        adapted, count = [], 0
+        for message in messages:
             fields = self._fields(message)
-            if message.tool_calls:
-                several = len(message.tool_calls) > 1
-                calls = [self._call(call, count + n, several) for n, call in enumerate(message.tool_calls)]
+            given = message.get("tool_calls")
+            if isinstance(given, list | tuple) and given:
+                calls = [self._call(call, count + n, len(given) > 1) for n, call in enumerate(given)]
                 fields["tool_calls"], count = calls, count + len(calls)
                 waiting = [(_id(call), tool_name(call)) for call in calls]
-                names |= {str(call["id"]): tool_name(call) for call in message.tool_calls if "id" in call}
-            elif message.role == "tool":
+                names |= {str(call["id"]): tool_name(call) for call in given if "id" in call}
+            elif message["role"] == "tool":
                 self._link(fields, names, waiting)
-            rendered.append(fields)
-        return rendered
+            adapted.append(fields)
+        return adapted
 
-    def _fields(self, message: Message) -> dict[str, object]:
-        content = self.empty_content if message.tool_calls and not message.content else message.content
-        extra = dict(message.extra)
-        reasoning = next((extra[key] for key in REASONING_KEYS if isinstance(extra.get(key), str)), None)
-        if reasoning is not None and message.role == "assistant":
-            for key in REASONING_KEYS:
-                extra.pop(key, None)
-            extra[self.reasoning_key or REASONING_KEYS[0]] = reasoning
-        return {"role": message.role, "content": content, **extra}
+    def _fields(self, message: Mapping[str, object]) -> dict[str, object]:
+        fields = dict(message)
+        if message.get("tool_calls") and not message.get("content"):
+            fields["content"] = self.empty_content
+        reasoning = next((message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)), None)
+        if reasoning is not None and message["role"] == "assistant":
+            fields = {key: value for key, value in fields.items() if key not in REASONING_KEYS}
+            fields[self.reasoning_key or REASONING_KEYS[0]] = reasoning
+        return fields
 
     def _call(self, call: JsonObject, number: int, several: bool) -> JsonObject:
         """A call as the template reads it, with an id if it has one, if the template demands it, or if results need it
@@ -106,6 +110,22 @@ class Dialect:
                 fields["tool_call_id"] = match[0]
         elif isinstance(id_, str) and id_ in names:
             fields.setdefault("name", names[id_])
+
+
+def as_dict(message: Message) -> dict[str, object]:
+    """A message in OpenAI's form."""
+    fields: dict[str, object] = {"role": message.role, "content": message.content, **dict(message.extra)}
+    if message.tool_calls:
+        fields["tool_calls"] = list(message.tool_calls)
+    return fields
+
+
+def needs_adapting(messages: Messages) -> bool:
+    """Whether messages have calls, results or reasoning, which templates read in different forms."""
+    return any(
+        message.get("tool_calls") or message["role"] == "tool" or any(key in message for key in REASONING_KEYS)
+        for message in messages
+    )
 
 
 def id_of_length(id_: str, length: int) -> str:

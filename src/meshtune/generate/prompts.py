@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,7 +51,7 @@ def chat_text(
     chat = chat_template(tokenizer)
     _check(messages)
     try:
-        return chat.render(messages, tools, generation_prompt=True, options=options)
+        return chat.render(chat.adapted(messages), tools, generation_prompt=True, options=options)
     except chat.failures as problem:
         error = template_error(problem, where=str(tokenizer.name_or_path))
         fix = "change the conversation, or give another chat_template"
@@ -75,6 +76,11 @@ def chat_template(tokenizer: PreTrainedTokenizerFast) -> ChatTemplate:
             fix="use generate with plain text (`meshtune generate`, Model.generate('...')), or give a chat_template: "
             "'plain' suits any base model",
         )
+    return _measured_once(tokenizer, str(tokenizer.chat_template))
+
+
+@functools.lru_cache(maxsize=8)
+def _measured_once(tokenizer: PreTrainedTokenizerFast, template: str) -> ChatTemplate:
     return ChatTemplate(tokenizer)
 
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshtune.errors import UserError
 from meshtune.generate.prompts import chat_text, encoded_chat
 from meshtune.generate.text import special_ids
 from meshtune.serve.errors import ApiError
 from meshtune.serve.grammar import LLGrammar
 from meshtune.serve.models import Served
-from meshtune.serve.responses.call import ALPHANUMERIC, Tool
+from meshtune.serve.responses.call import Tool
 from meshtune.serve.responses.formats import HARMONY, CallFormat, call_format
 from meshtune.serve.responses.lark import Lark
 from meshtune.serve.responses.reader import THINK, HarmonyReader, Reader, TaggedReader, visible_markers
@@ -105,8 +102,6 @@ def prepared(request: ChatRequest, served: Served) -> Conversation:
     template = str(tokenizer.get_chat_template(None, tools=[{}] if tools else None)) if tokenizer.chat_template else ""
     form = call_format(template)
     messages = [message.rendered(f"messages[{n}]") for n, message in enumerate(request.messages)]
-    if form is not None and form.id_length is not None:
-        messages = [_with_short_ids(message, form.id_length) for message in messages]
     options = _options(request, template)
     text = _rendered(served, messages, tools, options)
     if tools:
@@ -129,26 +124,8 @@ def prepared(request: ChatRequest, served: Served) -> Conversation:
 def _rendered(
     served: Served, messages: list[dict[str, Any]], tools: Mapping[str, Tool], options: Mapping[str, Any]
 ) -> str:
-    """The prompt. Most templates want the arguments of earlier calls as objects, some as text."""
     definitions = [tool.definition for tool in tools.values()]
-    try:
-        return chat_text(served.model.tokenizer, messages, definitions, options)
-    except UserError:
-        if not any(message.get("tool_calls") for message in messages):
-            raise
-        written = [_with_written_arguments(message) for message in messages]
-        return chat_text(served.model.tokenizer, written, definitions, options)
-
-
-def _with_written_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    if not message.get("tool_calls"):
-        return message
-    calls = [
-        call
-        | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
-        for call in message["tool_calls"]
-    ]
-    return message | {"tool_calls": calls}
+    return chat_text(served.model.tokenizer, messages, definitions, options)
 
 
 def _options(request: ChatRequest, template: str) -> dict[str, Any]:
@@ -177,20 +154,3 @@ def _thinking(template: str, text: str) -> tuple[tuple[str, str] | None, bool]:
     if text.rstrip().endswith(closes):
         return None, False
     return THINK, text.rstrip().endswith(opens)
-
-
-def _with_short_ids(message: dict[str, Any], length: int) -> dict[str, Any]:
-    """A message whose ids of calls have the length that the family's template insists on."""
-    changed = dict(message)
-    if isinstance(changed.get("tool_call_id"), str):
-        changed["tool_call_id"] = _short_id(changed["tool_call_id"], length)
-    if changed.get("tool_calls"):
-        changed["tool_calls"] = [call | {"id": _short_id(call.get("id", ""), length)} for call in changed["tool_calls"]]
-    return changed
-
-
-def _short_id(id_: str, length: int) -> str:
-    if len(id_) == length and id_.isalnum():
-        return id_
-    digest = hashlib.sha256(id_.encode()).digest()
-    return "".join(ALPHANUMERIC[byte % len(ALPHANUMERIC)] for byte in digest[:length])
