@@ -7,9 +7,19 @@ import pathlib
 import pytest
 import yaml
 
-from meshtune.config.foreign import axolotl, llama_factory, llama_factory_commands, llama_factory_v1, torchtune, trl
+from meshtune.config.foreign import (
+    axolotl,
+    llama_factory,
+    llama_factory_commands,
+    llama_factory_v1,
+    tables,
+    templates,
+    torchtune,
+    trl,
+)
 from meshtune.config.foreign.importer import Translation, translate
 from meshtune.config.load import load_recipe, silent
+from meshtune.data.chat_templates import template_names
 from meshtune.errors import UserError
 
 LLAMA_FACTORY = {
@@ -308,3 +318,15 @@ def test_training_with_a_file_of_another_tool_says_what_to_type(tmp_path):
     with pytest.raises(UserError, match="this is a recipe of axolotl") as caught:
         load_recipe(str(file))
     assert "meshtune import" in (caught.value.fix or "")
+
+
+def test_the_page_has_the_importers_own_tables():
+    page = pathlib.Path(__file__).resolve().parents[3] / "docs/coming-from.md"
+    assert page.read_text(encoding="utf-8").endswith(tables.markdown()), "meshtune schema --other-tools"
+    for name, template in templates.LLAMA_FACTORY.items():
+        assert f"| `{name}` | {f'`{template.name}`' if template.name else 'a Jinja file'}" in page.read_text()
+
+
+def test_templates_that_files_name_ship_with_meshtune():
+    used = {**templates.LLAMA_FACTORY, **templates.AXOLOTL}.values()
+    assert {template.name for template in used if template.name} <= set(template_names())
