@@ -1,0 +1,103 @@
+"""Adapters as LoRA GGUF, and merged, in a real llama.cpp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+
+from llama_cpp import LlamaCpp
+from meshtune.errors import UserError
+from meshtune.runs.export import export
+from meshtune.weights.gguf.file import read_gguf
+
+PROMPT = [1, 403, 407, 261, 378]
+
+
+def adapter_of(base: Path, folder: Path, **options: object) -> Path:
+    """An adapter of peft with random factors, large enough to change the text."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    torch.manual_seed(0)
+    settings = {"r": 4, "lora_alpha": 16, "target_modules": "all-linear"} | options
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**settings))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    adapted.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MESHTUNE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True, "r": 3}], ids=["lora", "rslora"])
+def test_base_and_lora_gguf_give_the_text_of_the_merged_model(stories260k: Path, tmp_path: Path, options: dict):
+    adapter = adapter_of(stories260k, tmp_path / "adapter", **options)
+    base, lora, whole = (tmp_path / f"{name}.gguf" for name in ("base", "lora", "merged"))
+    export(stories260k, base, gguf="F32")
+    export(adapter, lora, gguf="F32", base=stories260k)
+    export(adapter, whole, gguf="F32", base=stories260k, merge=True)
+    with LlamaCpp(base) as model:
+        plain = model.greedy(PROMPT, 100)
+    with LlamaCpp(base, [lora]) as model:
+        text, beside = model.greedy(PROMPT, 100), model.logits(PROMPT)
+    with LlamaCpp(whole) as model:
+        assert model.greedy(PROMPT, 100) == text
+        merged = model.logits(PROMPT)
+    assert text != plain
+    # What peft computes with the adapter beside its base.
+    reference = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(stories260k, dtype=torch.float32), str(adapter)
+    )
+    with torch.no_grad():
+        expected = reference(torch.tensor([PROMPT])).logits[0].numpy()
+    scale = np.abs(expected).max()
+    assert np.abs(merged - expected).max() < 3e-5 * scale
+    assert np.abs(beside - expected).max() < 3e-5 * scale
+    assert (tmp_path / "lora.Modelfile").read_text(encoding="utf-8").splitlines()[1:3] == [
+        "FROM ./base.gguf",
+        "ADAPTER ./lora.gguf",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "file_type", "message"),
+    [
+        ({}, "Q4_K_M", "add --merge"),
+        ({"use_dora": True}, "F16", "'dora' cannot be said in a LoRA GGUF"),
+        ({"modules_to_save": ["lm_head"]}, "F16", "trained in full"),
+    ],
+)
+def test_what_a_lora_gguf_cannot_say_is_refused(
+    stories260k: Path, tmp_path: Path, options: dict, file_type: str, message: str
+):
+    adapter = adapter_of(stories260k, tmp_path / "adapter", **options)
+    with pytest.raises(UserError, match=message):
+        export(adapter, tmp_path / "x.gguf", gguf=file_type, base=stories260k)
+    assert not (tmp_path / "x.gguf").exists()
+
+
+def test_dora_is_written_merged(stories260k: Path, tmp_path: Path):
+    adapter = adapter_of(stories260k, tmp_path / "adapter", use_dora=True)
+    export(adapter, tmp_path / "x.gguf", gguf="F32", base=stories260k, merge=True)
+    reference = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(stories260k, dtype=torch.float32), str(adapter)
+    )
+    with torch.no_grad():
+        expected = reference(torch.tensor([PROMPT])).logits[0].numpy()
+    with LlamaCpp(tmp_path / "x.gguf") as model:
+        assert np.abs(model.logits(PROMPT) - expected).max() < 3e-5 * np.abs(expected).max()
+
+
+def test_an_adapter_is_not_a_model(stories260k: Path, tmp_path: Path):
+    adapter = adapter_of(stories260k, tmp_path / "adapter")
+    export(adapter, tmp_path / "lora.gguf", gguf="F16", base=stories260k)
+    assert read_gguf(tmp_path / "lora.gguf").metadata["general.type"] == "adapter"
+    with pytest.raises(UserError, match="is an adapter, not a model"):
+        export(tmp_path / "lora.gguf", tmp_path / "y.gguf", gguf="F16")
