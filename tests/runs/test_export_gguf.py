@@ -52,7 +52,9 @@ CASES = {
 }
 # What llama.cpp computes of a family that the case of tests/families goes beyond.
 WITHIN = {
+    "rope_llama3": {"head_dim": 64},
     "mixtral": {"sliding_window": None},
+    "phi3_longrope": {"original_max_position_embeddings": 512, "max_position_embeddings": 1024},
     "qwen3_moe": {"mlp_only_layers": []},
     "gemma2": {"query_pre_attn_scalar": 8, "head_dim": 8},
     "gemma3_text": {"query_pre_attn_scalar": 8, "head_dim": 8, "layer_types": None, "num_hidden_layers": 7},
@@ -85,7 +87,8 @@ def test_llama_cpp_computes_the_logits_of_the_model(name: str, tmp_path: Path):
     expected = logits_of(directory, tokens)
     with LlamaCpp(file) as model:
         assert np.abs(model.logits(tokens) - expected).max() < CASES[name] * np.abs(expected).max()
-    assert np.array_equal(logits_of(locate(file), tokens), expected)  # read back as a model
+    # Read back as a model; a dynamic rotary embedding, computed otherwise, has become the plain one that it is there.
+    assert np.abs(logits_of(locate(file), tokens) - expected).max() < 1e-5 * np.abs(expected).max()
 
 
 def test_greedy_text_of_a_trained_model_is_the_known_one(stories260k: Path, tmp_path: Path):

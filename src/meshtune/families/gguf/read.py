@@ -99,7 +99,8 @@ def _fields(
         "tie_word_embeddings": "output.weight" not in names,
         "sliding_window": None,
     }
-    for key, field in (("layer_norm_rms_epsilon", "rms_norm_eps"), ("layer_norm_epsilon", "layer_norm_eps")):
+    layer_norm = "norm_epsilon" if kind == "starcoder2" else "layer_norm_eps"
+    for key, field in (("layer_norm_rms_epsilon", "rms_norm_eps"), ("layer_norm_epsilon", layer_norm)):
         if f"attention.{key}" in metadata:
             config[field] = metadata[f"attention.{key}"]
     if experts := metadata.get("expert_count"):
@@ -107,8 +108,11 @@ def _fields(
         config |= {name: experts, "num_experts_per_tok": metadata["expert_used_count"]}
         if "moe_intermediate_size" in architecture.expects:
             config["moe_intermediate_size"] = metadata["expert_feed_forward_length"]
-    config |= _biases(kind, names)
-    return {**config, **architecture.config, **architecture.read(metadata)}
+    config |= _biases(kind, names) | dict(architecture.config) | architecture.read(metadata)
+    if (local := config.pop("rope_local_base_freq", None)) is not None:
+        sliding = {"rope_type": "default", "rope_theta": local}
+        config["rope_parameters"] = {"full_attention": block, "sliding_attention": sliding}
+    return config
 
 
 def _integer(value: Any) -> int:
@@ -130,7 +134,11 @@ def _biases(kind: str, names: Collection[str]) -> dict[str, bool]:
         "arcee": {"attention_bias": attention, "mlp_bias": network},
         "seed_oss": {"attention_bias": attention, "attention_out_bias": output, "mlp_bias": network},
         "starcoder2": {"use_bias": attention},
-        "stablelm": {"use_qkv_bias": attention},
+        "stablelm": {
+            "use_qkv_bias": attention,
+            "qk_layernorm": f"blk.0.{LAYER['attn/q_norm']}.weight" in names,
+            "use_parallel_residual": f"blk.0.{LAYER['mlp_norm']}.weight" not in names,
+        },
         "qwen2_moe": {"qkv_bias": attention},
     }
     return switches.get(kind, {})
