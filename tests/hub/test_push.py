@@ -190,6 +190,14 @@ def test_a_gguf_file_is_pushed_with_the_card_of_its_run(hub, finished, tmp_path)
     assert (fields["base_model_relation"], fields["library_name"]) == ("quantized", "gguf")
 
 
+def test_a_run_is_pushed_as_gguf_with_its_modelfile(hub, finished):
+    push(finished, "ann/lesson-gguf", merge=True, gguf="Q8_0")
+    files = hub.repositories["ann/lesson-gguf"].files
+    assert files["lesson-Q8_0.gguf"].startswith(b"GGUF")
+    assert b"FROM ./lesson-Q8_0.gguf" in files["lesson-Q8_0.Modelfile"]
+    assert yaml.safe_load(files["README.md"].decode().split("---")[1])["library_name"] == "gguf"
+
+
 @pytest.mark.parametrize(
     ("name", "token", "what", "fix"),
     [

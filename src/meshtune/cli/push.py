@@ -17,6 +17,7 @@ def push(
     into: Annotated[str | None, typer.Option("--into", help="With --merge, as of `meshtune export`.")] = None,
     format: Annotated[str | None, typer.Option("--format", help="With --merge, as of `meshtune export`.")] = None,
     base: Annotated[str | None, typer.Option("--base", help="The adapter's base, if it lies elsewhere now.")] = None,
+    gguf: Annotated[str | None, typer.Option("--gguf", help="Push GGUF of this type, as `meshtune export`.")] = None,
     base_model: Annotated[
         str | None, typer.Option("--base-model", help="The base's id on the hub, if its folder does not say it.")
     ] = None,
@@ -32,6 +33,8 @@ def push(
 
     if not merge and (into is not None or format is not None):
         raise UserError("--into and --format are of merged models", where="--into, --format", fix="add --merge")
+    if gguf is not None and format is not None:
+        raise UserError("--gguf and --format are two formats", where="--gguf, --format", fix="give one of the two")
     pushed = send(
         source,
         repository,
@@ -39,6 +42,7 @@ def push(
         into=into,
         format=format,
         base=base,
+        gguf=gguf,
         base_model=base_model,
         run=run,
         public=public,

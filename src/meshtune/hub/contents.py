@@ -16,7 +16,8 @@ from meshtune.digests import write_digests
 from meshtune.errors import UserError
 
 SENT = (
-    "*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.gguf", "Modelfile", "LICENSE*", "NOTICE*"
+    "*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.gguf", "*Modelfile", "LICENSE*",
+    "NOTICE*",
 )  # fmt: skip
 # JSON files whose strings may name files of this machine; the others are vocabularies.
 CONFIGS = (

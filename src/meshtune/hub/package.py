@@ -37,12 +37,13 @@ class Package:
 
 @dataclasses.dataclass(frozen=True)
 class ExportOptions:
-    """How an adapter is merged before it is pushed, as `meshtune export` has them."""
+    """How a source is exported before it is pushed, as `meshtune export` has them."""
 
     merge: bool
     into: str | None
     format: str | None
     base: str | None
+    gguf: str | None
 
 
 def resolve(source: str | os.PathLike[str], options: ExportOptions, base_model: str | None, run: str | None) -> Package:
@@ -64,10 +65,15 @@ def resolve(source: str | os.PathLike[str], options: ExportOptions, base_model: 
     resolved = find(path) if options.base is None else find(options.base, path)
     scored = bool(_architecture(resolved).endswith("ForSequenceClassification"))
     if resolved.adapter is None:
-        _refuse_merge(options, source)
+        if options.gguf is None:
+            _refuse_merge(options, source)
         base = run_base(maker, base_model) if maker else _model_base(resolved.base, base_model)
+        if options.gguf is not None:
+            return Package("gguf", None, base, maker, resolved.base)
         return Package("model", resolved.base, base, maker, None, scored)
     base = run_base(maker, base_model) if maker else _adapter_base(resolved, base_model)
+    if options.gguf is not None:
+        return Package("gguf", None, base, maker, resolved.base)
     if options.merge:
         return Package("merged", None, base, maker, resolved.base, scored)
     if maker is not None and (maker / START).is_dir():
@@ -80,9 +86,13 @@ def resolve(source: str | os.PathLike[str], options: ExportOptions, base_model: 
 
 
 def packed(package: Package, source: str | os.PathLike[str], options: ExportOptions, folder: Path) -> Package:
-    """The package with its files; a merged model is written to `folder` and verified there."""
+    """The package with its files; a merged model, and GGUF files, are written to `folder` and verified there."""
     if package.path is not None:
         return package
+    if options.gguf is not None:
+        file = folder / f"{Path(source).expanduser().absolute().name}-{options.gguf.upper()}.gguf"
+        export(source, file, merge=options.merge, into=options.into, base=options.base, gguf=options.gguf)
+        return dataclasses.replace(package, path=folder)
     done = export(source, folder, merge=options.merge, into=options.into, format=options.format, base=options.base)
     return dataclasses.replace(package, path=done.path)
 
@@ -96,11 +106,11 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _refuse_merge(options: ExportOptions, source: str | os.PathLike[str]) -> None:
-    if options.merge or options.into or options.format or options.base:
+    if any((options.merge, options.into, options.format, options.base, options.gguf)):
         raise UserError(
-            "there is no adapter to merge",
+            "there is nothing to export: this is pushed as it is",
             where=str(source),
-            fix="leave --merge, --into, --format and --base out",
+            fix="leave --merge, --into, --format, --base and --gguf out",
         )
 
 

@@ -41,6 +41,7 @@ def push(
     into: str | None = None,
     format: str | None = None,
     base: str | None = None,
+    gguf: str | None = None,
     base_model: str | None = None,
     run: str | None = None,
     public: bool = False,
@@ -49,8 +50,8 @@ def push(
 ) -> Pushed:
     """Pushes `source` (a finished run, an adapter, a model, a GGUF file or a folder of them) to `repository`.
 
-    The repository is created private unless `public`. `merge`, `into`, `format` and `base` are those of
-    `runs.export.export`; a merged model is written to a temporary folder beside the source first. `base_model` is the
+    The repository is created private unless `public`. `merge`, `into`, `format`, `base` and `gguf` are
+    those of `runs.export.export`; that is written to a temporary folder beside the source. `base_model` is the
     base's id on the hub, where its folder does not say it, and `run` the run that made a GGUF file or a model.
     `overwrite` allows a repository with other files, which stay. All is sent as one commit, with a model card. A push
     that broke is pushed again: files that arrived are not sent twice.
@@ -58,13 +59,13 @@ def push(
     Raises UserError for a missing token and other refusals before anything is packed, and for a connection that breaks.
     """
     token = check_access(repository)
-    options = ExportOptions(merge, into, format, base)
+    options = ExportOptions(merge, into, format, base, gguf)
     package = resolve(source, options, base_model, run)
     target = open_repository(repository, token, public=public, overwrite=overwrite)
     beside = Path(source).expanduser().absolute().parent
     with tempfile.TemporaryDirectory(prefix=".push-", dir=beside if os.access(beside, os.W_OK) else None) as folder:
         if package.path is None:
-            report("merging the adapter into its base")
+            report("exporting what is to be pushed")
         package = packed(package, source, options, Path(folder) / "merged")
         return send(package, target, Path(folder), report=report)
 
