@@ -316,7 +316,8 @@ IDLE: Table = {
         "lm_eval_batch_size lm_eval_post_train lm_eval_model dynamic_checkpoint gradio_title gradio_share "
         "gradio_server_name gradio_server_port gradio_max_new_tokens gradio_temperature",
     ),
-    **idle(UPLOAD, "hub_model_id hub_strategy hub_revision push_dataset_to_hub hf_use_auth_token"),
+    "hub_model_id": part("hub.repository", text),
+    **idle(UPLOAD, "hub_strategy hub_revision push_dataset_to_hub hf_use_auth_token"),
     **idle(
         "run state is kept in Meshtune's own form, the result in transformers' or peft's",
         "save_only_model save_safetensors",

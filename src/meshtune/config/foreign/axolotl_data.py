@@ -12,12 +12,9 @@ from meshtune.config.foreign.templates import AXOLOTL, TOKENIZERS_OWN, template
 READ = frozenset(
     """path name split data_files type revision field field_messages field_chosen field_rejected field_instruction
     field_input field_output field_tools message_property_mappings message_field_role message_field_content roles
-    roles_to_train train_on_eos drop_system_message chat_template text_column ds_type skip""".split()
+    roles_to_train train_on_eos drop_system_message chat_template text_column ds_type train_on_eot""".split()
 )
-IDLE = frozenset(
-    """trust_remote_code preprocess_shards input_format conversation split_thinking temperature logprobs_field
-    train_on_eot""".split()
-)
+IDLE = frozenset("""trust_remote_code preprocess_shards logprobs_field temperature""".split())
 ROLES = {"user": "user_tag", "assistant": "assistant_tag", "system": "system_tag", "tool": "observation_tag"}
 # The speakers that axolotl understands where `roles` is left out.
 SPEAKERS = {"user": ("human", "user"), "assistant": ("gpt", "assistant"), "system": ("system",), "tool": ("tool",)}
@@ -42,7 +39,7 @@ def sources(draft: Draft, key: str, to: str, kind: str) -> list[str]:
         if not isinstance(entry, dict):
             draft.refuse(key, f"entry {number} is not a mapping", "give path and type")
             continue
-        present = {name: value for name, value in entry.items() if value is not None}
+        present = {name: value for name, value in entry.items() if value not in (None, False)}
         try:
             types.append(_source(draft, key, f"{to}.{number}", present, kind))
         except RefusedError as problem:
@@ -144,7 +141,10 @@ def _documents(draft: Draft, key: str, prompts: str, entry: dict[str, Any]) -> t
         ["assistant", "gpt"],
     ):
         raise RefusedError("assistant turns are what is learned", "leave roles_to_train out, or use train_on_inputs")
-    if entry.get("train_on_eos", "turn") not in ("turn", "all"):
+    if entry.get("train_on_eot", "turn") not in ("turn", "all") or entry.get("train_on_eos", "turn") not in (
+        "turn",
+        "all",
+    ):
         raise RefusedError("the end of every learned turn is learned", "use train_on_eos: turn")
     return _turns(entry)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshtune.config.foreign import axolotl_data, axolotl_method, models, optimizers
 from meshtune.config.foreign.draft import ONE_TEXT, OTHER_ORDER, Draft
-from meshtune.config.foreign.trainer import batch_settings, length, trackers
+from meshtune.config.foreign.trainer import batch_settings, length, trackers, upload
 
 PACKED = "a packed row has sequence_len tokens, and so many rows an update; the peer's bins are filled in another order"
 KNOWN_PLUGINS = ("cut_cross_entropy", "liger", "kernels", "expert_parallel", "swanlab", "lm_eval")
@@ -139,6 +139,9 @@ def _data(draft: Draft, kind: str) -> bool:
         draft.put("data.streaming", True, key, note="documents go on in the next row")
     else:
         draft.idle("streaming", "data are tokenised before training and read from disk")
+    for unequal in ("max_prompt_len", "eval_sequence_len"):
+        if unequal in draft.given:
+            draft.differ(unequal, "prompts, answers and validation records are cut by sequence_len alone")
     if draft.get("train_on_inputs"):
         draft.put("data.train_on_prompt", True, "train_on_inputs")
     if not draft.get("shuffle_merged_datasets") or draft.get("curriculum_sampling"):
@@ -229,6 +232,8 @@ def _saving_and_logging(draft: Draft) -> None:
         draft.idle("save_steps", "checkpoints are about ten a run; results are the same")
     draft.put("checkpoint.keep_best", bool(draft.get("load_best_model_at_end")), "load_best_model_at_end")
     draft.put("log.every", max(1, draft.get("logging_steps") or 1), "logging_steps")
+    if draft.get("hub_model_id"):
+        upload(draft)
     if draft.get("auto_resume_from_checkpoints"):
         draft.put("resume", True, "auto_resume_from_checkpoints", note="from a checkpoint of Meshtune's in output")
     for name in ("wandb", "mlflow", "trackio", "tensorboard"):

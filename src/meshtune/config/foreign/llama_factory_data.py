@@ -25,6 +25,12 @@ def sources(draft: Draft, kind: str) -> bool:
                 draft.put(f"data.{ours}", True, key)
     if draft.get("default_system"):
         draft.put("data.system", draft.get("default_system"), "default_system")
+    if draft.get("tool_format"):
+        draft.differ("tool_format", "tools are written as the chat template writes them")
+    if not draft.get("enable_thinking"):
+        draft.differ("enable_thinking", "the template's own default: see data.reasoning, and compare what is trained")
+    if draft.get("preserve_thinking"):
+        draft.differ("preserve_thinking", "reasoning of earlier turns is kept as data.reasoning says")
     if draft.get("disable_shuffling"):
         draft.put("data.shuffle", False, "disable_shuffling")
     if draft.get("tokenized_path"):

@@ -40,6 +40,8 @@ def model(draft: Draft) -> None:
             draft.put(f"model.{ours}", draft.get(key), key)
     if draft.get("resize_vocab"):
         draft.put("model.pad_vocab_to", 64, "resize_vocab", note="rows are rounded up to a multiple of 64")
+    if draft.get("adapter_folder"):
+        draft.refuse("adapter_folder", "an adapter is named by its own path", "join it with adapter_name_or_path")
     adapters = draft.get("adapter_name_or_path")
     if adapters:
         merged = adapters if draft.get("create_new_adapter") else adapters[:-1]

@@ -25,7 +25,7 @@ MESH = "how devices share the work is chosen here, or said in mesh (docs/meshes.
 LOADER = "data are prepared once, before training, and read from there"
 MEMORY = "it changes memory and speed, not numbers; compute.* has such settings, chosen here by what fits"
 LOGGING = "it changes what is printed or logged, not what is learned"
-UPLOAD = "training uploads nothing; the result lies in output"
+UPLOAD = "how a result is pushed is said in hub (docs/hub.md); its token is that of huggingface_hub"
 
 TRAINER: Table = {
     "output_dir": direct("output", text, "trainer_output"),
@@ -64,6 +64,9 @@ TRAINER: Table = {
     "load_best_model_at_end": part("checkpoint.keep_best", flag, False),
     "resume_from_checkpoint": part("resume", anything, ABSENT, "false: nothing is resumed"),
     "overwrite_output_dir": part("overwrite", flag, False, "false: an output that is not empty is an error here too"),
+    "push_to_hub": part("hub.repository", flag, False, "false: nothing is pushed"),
+    "hub_model_id": part("hub.repository", text, ABSENT, "without push_to_hub nothing is pushed"),
+    "hub_private_repo": part("hub.public", flag, ABSENT, "without push_to_hub nothing is pushed"),
     "seed": direct("seed", integer, 42),
     "auto_find_batch_size": refused(
         "the size of a batch is part of what is learned, and never changed here",
@@ -103,7 +106,7 @@ TRAINER: Table = {
     ),
     **idle(
         UPLOAD,
-        "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision "
+        "hub_token hub_strategy hub_always_push hub_revision "
         "push_to_hub_model_id push_to_hub_organization push_to_hub_token",
     ),
     **idle(
@@ -131,6 +134,8 @@ def trainer_settings(draft: Draft, *, validation: bool, kind: str) -> None:
             draft.put("stage.label_smoothing", draft.get("label_smoothing_factor"), "label_smoothing_factor")
     draft.put("log.every", max(1, int(draft.get("logging_steps"))), "logging_steps")
     trackers(draft, "report_to", draft.get("report_to") or [])
+    if draft.get("push_to_hub"):
+        upload(draft, "push_to_hub")
     if draft.get("dataloader_drop_last"):
         draft.differ("dataloader_drop_last", "the last, smaller batch of an epoch is filled from the next one here")
 
@@ -224,3 +229,16 @@ def trackers(draft: Draft, key: str, chosen: list[str]) -> None:
         draft.put("log.trackers", known, key)
     if unsupported:
         draft.differ(key, f"there is no tracker {', '.join(unsupported)} here; metrics.jsonl has every number")
+
+
+def upload(draft: Draft, *keys: str) -> None:
+    """The repository of the hub to which the result goes; private, unless the file says public."""
+    repository = draft.get("hub_model_id")
+    if not repository:
+        draft.refuse("push_to_hub", "it names no repository", "add hub_model_id: user/name")
+        return
+    draft.put("hub.repository", repository, "hub_model_id", *keys, note="at the end of the run")
+    if "hub_private_repo" in draft.given:
+        draft.put("hub.public", not draft.get("hub_private_repo"), "hub_private_repo")
+    else:
+        draft.remark("The repository is private unless hub.public says otherwise; the peer makes it public.")

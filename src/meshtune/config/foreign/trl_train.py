@@ -134,6 +134,9 @@ def _data(draft: Draft, name: str) -> bool:
     length = draft.get("max_length") if "max_length" in draft.given else draft.get("max_seq_length")
     length = draft.get("max_length") if length is None else length
     draft.put("data.max_length", length, "max_length" if "max_length" in draft.given else "max_seq_length")
+    for key in ("max_prompt_length", "max_completion_length"):
+        if key in draft.given:
+            draft.differ(key, "prompt and answer are cut together, by max_length")
     if name == "sft":
         _supervised(draft, path)
     else:
