@@ -66,11 +66,21 @@ def test_a_residual_stream_on_the_host_leaves_the_device(target):
     assert here["temp_bytes"] - there["temp_bytes"] > 0.8 * (LAYERS - 2) * STREAM
 
 
-@pytest.mark.parametrize("target", ["H100", "MI300X"])
-def test_layers_of_a_pattern_are_computed_again_one_by_one(target):
-    """A scan goes over groups of 6 layers, as Gemma 3's: their intermediates never exist together."""
-    one, six = (step(target, group=group, offload=("residual",)) for group in (1, 6))
-    assert six["temp_bytes"] < one["temp_bytes"] + 3 * STREAM
+TOGETHER = "XLA for NVIDIA computes the layers again together where their streams come from the host"
+
+
+@pytest.mark.parametrize(
+    ("target", "offload"),
+    [
+        ("H100", ()),
+        pytest.param("H100", ("residual",), marks=pytest.mark.xfail(strict=True, reason=TOGETHER)),
+        ("MI300X", ("residual",)),
+    ],
+)
+def test_layers_of_a_pattern_are_computed_again_one_by_one(target, offload):
+    """A scan goes over groups of 6 layers, as Gemma 3's: together, their intermediates would take five times as much."""
+    one, six = (step(target, group=group, offload=offload) for group in (1, 6))
+    assert six["temp_bytes"] < 1.4 * one["temp_bytes"]
 
 
 @pytest.mark.parametrize("target", ["H100", "MI300X"])
