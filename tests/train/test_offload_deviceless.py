@@ -78,7 +78,7 @@ TOGETHER = "XLA for NVIDIA computes the layers again together where their stream
     ],
 )
 def test_layers_of_a_pattern_are_computed_again_one_by_one(target, offload):
-    """A scan goes over groups of 6 layers, as Gemma 3's: together, their intermediates would take five times as much."""
+    """A scan goes over groups of 6 layers, as Gemma 3's: together, their intermediates take five times as much."""
     one, six = (step(target, group=group, offload=offload) for group in (1, 6))
     assert six["temp_bytes"] < 1.4 * one["temp_bytes"]
 
