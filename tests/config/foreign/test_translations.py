@@ -110,6 +110,15 @@ def test_trl_defaults_are_those_of_its_trainer(recipe_of, tmp_path):
     assert (recipe.method.rank, recipe.method.alpha, recipe.method.targets) == (16, 32.0, ("q_proj", "v_proj"))
 
 
+def test_trainers_that_compare_answers_have_no_dropout(recipe_of):
+    """TRL's disable_dropout, which LLaMA-Factory and axolotl leave on, reaches the adapters."""
+    pairs = {"datasets": [{"path": "d", "type": "chat_template.default"}], "rl": "dpo", "lora_dropout": 0.05}
+    assert recipe_of(AXOLOTL | QLORA | pairs).method.dropout == 0
+    assert recipe_of(AXOLOTL | QLORA | {"lora_dropout": 0.05}).method.dropout == 0.05
+    assert recipe_of(LLAMA_FACTORY | {"stage": "dpo", "lora_dropout": 0.1}).method.dropout == 0
+    assert recipe_of(LLAMA_FACTORY | {"lora_dropout": 0.1}).method.dropout == 0.1
+
+
 def test_a_command_of_trl_is_read(recipe_of):
     script = """# train
     accelerate launch --num_processes 8 trl/scripts/dpo.py \\

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshtune.config.foreign.draft import Draft
 from meshtune.config.foreign.targets import NotExpandableError, names_of
+from meshtune.config.foreign.trainer import dropout
 
 
 def method(draft: Draft) -> None:
@@ -28,7 +29,7 @@ def method(draft: Draft) -> None:
     draft.put("method.adapter", kind, *({"dora": ["peft_use_dora"], "loftq": ["peft"]}.get(kind, [])))
     draft.put("method.rank", draft.get("lora_r"), "lora_r")
     draft.put("method.alpha", float(draft.get("lora_alpha")), "lora_alpha")
-    draft.put("method.dropout", float(draft.get("lora_dropout")), "lora_dropout")
+    dropout(draft, compared=bool(draft.get("rl") or draft.get("reward_model")))
     _targets(draft)
     if draft.get("peft_use_rslora"):
         draft.put("method.rslora", True, "peft_use_rslora")

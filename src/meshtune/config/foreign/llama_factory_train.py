@@ -6,6 +6,7 @@ from meshtune.config.foreign import models, trainer
 from meshtune.config.foreign.draft import ONE_TEXT, OTHER_ORDER, Draft
 from meshtune.config.foreign.llama_factory_data import sources
 from meshtune.config.foreign.rules import ABSENT
+from meshtune.config.foreign.trainer import dropout
 
 CLIPPED = "the file's max_grad_norm is for updates after the backward pass"
 
@@ -14,7 +15,7 @@ def train(draft: Draft) -> None:
     """Translates a file with do_train. Raises nothing: what cannot be done is refused in `draft`."""
     model(draft)
     kind = stage(draft)
-    _method(draft)
+    _method(draft, kind)
     quantize(draft)
     _optimizer(draft)
     validation = sources(draft, kind)
@@ -92,7 +93,7 @@ def _dpo(draft: Draft, loss: str) -> None:
         draft.put("stage.ld_alpha", draft.get("ld_alpha"), "ld_alpha")
 
 
-def _method(draft: Draft) -> None:
+def _method(draft: Draft, kind: str) -> None:
     name = draft.get("finetuning_type")
     if name == "full":
         draft.put("method.kind", "full", "finetuning_type")
@@ -102,7 +103,7 @@ def _method(draft: Draft) -> None:
         if draft.get("use_llama_pro"):
             draft.refuse("use_llama_pro", "adapters on new layers alone are not here", "use method: llama_pro")
         draft.put("method.kind", "lora", "finetuning_type")
-        _oft(draft) if name == "oft" else _lora(draft)
+        _oft(draft) if name == "oft" else _lora(draft, kind)
         if draft.get("additional_target"):
             draft.put("method.train_modules", draft.get("additional_target"), "additional_target")
     else:
@@ -141,14 +142,14 @@ def _new_layers(draft: Draft, blocks: int, modules: list[str]) -> None:
     draft.put("method.modules", new, *keys, note="the layers that the script has added")
 
 
-def _lora(draft: Draft) -> None:
+def _lora(draft: Draft, kind: str) -> None:
     rank, alpha = draft.get("lora_rank"), draft.get("lora_alpha")
     adapter = "dora" if draft.get("use_dora") else "pissa" if draft.get("pissa_init") else "lora"
     draft.put("method.adapter", adapter, "use_dora", "pissa_init")
     draft.put("method.rank", rank, "lora_rank")
     note = "" if alpha is not None else "twice the rank"
     draft.put("method.alpha", float(2 * rank if alpha is None else alpha), "lora_alpha", note=note)
-    draft.put("method.dropout", float(draft.get("lora_dropout")), "lora_dropout")
+    dropout(draft, compared=kind in ("dpo", "orpo", "simpo", "kto"))
     targets(draft, "lora_target")
     if draft.get("use_rslora"):
         draft.put("method.rslora", True, "use_rslora")

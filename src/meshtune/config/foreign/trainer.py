@@ -242,3 +242,10 @@ def upload(draft: Draft, *keys: str) -> None:
         draft.put("hub.public", not draft.get("hub_private_repo"), "hub_private_repo")
     else:
         draft.remark("The repository is private unless hub.public says otherwise; the peer makes it public.")
+
+
+def dropout(draft: Draft, *, compared: bool) -> None:
+    """The dropout of adapters. TRL's trainers that compare answers (`compared`) set every dropout of the model to 0."""
+    rate = 0.0 if compared else float(draft.get("lora_dropout"))
+    note = "the trainer of this stage switches dropout off, that of adapters too" if compared else ""
+    draft.put("method.dropout", rate, "lora_dropout", note=note)

@@ -91,9 +91,7 @@ def _method(draft: Draft, name: str) -> None:
         draft.put("method.adapter", "dora" if draft.get("use_dora") else "lora", "use_dora")
         draft.put("method.rank", draft.get("lora_r"), "lora_r")
         draft.put("method.alpha", float(draft.get("lora_alpha")), "lora_alpha")
-        dropout = 0.0 if name != "sft" and draft.get("disable_dropout") else draft.get("lora_dropout")
-        note = "disable_dropout: none in preference training" if dropout != draft.get("lora_dropout") else ""
-        draft.put("method.dropout", float(dropout), "lora_dropout", note=note)
+        trainer.dropout(draft, compared=name != "sft" and bool(draft.get("disable_dropout")))
         _targets(draft)
         if draft.get("use_rslora"):
             draft.put("method.rslora", True, "use_rslora")
@@ -133,7 +131,7 @@ def _data(draft: Draft, name: str) -> bool:
         draft.refuse("dataset_name", "no data set is named", "add dataset_name")
     length = draft.get("max_length") if "max_length" in draft.given else draft.get("max_seq_length")
     length = draft.get("max_length") if length is None else length
-    draft.put("data.max_length", length, "max_length" if "max_length" in draft.given else "max_seq_length")
+    draft.put("data.max_length", length, "max_length", "max_seq_length")
     for key in ("max_prompt_length", "max_completion_length"):
         if key in draft.given:
             draft.differ(key, "prompt and answer are cut together, by max_length")
