@@ -193,7 +193,7 @@ def test_tasks_are_parsed_and_unknown_ones_have_near_names():
         parse_tasks(["mmlu=a,mmlu=b"])
 
 
-def test_a_task_that_lm_eval_does_not_know_is_refused(tmp_path, monkeypatch):
+def test_a_task_of_lm_evals_own_without_its_data_or_unknown_is_refused(tmp_path, monkeypatch):
     import lm_eval.tasks
 
     class FewTasks(lm_eval.tasks.TaskManager):  # the real one reads ten thousand files
@@ -205,6 +205,10 @@ def test_a_task_that_lm_eval_does_not_know_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", FewTasks)
     with pytest.raises(UserError, match="did you mean 'arc_easy'"):
         prepare(Suite(("arc_eazy",)), tmp_path)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"data of task 'arc_easy' are neither on this machine[\s\S]*arc_easy=PATH"):
+        prepare(Suite(("arc_easy",)), tmp_path)
 
 
 def test_more_tokens_than_the_context_are_refused(model, suite, tasks):

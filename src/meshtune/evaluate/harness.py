@@ -126,7 +126,23 @@ def prepare(suite: Suite, folder: pathlib.Path) -> Tasks:
         if name not in manager.all_tasks:
             fix = f"{nearest(name, manager.all_tasks)}`lm-eval ls tasks` lists them; files: NAME=PATH"
             raise UserError(f"there is no task '{name}'", where="--tasks", fix=fix)
+        _check_data(name, manager)
     return Tasks(names, manager, subjects)
+
+
+def _check_data(name: str, manager: Any) -> None:
+    """Loads the data of one of lm-eval's own tasks, or group of them. Raises UserError where they cannot be had."""
+    tasks = optional("lm_eval.tasks", "lm-eval's tasks")
+    try:
+        tasks.get_task_dict([name], manager)
+    except (OSError, ValueError) as problem:  # what datasets raises without a network, and without a cache
+        raise UserError(
+            f"the data of task '{name}' are neither on this machine nor to be had from the hub: {problem}",
+            where="--tasks",
+            fix=f"run it once where there is a network, or give files: --tasks {name}=PATH"
+            if name in FROM_FILES
+            else "run it once where there is a network, whose cache (HF_HOME) can be copied",
+        ) from problem
 
 
 def _check_nltk() -> None:
