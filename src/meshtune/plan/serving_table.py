@@ -16,9 +16,10 @@ from meshtune.setup.memory import size_in_words
 def print_serve_plan(plan: ServePlan, console: Console | None = None) -> None:
     """Prints a plan."""
     split = "" if plan.tp == 1 else f" on each of {plan.tp} devices"
+    row, working = size_in_words(plan.cache_row), size_in_words(plan.step_row)
     memory = Text(
-        f"weights {size_in_words(plan.weights)}, cache of a row of {plan.length:,} tokens "
-        f"{size_in_words(plan.cache_row)}{split}; {plan.most_rows:,} rows fit"
+        f"weights {size_in_words(plan.weights)}, cache of a row of {plan.length:,} tokens {row}, and {working} for its "
+        f"step{split}; {plan.most_rows:,} rows fit"
     )
     table = Table("rows", "fits", "read a step", "tokens/s at most", "expected", "limited by", box=None)
     for step in plan.steps:
