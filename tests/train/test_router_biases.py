@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 from test_resume import KILLED, compiled, live, stories, what_was_learned  # noqa: F401
 
 from families import case, mesh_updates
