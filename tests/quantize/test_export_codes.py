@@ -126,6 +126,21 @@ def test_int4_is_what_compressed_tensors_dequantises(dtype, tmp_path):
         assert held[f"{stem}.weight_shape"].tolist() == list(weight.shape)
 
 
+@pytest.mark.slow
+def test_transformers_computes_the_same_with_the_int4_checkpoint(tmp_path):
+    pytest.importorskip("compressed_tensors", reason="transformers reads these checkpoints by that package")
+    folder = save_model(tmp_path / "model", "llama", torch.float32)
+    export(folder, tmp_path / "int4", format="compressed-tensors")
+    served = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "int4", dtype=torch.float32)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, weight in quantised(folder, QuantizeConfig("int4")).items():
+        expected.get_parameter(name).data = torch.tensor(np.asarray(weight.dequantise("float32")))
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        difference = (served(ids).logits - expected(ids).logits).norm() / expected(ids).logits.norm()
+    assert difference < 1e-5  # float32, and scales that are a seventh of ours
+
+
 def unpacked(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """The numbers by compressed-tensors itself where it is installed, else by its definition: 4-bit integers, lowest
     bits first, 8 above their value, times their group's scale."""
