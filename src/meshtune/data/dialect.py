@@ -187,7 +187,7 @@ def _writes_tools(render: Render) -> bool:
 def _with_reasoning(render: Render, dialect: Dialect) -> Dialect:
     """The dialect with the field of a message from which the template writes reasoning, if it does."""
     for key in REASONING_KEYS:
-        turns = [{"role": "assistant", "content": "answer", key: _THOUGHT}]
+        turns: list[dict[str, object]] = [{"role": "assistant", "content": "answer", key: _THOUGHT}]
         if dialect.writes_calls:
             turns.append({**call_and_results(dialect, _VALUE)[0], key: _THOUGHT})
         for turn in turns:
