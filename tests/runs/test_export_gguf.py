@@ -177,3 +177,24 @@ def test_an_unknown_pre_tokenizer_is_refused_both_ways(tmp_path: Path):
     metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen-2", "tokenizer.ggml.tokens": ["a"]}
     with pytest.raises(UserError, match="did you mean 'qwen2'"):
         tokenizer_files(metadata, "x.gguf")
+
+
+@pytest.mark.slow
+def test_greedy_text_of_smollm2_is_that_of_transformers(smollm2: Path, tmp_path: Path):
+    import torch
+    import transformers
+
+    file = tmp_path / "smollm2.gguf"
+    export(smollm2, file, gguf="F32")
+    tokenizer = load_tokenizer(smollm2)
+    question = [{"role": "user", "content": "Name three fruits and say why they are healthy."}]
+    ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    with torch.no_grad():
+        answer = reference.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False)[0, len(ids) :].tolist()
+    with LlamaCpp(file) as model:
+        assert model.greedy(ids, len(answer)) == answer
+        prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+        assert model.tokenize(str(prompt), special=False) == ids
+    result = export(smollm2, tmp_path / "q4.gguf", gguf="Q4_K_M")
+    assert "16 Q4_K, 166 Q5_0, 14 Q6_K, 15 Q8_0" in result.verified  # 576 numbers of a row are no multiple of 256

@@ -55,12 +55,13 @@ def modelfile(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, stops:
 
 def turns_of(tokenizer: PreTrainedTokenizerFast) -> Turns | None:
     """How a chat template writes messages; None where it depends on more than their roles."""
-    bos = tokenizer.bos_token or ""
+    begins = tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]  # by itself: then llama.cpp does so too
+    bos = str(tokenizer.bos_token) if begins else ""
 
     def render(messages: Sequence[Message], opened: bool) -> str:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opened)
         assert isinstance(text, str)
-        return text.removeprefix(bos) if bos else text
+        return text.removeprefix(bos)
 
     try:
         turns = _turns(render)
@@ -96,8 +97,11 @@ def _turns(render: Render) -> Turns | None:
     middle, _, last = rest.partition(MARKS["user"])
     if last != after_user:
         return None
-    # What stands between two messages ends the first and begins the second: the same begins every user's message.
+    # What stands between two messages ends the first, mostly as a user's message ends, and begins the second.
+    alike = after_user and between.startswith(after_user) and middle.startswith(after_user)
     common = _common_ending(between, middle)
+    if alike:
+        common = _common_ending(between.removeprefix(after_user), middle.removeprefix(after_user))
     opening = render(_said("user"), True).removeprefix(render(_said("user"), False))
     around = {
         "system": (before, between.removesuffix(common)),
