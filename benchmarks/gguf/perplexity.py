@@ -2,7 +2,8 @@
 
     PYTHONPATH=src:tests python benchmarks/gguf/perplexity.py MODEL TEXT.jsonl --windows 6
 
-TEXT has JSON lines with the key "text", which are joined. Every window has 512 tokens, the last 256 of which are scored.
+TEXT has JSON lines with the key "text", which are joined. Every window has 512 tokens, of which the last 256 are
+scored.
 """
 
 from __future__ import annotations

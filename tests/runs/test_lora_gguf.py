@@ -101,3 +101,15 @@ def test_an_adapter_is_not_a_model(stories260k: Path, tmp_path: Path):
     assert read_gguf(tmp_path / "lora.gguf").metadata["general.type"] == "adapter"
     with pytest.raises(UserError, match="is an adapter, not a model"):
         export(tmp_path / "lora.gguf", tmp_path / "y.gguf", gguf="F16")
+
+
+def test_an_adapter_is_merged_into_a_base_in_gguf(stories260k: Path, tmp_path: Path):
+    adapter = adapter_of(stories260k, tmp_path / "adapter")
+    export(stories260k, tmp_path / "base.gguf", gguf="F32")
+    for name, base in (("files", stories260k), ("gguf", tmp_path / "base.gguf")):
+        export(adapter, tmp_path / f"{name}.gguf", gguf="F32", base=base, merge=True)
+    ours, theirs = (read_gguf(tmp_path / f"{name}.gguf") for name in ("gguf", "files"))
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    for name, tensor in ours.tensors.items():
+        content = [read.file.read_bytes()[tensor.start :][: tensor.nbytes] for read in (ours, theirs)]
+        assert content[0] == content[1], name
