@@ -20,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from typing import Any
 
 import gguf_file
 import jax
@@ -87,6 +88,27 @@ def timed(run: Runner, prompts: list[list[int]], new: int) -> tuple[float, float
     return time.perf_counter() - start, time.process_time() - cpu, answers
 
 
+def write(path: str, threads: int, new: int, results: dict[str, Any]) -> None:
+    """Writes what has been measured so far."""
+    about = {
+        "versions": {
+            "meshtune": meshtune.__version__,
+            "jax": jax.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "xllamacpp": xllamacpp.__version__,
+            "python": platform.python_version(),
+        },
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "prompt": PROMPT,
+        "new": new,
+        "date": time.strftime("%Y-%m-%d"),
+        "results": results,
+    }
+    pathlib.Path(path).write_text(json.dumps(about, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -131,24 +153,8 @@ def main() -> None:
                     f"{medians['agreement']:.0%}; load {medians['load']:.1f}",
                     flush=True,
                 )
-    about = {
-        "versions": {
-            "meshtune": meshtune.__version__,
-            "jax": jax.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "xllamacpp": xllamacpp.__version__,
-            "python": platform.python_version(),
-        },
-        "cores": os.cpu_count(),
-        "threads": options.threads,
-        "prompt": PROMPT,
-        "new": options.new,
-        "date": time.strftime("%Y-%m-%d"),
-        "results": results,
-    }
-    if options.json:
-        pathlib.Path(options.json).write_text(json.dumps(about, indent=1) + "\n")
+            if options.json:
+                write(options.json, options.threads, options.new, results)
 
 
 if __name__ == "__main__":

@@ -53,12 +53,14 @@ def main() -> None:
     theirs = HFLM(network, tokenizer=tokenizer, device="cpu", batch_size=options.batch_size)
 
     seconds: dict[str, list[float]] = {"meshtune": [], "transformers": []}
+    processor: dict[str, list[float]] = {"meshtune": [], "transformers": []}
     numbers: dict[str, dict[str, float]] = {}
     for number in range(options.rounds + 1):
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         results, _ = run_tasks(ours, suite, tasks, console=console(quiet=True))
         seconds["meshtune"].append(time.perf_counter() - start)
-        start = time.perf_counter()
+        processor["meshtune"].append(time.process_time() - cpu)
+        start, cpu = time.perf_counter(), time.process_time()
         reference = simple_evaluate(
             model=theirs,
             tasks=list(tasks.names),
@@ -68,6 +70,7 @@ def main() -> None:
             bootstrap_iters=1000,
         )
         seconds["transformers"].append(time.perf_counter() - start)
+        processor["transformers"].append(time.process_time() - cpu)
         numbers = {
             f"{result.name} {name}": {"meshtune": value, "transformers": reference["results"][result.name][name]}
             for result in results
@@ -86,9 +89,11 @@ def main() -> None:
         "batch_size": options.batch_size,
         "first_round_seconds": {name: values[0] for name, values in seconds.items()},
         "median_seconds": medians,
+        "processor_seconds": {name: statistics.median(values[1:] or values) for name, values in processor.items()},
         "times_faster": medians["transformers"] / medians["meshtune"],
         "numbers": numbers,
         "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "date": time.strftime("%Y-%m-%d"),
         "load_average": os.getloadavg(),
         "versions": {
             "lm_eval": lm_eval.__version__,
