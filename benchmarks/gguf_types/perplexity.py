@@ -1,6 +1,6 @@
 """The perplexity of a model as GGUF files of several types, computed by llama.cpp (xllamacpp), on one text.
 
-    PYTHONPATH=src:tests python benchmarks/gguf/perplexity.py MODEL TEXT.jsonl --windows 6
+    PYTHONPATH=src:tests python benchmarks/gguf_types/perplexity.py MODEL TEXT.jsonl --windows 6
 
 TEXT has JSON lines with the key "text", which are joined. Every window has 512 tokens, of which the last 256 are
 scored.
