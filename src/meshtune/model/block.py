@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from meshtune.arrays.tree import Tree
 from meshtune.kernels.attention import AttentionRequest
-from meshtune.model.cache import LayerCache, RowState
+from meshtune.model.cache import LayerCache, MixerState
 from meshtune.model.compute import Compute
 from meshtune.model.inputs import Rows
 from meshtune.model.rope import RopeSpec
@@ -53,7 +53,7 @@ class Output(NamedTuple):
     """
 
     y: Hidden
-    cache: LayerCache | RowState | None
+    cache: MixerState
     sums: Sums
     stored: Mapping[str, Tree] = MappingProxyType({})
 

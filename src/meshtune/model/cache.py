@@ -164,3 +164,6 @@ class LayerCache:
             name: decode(past[name], past[scale_name(name)], values.dtype) if scale_name(name) in past else past[name]
             for name, values in new.items()
         }
+
+
+MixerState = LayerCache | RowState | None  # what a mixer knows of the tokens before those that it is given

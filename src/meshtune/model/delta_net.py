@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.model.block import Activation, Carried, Context, Cost, Divisor, Hidden, Mixer, Output
-from meshtune.model.cache import LayerCache, RowState
+from meshtune.model.cache import LayerCache, MixerState, RowState
 from meshtune.model.delta_rule import CHUNK, DeltaInputs, gated_delta_rule
 from meshtune.model.linear import linear, linear_params, site_key
 from meshtune.model.norm import NormSpec
@@ -75,7 +75,7 @@ class DeltaNetSpec(Mixer):
             "out": linear_params(narrow, (self.values, INNER), bias=False),
         }
 
-    def apply(self, x: Hidden, node: Tree, context: Context, cache: LayerCache | RowState | None) -> Output:
+    def apply(self, x: Hidden, node: Tree, context: Context, cache: MixerState) -> Output:
         """The mixer's result. The decay and all that has to do with the state are in float32."""
         rows, (B, T) = context.rows, x.shape[:2]
         qkv, z, b, a = self._projected(x, node, context.key)

@@ -13,7 +13,7 @@ from meshtune.arrays.tree import Tree
 from meshtune.mesh.layout import constrain
 from meshtune.model.around import NOTHING, Surroundings
 from meshtune.model.block import Block, Context, FeedForward, Hidden, Mixer, Output, SharedMemory, Sums
-from meshtune.model.cache import LayerCache, RowState
+from meshtune.model.cache import MixerState
 from meshtune.model.chunks import over_chunks
 from meshtune.model.inputs import Rows
 from meshtune.model.linear import fold, site_key
@@ -86,9 +86,7 @@ class LayerSpec:
         return f"{(self.blocks[0] if self.placement == 'parallel_shared' else block).name}_norm"
 
 
-def layer(
-    x: Hidden | Streams, node: Tree, spec: LayerSpec, context: Context, cache: LayerCache | RowState | None = None
-) -> Output:
+def layer(x: Hidden | Streams, node: Tree, spec: LayerSpec, context: Context, cache: MixerState = None) -> Output:
     """The hidden state after a single layer, whose unstacked parameters are `node`."""
     x, streams = spec.around.enter(x, node)
     total, sums, stored = x, {}, {}
@@ -103,9 +101,7 @@ def layer(
     return Output(y, cache, {**sums, **ffn_sums}, stored)
 
 
-def _branch(
-    x: Hidden, node: Tree, spec: LayerSpec, block: Block, context: Context, cache: LayerCache | RowState | None
-) -> Output:
+def _branch(x: Hidden, node: Tree, spec: LayerSpec, block: Block, context: Context, cache: MixerState) -> Output:
     """What a block adds to the stream x."""
     y, cache, sums, stored = block.apply(spec.normalised(x, node, block), node[block.name], context, cache)
     if spec.has_post_norms:

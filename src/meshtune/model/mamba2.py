@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.model.block import Activation, Carried, Context, Cost, Divisor, Hidden, Mixer, Output
-from meshtune.model.cache import LayerCache, RowState
+from meshtune.model.cache import LayerCache, MixerState, RowState
 from meshtune.model.linear import linear, linear_params, site_key
 from meshtune.model.norm import NormSpec
 from meshtune.model.row_chunks import CHUNK
@@ -78,7 +78,7 @@ class Mamba2Spec(Mixer):
         }
         return tree if self.norm is None else tree | {"norm": self.norm.params(self.inner, INNER)}
 
-    def apply(self, x: Hidden, node: Tree, context: Context, cache: LayerCache | RowState | None) -> Output:
+    def apply(self, x: Hidden, node: Tree, context: Context, cache: MixerState) -> Output:
         """The mixer's result. Time steps, decays and all that has to do with the state are in float32."""
         rows, (batch, length) = context.rows, x.shape[:2]
         by_group = (batch, length, self.groups)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree
 from meshtune.model.block import Activation, Carried, Context, Cost, Divisor, Hidden, Mixer, Output
-from meshtune.model.cache import LayerCache, RowState
+from meshtune.model.cache import MixerState, RowState
 from meshtune.model.inputs import Rows
 from meshtune.model.linear import linear, linear_params, site_key
 
@@ -53,9 +53,7 @@ class FilterSpec:
         """Its last inputs, in training by chunks of rows."""
         return Carried(self.cache(batch, dtype), self.taps - 1)
 
-    def apply(
-        self, x: Channels, node: Tree, rows: Rows, cache: LayerCache | RowState | None
-    ) -> tuple[Channels, LayerCache | RowState | None]:
+    def apply(self, x: Channels, node: Tree, rows: Rows, cache: MixerState) -> tuple[Channels, MixerState]:
         """(the filtered channels in x's dtype, accumulated in float32; the next cache)."""
         past, length = self.taps - 1, x.shape[1]
         if cache is None:
@@ -110,7 +108,7 @@ class ShortConvSpec(Mixer):
             "out": linear_params(narrow, (self.channels, INNER), self.bias),
         }
 
-    def apply(self, x: Hidden, node: Tree, context: Context, cache: LayerCache | RowState | None) -> Output:
+    def apply(self, x: Hidden, node: Tree, context: Context, cache: MixerState) -> Output:
         """The mixer's result."""
         gates = linear(x, node["in"], site_key(context.key, "in")).reshape(*x.shape[:2], self.channels, 3)
         y, cache = self.filter.apply(gates[..., 0] * gates[..., 2], node["filter"], context.rows, cache)
