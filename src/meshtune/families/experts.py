@@ -213,7 +213,8 @@ def _with_ffn(spec: ModelSpec, chosen: Callable[[LayerSpec], bool], **fields: fl
     """The model with other fields of the feed-forward networks of the chosen layers."""
 
     def changed(layer: LayerSpec) -> LayerSpec:
-        return dataclasses.replace(layer, ffn=dataclasses.replace(layer.ffn, **fields)) if chosen(layer) else layer
+        ffn: Any = layer.ffn
+        return dataclasses.replace(layer, ffn=dataclasses.replace(ffn, **fields)) if chosen(layer) else layer
 
     stacks = (dataclasses.replace(stack, pattern=tuple(map(changed, stack.pattern))) for stack in spec.stacks)
     return dataclasses.replace(spec, stacks=tuple(stacks))

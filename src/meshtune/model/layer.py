@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -103,7 +103,7 @@ def layer(x: Hidden | Streams, node: Tree, spec: LayerSpec, context: Context, ca
 
 def _branch(x: Hidden, node: Tree, spec: LayerSpec, block: Block, context: Context, cache: MixerState) -> Output:
     """What a block adds to the stream x."""
-    y, cache, sums, stored = block.apply(spec.normalised(x, node, block), node[block.name], context, cache)
+    y, cache, sums, stored = block.apply(spec.normalised(x, node, block), node[block.name], context, cast(Any, cache))
     if spec.has_post_norms:
         y = spec.norm(y, node.get(f"{block.name}_post_norm", {}))
     if spec.scale is not None:  # in float32: bfloat16 would round 0.22 by a thousandth

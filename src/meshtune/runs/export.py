@@ -87,7 +87,7 @@ def export(
         raise UserError(
             f"there is no format '{format}'", where="--format", fix=f"{nearest(format, FORMATS)}one of {FORMATS}"
         )
-    if format in WRITERS:
+    if format is not None and format in WRITERS:
         return _as_codes(resolved, dest, format, merge, into, dtype, any_base, overwrite, max_shard_bytes)
     if resolved.adapter is not None and not merge:
         if dtype is not None:

@@ -69,7 +69,9 @@ def export_gguf(
                 written = write_gguf(partial, layout, numbers, mixture, metadata, progress)
                 _verify(partial, len(layout.parts) + len(layout.computed))
                 partial.rename(dest)
-                stops = [tokenizer.decode([id_]) for id_ in ends or (tokenizer.eos_token_id,) if id_ is not None]
+                stops = [
+                    str(tokenizer.decode([id_])) for id_ in ends or [_id(tokenizer.eos_token_id)] if id_ is not None
+                ]
                 text = modelfile([f"FROM ./{dest.name}"], tokenizer, stops)
                 modelfile_of(dest).write_text(text, encoding="utf-8")
         finally:
@@ -110,15 +112,19 @@ def _experts(metadata: Any) -> int:
     return next((value for key, value in metadata.items() if key.endswith(".expert_count")), 0)
 
 
+def _id(token_id: Any) -> int | None:
+    return token_id if isinstance(token_id, int) else None
+
+
 def _tokenizer_metadata(tokenizer: PreTrainedTokenizerFast, ends: tuple[int, ...], spec: ModelSpec) -> dict[str, Any]:
     plain = tokenizer.encode("a", add_special_tokens=False)
     whole = tokenizer.encode("a")
     template = tokenizer.chat_template
     special = SpecialTokens(
-        bos=tokenizer.bos_token_id,
-        eos=tokenizer.eos_token_id,
-        unknown=tokenizer.unk_token_id,
-        padding=tokenizer.pad_token_id,
+        bos=_id(tokenizer.bos_token_id),
+        eos=_id(tokenizer.eos_token_id),
+        unknown=_id(tokenizer.unk_token_id),
+        padding=_id(tokenizer.pad_token_id),
         adds_bos=len(whole) > len(plain) and whole[0] == tokenizer.bos_token_id,
         adds_eos=len(whole) > len(plain) and whole[-1] == tokenizer.eos_token_id,
         ends=ends,

@@ -223,9 +223,8 @@ def load_weight(
     if layout is not None:
         devices = [*_local_devices(layout)]
     with TensorReader() as reader:
-        array: ArraySpec | QuantisedWeight = flatten(abstract_params(spec))[path]
-        if quantize is not None:
-            array = quantised_leaves({path: array}, quantize, spec)[path]
+        wide = flatten(abstract_params(spec))[path]
+        array = wide if quantize is None else quantised_leaves({path: wide}, quantize, spec)[path]
         shards = Shards({path: array}, layout, devices)
         read_into(shards, _table_of(path, tensors(spec)), model_tensors(directory, spec.published), reader)
         return shards.assembled()[path]

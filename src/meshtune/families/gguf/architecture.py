@@ -13,6 +13,15 @@ from meshtune.model.spec import ModelSpec
 Value = bool | int | float | str | list[Any]
 Metadata = Mapping[str, Value]
 
+
+def integer(metadata: Metadata, key: str) -> int:
+    """A number of the file's metadata. Raises KeyError where it is missing, ValueError for anything else."""
+    value = metadata[key]
+    if not isinstance(value, int):
+        raise ValueError(f"{key} is {value!r}, not a whole number")
+    return value
+
+
 # Node of a layer -> the stem of its tensors.
 LAYER = {
     "attn_norm": "attn_norm",

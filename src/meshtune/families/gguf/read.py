@@ -152,8 +152,11 @@ def _check(config: dict[str, Any], architecture: str, metadata: Metadata, where:
             continue
         again = written.get(f"{architecture}.{key}")
         value = value[0] if isinstance(value, list) and value and len(set(value)) == 1 else value
-        numbers = isinstance(value, int | float) and isinstance(again, int | float)
-        if not (math.isclose(value, again, rel_tol=1e-5, abs_tol=1e-12) if numbers else value == again):
+        if isinstance(value, int | float) and isinstance(again, int | float):
+            agrees = math.isclose(value, again, rel_tol=1e-5, abs_tol=1e-12)
+        else:
+            agrees = value == again
+        if not agrees:
             raise UserError(
                 f"{architecture}.{key} is {str(value)[:80]} in the file, which Meshtune does not compute"
                 + ("" if again is None else f" (its model would have {again})"),

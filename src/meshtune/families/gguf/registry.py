@@ -13,6 +13,7 @@ from meshtune.families.gguf.architecture import (
     Metadata,
     attention,
     experts,
+    integer,
     layer_windows,
 )
 from meshtune.model.mlp import MlpSpec
@@ -31,7 +32,7 @@ def _gemma2_write(spec: ModelSpec) -> dict[str, Any]:
 def _gemma2_read(metadata: Metadata) -> dict[str, Any]:
     head_dim, layers = metadata["attention.key_length"], metadata["block_count"]
     # llama.cpp divides the 27B's scores by the hidden size over the number of heads, those of others by the head's.
-    per_head = int(metadata["embedding_length"]) // int(metadata["attention.head_count"])
+    per_head = integer(metadata, "embedding_length") // integer(metadata, "attention.head_count")
     return {
         "query_pre_attn_scalar": per_head if layers == 46 else head_dim,
         "attn_logit_softcapping": metadata.get("attn_logit_softcapping"),
@@ -65,7 +66,7 @@ def _gemma3_write(spec: ModelSpec) -> dict[str, Any]:
 
 def _gemma3_read(metadata: Metadata) -> dict[str, Any]:
     head_dim, layers = metadata["attention.key_length"], metadata["block_count"]
-    per_head = int(metadata["embedding_length"]) // int(metadata["attention.head_count"])
+    per_head = integer(metadata, "embedding_length") // integer(metadata, "attention.head_count")
     return {
         "query_pre_attn_scalar": per_head if layers == 62 else head_dim,
         "sliding_window": metadata[WINDOW],

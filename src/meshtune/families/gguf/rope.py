@@ -72,7 +72,7 @@ def rope_tensors(rope: RopeSpec) -> dict[str, np.ndarray]:
 
 def rope_block(metadata: Metadata, tensors: dict[str, np.ndarray], dim: int) -> dict[str, Any]:
     """The rope_parameters of a config. Raises ValueError for what Meshtune does not compute."""
-    block: dict[str, Any] = {"rope_theta": float(metadata.get("rope.freq_base", 10000.0)), "rope_type": "default"}
+    block: dict[str, Any] = {"rope_theta": metadata.get("rope.freq_base", 10000.0), "rope_type": "default"}
     kind = str(metadata.get("rope.scaling.type", "none"))
     if SHORT in tensors:
         short, long = (tensors[name].astype(float).tolist() for name in (SHORT, LONG))

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from meshtune.quantize.config import QuantizeConfig
+from meshtune.quantize.config import FormatName, QuantizeConfig
 from meshtune.quantize.int4 import LARGEST
 from meshtune.quantize.nf4 import VALUES
 from meshtune.quantize.scales import NESTED_BLOCK, dynamic_map
@@ -45,7 +45,7 @@ class Writer:
     quantization_config of config.json for a config, a dtype and the linear modules that are left out."""
 
     name: str
-    source: str
+    source: FormatName
     parts: Callable[[Matrix, str], dict[str, np.ndarray]]
     config: Callable[[QuantizeConfig, str, Sequence[str]], dict[str, Any]]
     nests: bool

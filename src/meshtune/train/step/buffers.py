@@ -29,7 +29,7 @@ class SummedStep(Protocol):
     """An update that also returns the sums of the layers over all its micro-batches."""
 
     def __call__(
-        self, state: TrainState, frozen: Tree, batch: Batch, seed: Int[Array, ""]
+        self, state: TrainState, frozen: Tree, batch: Batch, seed: Int[Array, ""], /
     ) -> tuple[TrainState, Metrics, Sums]: ...
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -53,7 +54,7 @@ def _info(
     stored = gguf.tensors[part.name]
     if view.is_identity and not part.offset and stored.type.name in PLAIN:
         return TensorInfo(view.shape, PLAIN[stored.type.name], gguf.file, stored.start, stored.nbytes)
-    scheme = GgufScheme(stored.type.name, view, part.offset)
+    scheme: Any = GgufScheme(stored.type.name, view, part.offset)
     packed = Packed(scheme, ((ROLE, _as_bytes(gguf.file, stored)),))
     return TensorInfo(view.shape, "F32", gguf.file, stored.start, stored.nbytes, packed)
 

@@ -44,6 +44,7 @@ def tokenizer_metadata(tokenizer: Mapping[str, Any], special: SpecialTokens, row
             fix="export the model as safetensors",
         )
     tokens, types = _tokens(tokenizer, rows, where)
+    fields: dict[str, Any]
     if _is_sentencepiece(tokenizer):
         fields = _sentencepiece(tokenizer, tokens)
     else:

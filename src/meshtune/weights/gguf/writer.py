@@ -80,7 +80,7 @@ def write_gguf(
 
 def _rows(part: GgufPart, numbers: Numbers) -> Iterator[np.ndarray]:
     """The rows of a tensor [rows, columns], in order."""
-    shape = part.view.tensor
+    shape: list[int] = [*part.view.tensor]
     if not part.view.is_identity:
         tensor = np.empty(shape, np.float32)
         part.view.write(numbers.rows(part.path, part.index, 0, part.view.shape[0]), tensor)
