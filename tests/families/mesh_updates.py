@@ -41,7 +41,7 @@ def batches(vocab: int) -> list[dict[str, Any]]:
 
 
 def trajectory(
-    directory: pathlib.Path, method_name: str, axes: dict[str, int] | None, bias_rate: float | None
+    directory: pathlib.Path, method_name: str, axes: dict[str, int] | None, bias_rate: float | None = None
 ) -> dict[str, list[Any]]:
     """Losses and gradient norms of the updates, and the norm of each trained leaf and all buffers after them."""
     import jax

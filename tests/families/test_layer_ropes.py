@@ -12,7 +12,7 @@ from meshtune.families.layer_ropes import read_ropes
 from meshtune.model.attention import AttentionSpec
 from meshtune.model.mlp import MlpSpec
 
-GEMMA3 = {"model_type": "gemma3_text", "num_hidden_layers": 12, "architectures": ["Gemma3ForCausalLM"]}
+GEMMA3 = {"model_type": "gemma3_text", "num_hidden_layers": 24, "architectures": ["Gemma3ForCausalLM"]}
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 BY_LAYER = {
     "full_attention": {**LINEAR, "rope_theta": 5e5},
@@ -59,7 +59,7 @@ def test_gemma3_has_two_rotary_embeddings_and_six_layers_a_pattern():
         ({"rope_parameters": BY_LAYER, "rope_theta": 1e4}, "rope_theta is 10000.0, and 500000.0 in rope_parameters"),
         ({"rope_scaling": {"rope_type": "linear"}}, "config.json, full_attention layers, field rope_parameters"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not implemented"),
-        ({"layer_types": ["full_attention"]}, "for each of the 12 layers"),
+        ({"layer_types": ["full_attention"]}, "for each of the 24 layers"),
         ({"architectures": ["Gemma3TextModel"]}, "Gemma3TextModel"),
     ],
 )
