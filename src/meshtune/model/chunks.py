@@ -51,7 +51,7 @@ def over_chunks(
     if chunk is None or chunk * ranks >= x.shape[1]:
         return function(shared, x, beside, tokens, None)
 
-    return _over_chunks(_Stateless(function), chunk, ranks, shared, (), x, beside, tokens)
+    return _over_chunks(_Stateless(function), chunk, ranks, x, beside, tokens, shared, ())
 
 
 def over_chunks_with_state(
@@ -68,7 +68,7 @@ def over_chunks_with_state(
 
     `state` is the one before the rows, floating-point arrays of any shapes, which get their gradient too.
     """
-    return _over_chunks(function, chunk, 1, shared, state, x, beside, tokens)
+    return _over_chunks(function, chunk, 1, x, beside, tokens, shared, state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,36 +82,21 @@ class _Stateless:
 
 
 def _over_chunks(
-    function: CarryingChunk,
-    chunk: int,
-    ranks: int,
-    shared: PyTree,
-    state: PyTree,
-    x: Array,
-    beside: Tree,
-    tokens: PyTree,
+    function: CarryingChunk, chunk: int, ranks: int, x: Array, beside: Tree, tokens: PyTree, *before: PyTree
 ) -> tuple[PyTree, PyTree]:
+    """`before` is what is shared and the state before the rows."""
     length = x.shape[1] // ranks
     count = math.ceil(length * ranks / chunk)
     size = math.ceil(length / count)
     if missing := count * size - length:
         x, beside, tokens = jax.tree.map(lambda leaf: _padded(leaf, missing, ranks), (x, beside, tokens))
-    results, sums = cast(tuple[PyTree, PyTree], _chunked(function, count, ranks, shared, state, x, beside, tokens))
+    results, sums = cast(tuple[PyTree, PyTree], _chunked(function, count, ranks, *before, x, beside, tokens))
     return (jax.tree.map(lambda leaf: _cut_back(leaf, missing, ranks), results) if missing else results), sums
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _chunked(
-    function: CarryingChunk,
-    count: int,
-    ranks: int,
-    shared: PyTree,
-    state: PyTree,
-    x: Array,
-    beside: Tree,
-    tokens: PyTree,
-) -> PyTree:
-    return _in_order(function, count, ranks, shared, state, x, beside, tokens)[:2]
+def _chunked(function: CarryingChunk, count: int, ranks: int, *arguments: PyTree) -> PyTree:
+    return _in_order(function, count, ranks, *arguments)[:2]
 
 
 def _in_order(
@@ -152,18 +137,9 @@ class _Perturbed(tuple[bool, ...]):
     """Which leaves of what is shared are differentiated."""
 
 
-def _chunked_forward(
-    function: CarryingChunk,
-    count: int,
-    ranks: int,
-    shared: PyTree,
-    state: PyTree,
-    x: PyTree,
-    beside: PyTree,
-    tokens: PyTree,
-) -> tuple[PyTree, PyTree]:
-    perturbed = _Perturbed(leaf.perturbed for leaf in jax.tree.leaves(shared))
-    shared, state, x, beside, tokens = jax.tree.map(lambda leaf: leaf.value, (shared, state, x, beside, tokens))
+def _chunked_forward(function: CarryingChunk, count: int, ranks: int, *arguments: PyTree) -> tuple[PyTree, PyTree]:
+    perturbed = _Perturbed(leaf.perturbed for leaf in jax.tree.leaves(arguments[0]))
+    shared, state, x, beside, tokens = jax.tree.map(lambda leaf: leaf.value, arguments)
     results, sums, states = _in_order(function, count, ranks, shared, state, x, beside, tokens)
     return (results, sums), (perturbed, shared, states, x, beside, tokens)
 
