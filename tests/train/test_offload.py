@@ -41,7 +41,8 @@ def same(name, found):
     assert len(there["loss"]) == UPDATES
     for what in ("loss", "grad_norm"):
         np.testing.assert_allclose(there[what], here[what], rtol=CLOSE, err_msg=what)
-    atol = CODES if CASES[name].optimizer == "adamw8bit" else CLOSE
+    # AdamW divides by the root of its second moment: of a gradient near zero the last bits are seen in the weight.
+    atol = CODES if CASES[name].optimizer == "adamw8bit" else 4 * CLOSE
     for mine, theirs in zip(there["leaves"], here["leaves"], strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=atol)
     offload = CASES[name].compute.get("offload", ())
