@@ -170,7 +170,7 @@ def test_what_no_codes_can_be_written_of_is_refused(model, tmp_path, change, wha
 
 
 def dequantised(checkpoint: pathlib.Path, model: pathlib.Path) -> transformers.PreTrainedModel:
-    """A model with the numbers that bitsandbytes reads in a checkpoint; its own products on a CPU are in bfloat16."""
+    """A model with the numbers that bitsandbytes reads in a checkpoint; its own products on a CPU are rougher."""
     coded = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for name, module in coded.named_modules():
