@@ -28,8 +28,8 @@ OUTSIDE_THE_CORE = {"weights/hub.py", "weights/modelscope.py", "quantize/gguf/co
 CORE_PACKAGES = {"jax", "optax", "numpy", "ml_dtypes", "jaxtyping", "safetensors"}
 
 # Arrows point down: a room imports only rooms that come later in this list.
-ROOMS = """__main__ cli serve launch __init__ api train evaluate plan setup train.step generate quickstart hub runs data
-config objectives adapters weights families optim model quantize mesh kernels arrays digests cache terminal
+ROOMS = """__main__ cli board serve launch __init__ api train evaluate plan setup train.step generate quickstart hub
+runs data config objectives adapters weights families optim model quantize mesh kernels arrays digests cache terminal
 options errors""".split()
 DOES_NOT_SAY = {"utils", "util", "helpers", "helper", "common", "manager", "base", "misc"}
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from meshtune.cli.serve import _listener, _named
+from meshtune.cli.listen import listener_at
+from meshtune.cli.serve import _named
 from meshtune.errors import UserError
 from meshtune.serve.gate import Gate
 
@@ -60,10 +61,10 @@ def later(url: str, headers: dict[str, str]) -> httpx.Response:
 def test_a_port_in_use_is_said_before_anything_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         with pytest.raises(UserError, match="cannot be listened on: Address already in use") as refused:
-            _listener("127.0.0.1", taken.getsockname()[1])
+            listener_at("127.0.0.1", taken.getsockname()[1])
         assert "--port 0" in (refused.value.fix or "")
     with pytest.raises(UserError, match="cannot be listened on"):
-        _listener("192.0.2.1", 8000)  # an address that is not this machine's
+        listener_at("192.0.2.1", 8000)  # an address that is not this machine's
 
 
 @pytest.mark.parametrize(

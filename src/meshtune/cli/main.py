@@ -11,6 +11,7 @@ import typer
 
 from meshtune.cli import (
     adapters,
+    board,
     chat,
     data,
     doctor,
@@ -51,6 +52,7 @@ VERBS = {
     "generate": generate.generate,
     "chat": chat.chat,
     "serve": serve.serve,
+    "board": board.board,
     "predict": predict.predict,
     "eval": evaluate.evaluate,
     "export": export.export,

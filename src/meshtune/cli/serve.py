@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 import secrets
-import socket
 import sys
 from typing import Annotated
 
 import typer
 
 from meshtune.cli.expand import expanded
+from meshtune.cli.listen import KEEP_ALIVE, LOOPBACK, LOOPBACK_HOSTS, listener_at, url
 from meshtune.cli.model_options import BaseLoading, Caching, MeshSizes, ModelPath, parse_mesh
 from meshtune.errors import UserError
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-KEEP_ALIVE = 75  # seconds that an idle connection stays open
 EXTRA = "install it: pip install 'meshtune[serve]'"
 
 
@@ -72,16 +70,16 @@ def serve(
 
     with start() as job:
         # Not in the processes that follow: clients talk to process 0.
-        listener = _listener(host, port) if job.is_main_process else None
+        listener = listener_at(host, port) if job.is_main_process else None
         served = load_served(model, name, named, mesh=sizes, merge=merge, job=job, **vars(loading), **vars(caching))
 
         def answer() -> None:
             assert listener is not None
             models = Models(served, rows=rows, queue=queue)
-            hosts = {"127.0.0.1", "localhost", "[::1]"} if local else set()
+            hosts = LOOPBACK_HOSTS if local else set()
             gate = Gate()
             app = create_app(models, token=token, hosts=hosts, origins=set(cors_origin or []), gate=gate)
-            address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/v1"
+            address = f"{url(host, listener)}/v1"
 
             def ready() -> None:
                 typer.echo(f"address  {address}")
@@ -117,22 +115,3 @@ def _named(adapters: list[str]) -> dict[str, str]:
             raise UserError(f"the name '{name}' is given twice", where="--adapter", fix="give each adapter its own")
         named[name] = path
     return named
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    """A socket that listens, before minutes go into loading. Raises UserError where the address cannot be used."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(2048)
-    except (OSError, OverflowError) as problem:
-        listener.close()
-        reason = problem.strerror if isinstance(problem, OSError) and problem.strerror else str(problem)
-        raise UserError(
-            f"{host}:{port} cannot be listened on: {reason}",
-            where="--host, --port",
-            fix="stop what uses the port, or give another one (--port 0 takes any that is free)",
-        ) from problem
-    return listener

@@ -28,8 +28,14 @@ LIST_KEYS = "change it; `meshtune schema --markdown` lists every key"
 Locate = Callable[[Path], tuple[str, int]]
 
 
-def as_user_error(error: ValidationError, raw: Mapping[str, object], name: str, locate: Locate) -> UserError:
-    """One UserError for all of pydantic's complaints.
+class RecipeError(UserError):
+    """What is wrong with a recipe. `problems` are (path, sentence) for each key, as `train.steps`; "" is the recipe."""
+
+    problems: tuple[tuple[str, str], ...] = ()
+
+
+def as_user_error(error: ValidationError, raw: Mapping[str, object], name: str, locate: Locate) -> RecipeError:
+    """One error for all of pydantic's complaints.
 
     `raw` is the mapping that was validated, `name` what the user calls it.
     """
@@ -38,9 +44,13 @@ def as_user_error(error: ValidationError, raw: Mapping[str, object], name: str, 
     located = [(sentence, _where(path, sentence, raw, name, locate)) for path, sentence in problems]
     if len(located) == 1:
         ((sentence, where),) = located
-        return UserError(sentence, where=where, fix=LIST_KEYS)
-    lines = "\n".join(f"  {sentence}  [{where}]" for sentence, where in located)
-    return UserError(f"{len(located)} problems in {name}:\n{lines}", where=name, fix=LIST_KEYS.replace("it", "them", 1))
+        as_one = RecipeError(sentence, where=where, fix=LIST_KEYS)
+    else:
+        lines = "\n".join(f"  {sentence}  [{where}]" for sentence, where in located)
+        fix = LIST_KEYS.replace("it", "them", 1)
+        as_one = RecipeError(f"{len(located)} problems in {name}:\n{lines}", where=name, fix=fix)
+    as_one.problems = tuple((".".join(map(str, path)), sentence) for path, sentence in problems)
+    return as_one
 
 
 def _where(path: Path, sentence: str, raw: Mapping[str, object], name: str, locate: Locate) -> str:

@@ -28,7 +28,7 @@ from rich.console import Console
 from meshtune.errors import UserError
 from meshtune.launch.model_command import ModelCommand
 from meshtune.launch.train_command import TrainCommand
-from meshtune.mesh.accelerators import visible_gpus
+from meshtune.mesh.accelerators import SIMULATED_DEVICES, visible_gpus
 from meshtune.mesh.protocol import EXIT_PROCESS_LOST
 from meshtune.mesh.rendezvous import (
     COORDINATOR,
@@ -44,7 +44,6 @@ TAIL_LINES = 15  # of a failed worker's log
 # Gloo prints these lines into the middle of tables; they are kept in the log only.
 GLOO_NOISE = re.compile(rb"\[Gloo\] Rank \d+ is connected[^\n]*\n")
 EXIT_GRACE = 20.0  # seconds in which the other workers may end by themselves after a failure
-SIMULATED_DEVICES = "--xla_force_host_platform_device_count"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

@@ -18,6 +18,7 @@ VISIBLE_DEVICE_VARIABLES = (
     "HIP_VISIBLE_DEVICES",
     "GPU_DEVICE_ORDINAL",
 )
+SIMULATED_DEVICES = "--xla_force_host_platform_device_count"  # a flag of XLA: devices that share a CPU
 KFD_NODES = "/sys/class/kfd/kfd/topology/nodes/*/properties"
 
 

@@ -21,6 +21,7 @@ from starlette.routing import Route
 from meshtune.errors import UserError
 from meshtune.serve import chat, completions, scores
 from meshtune.serve.answer import Piece, Question, answer
+from meshtune.serve.body import json_body
 from meshtune.serve.errors import ApiError, as_api_error
 from meshtune.serve.gate import Gate
 from meshtune.serve.guard import Guard
@@ -134,27 +135,7 @@ class _Api:
         return self._models[body["model"]] if isinstance(body.get("model"), str) else self._models.first
 
     async def _json(self, request: Request) -> dict[str, Any]:
-        """The body. Raises ApiError for one that is too long, and one that is not a JSON object in UTF-8."""
-        content = bytearray()
-        async for part in request.stream():
-            content += part
-            if len(content) > self._max_body:
-                raise ApiError(413, f"the body is longer than the {self._max_body} bytes that are read")
-        try:
-            body = json.loads(content.decode("utf-8"))
-            if b"\\u" in content:
-                json.dumps(body, ensure_ascii=False).encode()
-        except UnicodeDecodeError as problem:
-            raise ApiError(400, f"the body is not UTF-8: {problem.reason} at byte {problem.start}") from problem
-        except UnicodeEncodeError as problem:
-            raise ApiError(400, "the body has half of a surrogate pair, which is no character") from problem
-        except RecursionError as problem:
-            raise ApiError(400, "the body is nested too deeply") from problem
-        except ValueError as problem:
-            raise ApiError(400, f"the body is not JSON: {problem}") from problem
-        if not isinstance(body, dict):
-            raise ApiError(400, "the body must be a JSON object")
-        return body
+        return await json_body(request, self._max_body)
 
 
 class Answers(Protocol):

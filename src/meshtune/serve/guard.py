@@ -5,9 +5,10 @@ from __future__ import annotations
 import hmac
 import json
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
+from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshtune.serve.errors import ApiError, as_api_error
@@ -23,7 +24,9 @@ class Guard:
     `token` is what clients must send as a bearer token (None: none). A request whose Host is not in `hosts` is refused
     (empty: any host), as a page on another site could otherwise reach a server on this machine; so is one whose Origin
     is not in `origins`, which also get the CORS headers that let a browser read the answer. A closed `gate` refuses
-    every request.
+    every request. Where `content_types` are given, a request that changes something must have one of them: none that a
+    form of another site could send. `open_path` says which paths need no token, and `cookie` names one that may hold
+    `cookie_of(token)` in place of the header.
     """
 
     def __init__(
@@ -35,7 +38,11 @@ class Guard:
         origins: Collection[str],
         max_body: int,
         gate: Gate | None = None,
+        content_types: Collection[str] = (),
+        open_path: Callable[[str], bool] = OPEN_PATHS.__contains__,
+        cookie: str | None = None,
     ):
+        self._content_types, self._open_path, self._cookie = content_types, open_path, cookie
         self._app, self._token, self._hosts, self._origins = app, token, hosts, origins
         self._max_body, self._gate = max_body, gate or Gate()
 
@@ -86,15 +93,33 @@ class Guard:
             raise ApiError(403, f"pages of {origin} may not call this server; it can be allowed by --cors-origin")
         if scope["method"] == "OPTIONS":
             return
-        if self._token is not None and scope["path"] not in OPEN_PATHS:
-            given = headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), self._token.encode()):
-                raise ApiError(401, "the bearer token is missing or wrong", code="invalid_api_key")
+        if self._token is not None and not self._open_path(scope["path"]) and not self._has_token(headers):
+            raise ApiError(401, "the bearer token is missing or wrong", code="invalid_api_key")
+        if self._content_types and scope["method"] not in ("GET", "HEAD"):
+            content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if content_type not in self._content_types:
+                allowed = " or ".join(self._content_types)
+                raise ApiError(415, f"the content type is '{content_type}', and must be {allowed}")
         if self._gate.closed:
             raise ApiError(503, "the server is about to end and takes no new requests", code="shutting_down")
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._max_body:
             raise ApiError(413, f"the body of {length} bytes is more than the {self._max_body} that are read")
+
+    def _has_token(self, headers: dict[str, str]) -> bool:
+        assert self._token is not None
+        bearer = headers.get("authorization", "").removeprefix("Bearer ")
+        if hmac.compare_digest(bearer.encode(), self._token.encode()):
+            return True
+        if self._cookie is None:
+            return False
+        cookie = cookie_parser(headers.get("cookie", "")).get(self._cookie, "")
+        return hmac.compare_digest(cookie.encode(), cookie_of(self._token).encode())
+
+
+def cookie_of(token: str) -> str:
+    """What a browser holds in place of a token: it proves to know it, and does not tell it."""
+    return hmac.new(token.encode(), b"meshtune session", "sha256").hexdigest()
 
 
 def _encoded(headers: dict[str, Any]) -> list[tuple[bytes, bytes]]:

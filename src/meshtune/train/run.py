@@ -222,7 +222,13 @@ def _facts(setup: RunSetup, record: Record, status: str) -> dict[str, object]:
         "tokens": report.counts.tokens,
         "trained_tokens": report.counts.trained_tokens,
     }
-    facts: dict[str, object] = {"status": status, RESULT_DIGEST: None, "versions": record.versions, "base": base}
+    facts: dict[str, object] = {
+        "status": status,
+        "total": setup.total_steps,
+        RESULT_DIGEST: None,
+        "versions": record.versions,
+        "base": base,
+    }
     return facts | {"data": record.data, "trained_on": trained_on}
 
 

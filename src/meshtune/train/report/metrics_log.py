@@ -142,13 +142,13 @@ def _read_lines(path: pathlib.Path) -> tuple[list[_Line], int]:
     if not path.exists():
         return [], 0
     contents = path.read_bytes().split(b"\n")[:-1]
-    rows = [(content + b"\n", _parse(content + b"\n")) for content in contents]
+    rows = [(content + b"\n", parse_line(content + b"\n")) for content in contents]
     lines = [_Line(content, row) for content, row in rows if row is not None]
     return lines, len(rows) - len(lines)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """The JSON object of a line, without its checksum; None if the line is not what was written."""
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The JSON object of a line with its end, without its checksum; None if the line is not what was written."""
     checked = _CHECKED.fullmatch(line)
     if checked and zlib.crc32(checked[1]) != int(checked[2]):
         return None

@@ -1,0 +1,154 @@
+"""A job: a command of `meshtune` that the board starts, as a folder of files.
+
+    job.json      what was asked: kind, arguments, output, devices (written once)
+    recipe.yaml   the recipe, for kinds that have one
+    log.txt       what the command prints, appended by the command itself
+    process.json  the runner and its child, once it was started
+    stop          exists once it was asked to end
+    exit.json     how it ended
+    attempts/N    the last three of earlier starts of the same job
+
+Its state follows from these files and the processes of this machine alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import re
+import signal
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from meshtune.board.process import ProcessId
+
+JOB, RECIPE, LOG, PROCESS, STOP, EXIT = "job.json", "recipe.yaml", "log.txt", "process.json", "stop", "exit.json"
+ATTEMPTS = "attempts"
+JOB_ID = re.compile(r"[0-9]{5,9}-[a-z0-9-]{1,40}")
+State = Literal["queued", "running", "stopping", "finished", "stopped", "failed", "lost", "elsewhere"]
+ACTIVE = ("running", "stopping")
+STOP_CODES = {-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGINT}
+
+
+@dataclasses.dataclass(frozen=True)
+class JobRequest:
+    """`arguments` are those of `meshtune`, run in `root`. `output` is the run's folder, if the kind has one.
+
+    `devices` is a choice as board.devices reads it. `name` is shown.
+    """
+
+    kind: str
+    name: str
+    arguments: tuple[str, ...]
+    root: str
+    output: str | None = None
+    devices: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    created: str = dataclasses.field(default_factory=lambda: datetime.datetime.now().astimezone().isoformat())
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A job as its files were when it was read."""
+
+    folder: pathlib.Path
+    request: JobRequest
+    state: State
+    runner: ProcessId | None = None
+    child: ProcessId | None = None
+    exit: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    attempt: int = 1
+
+    @property
+    def id(self) -> str:
+        return self.folder.name
+
+    @property
+    def output(self) -> pathlib.Path | None:
+        """The run's folder."""
+        return None if self.request.output is None else pathlib.Path(self.request.output)
+
+    def to_json(self) -> dict[str, Any]:
+        """What the API says of a job."""
+        request = self.request
+        return {
+            "id": self.id,
+            "kind": request.kind,
+            "name": request.name,
+            "state": self.state,
+            "created": request.created,
+            "output": request.output,
+            "devices": dict(request.devices),
+            "attempt": self.attempt,
+            "exit": dict(self.exit),
+        }
+
+
+def read_job(folder: pathlib.Path) -> Job | None:
+    """The job in a folder; None if it holds none, or one that cannot be read."""
+    fields = read_json(folder / JOB)
+    try:
+        request = JobRequest(**{**fields, "arguments": tuple(fields["arguments"])})
+    except (KeyError, TypeError):
+        return None
+    processes = read_json(folder / PROCESS)
+    runner, child = _process(processes.get("runner")), _process(processes.get("child"))
+    ended = read_json(folder / EXIT)
+    attempts = folder / ATTEMPTS
+    attempt = 1 + (len(os.listdir(attempts)) if attempts.is_dir() else 0)
+    return Job(folder, request, _state(folder, runner, child, ended), runner, child, ended, attempt)
+
+
+def read_jobs(jobs: pathlib.Path) -> list[Job]:
+    """All jobs in the order in which they were asked for."""
+    try:
+        names = sorted((name for name in os.listdir(jobs) if JOB_ID.fullmatch(name)), key=_number)
+    except FileNotFoundError:
+        return []
+    return [job for name in names if (job := read_job(jobs / name)) is not None]
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """A JSON object; {} where there is none, or it is broken."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def replace_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
+    """Writes a file, atomically."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    draft.write_text(json.dumps(value, indent=2, ensure_ascii=False), encoding="utf-8")
+    os.replace(draft, path)
+
+
+def _number(name: str) -> int:
+    return int(name.partition("-")[0])
+
+
+def _process(fields: Any) -> ProcessId | None:
+    try:
+        return ProcessId(**fields)
+    except TypeError:
+        return None
+
+
+def _state(folder: pathlib.Path, runner: ProcessId | None, child: ProcessId | None, ended: Mapping[str, Any]) -> State:
+    asked_to_stop = (folder / STOP).exists()
+    if ended:
+        code = ended.get("code")
+        if code == 0:
+            return "finished"
+        return "stopped" if code is None or (code in STOP_CODES and asked_to_stop) else "failed"
+    if runner is None:
+        return "queued"
+    if runner.is_alive or (child is not None and child.is_alive):
+        return "stopping" if asked_to_stop else "running"
+    return "lost" if runner.is_local else "elsewhere"

@@ -1,0 +1,16 @@
+"""A command that was checked and can be started."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """`arguments` are those of `meshtune`; in them `{job}` stands for the job's folder, where `recipe` is written to
+    recipe.yaml. `output` is the absolute path of the folder that the command writes, if it has one."""
+
+    name: str
+    arguments: tuple[str, ...]
+    output: str | None = None
+    recipe: str | None = None

@@ -1,0 +1,9 @@
+// The pages of the board, in the order of the navigation: a module of views/ each, and a line here.
+// A module exports `name` (of its address and its texts) and `show(place, path)`, which fills `place` and returns a
+// function that ends what it started.
+
+import * as runs from './views/runs.js';
+
+export const VIEWS = [
+  runs,
+];

@@ -1,0 +1,50 @@
+// Parts that several pages use.
+
+import { h } from './dom.js';
+import { t } from './text.js';
+
+// What was refused, as a list; a screen reader says it at once.
+export function problems(error) {
+  const list = error.problems ?? [{ path: null, message: error.message, fix: null }];
+  return h('div', { class: 'problems', role: 'alert' }, list.map((problem) => h('p', {},
+    problem.path && h('code', {}, problem.path), problem.path && ' ', problem.message,
+    problem.fix && h('span', { class: 'fix' }, `${t('shared.fix')}: ${problem.fix}`))));
+}
+
+// A button that cannot be pressed again while what it does is under way, and shows what goes wrong in `where`.
+export function action(label, act, where, props = {}) {
+  const button = h('button', { type: 'button', ...props, onclick: async () => {
+    button.disabled = true;
+    try {
+      where?.replaceChildren();
+      await act();
+    } catch (error) {
+      where?.replaceChildren(problems(error));
+    } finally {
+      button.disabled = false;
+    }
+  } }, label);
+  return button;
+}
+
+// Text to copy, such as a command.
+export function copyable(text) {
+  const button = h('button', { type: 'button', class: 'small', onclick: async () => {
+    await navigator.clipboard.writeText(text);
+    button.textContent = t('shared.copied');
+  } }, t('shared.copy'));
+  return h('div', { class: 'copyable' }, h('code', { tabindex: 0 }, text), button);
+}
+
+// A question before what cannot be undone; resolves to whether it is to be done.
+export function confirmed(question, yes) {
+  return new Promise((resolve) => {
+    const dialog = h('dialog', { 'aria-label': question, onclose: () => { dialog.remove(); resolve(dialog.returnValue === 'yes'); } },
+      h('p', {}, question),
+      h('div', { class: 'row' },
+        h('button', { type: 'button', onclick: () => dialog.close('no') }, t('shared.cancel')),
+        h('button', { type: 'button', class: 'danger', onclick: () => dialog.close('yes') }, yes)));
+    document.body.append(dialog);
+    dialog.showModal();
+  });
+}

@@ -1,0 +1,196 @@
+"""The queue: jobs are added, started when their devices are free, stopped, resumed and removed, under one lock.
+
+Every function may be called by several servers and runners at once, and again after any of them was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+
+from meshtune.board.devices import used
+from meshtune.board.job import (
+    ACTIVE,
+    ATTEMPTS,
+    EXIT,
+    JOB,
+    JOB_ID,
+    LOG,
+    PROCESS,
+    RECIPE,
+    STOP,
+    Job,
+    JobRequest,
+    read_job,
+    read_jobs,
+    replace_json,
+)
+from meshtune.board.process import end_processes_of
+from meshtune.board.workspace import Workspace
+from meshtune.errors import UserError
+
+START_SECONDS = 20.0  # that a runner has to claim its job
+LOCK = "queue.lock"
+
+
+class NoSuchJob(UserError):
+    """A job that is not, or no longer, there."""
+
+
+def find(workspace: Workspace, job_id: str) -> Job:
+    """The job of an id. Raises: NoSuchJob."""
+    job = read_job(workspace.jobs / job_id) if JOB_ID.fullmatch(job_id) else None
+    if job is None:
+        raise NoSuchJob(f"there is no job {job_id!r}", fix="look at the list of jobs")
+    return job
+
+
+def add(workspace: Workspace, request: JobRequest, recipe: str | None = None) -> Job:
+    """Adds a job to the end of the queue, and starts it if its devices are free.
+
+    Arguments of the request may hold `{job}`, for which the job's folder is put in. Raises: UserError if another job
+    that has not ended writes to the same output.
+    """
+    with _locked(workspace):
+        jobs = read_jobs(workspace.jobs)
+        if (writer := _writer_to(request.output, jobs)) is not None:
+            raise UserError(
+                f"job {writer.id} writes to this output and has not ended",
+                where="output",
+                fix="give another output, or wait for that job",
+            )
+        number = max((int(job.id.partition("-")[0]) for job in jobs), default=0) + 1
+        slug = re.sub(r"[^a-z0-9]+", "-", request.name.lower()).strip("-")[:40].strip("-") or request.kind
+        folder = workspace.jobs / f"{number:05d}-{slug}"
+        draft = workspace.jobs / f".{uuid.uuid4().hex}.partial"
+        draft.mkdir()
+        if recipe is not None:
+            (draft / RECIPE).write_text(recipe, encoding="utf-8")
+        (draft / LOG).touch()
+        arguments = [argument.replace("{job}", str(folder)) for argument in request.arguments]
+        replace_json(draft / JOB, request.to_json() | {"arguments": arguments})
+        os.rename(draft, folder)
+    start_next(workspace)
+    return find(workspace, folder.name)
+
+
+def start_next(workspace: Workspace) -> None:
+    """Starts queued jobs whose devices nobody uses, in order; one that waits keeps its devices from later ones."""
+    with _locked(workspace):
+        jobs = read_jobs(workspace.jobs)
+        busy = [used(job.request.devices) for job in jobs if job.state in ACTIVE]
+        for job in jobs:
+            if job.state != "queued":
+                continue
+            needed = used(job.request.devices)
+            if job.request.devices.get("beside") or not any(needed & taken for taken in busy):
+                _start(job)
+            busy.append(needed)
+
+
+def stop(workspace: Workspace, job_id: str, *, now: bool = False) -> Job:
+    """Asks a job to save and end; asked again, it changes nothing. With `now`, all its processes are killed.
+
+    The signal is sent once, since a run takes a second one as the wish to end without saving.
+    """
+    with _locked(workspace):
+        job = find(workspace, job_id)
+        if job.state == "queued":
+            replace_json(job.folder / EXIT, {"code": None, "seconds": 0})
+        elif job.state in ACTIVE:
+            first = _mark(job.folder / STOP)
+            if now:
+                if job.child is not None:
+                    job.child.send(signal.SIGKILL)
+                end_processes_of(job.id, but=None if job.runner is None else job.runner.pid)
+            elif first and job.child is not None:
+                job.child.send(signal.SIGTERM)
+    return find(workspace, job_id)
+
+
+def resume(workspace: Workspace, job_id: str) -> Job:
+    """Puts a job that has ended back into the queue, to go on from its newest checkpoint. Raises: UserError."""
+    with _locked(workspace):
+        job = find(workspace, job_id)
+        if job.state in ("queued", *ACTIVE):
+            return job
+        if job.request.kind != "train":
+            raise UserError(f"a job of the kind {job.request.kind} does not go on", fix="start it again")
+        if (writer := _writer_to(job.request.output, read_jobs(workspace.jobs))) is not None:
+            raise UserError(
+                f"job {writer.id} writes to its output and has not ended", where="output", fix="wait for it"
+            )
+        attempts = job.folder / ATTEMPTS
+        attempts.mkdir(exist_ok=True)
+        arguments = [argument for argument in job.request.arguments if argument not in ("--resume", "--overwrite")]
+        replace_json(job.folder / JOB, job.request.to_json() | {"arguments": [*arguments, "--resume"]})
+        aside = attempts / str(job.attempt)
+        aside.mkdir(exist_ok=True)
+        for name in (STOP, EXIT, PROCESS):  # the last makes it queued
+            if (job.folder / name).exists():
+                os.replace(job.folder / name, aside / name)
+    start_next(workspace)
+    return find(workspace, job_id)
+
+
+def remove(workspace: Workspace, job_id: str) -> None:
+    """Removes a job that does not run; what it wrote to its output stays. Raises: UserError while it runs."""
+    with _locked(workspace):
+        job = find(workspace, job_id)
+        if job.state in ACTIVE:
+            raise UserError(f"job {job.id} runs", fix="stop it first")
+        aside = workspace.jobs / f".{uuid.uuid4().hex}.removed"
+        os.rename(job.folder, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _start(job: Job) -> None:
+    """Starts the runner of a job and waits until it has claimed it."""
+    with (job.folder / LOG).open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "meshtune.board.runner", str(job.folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + START_SECONDS
+    while not (job.folder / PROCESS).exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            replace_json(job.folder / EXIT, {"code": process.poll() or 1, "seconds": 0})
+            return
+        time.sleep(0.01)
+
+
+def _writer_to(output: str | None, jobs: list[Job]) -> Job | None:
+    """The job that has not ended and writes to `output`."""
+    active = [job for job in jobs if job.state in ("queued", *ACTIVE)]
+    return next((job for job in active if output is not None and job.request.output == output), None)
+
+
+def _mark(path: pathlib.Path) -> bool:
+    """Creates an empty file; returns whether it was not there."""
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # no room for it: the signal is sent nevertheless
+        return True
+    return True
+
+
+@contextlib.contextmanager
+def _locked(workspace: Workspace) -> Iterator[None]:
+    with (workspace.folder / LOCK).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,116 @@
+"""One stream of server-sent events for a page: the list of jobs, and what one of them writes.
+
+The id of an event holds how far each file was read, so that a browser that comes back (Last-Event-ID) or a page that
+was loaded again (`cursor`) goes on exactly there, whatever was written meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import BaseRoute, Route
+
+from meshtune.board import queue, records
+from meshtune.board.follow import CHUNK, START, TAIL, read_lines, read_text
+from meshtune.board.job import LOG, Job
+from meshtune.board.state import BoardState
+from meshtune.errors import UserError
+from meshtune.train.report.metrics_log import METRICS, SAMPLES
+
+POLL_SECONDS = 0.5
+PING_SECONDS = 15.0
+
+
+def routes(state: BoardState) -> list[BaseRoute]:
+    """GET /api/events?job=ID&cursor=..."""
+
+    async def events(request: Request) -> Response:
+        job_id = request.query_params.get("job")
+        cursor = request.headers.get("last-event-id") or request.query_params.get("cursor", "")
+        if job_id:
+            await run_in_threadpool(queue.find, state.workspace, job_id)
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        stream = _stream(state, job_id, _positions(cursor))
+        return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+
+    return [Route("/api/events", events)]
+
+
+def _positions(cursor: str) -> dict[str, str]:
+    """The position in each file, of an id such as `metrics:12-340,samples:13-0,log:14-99`."""
+    positions: dict[str, str] = {"metrics": START, "samples": START, "log": START}
+    for part in cursor.split(","):
+        name, _, position = part.partition(":")
+        if name in positions:
+            positions[name] = position
+    return positions
+
+
+async def _stream(state: BoardState, job_id: str | None, positions: dict[str, str]) -> AsyncIterator[str]:
+    jobs: list[dict[str, Any]] | None = None
+    silent = 0.0
+    yield "retry: 1000\n\n"
+    while not state.gate.closed:
+        texts: list[str] = []
+        new = await run_in_threadpool(state.jobs)
+        if new != jobs:
+            jobs = new
+            texts.append(_event("jobs", {"jobs": jobs}))
+        more = False
+        if job_id:
+            try:
+                news, positions = await run_in_threadpool(_news, state, job_id, positions)
+            except UserError:  # removed while it is shown
+                yield _event("gone", {"job": job_id})
+                return
+            if news:
+                more = news.pop("more", False)
+                texts.append(_event("run", news, ",".join(f"{name}:{at}" for name, at in positions.items())))
+        if texts or silent >= PING_SECONDS:
+            yield "".join(texts) or ": still here\n\n"
+            silent = 0.0
+        if not more:
+            await asyncio.sleep(POLL_SECONDS)
+            silent += POLL_SECONDS
+
+
+def _news(state: BoardState, job_id: str, positions: dict[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """What was written since `positions`, {} for nothing, and the new positions."""
+    job = queue.find(state.workspace, job_id)
+    news: dict[str, Any] = {}
+    after = dict(positions)
+    more = False
+    for name, file in (("metrics", METRICS), ("samples", SAMPLES)):
+        if job.output is None:
+            continue
+        read = read_lines(job.output / file, positions[name])
+        after[name] = read.cursor
+        rows, broken = records.rows_of(read)
+        if rows or broken or read.reset:
+            news[name] = {"rows": rows, "broken": broken, "reset": read.reset}
+        more = more or len(read.content) > CHUNK // 2
+    text = _log_news(job, positions["log"])
+    after["log"] = text.cursor
+    if text.content or text.reset:
+        content = text.content.decode("utf-8", "replace")
+        news["log"] = {"text": content, "reset": text.reset, "skipped": text.skipped}
+    if news:
+        news |= {"job": job_id, "more": more}
+        if job.output is not None:
+            news["checkpoints"] = records.checkpoints(job.output)
+    return news, after
+
+
+def _log_news(job: Job, position: str):
+    return read_text(job.folder / LOG, position, limit=TAIL, behind=TAIL)
+
+
+def _event(name: str, data: dict[str, Any], identity: str | None = None) -> str:
+    head = f"id: {identity}\n" if identity is not None else ""
+    return f"{head}event: {name}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n"

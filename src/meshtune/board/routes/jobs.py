@@ -1,0 +1,123 @@
+"""Jobs: what was started, what it prints, and what its run has measured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from meshtune.board import queue, records
+from meshtune.board.answers import body_of
+from meshtune.board.devices import checked_choice
+from meshtune.board.follow import START, read_text
+from meshtune.board.job import LOG, RECIPE, Job, JobRequest
+from meshtune.board.kinds import KINDS
+from meshtune.board.state import BoardState
+from meshtune.errors import UserError
+from meshtune.terminal import command
+from meshtune.train.report.metrics_log import METRICS, SAMPLES
+
+
+def routes(state: BoardState) -> list[BaseRoute]:
+    """POST /api/jobs starts one, /api/check says what is wrong before; GET /api/jobs/ID and what is below it."""
+    workspace = state.workspace
+
+    def prepared(body: dict[str, Any]) -> JobRequest:
+        kind = body.get("kind", "train")
+        if kind not in KINDS:
+            raise UserError(f"'{kind}' is no kind of job", where="kind", fix=f"give one of {', '.join(KINDS)}")
+        devices = checked_choice(body.get("devices"))
+        ready = KINDS[kind](workspace, body)
+        return JobRequest(kind, ready.name, ready.arguments, str(workspace.root), ready.output, devices)
+
+    async def check(request: Request) -> Response:
+        job_request = await run_in_threadpool(prepared, await body_of(request))
+        return JSONResponse({"problems": [], "command": command(*_shown(job_request.arguments))})
+
+    async def create(request: Request) -> Response:
+        body = await body_of(request)
+        job_request = await run_in_threadpool(prepared, body)
+        recipe = body.get("recipe") if isinstance(body.get("recipe"), str) else None
+        job = await run_in_threadpool(queue.add, workspace, job_request, recipe)
+        return JSONResponse(state.describe(job), 201)
+
+    async def list_jobs(_: Request) -> Response:
+        return JSONResponse({"jobs": await run_in_threadpool(state.jobs)})
+
+    def show(job: Job, _: Request) -> Response:
+        output = job.output
+        fields = state.describe(job) | {
+            "command": command(*job.request.arguments),
+            "run": {} if output is None else records.run_json(output),
+            "checkpoints": [] if output is None else records.checkpoints(output),
+        }
+        return JSONResponse(fields)
+
+    def recipe(job: Job, _: Request) -> Response:
+        path = job.folder / RECIPE
+        if not path.is_file():
+            raise UserError(f"job {job.id} has no recipe")
+        return JSONResponse({"recipe": path.read_text(encoding="utf-8")})
+
+    def log(job: Job, request: Request) -> Response:
+        after = request.query_params.get("after", "0")
+        try:
+            inode = os.stat(job.folder / LOG).st_ino
+        except OSError:
+            inode = 0
+        news = read_text(job.folder / LOG, f"{inode}-{after}" if after.isdigit() else START)
+        end = int(news.cursor.partition("-")[2])
+        return JSONResponse({"text": news.content.decode("utf-8", "replace"), "next": end})
+
+    def rows(name: str) -> Callable[[Job, Request], Response]:
+        def answer(job: Job, request: Request) -> Response:
+            if job.output is None:
+                return JSONResponse({"rows": [], "broken": 0, "cursor": START, "reset": False})
+            return JSONResponse(records.all_rows(job.output, name, request.query_params.get("after", START)))
+
+        return answer
+
+    def of_job(answer: Callable[[Job, Request], Response]) -> Callable[[Request], Any]:
+        async def handle(request: Request) -> Response:
+            job = await run_in_threadpool(queue.find, workspace, request.path_params["job"])
+            return await run_in_threadpool(answer, job, request)
+
+        return handle
+
+    async def stop(request: Request) -> Response:
+        now = bool((await body_of(request)).get("now"))
+        return JSONResponse(state.describe(await _on_job(request, queue.stop, now=now)))
+
+    async def resume(request: Request) -> Response:
+        return JSONResponse(state.describe(await _on_job(request, queue.resume)))
+
+    async def remove(request: Request) -> Response:
+        await _on_job(request, queue.remove)
+        return JSONResponse({})
+
+    async def _on_job(request: Request, change: Callable[..., Any], **options: Any) -> Any:
+        return await run_in_threadpool(change, workspace, request.path_params["job"], **options)
+
+    return [
+        Route("/api/check", check, methods=["POST"]),
+        Route("/api/jobs", create, methods=["POST"]),
+        Route("/api/jobs", list_jobs),
+        Route("/api/jobs/{job}", of_job(show)),
+        Route("/api/jobs/{job}/recipe", of_job(recipe)),
+        Route("/api/jobs/{job}/log", of_job(log)),
+        Route("/api/jobs/{job}/metrics", of_job(rows(METRICS))),
+        Route("/api/jobs/{job}/samples", of_job(rows(SAMPLES))),
+        Route("/api/jobs/{job}/stop", stop, methods=["POST"]),
+        Route("/api/jobs/{job}/resume", resume, methods=["POST"]),
+        Route("/api/jobs/{job}/remove", remove, methods=["POST"]),
+    ]
+
+
+def _shown(arguments: tuple[str, ...]) -> list[str]:
+    """The arguments of a command that has no folder yet, as a person would give them."""
+    return [argument.replace("{job}/", "") for argument in arguments]
