@@ -39,6 +39,14 @@ async def refused(_: Request, error: Exception) -> Response:
     return JSONResponse({"problems": problems_of(error)}, status)
 
 
+async def unwritable(_: Request, error: Exception) -> Response:
+    """The answer where the disk refused: it is full, or a file is not this user's."""
+    assert isinstance(error, OSError)
+    fix = "make room or make it writable, and try again"
+    problem = {"path": str(error.filename or "") or None, "message": error.strerror or str(error), "fix": fix}
+    return JSONResponse({"problems": [problem]}, 507)
+
+
 async def unknown(request: Request, error: Exception) -> Response:
     """The answer to a request for what there is not."""
     assert isinstance(error, HTTPException)

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from meshtune.board.answers import refused, unknown
+from meshtune.board.answers import refused, unknown, unwritable
 from meshtune.board.routes import all_routes
 from meshtune.board.routes.session import SESSION
 from meshtune.board.state import BoardState
@@ -56,7 +56,7 @@ def create_app(
     app = Starlette(
         routes=all_routes(state),
         middleware=[Middleware(_Headers), guard],
-        exception_handlers={ApiError: refused, UserError: refused, HTTPException: unknown},
+        exception_handlers={ApiError: refused, UserError: refused, HTTPException: unknown, OSError: unwritable},
     )
     app.state.board = state
     return app

@@ -75,3 +75,15 @@ def _shortened(news: News, end: int) -> News:
     inode, _, offset = news.cursor.partition("-")
     cursor = f"{inode}-{int(offset) - (len(news.content) - end)}"
     return dataclasses.replace(news, content=news.content[:end], cursor=cursor)
+
+
+def log_end(path: pathlib.Path, *, lines: int = 12) -> str:
+    """What a command that failed said last: from its last `error:` on, or else its last lines."""
+    try:
+        size, inode = path.stat().st_size, path.stat().st_ino
+    except OSError:
+        return ""
+    news = _read(path, f"{inode}-{max(0, size - (1 << 13))}", 1 << 13)
+    text = news.content.decode("utf-8", "replace").rstrip()
+    start = text.rfind("\nerror:")
+    return text[start + 1 :] if start >= 0 else "\n".join(text.splitlines()[-lines:])

@@ -6,6 +6,7 @@
     process.json  the runner and its child, once it was started
     stop          exists once it was asked to end
     exit.json     how it ended
+    slurm.json    Slurm's number, for a job that was submitted there
     attempts/N    the last three of earlier starts of the same job
 
 Its state follows from these files and the processes of this machine alone.
@@ -21,14 +22,16 @@ import pathlib
 import re
 import signal
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
+from meshtune.board import slurm
 from meshtune.board.process import ProcessId
+from meshtune.board.slurm import State
+from meshtune.runs.output import LOGS, RUN
 
 JOB, RECIPE, LOG, PROCESS, STOP, EXIT = "job.json", "recipe.yaml", "log.txt", "process.json", "stop", "exit.json"
 ATTEMPTS = "attempts"
 JOB_ID = re.compile(r"[0-9]{5,9}-[a-z0-9-]{1,40}")
-State = Literal["queued", "running", "stopping", "finished", "stopped", "failed", "lost", "elsewhere"]
 ACTIVE = ("running", "stopping")
 STOP_CODES = {-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGINT}
 
@@ -37,7 +40,7 @@ STOP_CODES = {-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signa
 class JobRequest:
     """`arguments` are those of `meshtune`, run in `root`. `output` is the run's folder, if the kind has one.
 
-    `devices` is a choice as board.devices reads it. `name` is shown.
+    `devices` is a choice as board.devices reads it. `name` is shown. `is_slurm`: the arguments submit it to Slurm.
     """
 
     kind: str
@@ -46,6 +49,7 @@ class JobRequest:
     root: str
     output: str | None = None
     devices: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    is_slurm: bool = False
     created: str = dataclasses.field(default_factory=lambda: datetime.datetime.now().astimezone().isoformat())
 
     def to_json(self) -> dict[str, Any]:
@@ -63,6 +67,13 @@ class Job:
     child: ProcessId | None = None
     exit: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     attempt: int = 1
+    slurm: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def log(self) -> pathlib.Path:
+        """The file with what the run prints: for one under Slurm that of its process 0, once there is one."""
+        first = None if self.output is None else self.output / LOGS / "process-0.log"
+        return first if self.request.is_slurm and first is not None and first.exists() else self.folder / LOG
 
     @property
     def id(self) -> str:
@@ -86,6 +97,7 @@ class Job:
             "devices": dict(request.devices),
             "attempt": self.attempt,
             "exit": dict(self.exit),
+            "slurm": {"id": self.slurm["id"]} if "id" in self.slurm else None,
         }
 
 
@@ -101,7 +113,9 @@ def read_job(folder: pathlib.Path) -> Job | None:
     ended = read_json(folder / EXIT)
     attempts = folder / ATTEMPTS
     attempt = 1 + (len(os.listdir(attempts)) if attempts.is_dir() else 0)
-    return Job(folder, request, _state(folder, runner, child, ended), runner, child, ended, attempt)
+    record = read_json(folder / slurm.RECORD)
+    state = _slurm_state(folder, request, record) if request.is_slurm else _state(folder, runner, child, ended)
+    return Job(folder, request, state, runner, child, ended, attempt, record)
 
 
 def read_jobs(jobs: pathlib.Path) -> list[Job]:
@@ -152,3 +166,10 @@ def _state(folder: pathlib.Path, runner: ProcessId | None, child: ProcessId | No
     if runner.is_alive or (child is not None and child.is_alive):
         return "stopping" if asked_to_stop else "running"
     return "lost" if runner.is_local else "elsewhere"
+
+
+def _slurm_state(folder: pathlib.Path, request: JobRequest, record: Mapping[str, Any]) -> State:
+    if not record:
+        return "queued"  # it is being submitted
+    status = None if request.output is None else read_json(pathlib.Path(request.output) / RUN).get("status")
+    return slurm.state_of(record, (folder / STOP).exists(), status)

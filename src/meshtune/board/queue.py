@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Iterator
 
+from meshtune.board import slurm
 from meshtune.board.devices import used
 from meshtune.board.job import (
     ACTIVE,
@@ -80,6 +81,12 @@ def add(workspace: Workspace, request: JobRequest, recipe: str | None = None) ->
         arguments = [argument.replace("{job}", str(folder)) for argument in request.arguments]
         replace_json(draft / JOB, request.to_json() | {"arguments": arguments})
         os.rename(draft, folder)
+    if request.is_slurm:
+        try:
+            _submit(find(workspace, folder.name))
+        except (UserError, OSError, subprocess.SubprocessError):
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
     start_next(workspace)
     return find(workspace, folder.name)
 
@@ -88,6 +95,7 @@ def start_next(workspace: Workspace) -> None:
     """Starts queued jobs whose devices nobody uses, in order; one that waits keeps its devices from later ones."""
     with _locked(workspace):
         jobs = read_jobs(workspace.jobs)
+        jobs = [job for job in jobs if not job.request.is_slurm]
         busy = [used(job.request.devices) for job in jobs if job.state in ACTIVE]
         for job in jobs:
             if job.state != "queued":
@@ -105,7 +113,10 @@ def stop(workspace: Workspace, job_id: str, *, now: bool = False) -> Job:
     """
     with _locked(workspace):
         job = find(workspace, job_id)
-        if job.state == "queued":
+        if job.request.is_slurm:
+            if job.state in ("queued", *ACTIVE) and (_mark(job.folder / STOP) or now):
+                slurm.cancel(job.slurm, now=now)
+        elif job.state == "queued":
             replace_json(job.folder / EXIT, {"code": None, "seconds": 0})
         elif job.state in ACTIVE:
             first = _mark(job.folder / STOP)
@@ -132,13 +143,16 @@ def resume(workspace: Workspace, job_id: str) -> Job:
             )
         attempts = job.folder / ATTEMPTS
         attempts.mkdir(exist_ok=True)
-        arguments = [argument for argument in job.request.arguments if argument not in ("--resume", "--overwrite")]
-        replace_json(job.folder / JOB, job.request.to_json() | {"arguments": [*arguments, "--resume"]})
+        again = ("resume=true",) if job.request.is_slurm else ("--resume",)
+        arguments = [argument for argument in job.request.arguments if argument not in (*again, "--overwrite")]
+        replace_json(job.folder / JOB, job.request.to_json() | {"arguments": [*arguments, *again]})
         aside = attempts / str(job.attempt)
         aside.mkdir(exist_ok=True)
-        for name in (STOP, EXIT, PROCESS):  # the last makes it queued
+        for name in (STOP, EXIT, slurm.RECORD, PROCESS):  # the last makes it queued
             if (job.folder / name).exists():
                 os.replace(job.folder / name, aside / name)
+    if job.request.is_slurm:
+        _submit(find(workspace, job_id))
     start_next(workspace)
     return find(workspace, job_id)
 
@@ -152,6 +166,11 @@ def remove(workspace: Workspace, job_id: str) -> None:
         aside = workspace.jobs / f".{uuid.uuid4().hex}.removed"
         os.rename(job.folder, aside)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def _submit(job: Job) -> None:
+    number = slurm.submit(job.folder, job.request.root, list(job.request.arguments))
+    replace_json(job.folder / slurm.RECORD, {"id": number})
 
 
 def _start(job: Job) -> None:

@@ -28,7 +28,7 @@ from meshtune.train.evaluation.reference import Reference
 from meshtune.train.interrupt import interruptible
 from meshtune.train.loop import Ended, Task, run_loop
 from meshtune.train.pushing import Pusher, check_base, check_hub, push_result
-from meshtune.train.report import banner, metrics_log, prediction, trackers
+from meshtune.train.report import banner, metrics_log, page, prediction, trackers
 from meshtune.train.report.console_log import ConsoleLog, logged
 from meshtune.train.report.events import Sink, opened
 from meshtune.train.report.plot import LossPlot
@@ -237,8 +237,14 @@ def _write_run(setup: RunSetup, fields: Mapping[str, object]) -> None:
         write_run(setup.output, fields)
 
 
+def _write_report(setup: RunSetup) -> None:
+    if setup.job.is_main_process:
+        page.write_report(setup.output)
+
+
 def _interrupted(setup: RunSetup, ended: Ended, loss: SmoothedLoss) -> Result:
     _write_run(setup, {"status": "interrupted", "step": ended.step})
+    _write_report(setup)
     setup.console.print(f"[bold]saved[/] after update {ended.step} of {setup.total_steps}; to go on:")
     line = terminal.command("train", f"{setup.output}/recipe.yaml", "--resume")
     setup.console.print(f"  {line}", markup=False, soft_wrap=True)
@@ -281,6 +287,7 @@ def _finished(
     if best is not None:
         fields["best"] = dataclasses.asdict(best)
     _write_run(setup, fields)
+    _write_report(setup)
     result = _result(setup, ended, loss, path, None)
     banner.show_summary(setup.console, result, exported_step)
     return result

@@ -1,10 +1,12 @@
-"""A training run: {"recipe": YAML, "resume": bool, "overwrite": bool}."""
+"""A training run: {"recipe": YAML, "resume": bool, "overwrite": bool}, with `devices` or `slurm`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from meshtune.board.kinds.prepared import Prepared
+from meshtune.board.slurm import SCRIPT, checked_options
 from meshtune.board.workspace import Workspace
 from meshtune.config import yaml_text
 from meshtune.config.foreign.detect import is_foreign
@@ -27,22 +29,34 @@ def prepare(workspace: Workspace, body: dict[str, Any]) -> Prepared:
     if output == workspace.root or output.is_relative_to(workspace.folder):
         raise UserError("this folder is the board's own", where="output", fix="give a folder of its own, as runs/first")
     check_output(output, resume=resume or recipe.resume, overwrite=overwrite or recipe.overwrite)
-    flags = [*["--resume"] * resume, *["--overwrite"] * overwrite]
+    if overwrite and body.get("slurm"):
+        raise UserError(
+            "a run under Slurm is restarted, and would move its own work aside", where="overwrite", fix="leave it out"
+        )
+    flags = ["resume=true"] * resume if body.get("slurm") else [*["--resume"] * resume, *["--overwrite"] * overwrite]
+    return Prepared(output.name, command(body, flags), output=str(output), recipe=text)
+
+
+def command(body: dict[str, Any], options: list[str]) -> tuple[str, ...]:
+    """The arguments that train by the recipe of a job, where `body` says: here, in processes, or under Slurm."""
+    recipe = f"{{job}}/{NAME}"
+    if body.get("slurm"):
+        resources = checked_options(body["slurm"])
+        return ("launch", "slurm", recipe, *options, *resources, "--out", f"{{job}}/{SCRIPT}", "--submit")
     devices = body.get("devices") or {}
     processes = devices.get("processes", 1) if isinstance(devices, dict) else 1
-    launch = ["launch", "local", "-n", str(processes)] if type(processes) is int and processes > 1 else ["train"]
-    arguments = (*launch, f"{{job}}/{NAME}", *flags)
-    return Prepared(output.name, arguments, output=str(output), recipe=text)
+    verb = ["launch", "local", "-n", str(processes)] if type(processes) is int and processes > 1 else ["train"]
+    return (*verb, recipe, *options)
 
 
-def checked_recipe(workspace: Workspace, text: str) -> Recipe:
+def checked_recipe(workspace: Workspace, text: str, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe in a YAML text, whose local paths lie inside the workspace. Raises: UserError."""
     content = yaml_text.read(text, NAME).value
     if not isinstance(content, dict):
         raise UserError("a recipe is a mapping of keys to values", where=NAME, fix="start with `model: ...`")
     if (tool := is_foreign(content)) is not None:
         raise UserError(f"this is a recipe of {tool}", where=NAME, fix="import it")
-    recipe = load_recipe(content, notify=silent)
+    recipe = load_recipe(content, overrides, notify=silent)
     for where, path in _local_paths(recipe):
         if path.startswith(("/", "~", ".")) or (workspace.root / path).exists():
             workspace.to_read(path, where)

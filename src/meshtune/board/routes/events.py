@@ -17,8 +17,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from meshtune.board import queue, records
-from meshtune.board.follow import CHUNK, START, TAIL, read_lines, read_text
-from meshtune.board.job import LOG, Job
+from meshtune.board.follow import CHUNK, START, TAIL, News, read_lines, read_text
+from meshtune.board.job import Job
 from meshtune.board.state import BoardState
 from meshtune.errors import UserError
 from meshtune.train.report.metrics_log import METRICS, SAMPLES
@@ -107,8 +107,8 @@ def _news(state: BoardState, job_id: str, positions: dict[str, str]) -> tuple[di
     return news, after
 
 
-def _log_news(job: Job, position: str):
-    return read_text(job.folder / LOG, position, limit=TAIL, behind=TAIL)
+def _log_news(job: Job, position: str) -> News:
+    return read_text(job.log, position, limit=TAIL, behind=TAIL)
 
 
 def _event(name: str, data: dict[str, Any], identity: str | None = None) -> str:

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 from collections.abc import Callable
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from meshtune.board import queue, records
 from meshtune.board.answers import body_of
 from meshtune.board.devices import checked_choice
-from meshtune.board.follow import START, read_text
-from meshtune.board.job import LOG, RECIPE, Job, JobRequest
+from meshtune.board.follow import START, log_end, read_text
+from meshtune.board.job import RECIPE, Job, JobRequest
 from meshtune.board.kinds import KINDS
+from meshtune.board.kinds.train import checked_recipe
+from meshtune.board.kinds.train import command as command_of_recipe
 from meshtune.board.state import BoardState
 from meshtune.errors import UserError
+from meshtune.runs.branch import branch
 from meshtune.terminal import command
 from meshtune.train.report.metrics_log import METRICS, SAMPLES
+from meshtune.train.report.page import report_html
+
+# The report is one file with its styles inside, and runs nothing.
+REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; sandbox"
 
 
 def routes(state: BoardState) -> list[BaseRoute]:
@@ -33,7 +42,8 @@ def routes(state: BoardState) -> list[BaseRoute]:
             raise UserError(f"'{kind}' is no kind of job", where="kind", fix=f"give one of {', '.join(KINDS)}")
         devices = checked_choice(body.get("devices"))
         ready = KINDS[kind](workspace, body)
-        return JobRequest(kind, ready.name, ready.arguments, str(workspace.root), ready.output, devices)
+        is_slurm = bool(body.get("slurm"))
+        return JobRequest(kind, ready.name, ready.arguments, str(workspace.root), ready.output, devices, is_slurm)
 
     async def check(request: Request) -> Response:
         job_request = await run_in_threadpool(prepared, await body_of(request))
@@ -53,26 +63,57 @@ def routes(state: BoardState) -> list[BaseRoute]:
         output = job.output
         fields = state.describe(job) | {
             "command": command(*job.request.arguments),
+            "reason": log_end(job.log) if job.state in ("failed", "lost") else None,
+            "report": output is not None and records.is_run(output),
             "run": {} if output is None else records.run_json(output),
             "checkpoints": [] if output is None else records.checkpoints(output),
         }
         return JSONResponse(fields)
 
     def recipe(job: Job, _: Request) -> Response:
-        path = job.folder / RECIPE
-        if not path.is_file():
-            raise UserError(f"job {job.id} has no recipe")
-        return JSONResponse({"recipe": path.read_text(encoding="utf-8")})
+        return JSONResponse({"recipe": _recipe_of(job)})
 
     def log(job: Job, request: Request) -> Response:
         after = request.query_params.get("after", "0")
         try:
-            inode = os.stat(job.folder / LOG).st_ino
+            inode = os.stat(job.log).st_ino
         except OSError:
             inode = 0
-        news = read_text(job.folder / LOG, f"{inode}-{after}" if after.isdigit() else START)
+        news = read_text(job.log, f"{inode}-{after}" if after.isdigit() else START)
         end = int(news.cursor.partition("-")[2])
         return JSONResponse({"text": news.content.decode("utf-8", "replace"), "next": end})
+
+    def report(job: Job, _: Request) -> Response:
+        if job.output is None or not records.is_run(job.output):
+            raise UserError(f"job {job.id} has no run", fix="wait for its first update")
+        return HTMLResponse(report_html(job.output), headers={"content-security-policy": REPORT_POLICY})
+
+    def branch_run(job: Job, body: dict[str, Any]) -> Job:
+        step, overrides = body.get("step"), body.get("overrides", [])
+        if type(step) is not int or not isinstance(overrides, list) or job.output is None:
+            raise UserError("give the update of a checkpoint, and overrides as a list", where="step", fix="as 100")
+        output = workspace.to_write(str(body.get("output") or ""), "output")
+        text = _recipe_of(job)
+        earlier = [argument for argument in job.request.arguments if re.match(r"[\w.]+=", argument)]
+        replaced = ("output=", "resume=", "overwrite=", "accept_changes=")
+        changes = [change for change in [*earlier, *map(str, overrides)] if not change.startswith(replaced)]
+        changes += [f"output={output}", "overwrite=false", "accept_changes=true", "resume=true"]
+        checked_recipe(workspace, text, changes)
+        devices = checked_choice(body.get("devices"))
+        arguments = command_of_recipe(body, changes)
+        root, is_slurm = str(workspace.root), bool(body.get("slurm"))
+        branch(job.output, step, output)
+        try:
+            job_request = JobRequest("train", output.name, arguments, root, str(output), devices, is_slurm)
+            return queue.add(workspace, job_request, text)
+        except (UserError, OSError):
+            shutil.rmtree(output, ignore_errors=True)
+            raise
+
+    async def start_branch(request: Request) -> Response:
+        body = await body_of(request)
+        job = await run_in_threadpool(queue.find, workspace, request.path_params["job"])
+        return JSONResponse(state.describe(await run_in_threadpool(branch_run, job, body)), 201)
 
     def rows(name: str) -> Callable[[Job, Request], Response]:
         def answer(job: Job, request: Request) -> Response:
@@ -109,6 +150,8 @@ def routes(state: BoardState) -> list[BaseRoute]:
         Route("/api/jobs", list_jobs),
         Route("/api/jobs/{job}", of_job(show)),
         Route("/api/jobs/{job}/recipe", of_job(recipe)),
+        Route("/api/jobs/{job}/report", of_job(report)),
+        Route("/api/jobs/{job}/branch", start_branch, methods=["POST"]),
         Route("/api/jobs/{job}/log", of_job(log)),
         Route("/api/jobs/{job}/metrics", of_job(rows(METRICS))),
         Route("/api/jobs/{job}/samples", of_job(rows(SAMPLES))),
@@ -121,3 +164,10 @@ def routes(state: BoardState) -> list[BaseRoute]:
 def _shown(arguments: tuple[str, ...]) -> list[str]:
     """The arguments of a command that has no folder yet, as a person would give them."""
     return [argument.replace("{job}/", "") for argument in arguments]
+
+
+def _recipe_of(job: Job) -> str:
+    path = job.folder / RECIPE
+    if not path.is_file():
+        raise UserError(f"job {job.id} has no recipe", fix="start one from a recipe")
+    return path.read_text(encoding="utf-8")

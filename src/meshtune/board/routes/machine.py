@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from meshtune.board import slurm
 from meshtune.board.devices import devices
 from meshtune.board.state import BoardState
 
@@ -28,6 +29,7 @@ def routes(state: BoardState) -> list[BaseRoute]:
                 "root": str(state.workspace.root),
                 "readable": [str(path) for path in state.workspace.readable],
                 "devices": [dataclasses.asdict(device) for device in await run_in_threadpool(devices)],
+                "slurm": slurm.available(),
                 "free_bytes": usage.free,
             }
         )

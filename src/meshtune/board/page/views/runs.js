@@ -1,24 +1,32 @@
-// Runs: what was started, how far it is, and what one of them prints and measures.
+// Runs: what was started, how far it is, and what one of them prints, measures and says.
 
 import { follow, get, post } from '../api.js';
+import { curves } from '../curves.js';
 import { fill, h } from '../dom.js';
-import { moment, number } from '../format.js';
+import { duration, moment, number } from '../format.js';
+import { deviceChoice, launcher } from '../launcher.js';
 import { t } from '../text.js';
 import { action, confirmed, copyable } from '../widgets.js';
 
 export const name = 'runs';
 
-const ACTIVE = ['running', 'stopping'];
+const ENDED = ['finished', 'stopped', 'failed', 'lost', 'elsewhere'];
 const LOG_CHARACTERS = 200000;
 
 export function show(place, [job]) {
   return job ? one(place, job) : list(place);
 }
 
+// All jobs, and a place to start one from a recipe as text.
+
 function list(place) {
   const rows = h('div', { class: 'list' });
   const connection = connected();
-  fill(place, h('h1', {}, t('runs.title'), connection.mark), rows);
+  const recipe = h('textarea', { rows: 14, spellcheck: 'false', class: 'code', id: 'recipe' });
+  const panel = launcher(() => ({ kind: 'train', recipe: recipe.value }));
+  fill(place, h('h1', {}, t('runs.title'), connection.mark), rows,
+    h('details', { class: 'card start' }, h('summary', {}, t('runs.start')),
+      h('label', { for: 'recipe' }, t('runs.recipe')), recipe, panel.element));
   const draw = ({ jobs }) => fill(rows, jobs.length ? jobs.map(summary) : h('p', { class: 'empty' }, t('runs.none')));
   get('api/jobs').then(draw, () => {});
   return follow(null, { jobs: draw }, connection.state);
@@ -31,7 +39,7 @@ function summary(job) {
     h('span', { class: 'quiet' }, moment(job.created)));
 }
 
-export function stateMark(state) {
+function stateMark(state) {
   return h('span', { class: `state ${state}` }, t(`state.${state}`));
 }
 
@@ -48,59 +56,174 @@ function connected() {
   return { mark, state: (open) => fill(mark, open ? '' : t('shared.disconnected')) };
 }
 
+// One job: its head with buttons, curves, samples, checkpoints, recipe and log.
+
 function one(place, id) {
   const connection = connected();
   const head = h('div', { class: 'head' });
   const wrong = h('div');
-  const log = h('pre', { class: 'log', tabindex: 0, 'aria-label': t('runs.log') });
-  fill(place, head, wrong, h('section', {}, h('h2', {}, t('runs.log')), log));
-  let text = '';
-  let shown = '';
+  const broken = h('p', { class: 'warning', hidden: true });
+  const facts = h('div');
+  let job = null;
+  const plots = curves(() => job?.progress?.total ?? 0);
+  const samples = sampleList();
+  const log = logView();
+  const shelf = h('div', { class: 'list' });
+  const recipe = recipeView(id);
+  fill(place, h('p', {}, h('a', { href: '#/runs' }, t('runs.back'))), head, wrong, broken, plots.element, samples.element,
+    h('section', { hidden: true }, h('h2', {}, t('runs.checkpoints')), shelf), recipe, log.element, facts);
 
-  async function drawHead() {
-    let job;
+  async function refresh() {
     try {
       job = await get(`api/jobs/${id}`);
-    } catch {
+    } catch (error) {
+      if (error.status === 404) location.hash = '#/runs';
       return;
     }
-    shown = job.state;
-    fill(head, h('h1', {}, job.name, ' ', stateMark(job.state), connection.mark), progress(job), buttons(job), copyable(job.command));
+    fill(head, h('h1', {}, job.name, ' ', stateMark(job.state), connection.mark), headline(job), buttons(job), copyable(job.command));
+    checkpoints(job.checkpoints);
   }
 
-  function buttons(job) {
-    const acts = [];
-    const post_ = (verb, body) => async () => { await post(`api/jobs/${id}/${verb}`, body); await drawHead(); };
-    if (job.state === 'running' || job.state === 'queued') acts.push(action(t('runs.stop'), post_('stop'), wrong));
+  const act = (verb, body) => async () => {
+    await post(`api/jobs/${id}/${verb}`, body);
+    await refresh();
+  };
+
+  function buttons() {
+    const row = [];
+    if (['running', 'queued'].includes(job.state)) row.push(action(t('runs.stop'), act('stop'), wrong));
     if (job.state === 'stopping') {
-      acts.push(action(t('runs.end'), async () => {
-        if (await confirmed(t('runs.endsure'), t('runs.end'))) await post_('stop', { now: true })();
+      row.push(action(t('runs.end'), async () => {
+        if (await confirmed(t('runs.endsure'), t('runs.end'))) await act('stop', { now: true })();
       }, wrong, { class: 'danger' }));
     }
-    if (!ACTIVE.includes(job.state) && job.state !== 'queued') {
-      if (job.kind === 'train' && job.state !== 'finished') acts.push(action(t('runs.resume'), post_('resume'), wrong, { class: 'primary' }));
-      acts.push(action(t('runs.remove'), async () => {
+    if (ENDED.includes(job.state)) {
+      if (job.kind === 'train' && job.state !== 'finished') row.push(action(t('runs.resume'), act('resume'), wrong, { class: 'primary' }));
+      row.push(action(t('runs.remove'), async () => {
         if (!(await confirmed(t('runs.removesure'), t('runs.remove')))) return;
         await post(`api/jobs/${id}/remove`);
         location.hash = '#/runs';
       }, wrong));
     }
-    return h('div', { class: 'row' }, acts);
+    if (job.report) row.push(h('a', { href: `api/jobs/${id}/report`, target: '_blank', rel: 'noopener' }, t('runs.report')));
+    return h('div', { class: 'row' }, row);
   }
 
-  drawHead();
-  return follow(id, {
+  function checkpoints(steps) {
+    shelf.parentElement.hidden = !steps.length || job.kind !== 'train';
+    fill(shelf, steps.map((step) => h('div', { class: 'row' }, t('runs.after', { step: number(step) }),
+      h('button', { type: 'button', onclick: () => branch(job, step) }, t('runs.branch')))));
+  }
+
+  refresh();
+  const end = follow(id, {
     jobs: ({ jobs }) => {
-      const job = jobs.find((candidate) => candidate.id === id);
-      if (job && job.state !== shown) drawHead();
+      const listed = jobs.find((candidate) => candidate.id === id);
+      if (!job || !listed) return;
+      if (listed.state !== job.state || listed.attempt !== job.attempt) refresh();
+      else if (listed.progress?.step !== job.progress?.step) {
+        job.progress = listed.progress;
+        head.querySelector('.progress')?.replaceWith(progress(job));
+      }
     },
     run: (news) => {
-      if (!news.log) return;
-      const atEnd = log.scrollTop + log.clientHeight >= log.scrollHeight - 8;
-      text = ((news.log.reset ? '' : text) + (news.log.skipped ? `… ${t('runs.skipped')} …\n` : '') + news.log.text).slice(-LOG_CHARACTERS);
-      fill(log, text);
-      if (atEnd) log.scrollTop = log.scrollHeight;
+      if (news.metrics) {
+        plots.add(news.metrics);
+        if (news.metrics.broken) fill(broken, t('runs.broken', { n: news.metrics.broken })).hidden = false;
+      }
+      if (news.samples) samples.add(news.samples);
+      if (news.log) log.add(news.log);
+      if (job && news.checkpoints) checkpoints(news.checkpoints);
     },
     gone: () => { location.hash = '#/runs'; },
   }, connection.state);
+  return () => {
+    end();
+    plots.close();
+  };
+}
+
+function headline(job) {
+  const spent = job.exit.seconds === undefined ? null : t('runs.took', { time: duration(job.exit.seconds) });
+  const missing = !job.exists && job.progress && job.state !== 'queued' && job.state !== 'running';
+  const keys = job.devices.keys ?? [];
+  return [h('p', {}, progress(job), ' ', h('span', { class: 'quiet' }, [spent, job.slurm && t('runs.slurm', { id: job.slurm.id }),
+    keys.join(', '), job.output].filter(Boolean).join(' · '))),
+  missing && h('p', { class: 'warning' }, t('runs.missing', { folder: job.output })),
+  job.reason && h('pre', { class: 'problems' }, job.reason)];
+}
+
+// Samples by prompt, the newest above; earlier ones unfold.
+function sampleList() {
+  const body = h('div', { class: 'list' });
+  const element = h('section', { hidden: true }, h('h2', {}, t('runs.samples')), body);
+  let rows = [];
+  return {
+    element,
+    add(news) {
+      rows = [...(news.reset ? [] : rows), ...news.rows];
+      element.hidden = !rows.length;
+      const prompts = Map.groupBy ? Map.groupBy(rows, (row) => row.prompt) : grouped(rows);
+      fill(body, [...prompts].map(([prompt, texts]) => {
+        const [newest, ...earlier] = [...texts].reverse();
+        return h('div', { class: 'card' }, h('p', { class: 'quiet' }, prompt), said(newest),
+          earlier.length > 0 && h('details', {}, h('summary', {}, t('runs.earlier', { n: earlier.length })), earlier.map(said)));
+      }));
+    },
+  };
+}
+
+function grouped(rows) {
+  const groups = new Map();
+  for (const row of rows) groups.set(row.prompt, [...(groups.get(row.prompt) ?? []), row]);
+  return groups;
+}
+
+function said(row) {
+  return h('div', { class: 'sample' }, h('span', { class: 'quiet' }, t('runs.after', { step: number(row.step) })), h('p', { class: 'answer' }, row.text));
+}
+
+// The end of the log, which follows what is written as long as it is scrolled to the end.
+function logView() {
+  const body = h('pre', { class: 'log', tabindex: 0, 'aria-label': t('runs.log') });
+  const element = h('section', {}, h('h2', {}, t('runs.log')), body);
+  let text = '';
+  return {
+    element,
+    add(news) {
+      const atEnd = body.scrollTop + body.clientHeight >= body.scrollHeight - 8;
+      const gap = news.skipped ? `… ${t('runs.skipped')} …\n` : '';
+      text = ((news.reset ? '' : text) + gap + news.text).slice(-LOG_CHARACTERS);
+      fill(body, text);
+      if (atEnd) body.scrollTop = body.scrollHeight;
+    },
+  };
+}
+
+function recipeView(id) {
+  const body = h('pre', { class: 'log', tabindex: 0, 'aria-label': t('runs.recipe') });
+  return h('details', { ontoggle: async (event) => {
+    if (event.target.open) fill(body, (await get(`api/jobs/${id}/recipe`).catch(() => ({ recipe: '' }))).recipe);
+  } }, h('summary', {}, t('runs.recipe')), body);
+}
+
+// Asks for an output and starts a new run from the checkpoint of an update.
+function branch(job, step) {
+  const output = h('input', { type: 'text', value: `${job.output}-${step}`, required: true, id: 'output' });
+  const changes = h('textarea', { rows: 3, class: 'code', id: 'changes', placeholder: 'optimizer.learning_rate=1e-4', spellcheck: 'false' });
+  const wrong = h('div');
+  const choice = deviceChoice();
+  const dialog = h('dialog', { 'aria-labelledby': 'branch', onclose: () => dialog.remove() },
+    h('h2', { id: 'branch' }, t('runs.branchof', { step: number(step) })),
+    h('label', { for: 'output' }, t('runs.output')), output,
+    h('label', { for: 'changes' }, t('runs.changes')), changes, choice.element, wrong,
+    h('div', { class: 'row' }, h('button', { type: 'button', onclick: () => dialog.close() }, t('shared.cancel')),
+      action(t('launcher.start'), async () => {
+        const overrides = changes.value.split('\n').map((line) => line.trim()).filter(Boolean);
+        const started = await post(`api/jobs/${job.id}/branch`, { step, output: output.value, overrides, ...choice.value() });
+        dialog.close();
+        location.hash = `#/runs/${started.id}`;
+      }, wrong, { class: 'primary' })));
+  document.body.append(dialog);
+  dialog.showModal();
 }

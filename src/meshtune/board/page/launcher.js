@@ -1,0 +1,86 @@
+// What stands beside Start: devices or Slurm, whether to start anew, the command line, and what is wrong.
+
+import { get, post } from './api.js';
+import { fill, h } from './dom.js';
+import { t } from './text.js';
+import { action, copyable, problems } from './widgets.js';
+
+// A panel that starts what `body()` gives, {kind, recipe, ...}; `checked(problems, command)` is told what a check said.
+// `check()` of the result asks again, as when the form has changed.
+export function launcher(body, checked = () => {}) {
+  const wrong = h('div');
+  const command = h('div');
+  const choice = deviceChoice();
+  const overwrite = h('input', { type: 'checkbox', id: 'overwrite' });
+  const whole = () => ({ ...body(), overwrite: overwrite.checked, ...choice.value() });
+
+  async function check() {
+    try {
+      const answer = await post('api/check', whole());
+      fill(wrong);
+      fill(command, copyable(answer.command));
+      checked([], answer.command);
+    } catch (error) {
+      fill(command);
+      fill(wrong, problems(error));
+      checked(error.problems ?? [], null);
+    }
+  }
+
+  const start = action(t('launcher.start'), async () => {
+    const job = await post('api/jobs', whole());
+    location.hash = `#/runs/${job.id}`;
+  }, wrong, { class: 'primary' });
+  const element = h('div', { class: 'launcher' }, choice.element,
+    h('label', {}, overwrite, ' ', t('launcher.overwrite')), command, wrong,
+    h('div', { class: 'row' }, start, h('button', { type: 'button', onclick: check }, t('launcher.check'))));
+  return { element, check };
+}
+
+// Where a run is computed. `value()` is {devices} or {slurm}, as POST /api/jobs takes it.
+export function deviceChoice() {
+  const boxes = h('div', { class: 'row' });
+  const processes = numberField(1);
+  const count = numberField(1);
+  const beside = h('input', { type: 'checkbox' });
+  const fields = { nodes: numberField(1), gpus: numberField(8, 0), time: textField('4:00:00'), partition: textField(''), account: textField('') };
+  const here = h('div', {}, boxes, h('div', { class: 'row' },
+    h('label', {}, t('launcher.processes'), ' ', processes), h('label', {}, t('launcher.count'), ' ', count),
+    h('label', {}, beside, ' ', t('launcher.beside'))));
+  const slurm = h('div', { class: 'row', hidden: true },
+    Object.entries(fields).map(([name, field]) => h('label', {}, t(`launcher.${name}`), ' ', field)));
+  const where = h('select', { onchange: () => {
+    here.hidden = where.value === 'slurm';
+    slurm.hidden = !here.hidden;
+  } }, h('option', { value: 'here' }, t('launcher.here')));
+  const element = h('fieldset', {}, h('legend', {}, t('launcher.devices')), h('label', { hidden: true }, t('launcher.where'), ' ', where), here, slurm);
+
+  get('api/machine').then((machine) => {
+    fill(boxes, machine.devices.map((device) => h('label', {},
+      h('input', { type: 'checkbox', name: 'device', value: device.key }), ' ', device.name)),
+    h('span', { class: 'quiet' }, t('launcher.all')));
+    if (!machine.slurm) return;
+    where.append(h('option', { value: 'slurm' }, 'Slurm'));
+    where.parentElement.hidden = false;
+  }, () => {});
+
+  return {
+    element,
+    value() {
+      if (where.value === 'slurm') {
+        const texts = Object.fromEntries(['time', 'partition', 'account'].map((name) => [name, fields[name].value]).filter(([, text]) => text));
+        return { slurm: { nodes: Number(fields.nodes.value), gpus: Number(fields.gpus.value), ...texts } };
+      }
+      const keys = [...boxes.querySelectorAll('input:checked')].map((box) => box.value);
+      return { devices: { keys, count: Number(count.value) || 1, processes: Number(processes.value) || 1, beside: beside.checked } };
+    },
+  };
+}
+
+function numberField(value, min = 1) {
+  return h('input', { type: 'number', min, max: 4096, value, class: 'short' });
+}
+
+function textField(value) {
+  return h('input', { type: 'text', value, class: 'short' });
+}

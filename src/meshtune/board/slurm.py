@@ -1,0 +1,123 @@
+"""Runs under Slurm: submitted by `meshtune launch slurm`, watched by squeue, stopped by scancel."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from meshtune.errors import UserError
+from meshtune.launch.options import SlurmOptions
+
+State = Literal["queued", "running", "stopping", "finished", "stopped", "failed", "lost", "elsewhere"]
+RECORD = "slurm.json"
+SCRIPT = "job.sbatch"
+OPTIONS = {"nodes": int, "gpus": int, "processes": int, "time": str, "partition": str, "account": str, "qos": str}
+FRESH_SECONDS = 3.0
+COMMAND_SECONDS = 30.0
+WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "CONFIGURING", "SUSPENDED", "RESIZING")
+GONE = ("", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+
+
+def available() -> bool:
+    """Whether jobs can be submitted from this machine."""
+    return shutil.which("sbatch") is not None and shutil.which("squeue") is not None
+
+
+def checked_options(value: object) -> list[str]:
+    """{"nodes": 2, "gpus": 8, "time": "4:00:00", ...} as arguments of `meshtune launch slurm`. Raises: UserError."""
+    if not available():
+        raise UserError("there is no Slurm on this machine", where="slurm", fix="start the board on a login node")
+    if not isinstance(value, dict) or set(value) - set(OPTIONS):
+        raise UserError(f"Slurm's options are {', '.join(OPTIONS)}", where="slurm", fix="leave the others out")
+    for name, option in value.items():
+        if type(option) is not OPTIONS[name]:
+            raise UserError(f"{option!r} is not a {OPTIONS[name].__name__}", where=f"slurm.{name}", fix="correct it")
+        if isinstance(option, str) and not re.fullmatch(r"[\w.,:@/+-]*", option):
+            raise UserError(f"{option!r} is not a name of Slurm's", where=f"slurm.{name}", fix="correct it")
+    SlurmOptions(**value)  # refuses what Slurm would
+    flags = {
+        field.name: field.metadata.get("flags", (f"--{field.name}",))[0] for field in dataclasses.fields(SlurmOptions)
+    }
+    return [part for name, option in value.items() for part in (flags[name], str(option))]
+
+
+def submit(folder: pathlib.Path, root: str, arguments: list[str]) -> str:
+    """Submits the command of a job; returns Slurm's number. Raises: UserError with what the command said."""
+    command = [sys.executable, "-m", "meshtune", *arguments]
+    with (folder / "log.txt").open("ab") as log:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+        log.write((done.stdout + done.stderr).encode())
+    match = re.search(r"job (\d+) submitted", done.stdout)
+    if done.returncode or match is None:
+        raise UserError(f"the job was not submitted: {done.stderr.strip() or done.stdout.strip()}", where="slurm")
+    return match[1]
+
+
+class Queue:
+    """The states of Slurm's jobs, asked for at most every FRESH_SECONDS."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._states: dict[str, tuple[float, str | None]] = {}
+
+    def state(self, number: str) -> str | None:
+        """Slurm's word for a job, "" for one that it no longer knows; None where squeue does not answer."""
+        with self._lock:
+            read_at, state = self._states.get(number, (float("-inf"), None))
+            if time.monotonic() - read_at < FRESH_SECONDS:
+                return state
+            done = _run("squeue", "--noheader", "--jobs", number, "--states=all", "--format=%T")
+            if done is None:
+                state = None
+            elif done.returncode:  # "Invalid job id specified": it ended a while ago
+                state = "" if "nvalid job id" in done.stderr else None
+            else:
+                state = (done.stdout.split() or [""])[0]
+            self._states[number] = (time.monotonic(), state)
+            return state
+
+    def forget(self, number: str) -> None:
+        """Asks anew at the next reading."""
+        with self._lock:
+            self._states.pop(number, None)
+
+
+QUEUE = Queue()
+
+
+def state_of(record: Mapping[str, Any], asked_to_stop: bool, run_status: str | None) -> State:
+    """The state of a job from Slurm's word and the status in run.json."""
+    word = QUEUE.state(str(record.get("id", "")))
+    if word is None:
+        return "elsewhere"
+    if word in WAITING:
+        return "stopping" if asked_to_stop else "queued"
+    if word not in GONE:
+        return "stopping" if asked_to_stop else "running"
+    if run_status == "finished":
+        return "finished"
+    return "stopped" if asked_to_stop or word == "CANCELLED" else "failed"
+
+
+def cancel(record: Mapping[str, Any], *, now: bool) -> None:
+    """Ends a job: its processes save and stop, and it is not put into the queue again. With `now`, at once."""
+    number = str(record.get("id", ""))
+    waiting = QUEUE.state(number) in WAITING
+    _run("scontrol", "update", f"JobId={number}", "Requeue=0")  # else the script, stopped by a signal, asks for it
+    _run("scancel", *([] if now or waiting else ["--signal=TERM"]), number)
+    QUEUE.forget(number)
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str] | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return None

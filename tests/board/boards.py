@@ -1,0 +1,51 @@
+"""Boards for the tests: one in this process, and jobs that are real commands of seconds."""
+
+from __future__ import annotations
+
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+from starlette.testclient import TestClient
+
+from meshtune.board.app import create_app
+from meshtune.board.job import JobRequest
+from meshtune.board.workspace import Workspace
+from meshtune.quickstart import DIRECTORY, LESSON, MODEL
+
+TOKEN = "a token of these tests"
+ADDRESS = "http://127.0.0.1:7860"
+
+
+def client(workspace: Workspace, **options: Any) -> TestClient:
+    """A client of a board over `workspace`."""
+    app = create_app(workspace, hosts={"127.0.0.1"}, **options)
+    return TestClient(app, base_url=ADDRESS, raise_server_exceptions=False)
+
+
+def recipe(output: str = "runs/first", *, steps: int = 6, extra: str = "") -> str:
+    """The quickstart's recipe, shortened."""
+    return (
+        f"model: {MODEL}\noutput: {output}\nmethod: {{kind: lora, rank: 4}}\n"
+        f"data:\n  train: [{{path: {LESSON}, format: prompt_completion}}]\n  max_length: 128\n  validation: 8\n"
+        f"train: {{steps: {steps}, batch_size: 2}}\n{extra}"
+    )
+
+
+def request(workspace: Workspace, *arguments: str, **fields: Any) -> JobRequest:
+    """A job that runs `meshtune ARGUMENTS`."""
+    values = {"kind": "train", "name": "job", **fields}
+    return JobRequest(arguments=arguments, root=str(workspace.root), **values)
+
+
+def wait(for_: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """The first value that is true."""
+    deadline = time.monotonic() + seconds
+    while not (value := for_()):
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+    return value
+
+
+READABLE = (pathlib.Path(DIRECTORY),)
