@@ -84,19 +84,21 @@ def temporaries(layers, quantize, compute):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "remat", "scan"),
+    ("dtype", "remat"),
     [
-        ("float32", "selective", True),
-        pytest.param("float32", "none", True, marks=pytest.mark.slow),
-        pytest.param("float32", "full", True, marks=pytest.mark.slow),
-        pytest.param("bfloat16", "none", True, marks=pytest.mark.slow),
-        pytest.param("bfloat16", "selective", True, marks=pytest.mark.slow),
-        pytest.param("float32", "selective", False, marks=pytest.mark.slow),
+        ("float32", "selective"),
+        pytest.param("float32", "none", marks=pytest.mark.slow),
+        pytest.param("float32", "full", marks=pytest.mark.slow),
+        pytest.param("bfloat16", "none", marks=pytest.mark.slow),
+        pytest.param("bfloat16", "selective", marks=pytest.mark.slow),
     ],
 )
-def test_memory_does_not_grow_with_dequantised_layers(dtype, remat, scan):
-    """A further layer adds to the temporaries what it adds without quantisation, where no weight is ever kept."""
-    compute = Compute(dtype=dtype, remat=remat, scan=scan, attention="direct")
+def test_memory_does_not_grow_with_dequantised_layers(dtype, remat):
+    """A further layer adds to the temporaries what it adds without quantisation, where no weight is ever kept.
+
+    Of scanned layers; for unrolled ones see test_product_deviceless.py.
+    """
+    compute = Compute(dtype=dtype, remat=remat, attention="direct")
     a_layer = 2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512
     grown = {}
     for config in (None, QuantizeConfig("nf4")):

@@ -101,7 +101,7 @@ def _by_comparing(codes: jax.Array) -> jax.Array:
     code = pairs_unpacked(codes).astype(jnp.int32)
     values = jnp.full(code.shape, VALUES[0], jnp.float32)
     for index, value in enumerate(VALUES[1:], 1):
-        values = jnp.where(code >= index, value, values)
+        values = jnp.where(code >= index, jnp.float32(value), values)
     return values
 
 
