@@ -7,7 +7,7 @@ nothing are packed into rows. Logits exist only where a token is scored.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -21,6 +21,7 @@ from meshtune.generate.prefix_tree import Node, Query, ScoredText, prefix_tree
 from meshtune.generate.programs import empty_layers, length_bucket, moved
 from meshtune.generate.request import Token
 from meshtune.generate.sampling import Probabilities, log_probabilities
+from meshtune.generate.score_plan import Planner, Run
 from meshtune.mesh.layout import Layout, constrain
 from meshtune.model.cache import Cache
 from meshtune.model.compute import Compute
@@ -32,7 +33,6 @@ CHUNK = 128  # tokens whose logits exist at once
 ROW = 512  # tokens of a packed row, at least
 TOKENS = {"cpu": 2048}  # computed at once
 OTHER_TOKENS = 16384
-CACHED = 8  # slots of a cache for each token computed at once, at most
 TARGETS = 4  # tokens that are scored at once after one position
 BY_LENGTH = ("dynamic", "ntk", "longrope")  # rotations that depend on a text's length: no two texts begin alike
 
@@ -114,6 +114,8 @@ class _Scorer:
         self._params, self._spec, self._compute = params, spec, compute
         self._progress, self._done, self._total = progress, 0, total
         self._at_once = TOKENS.get(jax.default_backend(), OTHER_TOKENS)
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(params["layers"]))
+        self._planner = Planner.of(jax.default_backend(), parameters, self._at_once, total)
         lengths = [len(text.ids) - text.first for text in texts]
         self.scores = [Scores(np.zeros(n, np.float32), np.zeros(n, bool)) for n in lengths]
 
@@ -148,7 +150,9 @@ class _Scorer:
     def branches(self, nodes: Sequence[Node], parents: _Parents | None = None) -> None:
         """Scores nodes that go on from rows of a cache (None: from nothing), and all below them."""
         row_of = parents.row_of if parents else {}
-        for chunk, rows, length, slots in self._chunks(nodes, parents.slots if parents else 64):
+        runs = [Run(len(node.tokens), node.end) for node in nodes]
+        for members, shape in self._planner.groups(runs, parents.slots if parents else 32):
+            chunk, rows, length, slots = [nodes[n] for n in members], shape.rows, shape.length, shape.slots
             source, start, count = (np.zeros(rows, np.int32) for _ in range(3))
             tokens = np.zeros((rows, length), np.int32)
             queries: list[tuple[int, Query]] = []
@@ -167,20 +171,6 @@ class _Scorer:
             below = {child: row for row, node in enumerate(chunk) for child in node.children}
             if below:
                 self.branches(list(below), _Parents(after, slots, below))
-
-    def _chunks(self, nodes: Sequence[Node], slots_before: int) -> Iterator[tuple[list[Node], int, int, int]]:
-        """(nodes computed at once, rows, tokens a row, slots of the cache, never fewer), of similar lengths."""
-        remaining = sorted(nodes, key=lambda node: (len(node.tokens), node.end), reverse=True)
-        while remaining:
-            length = _power(len(remaining[0].tokens), 8)
-            fitting = max(1, self._at_once // length)
-            slots = _power(max(node.end for node in remaining[:fitting]), slots_before)
-            fitting = min(fitting, max(1, CACHED * self._at_once // slots))
-            chunk, remaining = remaining[:fitting], remaining[fitting:]
-            rows = fitting
-            while rows // 4 >= len(chunk):
-                rows //= 4
-            yield chunk, rows, length, slots
 
     def _answer(self, hidden: Array, queries: Sequence[tuple[int, Query]]) -> None:
         """Scores what is asked of hidden states [N, D], each query with the index of its node's first token."""
@@ -230,11 +220,6 @@ class _Scorer:
     def _count(self, tokens: int) -> None:
         self._done += tokens
         self._progress(self._done, self._total)
-
-
-def _power(n: int, least: int) -> int:
-    """The next power of two."""
-    return max(least, 1 << (n - 1).bit_length())
 
 
 @partial(jax.jit, static_argnames=("spec", "compute"))
