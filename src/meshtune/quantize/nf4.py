@@ -99,9 +99,9 @@ def _by_lookup(codes: jax.Array) -> jax.Array:
 def _by_comparing(codes: jax.Array) -> jax.Array:
     """Comparisons alone, for TPUs, where looking up single numbers is slow."""
     code = pairs_unpacked(codes).astype(jnp.int32)
-    values = jnp.full(code.shape, VALUES[0], jnp.float32)
+    values = jnp.full(code.shape, VALUES[0])
     for index, value in enumerate(VALUES[1:], 1):
-        values = jnp.where(code >= index, jnp.float32(value), values)
+        values = jnp.where(code >= index, value, values)
     return values
 
 
