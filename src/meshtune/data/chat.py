@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import jinja2
 
+from meshtune.data.compiled_template import CompiledTemplate, is_plain
 from meshtune.data.conversation import Conversation, JsonObject
 from meshtune.data.dialect import Dialect, Messages, as_dict, call_and_results, measure, needs_adapting
 from meshtune.errors import UserError
@@ -69,6 +70,10 @@ class ChatTemplate:
         """The template for conversations with tools, which some tokenizers have separately."""
         return self._with_fixed_date(self.tokenizer.get_chat_template(None, tools=[{}]))
 
+    @functools.cached_property
+    def _compiled(self) -> CompiledTemplate:
+        return CompiledTemplate(self.tokenizer, self._without_tools)
+
     def _with_fixed_date(self, text: str) -> str:
         if "strftime_now" not in text:
             return text
@@ -86,6 +91,8 @@ class ChatTemplate:
     ) -> str:
         """Renders `messages`, followed by the generation prompt if asked for; `options` are further variables of the
         template. Raises one of `failures`."""
+        if not tools and not options and is_plain(messages):
+            return self._compiled.render(messages, generation_prompt=generation_prompt)
         return self.tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType] - a str, since tokenize=False
             list(messages),  # pyright: ignore[reportArgumentType]
             tools=list(tools) or None,  # pyright: ignore[reportArgumentType]

@@ -30,6 +30,8 @@ from meshtune.errors import UserError
 # impossible to resume. Stores with other metadata are recognised by their digest.
 VERSION = 3
 META = "meta.json"
+_GROUP = 1 << 16  # tokens written at once, at least one example
+_ABANDONED = {".building-*": 1, ".parts-*": 14}  # days after which what a killed preparation left is removed
 _ARRAYS = {
     "ids": np.int32,  # [tokens]
     "weights": np.float32,  # [tokens]
@@ -230,15 +232,17 @@ def _write(draft: pathlib.Path, examples: Iterable[Example], meta: Callable[[], 
 
         end = 0
         append("offsets", [0])
-        for example in examples:
-            append("ids", example.ids)
-            append("weights", example.weights)
-            append("offsets", [end := end + len(example.ids)])
-            append("sources", [sources.setdefault(example.origin.source, len(sources))])
-            append("records", [example.origin.record])
-            hashed = hashlib.blake2b(example.ids.tobytes(), digest_size=8).digest()
-            append("digests", np.frombuffer(hashed, np.uint64))
-            append("values", [example.value])
+        for group in _groups(examples):
+            append("ids", np.concatenate([example.ids for example in group]))
+            append("weights", np.concatenate([example.weights for example in group]))
+            ends = end + np.cumsum([len(example.ids) for example in group])
+            append("offsets", ends)
+            end = int(ends[-1])
+            append("sources", [sources.setdefault(example.origin.source, len(sources)) for example in group])
+            append("records", [example.origin.record for example in group])
+            hashed = (hashlib.blake2b(example.ids.tobytes(), digest_size=8).digest() for example in group)
+            append("digests", np.frombuffer(b"".join(hashed), np.uint64))
+            append("values", [example.value for example in group])
         with _cache_errors(draft.parent):
             for file in files.values():
                 file.flush()
@@ -250,6 +254,20 @@ def _write(draft: pathlib.Path, examples: Iterable[Example], meta: Callable[[], 
         json.dump({**content, "digest": _digest(content)}, file)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _groups(examples: Iterable[Example]) -> Iterator[list[Example]]:
+    """Consecutive examples, in lists of about _GROUP tokens."""
+    group: list[Example] = []
+    tokens = 0
+    for example in examples:
+        group.append(example)
+        tokens += len(example.ids)
+        if tokens >= _GROUP:
+            yield group
+            group, tokens = [], 0
+    if group:
+        yield group
 
 
 def _close(file: IO[bytes]) -> None:
@@ -267,8 +285,9 @@ def _checksum(file: pathlib.Path) -> int:
 
 
 def _remove_abandoned(directory: pathlib.Path) -> None:
-    """Removes drafts of builds that were killed, once they are a day old."""
-    for draft in directory.glob(".building-*"):
-        with contextlib.suppress(OSError):
-            if time.time() - draft.stat().st_mtime > 86400:
-                shutil.rmtree(draft, ignore_errors=True)
+    """Removes drafts and parts of builds that were killed and not started again."""
+    for pattern, days in _ABANDONED.items():
+        for draft in directory.glob(pattern):
+            with contextlib.suppress(OSError):
+                if time.time() - draft.stat().st_mtime > days * 86400:
+                    shutil.rmtree(draft, ignore_errors=True)

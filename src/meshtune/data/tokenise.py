@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +14,18 @@ from meshtune.config.data import DataSection
 from meshtune.config.data_options import LossPolicy, TokenOptions
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.conversation import Conversation, Document, Sample
+from meshtune.data.parts import PART, add_counts, tokenised_parts
 from meshtune.data.report import TemplateInfo
-from meshtune.data.store import Store, fingerprint, open_or_build
+from meshtune.data.store import Store, cache_directory, fingerprint, open_or_build
 from meshtune.data.tokens import Example, TokenCounts, Tokenize
-from meshtune.data.units import tokenise_labelled, tokenise_pairs
+from meshtune.data.units import tokenise_answers, tokenise_pairs, with_companions
 from meshtune.errors import UserError
 from meshtune.objectives.stages import STAGES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+_THREADS = max(2, min(4, os.cpu_count() or 1))  # more would wait for Python's lock
 
 Progress = Callable[[str, int, int], None]
 """(activity, documents done, documents in all)"""
@@ -57,19 +61,41 @@ def tokenised_store(
     """
 
     def build() -> tuple[Iterable[Example], Callable[[], dict[str, object]]]:
-        tokenize = Tokenize(tokenizer, options)
+        tokenizes = [Tokenize(tokenizer, options) for _ in range(_THREADS if len(samples) > PART else 1)]
+        total, conversation = TokenCounts(), False
+
+        def report(done: int) -> None:
+            if progress is not None:
+                progress(f"tokenising {split} data", done, len(samples))
+
+        def convert(tokenize: Tokenize, part: Iterable[Any]) -> Iterator[Example]:
+            return _examples(tokenize, part, stage)
+
+        def examples() -> Iterator[Example]:
+            nonlocal conversation
+            for part in tokenised_parts(samples, tokenizes, convert, directory, report):
+                add_counts(total, part.counts)
+                conversation |= part.conversation
+                yield from part.examples
 
         def meta() -> dict[str, object]:
-            return {"counts": dataclasses.asdict(tokenize.counts), "template": _template_info(tokenize)}
+            template = _template_info(tokenizes[0]) if conversation else None
+            return {"counts": dataclasses.asdict(total), "template": template}
 
-        return _examples(tokenize, _with_progress(samples, f"tokenising {split} data", progress), stage), meta
+        if STAGES[stage].dataset_type == "labelled":  # companions cross the edges of parts
+            return with_companions(examples(), options.max_length), meta
+        return examples(), meta
 
     # Stages that make the same examples of the same records share a store.
     score_position = ("scored",) if STAGES[stage].has_score_head else ()
     role_ends = _role_ends(tokenizer)
     parts = (tokenizer_hash(tokenizer), options.cache_key(), *score_position, *role_ends)
     key = fingerprint(_with_progress(samples, f"reading {split} data", progress), *parts)
+    parts_folder = cache_directory(cache) / f".parts-{key}"
+    directory = parts_folder if len(samples) > PART else None
     store = open_or_build(key, build, cache)
+    if directory is not None:
+        shutil.rmtree(directory, ignore_errors=True)
     stored, template = store.meta["counts"], store.meta["template"]
     names = {field.name for field in dataclasses.fields(TokenCounts)}
     counts = TokenCounts(**{name: value for name, value in stored.items() if name in names})
@@ -92,7 +118,7 @@ def _examples(tokenize: Tokenize, samples: Iterable[Any], stage: str) -> Iterato
         case "pairs":
             return tokenise_pairs(tokenize, samples, score_position=STAGES[stage].has_score_head)
         case "labelled":
-            return tokenise_labelled(tokenize, samples)
+            return tokenise_answers(tokenize, samples)
         case "documents":
             return tokenize(require_plain_text(samples) if stage == "pt" else samples)
 
@@ -109,9 +135,7 @@ def require_plain_text(documents: Iterable[Document]) -> Iterator[Document]:
         yield document
 
 
-def _template_info(tokenize: Tokenize) -> dict[str, object] | None:
-    if not tokenize.saw_conversation:
-        return None
+def _template_info(tokenize: Tokenize) -> dict[str, object]:
     end = tokenize.chat.end_of_turn
     return dataclasses.asdict(TemplateInfo(end.head, end.token is not None, tokenize.chat.writes_date))
 

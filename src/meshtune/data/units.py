@@ -88,11 +88,12 @@ def tokenise_pairs(tokenize: Tokenize, pairs: Iterable[Pair], *, score_position:
 
 
 def tokenise_labelled(tokenize: Tokenize, samples: Iterable[Labelled]) -> Iterator[Example]:
-    """Two examples per labelled answer: the answer itself, and its prompt with the previous example's answer.
+    """Two examples per labelled answer: the answer itself and its companion (see `with_companions`)."""
+    return with_companions(tokenise_answers(tokenize, samples), tokenize.options.max_length)
 
-    The second one estimates the KL baseline of KTO (https://arxiv.org/abs/2402.01306). The first example takes the last
-    answer of its window.
-    """
+
+def tokenise_answers(tokenize: Tokenize, samples: Iterable[Labelled]) -> Iterator[Example]:
+    """One example per labelled answer that has something to train on, whose value is its label."""
     labels: list[bool] = []
 
     def documents():
@@ -100,17 +101,26 @@ def tokenise_labelled(tokenize: Tokenize, samples: Iterable[Labelled]) -> Iterat
             labels.append(sample.good)
             yield sample.document
 
-    window: list[Example] = []
-    previous: Example | None = None
     for example in tokenize.aligned(documents()):
         good = labels.pop(0)
-        if example is None:
-            continue
-        window.append(dataclasses.replace(example, value=float(good)))
+        if example is not None:
+            yield dataclasses.replace(example, value=float(good))
+
+
+def with_companions(examples: Iterable[Example], max_length: int) -> Iterator[Example]:
+    """Each example, and after it a companion: its prompt with the previous example's answer.
+
+    The companion estimates the KL baseline of KTO (https://arxiv.org/abs/2402.01306). The first example takes the last
+    answer of its window.
+    """
+    window: list[Example] = []
+    previous: Example | None = None
+    for example in examples:
+        window.append(example)
         if len(window) == _WINDOW:
-            yield from _with_companions(window, previous, tokenize.options.max_length)
+            yield from _with_companions(window, previous, max_length)
             previous, window = window[-1], []
-    yield from _with_companions(window, previous, tokenize.options.max_length)
+    yield from _with_companions(window, previous, max_length)
 
 
 _WINDOW = 256

@@ -13,6 +13,7 @@ from meshtune.adapters.method import PreparedModel, count
 from meshtune.adapters.peft_format import BaseRecord, recorded
 from meshtune.config.recipe import DEFAULT_EPOCHS, Recipe
 from meshtune.data.prepare import PreparedData, prepare_data
+from meshtune.data.progress import ProgressClock
 from meshtune.mesh.agreement import code_version, main_process_first, require_agreement
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.processes import Job
@@ -169,12 +170,13 @@ def with_base(setup: RunSetup) -> RunSetup:
 def _prepare_data(
     recipe: Recipe, resolved: ResolvedRun, tokenizer: PreTrainedTokenizerFast, console: Console
 ) -> PreparedData:
+    clock = ProgressClock()
     with console.status("reading data") as status:
         data = prepare_data(
             recipe,
             tokenizer,
             vocab=resolved.spec.vocab,
-            progress=lambda activity, done, of: status.update(f"{activity}: {done:,} of {of:,}"),
+            progress=lambda activity, done, of: status.update(clock.line(activity, done, of)),
         )
     for report in (data.report, data.validation_report):
         for warning in report.warnings if report else ():

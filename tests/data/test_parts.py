@@ -1,0 +1,126 @@
+"""Preparing in parts: killed and started again it gives the same store, and templates render as transformers does."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import meshtune.quickstart
+from meshtune.config.load import load_recipe
+from meshtune.data import parts, tokenise
+from meshtune.data.chat import ChatTemplate
+from meshtune.data.chat_templates import template_names
+from meshtune.data.prepare import prepare_data
+from meshtune.data.progress import ProgressClock
+from meshtune.data.tokenizer import load_tokenizer
+
+MODEL = pathlib.Path(meshtune.quickstart.__file__).parent / "model"
+SIZE = 32
+KILLED = f"""
+import sys, time
+from meshtune.data import parts, tokenise
+parts.PART = tokenise.PART = {SIZE}
+sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
+from test_parts import prepared
+prepared(sys.argv[1], sys.argv[2], sys.argv[3], lambda activity, done, of: time.sleep("tokenising" in activity and 0.5))
+"""
+
+
+def prepared(file, cache, stage, progress=None):
+    recipe = pathlib.Path(file).parent / "recipe.yaml"
+    recipe.write_text("model: x\ndata: x\noutput: x\n")
+    fields = [f"model.path={MODEL}", "model.chat_template=plain", f"data.train={file}", f"stage={stage}"]
+    tokenizer = load_tokenizer(MODEL, "plain")
+    return prepare_data(load_recipe(str(recipe), [*fields, "output=x"]), tokenizer, cache=cache, progress=progress)
+
+
+def records(stage, count):
+    for index in range(count):
+        question = {"role": "user", "content": f"What is {index}?"}
+        answers = [{"role": "assistant", "content": f"{word} {index}"} for word in ("It is", "Not")]
+        if stage == "sft":
+            yield {"messages": [question, answers[0]]}
+        elif stage == "dpo":
+            yield {"prompt": [question], "chosen": answers[:1], "rejected": answers[1:]}
+        else:
+            yield {"messages": [question, answers[0]], "label": bool(index % 3)}
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    monkeypatch.setattr(parts, "PART", SIZE)
+    monkeypatch.setattr(tokenise, "PART", SIZE)
+
+
+def contents(data):
+    return {file.name: file.read_bytes() for file in data.train.store.path.iterdir()}
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo", "kto"])
+def test_a_store_made_in_parts_is_the_one_made_at_once(stage, tmp_path, monkeypatch):
+    file = tmp_path / "data.jsonl"
+    file.write_text("\n".join(map(json.dumps, records(stage, 600))))
+    at_once = prepared(file, tmp_path / "at_once", stage)
+    monkeypatch.setattr(parts, "PART", SIZE)
+    monkeypatch.setattr(tokenise, "PART", SIZE)
+    in_parts = prepared(file, tmp_path / "in_parts", stage)
+    assert contents(in_parts) == contents(at_once)
+    assert not list((tmp_path / "in_parts/tokens").glob(".parts-*"))
+
+
+def test_a_killed_preparation_goes_on_where_it_was(tmp_path, small_parts, monkeypatch):
+    file = tmp_path / "data.jsonl"
+    file.write_text("\n".join(map(json.dumps, records("sft", 10 * SIZE))))
+    cache = tmp_path / "cache"
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(file), str(cache), "sft"])
+    deadline = time.monotonic() + 240
+    while len(list(cache.glob("tokens/.parts-*/*.npz"))) < 3:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    kept = list(cache.glob("tokens/.parts-*/*.npz"))
+    assert 3 <= len(kept) < 10
+    damaged = kept[0]
+    damaged.write_bytes(damaged.read_bytes()[:-40])
+    reused = []
+    read = parts.read_part
+
+    def counted(part_file):
+        part = read(part_file)
+        reused.append(part is not None)
+        return part
+
+    monkeypatch.setattr(parts, "read_part", counted)
+    resumed = prepared(file, cache, "sft")
+    assert sum(reused) == len(kept) - 1
+    assert contents(resumed) == contents(prepared(file, tmp_path / "fresh", "sft"))
+
+
+@pytest.mark.parametrize("name", template_names())
+def test_plain_messages_are_rendered_as_by_transformers(name):
+    tokenizer = load_tokenizer(MODEL, name)
+    chat = ChatTemplate(tokenizer)
+    turns = [{"role": role, "content": f" {role} {{{{ x }}}} <b>\n"} for role in ("user", "assistant", "user")]
+    for messages in (turns, turns[:2], [{"role": "system", "content": "be brief"}, *turns]):
+        for prompt in (False, True):
+            expected = tokenizer.apply_chat_template(
+                messages, chat_template=chat._without_tools, add_generation_prompt=prompt, tokenize=False
+            )
+            assert chat.render(messages, generation_prompt=prompt) == expected
+
+
+def test_progress_tells_the_time_left():
+    seconds = iter([0.0, 10.0, 20.0])
+    clock = ProgressClock(lambda: next(seconds))
+    assert clock.line("tokenising", 0, 4096) == "tokenising: 0 of 4,096"
+    assert clock.line("tokenising", 1024, 4096) == "tokenising: 1,024 of 4,096, 0:30 left"
+    assert clock.line("tokenising", 4096, 4096) == "tokenising: 4,096 of 4,096"
