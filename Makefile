@@ -18,7 +18,7 @@ JOBS    ?= 2
 COMPILERS := .compilers
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install test test-slow test-gpu test-deviceless check lint format types lock wheel clean
+.PHONY: help quickstart install test test-slow test-board test-gpu test-deviceless check lint format types lock wheel clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-22s %s\n", $$1, $$2}'
@@ -33,6 +33,12 @@ test: $(TEST) ## The fast tests: minutes, CPU; JOBS=1 for one process
 
 test-slow: $(TEST) ## Tests on a real 135M model, or of minutes of CPU time
 	$(PYTEST) -m slow
+
+test-board: $(TEST) ## The board in a real Chromium (Debian's, installed if it is missing, as root)
+	@command -v chromedriver >/dev/null || { apt-get update -q && apt-get install -y -q chromium chromium-driver; }
+	@$(PIP) -e '.[browser]'
+	@[ -e node_modules/axe-core ] || ! command -v npm >/dev/null || npm install --no-save --no-audit --no-fund --silent axe-core
+	$(PYTEST) -m browser tests/board
 
 test-gpu: $(TEST) ## Tests that need an accelerator
 	$(PYTEST) -m gpu

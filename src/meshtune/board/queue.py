@@ -74,12 +74,16 @@ def add(workspace: Workspace, request: JobRequest, recipe: str | None = None) ->
         slug = re.sub(r"[^a-z0-9]+", "-", request.name.lower()).strip("-")[:40].strip("-") or request.kind
         folder = workspace.jobs / f"{number:05d}-{slug}"
         draft = workspace.jobs / f".{uuid.uuid4().hex}.partial"
-        draft.mkdir()
-        if recipe is not None:
-            (draft / RECIPE).write_text(recipe, encoding="utf-8")
-        (draft / LOG).touch()
         arguments = [argument.replace("{job}", str(folder)) for argument in request.arguments]
-        replace_json(draft / JOB, request.to_json() | {"arguments": arguments})
+        try:
+            draft.mkdir()
+            if recipe is not None:
+                (draft / RECIPE).write_text(recipe, encoding="utf-8")
+            (draft / LOG).touch()
+            replace_json(draft / JOB, request.to_json() | {"arguments": arguments})
+        except OSError:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
         os.rename(draft, folder)
     if request.is_slurm:
         try:

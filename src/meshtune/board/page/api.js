@@ -25,7 +25,7 @@ async function answer(request) {
   const body = await response.json().catch(() => ({}));
   if (response.ok) return body;
   const problems = body.problems ?? [{ path: null, message: body.error?.message ?? response.statusText, fix: null }];
-  if (response.status === 401) window.dispatchEvent(new Event('signed-out'));
+  if (response.status === 401 && !response.url.endsWith('/api/session')) window.dispatchEvent(new Event('signed-out'));
   throw new Refused(response.status, problems);
 }
 

@@ -168,7 +168,10 @@ function axes(paint, scale, theme, write, width, height) {
   paint.textBaseline = 'alphabetic';
   paint.textAlign = 'center';
   for (const tick of ticks(scale.x0, scale.x1, Math.max(2, Math.floor(width / 110)))) {
-    if (Number.isInteger(tick)) paint.fillText(number(tick), scale.x(tick), height - 6);
+    if (!Number.isInteger(tick)) continue;
+    const text = number(tick);
+    const half = paint.measureText(text).width / 2;
+    paint.fillText(text, Math.min(scale.x(tick), width - half), height - 6);
   }
 }
 
