@@ -114,7 +114,7 @@ def prepare(suite: Suite, folder: pathlib.Path) -> Tasks:
             names.append(benchmark)
             continue
         if benchmark == "ifeval":
-            _check_nltk()
+            _check_ifeval()
         for name, files in read_task(benchmark, suite.files[benchmark]).items():
             subject = name.removeprefix(f"{benchmark}_") if benchmark in SPLITS else ""
             _write_task(folder, installed, benchmark, subject, name, files, suite)
@@ -145,7 +145,9 @@ def _check_data(name: str, manager: Any) -> None:
         ) from problem
 
 
-def _check_nltk() -> None:
+def _check_ifeval() -> None:
+    for package in ("langdetect", "immutabledict"):
+        optional(package, "IFEval")
     nltk = optional("nltk", "IFEval")
     try:
         nltk.data.find("tokenizers/punkt_tab")
@@ -153,7 +155,7 @@ def _check_nltk() -> None:
         raise UserError(
             "IFEval counts sentences with nltk's data punkt_tab, which are not here",
             where="--tasks ifeval",
-            fix="get them where there is a network: python -m nltk.downloader punkt_tab",
+            fix="where there is a network: python -m nltk.downloader -d FOLDER punkt_tab; then set NLTK_DATA=FOLDER",
         ) from problem
 
 
