@@ -156,3 +156,19 @@ def test_pretraining_refuses_conversations(tmp_path, tokenizer):
     )
     with pytest.raises(UserError, match="plain text"):
         streamed(file, tokenizer, "data.streaming=false")
+
+
+@pytest.mark.parametrize("mixing", ["concat", "interleave_over"])
+def test_sources_of_a_stream_are_mixed_by_weight(mixing, text, tokenizer):
+    other = text.parent / "other.jsonl"
+    other.write_text("\n".join(json.dumps({"text": f"other {index}"}) for index in range(40)))
+    sources = json.dumps([{"path": str(text), "weight": 3}, {"path": str(other), "weight": 1}])
+    overrides = [f"data.train={sources}", f"data.mixing={mixing}"]
+    stream = streamed(text, tokenizer, *overrides).train
+    share = np.mean(stream.documents.source == 0)
+    assert share == 0.75 if mixing == "concat" else 0.6 < share < 0.9
+    expected = arrays(stream.iterate(0, 40))
+    assert_same(arrays(streamed(text, tokenizer, *overrides).train.iterate(30, 32)), expected[30:32])
+    (text.parent / "run/stream.jsonl").unlink()
+    assert_same(arrays(streamed(text, tokenizer, *overrides).train.iterate(30, 32)), expected[30:32])
+    assert stream.fingerprint != streamed(text, tokenizer).train.fingerprint

@@ -127,21 +127,16 @@ def load_documents(data: DataSection, *, seed: int, dataset_type: DatasetType = 
     elif data.validation is not None:
         train, held_out = _hold_out(train, data.validation, seed)
         validation = _concatenate(held_out)
-    lengths, weights = [len(checked.usable) for checked in train], [checked.source.weight for checked in train]
-    source, position = mix(lengths, weights, data.mixing, seed)
-    record = np.empty(len(position), np.int64)
-    for index, checked in enumerate(train):
-        record[source == index] = checked.usable[position[source == index]]
     formats = {
         checked.source.path: checked.format.name for checked in [*train, *(validation.sources if validation else [])]
     }
-    return Documents(DocumentList(train, source, record), validation, skipped, formats)
+    return Documents(_mixed(train, data.mixing, seed), validation, skipped, formats)
 
 
 def open_documents(data: DataSection, *, seed: int) -> DocumentList:
     """The training documents of a recipe, of which only the first few are read: for data too large to be read twice.
 
-    Sources are concatenated. Reading a malformed record raises UserError on access.
+    Sources are mixed as by `load_documents`. Reading a malformed record raises UserError on access.
     """
     registry = Registry.load(data.registry) if data.registry else None
     opened = []
@@ -152,7 +147,7 @@ def open_documents(data: DataSection, *, seed: int) -> DocumentList:
         indices = np.arange(min(len(records), source.cap or len(records)), dtype=np.int64)
         indices = _sample(indices, source.sample, seed)
         opened.append(CheckedSource(source, records, form, form.resolve(source.columns), indices))
-    return _concatenate(opened)
+    return _mixed(opened, data.mixing, seed)
 
 
 def _data_source(section: SourceSection, registry: Registry | None, dataset_type: DatasetType) -> DataSource:
@@ -236,6 +231,16 @@ def _one_line(error: UserError, origin: Origin) -> str:
     """What is wrong and in which field, without the origin."""
     field = (error.where or "").removeprefix(str(origin)).removeprefix(", ")
     return f"{field}: {error.what}" if field else error.what
+
+
+def _mixed(sources: list[CheckedSource], mixing: str, seed: int) -> DocumentList:
+    lengths, weights = [len(checked.usable) for checked in sources], [checked.source.weight for checked in sources]
+    source, position = mix(lengths, weights, mixing, seed)
+    record = np.empty(len(position), np.int64)
+    for index, checked in enumerate(sources):
+        chosen = source == index
+        record[chosen] = checked.usable[position[chosen]]
+    return DocumentList(sources, source, record)
 
 
 def _concatenate(sources: list[CheckedSource]) -> DocumentList:

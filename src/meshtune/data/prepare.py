@@ -209,8 +209,6 @@ def _check_streaming(recipe: Recipe) -> None:
         and "the length of an epoch of a stream is unknown before its end: give train.steps",
         "data.validation": isinstance(data.validation, float) and "nothing can be held out of a stream: give a file",
         "data.packing": not data.packing and "a stream fills its rows: leave data.packing out",
-        "data.mixing": data.mixing != "concat"
-        and "a stream takes its sources in sequence (or, shuffled, all of them mixed)",
     }
     for where, reason in obstacles.items():
         if reason:
@@ -224,7 +222,9 @@ def _stream_fingerprint(
     data = recipe.data
     files = [(checked.source.path, checked.source.revision, len(checked.records)) for checked in documents.sources]
     parts = (tokenizer_hash(tokenizer), options.cache_key(), repr(files), str(data.shuffle), str(recipe.seed))
-    return fingerprint((), *parts, str(data.max_length), str(recipe.train.batch_size))
+    weights = [checked.source.weight for checked in documents.sources]
+    mixture = (data.mixing, repr(weights)) if data.mixing != "concat" or any(weights) else ()
+    return fingerprint((), *parts, str(data.max_length), str(recipe.train.batch_size), *mixture)
 
 
 def _first_documents(documents: DocumentList, *, skip: bool) -> Iterator[Document]:
