@@ -37,6 +37,7 @@ class Entry(TypedDict):
     mesh: list[str]
     limits: dict[str, str]
     chat_template: str | None
+    gguf: str | None
     compared_on: str
 
 
@@ -65,7 +66,7 @@ def entries() -> dict[str, Entry]:
     from meshtune.families import FAMILIES, description
     from meshtune.families.composite import WRAPPERS
 
-    alone = {model_type: _entry(description(model_type)) for model_type in sorted(FAMILIES, key=_order)}
+    alone = {model_type: _entry(model_type, description(model_type)) for model_type in sorted(FAMILIES, key=_order)}
     return alone | {model_type: _composite_entry(wrapper, alone) for model_type, wrapper in WRAPPERS.items()}
 
 
@@ -79,18 +80,24 @@ def markdown_page() -> str:
     lines += [f"- **Quantised bases:** {', '.join(FORMATS)}."]
     lines += [f"- **Data:** {', '.join(DOCUMENT_FORMATS)}, and preferences ([data](data.md)), for every family."]
     lines += ["- **Chat template:** the tokenizer's own; the one named here ships with Meshtune, for tokenizers that"]
-    lines += ["  have none (`model.chat_template`).", ""]
+    lines += ["  have none (`model.chat_template`)."]
+    lines += [
+        "- **GGUF:** llama.cpp's architecture of the models that are written and read as GGUF ([out](going-to.md));"
+    ]
+    lines += ["  where none is named, `--gguf` refuses the model.", ""]
     group = ""
     for model_type, entry in entries().items():
         if entry["group"] != group:
             group = entry["group"]
             lines += [*([""] if lines[-1] else []), f"## {group.capitalize()}", ""]
-            lines += ["| model_type | models | special | mesh | template | compared on |", "| --- " * 6 + "|"]
+            lines += ["| model_type | models | special | mesh | template | GGUF | compared on |", "| --- " * 7 + "|"]
         models = ": ".join(
             [entry["title"], *([", ".join(f"`{m}`" for m in entry["models"])] if entry["models"] else [])]
         )
         template = f"`{entry['chat_template']}`" if entry["chat_template"] else ""
-        cells = [f"`{model_type}`", models, _special(entry), ", ".join(entry["mesh"]), template, entry["compared_on"]]
+        gguf = f"`{entry['gguf']}`" if entry["gguf"] else ""
+        cells = [f"`{model_type}`", models, _special(entry), ", ".join(entry["mesh"]), template, gguf]
+        cells.append(entry["compared_on"])
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -108,7 +115,7 @@ def _methods() -> list[str]:
     return [*ADAPTERS, "full", "freeze", "expand"]
 
 
-def _entry(family: Family) -> Entry:
+def _entry(model_type: str, family: Family) -> Entry:
     from meshtune.mesh.config import AXES
 
     axes = [axis for axis in AXES if axis != "ep" or family.experts]
@@ -121,8 +128,16 @@ def _entry(family: Family) -> Entry:
         "mesh": [axis for axis in axes if axis not in family.refusals],
         "limits": dict(family.refusals),
         "chat_template": family.template,
+        "gguf": _gguf(model_type),
         "compared_on": family.maturity,
     }
+
+
+def _gguf(model_type: str) -> str | None:
+    """llama.cpp's name of the architecture that models of this type are written as."""
+    from meshtune.families.gguf.registry import ARCHITECTURES
+
+    return ARCHITECTURES[model_type].name if model_type in ARCHITECTURES else None
 
 
 def _composite_entry(wrapper: Wrapper, alone: dict[str, Entry]) -> Entry:
@@ -138,6 +153,7 @@ def _composite_entry(wrapper: Wrapper, alone: dict[str, Entry]) -> Entry:
         "mesh": [axis for axis in texts[0]["mesh"] if all(axis in text["mesh"] for text in texts)],
         "limits": {name: reason for text in texts for name, reason in text["limits"].items()},
         "chat_template": None,
+        "gguf": None,
         "compared_on": texts[0]["compared_on"],
     }
 

@@ -11,6 +11,7 @@ import pytest
 from meshtune.errors import UserError
 from meshtune.quantize.gguf import TYPES
 from meshtune.weights.gguf.file import header, read_gguf
+from meshtune.weights.gguf.tensors_in import small_tensor
 
 METADATA = {
     "general.architecture": "llama",
@@ -55,6 +56,28 @@ def test_a_file_of_the_package_gguf_is_read(tmp_path: Path):
     assert read.of_architecture() == {"block_count": 3}
     assert read.metadata["tokenizer.ggml.tokens"] == ["x", "yz"]
     assert read.tensors["t.weight"].shape == (5, 32)
+
+
+def test_the_parts_of_a_split_model_are_read_as_one(tmp_path: Path):
+    writer = gguf.GGUFWriter(tmp_path / "s.gguf", "llama", split_max_tensors=2)
+    writer.add_block_count(3)
+    for number in range(5):
+        writer.add_tensor(f"{number}.weight", np.full((2, 32), number, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    parts = sorted(tmp_path.glob("s-*.gguf"))
+    assert [part.name for part in parts] == [f"s-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
+    for part in parts:
+        read = read_gguf(part)
+        assert read.of_architecture() == {"block_count": 3}
+        assert [small_tensor(read, f"{n}.weight")[1, 7] for n in range(5)] == list(range(5))
+    parts[1].rename(tmp_path / "t.gguf")
+    with pytest.raises(UserError, match=r"s-00002-of-00003\.gguf is missing"):
+        read_gguf(parts[0])
+    with pytest.raises(UserError, match="its name does not say which"):
+        read_gguf(tmp_path / "t.gguf")
 
 
 def test_our_file_is_read_back(file: Path):

@@ -49,7 +49,9 @@ LAYER = {
     "mlp/shared/down": "ffn_down_shexp",
     "mlp/shared_gate": "ffn_gate_inp_shexp",
 }
-OUTSIDE = {"embed": "token_embd", "norm": "output_norm", "head": "output"}
+OUTSIDE = {"embed": "token_embd", "positions": "position_embd", "norm": "output_norm", "head": "output"}
+# Leaf of a layer -> its tensor, where that is not the node's stem and the name of the leaf.
+LEAVES = {"mlp/router/correction": "exp_probs_b.bias"}
 WINDOW = "attention.sliding_window"
 QKV = frozenset({"attn/q", "attn/k", "attn/v"})
 ALL_BIASES = QKV | {"attn/o", "mlp/gate", "mlp/up", "mlp/down"}
@@ -65,6 +67,11 @@ def accepted(_: ModelSpec) -> str | None:
     return None
 
 
+def always(_: Metadata) -> bool:
+    """Every file is meant."""
+    return True
+
+
 @dataclasses.dataclass(frozen=True)
 class Architecture:
     """How llama.cpp names and computes the models of one model_type.
@@ -76,7 +83,11 @@ class Architecture:
     whether the weights of a token's experts are divided by their sum. `refusal(spec)` names what a model has that
     llama.cpp does not compute, `write(spec)` gives metadata beside the usual, without the architecture's name before
     the keys, and `read(metadata)` the fields of the config for these. `config` are fields that the config has in any
-    case, and `expects` names fields of its experts.
+    case, `without` those that it has in no case, and `expects` names fields of its experts. With `routed` its files say
+    how tokens are routed, and how many of the first layers have no experts. `several_ropes` and `own_scale` say that
+    layers may have different rotary embeddings, and that scores are not divided by the root of a head's width alone.
+    `activation` is that of its networks, `norm_field` the config's field of a layer norm's epsilon, `named(spec)` are
+    further `names`, and of several model_types of one architecture that is read whose `chosen(metadata)` holds.
     """
 
     name: str
@@ -91,6 +102,14 @@ class Architecture:
     read: Callable[[Metadata], dict[str, Any]] = nothing
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     expects: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    routed: bool = False
+    several_ropes: bool = False
+    own_scale: bool = False
+    activation: str = "silu"
+    norm_field: str = "layer_norm_eps"
+    named: Callable[[ModelSpec], Mapping[str, str]] = nothing
+    chosen: Callable[[Metadata], bool] = always
 
 
 def attention(spec: ModelSpec) -> AttentionSpec:

@@ -12,6 +12,7 @@ from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
 from meshtune.families.gguf.architecture import (
     LAYER,
+    LEAVES,
     OUTSIDE,
     Architecture,
     attention,
@@ -20,8 +21,10 @@ from meshtune.families.gguf.architecture import (
 )
 from meshtune.families.gguf.registry import ABSENT, ARCHITECTURES
 from meshtune.families.gguf.rope import rope_metadata, rope_tensors
+from meshtune.families.gguf.routing import routing_metadata, routing_refusal
 from meshtune.families.tensors import View
 from meshtune.model.attention import AttentionSpec
+from meshtune.model.experts import ExpertsSpec
 from meshtune.model.mlp import MlpSpec
 from meshtune.model.spec import ModelSpec, abstract_params
 
@@ -86,14 +89,26 @@ def _refusal(spec: ModelSpec, architecture: Architecture) -> str | None:
     if spec.scored:
         return "it is a reward model"
     block = experts(spec)
-    if block is not None and block.router.normalize != architecture.normalized:
-        return f"norm_topk_prob is {block.router.normalize}"
-    if block is not None and any(layer.ffn is not None and layer.ffn != block for layer in spec.layer_kinds):
-        return "layers without experts between those that have them"
-    if any(isinstance(kind.mixer, AttentionSpec) and kind.mixer.clip is not None for kind in spec.layer_kinds):
+    if block is not None and architecture.routed:
+        if reason := routing_refusal(spec, block):
+            return reason
+    elif block is not None:
+        if block.router.normalize != architecture.normalized:
+            return f"norm_topk_prob is {block.router.normalize}"
+        if any(layer.ffn is not None and layer.ffn != block for layer in spec.layer_kinds):
+            return "layers without experts between those that have them"
+    mixers = [kind.mixer for kind in spec.layer_kinds if isinstance(kind.mixer, AttentionSpec)]
+    if architecture.name != "olmo" and any(mixer.clip is not None for mixer in mixers):
         return "queries, keys and values are clipped (clip_qkv)"
-    if architecture.name not in ("gemma3",) and len(spec.ropes) > 1:
+    if not architecture.own_scale and any(mixer.scale not in (None, mixer.head_dim**-0.5) for mixer in mixers):
+        return "scores are scaled by another number than the root of a head's width"
+    if not architecture.several_ropes and len(spec.ropes) > 1:
         return "layers with different rotary embeddings"
+    networks = {block.activation for block in spec.blocks if isinstance(block, MlpSpec | ExpertsSpec)}
+    if networks - {architecture.activation}:
+        return f"an activation '{', '.join(sorted(networks))}' (hidden_act)"
+    if spec.head_bias != ("head" in architecture.biases):
+        return "its head has a bias" if spec.head_bias else "its head has no bias"
     return architecture.refusal(spec)
 
 
@@ -123,6 +138,8 @@ def usual_metadata(spec: ModelSpec, architecture: Architecture) -> dict[str, Any
     if block is not None:
         fields |= {"expert_count": block.router.experts, "expert_used_count": block.router.top_k}
         fields["expert_feed_forward_length"] = block.width
+        if architecture.routed:
+            fields |= routing_metadata(spec, block)
     if any(layer.placement == "parallel_shared" for layer in spec.layer_kinds):
         fields["use_parallel_residual"] = True
     return fields
@@ -130,6 +147,7 @@ def usual_metadata(spec: ModelSpec, architecture: Architecture) -> dict[str, Any
 
 def _parts(spec: ModelSpec, architecture: Architecture) -> list[GgufPart]:
     numbers = {key: (layer, rows) for key, _, layer, rows in spec.positions()}
+    names = {**architecture.names, **architecture.named(spec)}
     ordered: list[tuple[float, GgufPart]] = []
     place = -1.0
     for path, array in flatten(abstract_params(spec)).items():
@@ -143,10 +161,14 @@ def _parts(spec: ModelSpec, architecture: Architecture) -> list[GgufPart]:
             continue
         place = float(spec.layers)
         _, key, inner = node.split("/", 2)
+        layer, rows = numbers[key]
+        if (tensor := LEAVES.get(f"{inner}/{leaf}")) is not None:
+            view = View.identity(array.shape[1:])
+            ordered += [(float(n), GgufPart(f"blk.{n}.{tensor}", path, (r,), view)) for r, n in enumerate(rows)]
+            continue
         if inner not in LAYER or (leaf == "bias" and not inner.endswith("_norm") and inner not in architecture.biases):
             raise ValueError(f"it has {inner}/{leaf}")
-        stem = architecture.names.get(inner, LAYER[inner])
-        layer, rows = numbers[key]
+        stem = names.get(inner, LAYER[inner])
         mixer = layer.mixer
         view = _view(inner, leaf, array.shape[1:], mixer if isinstance(mixer, AttentionSpec) else None, architecture)
         offset = 1.0 if leaf == "weight" and inner.endswith("_norm") and spec.norm.has_offset else 0.0

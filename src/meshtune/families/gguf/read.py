@@ -10,7 +10,7 @@ import numpy as np
 
 from meshtune.errors import UserError, nearest
 from meshtune.families import model_spec
-from meshtune.families.gguf.architecture import LAYER, Architecture, Metadata
+from meshtune.families.gguf.architecture import LAYER, Architecture, Metadata, always
 from meshtune.families.gguf.layout import gguf_layout
 from meshtune.families.gguf.registry import ARCHITECTURES
 from meshtune.families.gguf.rope import rope_block
@@ -63,7 +63,14 @@ def _model_type(architecture: str, metadata: Metadata, names: Collection[str], w
             fix=f"{nearest(architecture, known)}read are: {', '.join(sorted(known))}; or give the model's safetensors",
         )
     if architecture != "llama":
-        return kinds[0]
+        return next(
+            (
+                kind
+                for kind in kinds
+                if ARCHITECTURES[kind].chosen is not always and ARCHITECTURES[kind].chosen(metadata)
+            ),
+            kinds[0],
+        )
     return "mixtral" if metadata.get("expert_count") else "llama"
 
 
@@ -99,8 +106,8 @@ def _fields(
         "tie_word_embeddings": "output.weight" not in names,
         "sliding_window": None,
     }
-    layer_norm = "norm_epsilon" if kind == "starcoder2" else "layer_norm_eps"
-    for key, field in (("layer_norm_rms_epsilon", "rms_norm_eps"), ("layer_norm_epsilon", layer_norm)):
+    epsilons = (("layer_norm_rms_epsilon", "rms_norm_eps"), ("layer_norm_epsilon", architecture.norm_field))
+    for key, field in epsilons:
         if f"attention.{key}" in metadata:
             config[field] = metadata[f"attention.{key}"]
     if experts := metadata.get("expert_count"):
@@ -109,6 +116,7 @@ def _fields(
         if "moe_intermediate_size" in architecture.expects:
             config["moe_intermediate_size"] = metadata["expert_feed_forward_length"]
     config |= _biases(kind, names) | dict(architecture.config) | architecture.read(metadata)
+    config = {name: value for name, value in config.items() if name not in architecture.without}
     if (local := config.pop("rope_local_base_freq", None)) is not None:
         sliding = {"rope_type": "default", "rope_theta": local}
         config["rope_parameters"] = {"full_attention": block, "sliding_attention": sliding}
@@ -140,6 +148,13 @@ def _biases(kind: str, names: Collection[str]) -> dict[str, bool]:
             "use_parallel_residual": f"blk.0.{LAYER['mlp_norm']}.weight" not in names,
         },
         "qwen2_moe": {"qkv_bias": attention},
+        "cohere": {"attention_bias": attention, "use_qk_norm": f"blk.0.{LAYER['attn/q_norm']}.weight" in names},
+        "nemotron": {"attention_bias": attention, "mlp_bias": network},
+        "glm": {"attention_bias": attention},
+        "glm4": {"attention_bias": attention},
+        "glm4_moe": {"attention_bias": attention, "use_qk_norm": f"blk.0.{LAYER['attn/q_norm']}.weight" in names},
+        "gpt_neox": {"attention_bias": f"blk.0.{LAYER['attn/qkv']}.bias" in names},
+        "falcon": {"num_ln_in_parallel_attn": 2 if "blk.0.attn_norm_2.weight" in names else 1},
     }
     return switches.get(kind, {})
 

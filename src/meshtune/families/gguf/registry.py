@@ -16,6 +16,8 @@ from meshtune.families.gguf.architecture import (
     integer,
     layer_windows,
 )
+from meshtune.families.gguf.layer_norms import LAYER_NORMS
+from meshtune.families.gguf.routing import deepseek_fields
 from meshtune.model.mlp import MlpSpec
 from meshtune.model.spec import ModelSpec
 
@@ -130,6 +132,47 @@ def _qwen2_moe_read(metadata: Metadata) -> dict[str, Any]:
 
 
 LLAMA = Architecture("llama", "LlamaForCausalLM", permuted=True, biases=ALL_BIASES)
+
+
+def _olmo3_refusal(spec: ModelSpec) -> str | None:
+    expected = [None if (number + 1) % 4 == 0 else _window(spec) for number in range(spec.layers)]
+    if layer_windows(spec) != expected:
+        return "layer_types: llama.cpp has another order of windows"
+    rotary = attention(spec).rope
+    if rotary is None:
+        return "it has no rotary embedding"
+    alike = all(rope.kind == "default" and rope.theta == rotary.theta for rope in spec.ropes if rope != rotary)
+    return None if alike else "windows with another base frequency"
+
+
+def _olmo3_read(metadata: Metadata) -> dict[str, Any]:
+    return {"sliding_window": metadata[WINDOW], "rope_local_base_freq": metadata.get("rope.freq_base", 10000.0)}
+
+
+def _exaone4_refusal(spec: ModelSpec) -> str | None:
+    return None if set(layer_windows(spec)) == {None} else "layers with windows"
+
+
+def _dots1_refusal(spec: ModelSpec) -> str | None:
+    block = experts(spec)
+    if block is not None and block.shared is None:
+        return "it has no shared experts"
+    mixer = attention(spec)
+    return None if mixer.heads == mixer.kv_heads else "fewer heads of keys and values than of queries"
+
+
+def _minimax_read(metadata: Metadata) -> dict[str, Any]:
+    return {
+        "num_local_experts": metadata["expert_count"],
+        "intermediate_size": metadata["expert_feed_forward_length"],
+    }
+
+
+def _minimax_refusal(spec: ModelSpec) -> str | None:
+    block = experts(spec)
+    return None if block is None or block.router.normalize else "norm_topk_prob is False"
+
+
 # model_type -> architecture.
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": LLAMA,
@@ -154,10 +197,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         config={"norm_topk_prob": True},
         expects=("moe_intermediate_size",),
     ),
-    "gemma": Architecture("gemma", "GemmaForCausalLM"),
+    "gemma": Architecture("gemma", "GemmaForCausalLM", activation="gelu_tanh"),
     "gemma2": Architecture(
         "gemma2",
         "Gemma2ForCausalLM",
+        activation="gelu_tanh",
+        own_scale=True,
         windows=True,
         refusal=_gemma_refusal(46, 2),
         write=_gemma2_write,
@@ -166,6 +211,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3_text": Architecture(
         "gemma3",
         "Gemma3ForCausalLM",
+        activation="gelu_tanh",
+        own_scale=True,
+        several_ropes=True,
         windows=True,
         refusal=_gemma_refusal(62, 6),
         write=_gemma3_write,
@@ -179,13 +227,60 @@ ARCHITECTURES: dict[str, Architecture] = {
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", permuted=True, refusal=_smollm3_refusal),
     "seed_oss": Architecture("seed_oss", "SeedOssForCausalLM", biases=QKV, names={"mlp_norm": "post_attention_norm"}),
     "granite": Architecture(
-        "granite", "GraniteForCausalLM", permuted=True, biases=ALL_BIASES, write=_granite_write, read=_granite_read
+        "granite",
+        "GraniteForCausalLM",
+        permuted=True,
+        own_scale=True,
+        biases=ALL_BIASES,
+        write=_granite_write,
+        read=_granite_read,
     ),
-    "arcee": Architecture("arcee", "ArceeForCausalLM", permuted=True, config={"hidden_act": "relu2"}),
+    "arcee": Architecture(
+        "arcee", "ArceeForCausalLM", activation="relu2", permuted=True, config={"hidden_act": "relu2"}
+    ),
     "starcoder2": Architecture(
-        "starcoder2", "Starcoder2ForCausalLM", biases=ALL_BIASES, config={"hidden_act": "gelu_pytorch_tanh"}
+        "starcoder2",
+        "Starcoder2ForCausalLM",
+        activation="gelu_tanh",
+        biases=ALL_BIASES,
+        norm_field="norm_epsilon",
+        config={"hidden_act": "gelu_pytorch_tanh"},
     ),
     "stablelm": Architecture("stablelm", "StableLmForCausalLM", biases=QKV),
+    "olmo3": Architecture(
+        "olmo2",
+        "Olmo3ForCausalLM",
+        windows=True,
+        several_ropes=True,
+        refusal=_olmo3_refusal,
+        write=lambda spec: {WINDOW: _window(spec)},
+        read=_olmo3_read,
+        chosen=lambda metadata: bool(metadata.get(WINDOW)),
+    ),
+    "exaone4": Architecture("exaone4", "Exaone4ForCausalLM", refusal=_exaone4_refusal, config={"sliding_window": None}),
+    "hunyuan_v1_dense": Architecture("hunyuan-dense", "HunYuanDenseV1ForCausalLM"),
+    "granitemoe": Architecture(
+        "granitemoe",
+        "GraniteMoeForCausalLM",
+        permuted=True,
+        normalized=True,
+        own_scale=True,
+        write=_granite_write,
+        read=lambda metadata: _granite_read(metadata) | {"num_local_experts": metadata["expert_count"]},
+    ),
+    "dots1": Architecture("dots1", "Dots1ForCausalLM", routed=True, refusal=_dots1_refusal, read=deepseek_fields),
+    "glm4_moe": Architecture(
+        "glm4moe",
+        "Glm4MoeForCausalLM",
+        biases=QKV,
+        names={"mlp_norm": "post_attention_norm"},
+        routed=True,
+        read=deepseek_fields,
+    ),
+    "minimax_m2": Architecture(
+        "minimax-m2", "MiniMaxM2ForCausalLM", routed=True, refusal=_minimax_refusal, read=_minimax_read
+    ),
+    **LAYER_NORMS,
 }
 # Families that llama.cpp has no code for, as far as the names of its architectures say.
 ABSENT = frozenset({"granitemoeshared", "ministral"})

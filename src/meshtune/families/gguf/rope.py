@@ -43,6 +43,8 @@ def rope_metadata(rope: RopeSpec) -> dict[str, Any]:
             ORIGINAL: rope.original_length,
             "rope.scaling.attn_factor": magnitude,
         }
+    elif rope.kind == "ntk":
+        fields["rope.freq_base"] = rope.theta * numbers["alpha"] ** (rope.dim / (rope.dim - 2))
     elif rope.kind not in ("default", "llama3", "dynamic"):
         raise ValueError(f"rotary embeddings of type '{rope.kind}'")
     return fields

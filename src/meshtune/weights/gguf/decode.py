@@ -29,6 +29,7 @@ class GgufScheme:
     type: str
     view: View
     offset: float = 0.0
+    role: str = ROLE
     method: ClassVar[str] = "gguf"
     ending: ClassVar[str] = ".weight"
     endings: ClassVar[Mapping[str, str]] = {ROLE: ".weight"}
@@ -89,6 +90,52 @@ class GgufScheme:
             size *= self.view.split_shape[-count]
         return count
 
-    @staticmethod
-    def _rows(parts: Parts, run: np.ndarray, span: tuple[int, int]) -> np.ndarray:
-        return parts.box(ROLE, ((int(run[0]), int(run[-1]) + 1), span))
+    def _rows(self, parts: Parts, run: np.ndarray, span: tuple[int, int]) -> np.ndarray:
+        return parts.box(self.role, ((int(run[0]), int(run[-1]) + 1), span))
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A tensor of a file, and the view of the checkpoint's tensor that its numbers are."""
+
+    scheme: GgufScheme
+    view: View
+
+
+@dataclasses.dataclass(frozen=True)
+class AssembledScheme:
+    """A tensor that several tensors of a GGUF file, or one in another arrangement, make up (see Scheme)."""
+
+    pieces: tuple[Piece, ...]
+    method: ClassVar[str] = "gguf"
+    ending: ClassVar[str] = ".weight"
+    endings: ClassVar[Mapping[str, str]] = {ROLE: ".weight"}
+    required: ClassVar[tuple[str, ...]] = ()
+    ignored: ClassVar[tuple[str, ...]] = ()
+    skip: ClassVar[tuple[str, ...]] = ()
+
+    def converts(self, module: str, array: ArraySpec) -> bool:
+        """Tensors of a GGUF file are read wide."""
+        return False
+
+    def shape(self, parts: Parts) -> Shape:
+        """The shape of the tensor."""
+        return self.pieces[0].view.tensor
+
+    def form(self, weight: ArraySpec) -> Form | None:
+        """Codes of GGUF are decoded as they are read."""
+        return None
+
+    def decode(self, parts: Parts, box: Box) -> Float[np.ndarray, "..."]:
+        """A box of the tensor in float32, for which all of it is read."""
+        tensor = np.empty(self.pieces[0].view.tensor, np.float32)
+        for piece in self.pieces:
+            whole = tuple((0, size) for size in piece.scheme.view.shape)
+            piece.view.write(piece.scheme.decode(parts, whole), tensor)
+        return tensor[tuple(slice(*entry) for entry in box)]
+
+    def codes(self, parts: Parts, box: Box) -> np.ndarray:
+        raise NotImplementedError("a GGUF tensor has no codes of a quantised weight")
+
+    def scales(self, parts: Parts, box: Box) -> np.ndarray:
+        raise NotImplementedError("a GGUF tensor has no scales of a quantised weight")

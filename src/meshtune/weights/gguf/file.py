@@ -23,17 +23,19 @@ from meshtune.quantize.gguf import BY_ID, GgmlType
 MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
 STRING, ARRAY, BOOL = 8, 9, 7
 NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+PART_NAME = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 LARGEST = 1 << 32  # no sound file has as many entries
 
 
 @dataclasses.dataclass(frozen=True)
 class GgufTensor:
-    """A tensor of a file: its type, its shape with rows first, and the bytes from `start` on."""
+    """A tensor its type, its shape with rows first, and the bytes from `start` on of the file that it lies in."""
 
     type: GgmlType
     shape: tuple[int, ...]
     start: int
     nbytes: int
+    file: Path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +57,47 @@ class GgufFile:
 
 
 def read_gguf(file: Path) -> GgufFile:
-    """Reads a header. Raises UserError for what is no GGUF file, is not whole, or has tensors of an unknown type."""
+    """Reads a header, or the headers of all parts of a model that is split into files `-00001-of-00003.gguf`.
+
+    Raises UserError for what is no GGUF file, is not whole, or has tensors of an unknown type, and for parts that are
+    missing or of another model.
+    """
+    first = _part(file)
+    count = int(first.metadata.get("split.count", 1))
+    if count <= 1:
+        return first
+    paths = part_paths(file, count)
+    if absent := [path.name for path in paths if not path.is_file()]:
+        raise UserError(
+            f"the model is split into {count} parts, of which {', '.join(absent[:4])} is missing",
+            where=str(file),
+            fix="put all parts into one folder, under the names that they were written with",
+        )
+    parts = [_part(path) for path in paths]
+    for number, part in enumerate(parts):
+        place = part.metadata.get("split.no"), part.metadata.get("split.count")
+        if place != (number, count):
+            raise broken(part.file, f"it is said to be part {place[0]} of {place[1]}, and is named part {number}")
+    tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
+    total = parts[0].metadata.get("split.tensors.count", len(tensors))
+    if len(tensors) != total or len(tensors) != sum(len(part.tensors) for part in parts):
+        raise broken(file, f"its parts have {len(tensors)} tensors, and {total} are said to be in them")
+    return GgufFile(paths[0], parts[0].metadata, tensors)
+
+
+def part_paths(file: Path, count: int) -> list[Path]:
+    """The files of a split model, by the name of any. Raises UserError for a name that is not of such a file."""
+    match = PART_NAME.fullmatch(file.name)
+    if match is None or int(match[2]) != count:
+        raise UserError(
+            f"this is one of the {count} parts that a GGUF model is split into, and its name does not say which",
+            where=str(file),
+            fix=f"give the parts the names that they were written with: NAME-00001-of-{count:05d}.gguf",
+        )
+    return [file.with_name(f"{match[1]}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
+
+
+def _part(file: Path) -> GgufFile:
     size = file.stat().st_size
     if size < 24:
         raise broken(file, f"it is {size} bytes long, too short for a header")
@@ -69,12 +111,6 @@ def read_gguf(file: Path) -> GgufFile:
             metadata[key] = cursor.value(cursor.number("<I"))
         infos = [(cursor.string(), cursor.shape(), cursor.number("<I"), cursor.number("<Q")) for _ in range(tensors)]
         end = cursor.at
-    if (parts := metadata.get("split.count", 1)) > 1:
-        raise UserError(
-            f"this is one of the {parts} parts that a GGUF model is split into",
-            where=str(file),
-            fix="join them first: llama-gguf-split --merge FIRST_PART OUT.gguf",
-        )
     alignment = int(metadata.get("general.alignment", ALIGNMENT))
     data = -(-end // alignment) * alignment
     located = {name: _tensor(file, name, shape, kind, data + offset) for name, shape, kind, offset in infos}
@@ -106,7 +142,7 @@ def _tensor(file: Path, name: str, shape: tuple[int, ...], kind: int, start: int
         row = BY_ID[kind].row_bytes(shape[-1])
     except ValueError as error:
         raise broken(file, f"tensor '{name}' {list(shape)}: {error}") from error
-    return GgufTensor(BY_ID[kind], shape, start, math.prod(shape[:-1]) * row)
+    return GgufTensor(BY_ID[kind], shape, start, math.prod(shape[:-1]) * row, file)
 
 
 class _Cursor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from meshtune.families.gguf import GgufPart, gguf_layout
 from meshtune.families.tensors import TensorMap, View
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.gguf import decode
-from meshtune.weights.gguf.decode import ROLE, GgufScheme
+from meshtune.weights.gguf.decode import ROLE, AssembledScheme, GgufScheme, Piece
 from meshtune.weights.gguf.file import GgufFile, GgufTensor
 from meshtune.weights.safetensors_files import Packed, TensorInfo
 
@@ -41,6 +40,9 @@ def _info(
 ) -> TensorInfo:
     entry = entries[0]
     parts = by_leaf[entry.path]
+    first = parts.get(entry.index)
+    if len(entries) > 1 or (not entry.view.is_identity and first is not None and entry.view != first.view):
+        return _assembled(gguf, entries, by_leaf)
     part = parts.get(entry.index) or parts[entry.index[:-1]]
     view = part.view
     if part.index != entry.index:  # an expert of those that are together in the file's tensor
@@ -53,21 +55,39 @@ def _info(
         view = View.identity(view.tensor)
     stored = gguf.tensors[part.name]
     if view.is_identity and not part.offset and stored.type.name in PLAIN:
-        return TensorInfo(view.shape, PLAIN[stored.type.name], gguf.file, stored.start, stored.nbytes)
+        return TensorInfo(view.shape, PLAIN[stored.type.name], stored.file, stored.start, stored.nbytes)
     scheme: Any = GgufScheme(stored.type.name, view, part.offset)
-    packed = Packed(scheme, ((ROLE, _as_bytes(gguf.file, stored)),))
-    return TensorInfo(view.shape, "F32", gguf.file, stored.start, stored.nbytes, packed)
+    packed = Packed(scheme, ((ROLE, _as_bytes(stored)),))
+    return TensorInfo(view.shape, "F32", stored.file, stored.start, stored.nbytes, packed)
 
 
-def _as_bytes(file: Path, tensor: GgufTensor) -> TensorInfo:
+def _assembled(
+    gguf: GgufFile, entries: list[TensorMap], by_leaf: Mapping[str, Mapping[tuple[int, ...], GgufPart]]
+) -> TensorInfo:
+    """A tensor that is put together of whole tensors of the file, which have another arrangement."""
+    pieces: list[Piece] = []
+    stored: list[tuple[str, TensorInfo]] = []
+    for number, entry in enumerate(entries):
+        part = by_leaf[entry.path][entry.index]
+        tensor = gguf.tensors[part.name]
+        role = f"{ROLE}{number}"
+        pieces.append(Piece(GgufScheme(tensor.type.name, part.view, part.offset, role), entry.view))
+        stored.append((role, _as_bytes(tensor)))
+    nbytes = sum(info.nbytes for _, info in stored)
+    scheme: Any = AssembledScheme(tuple(pieces))
+    first = stored[0][1]
+    return TensorInfo(entries[0].view.tensor, "F32", first.file, first.start, nbytes, Packed(scheme, tuple(stored)))
+
+
+def _as_bytes(tensor: GgufTensor) -> TensorInfo:
     rows = math.prod(tensor.shape[:-1])
-    return TensorInfo((rows, tensor.nbytes // rows), "U8", file, tensor.start, tensor.nbytes)
+    return TensorInfo((rows, tensor.nbytes // rows), "U8", tensor.file, tensor.start, tensor.nbytes)
 
 
 def small_tensor(gguf: GgufFile, name: str) -> np.ndarray:
     """A whole tensor of a file, for small ones."""
     tensor = gguf.tensors[name]
-    with gguf.file.open("rb") as stream:
+    with tensor.file.open("rb") as stream:
         stream.seek(tensor.start)
         content = np.frombuffer(stream.read(tensor.nbytes), np.uint8)
     return decode(tensor.type.name, content.reshape(1, -1)).reshape(tensor.shape)
