@@ -156,6 +156,7 @@ def test_thirty_steps_follow_the_trainer(family, method, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # transformers takes most of it
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_thirty_steps_on_smollm2_follow_the_trainer(smollm2, method, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
