@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Iterator
 
 from meshtune.board import slurm
-from meshtune.board.devices import used
+from meshtune.board.devices import CPU, used
 from meshtune.board.job import (
     ACTIVE,
     ATTEMPTS,
@@ -100,14 +100,14 @@ def start_next(workspace: Workspace) -> None:
     with _locked(workspace):
         jobs = read_jobs(workspace.jobs)
         jobs = [job for job in jobs if not job.request.is_slurm]
-        busy = [used(job.request.devices) for job in jobs if job.state in ACTIVE]
+        busy = [_held(job) for job in jobs if job.state in ACTIVE]
         for job in jobs:
             if job.state != "queued":
                 continue
             needed = used(job.request.devices)
             if job.request.devices.get("beside") or not any(needed & taken for taken in busy):
                 _start(job)
-            busy.append(needed)
+            busy.append(_held(job))
 
 
 def stop(workspace: Workspace, job_id: str, *, now: bool = False) -> Job:
@@ -175,6 +175,11 @@ def remove(workspace: Workspace, job_id: str) -> None:
 def _submit(job: Job) -> None:
     number = slurm.submit(job.folder, job.request.root, list(job.request.arguments))
     replace_json(job.folder / slurm.RECORD, {"id": number})
+
+
+def _held(job: Job) -> frozenset[str]:
+    """The devices that a job keeps from later ones. A model that is talked to on a CPU keeps nothing but memory."""
+    return used(job.request.devices) - (frozenset({CPU}) if job.request.kind == "serve" else frozenset())
 
 
 def _start(job: Job) -> None:

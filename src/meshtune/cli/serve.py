@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import pathlib
 import secrets
 import sys
 from typing import Annotated
@@ -32,6 +34,10 @@ def serve(
     ),
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 8000,
     token: Annotated[str | None, typer.Option("--token", help="What clients must send as bearer token.")] = None,
+    token_file: Annotated[
+        pathlib.Path | None,
+        typer.Option("--token-file", help="A file with the token; where there is none, it is written with a new one."),
+    ] = None,
     cors_origin: Annotated[
         list[str] | None, typer.Option("--cors-origin", help="A site whose pages may call; may be repeated.")
     ] = None,
@@ -63,7 +69,11 @@ def serve(
     from meshtune.serve.server import Server
 
     local = host in LOOPBACK
-    if token is None and not local:
+    if token_file is not None:
+        if token is not None:
+            raise UserError("the token is given twice", where="--token, --token-file", fix="give one of the two")
+        token = _token_in(token_file.expanduser())
+    elif token is None and not local:
         token = secrets.token_urlsafe(24)
     sizes, named = parse_mesh(mesh), _named(adapters or [])
     options = {"log_level": logging.INFO if log_requests else logging.WARNING, "access_log": log_requests}
@@ -85,7 +95,7 @@ def serve(
                 typer.echo(f"address  {address}")
                 for line in models.banner():
                     typer.echo(line)
-                typer.echo(f"token    {token or 'none is needed'}")
+                typer.echo(f"token    {token or 'none is needed'}" if token_file is None else f"token    in {token_file}")
                 sys.stdout.flush()
 
             models.warm_up()
@@ -102,6 +112,28 @@ def serve(
                 typer.echo(f"requests without an answer after {DRAIN_SECONDS:g} s: {server.unanswered}", err=True)
 
         run_on_all(job, list(served.values()), answer)
+
+
+def _token_in(path: pathlib.Path) -> str:
+    """The token in a file, which is written for this user alone if it does not exist. Raises: UserError."""
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            file.write(secrets.token_urlsafe(24) + "\n")
+    except FileExistsError:
+        pass
+    except OSError as problem:
+        raise UserError(
+            f"the token cannot be written: {problem.strerror}", where=f"--token-file {path}", fix="give another file"
+        ) from problem
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UserError(
+            f"the token cannot be read: {problem}", where=f"--token-file {path}", fix="give a file with a line of text"
+        ) from problem
+    if not token:
+        raise UserError("the file is empty", where=f"--token-file {path}", fix="write the token into it, or remove it")
+    return token
 
 
 def _named(adapters: list[str]) -> dict[str, str]:

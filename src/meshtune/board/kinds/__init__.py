@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from meshtune.board.kinds import train
+from meshtune.board.kinds import serve, train
 from meshtune.board.kinds.prepared import Prepared
 from meshtune.board.workspace import Workspace
 
 # From the body of a request to the command. Raises: UserError for whatever is wrong with it.
 KINDS: dict[str, Callable[[Workspace, dict[str, Any]], Prepared]] = {
     "train": train.prepare,
+    "serve": serve.prepare,
 }

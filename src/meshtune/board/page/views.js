@@ -3,7 +3,9 @@
 // function that ends what it started.
 
 import * as runs from './views/runs.js';
+import * as talk from './views/talk.js';
 
 export const VIEWS = [
   runs,
+  talk,
 ];

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.routing import BaseRoute
 
-from meshtune.board.routes import events, jobs, machine, page, session
+from meshtune.board.routes import events, jobs, machine, page, session, talk
 from meshtune.board.state import BoardState
 
 # Each has `routes(state)`, which gives its routes. The page comes last: it takes every other path.
@@ -13,6 +13,7 @@ MODULES = (
     machine,
     jobs,
     events,
+    talk,
     page,
 )
 

@@ -1,0 +1,51 @@
+"""Models, adapters, runs and GGUF files that lie in the folders of a board."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Any
+
+from meshtune.board.records import is_run, run_json
+from meshtune.board.workspace import FOLDER, Workspace
+
+DEPTH = 4  # folders below a root
+MOST_FOLDERS = 3000
+
+
+def catalogue(workspace: Workspace) -> list[dict[str, Any]]:
+    """{path, kind} of each: run, adapter, model or gguf; runs come first, the newest of them before the others.
+
+    The search ends after MOST_FOLDERS folders.
+    """
+    entries: list[tuple[float, dict[str, Any]]] = []
+    seen = 0
+    pending = [(folder, 0) for folder in (workspace.root, *workspace.readable)]
+    while pending and seen < MOST_FOLDERS:
+        folder, depth = pending.pop(0)
+        seen += 1
+        try:
+            content = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        except OSError:
+            continue
+        names = {entry.name for entry in content}
+        shown = workspace.shown(folder) if folder != workspace.root else "."
+        path = pathlib.Path(folder)
+        if is_run(path):
+            time = next(entry.stat().st_mtime for entry in content if entry.name in ("run.json", "recipe.yaml"))
+            entries.append((-time, {"path": shown, "kind": "run", "status": run_json(path).get("status")}))
+            continue
+        kind = "adapter" if "adapter_config.json" in names else "model" if _is_model(names) else None
+        if kind is not None:
+            entries.append((1.0 if kind == "adapter" else 2.0, {"path": shown, "kind": kind}))
+            continue
+        for entry in content:
+            if entry.name.endswith(".gguf") and entry.is_file():
+                entries.append((3.0, {"path": workspace.shown(pathlib.Path(entry.path)), "kind": "gguf"}))
+            elif depth < DEPTH and not entry.name.startswith((".", FOLDER)) and entry.is_dir(follow_symlinks=False):
+                pending.append((pathlib.Path(entry.path), depth + 1))
+    return [fields for _, fields in sorted(entries, key=lambda entry: entry[0])]
+
+
+def _is_model(names: set[str]) -> bool:
+    return "config.json" in names and any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names)

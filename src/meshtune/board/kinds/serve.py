@@ -1,0 +1,36 @@
+"""A model to talk to: {"model": PATH or id, "adapters": {NAME: PATH}, "quantize": ..., "dtype": ..., "cache": ...}."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from typing import Any
+
+from meshtune.board.kinds.model_argument import checked_model, choice_of
+from meshtune.board.kinds.prepared import Prepared
+from meshtune.board.workspace import Workspace
+from meshtune.errors import UserError
+
+TOKEN = "token"
+QUANTIZED = ("auto", "nf4", "int8", "fp8", "int4", "none")
+DTYPES = ("float32", "bfloat16")
+
+
+def prepare(workspace: Workspace, body: dict[str, Any]) -> Prepared:
+    """The command that serves a model on a free port of this machine alone. Raises: UserError.
+
+    Its token lies in the job's folder; its log says the port once it answers (board.served).
+    """
+    model = checked_model(workspace, body, "model")
+    arguments = ["serve", model, "--port", "0", "--token-file", f"{{job}}/{TOKEN}"]
+    adapters = body.get("adapters") or {}
+    if not isinstance(adapters, dict):
+        raise UserError("the adapters must be an object of names and paths", where="adapters", fix="leave them out")
+    for name in adapters:
+        if not re.fullmatch(r"[\w.-]{1,60}", name):
+            raise UserError(f"{name!r} is no name for an adapter", where="adapters", fix="use letters and digits")
+        arguments += ["--adapter", f"{name}={checked_model(workspace, adapters, name)}"]
+    for key, options in (("quantize", QUANTIZED), ("dtype", DTYPES), ("cache", ("int8",))):
+        if (value := choice_of(body, key, options)) is not None:
+            arguments += [f"--{key}", value]
+    return Prepared(pathlib.PurePosixPath(model).name or model, tuple(arguments))
