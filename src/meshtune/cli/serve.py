@@ -95,7 +95,9 @@ def serve(
                 typer.echo(f"address  {address}")
                 for line in models.banner():
                     typer.echo(line)
-                typer.echo(f"token    {token or 'none is needed'}" if token_file is None else f"token    in {token_file}")
+                typer.echo(
+                    f"token    {token or 'none is needed'}" if token_file is None else f"token    in {token_file}"
+                )
                 sys.stdout.flush()
 
             models.warm_up()

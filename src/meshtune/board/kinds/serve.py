@@ -1,4 +1,4 @@
-"""A model to talk to: {"model": PATH or id, "adapters": {NAME: PATH}, "quantize": ..., "dtype": ..., "cache": ...}."""
+"""A model to talk to: {"model": PATH or id, "adapters": {NAME: PATH}, "quantize": ..., "dtype": ..., ...}."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from meshtune.board.kinds.model_argument import checked_model, choice_of
 from meshtune.board.kinds.prepared import Prepared
 from meshtune.board.workspace import Workspace
+from meshtune.data.chat_templates import template_names
 from meshtune.errors import UserError
 
 TOKEN = "token"
@@ -30,7 +31,8 @@ def prepare(workspace: Workspace, body: dict[str, Any]) -> Prepared:
         if not re.fullmatch(r"[\w.-]{1,60}", name):
             raise UserError(f"{name!r} is no name for an adapter", where="adapters", fix="use letters and digits")
         arguments += ["--adapter", f"{name}={checked_model(workspace, adapters, name)}"]
-    for key, options in (("quantize", QUANTIZED), ("dtype", DTYPES), ("cache", ("int8",))):
-        if (value := choice_of(body, key, options)) is not None:
-            arguments += [f"--{key}", value]
+    options = {"quantize": QUANTIZED, "dtype": DTYPES, "cache": ("int8",), "chat_template": template_names()}
+    for key, values in options.items():
+        if (value := choice_of(body, key, values)) is not None:
+            arguments += [f"--{key.replace('_', '-')}", value]
     return Prepared(pathlib.PurePosixPath(model).name or model, tuple(arguments))

@@ -19,6 +19,7 @@ from meshtune.board.follow import log_end
 from meshtune.board.job import Job, read_jobs
 from meshtune.board.served import Address, address_of
 from meshtune.board.state import BoardState
+from meshtune.data.chat_templates import template_names
 from meshtune.errors import UserError
 from meshtune.serve.body import json_body
 from meshtune.serve.errors import ApiError
@@ -39,7 +40,9 @@ def routes(state: BoardState) -> list[BaseRoute]:
     async def list_served(_: Request) -> Response:
         jobs = await run_in_threadpool(read_jobs, workspace.jobs)
         served = [job for job in jobs if job.request.kind == "serve"]
-        return JSONResponse({"models": await asyncio.gather(*map(_described, served))})
+        return JSONResponse(
+            {"models": await asyncio.gather(*map(_described, served)), "chat_templates": template_names()}
+        )
 
     async def find(request: Request) -> Address:
         job = await run_in_threadpool(queue.find, workspace, request.path_params["job"])

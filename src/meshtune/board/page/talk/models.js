@@ -15,11 +15,13 @@ export function modelPanel(chosen, wanted, changed) {
   const choices = h('datalist', { id: 'models' });
   const path = h('input', { type: 'text', id: 'model', list: 'models', required: true, autocomplete: 'off', spellcheck: 'false', value: wanted ?? '', placeholder: t('talk.placeholder') });
   const quantize = h('select', { id: 'quantize' }, QUANTIZED.map((name) => h('option', { value: name }, name === 'auto' ? t('talk.auto') : name)));
+  const template = h('select', { id: 'template' }, h('option', { value: '' }, t('talk.own')));
   const form = h('form', { class: 'loader', onsubmit: (event) => { event.preventDefault(); load.click(); } },
     h('div', { class: 'grow' }, h('label', { for: 'model' }, t('talk.model')), path, choices),
-    h('div', {}, h('label', { for: 'quantize' }, t('talk.quantize')), quantize));
+    h('div', {}, h('label', { for: 'quantize' }, t('talk.quantize')), quantize),
+    h('div', {}, h('label', { for: 'template' }, t('talk.template')), template));
   const load = action(t('talk.load'), async () => {
-    await post('api/jobs', { kind: 'serve', model: path.value, quantize: quantize.value, devices: { beside: true } });
+    await post('api/jobs', { kind: 'serve', model: path.value, quantize: quantize.value, chat_template: template.value, devices: { beside: true } });
     path.value = '';
     await refresh();
   }, wrong, { class: 'primary', type: 'submit' });
@@ -36,7 +38,9 @@ export function modelPanel(chosen, wanted, changed) {
   async function refresh() {
     clearTimeout(timer);
     try {
-      ({ models } = await get('api/talk'));
+      const answer = await get('api/talk');
+      models = answer.models;
+      if (template.length === 1) template.append(...answer.chat_templates.map((name) => h('option', { value: name }, name)));
       const speakers = new Set(models.flatMap(speakersOf));
       for (const speaker of [...chosen]) {
         if (!speakers.has(speaker) && !models.some((model) => speaker.startsWith(`${model.job} `) && model.state === 'running')) chosen.delete(speaker);

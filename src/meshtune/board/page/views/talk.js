@@ -146,7 +146,7 @@ export function show(place, [wanted]) {
         requestAnimationFrame(paint);
       });
     } catch (error) {
-      if (error.name === 'AbortError') turn.answers[speaker].stopped = true;
+      if (control.signal.aborted) turn.answers[speaker].stopped = true;
       else turn.answers[speaker].error = { problems: error.problems ?? [{ path: null, message: error.message, fix: null }] };
     }
     if (writing.get(speaker) === control) writing.delete(speaker);
