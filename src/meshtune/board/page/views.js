@@ -2,10 +2,12 @@
 // A module exports `name` (of its address and its texts) and `show(place, path)`, which fills `place` and returns a
 // function that ends what it started.
 
+import * as recipe from './views/recipe.js';
 import * as runs from './views/runs.js';
 import * as talk from './views/talk.js';
 
 export const VIEWS = [
+  recipe,
   runs,
   talk,
 ];

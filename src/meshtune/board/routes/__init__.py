@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.routing import BaseRoute
 
-from meshtune.board.routes import events, jobs, machine, page, session, talk
+from meshtune.board.routes import events, jobs, machine, page, recipe, session, talk
 from meshtune.board.state import BoardState
 
 # Each has `routes(state)`, which gives its routes. The page comes last: it takes every other path.
@@ -14,6 +14,7 @@ MODULES = (
     jobs,
     events,
     talk,
+    recipe,
     page,
 )
 

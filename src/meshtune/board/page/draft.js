@@ -1,0 +1,16 @@
+// The recipe that a person is writing: kept by the browser, so that a reload loses nothing and other pages can add to it.
+
+import { post } from './api.js';
+
+const KEY = 'recipe';
+
+export const readDraft = () => localStorage.getItem(KEY) ?? '';
+
+export const writeDraft = (text) => localStorage.setItem(KEY, text);
+
+// Applies changes, {path, value}, to the draft and shows it.
+export async function useInRecipe(changes) {
+  const answer = await post('api/recipe', { recipe: readDraft(), changes });
+  writeDraft(answer.recipe);
+  location.hash = '#/recipe';
+}

@@ -1,0 +1,86 @@
+"""What the planning process does: plans a recipe, and says what every `auto` of it comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from meshtune.board.planning import LOCAL, local_machine
+from meshtune.board.recipe_text import content_of
+from meshtune.config.load import load_recipe, silent
+from meshtune.config.recipe import DEFAULT_EPOCHS, Recipe
+from meshtune.errors import UserError
+from meshtune.plan.backend import compiler_for
+from meshtune.plan.hardware import Target, find_target
+from meshtune.plan.report import PlanReport, report_for, to_json
+from meshtune.plan.updates import Updates, updates_of
+from meshtune.setup.choices import Decision, compute_of, optimizer_of
+from meshtune.setup.machine import Machine
+
+
+def plan(request: dict[str, Any]) -> dict[str, Any]:
+    """The plan of {"recipe": YAML, "target": "here" or a name, "compile": bool, "price": float or null}."""
+    recipe = load_recipe(content_of(request["recipe"]), notify=silent)
+    target = local_machine() if request["target"] == LOCAL else find_target(request["target"])
+    compile_step, reason = compiler_for(target) if request.get("compile") else (None, "")
+    updates = updates_of(recipe) if request.get("count") else _stated(recipe)
+    price = request.get("price")
+    report = report_for(recipe, target, compile_step, price=price, updates=updates, reason=reason)
+    fields = to_json(report) | {"reason": reason, "limit": report.best.memory_limit}
+    return {"plan": fields, "choices": [_choice(choice) for choice in choices(recipe, report)]}
+
+
+def _stated(recipe: Recipe) -> Updates:
+    return Updates(recipe.train.steps, "train.steps" if recipe.train.steps else "")
+
+
+def choices(recipe: Recipe, report: PlanReport) -> Iterable[Decision]:
+    """What every key that the recipe leaves open comes to on the target of a plan, with the reason."""
+    scored, candidate = report.best.scored, report.best.scored.candidate
+    work, device = candidate.workload, report.target.device
+    precision = work.precision
+    explicit = recipe.compute.precision != "auto"
+    why = "asked for" if explicit else f"auto: {precision.name} on {device.backend}"
+    yield Decision("compute.precision", precision.name, why)
+    rate = optimizer_of(recipe, precision).learning_rate
+    rate_is_set = recipe.optimizer.learning_rate is not None
+    yield Decision(
+        "optimizer.learning_rate",
+        f"{rate:g}",
+        "asked for" if rate_is_set else f"the default of method {recipe.method.kind}",
+    )
+    if recipe.train.steps is None:
+        epochs = recipe.train.epochs or DEFAULT_EPOCHS
+        yield Decision("train.epochs", f"{epochs:g}", "asked for" if recipe.train.epochs else "the default")
+    if recipe.mesh == "auto":
+        yield Decision("mesh", str(scored.mesh), "auto: what is fastest and fits")
+    if recipe.train.micro_batch in ("auto", None):
+        yield Decision("train.micro_batch", str(candidate.rows), f"{candidate.accumulation} an update")
+    machine = Machine(device.platform, (), device.arch)
+    try:
+        _, decisions = compute_of(
+            scored.recipe, work.spec, precision, candidate.rows, candidate.length, candidate.layout, machine
+        )
+    except UserError as error:
+        decisions = [Decision("warning", error.what, error.fix or "")]
+    for choice in decisions:
+        fitted = choice.name == "remat" and recipe.compute.remat == "auto"
+        yield Decision("compute.remat", choice.value, "auto: the faster that fits") if fitted else choice
+    yield from report.coverage
+
+
+def _choice(decision: Decision) -> dict[str, str]:
+    return {"name": decision.name, "value": decision.value, "reason": decision.reason}
+
+
+def targets(_: dict[str, Any]) -> dict[str, Any]:
+    """This machine, described, or why it cannot be."""
+    machine: Target = local_machine()
+    return {"here": str(machine), "memory": machine.device.memory}
+
+
+# What can be asked for, by the request's `work`. Raises: UserError, reported to the page.
+WORK: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "plan": plan,
+    "targets": targets,
+}

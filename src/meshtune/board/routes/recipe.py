@@ -1,0 +1,163 @@
+"""The Recipe page: the schema behind its form, YAML both ways, presets, recipes of other tools, and the plan."""
+
+from __future__ import annotations
+
+import pathlib
+import tempfile
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from meshtune.board import recipe_text
+from meshtune.board.answers import body_of, problems_of
+from meshtune.board.kinds.train import checked_recipe
+from meshtune.board.planner import Planner
+from meshtune.board.planning import LOCAL
+from meshtune.board.presets import SECTIONS, presets
+from meshtune.board.recipe_text import NAME, Change, change_of, changed, content_of, dumped
+from meshtune.board.state import BoardState
+from meshtune.config.foreign.detect import is_foreign
+from meshtune.config.foreign.importer import translate
+from meshtune.config.load import silent
+from meshtune.config.renamed import with_current_names
+from meshtune.config.schema import json_schema
+from meshtune.config.short_forms import written_out
+from meshtune.errors import UserError
+from meshtune.plan.hardware import known_devices
+
+RECIPE_FILES = 200  # shown of the root
+MAX_TEXT = 2**20  # characters of a recipe
+
+
+def routes(state: BoardState) -> list[BaseRoute]:
+    """/api/recipe and what is below it, and /api/plan."""
+    workspace, planner = state.workspace, Planner(state.workspace)
+
+    async def form(_: Request) -> Response:
+        devices = {name: device.memory for name, device in known_devices().items()}
+        return JSONResponse({"schema": json_schema(), "presets": presets(), "devices": devices})
+
+    def parsed(body: dict[str, Any]) -> dict[str, Any]:
+        text = text_of(body, "recipe")
+        try:
+            if preset := body.get("preset"):
+                text = with_preset(text, str(preset))
+            changes = body.get("changes") or []
+            text = changed(text, [change_of(fields) for fields in changes if isinstance(changes, list)])
+            content = content_of(text)
+            values = written_out(with_current_names(content, silent))
+        except UserError as error:
+            return {"recipe": text, "values": None, "problems": problems_of(error)}
+        answer: dict[str, Any] = {"recipe": text, "values": values, "problems": [], "foreign": is_foreign(content)}
+        try:
+            if content and not answer["foreign"]:
+                checked_recipe(workspace, text)
+        except UserError as error:
+            answer["problems"] = problems_of(error)
+        return answer
+
+    async def edit(request: Request) -> Response:
+        return JSONResponse(await run_in_threadpool(parsed, await body_of(request)))
+
+    def imported(body: dict[str, Any]) -> dict[str, Any]:
+        devices = body.get("devices", 1)
+        if type(devices) is not int:
+            raise UserError("the number of devices is not a whole number", where="devices", fix="give 1 or more")
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / NAME
+            path.write_text(text_of(body, "text"), encoding="utf-8")
+            translation = translate(
+                str(path), devices=devices, is_trl=bool(body.get("trl")), trainer=body.get("trainer")
+            )
+            findings = [
+                {"key": item.key, "verdict": item.verdict, "to": item.to, "note": item.note, "fix": item.fix}
+                for item in translation.findings
+            ]
+            refused = bool(translation.refused)
+            answer = {"tool": translation.tool, "verb": translation.verb, "findings": findings, "refused": refused}
+            if refused:
+                return answer | {"recipe": None}
+            target = _new_folder(workspace.uploads, "imported") / NAME if translation.draft.files else None
+            (_recipe_path, text), *beside = translation.written(target).items()
+            for other, content in beside:
+                other.write_text(content, encoding="utf-8")
+                relative = workspace.shown(other)
+                text = changed(text, [Change(("model", "chat_template"), relative)]) if other.name in text else text
+            return answer | {"recipe": text}
+
+    async def import_(request: Request) -> Response:
+        return JSONResponse(await run_in_threadpool(imported, await body_of(request)))
+
+    def listed() -> list[str]:
+        files = [path for pattern in ("*.yaml", "*.yml", "*/*.yaml") for path in workspace.root.glob(pattern)]
+        recipes = [path for path in files if path.is_file() and not path.is_relative_to(workspace.folder)]
+        return sorted(workspace.shown(path) for path in recipes)[:RECIPE_FILES]
+
+    async def files(_: Request) -> Response:
+        return JSONResponse({"files": await run_in_threadpool(listed)})
+
+    def opened(name: str) -> dict[str, Any]:
+        path = workspace.to_read(name, "file")
+        try:
+            if path.stat().st_size > MAX_TEXT:
+                raise UserError("the file is too large for a recipe", where=name, fix="name a recipe")
+            return {"recipe": path.read_text(encoding="utf-8")}
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"the file cannot be read: {error}", where=name, fix="name a recipe in YAML") from error
+
+    async def open_(request: Request) -> Response:
+        return JSONResponse(await run_in_threadpool(opened, request.query_params.get("name", "")))
+
+    async def plan(request: Request) -> Response:
+        body = await body_of(request)
+        text = text_of(body, "recipe")
+        await run_in_threadpool(checked_recipe, workspace, text)
+        price = body.get("price")
+        fields = {
+            "work": "plan",
+            "recipe": text,
+            "target": str(body.get("target") or LOCAL),
+            "compile": bool(body.get("compile")),
+            "count": bool(body.get("count")),
+            "price": float(price) if isinstance(price, int | float) and price >= 0 else None,
+        }
+        answer = await planner.ask(fields, str(body.get("page") or "")[:100])
+        return JSONResponse(answer, 400 if answer.get("problems") else 200)
+
+    return [
+        Route("/api/recipe", edit, methods=["POST"]),
+        Route("/api/recipe/form", form),
+        Route("/api/recipe/files", files),
+        Route("/api/recipe/file", open_),
+        Route("/api/recipe/import", import_, methods=["POST"]),
+        Route("/api/plan", plan, methods=["POST"]),
+    ]
+
+
+def text_of(body: dict[str, Any], name: str) -> str:
+    """A text of a request. Raises: UserError."""
+    text = body.get(name, "")
+    if not isinstance(text, str) or len(text) > MAX_TEXT:
+        raise UserError(f"{name} is not a text of at most {MAX_TEXT} characters", where=name, fix="send a recipe")
+    return text
+
+
+def with_preset(text: str, name: str) -> str:
+    """A recipe with what a preset sets; model, data, output and everything else that it does not name stay."""
+    if name not in presets():
+        raise UserError(f"there is no preset '{name}'", where="preset", fix=f"they are {', '.join(presets())}")
+    preset = presets()[name]
+    changes = [Change((section,), preset.get(section, recipe_text.UNSET)) for section in SECTIONS]
+    return changed(text, changes) if text.strip() else dumped(preset)
+
+
+def _new_folder(parent: pathlib.Path, name: str) -> pathlib.Path:
+    number = 1
+    while (parent / f"{name}-{number}").exists():
+        number += 1
+    folder = parent / f"{name}-{number}"
+    folder.mkdir()
+    return folder
