@@ -90,7 +90,7 @@ def running(root: pathlib.Path, *options: str) -> Iterator[Board]:
         board.kill()
 
 
-def eventually(read: Any, seconds: float = 90.0) -> Any:
+def eventually(read: Any, seconds: float = 180.0) -> Any:
     """The first value of `read()` that is true; elements that the page has replaced meanwhile are looked for again."""
     from selenium.common.exceptions import WebDriverException
 
@@ -130,7 +130,15 @@ def requests_of(driver: Any) -> list[str]:
 
 
 def complaints(driver: Any) -> list[str]:
-    """What the browser has written to its console since this was last called; a refused connection is none."""
-    expected = ("ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED", "ERR_EMPTY_RESPONSE", "ERR_CONNECTION_RESET")
+    """What the browser has written to its console since this was last called, but for connections and requests that
+    were refused."""
+    expected = (
+        "status of 400",
+        "status of 401",
+        "ERR_CONNECTION_REFUSED",
+        "ERR_INCOMPLETE_CHUNKED",
+        "ERR_EMPTY_RESPONSE",
+        "ERR_CONNECTION_RESET",
+    )
     entries = [entry["message"] for entry in driver.get_log("browser")]
     return [entry for entry in entries if not any(name in entry for name in expected)]

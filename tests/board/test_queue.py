@@ -137,8 +137,11 @@ def test_state_follows_from_files_alone(workspace):
     assert read_jobs(workspace.jobs) == []
 
 
-def test_what_a_command_leaves_running_is_ended():
-    env = os.environ | {JOB_VARIABLE: "00009-test"}
+def test_what_a_command_leaves_running_is_ended(tmp_path):
+    """And nothing of a job of another board, which may have the same id."""
+    folder, same_id = tmp_path / "one/00001-first", tmp_path / "two/00001-first"
+    env = os.environ | {JOB_VARIABLE: str(folder)}
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=env, start_new_session=True)
-    wait(lambda: process.pid in end_processes_of("00009-test"))
+    assert end_processes_of(same_id) == []
+    wait(lambda: process.pid in end_processes_of(folder))
     assert process.wait() == -signal.SIGKILL

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-JOB_VARIABLE = "MESHTUNE_BOARD_JOB"  # in the environment of all processes of a job
+JOB_VARIABLE = "MESHTUNE_BOARD_JOB"  # the folder of their job, in the environment of all its processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +50,12 @@ def identify(pid: int) -> ProcessId | None:
     return None if started is None else ProcessId(platform.node(), _boot(), pid, started)
 
 
-def end_processes_of(job: str, *, but: int | None = None) -> list[int]:
-    """Kills every process of this user that has `job` as its MESHTUNE_BOARD_JOB, except `but`; returns their pids."""
+def end_processes_of(folder: pathlib.Path, *, but: int | None = None) -> list[int]:
+    """Kills every process of this user that belongs to the job in `folder`, except `but`; returns their pids."""
     pids = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.pid not in (but, os.getpid()) and process.environ().get(JOB_VARIABLE) == job:
+            if process.pid not in (but, os.getpid()) and process.environ().get(JOB_VARIABLE) == str(folder):
                 process.kill()
                 pids.append(process.pid)
     return pids

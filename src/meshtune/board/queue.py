@@ -127,7 +127,7 @@ def stop(workspace: Workspace, job_id: str, *, now: bool = False) -> Job:
             if now:
                 if job.child is not None:
                     job.child.send(signal.SIGKILL)
-                end_processes_of(job.id, but=None if job.runner is None else job.runner.pid)
+                end_processes_of(job.folder, but=None if job.runner is None else job.runner.pid)
             elif first and job.child is not None:
                 job.child.send(signal.SIGTERM)
     return find(workspace, job_id)

@@ -34,7 +34,7 @@ def main(folder: pathlib.Path) -> int:
     started = time.monotonic()
     code = _run(job)
     seconds = round(time.monotonic() - started, 3)
-    ended = end_processes_of(job.id)
+    ended = end_processes_of(job.folder)
     _write_exit(folder, {"code": code, "seconds": seconds, "ended_processes": len(ended)})
     from meshtune.board.queue import start_next
     from meshtune.board.workspace import Workspace
@@ -64,7 +64,7 @@ def _run(job: Job) -> int | None:
     if (job.folder / STOP).exists():
         return None
     command = [sys.executable, "-m", "meshtune", *job.request.arguments]
-    env = environment(job.request.devices) | {JOB_VARIABLE: job.id, "PYTHONUNBUFFERED": "1"}
+    env = environment(job.request.devices) | {JOB_VARIABLE: str(job.folder), "PYTHONUNBUFFERED": "1"}
     with (job.folder / LOG).open("ab") as log:
         try:
             process = subprocess.Popen(
