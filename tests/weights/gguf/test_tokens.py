@@ -46,4 +46,5 @@ def test_a_tokenizer_is_written_and_rebuilt_with_the_tokens_of_known_texts(share
     assert ids == [original.encode(text, add_special_tokens=False) for text in texts]
     if golden == "llama-bpe":
         lines = known.with_suffix(".out").read_text(encoding="utf-8").splitlines()
-        assert ids == [[int(id_) for id_ in line.split()] for line in lines]
+        # The line of an empty text at the end is not in the file.
+        assert [line for line in ids if line] == [[int(id_) for id_ in line.split()] for line in lines if line]
