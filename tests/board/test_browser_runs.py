@@ -36,7 +36,7 @@ def state_of(driver) -> str:
 
 def test_a_run_by_clicks_through_reload_kill_and_a_second_browser(tmp_path: pathlib.Path):
     with running(tmp_path) as board, chromium() as driver:
-        driver.get(board.address)
+        driver.get(f"{board.address}/#/runs")
         press(driver, "Start a recipe")
         driver.find_element("id", "recipe").send_keys(recipe("runs/first", steps=STEPS, extra="trian: 1\n"))
         press(driver, "Check")
@@ -167,7 +167,7 @@ def test_every_language_from_end_to_end(shown, language: str):
     driver.get(f"{board.address}/#/runs")
     eventually(lambda: texts(driver, ".run"))
     driver.find_element("css selector", f"option[value={language}]").click()
-    eventually(lambda: texts(driver, "nav a") == [LANGUAGES[language]])
+    eventually(lambda: LANGUAGES[language] in texts(driver, "nav a"))
     driver.get(f"{board.address}/#/runs/{job.id}")
     eventually(lambda: len(texts(driver, "figure")) >= 6)
     assert driver.find_element("tag name", "html").get_attribute("lang") == language
@@ -208,7 +208,7 @@ def axe(driver) -> list[str]:
 
 def test_a_token_is_asked_for(tmp_path: pathlib.Path):
     with running(tmp_path, "--token", "open sesame") as board, chromium() as driver:
-        driver.get(board.address)
+        driver.get(f"{board.address}/#/runs")
         field = eventually(lambda: driver.find_element("id", "token"))
         field.send_keys("wrong")
         press(driver, "Sign in")
