@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from meshtune.board.data_preview import preview
 from meshtune.board.planning import LOCAL, local_machine
 from meshtune.board.recipe_text import content_of
 from meshtune.config.load import load_recipe, silent
 from meshtune.config.recipe import DEFAULT_EPOCHS, Recipe
 from meshtune.errors import UserError
 from meshtune.plan.backend import compiler_for
-from meshtune.plan.hardware import Target, find_target
+from meshtune.plan.hardware import find_target
 from meshtune.plan.report import PlanReport, report_for, to_json
 from meshtune.plan.updates import Updates, updates_of
 from meshtune.setup.choices import Decision, compute_of, optimizer_of
@@ -73,14 +74,8 @@ def _choice(decision: Decision) -> dict[str, str]:
     return {"name": decision.name, "value": decision.value, "reason": decision.reason}
 
 
-def targets(_: dict[str, Any]) -> dict[str, Any]:
-    """This machine, described, or why it cannot be."""
-    machine: Target = local_machine()
-    return {"here": str(machine), "memory": machine.device.memory}
-
-
 # What can be asked for, by the request's `work`. Raises: UserError, reported to the page.
 WORK: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "plan": plan,
-    "targets": targets,
+    "data": preview,
 }

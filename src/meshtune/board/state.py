@@ -8,6 +8,7 @@ from typing import Any
 
 from meshtune.board import queue, records
 from meshtune.board.job import Job, read_jobs
+from meshtune.board.planner import Planner
 from meshtune.board.workspace import Workspace
 from meshtune.serve.gate import Gate
 
@@ -19,6 +20,7 @@ class BoardState:
 
     def __init__(self, workspace: Workspace, gate: Gate, token: str | None, cookie: str):
         self.workspace, self.gate, self.token, self.cookie = workspace, gate, token, cookie
+        self.planner = Planner(workspace)
         self._lock = threading.Lock()
         self._jobs: list[dict[str, Any]] = []
         self._read_at = float("-inf")

@@ -76,9 +76,7 @@ def coloured_tokens(
     """The first `limit` tokens of a document, coloured by loss weight; with `brackets` also marked without colour."""
     text = Text()
     previous, shade = 0.0, 0
-    weights = example.weights.copy()
-    weights[:1] = 0  # nothing predicts the first token
-    for piece, weight in _pieces(tokenizer, example.ids[:limit].tolist(), weights[:limit].tolist()):
+    for piece, weight in weighted_pieces(tokenizer, example, limit):
         if brackets and weight != previous:
             text.append(("⟧" if previous else "") + ("" if not weight else "⟦" if weight == 1 else f"⟦{weight:g}: "))
         styles = _PROMPT if not weight else _TRAINED if weight == 1 else _SCALED
@@ -89,6 +87,13 @@ def coloured_tokens(
     if len(example.ids) > limit:
         text.append(f"\n... {len(example.ids) - limit} more tokens", "dim")
     return text
+
+
+def weighted_pieces(tokenizer: PreTrainedTokenizerFast, example: Example, limit: int) -> list[tuple[str, float]]:
+    """(text, loss weight) of the first `limit` tokens of a document."""
+    weights = example.weights.copy()
+    weights[:1] = 0  # nothing predicts the first token
+    return _pieces(tokenizer, example.ids[:limit].tolist(), weights[:limit].tolist())
 
 
 def _pieces(tokenizer: PreTrainedTokenizerFast, ids: list[int], weights: list[float]) -> list[tuple[str, float]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from meshtune.board.kinds.prepared import Prepared
@@ -12,7 +14,9 @@ from meshtune.config import yaml_text
 from meshtune.config.foreign.detect import is_foreign
 from meshtune.config.load import load_recipe, silent
 from meshtune.config.recipe import Recipe
+from meshtune.data.registry import Registry
 from meshtune.errors import UserError
+from meshtune.objectives.stages import STAGES
 from meshtune.runs.output import check_output
 
 NAME = "recipe.yaml"
@@ -57,10 +61,25 @@ def checked_recipe(workspace: Workspace, text: str, overrides: Sequence[str] = (
     if (tool := is_foreign(content)) is not None:
         raise UserError(f"this is a recipe of {tool}", where=NAME, fix="import it")
     recipe = load_recipe(content, overrides, notify=silent)
-    for where, path in _local_paths(recipe):
+    check_paths(workspace, recipe)
+    return recipe
+
+
+def check_paths(workspace: Workspace, recipe: Recipe) -> None:
+    """Raises: UserError for a local path of a recipe, or of its registry, that lies outside the workspace."""
+    for where, path in itertools.chain(_local_paths(recipe), _registered(workspace, recipe)):
         if path.startswith(("/", "~", ".")) or (workspace.root / path).exists():
             workspace.to_read(path, where)
-    return recipe
+
+
+def _registered(workspace: Workspace, recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """(key, path) of the files that entries of a registry lead to; wrong entries are refused by their reader."""
+    for index, section in enumerate(recipe.data.train):
+        if section.name is not None and recipe.data.registry is not None:
+            with contextlib.suppress(UserError):
+                registry = Registry.load(str(workspace.root / recipe.data.registry))
+                source = registry.source(section, STAGES[recipe.stage.kind].dataset_type)
+                yield f"data.train.{index}.name", source.path
 
 
 def _local_paths(recipe: Recipe) -> list[tuple[str, str]]:

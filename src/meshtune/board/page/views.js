@@ -2,11 +2,13 @@
 // A module exports `name` (of its address and its texts) and `show(place, path)`, which fills `place` and returns a
 // function that ends what it started.
 
+import * as data from './views/data.js';
 import * as recipe from './views/recipe.js';
 import * as runs from './views/runs.js';
 import * as talk from './views/talk.js';
 
 export const VIEWS = [
+  data,
   recipe,
   runs,
   talk,

@@ -14,7 +14,6 @@ from starlette.routing import BaseRoute, Route
 from meshtune.board import recipe_text
 from meshtune.board.answers import body_of, problems_of
 from meshtune.board.kinds.train import checked_recipe
-from meshtune.board.planner import Planner
 from meshtune.board.planning import LOCAL
 from meshtune.board.presets import SECTIONS, presets
 from meshtune.board.recipe_text import NAME, Change, change_of, changed, content_of, dumped
@@ -34,7 +33,7 @@ MAX_TEXT = 2**20  # characters of a recipe
 
 def routes(state: BoardState) -> list[BaseRoute]:
     """/api/recipe and what is below it, and /api/plan."""
-    workspace, planner = state.workspace, Planner(state.workspace)
+    workspace, planner = state.workspace, state.planner
 
     async def form(_: Request) -> Response:
         devices = {name: device.memory for name, device in known_devices().items()}

@@ -31,7 +31,7 @@ function page(place, { schema, presets, devices }) {
   let shape = '';
   let timer = null;
   let queue = Promise.resolve();
-  const first = h('div', { class: 'fields' });
+  const first = h('div', { class: 'form-grid' });
   const rest = h('div');
   const wrong = h('div');
   const search = h('input', { type: 'search', id: 'search', placeholder: t('recipe.searchhint'), oninput: filter });
@@ -150,7 +150,7 @@ function page(place, { schema, presets, devices }) {
     const sections = [...new Set(others.map((field) => field.section))];
     fill(rest, sections.map((section) => h('details', { class: 'group' },
       h('summary', {}, h('span', {}, t(`recipe.section.${section || 'run'}`)), ' ', h('code', {}, section), ' ', h('span', { class: 'count quiet' })),
-      h('div', { class: 'fields' }, others.filter((field) => field.section === section).map(element)))));
+      h('div', { class: 'form-grid' }, others.filter((field) => field.section === section).map(element)))));
     filter();
   }
 

@@ -1,0 +1,186 @@
+// Data: files and uploads, the sources of the recipe, and what the model will see of them.
+
+import { get, post, upload } from '../api.js';
+import { documentView, histogram, reportFacts } from '../datasets.js';
+import { fill, h } from '../dom.js';
+import { readDraft, writeDraft } from '../draft.js';
+import { bytes, number } from '../format.js';
+import { t } from '../text.js';
+import { problems } from '../widgets.js';
+
+export const name = 'data';
+
+const FORMATS = ['alpaca', 'sharegpt', 'messages', 'prompt_completion', 'text', 'preference', 'openai', 'hh', 'stanford_alpaca'];
+const MIXINGS = ['concat', 'interleave_under', 'interleave_over'];
+const PAGE = String(Math.random());
+const TYPES = '.json,.jsonl,.csv,.tsv,.txt';
+
+export function show(place) {
+  let values = {};
+  let seen = null;
+  let asked = 0;
+  let open = true;
+  const wrong = h('div');
+  const files = h('div', { class: 'files' });
+  const sources = h('div');
+  const options = h('div', { class: 'form-grid' });
+  const result = h('div', { 'aria-live': 'polite' });
+  const picker = h('input', { type: 'file', multiple: true, accept: TYPES, id: 'upload', class: 'hidden', onchange: () => send([...picker.files]) });
+  const drop = h('div', { class: 'drop',
+    ondragover: (event) => { event.preventDefault(); drop.classList.add('over'); },
+    ondragleave: () => drop.classList.remove('over'),
+    ondrop: (event) => { event.preventDefault(); drop.classList.remove('over'); send([...event.dataTransfer.files]); } },
+  h('p', {}, t('data.drop')), h('button', { type: 'button', onclick: () => picker.click() }, t('data.choose')), picker,
+  h('p', { class: 'quiet' }, t('data.types')));
+  const hub = h('input', { type: 'text', id: 'hub', placeholder: t('data.hubhint') });
+
+  fill(place, h('h1', {}, t('data.title')), h('p', { class: 'quiet' }, t('data.about')), wrong,
+    h('div', { class: 'split' },
+      h('div', {},
+        h('section', { class: 'card' }, h('h2', {}, t('data.sources')), sources, options,
+          h('div', { class: 'row' }, h('a', { class: 'button primary', href: '#/recipe' }, t('data.use')))),
+        h('section', { class: 'card' }, h('h2', {}, t('data.seen')), result)),
+      h('div', { class: 'side' }, h('section', { class: 'card' }, h('h2', {}, t('data.files')), drop,
+        h('form', { class: 'row', onsubmit: (event) => { event.preventDefault(); if (hub.value.trim()) { add(hub.value.trim()); hub.value = ''; } } },
+          h('label', { for: 'hub' }, t('data.hub')), hub, h('button', {}, t('data.add'))), files))));
+
+  async function send(list) {
+    for (const file of list) {
+      fill(wrong, h('p', { role: 'status' }, t('data.sending', { name: file.name })));
+      try {
+        const { path } = await upload(`api/data/upload?${new URLSearchParams({ name: file.name })}`, file);
+        fill(wrong);
+        await add(path);
+      } catch (error) {
+        fill(wrong, problems(error));
+      }
+    }
+    picker.value = '';
+    listFiles();
+  }
+
+  async function listFiles() {
+    const { files: list } = await get('api/data/files');
+    fill(files, list.length ? h('ul', { class: 'plain-list' }, list.map((file) => h('li', {},
+      h('span', { class: 'path' }, file.path), h('span', { class: 'quiet' }, bytes(file.bytes)),
+      file.registry
+        ? h('button', { type: 'button', class: 'small', onclick: () => change([{ path: 'data.registry', value: file.path }]) }, t('data.registry'))
+        : h('button', { type: 'button', class: 'small', 'aria-label': `${t('data.add')}: ${file.path}`, onclick: () => add(file.path) }, t('data.add'))))) : h('p', { class: 'empty' }, t('data.nofiles')));
+  }
+
+  const current = () => values?.data?.train ?? [];
+  const add = (path) => (current().some((source) => source.path === path) ? null : change([{ path: 'data.train', value: [...current(), { path }] }]));
+  const replace = (index, fields) => {
+    const next = current().map((source, at) => (at === index ? tidy({ ...source, ...fields }) : source)).filter(Boolean);
+    return change([next.length ? { path: 'data.train', value: next } : { path: 'data' }]);
+  };
+
+  // The source without what is empty; null for one that is removed.
+  function tidy(source) {
+    const kept = Object.entries(source).filter(([, value]) => value !== '' && value !== undefined && !(typeof value === 'object' && !Object.keys(value).length));
+    const result = Object.fromEntries(kept);
+    return result.path || result.name ? result : null;
+  }
+
+  async function change(changes) {
+    try {
+      const answer = await post('api/recipe', { recipe: readDraft(), changes });
+      writeDraft(answer.recipe);
+      if (answer.values === null) { fill(wrong, problems({ problems: answer.problems })); return; }
+      values = answer.values;
+      const own = answer.problems.filter((problem) => problem.path?.startsWith('data.'));
+      fill(wrong, own.length ? problems({ problems: own }) : null);
+      draw();
+      if (!own.length) await look();
+    } catch (error) {
+      fill(wrong, problems(error));
+    }
+  }
+
+  async function look() {
+    const number_ = ++asked;
+    if (!current().length) { fill(result, h('p', { class: 'empty' }, t('data.none'))); return; }
+    result.classList.add('stale');
+    try {
+      const answer = await post('api/data/preview', { recipe: readDraft(), page: PAGE });
+      if (!open || number_ !== asked) return;
+      seen = answer;
+      draw();
+      drawResult();
+    } catch (error) {
+      if (number_ === asked && error.status !== 409) fill(result, problems(error));
+    } finally {
+      if (number_ === asked) result.classList.remove('stale');
+    }
+  }
+
+  function draw() {
+    fill(sources, current().length ? current().map(sourceCard) : h('p', { class: 'empty' }, t('data.none')));
+    const registry = (seen?.names ?? []).filter((entry) => !current().some((source) => source.name === entry));
+    const data = values?.data ?? {};
+    const validation = Array.isArray(data.validation) ? data.validation.map((source) => source.path ?? source.name).join(', ') : data.validation ?? '';
+    fill(options,
+      labelled('data.validation', h('input', { type: 'text', value: validation, placeholder: '0.05', onchange: (event) => change([event.target.value.trim()
+        ? { path: 'data.validation', text: event.target.value } : { path: 'data.validation' }]) })),
+      labelled('data.length', h('input', { type: 'text', inputmode: 'numeric', value: data.max_length ?? '', placeholder: '1024', onchange: (event) => change([event.target.value.trim()
+        ? { path: 'data.max_length', text: event.target.value } : { path: 'data.max_length' }]) })),
+      current().length > 1 && labelled('data.mixing', h('select', { value: data.mixing, onchange: (event) => change([{ path: 'data.mixing', value: event.target.value }]) },
+        MIXINGS.map((mixing) => h('option', { value: mixing, selected: mixing === (data.mixing ?? 'concat') }, t(`data.mix.${mixing}`))))),
+      data.registry && labelled('data.entry', h('select', { onchange: (event) => event.target.value && change([{ path: 'data.train', value: [...current(), { name: event.target.value }] }]) },
+        h('option', { value: '' }, data.registry), registry.map((entry) => h('option', { value: entry }, entry)))));
+  }
+
+  let serial = 0;
+  function labelled(key, control) {
+    control.id = `data-${serial++}`;
+    return h('div', { class: 'field' }, h('div', { class: 'label' }, h('label', { for: control.id }, t(key))), control);
+  }
+
+  function sourceCard(source, index) {
+    const known = seen?.sources?.find((entry) => entry.name === (source.path ?? source.name));
+    const format = source.format ?? known?.format;
+    const fields = seen?.formats?.[format]?.fields ?? [];
+    const mapped = source.columns ?? {};
+    return h('fieldset', { class: 'source-card' }, h('legend', {}, source.path ?? source.name),
+      h('p', { class: 'quiet' }, known?.count != null && t('data.records', { n: known.count, count: number(known.count, 9) }), known?.format && !source.format && ' · ',
+        known?.format && !source.format && t('data.detected', { format: known.format })),
+      known?.problems?.length ? problems({ problems: known.problems }) : null,
+      h('div', { class: 'row' },
+        labelled('data.format', h('select', { onchange: (event) => replace(index, { format: event.target.value }) },
+          h('option', { value: '' }, t('data.auto')), FORMATS.filter((entry) => !seen?.formats || entry in seen.formats).map((entry) => h('option', { value: entry, selected: entry === source.format }, entry)))),
+        labelled('data.weight', h('input', { type: 'text', class: 'short', inputmode: 'decimal', value: source.weight ?? '', onchange: (event) => replace(index, { weight: event.target.value ? Number(event.target.value) : '' }) })),
+        labelled('data.cap', h('input', { type: 'text', class: 'short', inputmode: 'numeric', value: source.cap ?? '', onchange: (event) => replace(index, { cap: event.target.value ? Number(event.target.value) : '' }) })),
+        h('button', { type: 'button', 'aria-label': `${t('data.remove')}: ${source.path ?? source.name}`, onclick: () => replace(index, { path: '', name: '' }) }, t('data.remove'))),
+      fields.length > 0 && h('details', { open: Boolean(source.format || known?.problems?.length) }, h('summary', {}, t('data.columns')),
+        h('p', { class: 'quiet', lang: 'en' }, seen.formats[format].expects),
+        h('div', { class: 'form-grid' }, fields.map((field) => {
+          const select = h('select', { onchange: () => replace(index, { format, columns: tidyColumns({ ...mapped, [field]: select.value }) }) },
+            h('option', { value: '' }, t('data.samename')), known.fields.map((column) => h('option', { value: column, selected: mapped[field] === column }, column)));
+          select.id = `data-${serial++}`;
+          return h('div', { class: 'field' }, h('div', { class: 'label' }, h('label', { for: select.id }, h('code', {}, field))), select);
+        }))),
+      known?.records?.length > 0 && h('details', {}, h('summary', {}, t('data.raw')), known.records.map((record) => h('dl', { class: 'record' },
+        Object.entries(record).map(([key, value]) => [h('dt', {}, h('code', {}, key)), h('dd', {}, value)])))));
+  }
+
+  const tidyColumns = (columns) => Object.fromEntries(Object.entries(columns).filter(([, column]) => column));
+
+  function drawResult() {
+    const broken = seen.problems_of_data;
+    fill(result, broken.length ? problems({ problems: broken }) : null,
+      !seen.documents.length && !broken.length && h('p', { class: 'empty' },
+        seen.sources.some((source) => source.problems.length) ? t('data.correct') : t('data.nomodel')),
+      seen.reports.map((report) => [h('h3', {}, t(`data.split.${report.split}`)), reportFacts(report), histogram(report),
+        report.warnings.length > 0 && h('ul', { class: 'warning', lang: 'en' }, report.warnings.map((text) => h('li', {}, text))),
+        report.notes.length > 0 && h('ul', { class: 'quiet', lang: 'en' }, report.notes.map((text) => h('li', {}, text))),
+        report.skipped.length > 0 && h('details', { open: true }, h('summary', {}, t('data.skipped')),
+          h('ul', { lang: 'en' }, report.skipped.map((record) => h('li', {}, h('code', {}, record.origin), ' ', record.reason))))]),
+      seen.documents.length > 0 && [h('h3', {}, t('data.documents')), h('p', { class: 'legend' }, h('mark', { class: 'trained' }, t('data.trained')), ' ',
+        h('span', { class: 'prompt' }, t('data.prompt'))), seen.documents.map(documentView),
+      h('p', { class: 'quiet' }, t('data.first', { count: number(seen.most_records, 9) }))]);
+  }
+
+  listFiles().catch((error) => fill(wrong, problems(error)));
+  change([]);
+  return () => { open = false; };
+}

@@ -1,0 +1,130 @@
+"""Data files that come through the page: text alone, into ROOT/data, and never over a file that is there."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import os
+import pathlib
+import re
+from collections.abc import AsyncIterator
+from typing import IO
+
+from meshtune.board.workspace import FOLDER, Workspace
+from meshtune.data.sources import READERS, file_type
+from meshtune.errors import UserError
+
+FOLDER_NAME = "data"  # below the root
+TEXT_TYPES = (".json", ".jsonl", ".csv", ".tsv", ".txt")
+MAX_BYTES = 2**30
+MAX_NAME = 200
+# How files begin that are archives, compressed, or of a columnar format.
+BINARY = {
+    b"PK\x03\x04": "a zip archive",
+    b"PK\x05\x06": "a zip archive",
+    b"\x1f\x8b": "compressed by gzip",
+    b"BZh": "compressed by bzip2",
+    b"\xfd7zXZ": "compressed by xz",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    b"7z\xbc\xaf": "a 7z archive",
+    b"PAR1": "a Parquet file",
+    b"%PDF-": "a PDF",
+}
+DEPTH, MOST_FILES, MOST_FOLDERS = 4, 500, 2000
+
+
+async def receive(workspace: Workspace, name: str, chunks: AsyncIterator[bytes]) -> pathlib.Path:
+    """Writes an upload below ROOT/data, under another name where the name is taken.
+
+    Raises: UserError for what is not text or too large; nothing is left of it then.
+    """
+    _check_name(name)
+    folder = workspace.to_write(FOLDER_NAME, "name")
+    folder.mkdir(parents=True, exist_ok=True)
+    path, file = _new_file(folder, name)
+    try:
+        with file:
+            await _write(file, name, chunks)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return path
+
+
+async def _write(file: IO[bytes], name: str, chunks: AsyncIterator[bytes]) -> None:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    size = 0
+    try:
+        async for chunk in chunks:
+            if not size:
+                _check_start(chunk, name)
+            size += len(chunk)
+            if size > MAX_BYTES:
+                fix = f"copy it to {FOLDER_NAME}/ of the board's root instead"
+                raise UserError(f"the file is larger than {MAX_BYTES >> 20} MiB", where=name, fix=fix)
+            if b"\0" in chunk:
+                raise UserError("the file is not text: it holds null bytes", where=name, fix="save it as UTF-8 text")
+            decoder.decode(chunk)
+            file.write(chunk)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise UserError(f"the file is not UTF-8 text: {error.reason}", where=name, fix="save it as UTF-8") from error
+    except OSError as error:
+        raise UserError(f"the file cannot be written: {error.strerror}", where=name, fix="free some space") from error
+    if not size:
+        raise UserError("the file is empty", where=name, fix="give one with records")
+
+
+def _check_name(name: str) -> None:
+    if not name or len(name) > MAX_NAME or name.startswith(".") or re.search(r"[/\\\x00-\x1f]", name):
+        raise UserError(f"{name!r} is not a plain file name", where="name", fix="rename the file")
+    if pathlib.Path(name).suffix.lower() not in TEXT_TYPES:
+        raise UserError(
+            f"files of type '{pathlib.Path(name).suffix}' are not taken",
+            where=name,
+            fix=f"give {', '.join(TEXT_TYPES)}; unpack archives first, and copy other files below the board's root",
+        )
+
+
+def _check_start(chunk: bytes, name: str) -> None:
+    for start, kind in BINARY.items():
+        if chunk.startswith(start):
+            raise UserError(f"the file is {kind}, not text", where=name, fix="unpack it, or convert it to JSON lines")
+
+
+def _new_file(folder: pathlib.Path, name: str) -> tuple[pathlib.Path, IO[bytes]]:
+    """A file that did not exist: NAME, or else NAME-2 and so on."""
+    stem, suffix = os.path.splitext(name)
+    number = 1
+    while True:
+        path = folder / (name if number == 1 else f"{stem}-{number}{suffix}")
+        with contextlib.suppress(FileExistsError):
+            return path, path.open("xb")
+        number += 1
+
+
+def data_files(workspace: Workspace) -> list[dict[str, object]]:
+    """{path, bytes} of files below the root and the readable folders that are data, or a registry of them."""
+    files: list[dict[str, object]] = []
+    pending = [(folder, 0) for folder in (workspace.root, *workspace.readable)]
+    visited = 0
+    while pending and visited < MOST_FOLDERS and len(files) < MOST_FILES:
+        folder, depth = pending.pop(0)
+        visited += 1
+        try:
+            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        except OSError:
+            continue
+        names = {entry.name for entry in entries}
+        if folder != workspace.root and names & {"run.json", "config.json", "adapter_config.json"}:
+            continue  # runs and models
+        for entry in entries:
+            if entry.name.startswith((".", FOLDER)):
+                continue
+            if entry.is_dir(follow_symlinks=False) and depth < DEPTH:
+                pending.append((pathlib.Path(entry.path), depth + 1))
+            elif entry.is_file(follow_symlinks=False) and file_type(pathlib.Path(entry.name)) in READERS:
+                path = pathlib.Path(entry.path)
+                registry = entry.name == "dataset_info.json"
+                files.append({"path": workspace.shown(path), "bytes": entry.stat().st_size, "registry": registry})
+    return sorted(files, key=lambda file: str(file["path"]).startswith("/"))

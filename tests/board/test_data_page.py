@@ -1,0 +1,139 @@
+"""The API behind the Data page: uploads that are text or refused, and what the model will see."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import pathlib
+import zipfile
+
+import pytest
+from boards import READABLE, client, recipe
+
+from meshtune.board import uploads
+from meshtune.board.workspace import Workspace, workspace_at
+from meshtune.config.load import load_recipe, silent
+from meshtune.data.loader import Loader
+from meshtune.data.prepare import prepare_data
+from meshtune.data.tokenizer import load_tokenizer
+from meshtune.quickstart import LESSON, MODEL
+
+BYTES = {"content-type": "application/octet-stream"}
+
+
+@pytest.fixture
+def workspace(tmp_path: pathlib.Path) -> Workspace:
+    return workspace_at(tmp_path / "root", READABLE)
+
+
+def send(board, name: str, content: bytes):
+    return board.post("/api/data/upload", params={"name": name}, content=content, headers=BYTES)
+
+
+def zipped(text: bytes) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("a.jsonl", text)
+    return file.getvalue()
+
+
+def test_an_upload_is_written_and_never_over_another(workspace):
+    board = client(workspace)
+    first, second = '{"text": "日本"}\n'.encode(), b'{"text": "b"}\n'
+    assert send(board, "a b.jsonl", first).json()["path"] == "data/a b.jsonl"
+    assert send(board, "a b.jsonl", second).json()["path"] == "data/a b-2.jsonl"
+    assert (workspace.root / "data/a b.jsonl").read_bytes() == first
+    assert (workspace.root / "data/a b-2.jsonl").read_bytes() == second
+    listed = {file["path"]: file["bytes"] for file in board.get("/api/data/files").json()["files"]}
+    assert listed["data/a b.jsonl"] == len(first)
+
+
+TEXT = b'{"text": "a"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", zipped(TEXT), "zip"),
+        ("a.json", gzip.compress(TEXT), "gzip"),
+        ("a.jsonl", b"PAR1" + TEXT, "Parquet"),
+        ("a.txt", b"a\0b", "null bytes"),
+        ("a.txt", "é".encode("latin-1"), "not UTF-8"),
+        ("a.txt", "é".encode()[:1], "not UTF-8"),
+        ("a.txt", b"", "empty"),
+        ("a.exe", TEXT, "not taken"),
+        ("a.jsonl.gz", TEXT, "not taken"),
+        ("../a.jsonl", TEXT, "not a plain file name"),
+        ("..\\a.jsonl", TEXT, "not a plain file name"),
+        (".a.jsonl", TEXT, "not a plain file name"),
+        ("", TEXT, "not a plain file name"),
+        ("a\n.jsonl", TEXT, "not a plain file name"),
+    ],
+)
+def test_what_is_not_a_text_file_is_refused_and_leaves_nothing(workspace, name, content, message):
+    answer = send(client(workspace), name, content)
+    assert answer.status_code == 400
+    assert message in answer.json()["problems"][0]["message"]
+    assert not list(workspace.root.glob("data/*"))
+    assert {path.name for path in workspace.root.iterdir()} <= {"data", "meshtune-board"}
+
+
+def test_an_upload_that_is_too_large_is_refused_and_leaves_nothing(workspace, monkeypatch):
+    monkeypatch.setattr(uploads, "MAX_BYTES", 1000)
+    answer = send(client(workspace), "a.txt", b"a" * 1001)
+    assert "larger" in answer.json()["problems"][0]["message"]
+    assert not list(workspace.root.glob("data/*"))
+
+
+def test_a_preview_shows_what_training_reads(workspace):
+    lesson = workspace.root / "lesson.jsonl"
+    lesson.write_bytes(pathlib.Path(LESSON).read_bytes()[:5000].rpartition(b"\n")[0])
+    text = recipe().replace(str(LESSON), "lesson.jsonl")
+    content = {
+        "model": str(MODEL),
+        "output": "o",
+        "data": {"train": [{"path": str(lesson), "format": "prompt_completion"}]},
+    }
+    content["data"] |= {"max_length": 128, "validation": 8}
+    content["train"] = {"steps": 6, "batch_size": 2}
+    prepared = prepare_data(
+        load_recipe(content, notify=silent), load_tokenizer(str(MODEL)), cache=workspace.root / "cache"
+    )
+    assert isinstance(prepared.train, Loader)
+    with client(workspace) as board:
+        answer = board.post("/api/data/preview", json={"recipe": text}).json()
+        train, validation = answer["reports"]
+        assert (train["tokens"], train["trained_tokens"]) == (
+            prepared.report.counts.tokens,
+            prepared.report.counts.trained_tokens,
+        )
+        assert validation["samples"] == 8
+        example = prepared.train.store[0]
+        document = answer["documents"][0]
+        assert document["tokens"] == len(example.ids)
+        trained = "".join(piece for piece, weight in document["pieces"] if weight)
+        assert trained
+        assert answer["sources"][0]["records"][0] == json.loads(lesson.read_text().splitlines()[0])
+
+        (workspace.root / "odd.jsonl").write_text('{"frage": "a", "antwort": "b"}\n' * 3)
+        odd = recipe().replace(str(LESSON), "odd.jsonl").replace("prompt_completion", "auto")
+        source = board.post("/api/data/preview", json={"recipe": odd}).json()["sources"][0]
+        assert source["fields"] == ["frage", "antwort"]
+        assert "no format fits" in source["problems"][0]["message"]
+        columns = "prompt_completion, columns: {prompt: frage, completion: antwort}"
+        mapped = board.post("/api/data/preview", json={"recipe": odd.replace("auto", columns)}).json()
+        assert mapped["sources"][0]["format"] == "prompt_completion"
+        assert not mapped["sources"][0]["problems"]
+
+
+def test_neither_a_source_nor_a_registry_leads_out_of_the_folders(workspace, tmp_path):
+    secret = tmp_path / "secret.jsonl"
+    secret.write_bytes(TEXT)
+    (workspace.root / "dataset_info.json").write_text(json.dumps({"x": {"file_name": str(secret)}}))
+    board = client(workspace)
+    for data in (f"data: {secret}\n", "data:\n  registry: dataset_info.json\n  train: [{name: x}]\n"):
+        for path, body in (("/api/data/preview", {}), ("/api/plan", {}), ("/api/check", {"kind": "train"})):
+            answer = board.post(path, json={"recipe": f"model: {MODEL}\noutput: o\nstage: pt\n{data}", **body})
+            assert answer.status_code == 400, (path, data)
+            assert "outside" in answer.json()["problems"][0]["message"]
