@@ -14,6 +14,8 @@ from meshtune.errors import UserError
 from meshtune.runs.output import claimed
 
 SETTINGS = "settings.json"
+PREDICTIONS, TOTALS = "predictions.jsonl", "metrics.json"
+MARKDOWN, HTML = "report.md", "report.html"
 
 
 @contextlib.contextmanager

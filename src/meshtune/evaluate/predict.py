@@ -12,7 +12,7 @@ from rich.console import Console
 
 from meshtune.errors import UserError
 from meshtune.evaluate.answers import ROWS, Prompt, answers
-from meshtune.evaluate.folder import read_lines, results_folder, write_json, write_lines
+from meshtune.evaluate.folder import PREDICTIONS, TOTALS, read_lines, results_folder, write_json, write_lines
 from meshtune.evaluate.held_out import HeldOut, held_out_loss
 from meshtune.evaluate.metrics import METRICS, check_metrics, record_metrics, total_metrics
 from meshtune.evaluate.progress import shown
@@ -21,7 +21,6 @@ from meshtune.generate.api import Model
 from meshtune.generate.config import Sampling
 from meshtune.generate.prompts import turn_end
 
-PREDICTIONS, TOTALS = "predictions.jsonl", "metrics.json"
 DEFAULT_TOKENS = 512  # of an answer, at most
 
 

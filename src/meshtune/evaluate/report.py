@@ -9,13 +9,12 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from meshtune.evaluate.compare import Outcome, general_differences, professional_differences
-from meshtune.evaluate.folder import replace
+from meshtune.evaluate.folder import HTML, MARKDOWN, replace
 from meshtune.evaluate.overlap import Overlap
 from meshtune.evaluate.plots import draw_differences, draw_losses
 from meshtune.evaluate.results import averages
 from meshtune.evaluate.statistics import Difference
 
-MARKDOWN, HTML = "report.md", "report.html"
 DIFFERENCES, LOSSES = "differences.png", "losses.png"
 SHOWN = 12  # answers side by side
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from meshtune.board.kinds import serve, train
+from meshtune.board.kinds import evaluate, export, serve, train
 from meshtune.board.kinds.prepared import Prepared
 from meshtune.board.workspace import Workspace
 
@@ -13,4 +13,8 @@ from meshtune.board.workspace import Workspace
 KINDS: dict[str, Callable[[Workspace, dict[str, Any]], Prepared]] = {
     "train": train.prepare,
     "serve": serve.prepare,
+    "eval": evaluate.prepare_eval,
+    "predict": evaluate.prepare_predict,
+    "export": export.prepare_export,
+    "push": export.prepare_push,
 }

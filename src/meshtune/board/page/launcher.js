@@ -6,8 +6,8 @@ import { t } from './text.js';
 import { action, copyable, problems } from './widgets.js';
 
 // A panel that starts what `body()` gives, {kind, recipe, ...}; `checked(problems, command)` is told what a check said.
-// `check()` of the result asks again, as when the form has changed.
-export function launcher(body, checked = () => {}) {
+// `started(job)` follows a start, and `replacing` says what becomes of an output that is not empty. `check()` of the result asks again, as when the form has changed.
+export function launcher(body, checked = () => {}, { started = follow, replacing = t('launcher.overwrite') } = {}) {
   const wrong = h('div');
   const command = h('div');
   const choice = deviceChoice();
@@ -28,13 +28,16 @@ export function launcher(body, checked = () => {}) {
   }
 
   const start = action(t('launcher.start'), async () => {
-    const job = await post('api/jobs', whole());
-    location.hash = `#/runs/${job.id}`;
+    started(await post('api/jobs', whole()));
   }, wrong, { class: 'primary' });
   const element = h('div', { class: 'launcher' }, choice.element,
-    h('label', {}, overwrite, ' ', t('launcher.overwrite')), command, wrong,
+    h('label', {}, overwrite, ' ', replacing), command, wrong,
     h('div', { class: 'row' }, start, h('button', { type: 'button', onclick: check }, t('launcher.check'))));
   return { element, check };
+}
+
+function follow(job) {
+  location.hash = `#/runs/${job.id}`;
 }
 
 // Where a run is computed. `value()` is {devices} or {slurm}, as POST /api/jobs takes it.

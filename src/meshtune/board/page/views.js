@@ -3,6 +3,9 @@
 // function that ends what it started.
 
 import * as data from './views/data.js';
+import * as compare from './views/compare.js';
+import * as evaluate from './views/evaluate.js';
+import * as exports from './views/export.js';
 import * as recipe from './views/recipe.js';
 import * as runs from './views/runs.js';
 import * as talk from './views/talk.js';
@@ -11,5 +14,8 @@ export const VIEWS = [
   data,
   recipe,
   runs,
+  compare,
   talk,
+  evaluate,
+  exports,
 ];

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.routing import BaseRoute
 
-from meshtune.board.routes import data, events, jobs, machine, page, recipe, session, talk
+from meshtune.board.routes import compare, data, events, jobs, machine, page, recipe, results, session, talk
 from meshtune.board.state import BoardState
 
 # Each has `routes(state)`, which gives its routes. The page comes last: it takes every other path.
@@ -13,9 +13,11 @@ MODULES = (
     machine,
     jobs,
     events,
+    compare,
     talk,
     recipe,
     data,
+    results,
     page,
 )
 

@@ -174,7 +174,7 @@ function settingsPanel(known) {
     h('input', { type: 'number', id: key, class: 'short', ...limits, value: known[key] ?? value })]));
   const element = h('details', { class: 'card talk-settings' }, h('summary', {}, t('talk.settings')),
     h('label', { for: 'system' }, t('talk.system')), system,
-    h('div', { class: 'fields' }, Object.entries(numbers).map(([key, field]) => h('div', {}, h('label', { for: key }, t(`talk.${key}`)), field))),
+    h('div', { class: 'entries' }, Object.entries(numbers).map(([key, field]) => h('div', {}, h('label', { for: key }, t(`talk.${key}`)), field))),
     h('label', { for: 'tools' }, t('talk.tools')), tools);
   return {
     element,

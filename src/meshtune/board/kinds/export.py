@@ -1,0 +1,65 @@
+"""Exports and pushes: {"model": RUN, "form": one of FORMS, "type": ..., "merge": bool, "repository": ...}."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from meshtune.board import records
+from meshtune.board.kinds.model_argument import checked_model, choice_of
+from meshtune.board.kinds.outputs import check_free, output_of, slug
+from meshtune.board.kinds.prepared import Prepared
+from meshtune.board.workspace import Workspace
+from meshtune.errors import UserError
+from meshtune.runs.output import MODEL
+
+FORMS = ("adapter", "merged", "gguf", "codes")
+GGUF = ("F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_0")
+CODES = ("bitsandbytes", "compressed-tensors", "published")
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def prepare_export(workspace: Workspace, body: dict[str, Any]) -> Prepared:
+    """The command that writes an adapter, a whole model or a GGUF file. Raises: UserError."""
+    model = checked_model(workspace, body, "model")
+    form, options, suffix = _form(workspace, model, body)
+    output = output_of(workspace, body, f"exports/{slug(model)}-{suffix}")
+    overwrite = bool(body.get("overwrite"))
+    check_free(output, overwrite=overwrite)
+    # A GGUF file is written into a folder of its own, beside its Modelfile.
+    to = output / f"{output.name}.gguf" if form == "gguf" else output
+    arguments = ["export", model, "--to", str(to), *options, *["--overwrite"] * overwrite]
+    return Prepared(output.name, tuple(arguments), output=str(output))
+
+
+def prepare_push(workspace: Workspace, body: dict[str, Any]) -> Prepared:
+    """The command that pushes to the hub, with the token that this machine is logged in by. Raises: UserError."""
+    model = checked_model(workspace, body, "model")
+    repository = body.get("repository")
+    if not isinstance(repository, str) or not REPOSITORY.fullmatch(repository):
+        raise UserError(f"{repository!r} is no repository", where="repository", fix="write user/name")
+    _, options, _ = _form(workspace, model, body)
+    flags = ["--public"] * bool(body.get("public")) + ["--overwrite"] * bool(body.get("overwrite"))
+    return Prepared(repository, ("push", model, repository, *options, *flags))
+
+
+def _form(workspace: Workspace, model: str, body: dict[str, Any]) -> tuple[str, list[str], str]:
+    """(form, options of the command, end of a folder's name). A whole model has nothing to merge into GGUF or codes."""
+    form = choice_of(body, "form", FORMS) or "adapter"
+    merge = (
+        ["--merge"]
+        if form == "merged" or (form in ("gguf", "codes") and body.get("merge") and not _is_whole(workspace, model))
+        else []
+    )
+    if form not in ("gguf", "codes"):
+        return form, merge, form
+    allowed = GGUF if form == "gguf" else CODES
+    kind = choice_of(body, "type", allowed) or allowed[3 if form == "gguf" else 0]
+    return form, [*merge, "--gguf" if form == "gguf" else "--format", kind], kind.lower()
+
+
+def _is_whole(workspace: Workspace, model: str) -> bool:
+    """Whether a folder holds a whole model; False for an adapter, a run whose result is one, and an id on the hub."""
+    path = workspace.to_read(model, "model")
+    result = records.run_json(path).get("result") if records.is_run(path) else None
+    return result == MODEL or ((path / "config.json").is_file() and not (path / "adapter_config.json").exists())

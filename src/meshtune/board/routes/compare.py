@@ -1,0 +1,89 @@
+"""Runs beside one another: the keys in which their recipes differ, and their figures."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from meshtune.board import queue, records
+from meshtune.board.job import RECIPE, Job
+from meshtune.board.state import BoardState
+from meshtune.config import yaml_text
+from meshtune.errors import UserError
+from meshtune.train.report.metrics_log import METRICS
+
+MOST = 8
+UNINTERESTING = ("output",)
+
+
+def routes(state: BoardState) -> list[BaseRoute]:
+    """GET /api/compare?job=...&job=..."""
+
+    def compared(names: list[str]) -> dict[str, Any]:
+        if not 1 <= len(names) <= MOST:
+            raise UserError(f"{len(names)} runs cannot be compared", where="job", fix=f"choose 1 to {MOST}")
+        jobs = [queue.find(state.workspace, name) for name in names]
+        recipes = [_recipe(job) for job in jobs]
+        keys = sorted({key for recipe in recipes for key in recipe} - set(UNINTERESTING))
+        differing = [
+            {"key": key, "values": [recipe.get(key) for recipe in recipes]}
+            for key in keys
+            if len({json.dumps(recipe.get(key), sort_keys=True, default=str) for recipe in recipes}) > 1
+        ]
+        runs = [{**state.describe(job), "figures": _figures(job)} for job in jobs]
+        return {"runs": runs, "keys": differing}
+
+    async def compare(request: Request) -> Response:
+        names = request.query_params.getlist("job")
+        return JSONResponse(await run_in_threadpool(compared, names))
+
+    return [Route("/api/compare", compare)]
+
+
+def _recipe(job: Job) -> dict[str, Any]:
+    """Every key of a job's recipe, as `optimizer.learning_rate`: resolved by the run, or else as it was sent."""
+    places = [*([job.output / RECIPE] if job.output is not None else []), job.folder / RECIPE]
+    for path in places:
+        try:
+            content = yaml_text.read(path.read_text(encoding="utf-8"), path.name).value
+        except (OSError, UnicodeDecodeError, UserError):
+            continue
+        if isinstance(content, dict):
+            return dict(_flat(content))
+    return {}
+
+
+def _flat(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        return [pair for key, inner in value.items() for pair in _flat(inner, f"{prefix}.{key}".strip("."))]
+    return [(prefix, value)]
+
+
+def _figures(job: Job) -> dict[str, Any]:
+    """What a run has come to: losses, updates, seconds; absent where it has not yet."""
+    if job.output is None:
+        return {}
+    run = records.run_json(job.output)
+    best, measured = run.get("best"), (run.get("prediction") or {}).get("measured") or {}
+    rows = _evaluations(job.output)
+    return {
+        "step": run.get("step"),
+        "loss": run.get("smoothed_loss", run.get("loss")),
+        "validation": rows[-1].get("loss") if rows else None,
+        "first_validation": rows[0].get("loss") if rows else None,
+        "best": best.get("loss") if isinstance(best, dict) else None,
+        "trained_tokens": (run.get("trained_on") or {}).get("trained_tokens"),
+        "device_bytes": measured.get("device_bytes"),
+        "step_seconds": measured.get("step_seconds"),
+        "seconds": job.exit.get("seconds"),
+    }
+
+
+def _evaluations(output: pathlib.Path) -> list[dict[str, Any]]:
+    return [row for row in records.all_rows(output, METRICS)["rows"] if row.get("kind") == "eval"]

@@ -1,0 +1,136 @@
+"""Evaluations, predictions, exports and comparisons through the API: their commands, and what they have written."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+from boards import READABLE, client, recipe, wait
+
+from meshtune.board import queue
+from meshtune.board.workspace import Workspace, workspace_at
+from meshtune.quickstart import LESSON, MODEL
+
+
+@pytest.fixture
+def workspace(tmp_path: pathlib.Path) -> Workspace:
+    return workspace_at(tmp_path / "root", READABLE)
+
+
+def run_job(board, workspace, **body) -> str:
+    answer = board.post("/api/jobs", json={"devices": {"keys": ["cpu"]}, **body})
+    assert answer.status_code == 201, answer.text
+    job = answer.json()["id"]
+    done = wait(lambda: (state := queue.find(workspace, job).state) not in ("queued", "running") and state, 180)
+    assert done == "finished", (workspace.jobs / job / "log.txt").read_text()
+    return job
+
+
+def command(board, **body) -> str:
+    answer = board.post("/api/check", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["command"]
+
+
+def test_an_export_is_written_and_downloaded(workspace):
+    board = client(workspace)
+    job = run_job(board, workspace, kind="export", model=str(MODEL), form="gguf", type="Q8_0")
+    shown = board.get(f"/api/results/{job}").json()
+    assert shown["folder"] == "exports/model-q8_0"
+    files = {file["path"]: file["bytes"] for file in shown["files"]}
+    path = "model-q8_0.gguf"
+    answer = board.get(f"/api/results/{job}/files/{path}")
+    assert answer.content[:4] == b"GGUF"
+    assert len(answer.content) == files[path]
+    assert answer.headers["content-disposition"].startswith("attachment")
+    output = workspace.root / shown["folder"]
+    (output / "link").symlink_to("/etc/passwd")
+    for name in (
+        "../../meshtune-board/queue.lock",
+        "..%2f..%2fmeshtune-board%2fqueue.lock",
+        "link",
+        "/etc/passwd",
+        "%00",
+    ):
+        refused = board.get(f"/api/results/{job}/files/{name}")
+        assert refused.status_code in (400, 404), name
+        assert b"root:" not in refused.content
+    assert "link" not in {file["path"] for file in board.get(f"/api/results/{job}").json()["files"]}
+
+
+def test_predictions_are_shown_as_rows(workspace):
+    board = client(workspace)
+    body = {"model": str(MODEL), "data": str(LESSON), "limit": 2, "max_tokens": 4}
+    job = run_job(board, workspace, kind="predict", **body)
+    shown = board.get(f"/api/results/{job}").json()
+    assert len(shown["rows"]) == 2
+    assert shown["totals"]
+    assert shown["report"] is False
+    assert board.get(f"/api/results/{job}/report").status_code == 400
+
+
+def test_a_report_runs_nothing(workspace):
+    board = client(workspace)
+    output = workspace.root / "evaluations/x"
+    fields = {"kind": "eval", "name": "x", "arguments": ("version",), "root": str(workspace.root)}
+    job = queue.add(workspace, queue.JobRequest(**fields, output=str(output)))
+    output.mkdir(parents=True)
+    (output / "report.html").write_text("<script>alert(1)</script>")
+    answer = board.get(f"/api/results/{job.id}/report")
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+    assert answer.headers["content-security-policy"].endswith("sandbox")
+
+
+def test_commands_of_evaluations_and_exports(workspace, tmp_path):
+    board = client(workspace)
+    (workspace.root / "arc.jsonl").touch()
+    text = command(board, kind="eval", model=str(MODEL), tasks=["arc_easy=arc.jsonl", "gsm8k"], compare="base", limit=5)
+    assert "--tasks arc_easy=arc.jsonl --tasks gsm8k" in text
+    assert "--compare base --limit 5" in text
+    (workspace.root / "adapter").mkdir()
+    (workspace.root / "adapter/adapter_config.json").touch()
+    body = {"kind": "export", "form": "gguf", "type": "Q4_K_M", "merge": True}
+    assert "--merge --gguf Q4_K_M" in command(board, model="adapter", **body)
+    assert "--merge" not in command(board, model=str(MODEL), **body)
+    assert "--format bitsandbytes" in command(board, kind="export", model=str(MODEL), form="codes")
+    pushed = command(board, kind="push", model=str(MODEL), repository="me/model", form="merged")
+    assert pushed.endswith("me/model --merge")
+    assert "--public" not in pushed
+    (tmp_path / "secret").mkdir()
+    wrong = [
+        ("tasks", {"kind": "eval", "tasks": ["arc_easy=../secret"]}),
+        ("tasks", {"kind": "eval", "tasks": ["--output=/etc"]}),
+        ("tasks", {"kind": "eval", "tasks": "mmlu"}),
+        ("limit", {"kind": "eval", "limit": 0}),
+        ("compare", {"kind": "eval", "compare": "../secret"}),
+        ("data", {"kind": "predict"}),
+        ("data", {"kind": "predict", "data": "../secret"}),
+        ("output", {"kind": "export", "output": "../secret"}),
+        ("output", {"kind": "export", "output": "meshtune-board/jobs"}),
+        ("type", {"kind": "export", "form": "gguf", "type": "Q1"}),
+        ("repository", {"kind": "push", "repository": "--public"}),
+    ]
+    for path, body in wrong:
+        answer = board.post("/api/check", json={"model": str(MODEL), **body})
+        assert answer.status_code == 400, body
+        assert answer.json()["problems"][0]["path"] == path, body
+
+
+def test_runs_are_compared_by_the_keys_in_which_they_differ(workspace):
+    board = client(workspace)
+    jobs = []
+    for name, rank, loss in (("one", 4, 2.0), ("two", 8, 1.5)):
+        output = workspace.root / "runs" / name
+        fields = {"kind": "train", "name": name, "arguments": ("version",), "root": str(workspace.root)}
+        text = recipe(f"runs/{name}").replace("rank: 4", f"rank: {rank}")
+        jobs.append(queue.add(workspace, queue.JobRequest(**fields, output=str(output)), text).id)
+        output.mkdir(parents=True)
+        rows = [{"kind": "eval", "step": step, "loss": loss + 1 / (step + 1), "memory": 1} for step in (0, 9)]
+        (output / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = board.get("/api/compare", params={"job": jobs}).json()
+    assert shown["keys"] == [{"key": "method.rank", "values": [4, 8]}]
+    assert [run["figures"]["first_validation"] for run in shown["runs"]] == [3.0, 2.5]
+    assert [run["figures"]["validation"] for run in shown["runs"]] == [2.1, 1.6]
+    assert board.get("/api/compare").status_code == 400
+    assert board.get("/api/compare", params={"job": "00009-none"}).status_code == 404
