@@ -1,10 +1,13 @@
-"""Writes docs/families-memory.md: the memory of common models by method, estimated without a compiler.
+"""Writes docs/families-memory.md and the board's list of models: the memory of common models by method, estimated
+without a compiler.
 
 python benchmarks/plans/families.py
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import pathlib
 from typing import Any
 
@@ -29,6 +32,18 @@ NAMES = {
     "qwen3-30b-a3b": "Qwen3 30B-A3B", "mixtral-8x7b": "Mixtral 8x7B",
     "llama-3.1-70b": "Llama 3.1 70B", "glm-4.5-air": "GLM-4.5-Air 106B", "qwen3-235b-a22b": "Qwen3 235B-A22B",
     "llama-3.1-405b": "Llama 3.1 405B", "deepseek-v3": "DeepSeek V3 671B",
+}  # fmt: skip
+BOARD = ROOT / "src/meshtune/board/models.json"
+HUB = {
+    "gemma-3n-e2b": ("google/gemma-3n-E2B-it", "Gemma"), "gemma-3n-e4b": ("google/gemma-3n-E4B-it", "Gemma"),
+    "llama-2-7b": ("meta-llama/Llama-2-7b-hf", "Llama"), "llama-3.1-8b": ("meta-llama/Llama-3.1-8B-Instruct", "Llama"),
+    "gemma-3-27b": ("google/gemma-3-27b-it", "Gemma"), "qwen3.5-27b": ("Qwen/Qwen3.5-27B", "Qwen"),
+    "qwen3-30b-a3b": ("Qwen/Qwen3-30B-A3B", "Qwen"),
+    "mixtral-8x7b": ("mistralai/Mixtral-8x7B-Instruct-v0.1", "Mistral"),
+    "llama-3.1-70b": ("meta-llama/Llama-3.1-70B-Instruct", "Llama"), "glm-4.5-air": ("zai-org/GLM-4.5-Air", "GLM"),
+    "qwen3-235b-a22b": ("Qwen/Qwen3-235B-A22B", "Qwen"),
+    "llama-3.1-405b": ("meta-llama/Llama-3.1-405B-Instruct", "Llama"),
+    "deepseek-v3": ("deepseek-ai/DeepSeek-V3", "DeepSeek"),
 }  # fmt: skip
 
 
@@ -55,6 +70,12 @@ def main() -> None:
         *(f"| {' | '.join(cells)} |" for cells in rows),
     ]
     (ROOT / "docs/families-memory.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    listed = [
+        {"name": name, "id": HUB[folder][0], "family": HUB[folder][1]}
+        | {"bytes": {method.lower(): size_of(folder, method) for method in METHODS}}
+        for folder, name in NAMES.items()
+    ]
+    BOARD.write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
 
 
 def row(folder: str, name: str) -> list[str]:
@@ -62,14 +83,25 @@ def row(folder: str, name: str) -> list[str]:
     return [name, *(cell(folder, method) for method in METHODS)]
 
 
-def cell(folder: str, method: str) -> str:
-    """The memory of one device, and the card that holds it."""
+@functools.cache
+def size_of(folder: str, method: str) -> int:
+    """The bytes of one device."""
     data = {"train": str(ROOT / "examples/data/sharegpt.jsonl"), "max_length": TOKENS}
-    fields = {"model": str(MODELS / folder), "data": data, "output": "runs/memory", **METHODS[method]}
+    fields: dict[str, object] = {
+        "model": str(MODELS / folder),
+        "data": data,
+        "output": "runs/memory",
+        **METHODS[method],
+    }
     fields |= {"train": {"epochs": 1, "batch_size": 1}, "mesh": {"dp": 1}}
     recipe = load_recipe(fields | {"compute": {"precision": "mixed", "remat": "full"}})
     largest = find_target(CARDS[-1])
-    size = score(recipe, largest, workload_of(recipe, largest.device.backend)).estimate.device_bytes
+    return score(recipe, largest, workload_of(recipe, largest.device.backend)).estimate.device_bytes
+
+
+def cell(folder: str, method: str) -> str:
+    """The memory of one device, and the card that holds it."""
+    size, largest = size_of(folder, method), find_target(CARDS[-1])
     for card in CARDS:
         if size <= 0.94 * find_target(card).device.memory:
             return f"{size / GIB:,.1f} GiB ({card})"

@@ -12,8 +12,10 @@ from meshtune.config.load import load_recipe, silent
 from meshtune.config.recipe import DEFAULT_EPOCHS, Recipe
 from meshtune.errors import UserError
 from meshtune.plan.backend import compiler_for
+from meshtune.plan.candidate import workload_of
 from meshtune.plan.hardware import find_target
 from meshtune.plan.report import PlanReport, report_for, to_json
+from meshtune.plan.search import memory_limit, score
 from meshtune.plan.updates import Updates, updates_of
 from meshtune.setup.choices import Decision, compute_of, optimizer_of
 from meshtune.setup.machine import Machine
@@ -57,10 +59,10 @@ def choices(recipe: Recipe, report: PlanReport) -> Iterable[Decision]:
         yield Decision("mesh", str(scored.mesh), "auto: what is fastest and fits")
     if recipe.train.micro_batch in ("auto", None):
         yield Decision("train.micro_batch", str(candidate.rows), f"{candidate.accumulation} an update")
-    machine = Machine(device.platform, (), device.arch)
+    devices = Machine(device.platform, (), device.arch)
     try:
         _, decisions = compute_of(
-            scored.recipe, work.spec, precision, candidate.rows, candidate.length, candidate.layout, machine
+            scored.recipe, work.spec, precision, candidate.rows, candidate.length, candidate.layout, devices
         )
     except UserError as error:
         decisions = [Decision("warning", error.what, error.fix or "")]
@@ -74,8 +76,45 @@ def _choice(decision: Decision) -> dict[str, str]:
     return {"name": decision.name, "value": decision.value, "reason": decision.reason}
 
 
+METHODS: dict[str, dict[str, Any]] = {
+    "qlora": {"method": {"kind": "lora", "rank": 16, "alpha": 32}, "quantize": "nf4"},
+    "lora": {"method": {"kind": "lora", "rank": 16, "alpha": 32}},
+    "full": {"method": {"kind": "full"}},
+}
+ROW = 4096  # tokens, as in the list of models
+
+
+def machine(_: dict[str, Any]) -> dict[str, Any]:
+    """{"name", "memory"} of this machine: bytes of a device, without the reserve."""
+    target = local_machine()
+    return {"name": str(target), "memory": memory_limit(target)}
+
+
+def methods(request: dict[str, Any]) -> dict[str, Any]:
+    """The bytes of one device that each method takes for the model at {"path": ...}; a refusal in place of a number."""
+    target = local_machine()
+    sizes: dict[str, Any] = {}
+    for name, fields in METHODS.items():
+        content: dict[str, Any] = {
+            "model": request["path"],
+            "data": {"train": "none", "max_length": ROW},
+            "output": "none",
+            **fields,
+        }
+        content |= {"train": {"steps": 1, "batch_size": 1}, "mesh": {"dp": 1}}
+        content |= {"compute": {"precision": "mixed", "remat": "full"}}
+        try:
+            recipe = load_recipe(content, notify=silent)
+            sizes[name] = score(recipe, target, workload_of(recipe, target.device.backend)).estimate.device_bytes
+        except UserError as error:
+            sizes[name] = error.what
+    return {"bytes": sizes, **machine({})}
+
+
 # What can be asked for, by the request's `work`. Raises: UserError, reported to the page.
 WORK: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "plan": plan,
     "data": preview,
+    "machine": machine,
+    "methods": methods,
 }

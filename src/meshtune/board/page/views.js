@@ -6,11 +6,13 @@ import * as data from './views/data.js';
 import * as compare from './views/compare.js';
 import * as evaluate from './views/evaluate.js';
 import * as exports from './views/export.js';
+import * as model from './views/model.js';
 import * as recipe from './views/recipe.js';
 import * as runs from './views/runs.js';
 import * as talk from './views/talk.js';
 
 export const VIEWS = [
+  model,
   data,
   recipe,
   runs,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.routing import BaseRoute
 
-from meshtune.board.routes import compare, data, events, jobs, machine, page, recipe, results, session, talk
+from meshtune.board.routes import compare, data, events, jobs, machine, models, page, recipe, results, session, talk
 from meshtune.board.state import BoardState
 
 # Each has `routes(state)`, which gives its routes. The page comes last: it takes every other path.
@@ -18,6 +18,7 @@ MODULES = (
     recipe,
     data,
     results,
+    models,
     page,
 )
 

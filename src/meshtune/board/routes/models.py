@@ -1,0 +1,57 @@
+"""The Model page: models of the hub and of this machine's folders, and the memory that each method takes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from meshtune.board.answers import body_of
+from meshtune.board.catalogue import catalogue
+from meshtune.board.state import BoardState
+from meshtune.errors import UserError
+
+LIST = pathlib.Path(__file__).parents[1] / "models.json"  # made by benchmarks/plans/families.py
+
+
+def routes(state: BoardState) -> list[BaseRoute]:
+    """/api/models and what is below it."""
+    workspace = state.workspace
+
+    async def list_models(_: Request) -> Response:
+        local = [entry for entry in await run_in_threadpool(catalogue, workspace) if entry["kind"] != "adapter"]
+        return JSONResponse({"hub": listed(), "local": local})
+
+    async def machine(request: Request) -> Response:
+        page = request.query_params.get("page", "")[:100]
+        answer = await state.planner.ask({"work": "machine"}, f"machine {page}")
+        return JSONResponse(answer, 400 if answer.get("problems") else 200)
+
+    async def memory(request: Request) -> Response:
+        body = await body_of(request)
+        path = body.get("path")
+        if not isinstance(path, str) or not path.strip():
+            raise UserError("the model is missing", where="path", fix="give a folder, a GGUF file or a hub id")
+        if path.startswith(("/", "~", ".")) or (workspace.root / path).exists():
+            workspace.to_read(path, "path")
+        page = str(body.get("page") or "")[:100]
+        answer = await state.planner.ask({"work": "methods", "path": path.strip()}, f"memory {page}")
+        return JSONResponse(answer, 400 if answer.get("problems") else 200)
+
+    return [
+        Route("/api/models", list_models),
+        Route("/api/models/machine", machine),
+        Route("/api/models/memory", memory, methods=["POST"]),
+    ]
+
+
+@functools.cache
+def listed() -> list[dict[str, Any]]:
+    """{name, id, family, bytes by method} of models that are often tuned."""
+    return json.loads(LIST.read_text(encoding="utf-8"))

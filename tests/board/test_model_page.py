@@ -1,0 +1,39 @@
+"""The API behind the Model page: models by family with the memory of each method, and what this machine holds."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+
+from boards import READABLE, client
+
+from meshtune.board.routes.models import listed
+from meshtune.board.workspace import workspace_at
+from meshtune.quickstart import MODEL
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs/families-memory.md"
+
+
+def test_the_list_is_that_of_the_docs():
+    rows = {line.split(" | ")[0].removeprefix("| "): line for line in DOCS.read_text(encoding="utf-8").splitlines()}
+    for model in listed():
+        for size in model["bytes"].values():
+            digits = (
+                f"{size / 2**30:,.1f}" if f"{size / 2**30:,.1f} GiB" in rows[model["name"]] else f"{size / 2**30:,.0f}"
+            )
+            assert f"{digits} GiB" in rows[model["name"]]
+
+
+def test_models_of_the_folders_are_listed_and_measured(tmp_path):
+    workspace = workspace_at(tmp_path / "root", READABLE)
+    shutil.copytree(MODEL, workspace.root / "small")
+    with client(workspace) as board:
+        answer = board.get("/api/models").json()
+        assert {"path": "small", "kind": "model"} in answer["local"]
+        here = board.get("/api/models/machine").json()
+        sizes = board.post("/api/models/memory", json={"path": "small"}).json()
+        assert 0 < sizes["bytes"]["lora"] < sizes["bytes"]["full"] < here["memory"] == sizes["memory"]
+        body = board.post("/api/models/memory", json={"path": "/etc"})
+        assert body.status_code == 400
+        assert "outside" in body.json()["problems"][0]["message"]
+        assert board.post("/api/models/memory", json={}).json()["problems"][0]["path"] == "path"
