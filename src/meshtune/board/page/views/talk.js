@@ -15,7 +15,7 @@ const NUMBERS = {
   temperature: { min: 0, max: 5, step: 0.1, value: 0.7 },
   top_p: { min: 0.01, max: 1, step: 0.01, value: 0.95 },
   top_k: { min: 0, step: 1, value: 0 },
-  max_tokens: { min: 1, step: 1, value: 512 },
+  max_tokens: { min: 1, step: 1, value: '' },
   repetition_penalty: { min: 0.1, max: 5, step: 0.05, value: 1 },
   seed: { step: 1, value: '' },
 };
