@@ -136,9 +136,10 @@ function sources(field, change, id) {
     }));
   }
 
+  draw();
   return { element, show: (value) => {
     const next = Array.isArray(value) ? value.map((entry) => ({ ...entry })) : [];
-    if (JSON.stringify(next) === JSON.stringify(entries) || rows.contains(document.activeElement)) return;
+    if (JSON.stringify(next) === JSON.stringify(entries.filter((entry) => entry.path || entry.name)) || rows.contains(document.activeElement)) return;
     entries = next;
     draw();
   } };
