@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 import subprocess
@@ -14,6 +15,7 @@ os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+MAPPED_REGIONS = 25_000  # after which compiled programs are freed
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,6 +34,23 @@ def pytest_configure(config: pytest.Config) -> None:
         del os.environ["XLA_FLAGS"]
     else:
         os.environ["XLA_FLAGS"] = before
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Frees compiled programs between files: Linux lets a process map 65,530 regions of memory, and each takes several.
+
+    Beyond it the compiler ends in a segmentation fault.
+    """
+    maps = pathlib.Path("/proc/self/maps")
+    if nextitem is None or nextitem.path == item.path or not maps.exists():
+        return
+    with maps.open("rb") as regions:
+        count = sum(1 for _ in regions)
+    if count > MAPPED_REGIONS:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
