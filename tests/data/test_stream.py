@@ -128,7 +128,6 @@ def test_a_journal_of_other_data_is_ignored(text, tokenizer):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["stage=sft"], "only plain text"),
         (["train.steps=null"], "give train.steps"),
         (["data.validation=0.1"], "give a file"),
         (["data.packing=false"], "fills its rows"),
@@ -140,7 +139,7 @@ def test_options_impossible_with_a_stream_are_refused(overrides, message, text, 
 
 
 def test_a_bad_record_is_named_or_left_out(text, tokenizer, monkeypatch):
-    monkeypatch.setattr("meshtune.data.prepare._REPORT_SAMPLE", 30)  # only these are looked at before training
+    monkeypatch.setattr("meshtune.data.prepare_stream._REPORT_SAMPLE", 30)  # only these are looked at before training
     with text.open("a") as file:
         file.write('\n{"text": 7}')
     with pytest.raises(UserError) as caught:

@@ -59,8 +59,8 @@ class DataSection(Section):
     overlong: Overlong = declared(TokenOptions, "overlong")
     streaming: bool = Field(
         default=False,
-        description="Stage pt: tokenise while training instead of before; documents go on in the next row. Needs "
-        "train.steps.",
+        description="Tokenise while training instead of before, for data of any size. Needs train.steps. In stage pt "
+        "documents go on in the next row.",
     )
     on_bad: Literal["error", "skip"] = Field(
         default="error", description="How records that do not fit their format are treated."

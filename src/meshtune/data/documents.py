@@ -119,10 +119,7 @@ def load_documents(data: DataSection, *, seed: int, dataset_type: DatasetType = 
     train = check_all(data.train)
     validation = None
     if isinstance(data.validation, list):
-        for index, section in enumerate(data.validation):
-            if section.weight is not None:
-                where = f"data.validation[{index}].weight"
-                raise UserError("validation sources have no weights", where=where, fix="use cap instead")
+        _check_unweighted(data.validation)
         validation = _concatenate(check_all(data.validation))
     elif data.validation is not None:
         train, held_out = _hold_out(train, data.validation, seed)
@@ -133,21 +130,36 @@ def load_documents(data: DataSection, *, seed: int, dataset_type: DatasetType = 
     return Documents(_mixed(train, data.mixing, seed), validation, skipped, formats)
 
 
-def open_documents(data: DataSection, *, seed: int) -> DocumentList:
-    """The training documents of a recipe, of which only the first few are read: for data too large to be read twice.
+def load_validation(data: DataSection, *, seed: int, dataset_type: DatasetType = "documents") -> DocumentList:
+    """The validation data of a recipe that has sources of them, as `load_documents` loads them."""
+    assert isinstance(data.validation, list)
+    _check_unweighted(data.validation)
+    alone = data.model_copy(update={"train": data.validation, "validation": None, "mixing": "concat"})
+    return load_documents(alone, seed=seed, dataset_type=dataset_type).train
+
+
+def open_documents(data: DataSection, *, seed: int, dataset_type: DatasetType = "documents") -> DocumentList:
+    """The training data of a recipe, of which only the first few are read: for data too large to be read twice.
 
     Sources are mixed as by `load_documents`. Reading a malformed record raises UserError on access.
     """
     registry = Registry.load(data.registry) if data.registry else None
     opened = []
     for section in data.train:
-        source = _data_source(section, registry, "documents")
+        source = _data_source(section, registry, dataset_type)
         records = open_source(source)
-        form = _select_format(source, records, data.on_bad, "documents")
+        form = _select_format(source, records, data.on_bad, dataset_type)
         indices = np.arange(min(len(records), source.cap or len(records)), dtype=np.int64)
         indices = _sample(indices, source.sample, seed)
         opened.append(CheckedSource(source, records, form, form.resolve(source.columns), indices))
     return _mixed(opened, data.mixing, seed)
+
+
+def _check_unweighted(validation: Sequence[SourceSection]) -> None:
+    for index, section in enumerate(validation):
+        if section.weight is not None:
+            where = f"data.validation[{index}].weight"
+            raise UserError("validation sources have no weights", where=where, fix="use cap instead")
 
 
 def _data_source(section: SourceSection, registry: Registry | None, dataset_type: DatasetType) -> DataSource:

@@ -13,13 +13,14 @@ import dataclasses
 import math
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from meshtune.data.conversation import Origin
 from meshtune.data.packing import PackedRows, pack, padded_length, shuffled, unpacked_rows
 from meshtune.data.store import Store
+from meshtune.data.tokens import Example
 from meshtune.data.units import Units
 from meshtune.errors import UserError
 
@@ -145,23 +146,13 @@ class Loader:
             row = epoch_step * self.batch_size + batch_row
             units = rows[row] if row < len(rows) else rows.documents[:0]
             documents = (self.unit_size * units[:, None] + np.arange(self.unit_size)).ravel().tolist()
-            self._fill({name: array[batch_row] for name, array in arrays.items()}, documents)
+            fill_row({name: array[batch_row] for name, array in arrays.items()}, map(self.store.__getitem__, documents))
             origins.append([self.store.origin(document) for document in documents[:: self.unit_size]])
             row_units.append(units)
         if self.units is not None:
-            arrays |= self.units.arrays(self.store, row_units, self.max_units, arrays)
+            values = [self.store.values[2 * units] for units in row_units]
+            arrays |= self.units.arrays(values, row_units, self.max_units, arrays)
         return micro_batches(arrays, origins, self.accumulation, step, epoch)
-
-    def _fill(self, row: dict[str, np.ndarray], documents: list[int]) -> None:
-        store, position = self.store, 0
-        for segment, document in enumerate(documents, start=1):
-            start, end = int(store.offsets[document]), int(store.offsets[document + 1])
-            span = slice(position, position := position + end - start - 1)
-            row["tokens"][span] = store.ids[start : end - 1]
-            row["targets"][span] = store.ids[start + 1 : end]
-            row["weights"][span] = store.weights[start + 1 : end]
-            row["positions"][span] = np.arange(end - start - 1)
-            row["segment_ids"][span] = segment
 
     def iterate(
         self, start: int = 0, stop: int | None = None, *, threads: int = 2, prefetch: int = 4
@@ -180,6 +171,19 @@ class Loader:
             close = getattr(iterator, "close", None)
             if close is not None:
                 close()
+
+
+def fill_row(row: dict[str, np.ndarray], examples: Iterable[Example]) -> None:
+    """Writes the examples into the arrays of a row, each [T], as segments 1, 2, ..., from its first position on."""
+    position = 0
+    for segment, example in enumerate(examples, start=1):
+        length = len(example.ids) - 1
+        span = slice(position, position := position + length)
+        row["tokens"][span] = example.ids[:-1]
+        row["targets"][span] = example.ids[1:]
+        row["weights"][span] = example.weights[1:]
+        row["positions"][span] = np.arange(length)
+        row["segment_ids"][span] = segment
 
 
 def micro_batches(

@@ -4,41 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pathlib
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
-from meshtune.config.data_options import TokenOptions
-from meshtune.config.recipe import Recipe, TrainSection
-from meshtune.data.conversation import Conversation, Document, Sample, Text
-from meshtune.data.documents import DocumentList, SkippedRecord, load_documents, open_documents
+from meshtune.config.recipe import Recipe
+from meshtune.data.conversation import Sample
+from meshtune.data.documents import SkippedRecord, load_documents, load_validation
 from meshtune.data.loader import Loader
-from meshtune.data.report import DataReport, make_report, stream_report
-from meshtune.data.store import Store, fingerprint
+from meshtune.data.prepare_stream import check_streaming, prepare_stream
+from meshtune.data.report import DataReport, make_report
+from meshtune.data.store import Store
 from meshtune.data.stream import Stream
 from meshtune.data.system_prompt import WithSystemPrompt
 from meshtune.data.tokenise import (
     Progress,
     nothing_to_train_error,
-    require_plain_text,
+    one_label_error,
     token_options,
     tokenised_store,
-    tokenizer_hash,
 )
 from meshtune.data.tokenizer import check_vocabulary
-from meshtune.data.tokens import Tokenize
 from meshtune.data.units import Units, nll_share
-from meshtune.errors import UserError
 from meshtune.objectives.stages import STAGES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-STREAM_JOURNAL = "stream.jsonl"  # in the run's directory
-_REPORT_SAMPLE = 200  # documents that the report on a stream is made from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,84 +150,16 @@ class _Preparation:
         return Units(nll=nll, nll_share=nll_share(store, nll) if split == "validation" else None)
 
     def stream(self) -> PreparedData:
-        """Training documents as a stream; validation documents as usual."""
-        recipe, tokenizer = self.recipe, self.tokenizer
-        data, train = recipe.data, recipe.train
-        _check_streaming(recipe)
-        assert train.steps is not None
-        documents = open_documents(data, seed=recipe.seed)
-        options = dataclasses.replace(token_options(data, recipe.stage.kind), max_length=sys.maxsize)
-        stream = Stream(
-            documents,
-            Tokenize(tokenizer, options),
-            max_length=data.max_length,
-            batch_size=train.batch_size,
-            steps=train.steps,
-            accumulation=train.accumulation,
-            shuffle=data.shuffle,
-            seed=recipe.seed,
-            skip=data.on_bad == "skip",
-            fingerprint=_stream_fingerprint(recipe, tokenizer, options, documents),
-            journal=pathlib.Path(recipe.output).expanduser() / STREAM_JOURNAL,
-        )
-        sample = Tokenize(tokenizer, options)
-        first = require_plain_text(_first_documents(documents, skip=data.on_bad == "skip"))
-        lengths = [len(example.ids) for example in sample(first)]
-        if not lengths:
-            raise nothing_to_train_error("train", sample.counts)
-        report = stream_report(stream, sample.counts, np.array(lengths))
+        """Training data as a stream; validation data as usual."""
+        check_streaming(self.recipe)
+        units = None if STAGES[self.recipe.stage.kind].dataset_type == "documents" else Units(nll=_nll(self.recipe))
+        stream, report = prepare_stream(self.recipe, self.tokenizer, units)
         validation, validation_report = None, None
-        if isinstance(data.validation, list):
-            changes = {"train": data.validation, "validation": None, "streaming": False, "shuffle": False}
-            batch = TrainSection(epochs=1, batch_size=train.batch_size // train.accumulation)
-            alone = recipe.model_copy(update={"data": data.model_copy(update=changes), "train": batch})
-            prepared = prepare_data(alone, tokenizer, cache=self.cache, progress=self.progress)
-            assert isinstance(prepared.train, Loader)
-            validation, validation_report = (
-                prepared.train,
-                dataclasses.replace(prepared.report, split="validation"),
-            )
+        if isinstance(self.recipe.data.validation, list):
+            dataset_type = STAGES[self.recipe.stage.kind].dataset_type
+            documents = load_validation(self.recipe.data, seed=self.recipe.seed, dataset_type=dataset_type)
+            validation, validation_report = self.validation(documents)
         return PreparedData(stream, validation, report, validation_report, stream.fingerprint)
-
-
-def _check_streaming(recipe: Recipe) -> None:
-    """Raises UserError for options that are not possible with data.streaming."""
-    data, train = recipe.data, recipe.train
-    obstacles = {
-        "stage": recipe.stage.kind != "pt" and "only plain text (stage: pt) can be continued in the next row",
-        "train.steps": train.steps is None
-        and "the length of an epoch of a stream is unknown before its end: give train.steps",
-        "data.validation": isinstance(data.validation, float) and "nothing can be held out of a stream: give a file",
-        "data.packing": not data.packing and "a stream fills its rows: leave data.packing out",
-    }
-    for where, reason in obstacles.items():
-        if reason:
-            fix = "or set data.streaming=false"
-            raise UserError(f"data.streaming is not possible here: {reason}", where=where, fix=fix)
-
-
-def _stream_fingerprint(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, options: TokenOptions, documents: DocumentList
-) -> str:
-    data = recipe.data
-    files = [(checked.source.path, checked.source.revision, len(checked.records)) for checked in documents.sources]
-    parts = (tokenizer_hash(tokenizer), options.cache_key(), repr(files), str(data.shuffle), str(recipe.seed))
-    weights = [checked.source.weight for checked in documents.sources]
-    mixture = (data.mixing, repr(weights)) if data.mixing != "concat" or any(weights) else ()
-    return fingerprint((), *parts, str(data.max_length), str(recipe.train.batch_size), *mixture)
-
-
-def _first_documents(documents: DocumentList, *, skip: bool) -> Iterator[Document]:
-    """The first documents, which are all that is read before training."""
-    for index in range(min(_REPORT_SAMPLE, len(documents))):
-        try:
-            document = documents[index]
-        except UserError:
-            if not skip:
-                raise
-            continue
-        assert isinstance(document, Conversation | Text)
-        yield document
 
 
 def _nll(recipe: Recipe) -> Literal["answer", "all"] | None:
@@ -252,9 +174,4 @@ def _check_both_labels(store: Store) -> None:
     """Raises UserError if all labels are the same, since there would be nothing to compare."""
     labels = store.values[::2]
     if labels.min() == labels.max():
-        raise UserError(
-            f"all {len(labels)} answers are labelled {'true' if labels[0] else 'false'}, so there is nothing to tell "
-            "good answers from bad ones",
-            where="data.train",
-            fix="add answers with the other label; or train on the good ones with stage: sft",
-        )
+        raise one_label_error(len(labels), bool(labels[0]))

@@ -12,6 +12,7 @@ from meshtune.data.documents import SkippedRecord
 from meshtune.data.loader import Loader
 from meshtune.data.stream import Stream
 from meshtune.data.tokens import TokenCounts
+from meshtune.data.window_rows import WindowRows
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -37,7 +38,8 @@ class DataReport:
 
     `efficiency` is the share of positions in the rows of the first epoch that hold a token, without the padding rows of
     its last batch. `histogram` lists (shortest, longest, documents) of each bin of lengths in tokens, both inclusive.
-    `copies` counts documents with the same tokens as an earlier one. `template` is None for plain text. `cache_damage`
+    `copies` counts documents with the same tokens as an earlier one; of a stream it is 0. With `sampled` the counts are
+    estimates from that many samples, as of a stream. `template` is None for plain text. `cache_damage`
     describes a damaged store that was replaced. A sample of `dataset_type` pairs is two documents.
     """
 
@@ -57,6 +59,7 @@ class DataReport:
     template: TemplateInfo | None = None
     cache_damage: str | None = None
     dataset_type: DatasetType = "documents"
+    sampled: int | None = None
 
     @property
     def samples(self) -> int:
@@ -78,6 +81,8 @@ class DataReport:
     def notes(self) -> list[str]:
         """Facts worth knowing that are no cause for concern."""
         counts, notes = self.counts, []
+        if self.sampled is not None:
+            notes.append(f"a stream: its numbers are estimated from {self.sampled:,} of its {self.noun}")
         if counts.split:
             notes.append(
                 f"{counts.split} documents are tokenised in parts at the start of an answer, where the tokenizer would "
@@ -132,7 +137,8 @@ def stream_report(stream: Stream, counts: TokenCounts, lengths: np.ndarray) -> D
     """The report on a stream: counts and lengths of a sample of its documents, tokens and documents of the run."""
     rows = stream.steps * stream.batch_size
     tokens = rows * stream.row_length
-    counts = dataclasses.replace(counts, examples=len(stream.documents), tokens=tokens, trained_tokens=tokens)
+    documents = len(stream.documents)
+    counts = dataclasses.replace(counts, documents=documents, examples=documents, tokens=tokens, trained_tokens=tokens)
     return DataReport(
         split="train",
         counts=counts,
@@ -147,6 +153,43 @@ def stream_report(stream: Stream, counts: TokenCounts, lengths: np.ndarray) -> D
         longest=int(lengths.max()),
         copies=0,
         max_length=stream.row_length,
+    )
+
+
+def window_report(
+    stream: Stream, rows: WindowRows, template: TemplateInfo | None, dataset_type: DatasetType
+) -> DataReport:
+    """The report on a stream of samples: estimates from its first window, for all samples (documents that are left out,
+    cut and so on) and for the rows of the run (tokens)."""
+    window, total = rows.window(0, 0), len(rows.documents)
+    sampled, run_rows = min(total, rows.window_size), stream.steps * stream.batch_size
+    used = int((window.lengths - 1).sum())
+    share = used / (len(window.rows) * rows.row_length)
+    trained = window.counts.trained_tokens / max(1, window.counts.tokens)
+    tokens = round(share * run_rows * rows.row_length)
+    scaled = {
+        field.name: round(getattr(window.counts, field.name) * total / sampled)
+        for field in dataclasses.fields(TokenCounts)
+        if field.name != "skipped"
+    }
+    counts = TokenCounts(**{**scaled, "tokens": tokens, "trained_tokens": round(trained * tokens)})
+    return DataReport(
+        split="train",
+        counts=counts,
+        skipped=tuple(SkippedRecord(origin, reason) for origin, reason in window.counts.skipped),
+        rows=run_rows,
+        row_length=rows.row_length,
+        packing=rows.packing,
+        steps_per_epoch=stream.steps,
+        batch_rows=rows.batch_size,
+        efficiency=share,
+        histogram=histogram(window.lengths),
+        longest=int(window.lengths.max()),
+        copies=0,
+        max_length=rows.row_length // rows.unit_size,
+        template=template,
+        dataset_type=dataset_type,
+        sampled=sampled,
     )
 
 

@@ -1,9 +1,9 @@
-"""Plain text tokenised during training: nothing is read, checked or cached beforehand, however large the files are.
+"""Batches of data that are tokenised during training: nothing is read, checked or cached beforehand, however large the
+files are.
 
-Documents follow each other in a seeded order and fill every position of every row. A document that does not fit is
-continued in the next row, as a segment of its own that begins with the previous token, so that every token but a
-document's first is predicted exactly once. The position at which an update begins is a function of the data, the order
-and the row length; a journal records it regularly, so that a resumed run need not read the data before it again.
+What the rows of a batch hold is a function of the data, their order and the position at which the update begins
+(data.text_rows, data.window_rows), so that every process of a job computes the same batches. A journal records that
+position regularly, so that a resumed run need not read the data before it again.
 """
 
 from __future__ import annotations
@@ -14,59 +14,59 @@ import itertools
 import json
 import pathlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
-import numpy as np
-
-from meshtune.data.conversation import Conversation, Origin, Text
-from meshtune.data.documents import DocumentList
-from meshtune.data.loader import TOKEN_ARRAYS, HostBatch, micro_batches
-from meshtune.data.packing import shuffled
-from meshtune.data.tokens import Example, Tokenize
+from meshtune.data.conversation import Sample
+from meshtune.data.loader import HostBatch
 from meshtune.errors import UserError
 
 JOURNAL_INTERVAL = 16  # updates between two entries of the journal
-_GROUP = 64  # documents tokenised at once
 
 
 @dataclasses.dataclass(frozen=True)
 class StreamPosition:
-    """A position in the stream: the epoch, the index of the document in the epoch's order, and how many of its
-    positions are used."""
+    """A position in the stream: the epoch, the index of the document or window in the epoch's order, and how many of
+    its positions or rows are used."""
 
     epoch: int = 0
     index: int = 0
     used: int = 0
 
 
+class Cursor(Protocol):
+    """Reads batches from a position on. `position` is where the next one begins."""
+
+    position: StreamPosition
+
+    def batch(self, step: int) -> HostBatch: ...
+
+
+class StreamRows(Protocol):
+    """The rows of a stream, epoch after epoch: `batch_size` of them are an update, each of `row_length` positions."""
+
+    @property
+    def documents(self) -> Sequence[Sample]: ...
+
+    @property
+    def row_length(self) -> int: ...
+
+    @property
+    def batch_size(self) -> int: ...
+
+    def cursor(self, position: StreamPosition) -> Cursor: ...
+
+
 class Stream:
     """Batches like those of data.loader.Loader, for a run of `steps` updates. `journal` is a file, or None.
 
-    With `skip` records that cannot be read are left out, instead of raising UserError with the record's name.
+    `fingerprint` is a hash of what the batches depend on: entries of the journal with another one are ignored.
     """
 
-    units = None
-
-    def __init__(
-        self,
-        documents: DocumentList,
-        tokenize: Tokenize,
-        *,
-        max_length: int,
-        batch_size: int,
-        steps: int,
-        accumulation: int = 1,
-        shuffle: bool = True,
-        seed: int = 0,
-        skip: bool = False,
-        fingerprint: str = "",
-        journal: pathlib.Path | None = None,
-    ):
-        self.documents, self.tokenize, self.steps = documents, tokenize, steps
-        self.row_length, self.batch_size, self.accumulation = max_length, batch_size, accumulation
-        self.shuffle, self.seed, self.skip = shuffle, seed, skip
-        self.fingerprint, self.journal = fingerprint, journal
+    def __init__(self, rows: StreamRows, *, steps: int, fingerprint: str = "", journal: pathlib.Path | None = None):
+        self.rows, self.steps, self.fingerprint, self.journal = rows, steps, fingerprint, journal
+        self.documents, self.row_length, self.batch_size = rows.documents, rows.row_length, rows.batch_size
 
     def steps_per_epoch(self, epoch: int) -> int:
         """The updates of the whole run, since the length of an epoch is unknown before its end."""
@@ -111,35 +111,14 @@ class Stream:
 
     def _batches(self, first_step: int, *, write_journal: bool = False) -> Iterator[HostBatch]:
         step, position = self._latest_entry(first_step)
-        cursor = _DocumentCursor(self, position)
+        cursor = self.rows.cursor(position)
         while True:
             if write_journal and step % JOURNAL_INTERVAL == 0:
                 self._append_entry(step, cursor.position)
-            batch = self._fill(cursor, step)
+            batch = cursor.batch(step)
             if step >= first_step:
                 yield batch
             step += 1
-
-    def _fill(self, cursor: _DocumentCursor, step: int) -> HostBatch:
-        shape = (self.batch_size, self.row_length)
-        arrays = {name: np.zeros(shape, dtype) for name, dtype in TOKEN_ARRAYS.items()}
-        origins: list[list[Origin]] = []
-        for row in range(self.batch_size):
-            filled, row_origins = 0, list[Origin]()
-            while filled < self.row_length:
-                example, used = cursor.current()
-                count = min(len(example.ids) - 1 - used, self.row_length - filled)
-                span, targets = slice(filled, filled + count), slice(used + 1, used + 1 + count)
-                row_origins.append(example.origin)
-                arrays["tokens"][row, span] = example.ids[used : used + count]
-                arrays["targets"][row, span] = example.ids[targets]
-                arrays["weights"][row, span] = example.weights[targets]
-                arrays["positions"][row, span] = np.arange(count)
-                arrays["segment_ids"][row, span] = len(row_origins)
-                filled += count
-                cursor.advance(count)
-            origins.append(row_origins)
-        return micro_batches(arrays, origins, self.accumulation, step, cursor.position.epoch)
 
     def _latest_entry(self, step: int) -> tuple[int, StreamPosition]:
         """The last step at or before `step` that the journal has, with its position; the start if there is none.
@@ -175,61 +154,3 @@ def _parse_entry(line: bytes) -> dict | None:
         return entry if entry.pop("crc32") == _entry_checksum(entry) else None
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-class _DocumentCursor:
-    """A cursor over tokenised documents, epoch after epoch."""
-
-    def __init__(self, stream: Stream, position: StreamPosition):
-        self.stream, self.position = stream, position
-        self._group: list[Example | None] = []
-        self._group_start = 0  # the index of the group's first document
-        self._order = self._epoch_order(position.epoch)
-
-    def current(self) -> tuple[Example, int]:
-        """The document at the cursor, and how many of its positions are used."""
-        empty = 0
-        while True:
-            if self.position.index >= len(self._order):
-                self.position = StreamPosition(self.position.epoch + 1)
-                self._order, self._group = self._epoch_order(self.position.epoch), []
-            offset = self.position.index - self._group_start
-            if not 0 <= offset < len(self._group):
-                self._read_group()
-                offset = 0
-            example = self._group[offset]
-            if example is not None and len(example.ids) > 1:
-                return example, self.position.used
-            empty += 1
-            if empty > len(self._order):
-                raise UserError(
-                    "the data contain nothing to train on", where="data.train", fix="give records with text"
-                )
-            self.position = StreamPosition(self.position.epoch, self.position.index + 1)
-
-    def advance(self, count: int) -> None:
-        """Uses `count` positions of the current document."""
-        example, used = self.current()
-        if used + count == len(example.ids) - 1:
-            self.position = StreamPosition(self.position.epoch, self.position.index + 1)
-        else:
-            self.position = dataclasses.replace(self.position, used=used + count)
-
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        count = len(self.stream.documents)
-        return shuffled(count, self.stream.seed, epoch) if self.stream.shuffle else np.arange(count)
-
-    def _read_group(self) -> None:
-        self._group_start = self.position.index
-        documents: list[Conversation | Text | None] = []
-        for index in self._order[self._group_start : self._group_start + _GROUP]:
-            try:
-                document = self.stream.documents[int(index)]
-            except UserError:
-                if not self.stream.skip:
-                    raise
-                document = None
-            assert document is None or isinstance(document, Conversation | Text)
-            documents.append(document)
-        examples = self.stream.tokenize.aligned(document for document in documents if document is not None)
-        self._group = [None if document is None else next(examples) for document in documents]

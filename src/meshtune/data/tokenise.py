@@ -69,7 +69,7 @@ def tokenised_store(
                 progress(f"tokenising {split} data", done, len(samples))
 
         def convert(tokenize: Tokenize, part: Iterable[Any]) -> Iterator[Example]:
-            return _examples(tokenize, part, stage)
+            return stage_examples(tokenize, part, stage)
 
         def examples() -> Iterator[Example]:
             nonlocal conversation
@@ -79,7 +79,7 @@ def tokenised_store(
                 yield from part.examples
 
         def meta() -> dict[str, object]:
-            template = _template_info(tokenizes[0]) if conversation else None
+            template = dataclasses.asdict(template_info(tokenizes[0])) if conversation else None
             return {"counts": dataclasses.asdict(total), "template": template}
 
         if STAGES[stage].dataset_type == "labelled":  # companions cross the edges of parts
@@ -88,8 +88,7 @@ def tokenised_store(
 
     # Stages that make the same examples of the same records share a store.
     score_position = ("scored",) if STAGES[stage].has_score_head else ()
-    role_ends = _role_ends(tokenizer)
-    parts = (tokenizer_hash(tokenizer), options.cache_key(), *score_position, *role_ends)
+    parts = (tokenizer_hash(tokenizer), options.cache_key(), *score_position, *role_ends(tokenizer))
     key = fingerprint(_with_progress(samples, f"reading {split} data", progress), *parts)
     parts_folder = cache_directory(cache) / f".parts-{key}"
     directory = parts_folder if len(samples) > PART else None
@@ -103,7 +102,7 @@ def tokenised_store(
     return store, counts, TemplateInfo(**template) if template else None
 
 
-def _role_ends(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
+def role_ends(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
     """What ends turns beside the template, for the cache key: files other than the tokenizer's decide it."""
     if not tokenizer.chat_template:
         return ()
@@ -113,7 +112,8 @@ def _role_ends(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
         return ()  # the template is refused, with the record's name, when a conversation is rendered
 
 
-def _examples(tokenize: Tokenize, samples: Iterable[Any], stage: str) -> Iterator[Example]:
+def stage_examples(tokenize: Tokenize, samples: Iterable[Any], stage: str) -> Iterator[Example]:
+    """The examples of samples for a stage. Those of labelled answers have no companions yet (units.with_companions)."""
     match STAGES[stage].dataset_type:
         case "pairs":
             return tokenise_pairs(tokenize, samples, score_position=STAGES[stage].has_score_head)
@@ -135,9 +135,10 @@ def require_plain_text(documents: Iterable[Document]) -> Iterator[Document]:
         yield document
 
 
-def _template_info(tokenize: Tokenize) -> dict[str, object]:
+def template_info(tokenize: Tokenize) -> TemplateInfo:
+    """The properties of the tokenizer's chat template."""
     end = tokenize.chat.end_of_turn
-    return dataclasses.asdict(TemplateInfo(end.head, end.token is not None, tokenize.chat.writes_date))
+    return TemplateInfo(end.head, end.token is not None, tokenize.chat.writes_date)
 
 
 def _with_progress(samples: Sequence[Sample], activity: str, progress: Progress | None) -> Iterator[Sample]:
@@ -173,4 +174,14 @@ def nothing_to_train_error(split: str, counts: TokenCounts) -> UserError:
         f"the {split} data contain nothing to train on: of {counts.documents} documents, {listed or 'none'}",
         where=f"data.{split}",
         fix="see `meshtune data inspect`; raise data.max_length, or check roles and message weights",
+    )
+
+
+def one_label_error(answers: int, good: bool) -> UserError:
+    """The error for labelled answers that all have the same label."""
+    return UserError(
+        f"all {answers} answers are labelled {'true' if good else 'false'}, so there is nothing to tell good answers "
+        "from bad ones",
+        where="data.train",
+        fix="add answers with the other label; or train on the good ones with stage: sft",
     )

@@ -31,17 +31,21 @@ class Units:
     nll_share: float | None = None
 
     def arrays(
-        self, store: Store, row_units: Sequence[np.ndarray], max_units: int, tokens: Mapping[str, np.ndarray]
+        self,
+        row_values: Sequence[np.ndarray],
+        row_units: Sequence[np.ndarray],
+        max_units: int,
+        tokens: Mapping[str, np.ndarray],
     ) -> dict[str, np.ndarray]:
-        """The arrays of rows with the units `row_units`, float32: units and values [rows, max_units], reference
-        [rows, 2 * max_units], nll [rows, T]."""
+        """The arrays of rows with the units `row_units`, whose values are `row_values`, float32: units and values
+        [rows, max_units], reference [rows, 2 * max_units], nll [rows, T]."""
         rows = len(row_units)
         arrays = {name: np.zeros((rows, max_units), np.float32) for name in ("units", "values")}
         if self.reference is not None:
             arrays["reference"] = np.zeros((rows, 2 * max_units), np.float32)
-        for row, units in enumerate(row_units):
+        for row, (units, values) in enumerate(zip(row_units, row_values, strict=True)):
             arrays["units"][row, : len(units)] = 1.0
-            arrays["values"][row, : len(units)] = store.values[2 * units]
+            arrays["values"][row, : len(units)] = values
             if self.reference is not None:
                 arrays["reference"][row, : 2 * len(units)] = self.reference.reshape(-1, 2)[units].ravel()
         if self.nll is not None:

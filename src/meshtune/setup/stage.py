@@ -56,11 +56,25 @@ def batch_arrays(recipe: Recipe, method: Method, shape: tuple[int, int, int]) ->
 def reference_of(recipe: Recipe, method: Method) -> Decision | None:
     """Resolves the reference model: base, cached, or another model; None for stages without a reference.
 
-    Raises UserError where the base with its adapters off is asked for and is not what the run starts from.
+    Raises UserError where the base with its adapters off is asked for and is not what the run starts from, and where
+    log-probabilities would have to be computed before training for data that are tokenised during it.
     """
     requested = getattr(recipe.stage, "reference", None)
     if requested is None:
         return None
+    decision = _reference(requested, method)
+    if recipe.data.streaming and decision.value != BASE:
+        raise UserError(
+            f"data.streaming is not possible with the reference {decision.value} ({decision.reason}): its "
+            "log-probabilities are computed for all data before training",
+            where="stage.reference",
+            fix="train an adapter on the base, which is the reference with its adapters off (stage.reference: auto); "
+            "or set data.streaming=false",
+        )
+    return decision
+
+
+def _reference(requested: str, method: Method) -> Decision:
     obstacle = method.reference_obstacle
     if requested == AUTO:
         if obstacle is None:

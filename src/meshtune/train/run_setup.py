@@ -125,6 +125,7 @@ def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: Cons
     recipe, autotuned = autotune(recipe, target, job)
     resolved = resolve_run(recipe, machine, processes, launcher=job.info.launcher)
     check_source(resolved.source, job)
+    reference = reference_of(recipe, resolved.method)
     tokenizer = tokenizer_of(recipe, resolved.source)
     with main_process_first(job, "data"):  # the others find what it prepared, where they share a disk
         data = _prepare_data(recipe, resolved, tokenizer, console)
@@ -132,7 +133,6 @@ def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: Cons
     if resolved.layout is not None:
         check_batch(MeshConfig(**resolved.layout.mesh.shape), rows, length)
     compute, decisions = compute_of(recipe, resolved.spec, resolved.precision, rows, length, resolved.layout)
-    reference = reference_of(recipe, resolved.method)
     decisions += [] if reference is None else [reference]
     base = BaseRecord(recipe.model.path, base_hash(resolved.source), recorded(resolved.quantize))
     adapter = resumed_adapter(recipe, resolved, base)

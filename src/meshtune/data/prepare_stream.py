@@ -1,0 +1,191 @@
+"""Prepares data that are tokenised during training: a stream, and a report from the first of its documents."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import pathlib
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshtune.config.data_options import TokenOptions
+from meshtune.config.recipe import Recipe
+from meshtune.data.conversation import Conversation, Document, Labelled, Sample, Text
+from meshtune.data.documents import DocumentList, open_documents
+from meshtune.data.report import DataReport, stream_report, window_report
+from meshtune.data.store import fingerprint
+from meshtune.data.stream import Stream
+from meshtune.data.system_prompt import WithSystemPrompt
+from meshtune.data.text_rows import TextRows
+from meshtune.data.tokenise import (
+    nothing_to_train_error,
+    one_label_error,
+    require_plain_text,
+    role_ends,
+    stage_examples,
+    template_info,
+    token_options,
+    tokenizer_hash,
+)
+from meshtune.data.tokens import Example, Tokenize
+from meshtune.data.units import Units, with_companions
+from meshtune.data.window_rows import UNIT_POSITIONS, WINDOW, WindowRows
+from meshtune.errors import UserError
+from meshtune.objectives.stages import STAGES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+STREAM_JOURNAL = "stream.jsonl"  # in the run's directory
+_REPORT_SAMPLE = 200  # documents that the report on a stream of plain text is made from
+_HASHED = 64  # samples whose contents are part of a fingerprint
+
+
+def check_streaming(recipe: Recipe) -> None:
+    """Raises UserError for options that are not possible with data.streaming."""
+    data, train = recipe.data, recipe.train
+    obstacles = {
+        "train.steps": train.steps is None
+        and "the length of an epoch of a stream is unknown before its end: give train.steps",
+        "data.validation": isinstance(data.validation, float) and "nothing can be held out of a stream: give a file",
+        "data.packing": recipe.stage.kind == "pt"
+        and not data.packing
+        and "a stream of plain text fills its rows: leave data.packing out",
+    }
+    for where, reason in obstacles.items():
+        if reason:
+            fix = "or set data.streaming=false"
+            raise UserError(f"data.streaming is not possible here: {reason}", where=where, fix=fix)
+
+
+def prepare_stream(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, units: Units | None
+) -> tuple[Stream, DataReport]:
+    """The training data of a recipe as a stream, and the report on it. `units` are those of stages that compare
+    answers. Raises UserError as `prepare_data` does, for the documents that the report is made from."""
+    dataset_type = STAGES[recipe.stage.kind].dataset_type
+    documents = open_documents(recipe.data, seed=recipe.seed, dataset_type=dataset_type)
+    if recipe.stage.kind == "pt":
+        return _text_stream(recipe, tokenizer, documents)
+    return _window_stream(recipe, tokenizer, documents, units)
+
+
+def _text_stream(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, documents: DocumentList
+) -> tuple[Stream, DataReport]:
+    data, train = recipe.data, recipe.train
+    options = dataclasses.replace(token_options(data, "pt"), max_length=sys.maxsize)
+    rows = TextRows(
+        documents,
+        Tokenize(tokenizer, options),
+        row_length=data.max_length,
+        batch_size=train.batch_size,
+        accumulation=train.accumulation,
+        shuffle=data.shuffle,
+        seed=recipe.seed,
+        skip=data.on_bad == "skip",
+    )
+    stream = _stream(recipe, rows, _text_fingerprint(recipe, tokenizer, options, documents))
+    sample = Tokenize(tokenizer, options)
+    first = require_plain_text(_first_documents(documents, skip=data.on_bad == "skip"))
+    lengths = [len(example.ids) for example in sample(first)]
+    if not lengths:
+        raise nothing_to_train_error("train", sample.counts)
+    return stream, stream_report(stream, sample.counts, np.array(lengths))
+
+
+def _window_stream(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, documents: DocumentList, units: Units | None
+) -> tuple[Stream, DataReport]:
+    data, train, stage = recipe.data, recipe.train, recipe.stage.kind
+    options = token_options(data, stage)
+    tokenize = Tokenize(tokenizer, options)
+    samples = WithSystemPrompt(documents, data.system)
+    rows = WindowRows(
+        samples,
+        tokenize,
+        functools.partial(_examples, stage=stage),
+        max_length=data.max_length,
+        batch_size=train.batch_size,
+        accumulation=train.accumulation,
+        packing=data.packing,
+        shuffle=data.shuffle,
+        seed=recipe.seed,
+        skip=data.on_bad == "skip",
+        units=units,
+    )
+    stream = _stream(recipe, rows, _window_fingerprint(recipe, tokenizer, options, documents))
+    first = rows.window(0, 0)
+    if not len(first.rows):
+        raise nothing_to_train_error("train", first.counts)
+    if STAGES[stage].dataset_type == "labelled":
+        _check_both_labels(samples, skip=data.on_bad == "skip")
+    template = template_info(tokenize) if tokenize.saw_conversation else None
+    return stream, window_report(stream, rows, template, STAGES[stage].dataset_type)
+
+
+def _examples(tokenize: Tokenize, samples: Iterable[Sample], stage: str) -> Iterator[Example]:
+    """The examples of a window's samples for a stage, with companions."""
+    examples = stage_examples(tokenize, samples, stage)
+    labelled = STAGES[stage].dataset_type == "labelled"
+    return with_companions(examples, tokenize.options.max_length) if labelled else examples
+
+
+def _stream(recipe: Recipe, rows: TextRows | WindowRows, data_hash: str) -> Stream:
+    assert recipe.train.steps is not None
+    journal = pathlib.Path(recipe.output).expanduser() / STREAM_JOURNAL
+    return Stream(rows, steps=recipe.train.steps, fingerprint=data_hash, journal=journal)
+
+
+def _text_fingerprint(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, options: TokenOptions, documents: DocumentList
+) -> str:
+    data = recipe.data
+    files = [(checked.source.path, checked.source.revision, len(checked.records)) for checked in documents.sources]
+    parts = (tokenizer_hash(tokenizer), options.cache_key(), repr(files), str(data.shuffle), str(recipe.seed))
+    weights = [checked.source.weight for checked in documents.sources]
+    mixture = (data.mixing, repr(weights)) if data.mixing != "concat" or any(weights) else ()
+    return fingerprint((), *parts, str(data.max_length), str(recipe.train.batch_size), *mixture)
+
+
+def _window_fingerprint(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, options: TokenOptions, documents: DocumentList
+) -> str:
+    data, stage = recipe.data, STAGES[recipe.stage.kind]
+    sources = [(checked.source, checked.format.name, len(checked.records)) for checked in documents.sources]
+    rows = (data.max_length, recipe.train.batch_size, data.packing, data.shuffle, recipe.seed, data.mixing, data.system)
+    layout = (stage.dataset_type, stage.has_score_head, WINDOW, UNIT_POSITIONS)
+    parts = (tokenizer_hash(tokenizer), options.cache_key(), *role_ends(tokenizer))
+    first = itertools.islice(_readable(documents, skip=data.on_bad == "skip"), _HASHED)
+    return fingerprint(first, *parts, repr(sources), repr(rows), repr(layout))
+
+
+def _first_documents(documents: DocumentList, *, skip: bool) -> Iterator[Document]:
+    """The first documents, which are all that is read before training."""
+    for document in _readable(documents[:_REPORT_SAMPLE], skip=skip):
+        assert isinstance(document, Conversation | Text)
+        yield document
+
+
+def _readable(samples: Sequence[Sample], *, skip: bool) -> Iterator[Sample]:
+    """The samples in order; with `skip`, without those that cannot be read."""
+    for index in range(len(samples)):
+        try:
+            sample = samples[index]
+        except UserError:
+            if not skip:
+                raise
+        else:
+            yield sample
+
+
+def _check_both_labels(samples: Sequence[Sample], *, skip: bool) -> None:
+    """Raises UserError if all labels are the same. Reads answers until it meets the other label."""
+    labels = (sample.good for sample in _readable(samples, skip=skip) if isinstance(sample, Labelled))
+    first = next(labels)
+    if all(label == first for label in labels):
+        raise one_label_error(len(samples), first)

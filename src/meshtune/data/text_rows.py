@@ -1,0 +1,124 @@
+"""The rows of a stream of plain text, which have no padding.
+
+Documents follow each other in a seeded order and fill every position of every row. A document that does not fit is
+continued in the next row, as a segment of its own that begins with the previous token, so that every token but a
+document's first is predicted exactly once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from meshtune.data.conversation import Conversation, Origin, Text
+from meshtune.data.documents import DocumentList
+from meshtune.data.loader import TOKEN_ARRAYS, HostBatch, micro_batches
+from meshtune.data.packing import shuffled
+from meshtune.data.stream import StreamPosition
+from meshtune.data.tokens import Example, Tokenize
+from meshtune.errors import UserError
+
+_GROUP = 64  # documents tokenised at once
+
+
+@dataclasses.dataclass(frozen=True)
+class TextRows:
+    """Rows of `row_length` positions, `batch_size` of them an update of `accumulation` micro-batches.
+
+    With `skip` records that cannot be read are left out, instead of raising UserError with the record's name.
+    """
+
+    documents: DocumentList
+    tokenize: Tokenize
+    row_length: int
+    batch_size: int
+    accumulation: int = 1
+    shuffle: bool = True
+    seed: int = 0
+    skip: bool = False
+
+    def cursor(self, position: StreamPosition) -> DocumentCursor:
+        """A cursor whose next batch begins at `position`."""
+        return DocumentCursor(self, position)
+
+
+class DocumentCursor:
+    """A cursor over tokenised documents, epoch after epoch."""
+
+    def __init__(self, rows: TextRows, position: StreamPosition):
+        self.rows, self.position = rows, position
+        self._group: list[Example | None] = []
+        self._group_start = 0  # the index of the group's first document
+        self._order = self._epoch_order(position.epoch)
+
+    def batch(self, step: int) -> HostBatch:
+        """The next batch, as update `step`."""
+        rows = self.rows
+        shape = (rows.batch_size, rows.row_length)
+        arrays = {name: np.zeros(shape, dtype) for name, dtype in TOKEN_ARRAYS.items()}
+        origins: list[list[Origin]] = []
+        for row in range(rows.batch_size):
+            filled, row_origins = 0, list[Origin]()
+            while filled < rows.row_length:
+                example, used = self.current()
+                count = min(len(example.ids) - 1 - used, rows.row_length - filled)
+                span, targets = slice(filled, filled + count), slice(used + 1, used + 1 + count)
+                row_origins.append(example.origin)
+                arrays["tokens"][row, span] = example.ids[used : used + count]
+                arrays["targets"][row, span] = example.ids[targets]
+                arrays["weights"][row, span] = example.weights[targets]
+                arrays["positions"][row, span] = np.arange(count)
+                arrays["segment_ids"][row, span] = len(row_origins)
+                filled += count
+                self.advance(count)
+            origins.append(row_origins)
+        return micro_batches(arrays, origins, rows.accumulation, step, self.position.epoch)
+
+    def current(self) -> tuple[Example, int]:
+        """The document at the cursor, and how many of its positions are used."""
+        empty = 0
+        while True:
+            if self.position.index >= len(self._order):
+                self.position = StreamPosition(self.position.epoch + 1)
+                self._order, self._group = self._epoch_order(self.position.epoch), []
+            offset = self.position.index - self._group_start
+            if not 0 <= offset < len(self._group):
+                self._read_group()
+                offset = 0
+            example = self._group[offset]
+            if example is not None and len(example.ids) > 1:
+                return example, self.position.used
+            empty += 1
+            if empty > len(self._order):
+                raise UserError(
+                    "the data contain nothing to train on", where="data.train", fix="give records with text"
+                )
+            self.position = StreamPosition(self.position.epoch, self.position.index + 1)
+
+    def advance(self, count: int) -> None:
+        """Uses `count` positions of the current document."""
+        example, used = self.current()
+        if used + count == len(example.ids) - 1:
+            self.position = StreamPosition(self.position.epoch, self.position.index + 1)
+        else:
+            self.position = dataclasses.replace(self.position, used=used + count)
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        count = len(self.rows.documents)
+        return shuffled(count, self.rows.seed, epoch) if self.rows.shuffle else np.arange(count)
+
+    def _read_group(self) -> None:
+        self._group_start = self.position.index
+        documents: list[Conversation | Text | None] = []
+        for index in self._order[self._group_start : self._group_start + _GROUP]:
+            try:
+                document = self.rows.documents[int(index)]
+            except UserError:
+                if not self.rows.skip:
+                    raise
+                document = None
+            assert document is None or isinstance(document, Conversation | Text)
+            documents.append(document)
+        examples = self.rows.tokenize.aligned(document for document in documents if document is not None)
+        self._group = [None if document is None else next(examples) for document in documents]
