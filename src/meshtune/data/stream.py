@@ -1,5 +1,5 @@
-"""Batches of data that are tokenised during training: nothing is read, checked or cached beforehand, however large the
-files are.
+"""Batches of data that are tokenised during training: nothing is checked or cached beforehand, however large the files
+are.
 
 What the rows of a batch hold is a function of the data, their order and the position at which the update begins
 (data.text_rows, data.window_rows), so that every process of a job computes the same batches. A journal records that
