@@ -33,10 +33,10 @@ class TextRows:
     tokenize: Tokenize
     row_length: int
     batch_size: int
-    accumulation: int = 1
-    shuffle: bool = True
-    seed: int = 0
-    skip: bool = False
+    accumulation: int
+    shuffle: bool
+    seed: int
+    skip: bool
 
     def cursor(self, position: StreamPosition) -> DocumentCursor:
         """A cursor whose next batch begins at `position`."""
