@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 CHROMIUM, DRIVER = "/usr/bin/chromium", "/usr/bin/chromedriver"
+IMAGES = pathlib.Path(os.environ.get("MESHTUNE_SCREENSHOTS", "/tmp/meshtune-screenshots"))
+AXE = pathlib.Path(os.environ.get("MESHTUNE_AXE", "node_modules/axe-core/axe.min.js"))
 # Tasks that keep the page from answering for 50 ms and more, from the first moment on.
 LONG_TASKS = """
 window.longTasks = [];
@@ -142,3 +144,12 @@ def complaints(driver: Any) -> list[str]:
     )
     entries = [entry["message"] for entry in driver.get_log("browser")]
     return [entry for entry in entries if not any(name in entry for name in expected)]
+
+
+def axe(driver) -> list[str]:
+    """What axe-core finds on the page; [] where the package is not installed."""
+    if not AXE.exists():
+        return []
+    driver.execute_script(AXE.read_text(encoding="utf-8"))
+    result = driver.execute_async_script("axe.run().then(arguments[0])")
+    return [f"{item['id']}: {node['html'][:120]}" for item in result["violations"] for node in item["nodes"]]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import re
 
 import pytest
 from boards import recipe, request, wait
-from browsers import chromium, complaints, eventually, look, press, requests_of, running, texts
+from browsers import IMAGES, axe, chromium, complaints, eventually, look, press, requests_of, running, texts
 
 from meshtune.board import queue
 from meshtune.board.job import replace_json
@@ -20,8 +19,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(600)]
 STEPS = 1500
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 LANGUAGES = {"en": "Runs", "zh": "运行", "ru": "Запуски", "ko": "실행", "ja": "実行"}
-IMAGES = pathlib.Path(os.environ.get("MESHTUNE_SCREENSHOTS", "/tmp/meshtune-screenshots"))
-AXE = pathlib.Path(os.environ.get("MESHTUNE_AXE", "node_modules/axe-core/axe.min.js"))
 
 
 def step_of(driver) -> int:
@@ -195,15 +192,6 @@ def test_pages_in_both_themes_and_on_a_phone(shown):
                 violations += axe(driver)
     look(driver, 1280, 900, dark=False)
     assert violations == []
-
-
-def axe(driver) -> list[str]:
-    """What axe-core finds on the page; [] where the package is not installed."""
-    if not AXE.exists():
-        return []
-    driver.execute_script(AXE.read_text(encoding="utf-8"))
-    result = driver.execute_async_script("axe.run().then(arguments[0])")
-    return [f"{item['id']}: {node['html'][:120]}" for item in result["violations"] for node in item["nodes"]]
 
 
 def test_a_token_is_asked_for(tmp_path: pathlib.Path):

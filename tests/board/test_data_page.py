@@ -137,3 +137,12 @@ def test_neither_a_source_nor_a_registry_leads_out_of_the_folders(workspace, tmp
             answer = board.post(path, json={"recipe": f"model: {MODEL}\noutput: o\nstage: pt\n{data}", **body})
             assert answer.status_code == 400, (path, data)
             assert "outside" in answer.json()["problems"][0]["message"]
+
+
+def test_a_folder_that_lies_in_another_is_listed_once(tmp_path):
+    folder = tmp_path / "readable"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "inner" / "a.jsonl").write_bytes(TEXT)
+    workspace = workspace_at(tmp_path / "root", (folder, folder / "inner", folder))
+    assert workspace.readable == (folder,)
+    assert [file["path"] for file in uploads.data_files(workspace)] == [str(folder / "inner" / "a.jsonl")]

@@ -71,7 +71,12 @@ def workspace_at(root: pathlib.Path, readable: tuple[pathlib.Path, ...] = ()) ->
     for folder in readable:
         if not folder.expanduser().is_dir():
             raise UserError("there is no such directory", where=f"--read {folder}", fix="give one that exists")
-    workspace = Workspace(_absolute(root), tuple(map(_absolute, readable)))
+    base, folders = _absolute(root), dict.fromkeys(map(_absolute, readable))
+    # What lies in another of them is listed there.
+    outer = [
+        folder for folder in folders if not any(folder.is_relative_to(other) for other in {base, *folders} - {folder})
+    ]
+    workspace = Workspace(base, tuple(outer))
     try:
         for folder in (workspace.jobs, workspace.uploads):
             folder.mkdir(parents=True, exist_ok=True)

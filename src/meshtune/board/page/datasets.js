@@ -35,9 +35,9 @@ const percent = (share) => `${number(100 * share, 3)} %`;
 export function histogram(report) {
   const largest = Math.max(...report.histogram.map(([, , count]) => count));
   return h('table', { class: 'histogram' }, h('caption', {}, t('data.lengths')),
-    h('thead', { class: 'hidden' }, h('tr', {}, h('th', {}, t('data.lengths')), h('th', {}, t('data.fact.samples')), h('th', {}))),
+    h('thead', { class: 'hidden' }, h('tr', {}, h('th', {}, t('data.lengths')), h('th', {}, t('data.fact.samples')))),
     h('tbody', {}, report.histogram.map(([shortest, longest, count]) => h('tr', {},
       h('th', { scope: 'row' }, `${number(shortest, 9)} – ${number(longest, 9)}`), h('td', {}, number(count, 9)),
-      h('td', { class: 'wide-bar' }, svg('svg', { viewBox: '0 0 100 8', preserveAspectRatio: 'none', 'aria-hidden': 'true' },
+      h('td', { class: 'wide-bar', 'aria-hidden': 'true' }, svg('svg', { viewBox: '0 0 100 8', preserveAspectRatio: 'none' },
         svg('rect', { x: 0, y: 0, width: (100 * count) / largest, height: 8 })))))));
 }

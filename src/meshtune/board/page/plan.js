@@ -19,11 +19,11 @@ export function planPanel(devices, apply, chosen) {
     .flatMap((name) => [1, 8].map((count) => h('option', { value: `${count}x${name}` }))));
   const price = h('input', { type: 'text', inputmode: 'decimal', id: 'price', class: 'short', value: localStorage.getItem('price') ?? '', onchange: changed });
   const wrong = h('div');
-  const result = h('div', { class: 'result', 'aria-live': 'polite' });
+  const result = h('div', { class: 'estimate', 'aria-live': 'polite' });
   const compile = action(t('plan.compile'), () => ask({ compile: true, count: true }), wrong, { class: 'small' });
   const element = h('section', { class: 'card plan', 'aria-labelledby': 'plan-title' },
     h('h2', { id: 'plan-title' }, t('plan.title')),
-    h('div', { class: 'row' }, h('label', { for: 'target' }, t('plan.target')), target, names, h('label', { for: 'price' }, t('plan.price')), price),
+    h('div', { class: 'row' }, h('label', { for: 'target' }, t('plan.target')), target, names, h('span', { class: 'together' }, h('label', { for: 'price' }, t('plan.price')), price)),
     result, wrong, h('div', { class: 'row' }, compile, h('span', { class: 'quiet' }, t('plan.about'))));
   let recipe = '';
   let timer = null;
@@ -40,7 +40,7 @@ export function planPanel(devices, apply, chosen) {
     asked += 1;
     clearTimeout(timer);
     element.classList.add('stale');
-    if (!recipe.trim()) { fill(result, h('p', { class: 'quiet' }, t('plan.empty'))); return; }
+    if (!recipe.trim()) { element.classList.remove('stale'); fill(result, h('p', { class: 'quiet' }, t('plan.empty'))); return; }
     timer = setTimeout(async () => {
       const plan = await ask({}).catch(show);
       if (plan && plan.steps === null) timer = setTimeout(() => ask({ count: true }).catch(show), COUNT);

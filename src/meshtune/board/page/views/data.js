@@ -21,11 +21,11 @@ export function show(place) {
   let asked = 0;
   let open = true;
   const wrong = h('div');
-  const files = h('div', { class: 'files' });
+  const files = h('div');
   const sources = h('div');
-  const options = h('div', { class: 'form-grid' });
+  const options = h('div', { class: 'form-grid options' });
   const result = h('div', { 'aria-live': 'polite' });
-  const picker = h('input', { type: 'file', multiple: true, accept: TYPES, id: 'upload', class: 'hidden', onchange: () => send([...picker.files]) });
+  const picker = h('input', { type: 'file', multiple: true, accept: TYPES, id: 'upload', class: 'hidden', tabindex: -1, 'aria-label': t('data.choose'), onchange: () => send([...picker.files]) });
   const drop = h('div', { class: 'drop',
     ondragover: (event) => { event.preventDefault(); drop.classList.add('over'); },
     ondragleave: () => drop.classList.remove('over'),
@@ -69,11 +69,11 @@ export function show(place) {
   }
 
   const current = () => values?.data?.train ?? [];
-  const add = (path) => (current().some((source) => source.path === path) ? null : change([{ path: 'data.train', value: [...current(), { path }] }]));
-  const replace = (index, fields) => {
+  const add = (path) => change(() => (current().some((source) => source.path === path) ? null : [{ path: 'data.train', value: [...current(), { path }] }]));
+  const replace = (index, fields) => change(() => {
     const next = current().map((source, at) => (at === index ? tidy({ ...source, ...fields }) : source)).filter(Boolean);
-    return change([next.length ? { path: 'data.train', value: next } : { path: 'data' }]);
-  };
+    return [next.length ? { path: 'data.train', value: next } : { path: 'data' }];
+  });
 
   // The source without what is empty; null for one that is removed.
   function tidy(source) {
@@ -82,7 +82,15 @@ export function show(place) {
     return result.path || result.name ? result : null;
   }
 
-  async function change(changes) {
+  // One change after another: each starts from the recipe that the one before it left.
+  let queue = Promise.resolve();
+  function change(changes) {
+    queue = queue.then(() => apply(typeof changes === 'function' ? changes() : changes));
+    return queue;
+  }
+
+  async function apply(changes) {
+    if (!changes) return;
     try {
       const answer = await post('api/recipe', { recipe: readDraft(), changes });
       writeDraft(answer.recipe);
@@ -91,7 +99,7 @@ export function show(place) {
       const own = answer.problems.filter((problem) => problem.path?.startsWith('data.'));
       fill(wrong, own.length ? problems({ problems: own }) : null);
       draw();
-      if (!own.length) await look();
+      if (!own.length) look();
     } catch (error) {
       fill(wrong, problems(error));
     }

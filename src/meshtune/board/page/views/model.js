@@ -18,9 +18,9 @@ export function show(place) {
   let open = true;
   const wrong = h('div');
   const here = h('p', { class: 'quiet', role: 'status' }, t('model.measuring'));
-  const hub = h('div', { class: 'scroll' });
+  const hub = h('div', { class: 'sideways' });
   const local = h('div');
-  const answer = h('div', { class: 'scroll', 'aria-live': 'polite' });
+  const answer = h('div', { class: 'sideways', 'aria-live': 'polite' });
   const search = h('input', { type: 'search', id: 'model-search', placeholder: t('model.searchhint'), oninput: draw });
   const fits = h('input', { type: 'checkbox', id: 'model-fits', onchange: draw });
   const path = h('input', { type: 'text', id: 'model-path', placeholder: t('model.pathhint') });
@@ -64,7 +64,7 @@ export function show(place) {
       h('tr', {}, h('th', { colspan: 5, scope: 'rowgroup', class: 'family' }, family)),
       chosen.filter((model) => model.family === family).sort((first, second) => first.bytes.lora - second.bytes.lora).map(row)))) : h('p', { class: 'empty' }, t('model.none')));
     fill(local, models.local.length ? h('ul', { class: 'plain-list' }, models.local.map((entry) => {
-      const memory = h('div', { class: 'memory-of scroll' });
+      const memory = h('div', { class: 'memory-of sideways' });
       return h('li', { class: 'local' }, h('span', { class: 'path' }, entry.path), h('span', { class: 'quiet' }, t(`model.kind.${entry.kind}`)),
         entry.kind === 'model' && action(t('model.estimate'), estimate(() => entry.path, memory), wrong, { class: 'small' }),
         h('button', { type: 'button', class: 'small', 'aria-label': `${t('model.use')}: ${entry.path}`, onclick: () => useInRecipe([{ path: entry.kind === 'run' ? 'model.adapter' : 'model.path', value: entry.path }]) },
