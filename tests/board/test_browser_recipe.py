@@ -292,9 +292,10 @@ def test_hostile_data_names_and_recipes_stay_text(hostile, tmp_path: pathlib.Pat
         lambda: [item for item in driver.find_elements("css selector", ".local") if HOSTILE_NAME in item.text]
     )[0]
     entry.find_element("tag name", "button").click()
-    eventually(lambda: texts(driver, ".problems"))
+    eventually(lambda: texts(driver, ".local .models"))
     driver.find_element("id", "model-path").send_keys(HOSTILE)
     press(driver, "Memory here")
+    eventually(lambda: texts(driver, ".problems, section:first-of-type .models"))
     assert harmless(driver)
 
 
