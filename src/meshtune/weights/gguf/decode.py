@@ -19,17 +19,9 @@ from meshtune.weights.read_plan import arranged, tensor_boxes
 ROLE = "tensor"
 
 
-@dataclasses.dataclass(frozen=True)
-class GgufScheme:
-    """A tensor that is `view` of a tensor of a GGUF file of a type and shape, less `offset` (see Scheme).
+class _WideScheme:
+    """What tensors of GGUF files have in common: decoded as they are read, they have no codes (see Scheme)."""
 
-    The file's tensor is given as bytes [rows, bytes of a row].
-    """
-
-    type: str
-    view: View
-    offset: float = 0.0
-    role: str = ROLE
     method: ClassVar[str] = "gguf"
     ending: ClassVar[str] = ".weight"
     endings: ClassVar[Mapping[str, str]] = {ROLE: ".weight"}
@@ -41,13 +33,32 @@ class GgufScheme:
         """Tensors of a GGUF file are read wide."""
         return False
 
-    def shape(self, parts: Parts) -> Shape:
-        """The shape of the tensor."""
-        return self.view.shape
-
     def form(self, weight: ArraySpec) -> Form | None:
         """Codes of GGUF are decoded as they are read."""
         return None
+
+    def codes(self, parts: Parts, box: Box) -> np.ndarray:
+        raise NotImplementedError("a GGUF tensor has no codes of a quantised weight")
+
+    def scales(self, parts: Parts, box: Box) -> np.ndarray:
+        raise NotImplementedError("a GGUF tensor has no scales of a quantised weight")
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufScheme(_WideScheme):
+    """A tensor that is `view` of a tensor of a GGUF file of a type and shape, less `offset` (see Scheme).
+
+    The file's tensor is given as bytes [rows, bytes of a row].
+    """
+
+    type: str
+    view: View
+    offset: float = 0.0
+    role: str = ROLE
+
+    def shape(self, parts: Parts) -> Shape:
+        """The shape of the tensor."""
+        return self.view.shape
 
     def decode(self, parts: Parts, box: Box) -> Float[np.ndarray, "..."]:
         """A box of the tensor in float32; of the file's rows those are read that it needs, in whole blocks."""
@@ -55,12 +66,6 @@ class GgufScheme:
         for ranges, target in tensor_boxes(self.view, box):
             numbers[target] = arranged(self.view, self._read(parts, ranges)) - np.float32(self.offset)
         return numbers
-
-    def codes(self, parts: Parts, box: Box) -> np.ndarray:
-        raise NotImplementedError("a GGUF tensor has no codes of a quantised weight")
-
-    def scales(self, parts: Parts, box: Box) -> np.ndarray:
-        raise NotImplementedError("a GGUF tensor has no scales of a quantised weight")
 
     def _read(self, parts: Parts, ranges: tuple[tuple[int, int, int], ...]) -> np.ndarray:
         """A box of the tensor as the view divides it. Its rows are what lies in the tensor's last dimension."""
@@ -103,28 +108,14 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
-class AssembledScheme:
+class AssembledScheme(_WideScheme):
     """A tensor that several tensors of a GGUF file, or one in another arrangement, make up (see Scheme)."""
 
     pieces: tuple[Piece, ...]
-    method: ClassVar[str] = "gguf"
-    ending: ClassVar[str] = ".weight"
-    endings: ClassVar[Mapping[str, str]] = {ROLE: ".weight"}
-    required: ClassVar[tuple[str, ...]] = ()
-    ignored: ClassVar[tuple[str, ...]] = ()
-    skip: ClassVar[tuple[str, ...]] = ()
-
-    def converts(self, module: str, array: ArraySpec) -> bool:
-        """Tensors of a GGUF file are read wide."""
-        return False
 
     def shape(self, parts: Parts) -> Shape:
         """The shape of the tensor."""
         return self.pieces[0].view.tensor
-
-    def form(self, weight: ArraySpec) -> Form | None:
-        """Codes of GGUF are decoded as they are read."""
-        return None
 
     def decode(self, parts: Parts, box: Box) -> Float[np.ndarray, "..."]:
         """A box of the tensor in float32, for which all of it is read."""
@@ -133,9 +124,3 @@ class AssembledScheme:
             whole = tuple((0, size) for size in piece.scheme.view.shape)
             piece.view.write(piece.scheme.decode(parts, whole), tensor)
         return tensor[tuple(slice(*entry) for entry in box)]
-
-    def codes(self, parts: Parts, box: Box) -> np.ndarray:
-        raise NotImplementedError("a GGUF tensor has no codes of a quantised weight")
-
-    def scales(self, parts: Parts, box: Box) -> np.ndarray:
-        raise NotImplementedError("a GGUF tensor has no scales of a quantised weight")
