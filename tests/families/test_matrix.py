@@ -257,8 +257,8 @@ def gradient(params: Tree, spec: ModelSpec, arrays: dict[str, jax.Array], comput
 
 @every_case
 def test_gradients_by_chunks_are_those_of_whole_rows(case: Case):
-    spec, params = loaded(case)
     """Of two chunks a row; its second document begins in the first one, and recurrences pass their state on."""
+    spec, params = loaded(case)
     chunks = dataclasses.replace(PLAIN, remat="full", attention_chunk=8, mlp_chunk=8)
     close_gradients(gradient(params, spec, batch(), chunks), gradient(params, spec, batch(), PLAIN), 5e-5)
 
