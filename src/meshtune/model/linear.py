@@ -66,13 +66,38 @@ def matmul(x: Float[Array, "*B i"], weight: LinearWeight, out: DTypeLike | None 
         return _quantised(x, weight, jnp.dtype(x.dtype), jnp.dtype(out or x.dtype))
     if isinstance(weight, TiledWeight):
         return weight.product(x, out or x.dtype, precision(x.dtype))
-    return lax.dot_general(
-        x,
-        weight.astype(x.dtype),
-        (((x.ndim - 1,), (1,)), ((), ())),
-        precision=precision(x.dtype),
-        preferred_element_type=out or x.dtype,
+    if out is not None and jnp.dtype(out) != x.dtype:
+        return _widened(x, weight, jnp.dtype(out))
+    return _product(x, weight.astype(x.dtype), x.dtype)
+
+
+def _product(x: Array, weight: Array, out: DTypeLike) -> Array:
+    over = (((x.ndim - 1,), (1,)), ((), ()))
+    return lax.dot_general(x, weight, over, precision=precision(x.dtype), preferred_element_type=out)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _widened(x: Array, weight: Array, out: jnp.dtype) -> Array:
+    """`matmul` whose result is wider than its factors. The backward products have the same factors, of x's dtype, as
+    under torch's autocast: JAX would make them of the wide cotangent, and so convert the whole weight to its dtype."""
+    return _product(x, weight.astype(x.dtype), out)
+
+
+def _widened_forward(x: Array, weight: Array, out: jnp.dtype) -> tuple[Array, tuple[Array, Array]]:
+    return _widened(x, weight, out), (x, weight)
+
+
+def _widened_backward(out: jnp.dtype, factors: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+    x, weight = factors
+    cotangent, rows = cotangent.astype(x.dtype), tuple(range(x.ndim - 1))
+    d_x = _product(cotangent, weight.astype(x.dtype).T, x.dtype)
+    d_weight = lax.dot_general(
+        cotangent, x, ((rows, rows), ((), ())), precision=precision(x.dtype), preferred_element_type=weight.dtype
     )
+    return d_x, d_weight
+
+
+_widened.defvjp(_widened_forward, _widened_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
