@@ -135,8 +135,8 @@ class Candidate:
 
     @property
     def loss_chunks(self) -> int:
-        """Chunks into which the logits of a row are split, rounded up."""
-        return -(-self.length // max(1, self.loss_chunk))
+        """Chunks into which a device splits the logits of its part of a row, rounded up."""
+        return -(-self.length // (self.mesh.cp * max(1, self.loss_chunk)))
 
     @property
     def streams_trained_weights(self) -> bool:

@@ -94,10 +94,9 @@ def work_of(candidate: Candidate) -> Work:
         recompute += device_tokens * (2 * weights.layers + scores) * fraction
     products, elementwise = _activation_traffic(candidate)
     layers = _layer_weights(candidate) * candidate.activation_itemsize
-    head = weights.head * candidate.activation_itemsize / mesh.tp
     weight_reads = 1 + fraction * (2 if candidate.remat == "full" else 1)
     gather_traffic = 2 if candidate.weight_shards > 1 else 0  # gathered weights are written and read
-    per_micro_batch = layers * (weight_reads + gather_traffic) + 3 * head + products
+    per_micro_batch = layers * (weight_reads + gather_traffic) + _head_traffic(candidate, weights.head) + products
     update = 2 * candidate.local_bytes("full", "adapter", "optimizer")
     update += candidate.update_gradient_bytes * (2 + 2 * candidate.accumulation)
     return Work(
@@ -110,6 +109,15 @@ def work_of(candidate: Candidate) -> Work:
         tokens,
         _host_exposed_bytes(candidate),
     )
+
+
+def _head_traffic(candidate: Candidate, size: int) -> float:
+    """Bytes of the head of `size` numbers that one micro-batch moves on a device: each chunk of the loss reads it
+    twice, and reads and writes its float32 gradient where it is trained."""
+    output = candidate.workload.spec.output
+    trained = any(array.role == "full" and array.path == output for array in candidate.workload.persistent)
+    bytes_of_chunk = size * (2 * candidate.activation_itemsize + (8 if trained else 0)) / candidate.mesh.tp
+    return candidate.loss_chunks * bytes_of_chunk
 
 
 def attention_flops(layers: Sequence[LayerCost], length: int) -> float:

@@ -18,9 +18,8 @@ from meshtune.model.spec import ModelSpec
 from meshtune.objectives.stages import STAGES
 from meshtune.optim.build import OptimizerConfig
 from meshtune.setup.machine import Machine, this_machine
-from meshtune.setup.tiles import chunks_of
+from meshtune.setup.tiles import chunks_of, loss_chunk_of
 
-LOGITS_BYTES = 64 * 2**20  # size of the float32 logits that the default loss chunk materialises
 LEARNING_RATES = {"lora": 2e-4, "full": 2e-5, "freeze": 2e-5, "llama_pro": 2e-4}
 ADAPTER_RATES = {"pissa": 0.1, "vera": 10.0}  # relative to LoRA's rate, following the papers
 GENTLER = 0.1  # factor for preference stages, whose gradients do not shrink near the initial model
@@ -129,13 +128,7 @@ def compute_of(
     elif remat == "auto":
         remat, why = "selective", "auto: products are kept"
     decisions = [Decision("remat", remat, why), *(Decision(*tile) for tile in tiles)]
-    if options.loss_chunk is not None:
-        chunk, reason = max(1, options.loss_chunk // rows), "asked for"
-    else:
-        positions = max(1, LOGITS_BYTES // (4 * spec.vocab * rows))
-        chunk = max(16, 1 << (positions.bit_length() - 1))
-        reason = f"auto: about {LOGITS_BYTES >> 20} MiB of logits at once"
-    chunk = min(chunk, length)
+    chunk, reason = loss_chunk_of(recipe, spec, rows, length, layout)
     tokens = Decision("loss_chunk", f"{chunk * rows} tokens", reason)
     compute = Compute(
         precision.compute,

@@ -1,4 +1,4 @@
-"""Resolves the chunk lengths that the MLP and attention are computed in, to bound their activation memory."""
+"""Resolves the chunk lengths that the MLP, attention and the loss are computed in, to bound their memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from meshtune.model.spec import ModelSpec
 
 WIDE_BYTES = 128 * 2**20  # target size of one MLP activation, 16-bit, per device
 ATTENTION_BYTES = 64 * 2**20  # target size of one array of queries, 16-bit, per device
-LEAST = 256  # tokens: shorter chunks make matmuls too small to use a device well
+LOGITS_BYTES = 64 * 2**20  # target size of the float32 logits that exist at once on a device
+LEAST = 256  # tokens on a device: shorter chunks make matmuls too small to use it well
 
 
 def chunks_of(
@@ -37,7 +38,7 @@ def chunks_of(
                 fix="leave out attention_chunk; mlp_chunk works",
             )
         options = options.model_copy(update={"attention_chunk": None})
-    device_rows = max(1, rows // (layout.size("dp", "fsdp", "ep") if layout is not None else 1))
+    device_rows = _device_rows(rows, layout)
     heads = layout.size("tp") if layout is not None else 1
     choices = []
 
@@ -56,6 +57,26 @@ def chunks_of(
     mlp = resolve("mlp_chunk", options.mlp_chunk, _widest(spec, "ffn"), WIDE_BYTES)
     attention = resolve("attention_chunk", options.attention_chunk, _widest(spec, "heads"), ATTENTION_BYTES)
     return mlp, attention, choices
+
+
+def loss_chunk_of(recipe: Recipe, spec: ModelSpec, rows: int, length: int, layout: Layout | None) -> tuple[int, str]:
+    """Returns the positions of each row whose logits exist at once, and why, for micro-batches of `rows` rows.
+
+    Every chunk reads the whole head, and adds to all of its gradient where it is trained, so that a device should have
+    LEAST tokens in each, even if their logits are more than LOGITS_BYTES.
+    """
+    asked_for = recipe.compute.loss_chunk
+    if asked_for is not None:
+        return min(max(1, asked_for // rows), length), "asked for"
+    device_rows = _device_rows(rows, layout)
+    token_bytes = 4 * spec.vocab // (layout.size("tp") if layout is not None else 1)
+    positions = max(LEAST, LOGITS_BYTES // token_bytes) // device_rows
+    chunk = min(max(16, 1 << (max(1, positions).bit_length() - 1)), length)
+    return chunk, f"auto: {max(1, chunk * device_rows * token_bytes >> 20)} MiB of logits at once on a device"
+
+
+def _device_rows(rows: int, layout: Layout | None) -> int:
+    return max(1, rows // (layout.size("dp", "fsdp", "ep") if layout is not None else 1))
 
 
 def _widest(spec: ModelSpec, axis: str) -> int:
