@@ -18,7 +18,8 @@ SHORT = 9
 
 @pytest.mark.parametrize("case", FIRST, ids=lambda case: case.name)
 def test_logits_equal_transformers(case: Case):
-    """float32 on both sides: 1e-4. The second row holds two documents, which must be as they are alone."""
+    """float32 on both sides: 1e-4, or 3e-5 of the largest logit. The second row holds two documents, which must be as
+    they are alone."""
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, VOCAB, length) for length in (case.beyond, SHORT, case.beyond - SHORT - 5)]
     rows = as_inputs([documents[:1], documents[1:]], case.beyond)
@@ -31,4 +32,5 @@ def test_logits_equal_transformers(case: Case):
         (ours[1, :SHORT], short),
         (ours[1, SHORT : SHORT + len(long)], long),
     ):
-        np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
+        largest = float(np.abs(expected).max())
+        np.testing.assert_allclose(found, expected, atol=max(1e-4, 3e-5 * largest), rtol=1e-4)

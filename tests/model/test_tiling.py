@@ -146,9 +146,10 @@ def test_a_function_over_chunks_is_the_function(length, chunk, ranks, narrow):
     gradient = jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True), static_argnums=3)
     expected_gradients, expected = gradient(shared["w"], x, side, None)
     gradients, results = gradient(shared["w"], x, side, chunk)
-    # float32, sums of a few dozen numbers in another order.
+    # float32, sums of a few dozen numbers in another order; where tanh is near one, its derivative has fewer digits.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6), results, expected)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), gradients, expected_gradients)
+    for ours, whole in zip(gradients, expected_gradients, strict=True):
+        np.testing.assert_allclose(ours, whole, rtol=0, atol=CLOSE * float(jnp.abs(whole).max()))
 
 
 def test_what_is_not_trained_has_no_gradient_computed():
