@@ -110,7 +110,7 @@ def test_adapters_quantised_bases_and_the_command_line_on_meshes(stories260k, tm
 )
 def test_a_mesh_that_cannot_be_read_is_an_error(arguments, message):
     with pytest.raises(UserError, match=message):
-        parse_mesh(arguments)
+        parse_mesh(arguments, "run")
 
 
 def test_a_mesh_that_the_devices_or_the_model_do_not_allow_is_an_error(stories260k):

@@ -13,7 +13,6 @@ from meshtune.cli.evaluation_options import Writing, source_section
 from meshtune.cli.expand import expanded
 from meshtune.cli.model_options import Loading, MeshSizes, ModelPath, parse_mesh
 from meshtune.errors import UserError
-from meshtune.mesh.rendezvous import detect_process_info
 from meshtune.options import option
 
 Tasks = Annotated[
@@ -75,10 +74,8 @@ def evaluate(
     from meshtune.evaluate.records import read_records
     from meshtune.evaluate.report import HTML, MARKDOWN
     from meshtune.evaluate.run import Subject, evaluate_model, make_evaluation, run_data
+    from meshtune.mesh.processes import start
 
-    if detect_process_info().process_count > 1:
-        fix = "give it one process with several devices (mesh.tp=N), or `meshtune serve` several and evaluate its API"
-        raise UserError("an evaluation is computed by one process", where="launcher", fix=fix)
     names, files = parse_tasks(tasks or [])
     records, trained_on = run_data(model)
     if data == "none":
@@ -101,19 +98,22 @@ def evaluate(
         rows=suite.rows,
     )
     output = pathlib.Path(writing.output or default_output(model, "evaluation", compare or "alone")).expanduser()
-    subject = Subject(
-        model, loading.adapter, compare, {k: v for k, v in vars(loading).items() if k != "adapter"}, parse_mesh(mesh)
-    )
-    outcomes = evaluate_model(
-        subject,
-        evaluation,
-        output,
-        console=terminal.console(stderr=True),
-        resume=writing.resume,
-        overwrite=writing.overwrite,
-        trained_on=trained_on,
-        allow_training_data=allow_training_data,
-    )
+    options = {k: v for k, v in vars(loading).items() if k != "adapter"}
+    subject = Subject(model, loading.adapter, compare, options, parse_mesh(mesh, loading.adapter or model))
+    with start() as job:
+        outcomes = evaluate_model(
+            subject,
+            evaluation,
+            output,
+            console=terminal.console(stderr=True, quiet=not job.is_main_process),
+            resume=writing.resume,
+            overwrite=writing.overwrite,
+            trained_on=trained_on,
+            allow_training_data=allow_training_data,
+            job=job,
+        )
+    if outcomes is None:
+        return
     for name, outcome in outcomes.items():
         for result in outcome.tasks:
             for metric, value in result.metrics.items():

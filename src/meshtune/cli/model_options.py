@@ -25,8 +25,8 @@ MeshSizes = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[mesh.AXIS=SIZE]",
-        help="Devices along the axes of a mesh, such as mesh.tp=2 mesh.fsdp=4; -1: all that are left. Default: one "
-        "device.",
+        help="Devices along the axes of a mesh, such as mesh.tp=2 mesh.fsdp=4; -1: all that are left; mesh=run: as the "
+        "run was tuned. Default: one device.",
         show_default=False,
     ),
 ]
@@ -66,17 +66,22 @@ class Limits:
     stop: tuple[str, ...] = option((), "Text that ends the answer; may be repeated.")
 
 
-def parse_mesh(arguments: list[str] | None) -> MeshConfig | None:
-    """The mesh that arguments such as mesh.tp=2 give; None without any. Raises UserError for anything else."""
+def parse_mesh(arguments: list[str] | None, run: str) -> MeshConfig | None:
+    """The mesh that arguments such as mesh.tp=2 give, or that of `run` for mesh=run; None without any. Raises UserError
+    for anything else."""
     from meshtune.generate.variants import mesh_of
 
+    if arguments == ["mesh=run"]:
+        from meshtune.runs.run_mesh import run_mesh
+
+        return run_mesh(run)
     sizes: dict[str, int] = {}
     for argument in arguments or []:
         name, equals, value = argument.partition("=")
         if not (equals and name.startswith("mesh.")):
             raise UserError(
                 f"'{argument}' is not mesh.AXIS=SIZE, which is all that may follow the model",
-                fix="write mesh.tp=2, or see --help for the options",
+                fix="write mesh.tp=2, or mesh=run alone for the mesh of a run; see --help for the options",
             )
         axis = name.removeprefix("mesh.")
         if axis in sizes:
@@ -102,7 +107,7 @@ def use_model(
     Where several processes were launched, all of them load their part of the model, and process 0 uses it. Raises
     UserError as meshtune.load and mesh.processes.start do.
     """
-    config = parse_mesh(mesh)
+    config = parse_mesh(mesh, loading.adapter or path)
 
     from meshtune.generate.api import load_variants
     from meshtune.generate.driver import run_on_all

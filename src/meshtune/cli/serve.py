@@ -75,7 +75,7 @@ def serve(
         token = _token_in(token_file.expanduser())
     elif token is None and not local:
         token = secrets.token_urlsafe(24)
-    sizes, named = parse_mesh(mesh), _named(adapters or [])
+    sizes, named = parse_mesh(mesh, model), _named(adapters or [])
     options = {"log_level": logging.INFO if log_requests else logging.WARNING, "access_log": log_requests}
 
     with start() as job:

@@ -18,6 +18,7 @@ from meshtune.evaluate.predict import PredictOptions
 from meshtune.evaluate.records import Record
 from meshtune.evaluate.report import HTML, MARKDOWN
 from meshtune.evaluate.run import BASE, Subject, evaluate_model, make_evaluation, run_data
+from meshtune.runs.run_mesh import run_mesh
 
 
 def check_evaluation(recipe: Recipe, processes: int) -> None:
@@ -28,9 +29,9 @@ def check_evaluation(recipe: Recipe, processes: int) -> None:
     where = "evaluate"
     if processes > 1:
         raise UserError(
-            f"a run of {processes} processes cannot end with an evaluation, which is one process's",
+            f"a run of {processes} processes cannot end with an evaluation: all must see the result",
             where=where,
-            fix=f"leave it out, and run `meshtune eval {recipe.output} --compare base` afterwards",
+            fix=f"leave it out, and launch `meshtune eval {recipe.output} mesh=run --compare base` afterwards",
         )
     if not section.tasks and not (section.held_out and recipe.data.validation is not None):
         raise UserError("there is nothing to evaluate", where=where, fix="give evaluate.tasks, or data.validation")
@@ -45,14 +46,15 @@ def check_evaluation(recipe: Recipe, processes: int) -> None:
 
 
 def evaluate_run(recipe: Recipe, console: Console) -> pathlib.Path | None:
-    """Evaluates what a run made beside what it started from; returns the folder of the report (None: not asked for)."""
+    """Evaluates what a run made beside what it started from, on the run's mesh; returns the folder of the report (None:
+    not asked for)."""
     if recipe.evaluate is None:
         return None
     records, trained_on = run_data(recipe.output)
     evaluation = _evaluation(recipe, records if recipe.evaluate.held_out else [])
     output = default_output(recipe.output, "evaluation", BASE)
     loading = {"revision": None, "chat_template": None, "dtype": None, "quantize": "auto"}
-    subject = Subject(recipe.output, None, BASE, loading)
+    subject = Subject(recipe.output, None, BASE, loading, run_mesh(recipe.output))
     evaluate_model(subject, evaluation, output, console=console, overwrite=output.exists(), trained_on=trained_on)
     console.print(f"[bold]report[/] {output / MARKDOWN} and {output / HTML}", soft_wrap=True)
     return output

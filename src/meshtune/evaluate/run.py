@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from rich.console import Console
 
@@ -24,13 +24,20 @@ from meshtune.evaluate.overlap import Overlap, overlap
 from meshtune.evaluate.predict import PredictOptions
 from meshtune.evaluate.records import Record, digest, record_of
 from meshtune.evaluate.report import write_report
-from meshtune.generate.api import Model, load, load_variants
+from meshtune.generate.api import Model, load_variants
+from meshtune.generate.driver import run_on_all
 from meshtune.mesh.config import MeshConfig
-from meshtune.runs.sources import find, is_run
+from meshtune.mesh.processes import SINGLE_PROCESS, Job
+from meshtune.runs.sources import Source, find, is_run
 from meshtune.weights.hub import locate
 
 BASE = "base"
-Protocol = Literal["lm-eval", "llama-factory"]
+
+
+class Loader(Protocol):
+    """Loads a model, `beside` those that the processes of a job share already."""
+
+    def __call__(self, beside: Sequence[Model] = ()) -> Model: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +61,14 @@ def evaluate_model(
     overwrite: bool = False,
     trained_on: Sequence[Sample] = (),
     allow_training_data: bool = False,
-) -> dict[str, Outcome]:
+    job: Job = SINGLE_PROCESS,
+) -> dict[str, Outcome] | None:
     """Evaluates a model, and what it is compared with before it, into `output` with a report.
 
-    `trained_on` is looked through for the records of the evaluation. Raises UserError for an evaluation set that is the
-    training set, unless that is allowed, and for whatever is wrong with model, data and tasks.
+    `trained_on` is looked through for the records of the evaluation. The processes of `job` share the models of the
+    subject's mesh; process 0 has the outcomes and writes them, the others return None. Raises UserError for an
+    evaluation set that is the training set, unless that is allowed, and for whatever is wrong with model, data and
+    tasks.
     """
     if not evaluation.records and not evaluation.suite.tasks:
         raise UserError("there is nothing to evaluate", fix="give --tasks, --data, or both")
@@ -67,7 +77,39 @@ def evaluate_model(
         common = overlap([record.document for record in evaluation.records], trained_on)
         check_overlap(common, evaluation.records, allow=allow_training_data)
         console.print(f"[{'bold red' if common.shared else 'default'}]{common}[/]", soft_wrap=True)
-    models = variants(subject)
+    models = variants(subject, job)
+    if job.process_count == 1:
+        return _evaluated(models, subject, evaluation, output, console, common, resume=resume, overwrite=overwrite)
+    replicas: list[Model] = []
+    for load in models.values():
+        replicas.append(load(replicas))
+    loaded = {name: functools.partial(_already, replica) for name, replica in zip(models, replicas, strict=True)}
+    outcomes: dict[str, Outcome] = {}
+
+    def main() -> None:
+        options = {"resume": resume, "overwrite": overwrite}
+        outcomes.update(_evaluated(loaded, subject, evaluation, output, console, common, **options))
+
+    run_on_all(job, replicas, main)
+    return outcomes if job.is_main_process else None
+
+
+def _already(replica: Model, beside: Sequence[Model] = ()) -> Model:
+    del beside
+    return replica
+
+
+def _evaluated(
+    models: Mapping[str, Loader],
+    subject: Subject,
+    evaluation: Evaluation,
+    output: pathlib.Path,
+    console: Console,
+    common: Overlap | None,
+    *,
+    resume: bool,
+    overwrite: bool,
+) -> dict[str, Outcome]:
     protocol = "LLaMA-Factory's" if evaluation.llama_factory else "lm-eval's"
     with results_folder(output, settings(subject, evaluation), resume=resume, overwrite=overwrite):
         outcomes = evaluate(models, evaluation, output, console)
@@ -104,23 +146,25 @@ def check_overlap(common: Overlap, records: Sequence[Record], *, allow: bool) ->
         )
 
 
-def variants(subject: Subject) -> dict[str, Callable[[], Model]]:
+def variants(subject: Subject, job: Job = SINGLE_PROCESS) -> dict[str, Loader]:
     """How the models are loaded, by name: what is compared with first. An adapter and its base are in memory once."""
     loading = dict(subject.loading)
     options: dict[str, Any] = {"dtype": loading.pop("dtype", None), "quantize": loading.pop("quantize", "auto")}
-    options["mesh"] = subject.mesh
+    options |= {"mesh": subject.mesh, "job": job}
+
+    def whole(source: Source) -> Loader:
+        return lambda beside=(): load_variants({"": source}, beside=beside, **options)[""]
+
     source = find(subject.path, subject.adapter, **loading)
     if subject.compare is None:
-        return {"model": lambda: load_variants({"": source}, **options)[""]}
+        return {"model": whole(source)}
     if subject.compare == BASE and source.adapter is not None:
         # The tokenizer and its chat template are the run's on both sides, so that the prompts are the same.
         plain = dataclasses.replace(source, adapter=None)
         shared = functools.cache(lambda: load_variants({"base": plain, "tuned": source}, **options))
-        return {"base": lambda: shared()["base"], "tuned": lambda: shared()["tuned"]}
-    tuned = functools.partial(load_variants, {"": source}, **options)
+        return {"base": lambda beside=(): shared()["base"], "tuned": lambda beside=(): shared()["tuned"]}
     if subject.compare != BASE:
-        other = functools.partial(load, subject.compare, **options)
-        return {"before": other, "after": lambda: tuned()[""]}
+        return {"before": whole(find(subject.compare)), "after": whole(source)}
     directory = pathlib.Path(subject.path).expanduser()
     if not is_run(directory):
         raise UserError(
@@ -130,8 +174,7 @@ def variants(subject: Subject) -> dict[str, Callable[[], Model]]:
         )
     recipe = load_recipe(str(directory / "recipe.yaml"))
     base = dataclasses.replace(source, base=locate(recipe.model.path, recipe.model.revision), adapter=None)
-    plain = functools.partial(load_variants, {"": base}, **options)
-    return {"base": lambda: plain()[""], "tuned": lambda: tuned()[""]}
+    return {"base": whole(base), "tuned": whole(source)}
 
 
 def run_data(path: str) -> tuple[list[Record], Sequence[Sample]]:

@@ -19,7 +19,7 @@ from meshtune.data.tokenizer import check_vocabulary, load_tokenizer
 from meshtune.errors import UserError
 from meshtune.generate.chat import ChatSession, Overflow
 from meshtune.generate.config import Sampling
-from meshtune.generate.driver import Driver, in_turn
+from meshtune.generate.driver import Driver, driver_for, in_turn
 from meshtune.generate.engine import Engine
 from meshtune.generate.logits import every_logit, token_rows
 from meshtune.generate.merging import Merging, merged_copy, plan_merging
@@ -265,14 +265,15 @@ def load_variants(
     share_batch: bool = False,
     merge: bool | None = False,
     job: Job = SINGLE_PROCESS,
+    beside: Sequence[Model] = (),
 ) -> dict[str, Model]:
     """Models over one base, each with the adapter of its source, or none: the base is in memory once.
 
     `rewards` allows reward models, whose `logits` are scores; they generate nothing. With `share_batch` the base and
     those adapters that can are one `Model.adapter_set`. By `merge`, or where that is None and memory allows, an adapter
     that is alone is merged into its own copy of the weights (generate.merging). The processes of `job` share the
-    models: all load the same ones, and process 0 then says what is computed (generate.driver.run_on_all). For the other
-    options and errors see `load`; sources of different bases are an error too.
+    models, and those loaded before `beside` them: all load the same ones, and process 0 then says what is computed
+    (generate.driver.run_on_all). For the other options and errors see `load`; sources of different bases are an error.
     """
     from meshtune.adapters.adapter_set import AdapterSet, needs_own_batch
     from meshtune.adapters.peft_format import attach, load_adapter
@@ -295,7 +296,7 @@ def load_variants(
     sharing = {name: adapters[name] for name, reason in reasons.items() if reason is None}
     adapter_set = AdapterSet.over(params, spec, sharing, layout) if sharing else None
     models: dict[str, Model] = {}
-    driver = None if layout is None else Driver(job if job.is_main_process else SINGLE_PROCESS)
+    driver = None if layout is None else driver_for(job, beside)
     for name, source in sources.items():
         variant, tokenizer, shared = (spec, params), tokenizers[name], None
         if adapter_set is not None and reasons.get(name) is None:
@@ -321,7 +322,7 @@ def load_variants(
             own_batch="merged" if merges and name in adapters else reasons.get(name),
             merging=merging if name in adapters else None,
             driver=driver,
-            number=len(models),
+            number=len(beside) + len(models),
         )
     return models
 

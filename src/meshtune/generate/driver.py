@@ -73,6 +73,12 @@ class Driver:
             pass
 
 
+def driver_for(job: Job, replicas: Sequence[Replica]) -> Driver:
+    """What orders the computations of one more model: what orders those of `replicas`, or something new."""
+    driver = replicas[0].driver if replicas else None
+    return driver or Driver(job if job.is_main_process else SINGLE_PROCESS)
+
+
 def in_turn(driver: Driver | None, model: int, call: str, **arguments: object) -> Announced:
     """Announces a call of a model that no batch belongs to. Without a driver nothing is ordered."""
     if driver is None:

@@ -66,7 +66,8 @@ def generation_layout(mesh: MeshConfig | Mapping[str, int] | None, spec: ModelSp
             raise UserError(
                 f"{jax.process_count()} processes share one model only on a mesh",
                 where="mesh",
-                fix=f"give one, such as mesh.tp={jax.device_count()} (in Python mesh={{'tp': {jax.device_count()}}})",
+                fix=f"give one, such as mesh.tp={jax.device_count()} (in Python mesh={{'tp': {jax.device_count()}}}), "
+                "or mesh=run for that of a run",
             )
         return None
     config = mesh if isinstance(mesh, MeshConfig) else mesh_of(mesh)
@@ -77,6 +78,8 @@ def generation_layout(mesh: MeshConfig | Mapping[str, int] | None, spec: ModelSp
             where="mesh.cp",
             fix="give its devices to mesh.tp or mesh.fsdp; a model that was tuned with cp can be used on any mesh",
         )
+    if config.sizes == MeshConfig().sizes and jax.process_count() == 1:
+        return None
     config = resolve_mesh(config, jax.device_count())
     return None if config.devices == 1 else layout_for(make_mesh(config), spec)[0]
 

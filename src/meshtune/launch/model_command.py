@@ -6,7 +6,7 @@ import dataclasses
 import pathlib
 import tempfile
 
-VERBS = ("serve", "generate", "predict")  # chat reads a terminal, which the processes do not have
+VERBS = ("serve", "generate", "predict", "eval")  # chat reads a terminal, which the processes do not have
 
 
 @dataclasses.dataclass(frozen=True)
