@@ -56,7 +56,7 @@ TEXT = b'{"text": "a"}\n'
     ("name", "content", "message"),
     [
         ("a.jsonl", zipped(TEXT), "zip"),
-        ("a.json", gzip.compress(TEXT), "gzip"),
+        ("a.json", gzip.compress(TEXT, mtime=0), "gzip"),
         ("a.jsonl", b"PAR1" + TEXT, "Parquet"),
         ("a.txt", b"a\0b", "null bytes"),
         ("a.txt", "é".encode("latin-1"), "not UTF-8"),
