@@ -123,7 +123,9 @@ def test_a_long_prompt_is_read_in_pieces_while_others_decode(stories, golden, mo
         assert generation.ids == expected.ids
 
 
-@pytest.mark.parametrize("case", [BY_NAME[kind] for kind in ("gemma2", "deepseek_v2", "qwen3_5")], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", [BY_NAME[kind] for kind in ("gemma2", "deepseek_v2", "qwen3_5", "phi3_longrope")], ids=lambda c: c.name
+)
 def test_pieces_of_a_prompt_leave_every_kind_of_memory_as_the_whole_does(case: Case, monkeypatch):
     monkeypatch.setattr("meshtune.generate.scheduler.READ_TOKENS_IDLE", 16)
     spec, params = loaded(case)

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from meshtune.arrays.tree import Tree
 from meshtune.generate import programs
 from meshtune.generate.driver import Driver
+from meshtune.generate.long_context import by_long_factors
 from meshtune.generate.programs import Decoded, Feed
 from meshtune.generate.sampling import Counts, Knobs, Switches
 from meshtune.model.compute import Compute
@@ -57,11 +58,13 @@ class BatchCaches:
         with self._announced("move", source=source, slots=slots):
             self.layers = programs.moved(self.layers, source, spec=self._spec, compute=self._compute, slots=slots)
 
-    def read_new(self, tokens: np.ndarray, count: Numbers, target: Numbers, adapters: np.ndarray | None) -> None:
-        """See programs.read_new."""
-        with self._announced("read_new", tokens=tokens, count=count, target=target, adapters=adapters):
+    def read_new(
+        self, tokens: np.ndarray, count: Numbers, target: Numbers, adapters: np.ndarray | None, long: bool = False
+    ) -> None:
+        """See programs.read_new; `long`: the texts are longer than the original context (generate.long_context)."""
+        with self._announced("read_new", tokens=tokens, count=count, target=target, adapters=adapters, long=long):
             self.layers = programs.read_new(
-                self._params, self.layers, tokens, count, target, adapters=adapters, **self._static
+                self._params, self.layers, tokens, count, target, adapters=adapters, **self._reading(long)
             )
 
     def read_on(
@@ -72,13 +75,13 @@ class BatchCaches:
         length: Numbers,
         target: Numbers,
         adapters: np.ndarray | None,
+        long: bool = False,
     ) -> None:
-        """See programs.read_on."""
+        """See programs.read_on, and read_new for `long`."""
         arguments: dict[str, Any] = {"tokens": tokens, "count": count, "source": source, "length": length}
-        with self._announced("read_on", **arguments, target=target, adapters=adapters):
-            self.layers = programs.read_on(
-                self._params, self.layers, tokens, count, source, length, target, adapters=adapters, **self._static
-            )
+        with self._announced("read_on", **arguments, target=target, adapters=adapters, long=long):
+            arrays = (tokens, count, source, length, target)
+            self.layers = programs.read_on(self._params, self.layers, *arrays, adapters=adapters, **self._reading(long))
 
     def count(self, prompts: Sequence[Sequence[int]], generated: Sequence[Sequence[int]], vocab: int) -> None:
         """Counts all rows' tokens anew, those of prompts and those generated since; with a `vocab` of 0 nothing."""
@@ -125,6 +128,9 @@ class BatchCaches:
     @property
     def _static(self) -> dict[str, Any]:
         return {"spec": self._spec, "compute": self._compute}
+
+    def _reading(self, long: bool) -> dict[str, Any]:
+        return self._static | ({"spec": by_long_factors(self._spec)} if long else {})
 
     @contextlib.contextmanager
     def _announced(self, call: str, **arguments: object) -> Iterator[None]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from meshtune.generate import programs
 from meshtune.generate.batch_caches import BatchCaches
+from meshtune.generate.long_context import original_context
 from meshtune.generate.programs import length_bucket, rows_bucket
 from meshtune.generate.request import Generation
 from meshtune.model.compute import Compute
@@ -27,10 +28,13 @@ SHORTEST_SHARED = 16  # tokens at least that are not read again where another ro
 @dataclasses.dataclass(eq=False)
 class Row:
     """A row of the batch: the tokens that its cache holds and the adapter that read them, the tokens of the prompt that
-    are still to be read, the newest token, which a decode step reads, and whose row it is."""
+    are still to be read, the newest token, which a decode step reads, and whose row it is. Of a model with LongRoPE,
+    `original` is its original context, and `long` whether the cache was read by the long factors."""
 
     cached: list[int] = dataclasses.field(default_factory=list)
     adapter: int | None = None
+    original: int | None = None
+    long: bool = False
     unread: list[int] = dataclasses.field(default_factory=list)
     newest: int = 0
     generation: Generation | None = None
@@ -58,7 +62,18 @@ class Row:
         """Tokens that a decode step may still generate."""
         if self.generation is None or not self.decodes:
             return 0
-        return self.generation.request.max_tokens - len(self.generation.tokens)
+        remaining = self.generation.request.max_tokens - len(self.generation.tokens)
+        return remaining if self.original is None or self.long else min(remaining, self.original - len(self.cached))
+
+    @property
+    def text(self) -> list[int]:
+        """The tokens of the prompt and those generated since."""
+        return [] if self.generation is None else [*self.generation.request.prompt, *self.generation.ids]
+
+    @property
+    def text_is_long(self) -> bool:
+        """Whether the text is longer than the original context."""
+        return self.original is not None and len(self.text) > self.original
 
 
 class _Piece(NamedTuple):
@@ -68,11 +83,13 @@ class _Piece(NamedTuple):
     source: int
     length: int
     tokens: Sequence[int]
+    long: bool
 
     @property
-    def shape(self) -> tuple[bool, int]:
-        """Pieces of one shape are read together: whether a row goes on, and the bucket of the tokens."""
-        return self.length > 0, length_bucket(max(1, len(self.tokens)))
+    def shape(self) -> tuple[bool, int, bool]:
+        """Pieces of one shape are read together: whether a row goes on, the bucket of the tokens, and whether they are
+        a long text's."""
+        return self.length > 0, length_bucket(max(1, len(self.tokens))), self.long
 
 
 class Rows:
@@ -83,6 +100,7 @@ class Rows:
         self.adapters = adapters
         self.rows: list[Row] = []
         self.slots = 0
+        self._original = original_context(spec)
         self._admissions = 0
 
     @property
@@ -111,14 +129,15 @@ class Rows:
             self._caches.move(np.asarray(source, np.int32), slots)
         else:
             self._caches.create(count, slots)
-        self.rows = retained + [Row() for _ in range(count - len(retained))]
+        self.rows = retained + [Row(original=self._original) for _ in range(count - len(retained))]
         self.slots = slots
 
     def place(self, generation: Generation, clock: int) -> None:
         """Gives a request a free row: the one where its prompt goes on, or one whose text is needed least."""
         prompt = generation.request.prompt[:-1]
         free = [row for row in self.rows if row.generation is None]
-        source, length = self._best(prompt, self._read_by(generation.request.adapter))
+        is_long = self._original is not None and len(generation.request.prompt) > self._original
+        source, length = self._best(prompt, self._read_by(generation.request.adapter, is_long))
         if not (length and source in free and length == len(source.cached)):
             others = [row for row in free if row is not source] or free
             source = min(others, key=lambda row: (len(row.cached) > 0, row.last_used))
@@ -133,7 +152,10 @@ class Rows:
                 row.generation, row.unread, row.started, row.last_used = None, [], True, clock
 
     def read(self, most: int) -> None:
-        """Reads at most `most` tokens of prompts, the oldest request's first."""
+        """Reads at most `most` tokens of prompts, the oldest request's first, and of texts that have become long."""
+        for row in self.rows:
+            if row.decodes and row.text_is_long and not row.long:
+                row.cached, row.unread, row.started = [], row.text[:-1], False
         batch: list[_Piece] = []
         reading = [row for row in self.rows if row.generation is not None and not row.decodes]
         for row in sorted(reading, key=lambda row: row.admitted):
@@ -150,27 +172,37 @@ class Rows:
             if piece.tokens or piece.source != piece.target or not piece.length:  # an empty row may hold a state
                 batch.append(piece)
             most -= len(piece.tokens)
-            prompt = row.generation.request.prompt if row.generation else ()
-            row.cached, row.adapter = list(prompt[: piece.length + len(piece.tokens)]), row.request_adapter
-            row.unread, row.started = list(prompt[len(row.cached) : -1]), True
+            text = row.text
+            row.cached, row.adapter, row.long = (
+                text[: piece.length + len(piece.tokens)],
+                row.request_adapter,
+                piece.long,
+            )
+            row.unread, row.started = text[len(row.cached) : -1], True
         self._compute_pieces(batch)
 
     def _piece(self, row: Row, most: int) -> _Piece | None:
         """What is to be read of a row's prompt next, `most` tokens at most; None where it has to wait."""
-        target = self.rows.index(row)
+        target, is_long = self.rows.index(row), row.text_is_long
         if row.started:
-            return _Piece(target, target, len(row.cached), row.unread[:most]) if most > 0 else None
+            return _Piece(target, target, len(row.cached), row.unread[:most], is_long) if most > 0 else None
         earlier = [other for other in self.rows if other.admitted < row.admitted and not other.decodes]
-        siblings = [other for other in earlier if other.generation and other.request_adapter == row.request_adapter]
-        source, length = self._best(row.unread, self._read_by(row.request_adapter))
+        siblings = [
+            other
+            for other in earlier
+            if other.generation and (other.request_adapter, other.text_is_long) == (row.request_adapter, is_long)
+        ]
+        source, length = self._best(row.unread, self._read_by(row.request_adapter, is_long))
         _, later = self._best(row.unread, siblings, expected=True)
         if later > length or (most <= 0 and length < len(row.unread)):
             return None
-        return _Piece(target, self.rows.index(source) if length else target, length, row.unread[length:][:most])
+        source_row = self.rows.index(source) if length else target
+        return _Piece(target, source_row, length, row.unread[length:][:most], is_long)
 
-    def _read_by(self, adapter: int | None) -> list[Row]:
-        """The rows whose tokens an adapter read: under another one the same tokens have other keys and values."""
-        return [row for row in self.rows if row.adapter == adapter]
+    def _read_by(self, adapter: int | None, is_long: bool) -> list[Row]:
+        """The rows whose tokens an adapter read, as parts of long texts or not: otherwise the same tokens have other
+        keys and values."""
+        return [row for row in self.rows if (row.adapter, row.long) == (adapter, is_long)]
 
     def selection(self, rows: Sequence[Row | None]) -> np.ndarray | None:
         """Float32 [len(rows), N], one where a row's request selects an adapter; None where there are none."""
@@ -211,6 +243,6 @@ class Rows:
         targets = [self.rows[piece.target] for piece in batch]
         adapters = self.selection([*targets, *[None] * (count - len(batch))])
         if batch[0].length:
-            self._caches.read_on(tokens, unread, source, known, target, adapters)
+            self._caches.read_on(tokens, unread, source, known, target, adapters, batch[0].long)
         else:
-            self._caches.read_new(tokens, unread, target, adapters)
+            self._caches.read_new(tokens, unread, target, adapters, batch[0].long)
