@@ -13,6 +13,8 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # commands that tests start write none into the user's cache
+    os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MAPPED_REGIONS = 25_000  # after which compiled programs are freed

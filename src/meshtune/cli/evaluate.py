@@ -74,6 +74,7 @@ def evaluate(
     from meshtune.evaluate.records import read_records
     from meshtune.evaluate.report import HTML, MARKDOWN
     from meshtune.evaluate.run import Subject, evaluate_model, make_evaluation, run_data
+    from meshtune.generate.program_cache import keep_programs
     from meshtune.mesh.processes import start
 
     names, files = parse_tasks(tasks or [])
@@ -101,6 +102,7 @@ def evaluate(
     options = {k: v for k, v in vars(loading).items() if k != "adapter"}
     subject = Subject(model, loading.adapter, compare, options, parse_mesh(mesh, loading.adapter or model))
     with start() as job:
+        keep_programs()
         outcomes = evaluate_model(
             subject,
             evaluation,

@@ -111,11 +111,13 @@ def use_model(
 
     from meshtune.generate.api import load_variants
     from meshtune.generate.driver import run_on_all
+    from meshtune.generate.program_cache import keep_programs
     from meshtune.mesh.processes import start
     from meshtune.model.model_cache import describe_cache
     from meshtune.runs.sources import find
 
     with start() as job:
+        keep_programs()
         source = find(path, loading.adapter, revision=loading.revision, chat_template=loading.chat_template)
         options: dict[str, Any] = vars(caching or Caching()) | {"dtype": loading.dtype, "quantize": loading.quantize}
         model = load_variants({"": source}, mesh=config, job=job, **options)[""]

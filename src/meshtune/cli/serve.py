@@ -62,6 +62,7 @@ def serve(
     except ImportError as problem:
         raise UserError("serving needs starlette and uvicorn", fix=EXTRA) from problem
     from meshtune.generate.driver import run_on_all
+    from meshtune.generate.program_cache import keep_programs
     from meshtune.mesh.processes import start
     from meshtune.serve.app import create_app
     from meshtune.serve.gate import DRAIN_SECONDS, Gate
@@ -79,6 +80,7 @@ def serve(
     options = {"log_level": logging.INFO if log_requests else logging.WARNING, "access_log": log_requests}
 
     with start() as job:
+        keep_programs()
         # Not in the processes that follow: clients talk to process 0.
         listener = listener_at(host, port) if job.is_main_process else None
         served = load_served(model, name, named, mesh=sizes, merge=merge, job=job, **vars(loading), **vars(caching))
