@@ -59,12 +59,14 @@ def write_report(
         professional: list[Difference] = []
         if before.predictions and after.predictions:
             professional = professional_differences(before.predictions, after.predictions, seed)
-            tables.append(_differences("Professional ability: your records", before_name, after_name, professional))
+            named = [("your records", item) for item in professional]
+            tables.append(_differences("Professional ability", "data", before_name, after_name, named))
             if draw_losses(folder / LOSSES, before.predictions, after.predictions):
                 pictures.append(LOSSES)
         general = general_differences(before.tasks, after.tasks, seed)
-        for name, listed in general.items():
-            tables.append(_differences(f"General ability: {name}", before_name, after_name, listed))
+        if general:
+            named = [(name, item) for name, listed in general.items() for item in listed]
+            tables.append(_differences("General ability", "task", before_name, after_name, named))
         findings += sentences(professional, general)
         findings.append("Intervals: paired bootstrap over samples, 10,000 draws. unclear: the interval holds 0.")
         draw_differences(folder / DIFFERENCES, professional, general)
@@ -103,10 +105,11 @@ def _interval(item: Difference) -> str:
     return f"difference {item.change:+.4g}, 95% interval {item.low:+.4g} to {item.high:+.4g}{p}"
 
 
-def _differences(title: str, before: str, after: str, items: Sequence[Difference]) -> Table:
+def _differences(title: str, kind: str, before: str, after: str, named: Sequence[tuple[str, Difference]]) -> Table:
     head = ("metric", before, after, "difference", "95% interval", "better / worse / samples", "McNemar p", "verdict")
     rows = [
         (
+            name,
             f"{item.metric} {'↑' if item.higher_is_better else '↓'}",
             f"{item.before:.4f}",
             f"{item.after:.4f}",
@@ -116,9 +119,9 @@ def _differences(title: str, before: str, after: str, items: Sequence[Difference
             "" if item.p is None else f"{item.p:.3g}",
             item.verdict,
         )
-        for item in items
+        for name, item in named
     ]
-    return Table(title, head, rows)
+    return Table(title, (kind, *head), rows)
 
 
 def _metrics(outcome: Outcome) -> list[Table]:
@@ -186,11 +189,18 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", "<br>")
 
 
-STYLE = """body{font:15px/1.5 system-ui,sans-serif;color:#1f2933;max-width:1100px;margin:2rem auto;padding:0 1rem}
-table{border-collapse:collapse;width:100%;margin:.6rem 0}td,th{border-bottom:1px solid #e4e7eb;padding:.35rem .6rem;
-text-align:left;vertical-align:top}td{white-space:pre-wrap;overflow-wrap:anywhere}img{max-width:100%}
-.warning{background:#fff1ec;border-left:4px solid #d9480f;padding:.6rem 1rem;font-weight:600}.lost{color:#d9480f;
-font-weight:600}.gained{color:#1b7f4b;font-weight:600}.note{color:#66727f;font-size:13px}.wide{overflow-x:auto}"""
+SHORT = 40  # characters of a cell that is not broken into lines
+
+STYLE = """:root{color-scheme:light dark;--ink:#1f2933;--paper:#fff;--line:#e4e7eb;--quiet:#66727f;--lost:#c2410c;
+--gained:#1b7f4b;--warning:#fff1ec}@media(prefers-color-scheme:dark){:root{--ink:#e4e7eb;--paper:#15191e;--line:#323a43;
+--quiet:#9aa5b1;--lost:#ff8a5c;--gained:#5ac78d;--warning:#3a221a}}
+body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:1100px;margin:2rem auto;
+padding:0 1rem}table{border-collapse:collapse;width:100%;margin:.6rem 0}td,th{border-bottom:1px solid var(--line);
+padding:.35rem .6rem;text-align:left;vertical-align:top;white-space:nowrap}td{font-variant-numeric:tabular-nums}
+td.text{white-space:pre-wrap;overflow-wrap:anywhere;min-width:12rem}
+img{display:block;max-width:100%;background:#fff;border-radius:6px;margin:.8rem 0}
+.warning{background:var(--warning);border-left:4px solid var(--lost);padding:.6rem 1rem;font-weight:600}
+.lost{color:var(--lost);font-weight:600}.gained{color:var(--gained);font-weight:600}.note{color:var(--quiet);font-size:13px}.wide{overflow-x:auto}"""
 
 
 def page(report: Report, folder: pathlib.Path) -> str:
@@ -204,19 +214,20 @@ def page(report: Report, folder: pathlib.Path) -> str:
     for table in report.tables:
         head = "".join(f"<th>{html.escape(text)}</th>" for text in table.head)
         rows = "".join(
-            "<tr>" + "".join(f"<td{_class(text)}>{html.escape(text)}</td>" for text in row) + "</tr>"
+            "<tr>" + "".join(f"<td{_class(text, cell=True)}>{html.escape(text)}</td>" for text in row) + "</tr>"
             for row in table.rows
         )
         parts.append(f'<h2>{html.escape(table.title)}</h2><div class="wide"><table><tr>{head}</tr>{rows}</table></div>')
         parts.append(f'<p class="note">{html.escape(table.note)}</p>' if table.note else "")
     title = html.escape(report.title)
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
-    return f"<!doctype html><html><head>{head}<style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+    head += f"<style>{STYLE}</style>"
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
 
 
-def _class(text: str) -> str:
-    """Colours a verdict, and the sentences that begin with one."""
+def _class(text: str, *, cell: bool = False) -> str:
+    """Colours a verdict, and the sentences that begin with one; lets long texts of cells break into lines."""
     for name in ("lost", "gained"):
         if text == name or text.lower().startswith(f"{name}:"):
             return f' class="{name}"'
-    return ""
+    return ' class="text"' if cell and (len(text) > SHORT or "\n" in text) else ""
