@@ -107,6 +107,7 @@ def test_every_type_of_task_has_the_numbers_of_lm_evals_transformers_backend(mod
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)  # 5 minutes of one core by ours and theirs together
 @pytest.mark.parametrize("chat", [False, True])
 def test_smollm2_has_the_numbers_of_lm_evals_transformers_backend(smollm2, suite, tmp_path, shared, chat):
     """To the digit of rounding: multiple choice (acc and acc_norm), few-shot, rolling perplexity, generation."""
