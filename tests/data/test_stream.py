@@ -8,9 +8,11 @@ import pathlib
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import meshtune.quickstart
 from meshtune.config.load import load_recipe
+from meshtune.data.inspection import inspect_data
 from meshtune.data.prepare import prepare_data
 from meshtune.data.stream import JOURNAL_INTERVAL
 from meshtune.data.tokenizer import load_tokenizer
@@ -129,7 +131,6 @@ def test_a_journal_of_other_data_is_ignored(text, tokenizer):
     ("overrides", "message"),
     [
         (["train.steps=null"], "give train.steps"),
-        (["data.validation=0.1"], "give a file"),
         (["data.packing=false"], "fills its rows"),
     ],
 )
@@ -171,3 +172,45 @@ def test_sources_of_a_stream_are_mixed_by_weight(mixing, text, tokenizer):
     (text.parent / "run/stream.jsonl").unlink()
     assert_same(arrays(streamed(text, tokenizer, *overrides).train.iterate(30, 32)), expected[30:32])
     assert stream.fingerprint != streamed(text, tokenizer).train.fingerprint
+
+
+def test_records_held_out_of_a_stream_are_those_of_a_loader_and_never_trained_on(text, tokenizer):
+    lines = text.read_text().splitlines()
+    prepared = streamed(text, tokenizer, "data.validation=0.2")
+    loaded = streamed(text, tokenizer, "data.validation=0.2", "data.streaming=false")
+    assert prepared.validation is not None
+    assert loaded.validation is not None
+    held_out = {str(prepared.validation.store.origin(index)) for index in range(len(prepared.validation.store))}
+    assert held_out == {str(loaded.validation.store.origin(index)) for index in range(len(loaded.validation.store))}
+    assert len(held_out) == len(lines) // 5
+    rows = (row for batch in prepared.train.iterate(0, 200) for rows in batch.origins for row in rows)
+    trained = {str(origin) for row in rows for origin in row}
+    assert len(trained) == len(lines) - len(held_out)
+    assert not trained & held_out
+    assert prepared.fingerprint != streamed(text, tokenizer).fingerprint
+
+
+def test_a_bad_record_that_is_held_out_is_named_or_left_out(text, tokenizer):
+    text.write_text(text.read_text() + "".join('\n{"text": 7}' for _ in range(40)))
+    held_out = "data.validation=0.5"
+    with pytest.raises(UserError, match="on_bad: skip") as caught:
+        streamed(text, tokenizer, held_out, "data.on_bad=error")
+    assert "text.jsonl" in str(caught.value.where)
+    prepared = streamed(text, tokenizer, held_out, "data.on_bad=skip")
+    assert prepared.validation is not None
+    assert 0 < len(prepared.validation.store) < 40
+    assert len(prepared.validation.store) + len(prepared.report.skipped) == 40
+
+
+def test_a_stream_is_inspected(text, tokenizer, capsys):
+    recipe = load_recipe(
+        {"model": str(TOKENIZER), "stage": "pt", "output": str(text.parent / "run"), "train": {"steps": 4}},
+        [f"data.train={text}", "data.streaming=true", "data.shuffle=false", "data.max_length=32"],
+    )
+    inspect_data(recipe, records=2, console=Console(width=200))
+    shown = capsys.readouterr().out
+    first = json.loads(text.read_text().splitlines()[0])["text"].split()[0]
+    assert first in shown.replace("·", "")
+    assert "record 1" in shown
+    assert "record 2" not in shown
+    assert "packing efficiency" in shown

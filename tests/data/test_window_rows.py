@@ -260,3 +260,10 @@ def test_answers_with_a_single_label_are_refused(prepared, files):
 def test_data_with_nothing_to_train_on_are_refused(prepared, files):
     with pytest.raises(UserError, match="nothing to train on"):
         prepared("sft", "data.max_length=4")
+
+
+def test_the_first_examples_of_a_stream_are_those_of_its_first_window(prepared):
+    rows = prepared("dpo").train.rows
+    first = rows.window(0, 0).examples
+    assert all(a is b for a, b in zip(rows.first_examples(3), first[:3], strict=True))
+    assert len(rows.first_examples(10_000)) == len(first)

@@ -130,20 +130,37 @@ def load_documents(data: DataSection, *, seed: int, dataset_type: DatasetType = 
     return Documents(_mixed(train, data.mixing, seed), validation, skipped, formats)
 
 
-def load_validation(data: DataSection, *, seed: int, dataset_type: DatasetType = "documents") -> DocumentList:
-    """The validation data of a recipe that has sources of them, as `load_documents` loads them."""
-    assert isinstance(data.validation, list)
-    _check_unweighted(data.validation)
-    alone = data.model_copy(update={"train": data.validation, "validation": None, "mixing": "concat"})
-    return load_documents(alone, seed=seed, dataset_type=dataset_type).train
+def open_documents(data: DataSection, *, seed: int, dataset_type: DatasetType = "documents") -> Documents:
+    """The data of a recipe, of whose training records only the first few are read: for data too large to be read twice.
 
-
-def open_documents(data: DataSection, *, seed: int, dataset_type: DatasetType = "documents") -> DocumentList:
-    """The training data of a recipe, of which only the first few are read: for data too large to be read twice.
-
-    Sources are mixed as by `load_documents`. Reading a malformed record raises UserError on access.
+    Sources are mixed, and records held out, as by `load_documents`; validation records are all checked. Reading a
+    malformed training record raises UserError on access.
     """
     registry = Registry.load(data.registry) if data.registry else None
+    skipped: list[SkippedRecord] = []
+    train = _open_all(data, registry, seed, dataset_type)
+    validation = None
+    if isinstance(data.validation, list):
+        _check_unweighted(data.validation)
+        sources = [_data_source(section, registry, dataset_type) for section in data.validation]
+        validation = _concatenate([_check(source, data.on_bad, seed, skipped, dataset_type) for source in sources])
+    elif data.validation is not None:
+        train, held_out = _hold_out(train, data.validation, seed)
+        readable = [_check_chosen(checked, data.on_bad, skipped) for checked in held_out]
+        if not any(len(checked.usable) for checked in readable):
+            problem = f"none of the {len(skipped)} records held out can be used, the first because: {skipped[0].reason}"
+            raise UserError(problem, where="data.validation", fix="hold out more, or correct the records")
+        validation = _concatenate(readable)
+    formats = {
+        checked.source.path: checked.format.name for checked in [*train, *(validation.sources if validation else [])]
+    }
+    return Documents(_mixed(train, data.mixing, seed), validation, skipped, formats)
+
+
+def _open_all(
+    data: DataSection, registry: Registry | None, seed: int, dataset_type: DatasetType
+) -> list[CheckedSource]:
+    """The training sources with all their records, up to their caps, as usable."""
     opened = []
     for section in data.train:
         source = _data_source(section, registry, dataset_type)
@@ -152,7 +169,23 @@ def open_documents(data: DataSection, *, seed: int, dataset_type: DatasetType = 
         indices = np.arange(min(len(records), source.cap or len(records)), dtype=np.int64)
         indices = _sample(indices, source.sample, seed)
         opened.append(CheckedSource(source, records, form, form.resolve(source.columns), indices))
-    return _mixed(opened, data.mixing, seed)
+    return opened
+
+
+def _check_chosen(checked: CheckedSource, on_bad: str, skipped: list[SkippedRecord]) -> CheckedSource:
+    """The source with those of its usable records that can be converted."""
+    readable: list[int] = []
+    for index in checked.usable.tolist():
+        try:
+            checked.sample(index)
+        except UserError as error:
+            if on_bad == "error":
+                raise _with_location(error, checked.records, index, checked.format) from None
+            origin = checked.records.origin(index)
+            skipped.append(SkippedRecord(str(origin), _one_line(error, origin)))
+        else:
+            readable.append(index)
+    return dataclasses.replace(checked, usable=np.array(readable, np.int64))
 
 
 def _check_unweighted(validation: Sequence[SourceSection]) -> None:

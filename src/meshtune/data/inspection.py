@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -16,9 +17,9 @@ from meshtune.config.recipe import Recipe
 from meshtune.data.loader import Loader
 from meshtune.data.prepare import prepare_data
 from meshtune.data.report import render
+from meshtune.data.stream import Stream
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.data.tokens import Example
-from meshtune.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -40,23 +41,23 @@ def inspect_data(recipe: Recipe, *, records: int = 3, tokens: int = 400, console
             bar.update(task, description=activity, completed=done, total=total)
 
         prepared = prepare_data(recipe, tokenizer, vocab=_vocabulary(model.path), progress=progress)
-    if not isinstance(prepared.train, Loader):
-        raise UserError(
-            "a stream is tokenised during training, so there is nothing to inspect yet",
-            where="data.streaming",
-            fix="inspect with data.streaming=false and a cap on the source",
-        )
-    store = prepared.train.store
-    if records and len(store):
+    examples = _first_examples(prepared.train, records)
+    if examples:
         console.print(legend(console))
-    for index in range(min(records, len(store))):
-        example = store[index]
+    for example in examples:
         console.print(Rule(f"{example.origin}: {len(example.ids)} tokens", style="dim", align="left"))
         console.print(coloured_tokens(tokenizer, example, tokens, brackets=console.color_system is None))
     console.print(Rule(style="dim"))
     console.print(render(prepared.report))
     if prepared.validation_report is not None:
         console.print(render(prepared.validation_report))
+
+
+def _first_examples(data: Loader | Stream, count: int) -> Sequence[Example]:
+    """The first examples of a store, or those that a stream begins with, in its order."""
+    if isinstance(data, Stream):
+        return data.rows.first_examples(count)
+    return [data.store[index] for index in range(min(count, len(data.store)))]
 
 
 def legend(console: Console) -> Text:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from meshtune.config.recipe import Recipe
 from meshtune.data.conversation import Sample
-from meshtune.data.documents import SkippedRecord, load_documents, load_validation
+from meshtune.data.documents import SkippedRecord, load_documents, open_documents
 from meshtune.data.loader import Loader
 from meshtune.data.prepare_stream import check_streaming, prepare_stream
 from meshtune.data.report import DataReport, make_report
@@ -153,12 +153,13 @@ class _Preparation:
         """Training data as a stream; validation data as usual."""
         check_streaming(self.recipe)
         units = None if STAGES[self.recipe.stage.kind].dataset_type == "documents" else Units(nll=_nll(self.recipe))
-        stream, report = prepare_stream(self.recipe, self.tokenizer, units)
+        dataset_type = STAGES[self.recipe.stage.kind].dataset_type
+        documents = open_documents(self.recipe.data, seed=self.recipe.seed, dataset_type=dataset_type)
+        stream, report = prepare_stream(self.recipe, self.tokenizer, documents.train, units)
         validation, validation_report = None, None
-        if isinstance(self.recipe.data.validation, list):
-            dataset_type = STAGES[self.recipe.stage.kind].dataset_type
-            documents = load_validation(self.recipe.data, seed=self.recipe.seed, dataset_type=dataset_type)
-            validation, validation_report = self.validation(documents)
+        if documents.validation is not None:
+            validation, validation_report = self.validation(documents.validation)
+        report = dataclasses.replace(report, skipped=(*documents.skipped, *report.skipped))
         return PreparedData(stream, validation, report, validation_report, stream.fingerprint)
 
 

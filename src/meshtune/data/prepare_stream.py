@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshtune.config.data import DataSection
 from meshtune.config.data_options import TokenOptions
 from meshtune.config.recipe import Recipe
 from meshtune.data.conversation import Conversation, Document, Labelled, Sample, Text
-from meshtune.data.documents import DocumentList, open_documents
+from meshtune.data.documents import DocumentList
 from meshtune.data.report import DataReport, stream_report, window_report
 from meshtune.data.store import fingerprint
 from meshtune.data.stream import Stream
@@ -51,7 +52,6 @@ def check_streaming(recipe: Recipe) -> None:
     obstacles = {
         "train.steps": train.steps is None
         and "the length of an epoch of a stream is unknown before its end: give train.steps",
-        "data.validation": isinstance(data.validation, float) and "nothing can be held out of a stream: give a file",
         "data.packing": recipe.stage.kind == "pt"
         and not data.packing
         and "a stream of plain text fills its rows: leave data.packing out",
@@ -63,12 +63,10 @@ def check_streaming(recipe: Recipe) -> None:
 
 
 def prepare_stream(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, units: Units | None
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, documents: DocumentList, units: Units | None
 ) -> tuple[Stream, DataReport]:
     """The training data of a recipe as a stream, and the report on it. `units` are those of stages that compare
     answers. Raises UserError as `prepare_data` does, for the documents that the report is made from."""
-    dataset_type = STAGES[recipe.stage.kind].dataset_type
-    documents = open_documents(recipe.data, seed=recipe.seed, dataset_type=dataset_type)
     if recipe.stage.kind == "pt":
         return _text_stream(recipe, tokenizer, documents)
     return _window_stream(recipe, tokenizer, documents, units)
@@ -149,7 +147,7 @@ def _text_fingerprint(
     parts = (tokenizer_hash(tokenizer), options.cache_key(), repr(files), str(data.shuffle), str(recipe.seed))
     weights = [checked.source.weight for checked in documents.sources]
     mixture = (data.mixing, repr(weights)) if data.mixing != "concat" or any(weights) else ()
-    return fingerprint((), *parts, str(data.max_length), str(recipe.train.batch_size), *mixture)
+    return fingerprint((), *parts, str(data.max_length), str(recipe.train.batch_size), *mixture, *_held_out(data))
 
 
 def _window_fingerprint(
@@ -161,7 +159,12 @@ def _window_fingerprint(
     layout = (stage.dataset_type, stage.has_score_head, WINDOW, UNIT_POSITIONS)
     parts = (tokenizer_hash(tokenizer), options.cache_key(), *role_ends(tokenizer))
     first = itertools.islice(_readable(documents, skip=data.on_bad == "skip"), _HASHED)
-    return fingerprint(first, *parts, repr(sources), repr(rows), repr(layout))
+    return fingerprint(first, *parts, repr(sources), repr(rows), repr(layout), *_held_out(data))
+
+
+def _held_out(data: DataSection) -> tuple[str, ...]:
+    """The share or number of records that are held out, which are no part of the stream."""
+    return (f"held out: {data.validation}",) if isinstance(data.validation, float) else ()
 
 
 def _first_documents(documents: DocumentList, *, skip: bool) -> Iterator[Document]:

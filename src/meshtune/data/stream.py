@@ -20,6 +20,7 @@ from typing import Protocol
 
 from meshtune.data.conversation import Sample
 from meshtune.data.loader import HostBatch
+from meshtune.data.tokens import Example
 from meshtune.errors import UserError
 
 JOURNAL_INTERVAL = 16  # updates between two entries of the journal
@@ -56,6 +57,8 @@ class StreamRows(Protocol):
     def batch_size(self) -> int: ...
 
     def cursor(self, position: StreamPosition) -> Cursor: ...
+
+    def first_examples(self, count: int) -> Sequence[Example]: ...
 
 
 class Stream:

@@ -8,6 +8,7 @@ document's first is predicted exactly once.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -41,6 +42,15 @@ class TextRows:
     def cursor(self, position: StreamPosition) -> DocumentCursor:
         """A cursor whose next batch begins at `position`."""
         return DocumentCursor(self, position)
+
+    def first_examples(self, count: int) -> Sequence[Example]:
+        """The first `count` documents of the first epoch, for a look at the data."""
+        cursor, examples = self.cursor(StreamPosition()), list[Example]()
+        for _ in range(min(count, len(self.documents))):
+            example, _ = cursor.current()
+            examples.append(example)
+            cursor.advance(len(example.ids) - 1)
+        return examples
 
 
 class DocumentCursor:

@@ -83,6 +83,11 @@ class WindowRows:
         """A cursor whose next batch begins at `position`."""
         return WindowCursor(self, position)
 
+    def first_examples(self, count: int) -> Sequence[Example]:
+        """The first `count` examples of the first window that has any, for a look at the data."""
+        windows = (self.window(0, index).examples for index in range(self.windows))
+        return next((examples[:count] for examples in windows if examples), ())
+
     def window(self, epoch: int, index: int) -> Window:
         """The window at `index` of an epoch. Raises UserError, naming the record, as readers and templates do."""
         with self._lock:

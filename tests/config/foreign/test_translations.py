@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 
 import pytest
 import yaml
@@ -222,6 +223,64 @@ TABLES = {
     "torchtune": torchtune.TORCHTUNE,
     "TRL": trl.TRL,
 }
+
+
+STREAMED = {
+    "sft": {},
+    "dpo": {"stage": "dpo", "pref_loss": "sigmoid"},
+    "kto": {"stage": "kto"},
+    "rm": {"stage": "rm"},
+    "pt": {"stage": "pt"},
+}
+
+
+@pytest.mark.parametrize("stage", STREAMED.values(), ids=list(STREAMED))
+def test_a_stream_is_translated_for_every_stage(recipe_of, stage):
+    recipe = recipe_of({**LLAMA_FACTORY, **stage, "streaming": True, "max_steps": 100, "val_size": 50})
+    assert recipe.data.streaming
+    assert (recipe.train.steps, recipe.data.validation) == (100, 50)
+
+
+def test_axolotls_and_trls_streams_are_translated(recipe_of):
+    assert recipe_of({**AXOLOTL, **QLORA, "streaming": True, "max_steps": 50}).data.streaming
+    arguments = {"model_name_or_path": "some/model", "dataset_name": "o/n", "output_dir": "out", "streaming": True}
+    arguments |= {"max_steps": 50, "max_length": 512, "completion_only_loss": True}
+    assert recipe_of(arguments, is_trl=True).data.streaming
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"max_steps": -1}, "the length of a stream is unknown"),
+        ({"stage": "dpo", "finetuning_type": "full"}, "computed before training"),
+        ({"stage": "dpo", "ref_model": "other/model"}, "computed before training"),
+        ({"stage": "pt", "packing": False}, "fills its rows"),
+    ],
+)
+def test_a_stream_that_is_not_possible_here_says_why(imported, change, reason):
+    translation = imported({**LLAMA_FACTORY, "streaming": True, "max_steps": 100, **change})
+    finding = next(finding for finding in translation.findings if finding.key == "streaming")
+    assert finding.verdict == "differs"
+    assert reason in finding.note
+
+
+COMPUTED = {"compute_dtype", "model_max_length", "block_diag_attn"}  # fields that no file can give
+OF_ITS_EVAL = "EvaluationArguments"  # of another command, whose files are refused
+
+
+def test_every_field_of_llama_factorys_arguments_has_a_rule(shared):
+    """The appendix lists them by dataclass, with default, uses and meaning."""
+    text = (shared / "design/DOORS.md").read_text(encoding="utf-8")
+    appendix = text[text.index("# Appendix A:") : text.index("# Appendix C:")]
+    sections = re.split(r"^\*\*(\w+)\*\*", appendix, flags=re.MULTILINE)
+    fields = {
+        key
+        for name, body in zip(sections[1::2], sections[2::2], strict=True)
+        if name != OF_ITS_EVAL
+        for key in re.findall(r"^\| ([a-z]\w*) \| .*? \| \d+ \|", body, flags=re.MULTILINE)
+    }
+    assert len(fields) > 200
+    assert fields - COMPUTED <= set(llama_factory.TRAIN)
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=list(TABLES))

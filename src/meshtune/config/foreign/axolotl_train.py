@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshtune.config.foreign import axolotl_data, axolotl_method, models, optimizers
 from meshtune.config.foreign.draft import ONE_TEXT, OTHER_ORDER, Draft
+from meshtune.config.foreign.streams import stream
 from meshtune.config.foreign.trainer import batch_settings, length, trackers, upload
 
 PACKED = "a packed row has sequence_len tokens, and so many rows an update; the peer's bins are filled in another order"
@@ -22,6 +23,8 @@ def train(draft: Draft) -> None:
     _plugins(draft)
     batch_settings(draft, "micro_batch_size")
     length(draft, "num_epochs")
+    if "data.streaming" not in draft.settings:
+        stream(draft, "streaming")
     optimizers.named(draft, "optimizer")
     _schedule(draft)
     optimizers.moments(draft, ("adam_beta1", "beta1"), ("adam_beta2", "beta2"), ("adam_epsilon", "eps"))
@@ -137,8 +140,6 @@ def _data(draft: Draft, kind: str) -> bool:
     draft.put("data.packing", packed, "sample_packing", note=PACKED if packed else "", differs=packed)
     if streamed:
         draft.put("data.streaming", True, key, note="documents go on in the next row")
-    else:
-        draft.idle("streaming", "data are tokenised before training and read from disk")
     for unequal in ("max_prompt_len", "eval_sequence_len"):
         if unequal in draft.given:
             draft.differ(unequal, "prompts, answers and validation records are cut by sequence_len alone")

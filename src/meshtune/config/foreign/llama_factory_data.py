@@ -95,12 +95,6 @@ def _lengths(draft: Draft, kind: str) -> None:
         draft.put("data.packing", True, "packing", note=note, differs=True)
     else:
         draft.put("data.packing", False, "packing", note="one document a row, so that a batch holds as many")
-    if draft.get("streaming"):
-        if kind == "pt":
-            draft.put("data.streaming", True, "streaming")
-        else:
-            note = "data are tokenised before training here, and read from disk in another order"
-            draft.differ("streaming", note)
 
 
 def chat_template(draft: Draft) -> None:

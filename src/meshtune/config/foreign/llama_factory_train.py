@@ -6,6 +6,7 @@ from meshtune.config.foreign import models, trainer
 from meshtune.config.foreign.draft import ONE_TEXT, OTHER_ORDER, Draft
 from meshtune.config.foreign.llama_factory_data import sources
 from meshtune.config.foreign.rules import ABSENT
+from meshtune.config.foreign.streams import stream
 from meshtune.config.foreign.trainer import dropout
 
 CLIPPED = "the file's max_grad_norm is for updates after the backward pass"
@@ -20,6 +21,7 @@ def train(draft: Draft) -> None:
     _optimizer(draft)
     validation = sources(draft, kind)
     trainer.trainer_settings(draft, validation=validation, kind=kind)
+    stream(draft, "streaming")
     _precision(draft)
     if draft.get("early_stopping_steps"):
         draft.put("eval.early_stopping", draft.get("early_stopping_steps"), "early_stopping_steps")

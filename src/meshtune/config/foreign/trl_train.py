@@ -9,6 +9,7 @@ from typing import Any
 from meshtune.config.foreign import models, trainer
 from meshtune.config.foreign.draft import OTHER_ORDER, Draft
 from meshtune.config.foreign.rules import direct, number
+from meshtune.config.foreign.streams import stream
 from meshtune.config.foreign.trl import NAME, RATES, TRAINERS, TRL
 
 OF_TRAINER = {
@@ -35,6 +36,8 @@ def train(raw: dict[str, Any], devices: int, chosen: str | None) -> Draft:
     validation = _data(draft, name)
     _precision(draft)
     trainer.trainer_settings(draft, validation=validation, kind=STAGES[name])
+    for key in ("dataset_streaming", "streaming"):
+        stream(draft, key)
     draft.remark(OTHER_ORDER)
     return draft
 
