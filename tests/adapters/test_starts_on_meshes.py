@@ -37,7 +37,7 @@ def found(kind: str, *meshes: dict[str, int], verified: bool = False) -> list[di
 @pytest.mark.parametrize(
     ("kind", "meshes"),
     [
-        ("continued", [SPLIT]),
+        pytest.param("continued", [SPLIT], marks=pytest.mark.slow),
         pytest.param("llama_pro", [SPLIT], marks=pytest.mark.slow),
         pytest.param("continued", [{"fsdp": 8}, {"fsdp": 2, "cp": 2, "tp": 2}], marks=pytest.mark.slow),
         pytest.param("llama_pro", [{"fsdp": 8}, {"dp": 2, "fsdp": 2, "tp": 2}], marks=pytest.mark.slow),

@@ -36,7 +36,7 @@ CASES: dict[str, tuple[Case, str]] = {
 }
 
 
-@pytest.fixture(scope="module", params=list(CASES))
+@pytest.fixture(scope="module", params=["fp8", pytest.param("mxfp4", marks=pytest.mark.slow)])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     case, targets = CASES[request.param]
     quantise, config = block_fp8(BLOCK) if request.param == "fp8" else mxfp4()
