@@ -68,6 +68,18 @@ def test_held_out_records_are_those_of_the_run(run):
     assert not {record.prompt for record in records} & {document.prompt for document in trained_on}
 
 
+def test_a_stream_holds_out_the_same_records(tmp_path):
+    rows = [{"prompt": f"The {animal} said", "completion": " hello."} for animal in published.ANIMALS]
+    published.write_lines(tmp_path / "train.jsonl", rows)
+    recipe = f"model: models/any\noutput: {tmp_path}\ndata: {{train: {tmp_path}/train.jsonl, validation: 2, streaming: "
+    (tmp_path / "recipe.yaml").write_text(recipe + "true}\ntrain: {steps: 2}\n")
+    streamed, none = run_data(str(tmp_path))
+    (tmp_path / "recipe.yaml").write_text(recipe + "false}\ntrain: {steps: 2}\n")
+    whole, trained_on = run_data(str(tmp_path))
+    assert streamed == whole
+    assert (len(streamed), len(none), len(trained_on)) == (2, 0, len(rows) - 2)
+
+
 def test_the_tuned_side_gains_on_its_records_and_the_base_is_the_base(outcome, run, stories260k):
     _, outcomes = outcome
     assert list(outcomes) == ["base", "tuned"]

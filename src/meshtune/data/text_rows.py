@@ -48,6 +48,8 @@ class TextRows:
         cursor, examples = self.cursor(StreamPosition()), list[Example]()
         for _ in range(min(count, len(self.documents))):
             example, _ = cursor.current()
+            if cursor.position.epoch > 0:
+                break
             examples.append(example)
             cursor.advance(len(example.ids) - 1)
         return examples

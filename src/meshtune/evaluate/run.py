@@ -10,10 +10,9 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from meshtune.config.data import DataSection
 from meshtune.config.load import load_recipe
 from meshtune.data.conversation import Sample
-from meshtune.data.documents import Documents, load_documents
+from meshtune.data.documents import load_documents, open_documents
 from meshtune.data.system_prompt import WithSystemPrompt
 from meshtune.errors import UserError
 from meshtune.evaluate.compare import Evaluation, Outcome, evaluate
@@ -178,22 +177,21 @@ def variants(subject: Subject, job: Job = SINGLE_PROCESS) -> dict[str, Loader]:
 
 
 def run_data(path: str) -> tuple[list[Record], Sequence[Sample]]:
-    """(held-out records, training samples) of a run; none of what it has not, or of what is no run."""
+    """(held-out records, training samples) of a run; none of what it has not, or of what is no run. The samples of a
+    stream, which may be larger than memory, are left out."""
     directory = pathlib.Path(path).expanduser()
     if not is_run(directory) or not (directory / "recipe.yaml").is_file():
         return [], ()
     recipe = load_recipe(str(directory / "recipe.yaml"))
-    if recipe.data.streaming or recipe.stage.kind not in ("sft", "pt"):
+    if recipe.stage.kind not in ("sft", "pt"):
         return [], ()
-    documents = _documents(recipe.data, recipe.seed)
+    read = open_documents if recipe.data.streaming else load_documents
+    documents = read(recipe.data, seed=recipe.seed)
+    trained_on: Sequence[Sample] = () if recipe.data.streaming else documents.train
     if documents.validation is None:
-        return [], documents.train
+        return [], trained_on
     held_out = WithSystemPrompt(documents.validation, recipe.data.system)
-    return [record_of(number, document) for number, document in enumerate(held_out)], documents.train
-
-
-def _documents(data: DataSection, seed: int) -> Documents:
-    return load_documents(data, seed=seed)
+    return [record_of(number, document) for number, document in enumerate(held_out)], trained_on
 
 
 def make_evaluation(
