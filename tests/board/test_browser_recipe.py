@@ -294,6 +294,8 @@ def test_hostile_data_names_and_recipes_stay_text(hostile, tmp_path: pathlib.Pat
     )[0]
     entry.find_element("tag name", "button").click()
     eventually(lambda: texts(driver, ".local .models"))
+    driver.find_element("id", "model-search").send_keys("llama")  # draws the hub's list anew, and not this one
+    assert texts(driver, ".local .models")
     driver.find_element("id", "model-path").send_keys(HOSTILE)
     press(driver, "Memory here")
     eventually(lambda: texts(driver, ".problems, section:first-of-type .models"))
@@ -330,4 +332,10 @@ def test_pages_in_both_themes_and_on_a_phone(tmp_path: pathlib.Path):
                     wide = "return document.documentElement.scrollWidth > document.documentElement.clientWidth"
                     violations += [f"{page} {size}: wider than the screen"] if driver.execute_script(wide) else []
                     violations += [f"{page} {size} {dark}: {violation}" for violation in axe(driver)]
+            for dark in (False, True) if page == "recipe" else ():
+                look(driver, 1280, 1000, dark=dark)
+                # As while it is planned anew:
+                driver.execute_script("document.querySelector('.plan').classList.add('stale')")
+                driver.save_screenshot(str(IMAGES / f"{page}-stale-{'dark' if dark else 'light'}.png"))
+                violations += [f"stale plan {dark}: {violation}" for violation in axe(driver)]
     assert violations == []

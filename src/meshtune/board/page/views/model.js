@@ -63,6 +63,10 @@ export function show(place) {
     fill(hub, chosen.length ? h('table', { class: 'models' }, head(), families.map((family) => h('tbody', {},
       h('tr', {}, h('th', { colspan: 5, scope: 'rowgroup', class: 'family' }, family)),
       chosen.filter((model) => model.family === family).sort((first, second) => first.bytes.lora - second.bytes.lora).map(row)))) : h('p', { class: 'empty' }, t('model.none')));
+  }
+
+  // Apart from the hub's list, which every key in its search draws anew: a measured model keeps its figures.
+  function drawLocal() {
     fill(local, models.local.length ? h('ul', { class: 'plain-list' }, models.local.map((entry) => {
       const memory = h('div', { class: 'memory-of sideways' });
       return h('li', { class: 'local' }, h('span', { class: 'path' }, entry.path), h('span', { class: 'quiet' }, t(`model.kind.${entry.kind}`)),
@@ -72,7 +76,7 @@ export function show(place) {
     })) : h('p', { class: 'empty' }, t('model.nolocal')));
   }
 
-  get('api/models').then((found) => { if (open) { models = found; draw(); } }, (error) => fill(wrong, problems(error)));
+  get('api/models').then((found) => { if (open) { models = found; draw(); drawLocal(); } }, (error) => fill(wrong, problems(error)));
   get(`api/models/machine?${new URLSearchParams({ page: PAGE })}`).then((found) => {
     if (!open) return;
     limit = found.memory;
