@@ -62,6 +62,8 @@ variants_too = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name
 every_case = pytest.mark.parametrize("case", [c for c in CASES if not c.variant], ids=lambda case: case.name)
 PLAIN = Compute(attention="direct", loss_chunk=8)
 RATE = 1e-2
+# With seed 0 an input of a layer's sparse network lies within 6e-8 of the threshold, where the gradient jumps.
+SEEDS_OF_GRADIENTS = {"gemma3n_default": 1}
 
 
 def random_rows(length: int, rows: int = 2, seed: int = 0) -> np.ndarray:
@@ -112,7 +114,7 @@ def torch_gradients(case: Case, spec: ModelSpec, tokens: np.ndarray) -> Tree:
 @variants_too
 def test_gradients_of_every_parameter_equal_transformers(case: Case):
     spec, params = loaded(case)
-    tokens = random_rows(20)
+    tokens = random_rows(20, seed=SEEDS_OF_GRADIENTS.get(case.name, 0))
     rows = as_inputs([[row] for row in tokens], tokens.shape[1])
     ours = jax.jit(jax.grad(mean_loss), static_argnums=1)(params, spec, rows)
     close_gradients(ours, torch_gradients(case, spec, tokens))
