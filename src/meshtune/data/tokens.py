@@ -20,9 +20,11 @@ from meshtune.config.data_options import TokenOptions
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.conversation import Conversation, Document, Origin
 from meshtune.data.masks import MaskedText, mask_conversation
+from meshtune.data.token_bytes import TokenBytes
 from meshtune.errors import UserError
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from transformers import PreTrainedTokenizerFast
 
 _BATCH = 256  # documents given to the tokenizer at once, which works on them in parallel
@@ -76,6 +78,7 @@ class Tokenize:
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()  # a tokenizer.json may enable both
         self._backend.no_padding()
+        self._token_bytes = TokenBytes(tokenizer)
         self._chat: ChatTemplate | None = None
         self._prompt_ends: dict[str, list[int]] = {}
         added = tokenizer.added_tokens_decoder
@@ -143,28 +146,32 @@ class Tokenize:
 
     def _encode(self, texts: list[MaskedText]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """ids int32 and weights float32 of each text, without any token that is not in the text."""
-        encodings = self._backend.encode_batch([masked.text for masked in texts], add_special_tokens=False)
-        for masked, encoding in zip(texts, encodings, strict=True):
-            ids = np.asarray(encoding.ids, np.int32)
-            if not len(ids):
-                yield ids, np.zeros(0, np.float32)
-                continue
-            # A list of tuples becomes an array faster once it is flat.
-            flat = itertools.chain.from_iterable(encoding.offsets)
-            offsets = np.fromiter(flat, np.int64, 2 * len(ids)).reshape(-1, 2)
-            # Tokens tile the text, so a token begins where the one before it ends: byte-level tokenizers may leave
-            # white space out of the offsets, and give every part of a split character the whole character's.
-            ends = np.maximum.accumulate(offsets[:, 1])
+        for masked, (ids, ends) in zip(texts, self._ids_and_ends([masked.text for masked in texts]), strict=True):
             weights = np.full(len(ids), masked.default, np.float32)
             clean = True
-            for start, end, weight in masked.spans:
+            for start, end, weight in masked.spans if len(ids) else ():
                 first, last = np.searchsorted(ends, [start, end], side="right")
                 clean &= (first == 0 or ends[first - 1] == start) and (last == 0 or ends[last - 1] == end)
                 clean &= self._is_prompts_own(masked.text, ids, ends, start, int(first))
-                if last < len(ids) and offsets[last, 0] < end:
+                if last < len(ids) and (ends[last - 1] if last else 0) < end:
                     last += 1
                 weights[first:last] = weight
             yield (ids, weights) if clean else self._encode_apart(masked, ids, weights)
+
+    def _ids_and_ends(self, texts: list[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """ids int32 of each text, and the character of the text after each of them.
+
+        Tokens tile the text, so a token begins where the one before it ends.
+        """
+        if not self._token_bytes:
+            yield from map(_with_offsets, self._backend.encode_batch(texts, add_special_tokens=False))
+            return
+        for text, encoding in zip(texts, self._backend.encode_batch_fast(texts, add_special_tokens=False), strict=True):
+            ids = encoding.ids
+            if (ends := self._token_bytes.ends(ids, text)) is None:  # the tokenizer changed the text, or left some out
+                yield _with_offsets(self._backend.encode(text, add_special_tokens=False))
+            else:
+                yield np.asarray(ids, np.int32), ends
 
     def _is_prompts_own(self, text: str, ids: np.ndarray, ends: np.ndarray, start: int, first: int) -> bool:
         """Whether the tokens before `first` are those of the prompt alone, since a tokenizer may look ahead."""
@@ -246,3 +253,13 @@ class Tokenize:
         counts.tokens += len(ids)
         counts.trained_tokens += int(np.count_nonzero(weights[1:]))
         return Example(ids, weights, origin)
+
+
+def _with_offsets(encoding: Encoding) -> tuple[np.ndarray, np.ndarray]:
+    ids = np.asarray(encoding.ids, np.int32)
+    # A list of tuples becomes an array faster once it is flat.
+    flat = itertools.chain.from_iterable(encoding.offsets)
+    offsets = np.fromiter(flat, np.int64, 2 * len(ids)).reshape(-1, 2)
+    # Byte-level tokenizers may leave white space out of the offsets, and give every part of a split character the whole
+    # character's.
+    return ids, np.maximum.accumulate(offsets[:, 1])
