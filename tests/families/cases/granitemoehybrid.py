@@ -25,5 +25,5 @@ CONFIG = {
 SPARSE = {**CONFIG, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24}
 CASES = (
     Case("granitemoehybrid", "granitemoehybrid", SPARSE, randomise=decays, peft=PEFT),
-    Case("granitemoehybrid_dense", "granitemoehybrid", CONFIG, randomise=decays),
+    Case("granitemoehybrid_dense", "granitemoehybrid", CONFIG, randomise=decays, meshes=({"fsdp": 2, "tp": 2},)),
 )
