@@ -18,23 +18,17 @@ from meshtune.evaluate.predict import PredictOptions
 from meshtune.evaluate.records import Record
 from meshtune.evaluate.report import HTML, MARKDOWN
 from meshtune.evaluate.run import BASE, Subject, evaluate_model, make_evaluation, run_data
+from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.runs.run_mesh import run_mesh
 
 
-def check_evaluation(recipe: Recipe, processes: int) -> None:
+def check_evaluation(recipe: Recipe) -> None:
     """Raises UserError for what would stop the evaluation at the end of a run: tasks, files, packages, metrics."""
     section = recipe.evaluate
     if section is None:
         return
-    where = "evaluate"
-    if processes > 1:
-        raise UserError(
-            f"a run of {processes} processes cannot end with an evaluation: all must see the result",
-            where=where,
-            fix=f"leave it out, and launch `meshtune eval {recipe.output} mesh=run --compare base` afterwards",
-        )
     if not section.tasks and not (section.held_out and recipe.data.validation is not None):
-        raise UserError("there is nothing to evaluate", where=where, fix="give evaluate.tasks, or data.validation")
+        raise UserError("there is nothing to evaluate", where="evaluate", fix="give evaluate.tasks, or data.validation")
     if section.held_out and recipe.data.validation is not None:
         check_metrics(section.metrics)
     evaluation = _evaluation(recipe, [])
@@ -45,9 +39,9 @@ def check_evaluation(recipe: Recipe, processes: int) -> None:
             prepare(evaluation.suite, pathlib.Path(folder))
 
 
-def evaluate_run(recipe: Recipe, console: Console) -> pathlib.Path | None:
-    """Evaluates what a run made beside what it started from, on the run's mesh; returns the folder of the report (None:
-    not asked for)."""
+def evaluate_run(recipe: Recipe, console: Console, job: Job = SINGLE_PROCESS) -> pathlib.Path | None:
+    """Evaluates what a run made beside what it started from, on the run's mesh and by its processes; returns the folder
+    of the report (None: not asked for)."""
     if recipe.evaluate is None:
         return None
     records, trained_on = run_data(recipe.output)
@@ -55,7 +49,9 @@ def evaluate_run(recipe: Recipe, console: Console) -> pathlib.Path | None:
     output = default_output(recipe.output, "evaluation", BASE)
     loading = {"revision": None, "chat_template": None, "dtype": None, "quantize": "auto"}
     subject = Subject(recipe.output, None, BASE, loading, run_mesh(recipe.output))
-    evaluate_model(subject, evaluation, output, console=console, overwrite=output.exists(), trained_on=trained_on)
+    evaluate_model(
+        subject, evaluation, output, console=console, overwrite=output.exists(), trained_on=trained_on, job=job
+    )
     console.print(f"[bold]report[/] {output / MARKDOWN} and {output / HTML}", soft_wrap=True)
     return output
 

@@ -53,7 +53,7 @@ def train(recipe: Recipe, *, console: Console | None = None, job: Job | None = N
     console = console or terminal.console(quiet=not job.is_main_process)
     output = pathlib.Path(recipe.output).expanduser()
     if recipe.evaluate is not None:
-        check_evaluation(recipe, job.process_count)
+        check_evaluation(recipe)
     check_hub(recipe, job)
     try:
         with logged(console) as log:
@@ -67,7 +67,7 @@ def train(recipe: Recipe, *, console: Console | None = None, job: Job | None = N
             fix="make room or make it writable; then the same command with resume=true goes on from what was saved",
         ) from error
     if result.interrupted is None:
-        evaluate_run(recipe, console)
+        evaluate_run(recipe, console, job)
         push_result(recipe, output, console, job)
     return result
 
