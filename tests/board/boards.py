@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import time
+import urllib.request
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +39,13 @@ def request(workspace: Workspace, *arguments: str, **fields: Any) -> JobRequest:
     """A job that runs `meshtune ARGUMENTS`."""
     values = {"kind": "train", "name": "job", **fields}
     return JobRequest(arguments=arguments, root=str(workspace.root), **values)
+
+
+def submitted(address: str, body: dict[str, Any]) -> str:
+    """The id of a job that a board at `address` has started, as another of its pages would have."""
+    content, headers = json.dumps(body).encode(), {"content-type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(f"{address}/api/jobs", content, headers)) as answer:
+        return json.load(answer)["id"]
 
 
 def wait(for_: Callable[[], Any], seconds: float = 60.0) -> Any:

@@ -123,6 +123,12 @@ def press(driver: Any, text: str) -> None:
     eventually(click)
 
 
+def choose(driver: Any, field: str, value: str) -> None:
+    """Chooses an option of a list, once it is there."""
+    option = f"#{field} option[value='{value}']"
+    eventually(lambda: driver.find_elements("css selector", option))[0].click()
+
+
 def requests_of(driver: Any) -> list[str]:
     """The addresses that the page has asked for since this was last called."""
     import json

@@ -6,17 +6,11 @@ import pathlib
 
 import pytest
 from boards import READABLE
-from browsers import chromium, complaints, eventually, press, running, texts
+from browsers import choose, chromium, complaints, eventually, press, running, texts
 
 from meshtune.quickstart import MODEL
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(600)]
-
-
-def choose(driver, field: str, value: str) -> None:
-    """Chooses an option of a list, once it is there."""
-    option = f"#{field} option[value='{value}']"
-    eventually(lambda: driver.find_elements("css selector", option))[0].click()
 
 
 def test_a_model_is_loaded_answers_and_outlives_the_board(tmp_path: pathlib.Path):

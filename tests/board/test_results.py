@@ -9,6 +9,7 @@ import pytest
 from boards import READABLE, client, recipe, wait
 
 from meshtune.board import queue
+from meshtune.board.measured import measured
 from meshtune.board.workspace import Workspace, workspace_at
 from meshtune.quickstart import LESSON, MODEL
 
@@ -65,9 +66,26 @@ def test_predictions_are_shown_as_rows(workspace):
     job = run_job(board, workspace, kind="predict", **body)
     shown = board.get(f"/api/results/{job}").json()
     assert len(shown["rows"]) == 2
-    assert shown["totals"]
+    assert len(shown["rows"][0]["answers"]) == len(shown["models"]) == 1
+    assert shown["models"][0]["figures"]["records"] == 2
     assert shown["report"] is False
     assert board.get(f"/api/results/{job}/report").status_code == 400
+
+
+def test_two_models_stand_side_by_side_while_the_second_is_measured(tmp_path: pathlib.Path):
+    rows = {"base": ["a", "b"], "tuned": ["c"]}
+    for name, answers in rows.items():
+        lines = [json.dumps({"prompt": f"{n}?", "reference": "r", "answer": said}) for n, said in enumerate(answers)]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "predictions.jsonl").write_text("\n".join([*lines, "broken"]) + "\n")
+    (tmp_path / "base" / "metrics.json").write_text('{"loss": 1.5, "chrf": NaN, "signature": "x", "whole": true}')
+    tasks = {"tasks": [{"name": "arc_easy", "metrics": {"acc,none": 0.25, "acc,strict": 0.5}}]}
+    (tmp_path / "base" / "tasks.json").write_text(json.dumps(tasks))
+    shown = measured(tmp_path)
+    figures = {"loss": 1.5, "arc_easy acc": 0.25, "arc_easy acc,strict": 0.5}
+    assert shown["models"] == [{"name": "base", "figures": figures}, {"name": "tuned", "figures": {}}]
+    assert [row["answers"] for row in shown["rows"]] == [["a", "c"], ["b", None]]
+    assert measured(tmp_path / "none") == {"models": [], "rows": []}
 
 
 def test_a_report_runs_nothing(workspace):

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from meshtune.evaluate.choice_letters import read_subjects, run_protocol
-from meshtune.evaluate.folder import read_json, read_lines, write_json, write_lines
+from meshtune.evaluate.folder import TASKS, read_json, read_lines, write_json, write_lines
 from meshtune.evaluate.harness import Suite, prepare, run_tasks
 from meshtune.evaluate.predict import Predictions, PredictOptions, make_prompts, predict_into
 from meshtune.evaluate.records import Record
@@ -19,7 +19,6 @@ from meshtune.evaluate.statistics import Difference, difference
 from meshtune.generate.api import Model
 
 LOWER_IS_BETTER = ("loss", "word_perplexity", "byte_perplexity", "bits_per_byte")
-TASKS = "tasks.json"
 
 
 @dataclasses.dataclass(frozen=True)

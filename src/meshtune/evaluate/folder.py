@@ -14,7 +14,7 @@ from meshtune.errors import UserError
 from meshtune.runs.output import claimed
 
 SETTINGS = "settings.json"
-PREDICTIONS, TOTALS = "predictions.jsonl", "metrics.json"
+PREDICTIONS, TOTALS, TASKS = "predictions.jsonl", "metrics.json", "tasks.json"
 MARKDOWN, HTML = "report.md", "report.html"
 
 

@@ -18,6 +18,14 @@ export function modelField(id, value = '', kinds = null) {
   return { input, choices };
 }
 
+// A field for records, with the data files that lie in the folders offered as one types.
+export function dataField(id) {
+  const choices = h('datalist', { id: `${id}-choices` });
+  get('api/data/files').then(({ files }) => fill(choices, files.map((file) => h('option', { value: file.path }))), () => {});
+  const input = h('input', { type: 'text', id, list: `${id}-choices`, autocomplete: 'off', spellcheck: 'false' });
+  return { input, choices };
+}
+
 // A number as it is sent: absent where the field is empty.
 export function numberOf(input) {
   return input.value === '' ? undefined : Number(input.value);

@@ -3,10 +3,12 @@
 import { follow, get } from './api.js';
 import { fill, h } from './dom.js';
 import { bytes, duration, moment, number } from './format.js';
-import { t } from './text.js';
+import { has, t } from './text.js';
 import { problems } from './widgets.js';
 
 const ENDED = ['finished', 'stopped', 'failed', 'lost'];
+const LOG_CHARACTERS = 4000;
+const LOG_SECONDS = 1;
 
 // A list of the jobs of `kinds`, newest first. `open` is the id of one that is shown unfolded.
 export function jobResults(kinds) {
@@ -25,30 +27,51 @@ export function jobResults(kinds) {
     if (elements.length !== list.children.length || elements.some((one, index) => list.children[index] !== one)) {
       fill(list, elements.length ? elements : h('p', { class: 'empty' }, t('results.none')));
     }
-    if (opened && cards.has(opened)) {
-      cards.get(opened).element.open = true;
-      opened = null;
-    }
+    unfold();
+  }
+
+  // A job may be listed before or after the page hears that it was started.
+  function unfold() {
+    if (!cards.has(opened)) return;
+    cards.get(opened).element.open = true;
+    opened = null;
   }
 
   const close = follow(null, { jobs: draw });
-  return { element, close, open: (id) => { opened = id; } };
+  return { element, close, open: (id) => { opened = id; unfold(); } };
 }
 
 function card(id) {
   const head = h('summary', { class: 'result' });
   const body = h('div');
   const element = h('details', { class: 'card' }, head, body);
+  const log = h('pre', { class: 'log', tabindex: 0, 'aria-label': t('results.log') });
   let state = null;
+  let timer = null;
   element.addEventListener('toggle', load);
 
   async function load() {
+    clearTimeout(timer);
     if (!element.open) return;
     const job = await get(`api/jobs/${id}`).catch(() => null);
     const written = job?.output ? await get(`api/results/${id}`).catch((error) => ({ error })) : null;
-    fill(body, job && h('p', { class: 'quiet' }, h('a', { href: `#/runs/${id}` }, t('results.log')), ' ', job.command),
+    const busy = job && !ENDED.includes(job.state);
+    fill(body, job && h('p', { class: 'quiet' }, h('a', { href: `#/runs/${id}` }, t('results.log')), ' ', job.command), busy && log,
       job?.reason && h('pre', { class: 'problems' }, job.reason),
       written?.error ? problems(written.error) : written && shown(id, written));
+    if (busy) tail();
+  }
+
+  // What a job prints shows how far it is; read while somebody looks.
+  async function tail() {
+    clearTimeout(timer);
+    const news = await get(`api/jobs/${id}/log?after=${log.dataset.next ?? 0}`).catch(() => null);
+    if (news) {
+      log.dataset.next = news.next;
+      fill(log, (log.textContent + news.text).slice(-LOG_CHARACTERS));
+      log.scrollTop = log.scrollHeight;
+    }
+    if (log.isConnected && element.open && !ENDED.includes(state)) timer = setTimeout(tail, LOG_SECONDS * 1000);
   }
 
   return {
@@ -65,14 +88,12 @@ function card(id) {
   };
 }
 
-function shown(id, { report, totals, rows, files, folder }) {
-  const figures = Object.entries(totals).filter(([, value]) => typeof value === 'number');
+function shown(id, { report, models, rows, files, folder }) {
   return [
-    figures.length > 0 && h('dl', { class: 'figures-list' }, figures.map(([key, value]) => h('div', {}, h('dt', {}, key), h('dd', {}, number(value))))),
+    figuresOf(models),
     report && h('iframe', { class: 'report', sandbox: '', src: `api/results/${id}/report`, title: t('results.report') }),
-    rows.length > 0 && h('div', { class: 'scroll', tabindex: 0, role: 'region', 'aria-label': t('results.answers') }, h('table', {},
-      h('thead', {}, h('tr', {}, ['prompt', 'reference', 'answer'].map((key) => h('th', { scope: 'col' }, t(`results.${key}`))))),
-      h('tbody', {}, rows.map((row) => h('tr', {}, ['prompt', 'reference', 'answer'].map((key) => h('td', { class: 'answer' }, said(row[key])))))))),
+    rows.length > 0 && wide(t('results.answers'), 'answers-table', [t('results.prompt'), t('results.reference'), ...models.map(({ name }) => modelName(name))],
+      rows.map((row) => h('tr', {}, [row.prompt, row.reference, ...row.answers].map((text) => h('td', { class: 'answer' }, said(text)))))),
     files.length > 0 && h('details', { open: !rows.length && !report }, h('summary', {}, t('results.files', { n: files.length, folder })),
       h('ul', { class: 'files' }, files.map((file) => h('li', {},
         h('a', { href: `api/results/${id}/files/${file.path.split('/').map(encodeURIComponent).join('/')}`, download: file.path.split('/').pop() }, file.path), ' ',
@@ -80,6 +101,23 @@ function shown(id, { report, totals, rows, files, folder }) {
   ];
 }
 
+// The figures of one model as a list, of two beside each other.
+function figuresOf(models) {
+  const keys = [...new Set(models.flatMap(({ figures }) => Object.keys(figures)))];
+  if (!keys.length) return null;
+  if (models.length === 1) return h('dl', { class: 'figures-list' }, keys.map((key) => h('div', {}, h('dt', {}, key), h('dd', {}, number(models[0].figures[key])))));
+  return wide(t('results.figures'), 'figures-table', [t('results.figure'), ...models.map(({ name }) => modelName(name))],
+    keys.map((key) => h('tr', {}, h('th', { scope: 'row' }, key), models.map(({ figures }) => h('td', {}, number(figures[key]))))));
+}
+
+function wide(label, name, heads, rows) {
+  return h('div', { class: 'scroll', tabindex: 0, role: 'region', 'aria-label': label }, h('table', { class: name },
+    h('thead', {}, h('tr', {}, heads.map((head) => h('th', { scope: 'col' }, head)))), h('tbody', {}, rows)));
+}
+
+const modelName = (name) => (has(`results.of.${name}`) ? t(`results.of.${name}`) : t('results.answer'));
+
 function said(value) {
+  if (Array.isArray(value)) return value.map((turn) => `${turn?.role}: ${turn?.content}`).join('\n');
   return typeof value === 'string' ? value : JSON.stringify(value ?? null);
 }

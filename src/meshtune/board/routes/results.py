@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 from collections.abc import Callable
@@ -14,17 +13,15 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Respon
 from starlette.routing import BaseRoute, Route
 
 from meshtune.board import queue
-from meshtune.board.follow import read_lines
-from meshtune.board.job import Job, read_json
-from meshtune.board.records import plain
+from meshtune.board.job import Job
+from meshtune.board.measured import measured
 from meshtune.board.state import BoardState
 from meshtune.errors import UserError
-from meshtune.evaluate.folder import HTML, PREDICTIONS, TOTALS
+from meshtune.evaluate.folder import HTML
 
 # The report is one file with styles and pictures inside; it runs nothing and asks nobody.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'self'; sandbox"
 MOST_FILES = 500
-SHOWN_ROWS = 50
 
 
 def routes(state: BoardState) -> list[BaseRoute]:
@@ -35,8 +32,7 @@ def routes(state: BoardState) -> list[BaseRoute]:
         output = _output(job)
         fields: dict[str, Any] = {
             "report": (output / HTML).is_file(),
-            "totals": plain(read_json(output / TOTALS)),
-            "rows": _predictions(output / PREDICTIONS),
+            **measured(output),
             "files": _files(output),
             "folder": workspace.shown(output),
         }
@@ -68,19 +64,6 @@ def routes(state: BoardState) -> list[BaseRoute]:
         Route("/api/results/{job}/report", of_job(report)),
         Route("/api/results/{job}/files/{path:path}", of_job(download)),
     ]
-
-
-def _predictions(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The first SHOWN_ROWS answers; broken lines are left out."""
-    rows: list[dict[str, Any]] = []
-    for line in read_lines(path).content.splitlines()[:SHOWN_ROWS]:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            rows.append(plain(row))
-    return rows
 
 
 def _files(folder: pathlib.Path) -> list[dict[str, Any]]:

@@ -106,6 +106,9 @@ function one(place, id) {
       }, wrong));
     }
     if (job.report) row.push(h('a', { href: `api/jobs/${id}/report`, target: '_blank', rel: 'noopener' }, t('runs.report')));
+    if (job.kind === 'train' && job.report && ENDED.includes(job.state)) {
+      row.push(['talk', 'evaluate', 'export'].map((page) => h('a', { href: `#/${page}/${encodeURIComponent(job.output)}` }, t(`${page}.title`))));
+    }
     return h('div', { class: 'row' }, row);
   }
 
