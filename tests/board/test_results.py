@@ -39,6 +39,8 @@ def test_an_export_is_written_and_downloaded(workspace):
     job = run_job(board, workspace, kind="export", model=str(MODEL), form="gguf", type="Q8_0")
     shown = board.get(f"/api/results/{job}").json()
     assert shown["folder"] == "exports/model-q8_0"
+    stage = board.get(f"/api/jobs/{job}").json()["stage"]
+    assert (stage["stage"], stage["done"]) == ("writing", stage["total"])
     files = {file["path"]: file["bytes"] for file in shown["files"]}
     path = "model-q8_0.gguf"
     answer = board.get(f"/api/results/{job}/files/{path}")
@@ -112,7 +114,8 @@ def test_commands_of_evaluations_and_exports(workspace, tmp_path):
     assert "--merge --gguf Q4_K_M" in command(board, model="adapter", **body)
     assert "--merge" not in command(board, model=str(MODEL), **body)
     assert "--format bitsandbytes" in command(board, kind="export", model=str(MODEL), form="codes")
-    pushed = command(board, kind="push", model=str(MODEL), repository="me/model", form="merged")
+    assert command(board, kind="export", model=str(MODEL), form="merged").endswith("exports/model-merged")
+    pushed = command(board, kind="push", model="adapter", repository="me/model", form="merged")
     assert pushed.endswith("me/model --merge")
     assert "--public" not in pushed
     (tmp_path / "secret").mkdir()
@@ -127,6 +130,7 @@ def test_commands_of_evaluations_and_exports(workspace, tmp_path):
         ("output", {"kind": "export", "output": "../secret"}),
         ("output", {"kind": "export", "output": "meshtune-board/jobs"}),
         ("type", {"kind": "export", "form": "gguf", "type": "Q1"}),
+        ("form", {"kind": "export", "form": "adapter"}),
         ("repository", {"kind": "push", "repository": "--public"}),
     ]
     for path, body in wrong:

@@ -255,3 +255,19 @@ def test_the_command_pushes_by_the_endpoint_of_the_environment(finished):
         assert ran.returncode == 0, ran.stderr
         assert f"{hub.url}/ann/lesson" in ran.stdout
         assert "adapter_model.safetensors" in hub.repositories["ann/lesson"].files
+
+
+def test_the_progress_of_a_push_rises_by_the_files_that_arrived(hub, finished, monkeypatch):
+    monkeypatch.setattr("meshtune.hub.push.LARGE", 1000)
+    seen: list[tuple[str, int, int]] = []
+    push(finished, "ann/whole", merge=True, base_model="org/s", progress=lambda *report: seen.append(report))
+    assert list(dict.fromkeys(stage for stage, _, _ in seen)) == ["reading", "writing", "checking", "sending"]
+    sending = [(done, total) for stage, done, total in seen if stage == "sending"]
+    files = hub.repositories["ann/whole"].files
+    sizes = sum(len(content) for name, content in files.items() if name != ".gitattributes")
+    assert {total for _, total in sending} == {sizes}
+    assert sorted(done for done, _ in sending) == [done for done, _ in sending]
+    assert sending[-1] == (sizes, sizes)
+    large = [name for name in files if name.endswith(".safetensors")]
+    assert len(hub.paths("PUT")) == len(large) + sum(name.endswith(".png") for name in files)  # each is sent once
+    assert commits(hub) == 1

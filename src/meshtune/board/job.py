@@ -5,6 +5,7 @@
     log.txt       what the command prints, appended by the command itself
     process.json  the runner and its child, once it was started
     stop          exists once it was asked to end
+    progress.json how far an export, a push or an evaluation is (runs.progress)
     exit.json     how it ended
     slurm.json    Slurm's number, for a job that was submitted there
     attempts/N    the last three of earlier starts of the same job
@@ -30,6 +31,7 @@ from meshtune.board.slurm import State
 from meshtune.runs.output import LOGS, RUN
 
 JOB, RECIPE, LOG, PROCESS, STOP, EXIT = "job.json", "recipe.yaml", "log.txt", "process.json", "stop", "exit.json"
+PROGRESS = "progress.json"
 ATTEMPTS = "attempts"
 JOB_ID = re.compile(r"[0-9]{5,9}-[a-z0-9-]{1,40}")
 ACTIVE = ("running", "stopping")

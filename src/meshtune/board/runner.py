@@ -16,8 +16,9 @@ import sys
 import time
 
 from meshtune.board.devices import environment
-from meshtune.board.job import EXIT, LOG, PROCESS, STOP, Job, read_job, replace_json
+from meshtune.board.job import EXIT, LOG, PROCESS, PROGRESS, STOP, Job, read_job, replace_json
 from meshtune.board.process import JOB_VARIABLE, end_processes_of, identify
+from meshtune.runs.progress import VARIABLE
 
 RESERVED = 2048  # bytes set aside at the start, so that the end can be written on a disk that is full by then
 ROOM_SECONDS = 60.0  # to wait for room
@@ -65,6 +66,7 @@ def _run(job: Job) -> int | None:
         return None
     command = [sys.executable, "-m", "meshtune", *job.request.arguments]
     env = environment(job.request.devices) | {JOB_VARIABLE: str(job.folder), "PYTHONUNBUFFERED": "1"}
+    env[VARIABLE] = str(job.folder / PROGRESS)
     with (job.folder / LOG).open("ab") as log:
         try:
             process = subprocess.Popen(

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from meshtune.board import queue, records
-from meshtune.board.job import Job, read_jobs
+from meshtune.board.job import PROGRESS, Job, read_jobs, read_json
 from meshtune.board.planner import Planner
 from meshtune.board.workspace import Workspace
 from meshtune.serve.gate import Gate
@@ -38,8 +38,8 @@ class BoardState:
             return self._jobs
 
     def describe(self, job: Job) -> dict[str, Any]:
-        """A job as JSON, with how far its run has come."""
-        fields = job.to_json()
+        """A job as JSON, with how far its run, or the stage that it is in, has come."""
+        fields = job.to_json() | {"stage": read_json(job.folder / PROGRESS) or None}
         if job.output is None:
             return fields
         run = records.run_json(job.output) if job.state != "queued" else {}

@@ -54,23 +54,27 @@ def export(
     """Write a PEFT adapter or a whole model for transformers, or a GGUF file, and verify it by reading it back."""
     size = shard_bytes(max_shard_size)
     from meshtune.runs.export import export as write
+    from meshtune.runs.progress import shown_progress
 
     if into is not None and not merge:
         raise UserError("--into says what an adapter is merged into", where="--into", fix="add --merge")
     if format == "published" and not merge:
         raise UserError("--format published is for whole models", where="--format", fix="add --merge")
-    exported = write(
-        source,
-        to,
-        merge=merge,
-        into=into,
-        format=format,
-        base=base,
-        max_shard_bytes=size,
-        dtype=dtype,
-        overwrite=overwrite,
-        gguf=gguf,
-    )
+    with shown_progress() as (progress, finish):
+        exported = write(
+            source,
+            to,
+            merge=merge,
+            into=into,
+            format=format,
+            base=base,
+            max_shard_bytes=size,
+            dtype=dtype,
+            overwrite=overwrite,
+            gguf=gguf,
+            progress=progress,
+        )
+        finish(str(exported.path))
     read_back = "read back" if gguf is not None else "read back and compared"
     print(f"{exported.what} written to {exported.path}, {read_back}: {exported.verified}")
 

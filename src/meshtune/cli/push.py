@@ -30,25 +30,29 @@ def push(
 ) -> None:
     """Push an adapter, a model or GGUF files to the Hugging Face hub as one commit, with a model card."""
     from meshtune.hub.push import push as send
+    from meshtune.runs.progress import shown_progress
 
     if not merge and (into is not None or format is not None):
         raise UserError("--into and --format are of merged models", where="--into, --format", fix="add --merge")
     if gguf is not None and format is not None:
         raise UserError("--gguf and --format are two formats", where="--gguf, --format", fix="give one of the two")
-    pushed = send(
-        source,
-        repository,
-        merge=merge,
-        into=into,
-        format=format,
-        base=base,
-        gguf=gguf,
-        base_model=base_model,
-        run=run,
-        public=public,
-        overwrite=overwrite,
-        report=print,
-    )
+    with shown_progress() as (progress, finish):
+        pushed = send(
+            source,
+            repository,
+            merge=merge,
+            into=into,
+            format=format,
+            base=base,
+            gguf=gguf,
+            base_model=base_model,
+            run=run,
+            public=public,
+            overwrite=overwrite,
+            report=print,
+            progress=progress,
+        )
+        finish(pushed.url)
     if pushed.left_out:
         print(f"not sent (no weights, no tokenizer): {', '.join(pushed.left_out)}")
     verb = "pushed as one commit" if pushed.changed else "nothing has changed since the commit"

@@ -1,4 +1,5 @@
-"""How far an evaluation is, with the time that is left: a bar on terminals, a line now and then elsewhere."""
+"""How far an evaluation is, with the time that is left: a bar on terminals, a line now and then elsewhere, and the file
+of runs.progress for a program that asks for it."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from meshtune.runs.progress import progress_file
 
 LINE_SECONDS = 15.0  # between lines without a terminal
 
@@ -19,7 +22,14 @@ Report = Callable[[int, int], None]
 def shown(console: Console, activity: str) -> Iterator[Report]:
     """Shows what is reported to the yielded function, until the context ends."""
     if not console.is_terminal:
-        yield _Lines(console, activity)
+        lines, file = _Lines(console, activity), progress_file()
+
+        def report(done: int, total: int) -> None:
+            lines(done, total)
+            if file is not None:
+                file(activity, done, total)
+
+        yield report
         return
     columns = (TaskProgressColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
     with Progress(TextColumn("{task.description}"), BarColumn(), *columns, console=console) as progress:

@@ -15,6 +15,7 @@ from meshtune.errors import UserError
 from meshtune.hub.base_model import Base, public_base
 from meshtune.runs.export import export
 from meshtune.runs.output import read_run
+from meshtune.runs.progress import StageProgress
 from meshtune.runs.sources import START, Source, find, is_run
 from meshtune.weights.load import load_config
 
@@ -85,15 +86,37 @@ def resolve(source: str | os.PathLike[str], options: ExportOptions, base_model: 
     return Package("adapter", resolved.adapter, base, maker, resolved.base, scored)
 
 
-def packed(package: Package, source: str | os.PathLike[str], options: ExportOptions, folder: Path) -> Package:
+def packed(
+    package: Package,
+    source: str | os.PathLike[str],
+    options: ExportOptions,
+    folder: Path,
+    progress: StageProgress | None = None,
+) -> Package:
     """The package with its files; a merged model, and GGUF files, are written to `folder` and verified there."""
     if package.path is not None:
         return package
     if options.gguf is not None:
         file = folder / f"{Path(source).expanduser().absolute().name}-{options.gguf.upper()}.gguf"
-        export(source, file, merge=options.merge, into=options.into, base=options.base, gguf=options.gguf)
+        export(
+            source,
+            file,
+            merge=options.merge,
+            into=options.into,
+            base=options.base,
+            gguf=options.gguf,
+            progress=progress,
+        )
         return dataclasses.replace(package, path=folder)
-    done = export(source, folder, merge=options.merge, into=options.into, format=options.format, base=options.base)
+    done = export(
+        source,
+        folder,
+        merge=options.merge,
+        into=options.into,
+        format=options.format,
+        base=options.base,
+        progress=progress,
+    )
     return dataclasses.replace(package, path=done.path)
 
 

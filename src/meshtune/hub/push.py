@@ -9,6 +9,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from meshtune.hub.account import CARD, RECORD, Repository, check_access, hub_errors, open_repository
 from meshtune.hub.base_model import with_hub_licence
@@ -16,8 +17,13 @@ from meshtune.hub.card import Subject, model_card
 from meshtune.hub.contents import PublicNames, check_contents, local_paths, stage
 from meshtune.hub.facts import run_facts
 from meshtune.hub.package import ExportOptions, Package, packed, resolve
+from meshtune.runs.progress import StageProgress, of_stage
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd
 
 PLOT, LICENCE = "loss.png", "LICENSE"
+LARGE = 1 << 20  # bytes from which a file is sent by itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,14 +53,15 @@ def push(
     public: bool = False,
     overwrite: bool = False,
     report: Callable[[str], None] = lambda text: None,
+    progress: StageProgress | None = None,
 ) -> Pushed:
     """Pushes `source` (a finished run, an adapter, a model, a GGUF file or a folder of them) to `repository`.
 
-    The repository is created private unless `public`. `merge`, `into`, `format`, `base` and `gguf` are
-    those of `runs.export.export`; that is written to a temporary folder beside the source. `base_model` is the
-    base's id on the hub, where its folder does not say it, and `run` the run that made a GGUF file or a model.
-    `overwrite` allows a repository with other files, which stay. All is sent as one commit, with a model card. A push
-    that broke is pushed again: files that arrived are not sent twice.
+    The repository is created private unless `public`. `merge`, `into`, `format`, `base` and `gguf` are those of
+    `runs.export.export`; that is written to a temporary folder beside the source. `base_model` is the base's id on the
+    hub, where its folder does not say it, and `run` the run that made a GGUF file or a model. `overwrite` allows a
+    repository with other files, which stay. All is sent as one commit, with a model card. A push that broke is pushed
+    again: files that arrived are not sent twice. `progress(stage, done, total)` is told how far each stage is.
 
     Raises UserError for a missing token and other refusals before anything is packed, and for a connection that breaks.
     """
@@ -66,14 +73,21 @@ def push(
     with tempfile.TemporaryDirectory(prefix=".push-", dir=beside if os.access(beside, os.W_OK) else None) as folder:
         if package.path is None:
             report("exporting what is to be pushed")
-        package = packed(package, source, options, Path(folder) / "merged")
-        return send(package, target, Path(folder), report=report)
+        package = packed(package, source, options, Path(folder) / "merged", progress)
+        return send(package, target, Path(folder), report=report, progress=of_stage(progress, "sending"))
 
 
 def send(
-    package: Package, target: Repository, folder: Path, *, message: str = "", report: Callable[[str], None]
+    package: Package,
+    target: Repository,
+    folder: Path,
+    *,
+    message: str = "",
+    report: Callable[[str], None],
+    progress: Callable[[int, int], None] | None = None,
 ) -> Pushed:
-    """Sends a package as one commit; `folder` is for files that are rewritten on the way.
+    """Sends a package as one commit; `folder` is for files that are rewritten on the way. Files that are large for git
+    arrive one by one before the commit; `progress(done, total)` counts the bytes of those that have.
 
     Raises UserError where a file holds a token or names a local path, and as `account.hub_errors` does.
     """
@@ -100,6 +114,7 @@ def send(
         CommitOperationAdd(name, content if isinstance(content, bytes) else str(content))
         for name, content in sorted(files.items())
     ]
+    _send_large(target, operations, progress or (lambda done, total: None))
     stale = sorted((target.pushed & target.files) - set(files))
     with hub_errors(target.name):
         commit = target.api.create_commit(
@@ -109,6 +124,19 @@ def send(
             parent_commit=target.head,
         )
     return Pushed(target.url, commit.oid, package.kind, sorted(files), left_out, commit.oid != target.head)
+
+
+def _send_large(target: Repository, operations: list[CommitOperationAdd], progress: Callable[[int, int], None]) -> None:
+    """Sends the contents of large files, which are seen in the repository once a commit names them."""
+    sizes = {operation.path_in_repo: operation.upload_info.size for operation in operations}
+    done, total = 0, sum(sizes.values())
+    for operation in operations:
+        progress(done, total)
+        if sizes[operation.path_in_repo] >= LARGE:
+            with hub_errors(target.name):
+                target.api.preupload_lfs_files(target.name, [operation])
+        done += sizes[operation.path_in_repo]
+    progress(total, total)
 
 
 def _names(package: Package) -> dict[str, str]:

@@ -24,6 +24,7 @@ from meshtune.runs.export_gguf import export_gguf
 from meshtune.runs.export_lora_gguf import export_lora_gguf
 from meshtune.runs.export_quantised import export_quantised, nodes_to_write
 from meshtune.runs.merged_into import merged_into
+from meshtune.runs.progress import StageProgress, of_stage
 from meshtune.runs.sources import Source, find
 from meshtune.weights.export import export_model
 from meshtune.weights.fingerprint import base_hash
@@ -61,7 +62,7 @@ def export(
     overwrite: bool = False,
     any_base: bool = False,
     gguf: str | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: StageProgress | None = None,
 ) -> ExportResult:
     """Exports `source` (a run, an adapter directory or a model) to the directory `dest`.
 
@@ -73,7 +74,7 @@ def export(
     `format` "published" a base that is published quantised is written in
     its format again: what was not adapted is copied, what was is quantised again. `base` overrides the path of an
     adapter's base, and `any_base` accepts a different base. With `gguf`, a type such as "Q4_K_M", `dest` is a GGUF file
-    for llama.cpp (see runs.export_gguf). `progress(done, total)` counts bytes. `dest` appears
+    for llama.cpp (see runs.export_gguf). `progress(stage, done, total)` is told how far each stage is. `dest` appears
     complete and verified, or not at all.
 
     Raises: UserError for a source without a result, for a base that is not the adapter's, and for a `dest` that is not
@@ -88,17 +89,18 @@ def export(
             f"there is no format '{format}'", where="--format", fix=f"{nearest(format, FORMATS)}one of {FORMATS}"
         )
     if format is not None and format in WRITERS:
-        return _as_codes(resolved, dest, format, merge, into, dtype, any_base, overwrite, max_shard_bytes)
+        return _as_codes(resolved, dest, format, merge, into, dtype, any_base, overwrite, max_shard_bytes, progress)
     if resolved.adapter is not None and not merge:
         if dtype is not None:
             raise UserError("dtype is for whole models", where="dtype", fix="add --merge, or leave dtype out")
-        return _adapter(resolved, resolved.adapter, dest, overwrite)
+        return _adapter(resolved, resolved.adapter, dest, overwrite, progress)
     if format is not None:
-        return _as_published(resolved, dest, format, into, dtype, any_base, overwrite, max_shard_bytes)
+        return _as_published(resolved, dest, format, into, dtype, any_base, overwrite, max_shard_bytes, progress)
     spec, _ = load_spec(resolved.base)
     if resolved.adapter is not None and dtype not in (None, spec.dtype):
         spec, _ = load_spec(resolved.base, "float32")  # add in float32 and round once, to `dtype`
     expected, record, base_note, of = None, None, "", "trained"
+    reading = of_stage(progress, "reading")
     if resolved.adapter is not None:
         added = load_adapter(resolved.adapter, spec)
         fingerprint = base_hash(resolved.base)
@@ -106,7 +108,7 @@ def export(
             check_base(added, str(resolved.base), fingerprint)
         quantised = merged_into(added.base, into)
         record = merge_record(added.base, fingerprint, quantised)
-        spec, params = attach(load_params(resolved.base, spec, quantize=quantised), spec, added)
+        spec, params = attach(load_params(resolved.base, spec, quantize=quantised, progress=reading), spec, added)
         expected = probe_logits(params, spec)
         params = merged(params)
         if added.base.quantize is not None:
@@ -117,7 +119,7 @@ def export(
     elif merge:
         raise _nothing_to_merge(resolved)
     else:
-        params = load_params(resolved.base, spec, quantize=QuantizeConfig(UNQUANTISED))
+        params = load_params(resolved.base, spec, quantize=QuantizeConfig(UNQUANTISED), progress=reading)
     done = export_model(
         params,
         spec,
@@ -130,7 +132,8 @@ def export(
         tokenizer=locate(resolved.tokenizer, allow=TOKENIZER),
         chat_template=_template(resolved),
         record=record,
-        progress=progress,
+        progress=of_stage(progress, "writing"),
+        checking=of_stage(progress, "checking"),
         pad=padding_id(load_tokenizer(resolved.tokenizer)) if spec.scored else None,
     )
     write_digests(done.path)
@@ -149,7 +152,7 @@ def _as_gguf(
     into: str | None,
     any_base: bool,
     overwrite: bool,
-    progress: Callable[[int, int], None] | None,
+    progress: StageProgress | None,
 ) -> ExportResult:
     """Writes a GGUF file: of an adapter by itself only where it is not to be merged."""
     if format is not None or dtype is not None:
@@ -161,10 +164,18 @@ def _as_gguf(
     if resolved.adapter is None and merge:
         raise _nothing_to_merge(resolved)
     if resolved.adapter is not None and not merge:
-        what, verified = export_lora_gguf(resolved, dest, file_type, any_base=any_base, overwrite=overwrite)
+        what, verified = export_lora_gguf(
+            resolved, dest, file_type, any_base=any_base, overwrite=overwrite, progress=of_stage(progress, "writing")
+        )
     else:
         what, verified = export_gguf(
-            resolved, dest, file_type, into=into, any_base=any_base, overwrite=overwrite, progress=progress
+            resolved,
+            dest,
+            file_type,
+            into=into,
+            any_base=any_base,
+            overwrite=overwrite,
+            progress=of_stage(progress, "writing"),
         )
     return ExportResult(what, dest, verified)
 
@@ -195,6 +206,7 @@ def _as_codes(
     any_base: bool,
     overwrite: bool,
     max_shard_bytes: int,
+    progress: StageProgress | None,
 ) -> ExportResult:
     """Writes a quantised checkpoint for other programs: of a model, an adapter's base, or both merged."""
     if into is not None or dtype is not None or (merge and resolved.adapter is None):
@@ -212,6 +224,7 @@ def _as_codes(
         overwrite=overwrite,
         max_shard_bytes=max_shard_bytes,
         chat_template=_template(resolved),
+        progress=progress,
     )
     write_digests(dest)
     what = f"a {format} checkpoint ({done.config})"
@@ -232,6 +245,7 @@ def _as_published(
     any_base: bool,
     overwrite: bool,
     max_shard_bytes: int,
+    progress: StageProgress | None,
 ) -> ExportResult:
     """Merges an adapter into its base and writes the result in the format that the base is published in."""
     if resolved.adapter is None or into == "dequantised" or dtype is not None:
@@ -246,7 +260,7 @@ def _as_published(
     if not any_base:
         check_base(added, str(resolved.base), fingerprint)
     tied = spec.tied
-    spec, params = attach(load_params(resolved.base, spec), spec, added)
+    spec, params = attach(load_params(resolved.base, spec, progress=of_stage(progress, "reading")), spec, added)
     if spec.tied != tied:
         raise UserError(
             "the adapter gives the model a head of its own, which its base's files do not have",
@@ -268,6 +282,7 @@ def _as_published(
         record=merge_record(added.base, fingerprint, None),
         overwrite=overwrite,
         max_shard_bytes=max_shard_bytes,
+        progress=of_stage(progress, "writing"),
     )
     write_digests(done.path)
     assert spec.published is not None
@@ -284,7 +299,9 @@ def merge_record(base: BaseRecord, hash: str, quantised: QuantizeConfig | None) 
     return {"merged": fields}
 
 
-def _adapter(resolved: Source, adapter: Path, dest: Path, overwrite: bool) -> ExportResult:
+def _adapter(
+    resolved: Source, adapter: Path, dest: Path, overwrite: bool, progress: StageProgress | None
+) -> ExportResult:
     """Copies an adapter after checking its base, and compares every array of the copy with the original."""
     if dest.resolve() == adapter.resolve():
         raise UserError("source and destination are the same directory", where=str(dest), fix="give another --to")
@@ -294,10 +311,24 @@ def _adapter(resolved: Source, adapter: Path, dest: Path, overwrite: bool) -> Ex
     original = load_adapter(adapter, spec)
     check_base(original, str(resolved.base), base_hash(resolved.base))
     with published(dest, CONFIG) as folder:
-        shutil.copytree(adapter, folder, dirs_exist_ok=True)
+        _copy_tree(adapter, folder, of_stage(progress, "writing"))
         write_digests(folder)
         copy = load_adapter(folder, spec)
         ours, theirs = (jax.tree.leaves(flatten(loaded.trainable)) for loaded in (original, copy))
         if copy.config != original.config or not all(map(np.array_equal, ours, theirs)):
             raise ExportError("the copy of the adapter differs from the original", where=str(dest), fix="try again")
     return ExportResult("a PEFT adapter", dest, f"its {len(ours)} arrays are equal")
+
+
+def _copy_tree(source: Path, dest: Path, progress: Callable[[int, int], None] | None) -> None:
+    total = sum(file.stat().st_size for file in source.rglob("*") if file.is_file())
+    done = 0
+
+    def copied(file: str, to: str) -> None:
+        nonlocal done
+        shutil.copy2(file, to)
+        done += os.path.getsize(file)
+        if progress:
+            progress(done, total)
+
+    shutil.copytree(source, dest, dirs_exist_ok=True, copy_function=copied)

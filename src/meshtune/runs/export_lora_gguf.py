@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,13 @@ from meshtune.weights.publish import disk_errors
 
 
 def export_lora_gguf(
-    source: Source, dest: Path, file_type: str, *, any_base: bool = False, overwrite: bool = False
+    source: Source,
+    dest: Path,
+    file_type: str,
+    *,
+    any_base: bool = False,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[str, str]:
     """Writes the adapter of `source` as `dest`, and a Modelfile beside it. Returns (what was written, how verified).
 
@@ -65,9 +72,11 @@ def export_lora_gguf(
             dest.parent.mkdir(parents=True, exist_ok=True)
             with partial.open("wb") as stream:
                 stream.write(start)
-                for name, array in tensors.items():
+                for number, (name, array) in enumerate(tensors.items(), 1):
                     stream.seek(offsets[name])
                     stream.write(encode(file_type, array).tobytes())
+                    if progress:
+                        progress(number, len(tensors))
                 stream.flush()
                 os.fsync(stream.fileno())
             read_gguf(partial)

@@ -15,6 +15,7 @@ from meshtune.model.spec import ModelSpec
 from meshtune.quantize.config import UNQUANTISED, QuantizeConfig
 from meshtune.quantize.published.write import WRITERS, Writer
 from meshtune.quantize.weight import QuantisedWeight
+from meshtune.runs.progress import StageProgress, of_stage
 from meshtune.runs.sources import Source
 from meshtune.weights.export_codes import WrittenCodes, export_codes
 from meshtune.weights.fingerprint import base_hash
@@ -42,6 +43,7 @@ def export_quantised(
     overwrite: bool,
     max_shard_bytes: int,
     chat_template: str | None,
+    progress: StageProgress | None = None,
 ) -> QuantisedExport:
     """Writes a model, or the base of an adapter, as a checkpoint of `format`, one of WRITERS.
 
@@ -62,7 +64,7 @@ def export_quantised(
         if not any_base:
             check_base(adapter, str(resolved.base), hash)
     config = _config(adapter, writer)
-    params = load_params(resolved.base, spec, quantize=config)
+    params = load_params(resolved.base, spec, quantize=config, progress=of_stage(progress, "reading"))
     record: dict[str, object] = {"quantised": {"base": str(resolved.base), "hash": hash, "quantize": str(config)}}
     changed: frozenset[str] = frozenset()
     if merge and adapter is not None:
@@ -93,6 +95,7 @@ def export_quantised(
         record=record,
         overwrite=overwrite,
         max_shard_bytes=max_shard_bytes,
+        progress=of_stage(progress, "writing"),
     )
     return QuantisedExport(written, config, adapter is not None and not merge)
 

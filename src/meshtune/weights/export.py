@@ -73,6 +73,7 @@ def export_model(
     chat_template: str | None = None,
     record: Mapping[str, object] | None = None,
     progress: Progress | None = None,
+    checking: Progress | None = None,
     layout: Layout | None = None,
     job: Job = SINGLE_PROCESS,
     pad: int | None = None,
@@ -83,7 +84,8 @@ def export_model(
     tokenizer from `tokenizer` if given, the chat template from `chat_template`). `dtype` defaults to the source's.
     `record` says how the model came to be; it goes, as JSON, into the metadata of every file.
     `expected` are the `probe_logits` of what was trained, taken before adapters were merged. Tensors are written one
-    after another, so host memory holds one block of one tensor. What the source's checkpoint holds beside the model
+    after another, so host memory holds one block of one tensor; `progress(done, total)` counts the bytes written,
+    `checking` those that are compared afterwards. What the source's checkpoint holds beside the model
     (vision towers, next-token heads) is copied byte for byte from its files. `dest` appears whole and verified or not
     at all; an export that fails its verification is left beside it as `<dest>.failed-verification`.
 
@@ -124,7 +126,7 @@ def export_model(
         with raise_collectively(job, "export: config"), disk_errors(dest):
             if job.is_main_process:
                 _write_rest(folder, _exported_config(config, spec, source, dtype, pad), files, copies, chat_template)
-        verified = _verified(params, spec, folder, dest, dtype, expected, layout, job, passed)
+        verified = _verified(params, spec, folder, dest, dtype, expected, layout, job, passed, checking)
     return Exported(dest, tuple(files), total, dtype, verified)
 
 
@@ -159,10 +161,19 @@ def _verified(
     layout: Layout | None,
     job: Job,
     passed: list[StoredTensor],
+    checking: Progress | None,
 ) -> Verified:
     try:
         return verify_export(
-            params, spec, folder, dtype=dtype, expected=expected, layout=layout, job=job, passed=passed
+            params,
+            spec,
+            folder,
+            dtype=dtype,
+            expected=expected,
+            layout=layout,
+            job=job,
+            passed=passed,
+            progress=checking,
         )
     except UserError as error:
         failed = dest.with_name(f"{dest.name}.failed-verification")

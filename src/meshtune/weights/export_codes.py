@@ -22,6 +22,7 @@ from meshtune.quantize.weight import QuantisedWeight
 from meshtune.weights.export import TOKENIZER_FILES, check_destination, copied, write_chat_template
 from meshtune.weights.load import load_config
 from meshtune.weights.publish import disk_errors, published
+from meshtune.weights.read_into import Progress
 from meshtune.weights.rewrite import NewTensor, write_model
 from meshtune.weights.safetensors_files import DTYPES, TensorInfo, headers
 from meshtune.weights.tensor_reader import TensorReader
@@ -55,13 +56,14 @@ def export_codes(
     record: Mapping[str, object] | None = None,
     overwrite: bool = False,
     max_shard_bytes: int = 5_000_000_000,
+    progress: Progress | None = None,
 ) -> WrittenCodes:
     """Writes `params` (path -> leaf, without adapters), whose QuantisedWeights have the codes, to `dest`.
 
     `changed` are the paths of other leaves whose numbers are not those of the model directory `source`; what is neither
     is copied from its files byte for byte. `expected` are the probe's logits. One tensor is in memory at a time beside
-    `params`. Raises UserError where the format cannot hold what is quantised, and ExportError where the written files
-    compute something else.
+    `params`, and `progress(done, total)` counts the bytes written. Raises UserError where the format cannot hold what
+    is quantised, and ExportError where the written files compute something else.
     """
     check_destination(dest, (source, tokenizer), overwrite)
     by_name = _by_name(params, changed, spec)
@@ -77,7 +79,7 @@ def export_codes(
     fields = load_config(source) | {"quantization_config": writer.config(config, spec.dtype, left_out)}
     with published(dest, "config.json") as folder, disk_errors(dest), TensorReader() as reader:
         new = list(_tensors(by_name, stored, params, spec.dtype, writer, reader))
-        write_model(folder, source, fields, new, dict(record or {}), max_shard_bytes)
+        write_model(folder, source, fields, new, dict(record or {}), max_shard_bytes, progress)
         copied(tokenizer, folder, TOKENIZER_FILES)
         if chat_template is not None:
             write_chat_template(folder, chat_template)

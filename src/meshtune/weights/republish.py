@@ -24,6 +24,7 @@ from meshtune.weights.export import TOKENIZER_FILES, check_destination, copied, 
 from meshtune.weights.load import load_config
 from meshtune.weights.packed import model_tensors
 from meshtune.weights.publish import disk_errors, published
+from meshtune.weights.read_into import Progress
 from meshtune.weights.rewrite import NewTensor, write_model
 from meshtune.weights.safetensors_files import DTYPES, STORED_DTYPES, TensorInfo, headers
 from meshtune.weights.tensor_reader import TensorReader
@@ -109,12 +110,14 @@ def republish(
     record: Mapping[str, object] | None = None,
     overwrite: bool = False,
     max_shard_bytes: int = 5_000_000_000,
+    progress: Progress | None = None,
 ) -> Republished:
     """Writes the model directory `source` to `dest` with other numbers for the leaves in `changed` (path -> float32,
     without adapters), in the format of its files. All leaves that a tensor of the files holds are changed, or none.
 
-    `expected` are the probe's logits of what was trained. One tensor is in memory at a time. Raises UserError for a
-    base that is not published quantised, or in a format that is not written, and as `write_model` does.
+    `expected` are the probe's logits of what was trained. One tensor is in memory at a time, and `progress(done,
+    total)` counts bytes. Raises UserError for a base that is not published quantised, or in a format that is not
+    written, and as `write_model` does.
     """
     if not isinstance(spec.published, Rewritable):
         method = "not quantised" if spec.published is None else f"quantised by {spec.published.method}"
@@ -127,7 +130,7 @@ def republish(
     moved: dict[str, float] = {}
     with published(dest, "config.json") as folder, disk_errors(dest), TensorReader() as reader:
         new = list(_tensors(changed, spec, source, reader, moved))
-        write_model(folder, source, load_config(source), new, dict(record or {}), max_shard_bytes)
+        write_model(folder, source, load_config(source), new, dict(record or {}), max_shard_bytes, progress)
         copied(tokenizer, folder, TOKENIZER_FILES)
         if chat_template is not None:
             write_chat_template(folder, chat_template)

@@ -14,6 +14,7 @@ from meshtune.weights.export import MODEL_FILES, copied, write_json
 from meshtune.weights.file_tensors import ST_DTYPES, Tensor, header
 from meshtune.weights.load import load_spec
 from meshtune.weights.packed import model_tensors
+from meshtune.weights.read_into import Progress
 from meshtune.weights.safetensors_files import DTYPES, INDEX, SINGLE, STORED_DTYPES
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -42,15 +43,18 @@ def write_model(
     tensors: Sequence[NewTensor],
     record: Mapping[str, object],
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress | None = None,
 ) -> None:
     """Writes the files of a model into an existing folder, but for a tokenizer: `source` gives what travels with it.
 
-    One tensor is in memory at a time. `record`, as JSON, goes into the metadata of every file. Raises UserError where
+    One tensor is in memory at a time. `record`, as JSON, goes into the metadata of every file; `progress(done, total)`
+    counts bytes. Raises UserError where
     what was written is not what the config says, OSError where the disk refuses.
     """
     shards = list(_shards(tensors, max_shard_bytes))
     names = [SINGLE] if len(shards) == 1 else [_name(n, len(shards)) for n in range(1, len(shards) + 1)]
     metadata = {"format": "pt", "meshtune": json.dumps(record)}
+    done, total = 0, sum(tensor.entry.nbytes for tensor in tensors)
     for name, shard in zip(names, shards, strict=True):
         with (folder / name).open("wb") as file:
             file.write(header([tensor.entry for tensor in shard], metadata))
@@ -59,9 +63,11 @@ def write_model(
                 assert numbers.shape == tensor.shape, (tensor.name, numbers.shape, tensor.shape)
                 assert numbers.dtype == DTYPES[STORED_DTYPES[tensor.dtype]], (tensor.name, numbers.dtype, tensor.dtype)
                 file.write(numbers.reshape(-1).view("u1").data)
+                done += tensor.entry.nbytes
+                if progress:
+                    progress(done, total)
     if len(shards) > 1:
         where = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        total = sum(tensor.entry.nbytes for tensor in tensors)
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
     write_json(folder / "config.json", config)
     copied(source, folder, MODEL_FILES)

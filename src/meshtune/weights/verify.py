@@ -141,14 +141,15 @@ def verify_export(
     layout: Layout | None = None,
     job: Job = SINGLE_PROCESS,
     passed: Sequence[StoredTensor] = (),
+    progress: Callable[[int, int], None] | None = None,
 ) -> Verified:
     """Compares a written model directory with the parameters it was written from.
 
     Every tensor must equal, bit for bit, the parameter cast to `dtype`; the directory's own config must give the same
     spec; tensors that were `passed` through must equal those they were copied from; and the logits of the probe,
     computed from the files alone, must agree with `expected` (default: those of `params`) to the dtype's tolerance. One
-    layer is in memory at a time. With several processes each compares the files that another one wrote. Raises
-    ExportError.
+    layer is in memory at a time; `progress(done, total)` counts the bytes compared. With several processes each
+    compares the files that another one wrote. Raises ExportError.
     """
     with raise_collectively(job, "verify: config"):
         written, _ = load_spec(dest, dtype)
@@ -157,7 +158,7 @@ def verify_export(
         infos = model_tensors(dest, written.published)
         check(dest, written, infos)
     with raise_collectively(job, "verify: tensors"):
-        compared = _compare_tensors(flatten(params), spec, infos, dtype, job) + len(passed)
+        compared = _compare_tensors(flatten(params), spec, infos, dtype, job, progress) + len(passed)
         if job.is_main_process and (changed := first_changed(passed, infos)) is not None:
             raise ExportError(f"tensor '{changed}' differs from that in the source", where=str(dest))
     if expected is None:
@@ -198,11 +199,18 @@ def _by_layer(spec: ModelSpec) -> list[tuple[int, str, int, LayerSpec]]:
     return sorted(layers, key=lambda entry: entry[0])
 
 
-def _compare_tensors(flat: Leaves, spec: ModelSpec, infos: dict[str, TensorInfo], dtype: str, job: Job) -> int:
+def _compare_tensors(
+    flat: Leaves,
+    spec: ModelSpec,
+    infos: dict[str, TensorInfo],
+    dtype: str,
+    job: Job,
+    progress: Callable[[int, int], None] | None,
+) -> int:
     files = {file: number for number, file in enumerate(sorted({info.file for info in infos.values()}))}
     local = {name for name, info in infos.items() if (files[info.file] + 1) % job.process_count == job.process_index}
     tensors = tensors_of(table_of(spec), flat, dtype)
-    if (different := first_difference(tensors, infos, local)) is not None:
+    if (different := first_difference(tensors, infos, local, progress)) is not None:
         tensor, start, trained, stored = different
         message = _tensor_message(tensor.name, start, trained, stored)
         raise ExportError(message, where=str(infos[tensor.name].file))

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -241,7 +241,10 @@ class _Output:
 
 
 def first_difference(
-    tensors: Iterable[Tensor], infos: Mapping[str, TensorInfo], local: set[str]
+    tensors: Sequence[Tensor],
+    infos: Mapping[str, TensorInfo],
+    local: set[str],
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Tensor, int, np.ndarray, np.ndarray] | None:
     """Compares arrays, bit for bit, with what was written of them in files: (tensor, first row, rows, rows in the file)
     of the first block that differs, or None. Rows are those of the part of a leaf.
@@ -249,8 +252,10 @@ def first_difference(
     Of tensors spread over processes each compares those whose name is in `local`, and helps to transfer all.
     """
     different = None
+    done, total = 0, sum(tensor.nbytes for tensor in tensors)
     with TensorReader() as reader:
         for tensor in tensors:
+            done += tensor.nbytes
             for part, block in _all_blocks(tensor):
                 fetched = fetch(part, block, tensor.dtype, keep=different is None and tensor.name in local)
                 if fetched is None:
@@ -260,6 +265,8 @@ def first_difference(
                     stored = read_box(reader, infos[tensor.name], part.view, box).reshape(expected.shape)
                     if expected.dtype != stored.dtype or expected.tobytes() != stored.tobytes():
                         different = different or (tensor, start, expected, stored)
+            if progress:
+                progress(done, total)
     return different
 
 

@@ -46,11 +46,13 @@ def prepare_push(workspace: Workspace, body: dict[str, Any]) -> Prepared:
 def _form(workspace: Workspace, model: str, body: dict[str, Any]) -> tuple[str, list[str], str]:
     """(form, options of the command, end of a folder's name). A whole model has nothing to merge into GGUF or codes."""
     form = choice_of(body, "form", FORMS) or "adapter"
-    merge = (
-        ["--merge"]
-        if form == "merged" or (form in ("gguf", "codes") and body.get("merge") and not _is_whole(workspace, model))
-        else []
-    )
+    is_whole = _is_whole(workspace, model)
+    if body.get("form") == "adapter" and is_whole:
+        raise UserError(
+            "this is a whole model, which has no adapter", where="form", fix="write the whole model, or GGUF"
+        )
+    wants_merge = form == "merged" or (form in ("gguf", "codes") and bool(body.get("merge")))
+    merge = ["--merge"] * (wants_merge and not is_whole)
     if form not in ("gguf", "codes"):
         return form, merge, form
     allowed = GGUF if form == "gguf" else CODES

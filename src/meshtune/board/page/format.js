@@ -16,6 +16,8 @@ export function bytes(value) {
   return `${number(value / 1024 ** power, 3)} ${units[power]}`;
 }
 
+export const percent = (share) => new Intl.NumberFormat(language, { style: 'percent', maximumFractionDigits: 0 }).format(share);
+
 // Seconds as hours, minutes and seconds; what a jump of a clock made negative is nothing.
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || !(seconds >= 0)) return '–';

@@ -4,7 +4,7 @@ import { follow, get } from './api.js';
 import { fill, h } from './dom.js';
 import { bytes, duration, moment, number } from './format.js';
 import { has, t } from './text.js';
-import { problems } from './widgets.js';
+import { copyable, problems, stageBar } from './widgets.js';
 
 const ENDED = ['finished', 'stopped', 'failed', 'lost'];
 const LOG_CHARACTERS = 4000;
@@ -44,6 +44,7 @@ export function jobResults(kinds) {
 function card(id) {
   const head = h('summary', { class: 'result' });
   const body = h('div');
+  const stage = h('span', { class: 'stage' });
   const element = h('details', { class: 'card' }, head, body);
   const log = h('pre', { class: 'log', tabindex: 0, 'aria-label': t('results.log') });
   let state = null;
@@ -58,6 +59,7 @@ function card(id) {
     const busy = job && !ENDED.includes(job.state);
     fill(body, job && h('p', { class: 'quiet' }, h('a', { href: `#/runs/${id}` }, t('results.log')), ' ', job.command), busy && log,
       job?.reason && h('pre', { class: 'problems' }, job.reason),
+      job?.state === 'finished' && place(job),
       written?.error ? problems(written.error) : written && shown(id, written));
     if (busy) tail();
   }
@@ -77,15 +79,22 @@ function card(id) {
   return {
     element,
     set(job) {
+      fill(stage, stageBar(job));
       if (job.state === state) return;
       const first = state === null;
       state = job.state;
       fill(head, h('span', { class: 'name' }, job.name), h('span', { class: `state ${job.state}` }, t(`state.${job.state}`)),
         h('span', { class: 'quiet' }, t(`results.${job.kind}`)), h('span', { class: 'quiet' }, moment(job.created)),
-        h('span', { class: 'quiet' }, ENDED.includes(job.state) ? duration(job.exit?.seconds) : ''));
+        h('span', { class: 'quiet' }, ENDED.includes(job.state) ? duration(job.exit?.seconds) : ''), stage);
       if (!first) load();
     },
   };
+}
+
+// Where the result of a job lies: a folder below the root, or an address of the hub.
+function place(job) {
+  const where = job.output ?? job.stage?.result;
+  return where && h('div', {}, h('p', { class: 'quiet' }, t('results.lies')), copyable(where));
 }
 
 function shown(id, { report, models, rows, files, folder }) {

@@ -1,7 +1,8 @@
 // Parts that several pages use.
 
 import { h } from './dom.js';
-import { t } from './text.js';
+import { percent } from './format.js';
+import { has, t } from './text.js';
 
 // What was refused, as a list; a screen reader says it at once.
 export function problems(error) {
@@ -25,6 +26,14 @@ export function action(label, act, where, props = {}) {
     }
   } }, label);
   return button;
+}
+
+// How far the stage is that a job is in, while it runs: its name, a bar, and per cent.
+export function stageBar(job) {
+  const { stage, done, total } = job.stage ?? {};
+  if (!total || !['running', 'stopping'].includes(job.state)) return null;
+  const name = has(`stage.${stage}`) ? t(`stage.${stage}`) : stage;
+  return h('span', { class: 'progress' }, h('progress', { value: done, max: total, 'aria-label': name }), name, ' ', percent(Math.floor((100 * done) / total) / 100));
 }
 
 // Text to copy, such as a command.

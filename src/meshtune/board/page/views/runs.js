@@ -6,7 +6,7 @@ import { fill, h } from '../dom.js';
 import { duration, moment, number } from '../format.js';
 import { deviceChoice, launcher } from '../launcher.js';
 import { t } from '../text.js';
-import { action, confirmed, copyable } from '../widgets.js';
+import { action, confirmed, copyable, stageBar } from '../widgets.js';
 
 export const name = 'runs';
 
@@ -45,7 +45,7 @@ function stateMark(state) {
 
 function progress(job) {
   const { step, total, loss } = job.progress ?? {};
-  if (!step) return h('span', { class: 'progress' });
+  if (!step) return stageBar(job) ?? h('span', { class: 'progress' });
   return h('span', { class: 'progress' },
     total && h('progress', { value: step, max: total, 'aria-label': t('runs.updates') }),
     t('runs.step', { step: number(step), total: number(total) }), ' ', t('runs.loss', { loss: number(loss) }));
@@ -124,8 +124,8 @@ function one(place, id) {
       const listed = jobs.find((candidate) => candidate.id === id);
       if (!job || !listed) return;
       if (listed.state !== job.state || listed.attempt !== job.attempt) refresh();
-      else if (listed.progress?.step !== job.progress?.step) {
-        job.progress = listed.progress;
+      else if (listed.progress?.step !== job.progress?.step || listed.stage?.done !== job.stage?.done || listed.stage?.stage !== job.stage?.stage) {
+        Object.assign(job, { progress: listed.progress, stage: listed.stage });
         head.querySelector('.progress')?.replaceWith(progress(job));
       }
     },
