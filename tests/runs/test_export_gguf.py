@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from families import case
 from families.cases import BY_NAME
-from gguf_models import logits_of, small_model, with_tokenizer
+from gguf_models import logits_of, model_of, small_model, with_tokenizer
 from llama_cpp import LlamaCpp
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
@@ -71,28 +72,23 @@ CASES = {
     "dots1": EXACT,
     "glm4_moe": EXACT,
     "minimax_m2": EXACT,
-}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 500.0}
-OLMO3_ROPES = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
-# What llama.cpp computes of a family that the case of tests/families goes beyond.
-WITHIN = {
-    "rope_llama3": {"head_dim": 64},
-    "cohere": {"tie_word_embeddings": True, "attention_bias": False, "num_hidden_layers": 64},
-    "falcon": {"bias": False},
-    "gpt_neox_sequential": {"attention_bias": True, "hidden_act": "gelu"},
-    "olmo3": {"rope_parameters": OLMO3_ROPES},
-    "exaone4_full": {"head_dim": 64, "hidden_size": 256},
-    "cohere2": {"layer_types": None},
-    "glm": {"head_dim": 8},
-    "granitemoe": {"attention_bias": False},
-    "dots1": {"sliding_window": None, "num_key_value_heads": 4},
-    "mixtral": {"sliding_window": None},
-    "phi3_longrope": {"original_max_position_embeddings": 512, "max_position_embeddings": 1024},
-    "qwen3_moe": {"mlp_only_layers": []},
-    "gemma2": {"query_pre_attn_scalar": 8, "head_dim": 8},
-    "gemma3_text": {"query_pre_attn_scalar": 8, "head_dim": 8, "layer_types": None, "num_hidden_layers": 7},
-    "olmoe": {"num_key_value_heads": 4, "clip_qkv": None},
-    "smollm3": {"no_rope_layers": [1, 1, 1, 0], "layer_types": None, "sliding_window": None},
+    "gpt_oss": EXACT,
+    "qwen3_next": EXACT,
+    "qwen3_5": EXACT,
+    "qwen3_5_moe": EXACT,
+    "lfm2": EXACT,
+    "lfm2_moe": EXACT,
+    "mamba2": EXACT,
+    "granitemoehybrid": EXACT,
+    "granitemoehybrid_dense": EXACT,
+    "nemotron_h": EXACT,
+    "nemotron_h_experts": EXACT,
+    "falcon_h1": EXACT,
+    "falcon_h1_gate_first": EXACT,
+    "deepseek_v2": EXACT,
+    "deepseek_v2_lite": 1e-4,  # 27 layers
+    "deepseek_v3": EXACT,
+    "glm4_moe_lite": EXACT,
 }
 QUICK = ("llama_tied", "mixtral", "gemma2")
 
@@ -100,13 +96,6 @@ QUICK = ("llama_tied", "mixtral", "gemma2")
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MESHTUNE_CACHE", str(tmp_path / "cache"))
-
-
-def model_of(name: str) -> Path:
-    if name not in WITHIN:
-        return small_model(name)
-    directory = case.directory(BY_NAME[name].changed(**WITHIN[name]))
-    return with_tokenizer(directory, load_spec(directory)[0].vocab)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +110,27 @@ def test_llama_cpp_computes_the_logits_of_the_model(name: str, tmp_path: Path):
     with LlamaCpp(file) as model:
         assert np.abs(model.logits(tokens) - expected).max() < CASES[name] * np.abs(expected).max()
     # Read back as a model; a dynamic rotary embedding, computed otherwise, has become the plain one that it is there.
+    assert np.abs(logits_of(locate(file), tokens) - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+def test_gpt_oss_as_published_differs_by_the_rounding_of_yarn_alone(tmp_path: Path):
+    """Published models have YaRN with bounds that are not rounded, and llama.cpp rounds them."""
+    yarn = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "rope_theta": 150000.0}
+    yarn |= {"truncate": False, "original_max_position_embeddings": 4096}
+    published = {"rope_parameters": yarn, "max_position_embeddings": 131072, "swiglu_limit": 7.0, "head_dim": 64}
+    directory = case.directory(BY_NAME["gpt_oss"].changed(**published))
+    with_tokenizer(directory, load_spec(directory)[0].vocab)
+    file, tokens = tmp_path / "model.gguf", np.random.default_rng(0).integers(3, 90, 300).tolist()
+    export(directory, file, gguf="F32")
+    expected, rounded = logits_of(directory, tokens), tmp_path / "rounded"
+    shutil.copytree(directory, rounded)
+    config = json.loads((rounded / "config.json").read_text(encoding="utf-8"))
+    config["rope_parameters"]["truncate"] = True
+    (rounded / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with LlamaCpp(file) as model:
+        theirs = model.logits(tokens)
+    assert np.abs(theirs - logits_of(rounded, tokens)).max() < EXACT * np.abs(expected).max()
+    assert EXACT < np.abs(theirs - expected).max() / np.abs(expected).max() < 0.2
     assert np.abs(logits_of(locate(file), tokens) - expected).max() < 1e-5 * np.abs(expected).max()
 
 
@@ -182,7 +192,16 @@ def test_options_that_do_not_fit_are_refused(stories260k: Path, tmp_path: Path, 
         export(stories260k, tmp_path / "x.gguf", **options)
 
 
-@pytest.mark.parametrize(("name", "reason"), [("mamba2", "type 'mamba2'"), ("olmoe_renormalised", "norm_topk_prob")])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("phimoe", "type 'phimoe'"),
+        ("olmoe_renormalised", "norm_topk_prob"),
+        ("mamba2", "it has mamba/in/bias"),
+        ("deepseek_v3_no_query_latents", "rope_interleave"),
+        ("qwen3_5", "linear_key_head_dim and linear_value_head_dim differ"),
+    ],
+)
 def test_a_model_that_llama_cpp_does_not_compute_is_refused(tmp_path: Path, name: str, reason: str):
     with pytest.raises(UserError, match=reason):
         export(small_model(name), tmp_path / "x.gguf", gguf="F16")

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from gguf_models import model_of
 from llama_cpp import LlamaCpp
 from meshtune.errors import UserError
 from meshtune.runs.export import export
@@ -113,3 +114,39 @@ def test_an_adapter_is_merged_into_a_base_in_gguf(stories260k: Path, tmp_path: P
     for name, tensor in ours.tensors.items():
         content = [read.file.read_bytes()[tensor.start :][: tensor.nbytes] for read in (ours, theirs)]
         assert content[0] == content[1], name
+
+
+RECURRENT = {
+    "qwen3_next": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj"],
+    "qwen3_5": ["in_proj_qkv", "in_proj_z", "in_proj_a", "k_proj"],
+    "falcon_h1": ["in_proj", "q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECURRENT)
+def test_rows_in_another_order_and_multiplied_ones_are_adapted(name: str, tmp_path: Path):
+    base = model_of(name)
+    adapter = adapter_of(base, tmp_path / "adapter", target_modules=RECURRENT[name])
+    file, lora, tokens = tmp_path / "base.gguf", tmp_path / "lora.gguf", list(range(3, 20))
+    export(base, file, gguf="F32")
+    export(adapter, lora, gguf="F32", base=base)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    with torch.no_grad():
+        plain = reference(torch.tensor([tokens])).logits[0].numpy()
+        adapted = peft.PeftModel.from_pretrained(reference, str(adapter))
+        expected = adapted(torch.tensor([tokens])).logits[0].numpy()
+    with LlamaCpp(file, [lora]) as model:
+        logits = model.logits(tokens)
+    scale = np.abs(expected).max()
+    assert np.abs(logits - expected).max() < 3e-5 * scale
+    assert np.abs(plain - expected).max() > 1e-2 * scale
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "module"), [("qwen3_5", "out_proj"), ("deepseek_v2", "kv_b_proj")])
+def test_an_adapter_of_columns_in_another_order_is_refused(name: str, module: str, tmp_path: Path):
+    base = model_of(name)
+    adapter = adapter_of(base, tmp_path / "adapter", target_modules=[module])
+    with pytest.raises(UserError, match=r"columns .* in another order, or transposed"):
+        export(adapter, tmp_path / "lora.gguf", gguf="F32", base=base)

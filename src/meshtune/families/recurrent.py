@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.families.config_fields import ConfigFields
-from meshtune.families.tensors import TensorMap, View, with_view
+from meshtune.families.tensors import Shape, TensorMap, View, with_view
 from meshtune.model.mamba2 import Mamba2Spec
 from meshtune.model.parallel import ParallelSpec
 from meshtune.model.spec import ModelSpec
@@ -67,6 +67,20 @@ def with_head_groups(table: Sequence[TensorMap], ending: str, sections: Sequence
 
     Filters are those of torch's Conv1d, as in `with_filters`.
     """
+
+    def view(array: ArraySpec) -> View:
+        rows, *columns = array.shape[1:]
+        return grouped_rows((rows, *columns), sections, groups, [1, *columns] if array.role == "conv" else columns)
+
+    return with_view(table, ending, view)
+
+
+def grouped_rows(shape: Shape, sections: Sequence[int], groups: int, in_file: Sequence[int] | None = None) -> View:
+    """Rows of this shape, group by group, of a tensor whose rows are sections; `in_file` are the tensor's columns."""
+    rows, *columns = shape
+    in_file = columns if in_file is None else in_file
+    if groups == 1:
+        return View.identity((rows, *in_file)).merge(rows, *columns)
     parts = [section // groups for section in sections]
     unit = math.gcd(*parts)
     starts = [sum(sections[:n]) // unit for n in range(len(sections))]
@@ -76,16 +90,8 @@ def with_head_groups(table: Sequence[TensorMap], ending: str, sections: Sequence
         for start, part in zip(starts, parts, strict=True)
         for row in range(part // unit)
     ]
-
-    def view(array: ArraySpec) -> View:
-        rows, *columns = array.shape[1:]
-        in_file = [1, *columns] if array.role == "conv" else columns
-        if groups == 1:
-            return View.identity((rows, *in_file)).merge(rows, *columns)
-        divided = View.identity((rows, *in_file)).split(len(order), unit, *in_file)
-        return divided.permute(*order).merge(rows, *columns)
-
-    return with_view(table, ending, view)
+    divided = View.identity((rows, *in_file)).split(len(order), unit, *in_file)
+    return divided.permute(*order).merge(rows, *columns)
 
 
 def with_mamba_groups(table: Sequence[TensorMap], spec: ModelSpec) -> list[TensorMap]:

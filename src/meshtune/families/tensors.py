@@ -159,16 +159,25 @@ class View:
             self.rows,
         )
 
+    @property
+    def only_rows(self) -> bool:
+        """Whether rows alone are rearranged, so that the part of another array of such rows is `of_rows`."""
+        dimension = self.rows_dimension
+        finer = self._split_dimensions[dimension]
+        rest = [n for n in range(len(self.split_shape)) if n not in finer]
+        return (
+            all(self.take[n] == (0, self.split_shape[n], 1) for n in rest)
+            and sorted(self.order[n] for n in self.groups[0]) == list(finer)
+            and [n for n in self.order if n in rest] == rest
+            and (self.rows is None or dimension == 0)
+        )
+
     def of_rows(self, *columns: int) -> View:
         """The same arrangement of rows for an array [rows, *columns], where only rows are rearranged."""
         dimension = self.rows_dimension
         finer = self._split_dimensions[dimension]
-        rest = [n for n in range(len(self.split_shape)) if n not in finer]
-        assert all(self.take[n] == (0, self.split_shape[n], 1) for n in rest), "columns are taken in part"
+        assert self.only_rows, "columns are rearranged, or taken in part"
         order = [self.order[n] for n in self.groups[0]]
-        assert sorted(order) == list(finer), "rows are made of more than rows"
-        assert [n for n in self.order if n in rest] == rest, "columns are rearranged as well"
-        assert self.rows is None or dimension == 0, "columns are put in another order"
         extra = View.identity(columns)
         return View(
             (self.tensor[dimension], *columns),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from meshtune.adapters.peft_format import LoadedAdapter, check_base, load_adapte
 from meshtune.arrays.tree import flatten
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
-from meshtune.families.gguf import GgufLayout, gguf_layout
+from meshtune.families.gguf import GgufLayout, GgufPart, gguf_layout
 from meshtune.families.tensors import View
 from meshtune.quantize.gguf import TYPES, encode
 from meshtune.quantize.gguf.mixture import FLOATS, check_file_type
@@ -92,7 +93,9 @@ def export_lora_gguf(
 def _tensors(adapter: LoadedAdapter, layout: GgufLayout) -> tuple[dict[str, np.ndarray], float]:
     """The factors by name, with A as peft has it and B in the order of the base's rows; and the alpha that llama.cpp
     divides by a product's rank. Scales that differ from it are multiplied into B."""
-    parts = {(part.path, part.index[:1]): part for part in layout.parts}
+    parts: dict[tuple[str, tuple[int, ...]], list[GgufPart]] = {}
+    for part in layout.parts:
+        parts.setdefault((part.path, part.index[:1]), []).append(part)
     tensors: dict[str, np.ndarray] = {}
     alpha: float | None = None
     for path, leaf in flatten(adapter.trainable).items():
@@ -113,20 +116,29 @@ def _tensors(adapter: LoadedAdapter, layout: GgufLayout) -> tuple[dict[str, np.n
         b = b * np.float32(leaf.scale * leaf.rank / alpha)
         stacked = path.startswith("layers/")
         for row in range(a.shape[0] if stacked else 1):
-            part = parts[f"{node}/weight", (row,) if stacked else ()]
             row_a, row_b = (a[row], b[row]) if stacked else (a, b)
-            tensors |= _factors(part.name, part.view, row_a, row_b)
+            for part in parts[f"{node}/weight", (row,) if stacked else ()]:
+                tensors |= _factors(part, row_a, row_b)
     if alpha is None:
         raise UserError("the adapter adapts nothing", fix="give another adapter")
     return tensors, alpha
 
 
-def _factors(name: str, view: View, a: np.ndarray, b: np.ndarray) -> dict[str, np.ndarray]:
-    if not view.is_identity:
-        rows = view.of_rows(b.shape[-1])
-        in_file = np.empty(rows.tensor, np.float32)
-        rows.write(b, in_file)
-        b = in_file
+def _factors(part: GgufPart, a: np.ndarray, b: np.ndarray) -> dict[str, np.ndarray]:
+    """The factors of a tensor: B has its rows, in its order and with its multipliers."""
+    name, rank = part.name, b.shape[-1]
+    if not all(view.only_rows for view in (part.view, part.source) if view is not None):
+        raise UserError(
+            f"'{name}' has the columns of {part.path} in another order, or transposed, and its product of low rank "
+            "cannot be said for it",
+            where=part.path,
+            fix="add --merge to write the merged model",
+        )
+    if part.source is not None:
+        b = part.source.of_rows(rank).read(b)
+    if not part.view.is_identity or part.factors:
+        rows = View.identity(b.shape) if part.view.is_identity else part.view.of_rows(rank)
+        b = dataclasses.replace(part, view=rows, source=None, offset=0.0).to_tensor(b)
     if name == "token_embd.weight":
         a = np.ascontiguousarray(a.T)
     return {f"{name}.lora_a": a, f"{name}.lora_b": b}

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from meshtune.model.attention import AttentionSpec
 from meshtune.model.experts import ExpertsSpec
+from meshtune.model.layer import LayerSpec
+from meshtune.model.parallel import ParallelSpec
+from meshtune.model.rope import RopeSpec
 from meshtune.model.spec import ModelSpec
 
+T = TypeVar("T")
 Value = bool | int | float | str | list[Any]
 Metadata = Mapping[str, Value]
 
@@ -46,12 +50,45 @@ LAYER = {
     "mlp/experts/down": "ffn_down_exps",
     "mlp/shared/gate": "ffn_gate_shexp",
     "mlp/shared/up": "ffn_up_shexp",
+    "mlp/shared/gate_up": "ffn_up_shexp",
     "mlp/shared/down": "ffn_down_shexp",
     "mlp/shared_gate": "ffn_gate_inp_shexp",
+    "mlp/latent_in": "ffn_latent_down",
+    "mlp/latent_out": "ffn_latent_up",
+    "attn/gate": "attn_gate",
+    "attn/q_latent": "attn_q_a",
+    "attn/q_heads": "attn_q_b",
+    "attn/kv_latent": "attn_kv_a_mqa",
+    "attn/kv_norm": "attn_kv_a_norm",
+    "attn/kv_heads": "attn_kv_b",
+    "delta_norm": "attn_norm",
+    "delta/qkv": "attn_qkv",
+    "delta/qkvz": "attn_qkv",
+    "delta/z": "attn_gate",
+    "delta/b": "ssm_beta",
+    "delta/a": "ssm_alpha",
+    "delta/ba": "ssm_ba",
+    "delta/filter": "ssm_conv1d",
+    "delta/norm": "ssm_norm",
+    "delta/out": "ssm_out",
+    "mamba_norm": "attn_norm",
+    "mamba/in": "ssm_in",
+    "mamba/filter": "ssm_conv1d",
+    "mamba/norm": "ssm_norm",
+    "mamba/out": "ssm_out",
+    "conv_norm": "attn_norm",
+    "conv/in": "shortconv.in_proj",
+    "conv/filter": "shortconv.conv",
+    "conv/out": "shortconv.out_proj",
+    "parallel_norm": "attn_norm",
 }
 OUTSIDE = {"embed": "token_embd", "positions": "position_embd", "norm": "output_norm", "head": "output"}
+RECURRENT = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias", "D": "ssm_d"}
 # Leaf of a layer -> its tensor, where that is not the node's stem and the name of the leaf.
-LEAVES = {"mlp/router/correction": "exp_probs_b.bias"}
+LEAVES = {
+    "mlp/router/correction": "exp_probs_b.bias",
+    **{f"{mixer}/{leaf}": name for mixer in ("delta", "mamba") for leaf, name in RECURRENT.items()},
+}
 WINDOW = "attention.sliding_window"
 QKV = frozenset({"attn/q", "attn/k", "attn/v"})
 ALL_BIASES = QKV | {"attn/o", "mlp/gate", "mlp/up", "mlp/down"}
@@ -72,6 +109,11 @@ def always(_: Metadata) -> bool:
     return True
 
 
+def no_factors(_spec: ModelSpec, _path: str, _rows: int) -> tuple[tuple[int, float], ...]:
+    """Nothing is multiplied."""
+    return ()
+
+
 @dataclasses.dataclass(frozen=True)
 class Architecture:
     """How llama.cpp names and computes the models of one model_type.
@@ -79,15 +121,21 @@ class Architecture:
     `permuted` says that it rotates pairs of neighbours where the files of transformers have halves: rows of queries and
     keys are in another order. `windows` says that it computes sliding windows as the spec does; elsewhere the context
     that is written is the shortest window, within which a window changes nothing. `biases` are the nodes of a layer
-    that may have one, beside norms, and `names` those whose tensors are not called as in LAYER. `normalized` says
-    whether the weights of a token's experts are divided by their sum. `refusal(spec)` names what a model has that
-    llama.cpp does not compute, `write(spec)` gives metadata beside the usual, without the architecture's name before
-    the keys, and `read(metadata)` the fields of the config for these. `config` are fields that the config has in any
-    case, `without` those that it has in no case, and `expects` names fields of its experts. With `routed` its files say
-    how tokens are routed, and how many of the first layers have no experts. `several_ropes` and `own_scale` say that
-    layers may have different rotary embeddings, and that scores are not divided by the root of a head's width alone.
-    `activation` is that of its networks, `norm_field` the config's field of a layer norm's epsilon, `named(spec)` are
-    further `names`, and of several model_types of one architecture that is read whose `chosen(metadata)` holds.
+    that may have one, beside norms, and `names` those, or single leaves ("mlp_norm/weight"), whose tensors are not
+    called as in LAYER. `normalized` says whether the weights of a token's experts are divided by their sum.
+    `refusal(spec)` names what a model has that llama.cpp does not compute, `write(spec)` gives metadata beside the
+    usual, without the architecture's name before the keys, and `read(metadata)` the fields of the config for these.
+    `config` are fields that the config has in any case, `without` those that it has in no case, and `expects` names
+    fields of its experts. With `routed` its files say how tokens are routed, and how many of the first layers have no
+    experts. `several_ropes` and `own_scale` say that layers may have different rotary embeddings, and that scores are
+    not divided by the root of a head's width alone. `activation` is that of its networks, `norm_field` the config's
+    field of a layer norm's epsilon, `named(spec)` are further `names`, and of several model_types of one architecture
+    that is read whose `chosen(metadata)` holds. A model with experts is called `mixture_name`, where there is one.
+    `own_routing` says that `write` gives the router's keys, `marked_layers` that a layer without heads of keys has no
+    attention, `parted_gate_up` that a packed projection is written as two, `tiled_values` that the value heads of delta
+    nets are in tiled order, `latent` that scores are scaled as DeepSeek's are under YaRN, and `rounded_yarn` that its
+    bounds of YaRN are whole numbers where the model's are not. `rope(block)` are the rope_parameters that files have
+    as `block`, `factors(spec, path, rows)` those of a GgufPart.
     """
 
     name: str
@@ -110,12 +158,48 @@ class Architecture:
     norm_field: str = "layer_norm_eps"
     named: Callable[[ModelSpec], Mapping[str, str]] = nothing
     chosen: Callable[[Metadata], bool] = always
+    mixture_name: str = ""
+    own_routing: bool = False
+    marked_layers: bool = False
+    parted_gate_up: bool = False
+    tiled_values: bool = False
+    latent: bool = False
+    rounded_yarn: bool = False
+    rope: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    factors: Callable[[ModelSpec, str, int], tuple[tuple[int, float], ...]] = no_factors
+
+
+def attentions(spec: ModelSpec) -> list[AttentionSpec]:
+    """The attention of every kind of layer that has it, alone or beside another mixer."""
+    mixers = [kind.mixer for kind in spec.layer_kinds if kind.mixer is not None]
+    mixers += [part for mixer in mixers if isinstance(mixer, ParallelSpec) for part in mixer.mixers]
+    return [mixer for mixer in mixers if isinstance(mixer, AttentionSpec)]
 
 
 def attention(spec: ModelSpec) -> AttentionSpec:
     """The attention of the first layer that has it, as wide as the whole past where there is such a layer."""
-    mixers = [kind.mixer for kind in spec.layer_kinds if isinstance(kind.mixer, AttentionSpec)]
+    mixers = attentions(spec)
     return next((mixer for mixer in mixers if mixer.window is None and mixer.rope is not None), mixers[0])
+
+
+def rope_of(spec: ModelSpec) -> RopeSpec | None:
+    """The rotary embedding of that attention, or of latent attention."""
+    if attentions(spec):
+        return attention(spec).rope
+    return next(iter(spec.ropes), None)
+
+
+def layer_heads(spec: ModelSpec) -> list[int]:
+    """The heads of keys of every layer, zero of layers without attention."""
+    return by_layer(spec, lambda layer: layer.mixer.kv_heads if isinstance(layer.mixer, AttentionSpec) else 0)
+
+
+def by_layer(spec: ModelSpec, value: Callable[[LayerSpec], T]) -> list[T]:
+    """Something of every layer, in order."""
+    values: dict[int, T] = {}
+    for _, _, layer, numbers in spec.positions():
+        values |= dict.fromkeys(numbers, value(layer))
+    return [values[number] for number in sorted(values)]
 
 
 def experts(spec: ModelSpec) -> ExpertsSpec | None:
@@ -125,13 +209,9 @@ def experts(spec: ModelSpec) -> ExpertsSpec | None:
 
 def windows(spec: ModelSpec) -> list[int | None]:
     """The sliding window of every kind of layer with attention."""
-    mixers = (kind.mixer for kind in spec.layer_kinds)
-    return [mixer.window for mixer in mixers if isinstance(mixer, AttentionSpec)]
+    return [mixer.window for mixer in attentions(spec)]
 
 
 def layer_windows(spec: ModelSpec) -> list[int | None]:
     """The sliding window of every layer."""
-    by_number: dict[int, int | None] = {}
-    for _, _, layer, numbers in spec.positions():
-        by_number |= dict.fromkeys(numbers, layer.mixer.window if isinstance(layer.mixer, AttentionSpec) else None)
-    return [by_number[number] for number in sorted(by_number)]
+    return by_layer(spec, lambda layer: layer.mixer.window if isinstance(layer.mixer, AttentionSpec) else None)

@@ -16,30 +16,21 @@ from meshtune.families.gguf.architecture import (
     OUTSIDE,
     Architecture,
     attention,
+    attentions,
     experts,
+    layer_heads,
+    rope_of,
     windows,
 )
+from meshtune.families.gguf.arrangement import arranged
+from meshtune.families.gguf.part import GgufPart
 from meshtune.families.gguf.registry import ABSENT, ARCHITECTURES
 from meshtune.families.gguf.rope import rope_metadata, rope_tensors
 from meshtune.families.gguf.routing import routing_metadata, routing_refusal
 from meshtune.families.tensors import View
-from meshtune.model.attention import AttentionSpec
 from meshtune.model.experts import ExpertsSpec
 from meshtune.model.mlp import MlpSpec
 from meshtune.model.spec import ModelSpec, abstract_params
-
-PACKED_QKV, PACKED_GATE_UP = "attn/qkv", "mlp/gate_up"
-
-
-@dataclasses.dataclass(frozen=True)
-class GgufPart:
-    """`params[path][index]` is `view` of the tensor `name`, less `offset`."""
-
-    name: str
-    path: str
-    index: tuple[int, ...]
-    view: View
-    offset: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +47,15 @@ class GgufLayout:
 def gguf_layout(spec: ModelSpec) -> GgufLayout:
     """How a model is written. Raises UserError for one that llama.cpp does not compute, and says why."""
     architecture = _architecture(spec)
-    rope = attention(spec).rope
+    rope = rope_of(spec)
     try:
         if reason := _refusal(spec, architecture):
             raise ValueError(reason)
-        fields = usual_metadata(spec, architecture) | ({} if rope is None else rope_metadata(rope))
+        fields = usual_metadata(spec, architecture) | (
+            {} if rope is None else rope_metadata(rope, architecture.latent, architecture.rounded_yarn)
+        )
         fields |= architecture.write(spec)
+        fields = {key: value for key, value in fields.items() if value is not None}
         parts = _parts(spec, architecture)
     except ValueError as error:
         raise UserError(
@@ -75,7 +69,9 @@ def gguf_layout(spec: ModelSpec) -> GgufLayout:
 
 def _architecture(spec: ModelSpec) -> Architecture:
     if spec.family in ARCHITECTURES:
-        return ARCHITECTURES[spec.family]
+        architecture = ARCHITECTURES[spec.family]
+        mixture = architecture.mixture_name if experts(spec) else ""
+        return dataclasses.replace(architecture, name=mixture) if mixture else architecture
     absent = "llama.cpp has no such architecture" if spec.family in ABSENT else "Meshtune does not write it as GGUF"
     raise UserError(
         f"a model of type '{spec.family}' cannot be written as GGUF: {absent}",
@@ -90,14 +86,14 @@ def _refusal(spec: ModelSpec, architecture: Architecture) -> str | None:
         return "it is a reward model"
     block = experts(spec)
     if block is not None and architecture.routed:
-        if reason := routing_refusal(spec, block):
+        if reason := routing_refusal(spec, block, architecture.latent):
             return reason
-    elif block is not None:
+    elif block is not None and not architecture.own_routing:
         if block.router.normalize != architecture.normalized:
             return f"norm_topk_prob is {block.router.normalize}"
         if any(layer.ffn is not None and layer.ffn != block for layer in spec.layer_kinds):
             return "layers without experts between those that have them"
-    mixers = [kind.mixer for kind in spec.layer_kinds if isinstance(kind.mixer, AttentionSpec)]
+    mixers = attentions(spec)
     if architecture.name != "olmo" and any(mixer.clip is not None for mixer in mixers):
         return "queries, keys and values are clipped (clip_qkv)"
     if not architecture.own_scale and any(mixer.scale not in (None, mixer.head_dim**-0.5) for mixer in mixers):
@@ -114,23 +110,14 @@ def _refusal(spec: ModelSpec, architecture: Architecture) -> str | None:
 
 def usual_metadata(spec: ModelSpec, architecture: Architecture) -> dict[str, Any]:
     """The keys that most architectures have, without the architecture's name before them."""
-    mixer, block = attention(spec), experts(spec)
+    block = experts(spec)
     width = next((ffn.width for ffn in spec.blocks if isinstance(ffn, MlpSpec)), None)
-    context = spec.max_length
-    shortest = [window for window in windows(spec) if window is not None]
-    if shortest and not architecture.windows:
-        context = min(context, *shortest)
-    if mixer.rope is not None and mixer.rope.kind == "dynamic":
-        context = min(context, mixer.rope.original_length)  # up to which nothing is scaled
     fields: dict[str, Any] = {
-        "context_length": context,
+        "context_length": _context(spec, architecture),
         "embedding_length": spec.embed,
         "block_count": spec.layers,
         "feed_forward_length": width if width is not None else (block.width if block else 0),
-        "attention.head_count": mixer.heads,
-        "attention.head_count_kv": mixer.kv_heads,
-        "attention.key_length": mixer.head_dim,
-        "attention.value_length": mixer.head_dim,
+        **_heads(spec, architecture),
         "vocab_size": spec.vocab,
     }
     kind = "layer_norm_epsilon" if spec.norm.kind.startswith("layer") else "layer_norm_rms_epsilon"
@@ -145,6 +132,31 @@ def usual_metadata(spec: ModelSpec, architecture: Architecture) -> dict[str, Any
     return fields
 
 
+def _context(spec: ModelSpec, architecture: Architecture) -> int:
+    context, rope = spec.max_length, rope_of(spec)
+    shortest = [window for window in windows(spec) if window is not None]
+    if shortest and not architecture.windows:
+        context = min(context, *shortest)
+    if rope is not None and rope.kind == "dynamic":
+        context = min(context, rope.original_length)  # up to which nothing is scaled
+    return context
+
+
+def _heads(spec: ModelSpec, architecture: Architecture) -> dict[str, Any]:
+    """The numbers of heads; where layers without attention are marked by none, the keys' of every layer."""
+    mixers = attentions(spec)
+    if not mixers:
+        return {"attention.head_count": 0}
+    mixer = attention(spec)
+    by_layer: list[int] = layer_heads(spec)
+    return {
+        "attention.head_count": mixer.heads,
+        "attention.head_count_kv": by_layer if architecture.marked_layers else mixer.kv_heads,
+        "attention.key_length": mixer.head_dim,
+        "attention.value_length": mixer.head_dim,
+    }
+
+
 def _parts(spec: ModelSpec, architecture: Architecture) -> list[GgufPart]:
     numbers = {key: (layer, rows) for key, _, layer, rows in spec.positions()}
     names = {**architecture.names, **architecture.named(spec)}
@@ -156,52 +168,37 @@ def _parts(spec: ModelSpec, architecture: Architecture) -> list[GgufPart]:
             if node not in OUTSIDE:
                 raise ValueError(f"it has {path}")
             offset = 1.0 if node == "norm" and leaf == "weight" and spec.norm.has_offset else 0.0
-            part = GgufPart(f"{OUTSIDE[node]}.{leaf}", path, (), View.identity(array.shape), offset)
+            name, factors = f"{names.get(node, OUTSIDE[node])}.{leaf}", architecture.factors(spec, path, array.shape[0])
+            part = GgufPart(name, path, (), View.identity(array.shape), offset, factors=factors)
             ordered.append((place, part))
             continue
         place = float(spec.layers)
         _, key, inner = node.split("/", 2)
         layer, rows = numbers[key]
-        if (tensor := LEAVES.get(f"{inner}/{leaf}")) is not None:
-            view = View.identity(array.shape[1:])
-            ordered += [(float(n), GgufPart(f"blk.{n}.{tensor}", path, (r,), view)) for r, n in enumerate(rows)]
-            continue
-        if inner not in LAYER or (leaf == "bias" and not inner.endswith("_norm") and inner not in architecture.biases):
+        inner = inner.removeprefix("parallel/")
+        stem, known = names.get(f"{inner}/{leaf}", LEAVES.get(f"{inner}/{leaf}")), inner in LAYER
+        if stem is None and (
+            not known or (leaf == "bias" and not inner.endswith("_norm") and inner not in architecture.biases)
+        ):
             raise ValueError(f"it has {inner}/{leaf}")
-        stem = names.get(inner, LAYER[inner])
-        mixer = layer.mixer
-        view = _view(inner, leaf, array.shape[1:], mixer if isinstance(mixer, AttentionSpec) else None, architecture)
         offset = 1.0 if leaf == "weight" and inner.endswith("_norm") and spec.norm.has_offset else 0.0
-        for row, number in enumerate(rows):
-            ordered.append((float(number), GgufPart(f"blk.{number}.{stem}.{leaf}", path, (row,), view, offset)))
+        for entry in arranged(inner, leaf, array.shape[1:], layer.mixer, architecture):
+            tensor = stem or f"{entry.stem or names.get(inner, LAYER[inner])}.{leaf}"
+            factors = architecture.factors(spec, f"{inner}/{leaf}", entry.view.tensor[0])
+            ordered += [
+                (
+                    float(number),
+                    GgufPart(
+                        f"blk.{number}.{tensor}",
+                        path,
+                        (row,),
+                        entry.view,
+                        offset,
+                        entry.source,
+                        entry.exponential,
+                        factors,
+                    ),
+                )
+                for row, number in enumerate(rows)
+            ]
     return [part for _, part in sorted(ordered, key=lambda entry: entry[0])]
-
-
-def _view(
-    node: str, leaf: str, shape: tuple[int, ...], mixer: AttentionSpec | None, architecture: Architecture
-) -> View:
-    """The part of the tensor that one layer of a leaf of this shape is."""
-    whole = View.identity(shape)
-    if node in ("attn/q", "attn/k") and architecture.permuted and mixer is not None and mixer.rope is not None:
-        heads = mixer.heads if node == "attn/q" else mixer.kv_heads
-        pairs = (heads, mixer.head_dim // 2, 2)
-        rest = tuple(range(3, 2 + len(shape)))
-        return whole.split(*pairs, *shape[1:]).transpose(0, 2, 1, *rest).merge(*shape)
-    if node == PACKED_QKV:
-        assert mixer is not None
-        group = mixer.heads // mixer.kv_heads
-        return _qkv(shape, mixer.kv_heads, group, mixer.head_dim)
-    if node == PACKED_GATE_UP:
-        rest = tuple(range(2, 1 + len(shape)))
-        return whole.split(2, shape[0] // 2, *shape[1:]).transpose(1, 0, *rest).merge(*shape)
-    return whole
-
-
-def _qkv(shape: tuple[int, ...], kv_heads: int, group: int, head_dim: int) -> View:
-    """Rows of all queries, of all keys and of all values, as the queries, the keys and the values of each key-value
-    head."""
-    queries, total = kv_heads * group, kv_heads * (group + 2)
-    order: list[int] = []
-    for head in range(kv_heads):
-        order += [*range(head * group, (head + 1) * group), queries + head, queries + kv_heads + head]
-    return View.identity(shape).split(total, head_dim, *shape[1:]).permute(*order).merge(*shape)

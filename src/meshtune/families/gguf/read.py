@@ -20,7 +20,7 @@ HARMLESS = frozenset(
     """context_length vocab_size rope.dimension_count attention.key_length attention.value_length rope.scaling.finetuned
     feed_forward_length expert_feed_forward_length attention.sliding_window rope.scaling.attn_factor rope.scale_linear
     attention.layer_norm_epsilon rope.scaling.type rope.scaling.factor expert_shared_count use_parallel_residual
-    attention.causal expert_group_count expert_group_used_count""".split()
+    attention.causal nextn_predict_layers rope.dimension_sections""".split()
 )
 
 
@@ -54,7 +54,7 @@ def config_of(
 
 
 def _model_type(architecture: str, metadata: Metadata, names: Collection[str], where: str) -> str:
-    kinds = [kind for kind, entry in ARCHITECTURES.items() if entry.name == architecture]
+    kinds = [kind for kind, entry in ARCHITECTURES.items() if architecture in (entry.name, entry.mixture_name)]
     if not kinds:
         known = {entry.name for entry in ARCHITECTURES.values()}
         raise UserError(
@@ -82,13 +82,13 @@ def _fields(
     names: Collection[str],
     rows: int,
 ) -> dict[str, Any]:
-    embed, heads = _integer(metadata["embedding_length"]), _integer(metadata["attention.head_count"])
-    head_dim = _integer(metadata.get("attention.key_length", embed // heads))
-    if metadata.get("attention.value_length", head_dim) != head_dim:
+    embed, heads = _integer(metadata["embedding_length"]), _integer(metadata.get("attention.head_count", 0))
+    head_dim = _integer(metadata.get("attention.key_length", embed // max(heads, 1)))
+    if metadata.get("attention.value_length", head_dim) != head_dim and not architecture.latent:
         raise ValueError("attention.value_length differs from attention.key_length")
     dim = _integer(metadata.get("rope.dimension_count", head_dim))
-    block = rope_block(metadata, dict(tensors), dim)
-    if dim != head_dim:
+    block = architecture.rope(rope_block(metadata, dict(tensors), dim))
+    if dim != head_dim and not architecture.latent:
         block["partial_rotary_factor"] = dim / head_dim
     context = _integer(metadata["context_length"])
     config: dict[str, Any] = {
@@ -96,10 +96,10 @@ def _fields(
         "architectures": [architecture.class_name],
         "vocab_size": rows,
         "hidden_size": embed,
-        "intermediate_size": _integer(metadata["feed_forward_length"]),
+        "intermediate_size": _integer(metadata.get("feed_forward_length", 0), architecture.marked_layers),
         "num_hidden_layers": _integer(metadata["block_count"]),
         "num_attention_heads": heads,
-        "num_key_value_heads": _integer(metadata.get("attention.head_count_kv", heads)),
+        "num_key_value_heads": _integer(metadata.get("attention.head_count_kv", heads), architecture.marked_layers),
         "head_dim": head_dim,
         "max_position_embeddings": context,
         "rope_parameters": block,
@@ -123,8 +123,10 @@ def _fields(
     return config
 
 
-def _integer(value: Any) -> int:
+def _integer(value: Any, some_layers: bool = False) -> int:
+    """A number, or that of all layers; with `some_layers`, of those for which it is not zero."""
     if isinstance(value, list):
+        value = [number for number in value if number] or [0] if some_layers else value
         if len(set(value)) != 1:
             raise ValueError("layers differ in their numbers of heads or in their widths")
         value = value[0]
@@ -153,10 +155,16 @@ def _biases(kind: str, names: Collection[str]) -> dict[str, bool]:
         "glm": {"attention_bias": attention},
         "glm4": {"attention_bias": attention},
         "glm4_moe": {"attention_bias": attention, "use_qk_norm": f"blk.0.{LAYER['attn/q_norm']}.weight" in names},
+        "falcon_h1": {"mamba_rms_norm": "blk.0.ssm_norm.weight" in names},
+        "nemotron_h": {"mlp_bias": any(name.endswith("ffn_up.bias") for name in names)},
         "gpt_neox": {"attention_bias": f"blk.0.{LAYER['attn/qkv']}.bias" in names},
         "falcon": {"num_ln_in_parallel_attn": 2 if "blk.0.attn_norm_2.weight" in names else 1},
     }
     return switches.get(kind, {})
+
+
+def _alike(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and value and len(set(value)) == 1 else value
 
 
 def _check(config: dict[str, Any], architecture: str, metadata: Metadata, where: str) -> None:
@@ -166,7 +174,7 @@ def _check(config: dict[str, Any], architecture: str, metadata: Metadata, where:
         if key in HARMLESS or value in (0, 0.0, False, "none"):
             continue
         again = written.get(f"{architecture}.{key}")
-        value = value[0] if isinstance(value, list) and value and len(set(value)) == 1 else value
+        value, again = _alike(value), _alike(again)
         if isinstance(value, int | float) and isinstance(again, int | float):
             agrees = math.isclose(value, again, rel_tol=1e-5, abs_tol=1e-12)
         else:

@@ -16,8 +16,12 @@ from meshtune.families.gguf.architecture import (
     integer,
     layer_windows,
 )
+from meshtune.families.gguf.hybrid import HYBRID
+from meshtune.families.gguf.latent import LATENT
 from meshtune.families.gguf.layer_norms import LAYER_NORMS
 from meshtune.families.gguf.routing import deepseek_fields
+from meshtune.families.gguf.state_space import STATE_SPACE
+from meshtune.families.gguf.windowed import WINDOWED
 from meshtune.model.mlp import MlpSpec
 from meshtune.model.spec import ModelSpec
 
@@ -281,6 +285,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         "minimax-m2", "MiniMaxM2ForCausalLM", routed=True, refusal=_minimax_refusal, read=_minimax_read
     ),
     **LAYER_NORMS,
+    **LATENT,
+    **HYBRID,
+    **STATE_SPACE,
+    **WINDOWED,
 }
 # Families that llama.cpp has no code for, as far as the names of its architectures say.
 ABSENT = frozenset({"granitemoeshared", "ministral"})

@@ -13,11 +13,13 @@ from meshtune.model.rope_scaling import LONGROPE_FACTORS, llama3, longrope_magni
 
 FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 ORIGINAL = "rope.scaling.original_context_length"
+LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 DEFAULT_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 
-def rope_metadata(rope: RopeSpec) -> dict[str, Any]:
-    """The keys of a rotary embedding. Raises ValueError, with the reason, for one that llama.cpp does not compute."""
+def rope_metadata(rope: RopeSpec, latent: bool = False, rounded: bool = False) -> dict[str, Any]:
+    """The keys of a rotary embedding; `latent` that of latent attention, whose scores YaRN scales, and `rounded` where
+    llama.cpp may round YaRN's bounds. Raises ValueError, with the reason, for one that llama.cpp does not compute."""
     fields: dict[str, Any] = {"rope.dimension_count": rope.dim, "rope.freq_base": rope.theta}
     numbers: dict[str, Any] = dict(rope.parameters)
     if rope.kind == "linear":
@@ -28,9 +30,11 @@ def rope_metadata(rope: RopeSpec) -> dict[str, Any]:
             "rope.scaling.factor": numbers["factor"],
             ORIGINAL: rope.original_length,
         }
-        if not numbers.get("truncate", 1.0):
+        if not numbers.get("truncate", 1.0) and not rounded:
             raise ValueError("YaRN without truncated bounds (truncate false)")
-        usual = 1 + 0.1 * math.log(max(numbers["factor"], 1.0))
+        usual = 1 if latent else 1 + 0.1 * math.log(max(numbers["factor"], 1.0))
+        if latent and numbers.get("mscale_all_dim"):
+            fields[LOG_MULTIPLIER] = 0.1 * numbers["mscale_all_dim"]
         if (magnitude := _yarn_magnitude(numbers)) is not None and not math.isclose(magnitude, usual, rel_tol=1e-6):
             raise ValueError("YaRN with an attention factor of its own (attention_factor, mscale)")
         for name, default in DEFAULT_BETAS.items():
@@ -93,6 +97,8 @@ def rope_block(metadata: Metadata, tensors: dict[str, np.ndarray], dim: int) -> 
         for name in DEFAULT_BETAS:
             if f"rope.scaling.yarn_{name}" in metadata:
                 block[name] = metadata[f"rope.scaling.yarn_{name}"]
+        if LOG_MULTIPLIER in metadata:
+            block |= dict.fromkeys(("mscale", "mscale_all_dim"), 10 * metadata[LOG_MULTIPLIER])
     elif kind != "none":
         raise ValueError(f"rope.scaling.type '{kind}' is not known")
     return block

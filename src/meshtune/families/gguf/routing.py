@@ -11,10 +11,11 @@ from meshtune.model.spec import ModelSpec
 GATING = {"softmax": 1, "sigmoid": 2}
 
 
-def routing_refusal(spec: ModelSpec, block: ExpertsSpec) -> str | None:
-    """What llama.cpp does not compute of a router, or of the order of layers; None where there is nothing."""
+def routing_refusal(spec: ModelSpec, block: ExpertsSpec, grouped: bool = False) -> str | None:
+    """What llama.cpp does not compute of a router, or of the order of layers; None where there is nothing. `grouped`
+    says that it chooses experts in groups, by the sum of a group's two best."""
     router = block.router
-    if router.groups > 1:
+    if router.groups > 1 and not (router.group_score == 2 and grouped):
         return "experts are chosen in groups (n_group)"
     if router.scoring not in GATING:
         return f"a router of type '{router.scoring}'"
@@ -33,7 +34,8 @@ def routed_layers(spec: ModelSpec) -> list[bool]:
 def routing_metadata(spec: ModelSpec, block: ExpertsSpec) -> dict[str, Any]:
     """The keys of a router and of shared experts."""
     shared = 0 if block.shared is None else block.shared.width // block.width
-    return {
+    groups = {"expert_group_count": block.router.groups, "expert_group_used_count": block.router.top_groups}
+    return (groups if block.router.groups > 1 else {}) | {
         "expert_gating_func": GATING[block.router.scoring],
         "expert_weights_norm": block.router.normalize,
         "expert_weights_scale": float(block.router.scale),
@@ -52,6 +54,6 @@ def deepseek_fields(metadata: Metadata) -> dict[str, Any]:
         "first_k_dense_replace": metadata.get("leading_dense_block_count", 0),
         "routed_scaling_factor": metadata.get("expert_weights_scale", 1.0),
         "norm_topk_prob": bool(metadata.get("expert_weights_norm", False)),
-        "n_group": 1,
-        "topk_group": 1,
+        "n_group": metadata.get("expert_group_count", 1),
+        "topk_group": metadata.get("expert_group_used_count", 1),
     }

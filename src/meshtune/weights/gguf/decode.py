@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float
 
 from meshtune.arrays.spec import ArraySpec
+from meshtune.families.gguf import GgufPart
 from meshtune.families.tensors import View
 from meshtune.quantize.gguf import TYPES, decode
 from meshtune.quantize.published.scheme import Box, Form, Parts, Shape
@@ -101,10 +102,19 @@ class GgufScheme(_WideScheme):
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A tensor of a file, and the view of the checkpoint's tensor that its numbers are."""
+    """An array that tensors of a file make up, each of a type and in the part with this role, and the view of the
+    checkpoint's tensor that it is."""
 
-    scheme: GgufScheme
+    tensors: tuple[tuple[GgufPart, str, str], ...]
     view: View
+
+    def decode(self, parts: Parts) -> Float[np.ndarray, "..."]:
+        """The whole array in float32."""
+        array = np.empty(self.view.shape, np.float32)
+        for part, kind, role in self.tensors:
+            whole = GgufScheme(kind, View.identity(part.view.tensor), role=role)
+            part.into_array(whole.decode(parts, tuple((0, size) for size in part.view.tensor)), array)
+        return array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +131,5 @@ class AssembledScheme(_WideScheme):
         """A box of the tensor in float32, for which all of it is read."""
         tensor = np.empty(self.pieces[0].view.tensor, np.float32)
         for piece in self.pieces:
-            whole = tuple((0, size) for size in piece.scheme.view.shape)
-            piece.view.write(piece.scheme.decode(parts, whole), tensor)
+            piece.view.write(piece.decode(parts), tensor)
         return tensor[tuple(slice(*entry) for entry in box)]

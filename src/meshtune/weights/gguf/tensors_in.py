@@ -25,9 +25,9 @@ def tensor_infos(gguf: GgufFile, spec: ModelSpec) -> dict[str, TensorInfo]:
     """Where the tensors of a model's table lie in a file; what is quantised or arranged otherwise is decoded when it is
     read. Raises UserError for tensors that are missing, have another shape, or belong to nothing."""
     layout = gguf_layout(spec)
-    by_leaf: dict[str, dict[tuple[int, ...], GgufPart]] = {}
+    by_leaf: dict[str, dict[tuple[int, ...], list[GgufPart]]] = {}
     for part in layout.parts:
-        by_leaf.setdefault(part.path, {})[part.index] = part
+        by_leaf.setdefault(part.path, {}).setdefault(part.index, []).append(part)
     _check(gguf, {part.name: part.view.tensor for part in layout.parts}, set(layout.computed))
     table: dict[str, list[TensorMap]] = {}
     for entry in tensors(spec):
@@ -36,14 +36,15 @@ def tensor_infos(gguf: GgufFile, spec: ModelSpec) -> dict[str, TensorInfo]:
 
 
 def _info(
-    gguf: GgufFile, entries: list[TensorMap], by_leaf: Mapping[str, Mapping[tuple[int, ...], GgufPart]]
+    gguf: GgufFile, entries: list[TensorMap], by_leaf: Mapping[str, Mapping[tuple[int, ...], list[GgufPart]]]
 ) -> TensorInfo:
     entry = entries[0]
     parts = by_leaf[entry.path]
-    first = parts.get(entry.index)
-    if len(entries) > 1 or (not entry.view.is_identity and first is not None and entry.view != first.view):
+    first = parts.get(entry.index, [])
+    rearranged = not entry.view.is_identity and any(entry.view != part.view for part in first)
+    if len(entries) > 1 or rearranged or any(not part.is_plain for part in first):
         return _assembled(gguf, entries, by_leaf)
-    part = parts.get(entry.index) or parts[entry.index[:-1]]
+    (part,) = first or parts[entry.index[:-1]]
     view = part.view
     if part.index != entry.index:  # an expert of those that are together in the file's tensor
         assert view.is_identity
@@ -62,17 +63,18 @@ def _info(
 
 
 def _assembled(
-    gguf: GgufFile, entries: list[TensorMap], by_leaf: Mapping[str, Mapping[tuple[int, ...], GgufPart]]
+    gguf: GgufFile, entries: list[TensorMap], by_leaf: Mapping[str, Mapping[tuple[int, ...], list[GgufPart]]]
 ) -> TensorInfo:
     """A tensor that is put together of whole tensors of the file, which have another arrangement."""
     pieces: list[Piece] = []
     stored: list[tuple[str, TensorInfo]] = []
-    for number, entry in enumerate(entries):
-        part = by_leaf[entry.path][entry.index]
-        tensor = gguf.tensors[part.name]
-        role = f"{ROLE}{number}"
-        pieces.append(Piece(GgufScheme(tensor.type.name, part.view, part.offset, role), entry.view))
-        stored.append((role, _as_bytes(tensor)))
+    for entry in entries:
+        tensors: list[tuple[GgufPart, str, str]] = []
+        for part in by_leaf[entry.path][entry.index]:
+            tensor, role = gguf.tensors[part.name], f"{ROLE}{len(stored)}"
+            tensors.append((part, tensor.type.name, role))
+            stored.append((role, _as_bytes(tensor)))
+        pieces.append(Piece(tuple(tensors), entry.view))
     nbytes = sum(info.nbytes for _, info in stored)
     scheme: Any = AssembledScheme(tuple(pieces))
     first = stored[0][1]

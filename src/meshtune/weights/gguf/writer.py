@@ -81,10 +81,9 @@ def write_gguf(
 def _rows(part: GgufPart, numbers: Numbers) -> Iterator[np.ndarray]:
     """The rows of a tensor [rows, columns], in order."""
     shape: list[int] = [*part.view.tensor]
-    if not part.view.is_identity:
-        tensor = np.empty(shape, np.float32)
-        part.view.write(numbers.rows(part.path, part.index, 0, part.view.shape[0]), tensor)
-        yield tensor.reshape(-1, shape[-1]) + np.float32(part.offset)
+    if not part.view.is_identity or not part.is_plain:
+        tensor = part.to_tensor(numbers.rows(part.path, part.index, 0, part.array_shape[0]))
+        yield tensor.reshape(-1, shape[-1])
         return
     inner = math.prod(shape[1:])
     step = max(1, PART_NUMBERS // inner) if len(shape) > 1 else shape[0]
