@@ -12,6 +12,7 @@ import pytest
 from boards import READABLE, client, recipe
 
 from meshtune.board import uploads
+from meshtune.board.catalogue import catalogue
 from meshtune.board.workspace import Workspace, workspace_at
 from meshtune.config.load import load_recipe, silent
 from meshtune.data.loader import Loader
@@ -146,3 +147,17 @@ def test_a_folder_that_lies_in_another_is_listed_once(tmp_path):
     workspace = workspace_at(tmp_path / "root", (folder, folder / "inner", folder))
     assert workspace.readable == (folder,)
     assert [file["path"] for file in uploads.data_files(workspace)] == [str(folder / "inner" / "a.jsonl")]
+
+
+def test_a_root_inside_a_folder_to_read_is_listed_once(tmp_path):
+    (tmp_path / "outer").mkdir()
+    workspace = workspace_at(tmp_path / "outer/root", (tmp_path / "outer",))
+    for name in ("root/own.jsonl", "beside.jsonl"):
+        (tmp_path / "outer" / name).touch()
+    for name in ("root/model", "other"):
+        (tmp_path / "outer" / name).mkdir()
+        for file in ("config.json", "model.safetensors"):
+            (tmp_path / "outer" / name / file).touch()
+    outer = str(tmp_path / "outer")
+    assert [file["path"] for file in uploads.data_files(workspace)] == ["own.jsonl", f"{outer}/beside.jsonl"]
+    assert [entry["path"] for entry in catalogue(workspace)] == ["model", f"{outer}/other"]

@@ -8,6 +8,8 @@ import pathlib
 import pytest
 from boards import READABLE, client, recipe, wait
 
+from hub.fake_hub import TOKEN as SECRET
+from hub.fake_hub import running_hub
 from meshtune.board import queue
 from meshtune.board.measured import measured
 from meshtune.board.workspace import Workspace, workspace_at
@@ -132,6 +134,9 @@ def test_commands_of_evaluations_and_exports(workspace, tmp_path):
         ("type", {"kind": "export", "form": "gguf", "type": "Q1"}),
         ("form", {"kind": "export", "form": "adapter"}),
         ("repository", {"kind": "push", "repository": "--public"}),
+        ("token", {"kind": "push", "repository": "a/b", "token": "two words"}),
+        ("devices.processes", {"kind": "export", "devices": {"processes": 2}}),
+        ("slurm", {"kind": "eval", "slurm": {"nodes": 1}}),
     ]
     for path, body in wrong:
         answer = board.post("/api/check", json={"model": str(MODEL), **body})
@@ -156,3 +161,33 @@ def test_runs_are_compared_by_the_keys_in_which_they_differ(workspace):
     assert [run["figures"]["validation"] for run in shown["runs"]] == [2.1, 1.6]
     assert board.get("/api/compare").status_code == 400
     assert board.get("/api/compare", params={"job": "00009-none"}).status_code == 404
+
+
+def test_a_token_reaches_its_push_alone_and_no_file(workspace, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setenv("HF_HOME", str(workspace.root / "empty"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    board = client(workspace)
+    with running_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        busy = {"kind": "train", "recipe": recipe(steps=100_000), "devices": {"keys": ["cpu"]}}
+        training = board.post("/api/jobs", json=busy).json()["id"]
+        body = {"kind": "push", "model": str(MODEL), "repository": "ann/model", "devices": {"keys": ["cpu"]}}
+        refused = board.post("/api/check", json={**body, "token": f"{SECRET} {SECRET}"})
+        assert refused.status_code == 400
+        answer = board.post("/api/jobs", json={**body, "token": SECRET})  # starts beside the run
+        job = answer.json()["id"]
+        done = wait(lambda: (state := queue.find(workspace, job).state) not in ("queued", "running") and state, 120)
+        log = (workspace.jobs / job / "log.txt").read_text()
+        assert done == "finished", log
+        assert "model.safetensors" in hub.repositories["ann/model"].files
+        again = board.post("/api/jobs", json={**body, "repository": "ann/other"}).json()["id"]  # without a token
+        assert board.post(f"/api/jobs/{training}/stop", json={"now": True}).status_code == 200
+        wait(lambda: queue.find(workspace, again).state == "failed", 120)
+        assert "there is no token" in (workspace.jobs / again / "log.txt").read_text()
+        shown = board.get(f"/api/jobs/{job}").json()
+    assert shown["stage"]["result"] == f"{hub.url}/ann/model"
+    assert SECRET not in refused.text + answer.text + json.dumps(shown) + board.get("/api/jobs").text
+    for path in workspace.root.rglob("*"):
+        assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path

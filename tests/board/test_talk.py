@@ -107,3 +107,18 @@ def test_the_catalogue_lists_what_lies_in_the_folders(workspace):
         ("exports/small.gguf", "gguf"),
         (str(MODEL), "model"),
     }
+
+
+def test_adapters_are_lines_of_name_and_path(workspace):
+    board = client(workspace)
+    (workspace.root / "runs/polite").mkdir(parents=True)
+    body = {"kind": "serve", "model": str(MODEL)}
+    answer = board.post("/api/check", json={**body, "adapters": ["polite=runs/polite"]})
+    assert "--adapter polite=runs/polite" in answer.json()["command"]
+    wrong = ["polite", "=runs/polite", "polite="], ["a=runs/polite", "a=runs/polite"], ["a b=runs/polite"], "a=b", [1]
+    for lines in wrong:
+        answer = board.post("/api/check", json={**body, "adapters": lines})
+        assert answer.status_code == 400, lines
+        assert answer.json()["problems"][0]["path"] == "adapters", lines
+    outside = board.post("/api/check", json={**body, "adapters": ["a=../secret"]})
+    assert outside.status_code == 400

@@ -40,6 +40,8 @@ def catalogue(workspace: Workspace) -> list[dict[str, Any]]:
             entries.append((1.0 if kind == "adapter" else 2.0, {"path": shown, "kind": kind}))
             continue
         for entry in content:
+            if entry.path == str(workspace.root):
+                continue  # the root inside of a --read folder was the first
             if entry.name.endswith(".gguf") and entry.is_file():
                 entries.append((3.0, {"path": workspace.shown(pathlib.Path(entry.path)), "kind": "gguf"}))
             elif depth < DEPTH and not entry.name.startswith((".", FOLDER)) and entry.is_dir(follow_symlinks=False):

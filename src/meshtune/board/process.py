@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 JOB_VARIABLE = "MESHTUNE_BOARD_JOB"  # the folder of their job, in the environment of all its processes
+SECRET = "MESHTUNE_BOARD_SECRET_"  # before the name of a variable that a runner hands to its own job alone
 
 
 @dataclasses.dataclass(frozen=True)

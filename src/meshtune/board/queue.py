@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from meshtune.board import slurm
 from meshtune.board.devices import CPU, used
@@ -36,7 +36,7 @@ from meshtune.board.job import (
     read_jobs,
     replace_json,
 )
-from meshtune.board.process import end_processes_of
+from meshtune.board.process import SECRET, end_processes_of
 from meshtune.board.workspace import Workspace
 from meshtune.errors import UserError
 
@@ -56,11 +56,14 @@ def find(workspace: Workspace, job_id: str) -> Job:
     return job
 
 
-def add(workspace: Workspace, request: JobRequest, recipe: str | None = None) -> Job:
+def add(
+    workspace: Workspace, request: JobRequest, recipe: str | None = None, secrets: Mapping[str, str] | None = None
+) -> Job:
     """Adds a job to the end of the queue, and starts it if its devices are free.
 
-    Arguments of the request may hold `{job}`, for which the job's folder is put in. Raises: UserError if another job
-    that has not ended writes to the same output.
+    Arguments of the request may hold `{job}`, for which the job's folder is put in. A job with `secrets`, variables of
+    its environment that no file holds, starts at once. Raises: UserError if another job that has not ended writes to
+    the same output.
     """
     with _locked(workspace):
         jobs = read_jobs(workspace.jobs)
@@ -85,6 +88,8 @@ def add(workspace: Workspace, request: JobRequest, recipe: str | None = None) ->
             shutil.rmtree(draft, ignore_errors=True)
             raise
         os.rename(draft, folder)
+        if secrets:
+            _start(find(workspace, folder.name), secrets)
     if request.is_slurm:
         try:
             _submit(find(workspace, folder.name))
@@ -182,14 +187,16 @@ def _held(job: Job) -> frozenset[str]:
     return used(job.request.devices) - (frozenset({CPU}) if job.request.kind == "serve" else frozenset())
 
 
-def _start(job: Job) -> None:
+def _start(job: Job, secrets: Mapping[str, str] | None = None) -> None:
     """Starts the runner of a job and waits until it has claimed it."""
+    env = {**os.environ, **{SECRET + name: value for name, value in (secrets or {}).items()}}
     with (job.folder / LOG).open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "meshtune.board.runner", str(job.folder)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            env=env,
             start_new_session=True,
         )
     deadline = time.monotonic() + START_SECONDS

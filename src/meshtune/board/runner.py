@@ -14,10 +14,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 
 from meshtune.board.devices import environment
 from meshtune.board.job import EXIT, LOG, PROCESS, PROGRESS, STOP, Job, read_job, replace_json
-from meshtune.board.process import JOB_VARIABLE, end_processes_of, identify
+from meshtune.board.process import JOB_VARIABLE, SECRET, end_processes_of, identify
 from meshtune.runs.progress import VARIABLE
 
 RESERVED = 2048  # bytes set aside at the start, so that the end can be written on a disk that is full by then
@@ -26,6 +27,7 @@ ROOM_SECONDS = 60.0  # to wait for room
 
 def main(folder: pathlib.Path) -> int:
     """Runs the job; returns 0, or 1 if it is not to be started: it has been, or was removed."""
+    secrets = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(SECRET)}
     job = read_job(folder)
     if job is None or not _claim(folder):
         return 1
@@ -33,7 +35,7 @@ def main(folder: pathlib.Path) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     started = time.monotonic()
-    code = _run(job)
+    code = _run(job, {name.removeprefix(SECRET): value for name, value in secrets.items()})
     seconds = round(time.monotonic() - started, 3)
     ended = end_processes_of(job.folder)
     _write_exit(folder, {"code": code, "seconds": seconds, "ended_processes": len(ended)})
@@ -60,13 +62,13 @@ def _claim(folder: pathlib.Path) -> bool:
     return True
 
 
-def _run(job: Job) -> int | None:
+def _run(job: Job, secrets: Mapping[str, str]) -> int | None:
     """Runs the command; returns its exit code, negative for a signal, or None where it was stopped before it began."""
     if (job.folder / STOP).exists():
         return None
     command = [sys.executable, "-m", "meshtune", *job.request.arguments]
     env = environment(job.request.devices) | {JOB_VARIABLE: str(job.folder), "PYTHONUNBUFFERED": "1"}
-    env[VARIABLE] = str(job.folder / PROGRESS)
+    env |= {VARIABLE: str(job.folder / PROGRESS), **secrets}
     with (job.folder / LOG).open("ab") as log:
         try:
             process = subprocess.Popen(

@@ -121,6 +121,8 @@ def data_files(workspace: Workspace) -> list[dict[str, object]]:
         for entry in entries:
             if entry.name.startswith((".", FOLDER)):
                 continue
+            if entry.path == str(workspace.root):
+                continue  # the root inside of a --read folder was the first
             if entry.is_dir(follow_symlinks=False) and depth < DEPTH:
                 pending.append((pathlib.Path(entry.path), depth + 1))
             elif entry.is_file(follow_symlinks=False) and file_type(pathlib.Path(entry.name)) in READERS:

@@ -16,6 +16,7 @@ from meshtune.runs.output import MODEL
 FORMS = ("adapter", "merged", "gguf", "codes")
 GGUF = ("F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_0")
 CODES = ("bitsandbytes", "compressed-tensors", "published")
+TOKEN = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -33,14 +34,23 @@ def prepare_export(workspace: Workspace, body: dict[str, Any]) -> Prepared:
 
 
 def prepare_push(workspace: Workspace, body: dict[str, Any]) -> Prepared:
-    """The command that pushes to the hub, with the token that this machine is logged in by. Raises: UserError."""
+    """The command that pushes to the hub, with `token`, or else the one that this machine is logged in by.
+
+    Raises: UserError.
+    """
     model = checked_model(workspace, body, "model")
     repository = body.get("repository")
     if not isinstance(repository, str) or not REPOSITORY.fullmatch(repository):
         raise UserError(f"{repository!r} is no repository", where="repository", fix="write user/name")
     _, options, _ = _form(workspace, model, body)
     flags = ["--public"] * bool(body.get("public")) + ["--overwrite"] * bool(body.get("overwrite"))
-    return Prepared(repository, ("push", model, repository, *options, *flags))
+    token = body.get("token") or ""
+    if not isinstance(token, str) or (token and not TOKEN.fullmatch(token)):
+        raise UserError(
+            "this is no token of the hub", where="token", fix="copy it again, as hf_...; it is not shown here"
+        )
+    secrets = {"HF_TOKEN": token} if token else {}
+    return Prepared(repository, ("push", model, repository, *options, *flags), secrets=secrets)
 
 
 def _form(workspace: Workspace, model: str, body: dict[str, Any]) -> tuple[str, list[str], str]:

@@ -1,4 +1,4 @@
-"""A model to talk to: {"model": PATH or id, "adapters": {NAME: PATH}, "quantize": ..., "dtype": ..., ...}."""
+"""A model to talk to: {"model": PATH or id, "adapters": {NAME: PATH} or ["NAME=PATH"], "quantize": ...}."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ def prepare(workspace: Workspace, body: dict[str, Any]) -> Prepared:
     """
     model = checked_model(workspace, body, "model")
     arguments = ["serve", model, "--port", "0", "--token-file", f"{{job}}/{TOKEN}"]
-    adapters = body.get("adapters") or {}
-    if not isinstance(adapters, dict):
-        raise UserError("the adapters must be an object of names and paths", where="adapters", fix="leave them out")
+    adapters = _adapters(body.get("adapters") or {})
     for name in adapters:
         if not re.fullmatch(r"[\w.-]{1,60}", name):
             raise UserError(f"{name!r} is no name for an adapter", where="adapters", fix="use letters and digits")
@@ -36,3 +34,20 @@ def prepare(workspace: Workspace, body: dict[str, Any]) -> Prepared:
         if (value := choice_of(body, key, values)) is not None:
             arguments += [f"--{key.replace('_', '-')}", value]
     return Prepared(pathlib.PurePosixPath(model).name or model, tuple(arguments))
+
+
+def _adapters(given: object) -> dict[str, object]:
+    """Paths by name. Raises: UserError."""
+    if isinstance(given, dict):
+        return given
+    if not isinstance(given, list):
+        raise UserError("the adapters must be lines of NAME=PATH", where="adapters", fix="leave them out")
+    adapters: dict[str, object] = {}
+    for line in given:
+        name, equals, path = line.partition("=") if isinstance(line, str) else ("", "", "")
+        if not (name and equals and path):
+            raise UserError(f"{line!r} is not NAME=PATH", where="adapters", fix="write polite=runs/polite, one a line")
+        if name in adapters:
+            raise UserError(f"the name {name!r} is given twice", where="adapters", fix="give each its own")
+        adapters[name] = path
+    return adapters

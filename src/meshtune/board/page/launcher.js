@@ -6,11 +6,13 @@ import { t } from './text.js';
 import { action, copyable, problems } from './widgets.js';
 
 // A panel that starts what `body()` gives, {kind, recipe, ...}; `checked(problems, command)` is told what a check said.
-// `started(job)` follows a start, and `replacing` says what becomes of an output that is not empty. `check()` of the result asks again, as when the form has changed.
-export function launcher(body, checked = () => {}, { started = follow, replacing = t('launcher.overwrite') } = {}) {
+// `started(job)` follows a start, and `replacing` says what becomes of an output that is not empty. `trains`: it may be several processes or Slurm's.
+// `secrets()` is sent with a start alone. `check()` of the result asks again, as when the form has changed;
+// `clear()` forgets what a check said.
+export function launcher(body, checked = () => {}, { started = follow, replacing = t('launcher.overwrite'), trains = true, secrets = () => ({}) } = {}) {
   const wrong = h('div');
   const command = h('div');
-  const choice = deviceChoice();
+  const choice = deviceChoice(trains);
   const overwrite = h('input', { type: 'checkbox', id: 'overwrite' });
   const whole = () => ({ ...body(), overwrite: overwrite.checked, ...choice.value() });
 
@@ -28,27 +30,27 @@ export function launcher(body, checked = () => {}, { started = follow, replacing
   }
 
   const start = action(t('launcher.start'), async () => {
-    started(await post('api/jobs', whole()));
+    started(await post('api/jobs', { ...whole(), ...secrets() }));
   }, wrong, { class: 'primary' });
   const element = h('div', { class: 'launcher' }, choice.element,
     h('label', {}, overwrite, ' ', replacing), command, wrong,
     h('div', { class: 'row' }, start, h('button', { type: 'button', onclick: check }, t('launcher.check'))));
-  return { element, check };
+  return { element, check, clear: () => { fill(command); fill(wrong); } };
 }
 
 function follow(job) {
   location.hash = `#/runs/${job.id}`;
 }
 
-// Where a run is computed. `value()` is {devices} or {slurm}, as POST /api/jobs takes it.
-export function deviceChoice() {
+// Where a job is computed. `value()` is {devices} or {slurm}, as POST /api/jobs takes it; what does not train is one process of this machine.
+export function deviceChoice(trains = true) {
   const boxes = h('div', { class: 'row' });
   const processes = numberField(1);
   const count = numberField(1);
   const beside = h('input', { type: 'checkbox' });
   const fields = { nodes: numberField(1), gpus: numberField(8, 0), time: textField('4:00:00'), partition: textField(''), account: textField('') };
   const here = h('div', {}, boxes, h('div', { class: 'row' },
-    h('label', {}, t('launcher.processes'), ' ', processes), h('label', {}, t('launcher.count'), ' ', count),
+    trains && [h('label', {}, t('launcher.processes'), ' ', processes), h('label', {}, t('launcher.count'), ' ', count)],
     h('label', {}, beside, ' ', t('launcher.beside'))));
   const slurm = h('div', { class: 'row', hidden: true },
     Object.entries(fields).map(([name, field]) => h('label', {}, t(`launcher.${name}`), ' ', field)));
@@ -62,7 +64,7 @@ export function deviceChoice() {
     fill(boxes, machine.devices.map((device) => h('label', {},
       h('input', { type: 'checkbox', name: 'device', value: device.key }), ' ', device.name)),
     h('span', { class: 'quiet' }, t('launcher.all')));
-    if (!machine.slurm) return;
+    if (!machine.slurm || !trains) return;
     where.append(h('option', { value: 'slurm' }, 'Slurm'));
     where.parentElement.hidden = false;
   }, () => {});

@@ -4,14 +4,15 @@ import { post } from './api.js';
 import { fill, h, svg } from './dom.js';
 import { bytes, duration, number } from './format.js';
 import { has, t } from './text.js';
-import { action, problems } from './widgets.js';
+import { action, englishNote, problems } from './widgets.js';
 
 const CALM = 350; // ms without a change
 const COUNT = 1200; // ms before the data are counted
 const WIDTH = 1000;
+const NEEDED = ['model', 'model.path', 'data', 'data.train', 'output']; // without these there is no plan yet
 const PAGE = crypto.randomUUID?.() ?? String(Math.random());
 
-// A panel; `update(recipe)` plans the recipe, `close()` ends it. `apply(changes)` changes the recipe, `chosen(choices)` is
+// A panel; `update(recipe, problems, values)` plans the recipe or shows what is wrong with it, `close()` ends it. `apply(changes)` changes the recipe, `chosen(choices)` is
 // told what each automatic choice comes to.
 export function planPanel(devices, apply, chosen) {
   const target = h('input', { type: 'text', id: 'target', list: 'targets', value: localStorage.getItem('target') ?? '', placeholder: t('plan.here'), onchange: changed });
@@ -26,21 +27,30 @@ export function planPanel(devices, apply, chosen) {
     h('div', { class: 'row' }, h('label', { for: 'target' }, t('plan.target')), target, names, h('span', { class: 'together' }, h('label', { for: 'price' }, t('plan.price')), price)),
     result, wrong, h('div', { class: 'row' }, compile, h('span', { class: 'quiet' }, t('plan.about'))));
   let recipe = '';
+  let known = [''];
   let timer = null;
   let asked = 0;
 
   function changed() {
     localStorage.setItem('target', target.value.trim());
     localStorage.setItem('price', price.value.trim());
-    update(recipe);
+    update(...known);
   }
 
-  function update(text) {
-    recipe = text;
+  function update(text, found = [], values = {}) {
+    known = [text, found, values];
+    recipe = found.length ? '' : text;
     asked += 1;
     clearTimeout(timer);
     element.classList.add('stale');
-    if (!recipe.trim()) { element.classList.remove('stale'); fill(result, h('p', { class: 'quiet' }, t('plan.empty'))); return; }
+    if (!recipe.trim()) {
+      element.classList.remove('stale');
+      const absent = { model: !values?.model?.path, data: !values?.data?.train, output: !values?.output };
+      const others = found.filter((problem) => !(NEEDED.includes(problem.path) && absent[problem.path.split('.')[0]]));
+      fill(wrong, others.length > 0 && problems({ problems: others }));
+      fill(result, h('p', { class: 'quiet' }, t(others.length ? 'plan.wrong' : 'plan.empty')));
+      return;
+    }
     timer = setTimeout(async () => {
       const plan = await ask({}).catch(show);
       if (plan && plan.steps === null) timer = setTimeout(() => ask({ count: true }).catch(show), COUNT);
@@ -122,7 +132,7 @@ function remedies(plan) {
 }
 
 function choiceTable(choices) {
-  return h('details', { class: 'choices', open: true }, h('summary', {}, t('plan.choices')), h('table', {},
+  return h('details', { class: 'choices', open: true }, h('summary', {}, t('plan.choices')), englishNote(), h('table', {},
     h('thead', { class: 'hidden' }, h('tr', {}, h('th', {}, t('plan.key')), h('th', {}, t('plan.value')), h('th', {}, t('plan.why')))),
     h('tbody', { lang: 'en' }, choices.map((choice) => h('tr', { class: choice.name === 'warning' ? 'caution' : null },
       h('th', { scope: 'row' }, has(`recipe.field.${choice.name.replace('.', '_')}`) ? t(`recipe.field.${choice.name.replace('.', '_')}`) : choice.name),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -36,24 +36,30 @@ def routes(state: BoardState) -> list[BaseRoute]:
     """POST /api/jobs starts one, /api/check says what is wrong before; GET /api/jobs/ID and what is below it."""
     workspace = state.workspace
 
-    def prepared(body: dict[str, Any]) -> JobRequest:
+    def prepared(body: dict[str, Any]) -> tuple[JobRequest, Mapping[str, str]]:
         kind = body.get("kind", "train")
         if kind not in KINDS:
             raise UserError(f"'{kind}' is no kind of job", where="kind", fix=f"give one of {', '.join(KINDS)}")
         devices = checked_choice(body.get("devices"))
-        ready = KINDS[kind](workspace, body)
         is_slurm = bool(body.get("slurm"))
-        return JobRequest(kind, ready.name, ready.arguments, str(workspace.root), ready.output, devices, is_slurm)
+        if kind != "train" and (is_slurm or devices.get("processes", 1) > 1):
+            where = "slurm" if is_slurm else "devices.processes"
+            raise UserError(f"a job of the kind {kind} is one process of this machine", where=where, fix="leave it out")
+        ready = KINDS[kind](workspace, body)
+        if ready.secrets:  # which are not there later, as no file holds them
+            devices = {**devices, "beside": True}
+        root = str(workspace.root)
+        return JobRequest(kind, ready.name, ready.arguments, root, ready.output, devices, is_slurm), ready.secrets
 
     async def check(request: Request) -> Response:
-        job_request = await run_in_threadpool(prepared, await body_of(request))
+        job_request, _ = await run_in_threadpool(prepared, await body_of(request))
         return JSONResponse({"problems": [], "command": command(*_shown(job_request.arguments))})
 
     async def create(request: Request) -> Response:
         body = await body_of(request)
-        job_request = await run_in_threadpool(prepared, body)
+        job_request, secrets = await run_in_threadpool(prepared, body)
         recipe = body.get("recipe") if isinstance(body.get("recipe"), str) else None
-        job = await run_in_threadpool(queue.add, workspace, job_request, recipe)
+        job = await run_in_threadpool(queue.add, workspace, job_request, recipe, secrets)
         return JSONResponse(state.describe(job), 201)
 
     async def list_jobs(_: Request) -> Response:

@@ -16,16 +16,19 @@ export function modelPanel(chosen, wanted, changed) {
   const path = h('input', { type: 'text', id: 'model', list: 'models', required: true, autocomplete: 'off', spellcheck: 'false', value: wanted ?? '', placeholder: t('talk.placeholder') });
   const quantize = h('select', { id: 'quantize' }, QUANTIZED.map((name) => h('option', { value: name }, name === 'auto' ? t('talk.auto') : name)));
   const template = h('select', { id: 'template' }, h('option', { value: '' }, t('talk.own')));
+  const adapters = h('textarea', { id: 'adapters', rows: 2, class: 'code', spellcheck: 'false', placeholder: 'polite=runs/polite' });
   const form = h('form', { class: 'loader', onsubmit: (event) => { event.preventDefault(); load.click(); } },
     h('div', { class: 'grow' }, h('label', { for: 'model' }, t('talk.model')), path, choices),
     h('div', {}, h('label', { for: 'quantize' }, t('talk.quantize')), quantize),
     h('div', {}, h('label', { for: 'template' }, t('talk.template')), template));
   const load = action(t('talk.load'), async () => {
-    await post('api/jobs', { kind: 'serve', model: path.value, quantize: quantize.value, chat_template: template.value, devices: { beside: true } });
-    path.value = '';
+    await post('api/jobs', { kind: 'serve', model: path.value, quantize: quantize.value, chat_template: template.value,
+      adapters: adapters.value.split('\n').map((line) => line.trim()).filter(Boolean), devices: { beside: true } });
+    path.value = adapters.value = '';
     await refresh();
   }, wrong, { class: 'primary', type: 'submit' });
-  form.append(load);
+  form.append(load, h('details', { class: 'over' }, h('summary', {}, t('talk.adapters')),
+    h('label', { class: 'hidden', for: 'adapters' }, t('talk.adapters')), adapters, h('p', { class: 'quiet' }, t('talk.adaptersabout'))));
   const element = h('section', { class: 'card', 'aria-label': t('talk.models') }, list, form, wrong);
   let models = [];
   let timer = null;

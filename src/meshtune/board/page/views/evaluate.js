@@ -23,7 +23,7 @@ export function show(place, [wanted]) {
   const panel = launcher(() => ({
     kind: kind.value, model: model.input.value, data: records.input.value, output: output.value, limit: numberOf(limit), max_tokens: numberOf(tokens),
     ...(kind.value === 'eval' && { compare: compare.value, tasks: tasks.value.split('\n').map((line) => line.trim()).filter(Boolean) }),
-  }), () => {}, { started: (job) => results.open(job.id), replacing: t('results.aside') });
+  }), () => {}, { started: (job) => results.open(job.id), replacing: t('results.aside'), trains: false });
 
   function arrange() {
     measured.hidden = kind.value !== 'eval';

@@ -21,16 +21,22 @@ export function show(place, [wanted]) {
   const kind = choice('kind', ['export', 'push'], (value) => t(`export.${value}to`), arrange);
   const output = h('input', { type: 'text', id: 'output', autocomplete: 'off', placeholder: t('evaluate.named') });
   const repository = h('input', { type: 'text', id: 'repository', autocomplete: 'off', spellcheck: 'false', placeholder: 'user/name' });
+  const token = h('input', { type: 'password', id: 'token', autocomplete: 'off', spellcheck: 'false', placeholder: 'hf_…' });
   const open = h('input', { type: 'checkbox', id: 'public' });
   const typeField = field(t('export.type'), type);
   const mergeField = h('label', { class: 'tick' }, merge, ' ', t('export.merge'));
   const folder = field(t('evaluate.output'), output);
-  const hub = h('div', {}, field(t('export.repository'), repository, t('export.login')), h('label', { class: 'tick' }, open, ' ', t('export.public')));
+  const hub = h('div', {}, field(t('export.repository'), repository), field(t('export.token'), token, t('export.login')), h('label', { class: 'tick' }, open, ' ', t('export.public')));
   const results = jobResults(['export', 'push']);
+  const secrets = () => {
+    const given = kind.value === 'push' && token.value ? { token: token.value } : {};
+    token.value = '';
+    return given;
+  };
   const panel = launcher(() => ({
     kind: kind.value, model: model.input.value, form: form.value, type: TYPES[form.value] ? type.value : '', merge: merge.checked,
     ...(kind.value === 'export' ? { output: output.value } : { repository: repository.value, public: open.checked }),
-  }), () => {}, { started: (job) => results.open(job.id), replacing: t('export.replacing') });
+  }), () => {}, { started: (job) => results.open(job.id), replacing: t('export.replacing'), trains: false, secrets });
 
   function arrange() {
     const types = TYPES[form.value];

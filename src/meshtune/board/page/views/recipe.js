@@ -9,7 +9,7 @@ import { launcher } from '../launcher.js';
 import { planPanel } from '../plan.js';
 import { fieldsOf } from '../schema.js';
 import { t } from '../text.js';
-import { action, confirmed, problems } from '../widgets.js';
+import { action, confirmed, englishNote, problems } from '../widgets.js';
 
 export const name = 'recipe';
 
@@ -54,7 +54,7 @@ function page(place, { schema, presets, devices }) {
         action(t('recipe.clear'), async () => { if (!text.trim() || await confirmed(t('recipe.clearsure'), t('recipe.clear'))) await send({ recipe: '' }); }, wrong))),
     h('div', { class: 'split' },
       h('div', {}, h('section', { class: 'card', 'aria-label': t('recipe.basics') }, first),
-        h('section', { class: 'card all' }, h('div', { class: 'row' }, h('h2', {}, h('label', { for: 'search' }, t('recipe.all'))), search), nothing, rest)),
+        h('section', { class: 'card all' }, h('div', { class: 'row' }, h('h2', {}, h('label', { for: 'search' }, t('recipe.all'))), search), englishNote(), nothing, rest)),
       h('div', { class: 'side' }, plan.element, h('section', { class: 'card' }, panel.element),
         h('section', { class: 'card' }, h('h2', {}, h('label', { for: 'yaml' }, t('recipe.yaml'))), wrong, area))));
 
@@ -103,8 +103,9 @@ function page(place, { schema, presets, devices }) {
     values = answer.values;
     draw();
     complain(answer.problems);
-    plan.update(answer.problems.length ? '' : text);
-    if (text.trim()) panel.check();
+    plan.update(text, answer.problems, values);
+    if (text.trim() && !answer.problems.length) panel.check();
+    else panel.clear();
   }
 
   function foreign(tool) {
