@@ -17,5 +17,5 @@ answer = client.chat.completions.create(model=${model}, messages=[{"role": "user
 print(answer.choices[0].message.content)`;
   return h('details', { class: 'programs' }, h('summary', {}, t('talk.programs')),
     h('p', { class: 'quiet' }, t('talk.about')), copyable(base),
-    h('h3', {}, 'curl'), copyable(curl), h('h3', {}, 'Python'), copyable(python));
+    h('h2', {}, 'curl'), copyable(curl), h('h2', {}, 'Python'), copyable(python));
 }

@@ -8,6 +8,7 @@ import { sends } from '../talk/keys.js';
 import { idOf, jobOf, modelPanel, nameOf } from '../talk/models.js';
 import { snippets } from '../talk/snippets.js';
 import { ask } from '../talk/stream.js';
+import { problems } from '../widgets.js';
 
 export const name = 'talk';
 
@@ -20,6 +21,8 @@ const NUMBERS = {
   seed: { step: 1, value: '' },
 };
 
+const NEAR = 40; // pixels from the end of the page
+
 // `wanted` is a model to offer, from the address.
 export function show(place, [wanted]) {
   const state = { turns: [], chosen: [], settings: {}, ...saved() };
@@ -28,7 +31,6 @@ export function show(place, [wanted]) {
   const settings = settingsPanel(state.settings);
   const list = h('div', { class: 'turns' });
   const programs = h('div');
-  const alert = h('div');
   const prompt = h('textarea', { id: 'prompt', rows: 3, onkeydown: (event) => {
     if (!sends(event)) return;
     event.preventDefault();
@@ -38,12 +40,13 @@ export function show(place, [wanted]) {
   const sendButton = h('button', { type: 'button', class: 'primary', onclick: () => send() }, t('talk.send'));
   const stopButton = h('button', { type: 'button', hidden: true, onclick: () => stop() }, t('talk.stop'));
   const clear = h('button', { type: 'button', onclick: () => { stop(); state.turns = []; draw(); prompt.focus(); } }, t('talk.clear'));
+  const page = document.scrollingElement;
   const panel = modelPanel(chosen, wanted, () => draw());
   const speakers = new Map(); // the elements in which answers that are written now stand
 
   fill(place, h('h1', {}, t('talk.title')), panel.element, settings.element, list,
     h('form', { class: 'composer card', onsubmit: (event) => { event.preventDefault(); send(); } },
-      h('label', { for: 'prompt', class: 'hidden' }, t('talk.prompt')), prompt, alert,
+      h('label', { for: 'prompt', class: 'hidden' }, t('talk.prompt')), prompt,
       h('div', { class: 'row' }, sendButton, stopButton, clear, h('label', { class: 'hidden', for: 'role' }, t('talk.role')), role,
         h('span', { class: 'quiet hint' }, t('talk.hint')))), programs);
   prompt.placeholder = t('talk.prompt');
@@ -95,35 +98,31 @@ export function show(place, [wanted]) {
     prompt.focus();
   }
 
+  // Keeps the end in view, where it is, while an answer grows: the field for the next message would cover it.
+  function following(change) {
+    const atEnd = page.scrollTop + page.clientHeight >= page.scrollHeight - NEAR;
+    change();
+    if (atEnd) page.scrollTop = page.scrollHeight;
+  }
+
   function send() {
     const text = prompt.value.trim();
     if (!text || !chosen.size || writing.size) return;
-    const body = requested();
+    const body = settings.request();
     if (!body) return;
     const turn = { role: role.value, text, answers: {} };
     state.turns.push(turn);
     prompt.value = '';
     for (const speaker of chosen) answer(turn, speaker, body);
     draw();
-    list.lastElementChild?.scrollIntoView({ block: 'nearest' });
+    page.scrollTop = page.scrollHeight;
   }
 
   function again(speaker) {
-    const body = requested();
+    const body = settings.request();
     if (!body || writing.has(speaker)) return;
     answer(state.turns[state.turns.length - 1], speaker, body);
     draw();
-  }
-
-  function requested() {
-    try {
-      fill(alert);
-      return settings.request();
-    } catch (error) {
-      fill(alert, h('p', { class: 'problems', role: 'alert' }, error.message));
-      settings.open();
-      return null;
-    }
   }
 
   async function answer(turn, speaker, { system, ...body }) {
@@ -136,7 +135,7 @@ export function show(place, [wanted]) {
     const paint = () => {
       due = false;
       const body = speakers.get(speaker);
-      if (body) fill(body, answerView(turn.answers[speaker], true));
+      if (body) following(() => fill(body, answerView(turn.answers[speaker], true)));
     };
     try {
       await ask(jobOf(speaker), { ...body, model: idOf(speaker), messages: asked }, control.signal, (value) => {
@@ -150,7 +149,7 @@ export function show(place, [wanted]) {
       else turn.answers[speaker].error = { problems: error.problems ?? [{ path: null, message: error.message, fix: null }] };
     }
     if (writing.get(speaker) === control) writing.delete(speaker);
-    if (place.contains(list)) draw();
+    if (place.contains(list)) following(draw);
   }
 
   function stop() {
@@ -158,36 +157,56 @@ export function show(place, [wanted]) {
     writing.clear();
   }
 
+  // A browser may keep a page that was left, with its requests, for a way back.
+  window.addEventListener('pagehide', stop);
   draw();
   return () => {
+    window.removeEventListener('pagehide', stop);
     keep();
     stop();
     panel.close();
   };
 }
 
-// System prompt, sampling and tools; `request()` gives them as fields of a request.
+// System prompt, sampling and tools; `request()` gives them as fields of a request, or null where one is refused, which it says beside it.
 function settingsPanel(known) {
   const system = h('textarea', { id: 'system', rows: 2, value: known.system ?? '' });
-  const tools = h('textarea', { id: 'tools', rows: 4, class: 'code', spellcheck: 'false', value: known.tools ?? '', placeholder: '[{"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}]' });
+  const tools = h('textarea', { id: 'tools', rows: 4, class: 'code', spellcheck: 'false', 'aria-describedby': 'tools-wrong', value: known.tools ?? '', placeholder: '[{"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}]' });
   const numbers = Object.fromEntries(Object.entries(NUMBERS).map(([key, { value, ...limits }]) => [key,
-    h('input', { type: 'number', id: key, class: 'short', ...limits, value: known[key] ?? value })]));
+    h('input', { type: 'number', id: key, class: 'short', 'aria-describedby': `${key}-wrong`, ...limits, value: known[key] ?? value })]));
+  const wrongs = new Map([...Object.values(numbers), tools].map((field) => [field, h('div', { id: `${field.id}-wrong` })]));
   const element = h('details', { class: 'card talk-settings' }, h('summary', {}, t('talk.settings')),
     h('label', { for: 'system' }, t('talk.system')), system,
-    h('div', { class: 'entries' }, Object.entries(numbers).map(([key, field]) => h('div', {}, h('label', { for: key }, t(`talk.${key}`)), field))),
-    h('label', { for: 'tools' }, t('talk.tools')), tools);
+    h('div', { class: 'entries' }, Object.entries(numbers).map(([key, field]) => h('div', {}, h('label', { for: key }, t(`talk.${key}`)), field, wrongs.get(field)))),
+    h('label', { for: 'tools' }, t('talk.tools')), tools, wrongs.get(tools));
+
+  function refuse(field, message) {
+    fill(wrongs.get(field), problems({ message }));
+    field.setAttribute('aria-invalid', 'true');
+    element.open = true;
+    field.focus();
+    return null;
+  }
+
   return {
     element,
-    open: () => { element.open = true; },
     values: () => ({ system: system.value, tools: tools.value, ...Object.fromEntries(Object.entries(numbers).map(([key, field]) => [key, field.value])) }),
     request() {
+      for (const [field, wrong] of wrongs) {
+        fill(wrong);
+        field.removeAttribute('aria-invalid');
+      }
       const body = { system: system.value.trim() };
       for (const [key, field] of Object.entries(numbers)) {
-        if (!field.checkValidity()) throw new Error(`${t(`talk.${key}`)}: ${field.validationMessage}`);
+        if (!field.checkValidity()) return refuse(field, field.validationMessage);
         if (field.value !== '') body[key] = Number(field.value);
       }
-      const list = toolsOf(tools.value, { json: t('talk.badjson'), name: t('talk.badname') });
-      return list ? { ...body, tools: list } : body;
+      try {
+        const list = toolsOf(tools.value, { json: t('talk.badjson'), name: t('talk.badname') });
+        return list ? { ...body, tools: list } : body;
+      } catch (error) {
+        return refuse(tools, error.message);
+      }
     },
   };
 }
