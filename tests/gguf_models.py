@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -28,6 +30,14 @@ LATENT_YARN = {
 }
 # One size of heads of keys and values, and the epsilon of their norms, which transformers has as a constant.
 DELTA = {"linear_value_head_dim": 8, "rms_norm_eps": 1e-6}
+# What llama.cpp has as constants; the head is wide enough for Llama 3's factors to say their numbers.
+LLAMA4 = {
+    "attention_chunk_size": 8192,
+    "floor_scale": 8192,
+    "attn_scale": 0.1,
+    "no_rope_layer_interval": 4,
+    "head_dim": 64,
+}
 # What llama.cpp computes of a family that the case of tests/families goes beyond.
 WITHIN = {
     "rope_llama3": {"head_dim": 64},
@@ -67,8 +77,31 @@ WITHIN = {
     "deepseek_v2_lite": {"num_hidden_layers": 27},
     "deepseek_v3": {"attention_bias": False, "rms_norm_eps": 1e-6, "rope_parameters": LATENT_YARN},
     "glm4_moe_lite": {"rms_norm_eps": 1e-6},
+    "gemma4": {"vocab_size_per_layer_input": 97},
+    "granitemoeshared": {"attention_bias": False},
+    "exaone4": {"head_dim": 8, "num_hidden_layers": 64},
+    "exaone_moe": {"n_group": 1, "topk_group": 1},
+    "llama4": LLAMA4,
+    "llama4_128e": {
+        **LLAMA4,
+        "num_local_experts": 128,
+        "moe_layers": [1, 3],
+        "attn_temperature_tuning": True,
+        "attention_bias": False,
+    },
     "smollm3": {"no_rope_layers": [1, 1, 1, 0], "layer_types": None, "sliding_window": None},
 }
+
+
+def even_scores(name: str, tensor: torch.Tensor) -> bool:
+    """Routers whose scores are no zeros: llama.cpp divides weights by their sum, or by 6e-5 where that is less."""
+    if name.endswith("router.gate.weight"):
+        tensor.copy_(torch.randn_like(tensor) * 0.01)
+        return True
+    return False
+
+
+RANDOMISE = {"afmoe": even_scores}
 
 
 def small_tokenizer(size: int) -> PreTrainedTokenizerFast:
@@ -98,9 +131,10 @@ def small_model(name: str) -> Path:
 
 def model_of(name: str) -> Path:
     """The files of a case, within what llama.cpp computes of it, with a tokenizer."""
-    if name not in WITHIN:
+    if name not in WITHIN and name not in RANDOMISE:
         return small_model(name)
-    directory = case.directory(BY_NAME[name].changed(**WITHIN[name]))
+    changed = BY_NAME[name].changed(**WITHIN.get(name, {}))
+    directory = case.directory(dataclasses.replace(changed, randomise=RANDOMISE.get(name, changed.randomise)))
     return with_tokenizer(directory, load_spec(directory)[0].vocab)
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import save_file
 
 from families import case
 from families.cases import BY_NAME
+from families.test_internlm2 import CONFIG, LLAMA, as_internlm2
 from gguf_models import logits_of, model_of, small_model, with_tokenizer
 from llama_cpp import LlamaCpp
 from meshtune.data.tokenizer import load_tokenizer
@@ -89,6 +91,18 @@ CASES = {
     "deepseek_v2_lite": 1e-4,  # 27 layers
     "deepseek_v3": EXACT,
     "glm4_moe_lite": EXACT,
+    "gemma4": BY_TABLE,
+    "gemma4_dense": BY_TABLE,
+    "gemma4_unified": BY_TABLE,
+    "granitemoeshared": EXACT,
+    "exaone4": 1e-4,  # 64 layers
+    "exaone_moe": EXACT,
+    "afmoe": EXACT,
+    "hunyuan_v1_moe": EXACT,
+    "ernie4_5_moe": EXACT,
+    "ministral3": EXACT,
+    "llama4": EXACT,
+    "llama4_128e": EXACT,
 }
 QUICK = ("llama_tied", "mixtral", "gemma2")
 
@@ -111,6 +125,21 @@ def test_llama_cpp_computes_the_logits_of_the_model(name: str, tmp_path: Path):
         assert np.abs(model.logits(tokens) - expected).max() < CASES[name] * np.abs(expected).max()
     # Read back as a model; a dynamic rotary embedding, computed otherwise, has become the plain one that it is there.
     assert np.abs(logits_of(locate(file), tokens) - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.slow
+def test_internlm2_is_written_as_llama_with_three_projections(tmp_path: Path):
+    model = case.torch_model(LLAMA)
+    save_file(as_internlm2(dict(model.state_dict())), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "bias": True}), encoding="utf-8")
+    with_tokenizer(tmp_path, 96)
+    tokens = list(range(3, 27))
+    export(tmp_path, tmp_path / "model.gguf", gguf="F32")
+    expected = case.torch_logits(model, np.asarray([tokens]))[0]
+    scale = np.abs(expected).max()
+    with LlamaCpp(tmp_path / "model.gguf") as llama:
+        assert np.abs(llama.logits(tokens) - expected).max() < EXACT * scale
+    assert np.abs(logits_of(locate(tmp_path / "model.gguf"), tokens) - expected).max() < EXACT * scale
 
 
 def test_gpt_oss_as_published_differs_by_the_rounding_of_yarn_alone(tmp_path: Path):
@@ -195,7 +224,8 @@ def test_options_that_do_not_fit_are_refused(stories260k: Path, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("phimoe", "type 'phimoe'"),
+        ("phimoe", "by one softmax, and the model by the sparse mixer"),
+        ("gemma3n", "projections between streams"),
         ("olmoe_renormalised", "norm_topk_prob"),
         ("mamba2", "it has mamba/in/bias"),
         ("deepseek_v3_no_query_latents", "rope_interleave"),

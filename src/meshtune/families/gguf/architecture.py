@@ -81,12 +81,30 @@ LAYER = {
     "conv/filter": "shortconv.conv",
     "conv/out": "shortconv.out_proj",
     "parallel_norm": "attn_norm",
+    "mlp/norm": "pre_ffw_norm_2",
+    "mlp/post_norm": "post_ffw_norm_2",
+    "mlp/shared_norm": "ffn_norm",
+    "mlp/shared_post_norm": "post_ffw_norm_1",
+    "per_layer/gate": "inp_gate",
+    "per_layer/out": "proj",
+    "per_layer/norm": "post_norm",
+    "scalar": "layer_output_scale",
 }
-OUTSIDE = {"embed": "token_embd", "positions": "position_embd", "norm": "output_norm", "head": "output"}
+OUTSIDE = {
+    "embed": "token_embd",
+    "positions": "position_embd",
+    "norm": "output_norm",
+    "head": "output",
+    "per_layer/table": "per_layer_token_embd",
+    "per_layer/projection": "per_layer_model_proj",
+    "per_layer/norm": "per_layer_proj_norm",
+}
 RECURRENT = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias", "D": "ssm_d"}
 # Leaf of a layer -> its tensor, where that is not the node's stem and the name of the leaf.
 LEAVES = {
     "mlp/router/correction": "exp_probs_b.bias",
+    "mlp/router/scales/scale": "ffn_gate_inp.scale",
+    "mlp/router/scales/per_expert_scale": "ffn_down_exps.scale",
     **{f"{mixer}/{leaf}": name for mixer in ("delta", "mamba") for leaf, name in RECURRENT.items()},
 }
 WINDOW = "attention.sliding_window"
@@ -132,10 +150,11 @@ class Architecture:
     field of a layer norm's epsilon, `named(spec)` are further `names`, and of several model_types of one architecture
     that is read whose `chosen(metadata)` holds. A model with experts is called `mixture_name`, where there is one.
     `own_routing` says that `write` gives the router's keys, `marked_layers` that a layer without heads of keys has no
-    attention, `parted_gate_up` that a packed projection is written as two, `tiled_values` that the value heads of delta
-    nets are in tiled order, `latent` that scores are scaled as DeepSeek's are under YaRN, and `rounded_yarn` that its
-    bounds of YaRN are whole numbers where the model's are not. `rope(block)` are the rope_parameters that files have
-    as `block`, `factors(spec, path, rows)` those of a GgufPart.
+    attention, `uneven` that `read` knows layers of different sizes, `parted_gate_up` and `parted_qkv` that packed
+    projections are written as two or three, `tiled_values` that the value heads of delta nets are in tiled order,
+    `latent` that scores are scaled as DeepSeek's are under YaRN, and `rounded_yarn` that its bounds of YaRN are whole
+    numbers where the model's are not. `rope(block)` are the rope_parameters that files have as `block`,
+    `factors(spec, path, rows)` those of a GgufPart.
     """
 
     name: str
@@ -161,7 +180,9 @@ class Architecture:
     mixture_name: str = ""
     own_routing: bool = False
     marked_layers: bool = False
+    uneven: bool = False
     parted_gate_up: bool = False
+    parted_qkv: bool = False
     tiled_values: bool = False
     latent: bool = False
     rounded_yarn: bool = False

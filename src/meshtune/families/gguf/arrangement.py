@@ -35,6 +35,8 @@ def arranged(
     """The tensors that one layer of a leaf of this shape is written as."""
     if isinstance(mixer, ParallelSpec):
         mixer = next((part for part in mixer.mixers if node.startswith(part.name)), None)
+    if isinstance(mixer, AttentionSpec) and node == PACKED_QKV and architecture.parted_qkv:
+        return _parted_qkv(shape, mixer, architecture)
     if isinstance(mixer, AttentionSpec) and node.startswith("attn/"):
         return (Arranged(_attention(node, shape, mixer, architecture)),)
     if isinstance(mixer, LatentAttentionSpec) and node == "attn/kv_heads":
@@ -61,6 +63,19 @@ def _attention(node: str, shape: Shape, mixer: AttentionSpec, architecture: Arch
     if node == PACKED_QKV:
         return _qkv(shape, mixer.kv_heads, mixer.heads // mixer.kv_heads, mixer.head_dim)
     return rows
+
+
+def _parted_qkv(shape: Shape, mixer: AttentionSpec, architecture: Architecture) -> tuple[Arranged, ...]:
+    """Queries, keys and values as three tensors."""
+    group, width, columns = mixer.heads // mixer.kv_heads, mixer.head_dim, shape[1:]
+    by_head = View.identity(shape).split(mixer.kv_heads, group + 2, width, *columns)
+    bounds = {"q": (0, group), "k": (group, group + 1), "v": (group + 1, group + 2)}
+    parts: list[Arranged] = []
+    for name, (start, stop) in bounds.items():
+        rows = (mixer.kv_heads * (stop - start) * width, *columns)
+        source = by_head.slice(1, start, stop).merge(*rows)
+        parts.append(Arranged(_attention(f"attn/{name}", rows, mixer, architecture), source, f"attn_{name}"))
+    return tuple(parts)
 
 
 def _qkv(shape: Shape, kv_heads: int, group: int, head_dim: int) -> View:

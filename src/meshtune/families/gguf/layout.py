@@ -72,7 +72,7 @@ def _architecture(spec: ModelSpec) -> Architecture:
         architecture = ARCHITECTURES[spec.family]
         mixture = architecture.mixture_name if experts(spec) else ""
         return dataclasses.replace(architecture, name=mixture) if mixture else architecture
-    absent = "llama.cpp has no such architecture" if spec.family in ABSENT else "Meshtune does not write it as GGUF"
+    absent = ABSENT.get(spec.family, "Meshtune does not write it as GGUF")
     raise UserError(
         f"a model of type '{spec.family}' cannot be written as GGUF: {absent}",
         where="--gguf",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from meshtune.families.gguf.layout import gguf_layout
 from meshtune.families.gguf.registry import ARCHITECTURES
 from meshtune.families.gguf.rope import rope_block
 
+Counted = Literal["all", "some", "first"]  # the layers that a number of all layers is taken of
 # Keys that say nothing about the numbers, or what others say too.
 HARMLESS = frozenset(
     """context_length vocab_size rope.dimension_count attention.key_length attention.value_length rope.scaling.finetuned
@@ -90,16 +91,16 @@ def _fields(
     block = architecture.rope(rope_block(metadata, dict(tensors), dim))
     if dim != head_dim and not architecture.latent:
         block["partial_rotary_factor"] = dim / head_dim
-    context = _integer(metadata["context_length"])
+    context, some = _integer(metadata["context_length"]), _sizes(architecture)
     config: dict[str, Any] = {
         "model_type": kind,
         "architectures": [architecture.class_name],
         "vocab_size": rows,
         "hidden_size": embed,
-        "intermediate_size": _integer(metadata.get("feed_forward_length", 0), architecture.marked_layers),
+        "intermediate_size": _integer(metadata.get("feed_forward_length", 0), some),
         "num_hidden_layers": _integer(metadata["block_count"]),
         "num_attention_heads": heads,
-        "num_key_value_heads": _integer(metadata.get("attention.head_count_kv", heads), architecture.marked_layers),
+        "num_key_value_heads": _integer(metadata.get("attention.head_count_kv", heads), some),
         "head_dim": head_dim,
         "max_position_embeddings": context,
         "rope_parameters": block,
@@ -110,6 +111,8 @@ def _fields(
     for key, field in epsilons:
         if f"attention.{key}" in metadata:
             config[field] = metadata[f"attention.{key}"]
+    if metadata.get("embedding_length_per_layer_input"):
+        config["vocab_size_per_layer_input"] = rows
     if experts := metadata.get("expert_count"):
         name = "num_local_experts" if kind == "mixtral" else "num_experts"
         config |= {name: experts, "num_experts_per_tok": metadata["expert_used_count"]}
@@ -123,11 +126,18 @@ def _fields(
     return config
 
 
-def _integer(value: Any, some_layers: bool = False) -> int:
-    """A number, or that of all layers; with `some_layers`, of those for which it is not zero."""
+def _sizes(architecture: Architecture) -> Counted:
+    """Of which layers a number that files have for every layer is that of the config."""
+    if architecture.uneven:
+        return "first"
+    return "some" if architecture.marked_layers else "all"
+
+
+def _integer(value: Any, layers: Counted = "all") -> int:
+    """A number, or that of all layers, of those for which it is not zero, or of the first."""
     if isinstance(value, list):
-        value = [number for number in value if number] or [0] if some_layers else value
-        if len(set(value)) != 1:
+        value = [number for number in value if number] or [0] if layers == "some" else value
+        if len(set(value)) != 1 and layers != "first":
             raise ValueError("layers differ in their numbers of heads or in their widths")
         value = value[0]
     return int(value)
@@ -156,11 +166,17 @@ def _biases(kind: str, names: Collection[str]) -> dict[str, bool]:
         "glm4": {"attention_bias": attention},
         "glm4_moe": {"attention_bias": attention, "use_qk_norm": f"blk.0.{LAYER['attn/q_norm']}.weight" in names},
         "falcon_h1": {"mamba_rms_norm": "blk.0.ssm_norm.weight" in names},
+        "gemma4_text": {"attention_k_eq_v": _keys_are_values(names)},
         "nemotron_h": {"mlp_bias": any(name.endswith("ffn_up.bias") for name in names)},
         "gpt_neox": {"attention_bias": f"blk.0.{LAYER['attn/qkv']}.bias" in names},
         "falcon": {"num_ln_in_parallel_attn": 2 if "blk.0.attn_norm_2.weight" in names else 1},
     }
     return switches.get(kind, {})
+
+
+def _keys_are_values(names: Collection[str]) -> bool:
+    keys = [name for name in names if name.endswith(".attn_k.weight")]
+    return any(name.replace("attn_k", "attn_v") not in names for name in keys)
 
 
 def _alike(value: Any) -> Any:

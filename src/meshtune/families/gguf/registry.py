@@ -16,6 +16,7 @@ from meshtune.families.gguf.architecture import (
     integer,
     layer_windows,
 )
+from meshtune.families.gguf.gemma4 import GEMMA4
 from meshtune.families.gguf.hybrid import HYBRID
 from meshtune.families.gguf.latent import LATENT
 from meshtune.families.gguf.layer_norms import LAYER_NORMS
@@ -105,6 +106,14 @@ def _granite_read(metadata: Metadata) -> dict[str, Any]:
     return {field: metadata.get(key, 1.0) for field, key in names.items()}
 
 
+def _granite_shared_read(metadata: Metadata) -> dict[str, Any]:
+    shared = metadata["expert_shared_feed_forward_length"]
+    return _granite_read(metadata) | {
+        "num_local_experts": metadata["expert_count"],
+        "shared_intermediate_size": shared,
+    }
+
+
 def _smollm3_refusal(spec: ModelSpec) -> str | None:
     rotated: dict[int, bool] = {}
     for _, _, layer, numbers in spec.positions():
@@ -153,10 +162,6 @@ def _olmo3_read(metadata: Metadata) -> dict[str, Any]:
     return {"sliding_window": metadata[WINDOW], "rope_local_base_freq": metadata.get("rope.freq_base", 10000.0)}
 
 
-def _exaone4_refusal(spec: ModelSpec) -> str | None:
-    return None if set(layer_windows(spec)) == {None} else "layers with windows"
-
-
 def _dots1_refusal(spec: ModelSpec) -> str | None:
     block = experts(spec)
     if block is not None and block.shared is None:
@@ -182,6 +187,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama": LLAMA,
     "mistral": dataclasses.replace(LLAMA, class_name="MistralForCausalLM"),
     "mixtral": dataclasses.replace(LLAMA, class_name="MixtralForCausalLM", normalized=True),
+    "internlm2": dataclasses.replace(
+        LLAMA,
+        class_name="InternLM2ForCausalLM",
+        biases=ALL_BIASES | {"attn/qkv"},
+        parted_qkv=True,
+        chosen=lambda _: False,
+    ),
     "internlm3": dataclasses.replace(LLAMA, class_name="InternLM3ForCausalLM"),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", biases=QKV),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
@@ -261,7 +273,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         read=_olmo3_read,
         chosen=lambda metadata: bool(metadata.get(WINDOW)),
     ),
-    "exaone4": Architecture("exaone4", "Exaone4ForCausalLM", refusal=_exaone4_refusal, config={"sliding_window": None}),
     "hunyuan_v1_dense": Architecture("hunyuan-dense", "HunYuanDenseV1ForCausalLM"),
     "granitemoe": Architecture(
         "granitemoe",
@@ -271,6 +282,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         own_scale=True,
         write=_granite_write,
         read=lambda metadata: _granite_read(metadata) | {"num_local_experts": metadata["expert_count"]},
+    ),
+    "granitemoeshared": Architecture(
+        "granitemoe",
+        "GraniteMoeSharedForCausalLM",
+        permuted=True,
+        normalized=True,
+        own_scale=True,
+        parted_gate_up=True,
+        write=lambda spec: _granite_write(spec) | _qwen2_moe_write(spec),
+        read=_granite_shared_read,
+        chosen=lambda metadata: "expert_shared_feed_forward_length" in metadata,
     ),
     "dots1": Architecture("dots1", "Dots1ForCausalLM", routed=True, refusal=_dots1_refusal, read=deepseek_fields),
     "glm4_moe": Architecture(
@@ -289,6 +311,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     **HYBRID,
     **STATE_SPACE,
     **WINDOWED,
+    **GEMMA4,
 }
-# Families that llama.cpp has no code for, as far as the names of its architectures say.
-ABSENT = frozenset({"granitemoeshared", "ministral"})
+# model_type -> why it is not written.
+ABSENT = {
+    "ministral": "llama.cpp has no such architecture",
+    "phimoe": "llama.cpp weighs a token's two experts by one softmax, and the model by the sparse mixer",
+    "apertus": "llama.cpp has the trained numbers of its activation in the metadata, which are written before weights",
+    "baichuan": "llama.cpp takes the rows of its head as they are, and the model as vectors of length one",
+    "gemma3n_text": "llama.cpp has its projections between streams as one tensor, and Meshtune writes no such tensor",
+}

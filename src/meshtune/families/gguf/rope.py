@@ -14,6 +14,7 @@ from meshtune.model.rope_scaling import LONGROPE_FACTORS, llama3, longrope_magni
 FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 ORIGINAL = "rope.scaling.original_context_length"
 LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+NEVER = 1e30  # divides the frequencies of pairs that are not rotated
 DEFAULT_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 
@@ -49,7 +50,7 @@ def rope_metadata(rope: RopeSpec, latent: bool = False, rounded: bool = False) -
         }
     elif rope.kind == "ntk":
         fields["rope.freq_base"] = rope.theta * numbers["alpha"] ** (rope.dim / (rope.dim - 2))
-    elif rope.kind not in ("default", "llama3", "dynamic"):
+    elif rope.kind not in ("default", "llama3", "dynamic", "proportional"):
         raise ValueError(f"rotary embeddings of type '{rope.kind}'")
     return fields
 
@@ -70,6 +71,9 @@ def rope_tensors(rope: RopeSpec) -> dict[str, np.ndarray]:
     if rope.kind == "llama3":
         inverse = 1.0 / rope.theta ** (np.arange(0, rope.dim, 2, dtype=np.float64) / rope.dim)
         return {FREQUENCIES: (inverse / llama3(inverse, numbers, rope.original_length)).astype(np.float32)}
+    if rope.kind == "proportional":
+        pairs, rotated = rope.dim // 2, int(rope.dim * numbers["partial_rotary_factor"]) // 2
+        return {FREQUENCIES: np.where(np.arange(pairs) < rotated, 1.0, NEVER).astype(np.float32)}
     if rope.kind == "longrope":
         short, long = (np.asarray(numbers[name], np.float32) for name in LONGROPE_FACTORS)
         return {LONG: long, SHORT: short}
@@ -86,6 +90,9 @@ def rope_block(metadata: Metadata, tensors: dict[str, np.ndarray], dim: int) -> 
         block["original_max_position_embeddings"] = metadata[ORIGINAL]
         if "rope.scaling.attn_factor" in metadata:
             block["attention_factor"] = metadata["rope.scaling.attn_factor"]
+    elif FREQUENCIES in tensors and tensors[FREQUENCIES].max() >= NEVER / 2:
+        rotated = int((tensors[FREQUENCIES] == 1).sum())
+        block |= {"rope_type": "proportional", "partial_rotary_factor": 2 * rotated / dim}
     elif FREQUENCIES in tensors:
         block |= {"rope_type": "llama3", **_llama3_numbers(tensors[FREQUENCIES], block["rope_theta"], dim)}
     elif kind == "linear" or (kind == "none" and "rope.scale_linear" in metadata):
