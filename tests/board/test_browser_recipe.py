@@ -6,11 +6,10 @@ import json
 import pathlib
 import re
 import shutil
-from typing import Any
 
 import pytest
 from browsers import IMAGES, axe, chromium, complaints, eventually, look, press, running, texts
-from safetensors.numpy import load_file
+from clicks import SHORT, follow, jsonl, pick_model, put, run_ends, send_file, yaml
 
 from meshtune.board import app
 from meshtune.quickstart import MODEL
@@ -21,13 +20,6 @@ QUESTIONS = [f"What did the {animal} sing?" for animal in ("bee", "cow", "cat", 
 ANSWERS = [f"It sang la la la, {number} times." for number in range(8)]
 HOSTILE = '<img src=x onerror="window.xss=1"><script>window.xss=1</script>'
 HOSTILE_NAME = "<img src=x onerror=window.xss=1> & 'a' \"b\".jsonl"
-SHORT = {"train.steps": "4", "train.batch_size": "2", "data.max_length": "128"}
-
-
-def jsonl(path: pathlib.Path, records: list[dict]) -> pathlib.Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path
 
 
 def chats(path: pathlib.Path) -> pathlib.Path:
@@ -40,63 +32,12 @@ def chats(path: pathlib.Path) -> pathlib.Path:
     return jsonl(path, [{"messages": messages} for messages in turns])
 
 
-def follow(driver, page: str, name: str = "") -> None:
-    """Clicks a page's link in the navigation, which says `name`."""
-    link = eventually(lambda: driver.find_element("css selector", f"nav a[data-view={page}]"))
-    assert not name or link.text == name
-    link.click()
-
-
-def pick_model(driver) -> None:
-    """Model: takes the quickstart's over into the recipe."""
-    follow(driver, "model")
-    button = f"button[aria-label$='{MODEL}']"
-    eventually(lambda: driver.find_element("css selector", button)).click()
-    eventually(lambda: f"path: {MODEL}" in yaml(driver) or f"model: {MODEL}" in yaml(driver))
-
-
-def put(driver, path: str, value: str) -> None:
-    """Types a value into a field of the form, which is searched for where it does not stand in front; waits until the
-    YAML holds it."""
-
-    def typed() -> bool:
-        field = driver.find_element("css selector", f"[data-path='{path}'] :is(input, textarea)")
-        if not field.is_displayed():
-            search = driver.find_element("id", "search")
-            search.clear()
-            search.send_keys(path)
-        field.clear()
-        field.send_keys(value + "\t")
-        return True
-
-    eventually(typed)
-    eventually(lambda: value in yaml(driver))
-
-
-def yaml(driver) -> str:
-    """The recipe beside the form."""
-    return driver.find_element("id", "yaml").get_property("value")
-
-
-def send_file(driver, path: pathlib.Path) -> None:
-    follow(driver, "data")
-    eventually(lambda: driver.find_element("id", "upload")).send_keys(str(path))
-
-
-def run_ends(driver, root: pathlib.Path, output: str) -> dict[str, Any]:
-    """Starts, waits for the end, and returns the tensors that were written."""
-    driver.find_element("css selector", ".launcher button.primary").click()
-    eventually(lambda: "#/runs/" in driver.current_url)
-    eventually(lambda: driver.find_elements("css selector", ".head .state.finished"), 300)
-    return load_file(root / output / "adapter" / "adapter_model.safetensors")
-
-
 def test_chats_are_uploaded_seen_and_tuned_on_by_clicks_alone(tmp_path: pathlib.Path):
     root = tmp_path / "root"
     root.mkdir()
     with running(root) as board, chromium() as driver:
         driver.get(board.address)
-        pick_model(driver)
+        pick_model(driver, str(MODEL))
         put(driver, "model.chat_template", "plain")
         send_file(driver, chats(tmp_path / "chats.jsonl"))
         eventually(lambda: "format: messages, detected" in "".join(texts(driver, ".source-card")))
@@ -129,7 +70,7 @@ def test_preferences_are_tuned_on_by_clicks_alone(tmp_path: pathlib.Path):
     root.mkdir()
     with running(root) as board, chromium() as driver:
         driver.get(board.address)
-        pick_model(driver)
+        pick_model(driver, str(MODEL))
         press(driver, "DPO")
         eventually(lambda: "kind: dpo" in yaml(driver))
         put(driver, "model.chat_template", "plain")
@@ -214,7 +155,7 @@ def test_a_second_language_from_the_navigation_to_the_end_of_a_run(tmp_path: pat
             follow(driver, page, labels[page]["title"])
             eventually(lambda page=page: driver.title.startswith(labels[page]["title"]))
             shown.append(eventually(lambda: driver.find_element("tag name", "main").text))
-        pick_model(driver)
+        pick_model(driver, str(MODEL))
         put(driver, "model.chat_template", "plain")
         send_file(driver, chats(tmp_path / "чаты.jsonl"))
         eventually(lambda: texts(driver, ".document mark.trained"))
