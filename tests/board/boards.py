@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
+import subprocess
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 from starlette.testclient import TestClient
 
 from meshtune.board.app import create_app
@@ -58,3 +61,22 @@ def wait(for_: Callable[[], Any], seconds: float = 60.0) -> Any:
 
 
 READABLE = (pathlib.Path(DIRECTORY),)
+
+
+@contextlib.contextmanager
+def disk(folder: pathlib.Path, size: str) -> Iterator[None]:
+    """A file system of `size` at `folder`. Skips the test where it may not be mounted."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("needs the permission to mount a small file system")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(folder: pathlib.Path) -> None:
+    """Writes a file, junk, until there is no room left."""
+    with (folder / "junk").open("ab", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(b"x" * 4096):
+            pass

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
-import subprocess
 from collections.abc import Iterator
 
 import pytest
-from boards import READABLE, client, recipe, request
+from boards import READABLE, client, disk, fill, recipe, request
 
 from meshtune.board.job import PROCESS, read_job, replace_json
 from meshtune.board.runner import _claim, _write_exit
@@ -17,18 +15,8 @@ from meshtune.board.workspace import workspace_at
 
 @pytest.fixture
 def small_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A file system of 256 KiB."""
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(tmp_path)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("needs the permission to mount a small file system")
-    yield tmp_path
-    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
-
-
-def fill(folder: pathlib.Path) -> None:
-    with (folder / "junk").open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while file.write(b"x" * 4096):
-            pass
+    with disk(tmp_path, "256k"):
+        yield tmp_path
 
 
 def test_a_full_disk(small_disk: pathlib.Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import pathlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,6 +60,12 @@ def train(recipe: Recipe, *, console: Console | None = None, job: Job | None = N
         with logged(console) as log:
             result = _run(recipe, output, console, log, job)
     except OSError as error:
+        if _is_deleted(output, error):
+            raise UserError(
+                "the run's folder is gone: it was moved or deleted while the run went on",
+                where=str(output),
+                fix="start the run anew, or put the folder back and go on from what was saved with resume=true",
+            ) from error
         if not (reason := disk_reason(error)):
             raise
         raise UserError(
@@ -70,6 +77,13 @@ def train(recipe: Recipe, *, console: Console | None = None, job: Job | None = N
         evaluate_run(recipe, console, job)
         push_result(recipe, output, console, job)
     return result
+
+
+def _is_deleted(output: pathlib.Path, error: OSError) -> bool:
+    """Whether a file could not be opened because the folder of the run is not there any more."""
+    if not isinstance(error, FileNotFoundError) or error.filename is None or output.is_dir():
+        return False
+    return pathlib.Path(os.fsdecode(error.filename)).absolute().is_relative_to(output.absolute())
 
 
 def _run(recipe: Recipe, output: pathlib.Path, console: Console, log: ConsoleLog, job: Job) -> Result:

@@ -87,7 +87,7 @@ def _news(state: BoardState, job_id: str, positions: dict[str, str]) -> tuple[di
     after = dict(positions)
     more = False
     for name, file in (("metrics", METRICS), ("samples", SAMPLES)):
-        if job.output is None:
+        if job.output is None or not (job.output / file).exists():  # what was read of a file that is gone stays shown
             continue
         read = read_lines(job.output / file, positions[name])
         after[name] = read.cursor

@@ -65,6 +65,8 @@ function one(place, id) {
   const broken = h('p', { class: 'warning', hidden: true });
   const facts = h('div');
   let job = null;
+  let existed = false;
+  let damaged = 0;
   const plots = curves(() => job?.progress?.total ?? 0);
   const samples = sampleList();
   const log = logView();
@@ -80,7 +82,8 @@ function one(place, id) {
       if (error.status === 404) location.hash = '#/runs';
       return;
     }
-    fill(head, h('h1', {}, job.name, ' ', stateMark(job.state), connection.mark), headline(job), buttons(job), copyable(job.command));
+    existed ||= job.exists;
+    fill(head, h('h1', {}, job.name, ' ', stateMark(job.state), connection.mark), headline(job, existed), buttons(job), copyable(job.command));
     checkpoints(job.checkpoints);
   }
 
@@ -123,7 +126,7 @@ function one(place, id) {
     jobs: ({ jobs }) => {
       const listed = jobs.find((candidate) => candidate.id === id);
       if (!job || !listed) return;
-      if (listed.state !== job.state || listed.attempt !== job.attempt) refresh();
+      if (listed.state !== job.state || listed.attempt !== job.attempt || listed.exists !== job.exists) refresh();
       else if (listed.progress?.step !== job.progress?.step || listed.stage?.done !== job.stage?.done || listed.stage?.stage !== job.stage?.stage) {
         Object.assign(job, { progress: listed.progress, stage: listed.stage });
         head.querySelector('.progress')?.replaceWith(progress(job));
@@ -132,7 +135,8 @@ function one(place, id) {
     run: (news) => {
       if (news.metrics) {
         plots.add(news.metrics);
-        if (news.metrics.broken) fill(broken, t('runs.broken', { n: news.metrics.broken })).hidden = false;
+        damaged = (news.metrics.reset ? 0 : damaged) + news.metrics.broken;
+        fill(broken, t('runs.broken', { n: damaged })).hidden = !damaged;
       }
       if (news.samples) samples.add(news.samples);
       if (news.log) log.add(news.log);
@@ -146,9 +150,10 @@ function one(place, id) {
   };
 }
 
-function headline(job) {
+// `existed`: its folder was there while the page was open.
+function headline(job, existed) {
   const spent = job.exit.seconds === undefined ? null : t('runs.took', { time: duration(job.exit.seconds) });
-  const missing = !job.exists && job.progress && job.state !== 'queued' && job.state !== 'running';
+  const missing = !job.exists && job.progress && (existed || (job.state !== 'queued' && job.state !== 'running'));
   const keys = job.devices.keys ?? [];
   return [h('p', {}, progress(job), ' ', h('span', { class: 'quiet' }, [spent, job.slurm && t('runs.slurm', { id: job.slurm.id }),
     keys.join(', '), job.output].filter(Boolean).join(' · '))),
