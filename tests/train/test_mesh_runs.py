@@ -187,3 +187,28 @@ def exact(found: pathlib.Path, expected: pathlib.Path) -> None:
     assert learned.keys() == reference.keys()
     for name, value in reference.items():
         np.testing.assert_array_equal(learned[name], value, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_processes_on_one_stream_train_as_one_and_go_on_exactly_when_killed(tmp_path: pathlib.Path):
+    """The journal of the stream is written every 16 updates, checkpoints every 8: a process is killed beyond both."""
+    stream = SAVED | {"data": {"streaming": True}, "checkpoint": {"every": 8}}
+    folders = {name: tmp_path / name for name in ("alone", "whole", "killed")}
+    for folder in folders.values():
+        folder.mkdir()
+    paths = {name: write(folder, **stream) for name, folder in folders.items()}
+    alone = {name: value for name, value in stream.items() if name != "mesh"}
+    train(write(folders["alone"], **alone))
+    launch(paths["whole"], 2, 2)
+    same(folders["whole"] / "run", folders["alone"] / "run", UPDATES)
+    run = folders["killed"] / "run"
+    with launched(paths["killed"], 2, 2, "--resume") as job:
+        wait_until(lambda: len(rows(run)) >= 19, lambda: job.launcher.poll() is None)
+        job.members()[1].kill()
+        code, said = job.ends(60)
+    assert code == LOST, said
+    assert 16 < len(rows(run)) < UPDATES, "it was to be killed in the middle"
+    launch(paths["killed"], 2, 2, "--resume")
+    assert "resuming after update 16" in (run / "logs/process-0.log").read_text()
+    exact(run, folders["whole"] / "run")
