@@ -139,10 +139,11 @@ def requests_of(driver: Any) -> list[str]:
 
 def complaints(driver: Any) -> list[str]:
     """What the browser has written to its console since this was last called, but for connections and requests that
-    were refused."""
+    were refused or replaced."""
     expected = (
         "status of 400",
         "status of 401",
+        "status of 409",  # a preview or a plan that a newer one has ended
         "ERR_CONNECTION_REFUSED",
         "ERR_INCOMPLETE_CHUNKED",
         "ERR_EMPTY_RESPONSE",

@@ -59,6 +59,7 @@ export function planPanel(devices, apply, chosen) {
 
   async function ask(options) {
     const current = ++asked;
+    clearTimeout(timer); // a count that is due would end what is asked now
     element.classList.add('stale');
     try {
       const answer = await post('api/plan', { recipe, target: target.value.trim() || 'here', price: Number(price.value) || null, page: PAGE, ...options });

@@ -26,10 +26,7 @@ export function show(place) {
   const options = h('div', { class: 'form-grid options' });
   const result = h('div', { 'aria-live': 'polite' });
   const picker = h('input', { type: 'file', multiple: true, accept: TYPES, id: 'upload', class: 'hidden', tabindex: -1, 'aria-label': t('data.choose'), onchange: () => send([...picker.files]) });
-  const drop = h('div', { class: 'drop',
-    ondragover: (event) => { event.preventDefault(); drop.classList.add('over'); },
-    ondragleave: () => drop.classList.remove('over'),
-    ondrop: (event) => { event.preventDefault(); drop.classList.remove('over'); send([...event.dataTransfer.files]); } },
+  const drop = h('div', { class: 'drop' },
   h('p', {}, t('data.drop')), h('button', { type: 'button', onclick: () => picker.click() }, t('data.choose')), picker,
   h('p', { class: 'quiet' }, t('data.types')));
   const hub = h('input', { type: 'text', id: 'hub', placeholder: t('data.hubhint') });
@@ -43,6 +40,14 @@ export function show(place) {
       h('div', { class: 'side' }, h('section', { class: 'card' }, h('h2', {}, t('data.files')), drop,
         h('form', { class: 'row', onsubmit: (event) => { event.preventDefault(); if (hub.value.trim()) { add(hub.value.trim()); hub.value = ''; } } },
           h('label', { for: 'hub' }, t('data.hub')), hub, h('button', {}, t('data.add'))), files))));
+
+  // A file may be dropped anywhere: beside the marked place a browser would open it and leave the board.
+  const dragging = {
+    dragover: (event) => { event.preventDefault(); drop.classList.add('over'); },
+    dragleave: (event) => { if (!event.relatedTarget) drop.classList.remove('over'); },
+    drop: (event) => { event.preventDefault(); drop.classList.remove('over'); send([...event.dataTransfer.files]); },
+  };
+  for (const [kind, take] of Object.entries(dragging)) window.addEventListener(kind, take);
 
   async function send(list) {
     for (const file of list) {
@@ -70,8 +75,9 @@ export function show(place) {
 
   const current = () => values?.data?.train ?? [];
   const add = (path) => change(() => (current().some((source) => source.path === path) ? null : [{ path: 'data.train', value: [...current(), { path }] }]));
+  // `fields` of a source, or a function that gives them for what the source is by then.
   const replace = (index, fields) => change(() => {
-    const next = current().map((source, at) => (at === index ? tidy({ ...source, ...fields }) : source)).filter(Boolean);
+    const next = current().map((source, at) => (at === index ? tidy({ ...source, ...(typeof fields === 'function' ? fields(source) : fields) }) : source)).filter(Boolean);
     return [next.length ? { path: 'data.train', value: next } : { path: 'data' }];
   });
 
@@ -122,7 +128,16 @@ export function show(place) {
     }
   }
 
+  const controls = () => [sources, options].flatMap((part) => [...part.querySelectorAll('select, input, button, summary')]);
+
+  // Whoever goes from field to field by keys stays where they are.
   function draw() {
+    const focused = controls().indexOf(document.activeElement);
+    drawFields();
+    if (focused >= 0) controls()[focused]?.focus();
+  }
+
+  function drawFields() {
     fill(sources, current().length ? current().map(sourceCard) : h('p', { class: 'empty' }, t('data.none')));
     const registry = (seen?.names ?? []).filter((entry) => !current().some((source) => source.name === entry));
     const data = values?.data ?? {};
@@ -162,7 +177,7 @@ export function show(place) {
       fields.length > 0 && h('details', { open: Boolean(source.format || known?.problems?.length) }, h('summary', {}, t('data.columns')),
         h('p', { class: 'quiet', lang: 'en' }, seen.formats[format].expects),
         h('div', { class: 'form-grid' }, fields.map((field) => {
-          const select = h('select', { onchange: () => replace(index, { format, columns: tidyColumns({ ...mapped, [field]: select.value }) }) },
+          const select = h('select', { onchange: ({ target: { value } }) => replace(index, (latest) => ({ format: latest.format ?? format, columns: tidyColumns({ ...latest.columns, [field]: value }) })) },
             h('option', { value: '' }, t('data.samename')), known.fields.map((column) => h('option', { value: column, selected: mapped[field] === column }, column)));
           select.id = `data-${serial++}`;
           return h('div', { class: 'field' }, h('div', { class: 'label' }, h('label', { for: select.id }, h('code', {}, field))), select);
@@ -190,5 +205,8 @@ export function show(place) {
 
   listFiles().catch((error) => fill(wrong, problems(error)));
   change([]);
-  return () => { open = false; };
+  return () => {
+    open = false;
+    for (const [kind, take] of Object.entries(dragging)) window.removeEventListener(kind, take);
+  };
 }
