@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import sentencepiece
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from families import case
+from families.cases import BY_NAME
+from llama_cpp import LlamaCpp
 from meshtune.data.tokenizer import load_tokenizer
+from meshtune.errors import UserError
+from meshtune.runs.export import export
 from meshtune.weights.gguf.pre_tokenizers import name_of
 from meshtune.weights.gguf.tokens_in import tokenizer_files
 from meshtune.weights.gguf.tokens_out import SpecialTokens, tokenizer_metadata
@@ -48,3 +58,100 @@ def test_a_tokenizer_is_written_and_rebuilt_with_the_tokens_of_known_texts(share
         lines = known.with_suffix(".out").read_text(encoding="utf-8").splitlines()
         # The line of an empty text at the end is not in the file.
         assert [line for line in ids if line] == [[int(id_) for id_ in line.split()] for line in lines if line]
+
+
+TEXTS = [
+    "Once upon a time there was a cat.",
+    "  two  spaces   and more ",
+    "a",
+    "Größe 3.14 zoo",
+    "unknown é 🚀 sign",
+    "",
+]
+COLLAPSED = [
+    {"type": "Strip", "strip_left": False, "strip_right": True},
+    {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "\u2581"},
+]
+
+
+def charsmap() -> str:
+    """sentencepiece's own map of characters for NFKC, in base64."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    written = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["once upon a time there was a cat"] * 9),
+        model_writer=written,
+        vocab_size=20,
+        normalization_rule_name="nmt_nfkc",
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    proto = sentencepiece_model_pb2.ModelProto.FromString(written.getvalue())
+    return base64.b64encode(proto.normalizer_spec.precompiled_charsmap).decode()
+
+
+@pytest.mark.slow
+def test_a_map_of_characters_is_written_and_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MESHTUNE_CACHE", str(tmp_path / "cache"))
+    steps = [{"type": "Precompiled", "precompiled_charsmap": charsmap()}, *COLLAPSED]
+    directory, file = unigram_model(tmp_path / "model", steps, "always"), tmp_path / "model.gguf"
+    export(directory, file, gguf="F32")
+    original, rebuilt = load_tokenizer(directory), load_tokenizer(file)
+    for text in ("Ｏｎｃｅ ｕｐｏｎ", "a\tcat\u3000that", "①②③ ﬁ", *TEXTS):
+        expected = original.encode(text)
+        assert rebuilt.encode(text) == expected
+        with LlamaCpp(file) as model:
+            assert model.tokenize(text) == expected, text
+    assert original.encode("Ｏｎｃｅ") == original.encode("Once")
+
+
+def unigram_model(folder: Path, steps: list[dict], prepend: str, *, fallback: bool = False) -> Path:
+    """A small Llama with a trained unigram tokenizer, whose normalizer has these steps."""
+    directory = case.directory(BY_NAME["llama_tied"].changed(vocab_size=120, rms_norm_eps=3e-5))
+    shutil.copytree(directory, folder)
+    trained = Tokenizer(models.Unigram())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend)
+    trained.decoder = decoders.Metaspace(prepend_scheme=prepend)
+    texts = ["Once upon a time there was a cat that sat on two spaces and more.", "a zoo of 3.14 Größe signs"] * 20
+    trainer = trainers.UnigramTrainer(vocab_size=100, special_tokens=["<unk>", "</s>"], unk_token="<unk>")
+    trained.train_from_iterator(texts, trainer)
+    content = json.loads(trained.to_str())
+    content["normalizer"] = {"type": "Sequence", "normalizers": steps} if steps else None
+    content["model"]["byte_fallback"] = fallback
+    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(("steps", "prepend"), [([], "never"), (COLLAPSED, "always")], ids=["kept", "collapsed"])
+def test_a_unigram_tokenizer_divides_texts_as_llama_cpp_does_with_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: list[dict], prepend: str
+):
+    monkeypatch.setenv("MESHTUNE_CACHE", str(tmp_path / "cache"))
+    directory, file = unigram_model(tmp_path / "model", steps, prepend), tmp_path / "model.gguf"
+    export(directory, file, gguf="F32")
+    original, rebuilt = load_tokenizer(directory), load_tokenizer(file)
+    expected = [original.encode(text) for text in TEXTS]
+    assert any(original.unk_token_id in ids for ids in expected)
+    with LlamaCpp(file) as model:
+        assert [model.tokenize(text) for text in TEXTS] == expected
+    assert [rebuilt.encode(text) for text in TEXTS] == expected
+    assert [rebuilt.decode(ids) for ids in expected] == [original.decode(ids) for ids in expected]
+
+
+@pytest.mark.parametrize(
+    ("steps", "options", "reason"),
+    [
+        ([{"type": "Lowercase"}], {}, "its normalizer has Lowercase"),
+        (COLLAPSED[1:], {}, "spaces within a text and at its end"),
+        (COLLAPSED, {"fallback": True}, "byte_fallback"),
+        ([], {}, "prepend_scheme is always"),
+    ],
+)
+def test_a_unigram_tokenizer_that_llama_cpp_has_not_is_refused(
+    tmp_path: Path, steps: list[dict], options: dict, reason: str
+):
+    with pytest.raises(UserError, match=reason):
+        export(unigram_model(tmp_path / "model", steps, "always", **options), tmp_path / "x.gguf", gguf="F16")

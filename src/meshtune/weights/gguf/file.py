@@ -215,9 +215,12 @@ def _string(text: str) -> bytes:
 
 
 def _value(value: Any) -> bytes:
-    """A value after its type: integers are uint32 (or int32, uint64), floats float32, lists arrays of one type."""
+    """A value after its type: integers are uint32 (or int32, uint64), floats float32, lists arrays of one type, bytes
+    an array of uint8."""
     if isinstance(value, str):
         return struct.pack("<I", STRING) + _string(value)
+    if isinstance(value, bytes):
+        return struct.pack("<IIQ", ARRAY, 0, len(value)) + value
     if isinstance(value, list):
         if value and isinstance(value[0], str):
             return struct.pack("<IIQ", ARRAY, STRING, len(value)) + b"".join(map(_string, value))

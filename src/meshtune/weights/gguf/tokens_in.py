@@ -8,6 +8,7 @@ from typing import Any
 from meshtune.errors import UserError
 from meshtune.weights.gguf.pre_tokenizers import rules_of, steps_of
 from meshtune.weights.gguf.tokens_out import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED
+from meshtune.weights.gguf.unigram import KIND, unigram_parts
 
 KEY = "tokenizer.ggml."
 NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
@@ -19,9 +20,10 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises UserError for a kind of tokenizer or a pre-tokenizer that is not known, and for what does not fit together.
     """
     kind = metadata.get(f"{KEY}model")
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", "llama", KIND):
         raise UserError(
-            f"the file's tokenizer is of the kind {kind!r}; read are 'gpt2' (byte level) and 'llama' (sentencepiece)",
+            f"the file's tokenizer is of the kind {kind!r}; read are 'gpt2' (byte level), 'llama' (sentencepiece) and "
+            f"'{KIND}' (sentencepiece's unigram model)",
             where=where,
             fix="set model.tokenizer to the tokenizer of the model it was made from",
         )
@@ -33,9 +35,12 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
     for name, id_ in ids.items():
         if id_ is not None and not 0 <= id_ < len(tokens):
             raise UserError(f"{KEY}{name}_token_id is {id_}, and there are {len(tokens)} tokens", where=where)
-    tokenizer = _bytes(metadata, tokens, types, where) if kind == "gpt2" else _pieces(metadata, tokens, types, ids)
+    if kind == KIND:
+        tokenizer = _tokenizer(tokens=tokens, types=types, **unigram_parts(metadata, tokens, ids["unknown"], where))
+    else:
+        tokenizer = _bytes(metadata, tokens, types, where) if kind == "gpt2" else _pieces(metadata, tokens, types, ids)
     add_bos = bool(metadata.get(f"{KEY}add_bos_token", kind == "llama"))
-    add_eos = bool(metadata.get(f"{KEY}add_eos_token", False))
+    add_eos = bool(metadata.get(f"{KEY}add_eos_token", kind == KIND))
     tokenizer["post_processor"] = _template(tokens, ids["bos"] if add_bos else None, ids["eos"] if add_eos else None)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -9,6 +9,7 @@ from typing import Any
 
 from meshtune.errors import UserError
 from meshtune.weights.gguf.pre_tokenizers import name_of
+from meshtune.weights.gguf.unigram import unigram_metadata
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "\u2581"
@@ -33,19 +34,21 @@ class SpecialTokens:
 def tokenizer_metadata(tokenizer: Mapping[str, Any], special: SpecialTokens, rows: int, where: str) -> dict[str, Any]:
     """The keys of a tokenizer for a model with `rows` rows of embeddings; tokens that there are not are called [PADi].
 
-    Raises UserError for a vocabulary that is larger than the embedding, for a model that is not byte pair encoding, and
-    for a pre-tokenizer that llama.cpp has no known name for.
+    Raises UserError for a vocabulary that is larger than the embedding, for a model that llama.cpp has not, and for a
+    pre-tokenizer that it has no known name for.
     """
     model = tokenizer["model"]
-    if model.get("type", "BPE") != "BPE":
+    if model.get("type", "BPE") not in ("BPE", "Unigram"):
         raise UserError(
-            f"llama.cpp's tokenizers are byte pair encoding, this one is {model.get('type')}",
+            f"llama.cpp's tokenizers are byte pair encoding or unigram models, this one is {model.get('type')}",
             where=where,
             fix="export the model as safetensors",
         )
     tokens, types = _tokens(tokenizer, rows, where)
     fields: dict[str, Any]
-    if _is_sentencepiece(tokenizer):
+    if model.get("type") == "Unigram":
+        fields = unigram_metadata(tokenizer, tokens, where)
+    elif _is_sentencepiece(tokenizer):
         fields = _sentencepiece(tokenizer, tokens)
     else:
         fields = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": name_of(tokenizer, where)}
@@ -63,12 +66,17 @@ def tokenizer_metadata(tokenizer: Mapping[str, Any], special: SpecialTokens, row
 
 def _tokens(tokenizer: Mapping[str, Any], rows: int, where: str) -> tuple[list[str], list[int]]:
     model = tokenizer["model"]
-    by_id = {id_: (text, NORMAL) for text, id_ in model["vocab"].items()}
+    if model.get("type") == "Unigram":
+        by_id = {id_: (text, NORMAL) for id_, (text, _) in enumerate(model["vocab"])}
+    else:
+        by_id = {id_: (text, NORMAL) for text, id_ in model["vocab"].items()}
     if model.get("byte_fallback"):
         by_id |= {id_: (text, BYTE) for id_, (text, _) in by_id.items() if BYTE_TOKEN.fullmatch(text)}
     for added in tokenizer.get("added_tokens", ()):
         kind = CONTROL if added["special"] else USER_DEFINED
         by_id[added["id"]] = (added["content"], UNKNOWN if added["content"] == model.get("unk_token") else kind)
+    if (unknown := model.get("unk_id")) is not None:
+        by_id[unknown] = (by_id[unknown][0], UNKNOWN)
     if by_id and max(by_id) >= rows:
         raise UserError(
             f"the tokenizer has ids up to {max(by_id)}, and the model's embedding has {rows} rows",
