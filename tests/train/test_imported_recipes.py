@@ -22,7 +22,7 @@ import meshtune.quickstart
 from meshtune.config.foreign.importer import translate
 from tiny_models import SMALL
 
-pytestmark = pytest.mark.slow  # three trainings of torch and three of ours: half a minute of CPU time
+pytestmark = pytest.mark.slow  # five trainings of torch and five of ours: a minute of CPU time
 
 TOKENIZER = pathlib.Path(meshtune.quickstart.__file__).parent / "model"
 STEPS, ROWS, ACCUMULATION, RATE = 8, 2, 2, 2e-3
@@ -197,6 +197,63 @@ def test_trl_arguments_train_as_its_dpo_trainer_does(model_path, tmp_path):
         model=model,
         args=arguments,
         train_dataset=datasets.Dataset.from_list(pairs),
+        processing_class=transformers.AutoTokenizer.from_pretrained(str(model_path)),
+    )
+    np.testing.assert_allclose(ours, logged(trainer), rtol=1e-3, atol=1e-3)
+
+
+def test_trl_arguments_train_as_its_sft_trainer_does(model_path, tmp_path):
+    from trl import SFTConfig, SFTTrainer
+
+    records = [
+        {"prompt": f"{record['instruction']} ", "completion": record["output"]}
+        for record in phrases(STEPS * ROWS * ACCUMULATION)
+    ]
+    (tmp_path / "answers.json").write_text(json.dumps(records))
+    recipe = ARGUMENTS | {
+        "model_name_or_path": str(model_path), "dataset_name": str(tmp_path / "answers.json"), "max_length": 64,
+        "output_dir": str(tmp_path / "run"), "bf16": False, "train_sampling_strategy": "sequential",
+    }  # fmt: skip
+    ours = our_losses(recipe, tmp_path, is_trl=True, trainer="sft")
+    arguments = torch_arguments(SFTConfig, tmp_path, max_length=64, bf16=False, gradient_checkpointing=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    trainer = in_order(SFTTrainer)(
+        model=model,
+        args=arguments,
+        train_dataset=datasets.Dataset.from_list(records),
+        processing_class=transformers.AutoTokenizer.from_pretrained(str(model_path)),
+    )
+    np.testing.assert_allclose(ours, logged(trainer), rtol=1e-3, atol=1e-3)
+
+
+def test_an_axolotl_file_of_pairs_trains_as_trls_dpo_trainer_does(model_path, tmp_path):
+    from trl import DPOConfig, DPOTrainer
+
+    records = phrases(STEPS * ROWS * ACCUMULATION)
+    pairs = [
+        {"messages": [{"role": "user", "content": record["instruction"]}]}
+        | {side: {"role": "assistant", "content": record[side]} for side in ("chosen", "rejected")}
+        for record in records
+    ]
+    (tmp_path / "pairs.json").write_text(json.dumps(pairs))
+    recipe = {
+        "base_model": str(model_path), "rl": "dpo", "rl_beta": 0.3,
+        "datasets": [{"path": str(tmp_path / "pairs.json"), "type": "chat_template.default", "split": "train"}],
+        "micro_batch_size": ROWS, "gradient_accumulation_steps": ACCUMULATION, "max_steps": STEPS,
+        "learning_rate": RATE, "lr_scheduler": "cosine", "warmup_steps": 3, "weight_decay": 0.01, "max_grad_norm": 0.5,
+        "sequence_len": 128, "shuffle_merged_datasets": False, "bf16": False, "output_dir": str(tmp_path / "run"),
+        "logging_steps": 1,
+    }  # fmt: skip
+    ours = our_losses(recipe, tmp_path)
+    arguments = torch_arguments(DPOConfig, tmp_path, beta=0.3, bf16=False, gradient_checkpointing=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    conversations = [
+        {"prompt": pair["messages"], "chosen": [pair["chosen"]], "rejected": [pair["rejected"]]} for pair in pairs
+    ]
+    trainer = in_order(DPOTrainer)(
+        model=model,
+        args=arguments,
+        train_dataset=datasets.Dataset.from_list(conversations),
         processing_class=transformers.AutoTokenizer.from_pretrained(str(model_path)),
     )
     np.testing.assert_allclose(ours, logged(trainer), rtol=1e-3, atol=1e-3)
