@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import shutil
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from llama_cpp import LlamaCpp
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
 from meshtune.runs.export import export
-from meshtune.weights.gguf.pre_tokenizers import name_of
+from meshtune.weights.gguf.pre_tokenizers import NAMES, PATTERNS, name_of, steps_of
 from meshtune.weights.gguf.tokens_in import tokenizer_files
 from meshtune.weights.gguf.tokens_out import SpecialTokens, tokenizer_metadata
 
@@ -155,3 +156,52 @@ def test_a_unigram_tokenizer_that_llama_cpp_has_not_is_refused(
 ):
     with pytest.raises(UserError, match=reason):
         export(unigram_model(tmp_path / "model", steps, "always", **options), tmp_path / "x.gguf", gguf="F16")
+
+
+FIRST = {rules.pattern: name for name, rules in reversed(NAMES.items())}  # pattern -> the name that is written
+
+
+# llama.cpp's own expressions for these end a word at a combining mark, where the tokenizers' do not.
+WITHOUT_MARKS = ("tekken", "gpt-4o")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_every_pre_tokenizer_divides_texts_as_llama_cpp_does_by_its_name(
+    pattern: str, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A vocabulary trained on the texts, so that many a token goes as far as a division lets it."""
+    monkeypatch.setenv("MESHTUNE_CACHE", str(tmp_path / "cache"))
+    known = shared / "assets/tokenizers/ggml-goldens/ggml-vocab-qwen2.gguf.inp"
+    texts = known.read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
+    texts += [
+        "3.14159 12345 x=1;y[2]",
+        "中文abc 123 ひらがなカタカナ mixed",
+        "don't WE'LL naïve İstanbul",
+        "a.b /path(x) #tag",
+    ]
+    if pattern in WITHOUT_MARKS:
+        texts = [text for text in texts if not any(unicodedata.category(letter).startswith("M") for letter in text)]
+    rules = NAMES[FIRST[pattern]]
+    trained = Tokenizer(models.BPE(ignore_merges=rules.ignore_merges))
+    trained.decoder = decoders.ByteLevel()
+    content = json.loads(trained.to_str())
+    content["pre_tokenizer"] = steps_of(rules)
+    content["normalizer"] = {"type": "NFC"} if rules.nfc else None
+    trained = Tokenizer.from_str(json.dumps(content))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trained.train_from_iterator(texts * 3, trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet))
+    vocab = 901
+    directory = tmp_path / "model"
+    shutil.copytree(case.directory(BY_NAME["llama_tied"].changed(vocab_size=vocab, rms_norm_eps=4e-5)), directory)
+    trained.add_special_tokens(["</s>"])
+    (directory / "tokenizer.json").write_text(trained.to_str(), encoding="utf-8")
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(names), encoding="utf-8")
+    export(directory, tmp_path / "model.gguf", gguf="F32")
+    original, rebuilt = load_tokenizer(directory), load_tokenizer(tmp_path / "model.gguf")
+    with LlamaCpp(tmp_path / "model.gguf") as model:
+        for text in texts:
+            expected = original.encode(text)
+            assert rebuilt.encode(text) == expected, text
+            assert model.tokenize(text) == expected, text

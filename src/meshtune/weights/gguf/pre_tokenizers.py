@@ -30,8 +30,14 @@ def _cased(digits: str, contractions: str) -> str:
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 
 
-# Of the splits before bytes: a regular expression; "digits" for single digits; None for GPT-2's own expression.
-PATTERNS: dict[str, str | None] = {
+_PUNCTUATED = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
+)
+
+# Of the splits before bytes: a regular expression, or several; "digits" for single digits; None for GPT-2's own.
+PATTERNS: dict[str, str | tuple[str, ...] | None] = {
+    "deepseek-v3": (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _PUNCTUATED),
     "llama3": _words(r"\p{N}{1,3}"),
     "qwen2": _words(r"\p{N}"),
     "qwen35": _words(r"\p{N}", r"[\p{L}\p{M}]+", r"[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),
@@ -57,6 +63,9 @@ NAMES: dict[str, PreTokenizer] = {
     "llama3": PreTokenizer("llama3", ignore_merges=True),
     "llama-v3": PreTokenizer("llama3", ignore_merges=True),
     "falcon3": PreTokenizer("llama3", ignore_merges=True),
+    "falcon-h1": PreTokenizer("llama3", ignore_merges=True),
+    "pixtral": PreTokenizer("llama3", ignore_merges=True),
+    "lfm2": PreTokenizer("llama3", ignore_merges=True),
     "dbrx": PreTokenizer("llama3"),
     "smaug-bpe": PreTokenizer("llama3"),
     "glm4": PreTokenizer("llama3"),
@@ -70,6 +79,8 @@ NAMES: dict[str, PreTokenizer] = {
     "starcoder": PreTokenizer("digits"),
     "refact": PreTokenizer("digits"),
     "command-r": PreTokenizer("digits"),
+    "deepseek-v3": PreTokenizer("deepseek-v3"),
+    "hunyuan-dense": PreTokenizer("deepseek-v3"),
     "gpt-2": PreTokenizer("gpt-2"),
     "olmo": PreTokenizer("gpt-2"),
     "exaone4": PreTokenizer("gpt-2"),
@@ -81,7 +92,7 @@ def name_of(tokenizer: Mapping[str, Any], where: str) -> str:
     pattern = _pattern_of(tokenizer.get("pre_tokenizer"))
     ignore = bool(tokenizer["model"].get("ignore_merges"))
     for name, rules in NAMES.items():
-        if pattern == (PATTERNS[rules.pattern],) and rules.ignore_merges == ignore:
+        if pattern == _splits(rules) and rules.ignore_merges == ignore:
             nfc = (tokenizer.get("normalizer") or {}).get("type") == "NFC"
             return "stablelm2" if rules.pattern == "qwen2" and not nfc else name
     rules = json.dumps(tokenizer.get("pre_tokenizer"), ensure_ascii=False)
@@ -90,6 +101,11 @@ def name_of(tokenizer: Mapping[str, Any], where: str) -> str:
         where=where,
         fix="export the model as safetensors and convert it with a converter that knows its tokenizer",
     )
+
+
+def _splits(rules: PreTokenizer) -> tuple[str | None, ...]:
+    pattern = PATTERNS[rules.pattern]
+    return pattern if isinstance(pattern, tuple) else (pattern,)
 
 
 def _pattern_of(pre_tokenizer: Mapping[str, Any] | None) -> tuple[str | None, ...] | None:
@@ -103,7 +119,9 @@ def _pattern_of(pre_tokenizer: Mapping[str, Any] | None) -> tuple[str | None, ..
     patterns: list[str | None] = []
     for step in before:
         if step.get("type") == "Split" and step.get("behavior") == "Isolated" and not step.get("invert"):
-            patterns.append(step["pattern"].get("Regex"))
+            expression = step["pattern"].get("Regex")
+            # Ends of lines by themselves mean what their escapes do.
+            patterns.append(expression and expression.replace("\r", r"\r").replace("\n", r"\n"))
         elif step.get("type") == "Digits" and step.get("individual_digits"):
             patterns.append("digits")
         else:
@@ -137,5 +155,8 @@ def steps_of(rules: PreTokenizer) -> dict[str, Any]:
         return last
     if pattern == "digits":
         return {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, last]}
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return {"type": "Sequence", "pretokenizers": [split, last]}
+    splits = [
+        {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+        for expression in _splits(rules)
+    ]
+    return {"type": "Sequence", "pretokenizers": [*splits, last]}
