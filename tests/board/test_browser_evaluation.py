@@ -8,7 +8,7 @@ import re
 
 import pytest
 from boards import recipe, submitted
-from browsers import axe, choose, chromium, complaints, eventually, look, press, requests_of, running, texts
+from browsers import IMAGES, axe, choose, chromium, complaints, eventually, look, press, requests_of, running, texts
 from published import arc, write_lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(600)]
@@ -43,6 +43,7 @@ def contrast(driver, selector: str) -> float:
 
 def test_a_run_is_measured_before_and_after_tuning_by_clicks_alone(tmp_path: pathlib.Path):
     root = tmp_path / "root"
+    IMAGES.mkdir(parents=True, exist_ok=True)
     arc(root / "data")
     held_out = write_lines(
         tmp_path / "held-out.jsonl",
@@ -101,6 +102,8 @@ def test_a_run_is_measured_before_and_after_tuning_by_clicks_alone(tmp_path: pat
         for system_dark, theme in ((False, "system"), (True, "system"), (False, "dark"), (True, "light")):
             look(driver, 1280, 1000, dark=system_dark)
             driver.find_element("css selector", f".settings option[value='{theme}']").click()
+            driver.execute_script("document.querySelector('.figures-table').scrollIntoView()")
+            driver.save_screenshot(str(IMAGES / f"evaluated-{'dark' if system_dark else 'light'}-{theme}.png"))
             violations = axe(driver)
             driver.switch_to.frame(driver.find_element("css selector", "iframe.report"))
             assert "Answers" in texts(driver, "h2")

@@ -13,7 +13,7 @@ from typing import Any
 
 import openai
 import pytest
-from browsers import axe, choose, chromium, complaints, eventually, press, running, texts
+from browsers import IMAGES, axe, choose, chromium, complaints, eventually, press, running, texts
 
 from meshtune.quickstart import MODEL
 
@@ -68,6 +68,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory):
     """(board, driver): a model that thinks and one that never ends, both loaded by clicks."""
     root = tmp_path_factory.mktemp("root")
     tuned(root)
+    IMAGES.mkdir(parents=True, exist_ok=True)
     with running(root, "--token", TOKEN) as board, chromium() as driver:
         driver.get(f"{board.address}/#/talk")
         eventually(lambda: driver.find_element("id", "token")).send_keys(TOKEN)
@@ -201,6 +202,7 @@ def test_two_models_answer_one_prompt_as_openais_client_is_answered(page):
     eventually(lambda: folded.find_element("tag name", "p").text == THOUGHT)
     assert driver.find_elements("css selector", ".turns b, .turns i, .turns img") == []
     assert driver.execute_script("return window.xss") is None
+    driver.save_screenshot(str(IMAGES / "talk-two-models.png"))
     assert axe(driver) == []
 
     # The system prompt comes first, and each model goes on with its own answer, without what it thought.
@@ -234,6 +236,7 @@ def test_tools_are_checked_beside_their_field_and_called(page):
     put(driver, "temperature", "9")
     press(driver, "Send")
     eventually(lambda: texts(driver, "#temperature-wrong") != [""])
+    driver.save_screenshot(str(IMAGES / "talk-refused.png"))
     assert axe(driver) == []
     assert asked(driver) == []
 
