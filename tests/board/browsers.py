@@ -14,6 +14,10 @@ from typing import Any
 
 import pytest
 
+from meshtune.board import queue
+from meshtune.board.job import ACTIVE, read_jobs
+from meshtune.board.workspace import workspace_at
+
 CHROMIUM, DRIVER = "/usr/bin/chromium", "/usr/bin/chromedriver"
 IMAGES = pathlib.Path(os.environ.get("MESHTUNE_SCREENSHOTS", "/tmp/meshtune-screenshots"))
 AXE = pathlib.Path(os.environ.get("MESHTUNE_AXE", "node_modules/axe-core/axe.min.js"))
@@ -83,13 +87,17 @@ class Board:
 
 @contextlib.contextmanager
 def running(root: pathlib.Path, *options: str) -> Iterator[Board]:
-    """A board that is killed in the end."""
+    """A board that is killed in the end, with all it has started: a test that fails leaves no run behind."""
     board = Board(root, *options)
     board.start()
     try:
         yield board
     finally:
         board.kill()
+        workspace = workspace_at(root)
+        for job in read_jobs(workspace.jobs):
+            if job.state in ACTIVE or job.state == "queued":
+                queue.stop(workspace, job.id, now=True)
 
 
 def eventually(read: Any, seconds: float = 180.0) -> Any:
