@@ -28,7 +28,7 @@ from typing import Any
 from meshtune.board import slurm
 from meshtune.board.process import ProcessId
 from meshtune.board.slurm import State
-from meshtune.runs.output import LOGS, RUN
+from meshtune.runs.output import CONSOLE_LOG, LOGS, RUN, is_claimed
 
 JOB, RECIPE, LOG, PROCESS, STOP, EXIT = "job.json", "recipe.yaml", "log.txt", "process.json", "stop", "exit.json"
 PROGRESS = "progress.json"
@@ -43,6 +43,7 @@ class JobRequest:
     """`arguments` are those of `meshtune`, run in `root`. `output` is the run's folder, if the kind has one.
 
     `devices` is a choice as board.devices reads it. `name` is shown. `is_slurm`: the arguments submit it to Slurm.
+    `is_attached`: the run was started without the board, and the arguments would go on with it.
     """
 
     kind: str
@@ -52,6 +53,7 @@ class JobRequest:
     output: str | None = None
     devices: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_slurm: bool = False
+    is_attached: bool = False
     created: str = dataclasses.field(default_factory=lambda: datetime.datetime.now().astimezone().isoformat())
 
     def to_json(self) -> dict[str, Any]:
@@ -73,9 +75,13 @@ class Job:
 
     @property
     def log(self) -> pathlib.Path:
-        """The file with what the run prints: for one under Slurm that of its process 0, once there is one."""
-        first = None if self.output is None else self.output / LOGS / "process-0.log"
-        return first if self.request.is_slurm and first is not None and first.exists() else self.folder / LOG
+        """The file with what the run prints: for one under Slurm that of its process 0, once there is one; for one that
+        was started without the board its own copy."""
+        if self.output is not None and (self.request.is_slurm or self.request.is_attached):
+            own = self.output / (CONSOLE_LOG if self.request.is_attached else f"{LOGS}/process-0.log")
+            if own.exists():
+                return own
+        return self.folder / LOG
 
     @property
     def id(self) -> str:
@@ -97,6 +103,7 @@ class Job:
             "created": request.created,
             "output": request.output,
             "devices": dict(request.devices),
+            "attached": request.is_attached,
             "attempt": self.attempt,
             "exit": dict(self.exit),
             "slurm": {"id": self.slurm["id"]} if "id" in self.slurm else None,
@@ -116,7 +123,12 @@ def read_job(folder: pathlib.Path) -> Job | None:
     attempts = folder / ATTEMPTS
     attempt = 1 + (len(os.listdir(attempts)) if attempts.is_dir() else 0)
     record = read_json(folder / slurm.RECORD)
-    state = _slurm_state(folder, request, record) if request.is_slurm else _state(folder, runner, child, ended)
+    if request.is_attached:
+        state = _attached_state(pathlib.Path(request.output or ""))
+    elif request.is_slurm:
+        state = _slurm_state(folder, request, record)
+    else:
+        state = _state(folder, runner, child, ended)
     return Job(folder, request, state, runner, child, ended, attempt, record)
 
 
@@ -168,6 +180,17 @@ def _state(folder: pathlib.Path, runner: ProcessId | None, child: ProcessId | No
     if runner.is_alive or (child is not None and child.is_alive):
         return "stopping" if asked_to_stop else "running"
     return "lost" if runner.is_local else "elsewhere"
+
+
+def _attached_state(output: pathlib.Path) -> State:
+    """The state of a run that was started without the board: what it says of itself, while a process holds its lock."""
+    match read_json(output / RUN).get("status"):
+        case "finished":
+            return "finished"
+        case "interrupted":
+            return "stopped"
+        case _:
+            return "running" if is_claimed(output) else "lost"
 
 
 def _slurm_state(folder: pathlib.Path, request: JobRequest, record: Mapping[str, Any]) -> State:

@@ -37,8 +37,10 @@ from meshtune.board.job import (
     replace_json,
 )
 from meshtune.board.process import SECRET, end_processes_of
+from meshtune.board.records import is_run
 from meshtune.board.workspace import Workspace
 from meshtune.errors import UserError
+from meshtune.runs.output import RUN
 
 START_SECONDS = 20.0  # that a runner has to claim its job
 LOCK = "queue.lock"
@@ -73,21 +75,7 @@ def add(
                 where="output",
                 fix="give another output, or wait for that job",
             )
-        number = max((int(job.id.partition("-")[0]) for job in jobs), default=0) + 1
-        slug = re.sub(r"[^a-z0-9]+", "-", request.name.lower()).strip("-")[:40].strip("-") or request.kind
-        folder = workspace.jobs / f"{number:05d}-{slug}"
-        draft = workspace.jobs / f".{uuid.uuid4().hex}.partial"
-        arguments = [argument.replace("{job}", str(folder)) for argument in request.arguments]
-        try:
-            draft.mkdir()
-            if recipe is not None:
-                (draft / RECIPE).write_text(recipe, encoding="utf-8")
-            (draft / LOG).touch()
-            replace_json(draft / JOB, request.to_json() | {"arguments": arguments})
-        except OSError:
-            shutil.rmtree(draft, ignore_errors=True)
-            raise
-        os.rename(draft, folder)
+        folder = _write(workspace, jobs, request, recipe)
         if secrets:
             _start(find(workspace, folder.name), secrets)
     if request.is_slurm:
@@ -100,11 +88,33 @@ def add(
     return find(workspace, folder.name)
 
 
+def attach(workspace: Workspace, output: pathlib.Path) -> Job:
+    """A job for a run that was started without the board, which is then shown, resumed and compared like others; the
+    job that already has this output, if there is one. Raises: UserError for a folder that is no run's."""
+    if not is_run(output):
+        raise UserError(
+            f"there is no run in {workspace.shown(output)}: it has no {RUN}",
+            where="output",
+            fix="give the output of a run, once it has begun",
+        )
+    with _locked(workspace):
+        jobs = read_jobs(workspace.jobs)
+        known = next((job for job in reversed(jobs) if job.request.kind == "train" and job.output == output), None)
+        if known is not None:
+            return known
+        resolved = output / RECIPE
+        recipe = resolved.read_text(encoding="utf-8") if resolved.is_file() else None
+        arguments = ("train", str(resolved))
+        request = JobRequest("train", output.name, arguments, str(workspace.root), str(output), is_attached=True)
+        folder = _write(workspace, jobs, request, recipe)
+    return find(workspace, folder.name)
+
+
 def start_next(workspace: Workspace) -> None:
     """Starts queued jobs whose devices nobody uses, in order; one that waits keeps its devices from later ones."""
     with _locked(workspace):
         jobs = read_jobs(workspace.jobs)
-        jobs = [job for job in jobs if not job.request.is_slurm]
+        jobs = [job for job in jobs if not (job.request.is_slurm or job.request.is_attached)]
         busy = [_held(job) for job in jobs if job.state in ACTIVE]
         for job in jobs:
             if job.state != "queued":
@@ -122,6 +132,9 @@ def stop(workspace: Workspace, job_id: str, *, now: bool = False) -> Job:
     """
     with _locked(workspace):
         job = find(workspace, job_id)
+        if job.request.is_attached:
+            problem = f"job {job.id} was started without the board"
+            raise UserError(problem, fix="end it where it was started; Ctrl-C or SIGTERM saves it")
         if job.request.is_slurm:
             if job.state in ("queued", *ACTIVE) and (_mark(job.folder / STOP) or now):
                 slurm.cancel(job.slurm, now=now)
@@ -150,11 +163,14 @@ def resume(workspace: Workspace, job_id: str) -> Job:
             raise UserError(
                 f"job {writer.id} writes to its output and has not ended", where="output", fix="wait for it"
             )
+        if job.output is not None:
+            workspace.to_write(str(job.output), "output")
         attempts = job.folder / ATTEMPTS
         attempts.mkdir(exist_ok=True)
         again = ("resume=true",) if job.request.is_slurm else ("--resume",)
         arguments = [argument for argument in job.request.arguments if argument not in (*again, "--overwrite")]
-        replace_json(job.folder / JOB, job.request.to_json() | {"arguments": [*arguments, *again]})
+        fields = job.request.to_json() | {"arguments": [*arguments, *again], "is_attached": False}
+        replace_json(job.folder / JOB, fields)
         aside = attempts / str(job.attempt)
         aside.mkdir(exist_ok=True)
         for name in (STOP, EXIT, slurm.RECORD, PROCESS):  # the last makes it queued
@@ -170,11 +186,31 @@ def remove(workspace: Workspace, job_id: str) -> None:
     """Removes a job that does not run; what it wrote to its output stays. Raises: UserError while it runs."""
     with _locked(workspace):
         job = find(workspace, job_id)
-        if job.state in ACTIVE:
+        if job.state in ACTIVE and not job.request.is_attached:
             raise UserError(f"job {job.id} runs", fix="stop it first")
         aside = workspace.jobs / f".{uuid.uuid4().hex}.removed"
         os.rename(job.folder, aside)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def _write(workspace: Workspace, jobs: list[Job], request: JobRequest, recipe: str | None) -> pathlib.Path:
+    """Writes the folder of a new job, whole or not at all; the number after those of `jobs` begins its name."""
+    number = max((int(job.id.partition("-")[0]) for job in jobs), default=0) + 1
+    slug = re.sub(r"[^a-z0-9]+", "-", request.name.lower()).strip("-")[:40].strip("-") or request.kind
+    folder = workspace.jobs / f"{number:05d}-{slug}"
+    draft = workspace.jobs / f".{uuid.uuid4().hex}.partial"
+    arguments = [argument.replace("{job}", str(folder)) for argument in request.arguments]
+    try:
+        draft.mkdir()
+        if recipe is not None:
+            (draft / RECIPE).write_text(recipe, encoding="utf-8")
+        (draft / LOG).touch()
+        replace_json(draft / JOB, request.to_json() | {"arguments": arguments})
+    except OSError:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    os.rename(draft, folder)
+    return folder
 
 
 def _submit(job: Job) -> None:

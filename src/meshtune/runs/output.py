@@ -106,6 +106,18 @@ def claimed(output: pathlib.Path, *, overwrite: bool) -> Iterator[pathlib.Path |
         yield aside
 
 
+def is_claimed(output: pathlib.Path) -> bool:
+    """Whether a process holds the lock of `output`, as `claimed` takes it."""
+    try:
+        with (output / LOCK).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no run was ever here, or the file system has no locks
+        return False
+    return False
+
+
 def write_run(output: pathlib.Path, fields: Mapping[str, object]) -> None:
     """Merges `fields` into run.json as one atomic replacement; a damaged run.json is replaced."""
     try:

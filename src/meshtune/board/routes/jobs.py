@@ -33,7 +33,8 @@ REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; s
 
 
 def routes(state: BoardState) -> list[BaseRoute]:
-    """POST /api/jobs starts one, /api/check says what is wrong before; GET /api/jobs/ID and what is below it."""
+    """POST /api/jobs starts one, /api/check says what is wrong before, /api/jobs/attach shows a run that was started
+    without the board; GET /api/jobs/ID and what is below it."""
     workspace = state.workspace
 
     def prepared(body: dict[str, Any]) -> tuple[JobRequest, Mapping[str, str]]:
@@ -61,6 +62,10 @@ def routes(state: BoardState) -> list[BaseRoute]:
         recipe = body.get("recipe") if isinstance(body.get("recipe"), str) else None
         job = await run_in_threadpool(queue.add, workspace, job_request, recipe, secrets)
         return JSONResponse(state.describe(job), 201)
+
+    async def attach(request: Request) -> Response:
+        output = workspace.to_read(str((await body_of(request)).get("output") or ""), "output")
+        return JSONResponse(state.describe(await run_in_threadpool(queue.attach, workspace, output)), 201)
 
     async def list_jobs(_: Request) -> Response:
         return JSONResponse({"jobs": await run_in_threadpool(state.jobs)})
@@ -154,6 +159,7 @@ def routes(state: BoardState) -> list[BaseRoute]:
         Route("/api/check", check, methods=["POST"]),
         Route("/api/jobs", create, methods=["POST"]),
         Route("/api/jobs", list_jobs),
+        Route("/api/jobs/attach", attach, methods=["POST"]),
         Route("/api/jobs/{job}", of_job(show)),
         Route("/api/jobs/{job}/recipe", of_job(recipe)),
         Route("/api/jobs/{job}/report", of_job(report)),

@@ -57,7 +57,7 @@ def routes(state: BoardState) -> list[BaseRoute]:
     def _output(job: Job) -> pathlib.Path:
         if job.output is None:
             raise UserError(f"job {job.id} writes no files", fix="look at its log")
-        return workspace.to_write(str(job.output), "output")
+        return workspace.to_read(str(job.output), "output")
 
     return [
         Route("/api/results/{job}", of_job(show)),

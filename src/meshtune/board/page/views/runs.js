@@ -26,10 +26,26 @@ function list(place) {
   const panel = launcher(() => ({ kind: 'train', recipe: recipe.value }));
   fill(place, h('h1', {}, t('runs.title'), connection.mark), rows,
     h('details', { class: 'card start' }, h('summary', {}, t('runs.start')),
-      h('label', { for: 'recipe' }, t('runs.recipe')), recipe, panel.element));
+      h('label', { for: 'recipe' }, t('runs.recipe')), recipe, panel.element),
+    attachable());
   const draw = ({ jobs }) => fill(rows, jobs.length ? jobs.map(summary) : h('p', { class: 'empty' }, t('runs.none')));
   get('api/jobs').then(draw, () => {});
   return follow(null, { jobs: draw }, connection.state);
+}
+
+// Runs in the board's folders that were started without it, each with a button that takes it into the list.
+function attachable() {
+  const body = h('div', { class: 'list' });
+  const wrong = h('div');
+  return h('details', { class: 'card', ontoggle: async (event) => {
+    if (!event.target.open) return;
+    const [{ entries }, { jobs }] = await Promise.all([get('api/catalogue'), get('api/jobs')]);
+    const known = new Set(jobs.map((job) => job.output));
+    const runs = entries.filter((entry) => entry.kind === 'run' && !known.has(entry.path));
+    fill(body, runs.length ? runs.map(({ path }) => h('div', { class: 'row' }, path, action(t('runs.attach'), async () => {
+      location.hash = `#/runs/${(await post('api/jobs/attach', { output: path })).id}`;
+    }, wrong))) : h('p', { class: 'empty' }, t('runs.noothers')));
+  } }, h('summary', {}, t('runs.others')), body, wrong);
 }
 
 function summary(job) {
@@ -94,14 +110,14 @@ function one(place, id) {
 
   function buttons() {
     const row = [];
-    if (['running', 'queued'].includes(job.state)) row.push(action(t('runs.stop'), act('stop'), wrong));
+    if (['running', 'queued'].includes(job.state) && !job.attached) row.push(action(t('runs.stop'), act('stop'), wrong));
     if (job.state === 'stopping') {
       row.push(action(t('runs.end'), async () => {
         if (await confirmed(t('runs.endsure'), t('runs.end'))) await act('stop', { now: true })();
       }, wrong, { class: 'danger' }));
     }
-    if (ENDED.includes(job.state)) {
-      if (job.kind === 'train' && job.state !== 'finished') row.push(action(t('runs.resume'), act('resume'), wrong, { class: 'primary' }));
+    if (ENDED.includes(job.state) || job.attached) {
+      if (ENDED.includes(job.state) && job.kind === 'train' && job.state !== 'finished') row.push(action(t('runs.resume'), act('resume'), wrong, { class: 'primary' }));
       row.push(action(t('runs.remove'), async () => {
         if (!(await confirmed(t('runs.removesure'), t('runs.remove')))) return;
         await post(`api/jobs/${id}/remove`);
@@ -157,6 +173,7 @@ function headline(job, existed) {
   const keys = job.devices.keys ?? [];
   return [h('p', {}, progress(job), ' ', h('span', { class: 'quiet' }, [spent, job.slurm && t('runs.slurm', { id: job.slurm.id }),
     keys.join(', '), job.output].filter(Boolean).join(' · '))),
+  job.attached && h('p', { class: 'quiet' }, t('runs.attached')),
   missing && h('p', { class: 'warning' }, t('runs.missing', { folder: job.output })),
   job.reason && h('pre', { class: 'problems' }, job.reason)];
 }
