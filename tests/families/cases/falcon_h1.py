@@ -24,8 +24,9 @@ CONFIG = {
     "ssm_in_multiplier": 1.2,
     "ssm_out_multiplier": 0.8,
 }
+PEFT = {"target_modules": r".*\.(in_proj|[qkvo]_proj|(gate|up|down)_proj)"}  # it refuses the mixer's out_proj
 CASES = tuple(
-    Case(name, "falcon_h1", {**CONFIG, **switches}, randomise=decays, variant=bool(switches))
+    Case(name, "falcon_h1", {**CONFIG, **switches}, randomise=decays, peft=PEFT, variant=bool(switches))
     for name, switches in {
         "falcon_h1": {},
         "falcon_h1_norm_first": {"mamba_rms_norm": True, "mamba_norm_before_gate": True},

@@ -63,6 +63,8 @@ CASES = (
             "layer_norm_epsilon": 1e-5,
         },
         randomise=decays,
+        peft={"target_modules": r".*\.(in_proj|[qkvo]_proj|up_proj|down_proj)"},  # it refuses the mixer's out_proj
+        meshes=({"fsdp": 2, "tp": 2},),
     ),
     Case(
         "nemotron_h_nano",
