@@ -55,6 +55,7 @@ class HostBuffer:
         numbers = np.asarray(numbers)
         shape = (1,) * (len(at) - numbers.ndim) + numbers.shape
         target = self.numbers[tuple(slice(start, start + n) for start, n in zip(at, shape, strict=True))]
+        assert target.shape == shape, f"a box of {shape} at {at} is not in the shard of {self.numbers.shape}"
         copy_cast(target, numbers.reshape(shape))
 
 

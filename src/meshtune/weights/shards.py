@@ -56,7 +56,7 @@ class Shards:
                 for box, on in local.items():
                     for device in on:
                         shards.setdefault(device, {})[name] = (tuple(stop - start for start, stop in box), array.dtype)
-        # Of each matrix that is being read: (path, index) to [out, blocks].
+        # Of each entry that is being read: (path, index) to [.., out, blocks].
         self._scales: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}
         self._threads = ThreadPoolExecutor(len(shards), "load")
         self._buffers = {device: self._allocate(forms, device) for device, forms in shards.items()}
@@ -117,16 +117,18 @@ class Shards:
         if leaf.nested is None:
             buffers[f"{path}/scales"].put_at((*rows, 0), absmax)
             return
-        top, left = (start + offset for (start, _), offset in zip(cut.box[-2:], at[-2:], strict=True))
-        count, first = absmax.shape[-2], left // leaf.block_size
-        scales = self._scales[path, cut.entry.index]
-        scales[top : top + count, first : first + absmax.shape[-1]] = np.asarray(absmax).reshape(absmax.shape[-2:])
+        lead = len(cut.entry.index)
+        *starts, left = (start + offset for (start, _), offset in zip(cut.box[lead:], at[lead:], strict=True))
+        part = np.asarray(absmax).reshape(absmax.shape[lead:])
+        first = (*starts, left // leaf.block_size)
+        where = tuple(slice(start, start + size) for start, size in zip(first, part.shape, strict=True))
+        self._scales[path, cut.entry.index][where] = part
 
     def begin(self, entry: TensorMap) -> None:
         """Blocks of this part of a leaf come next."""
         leaf = self._arrays[entry.path]
         if isinstance(leaf, QuantisedWeight) and leaf.nested is not None:
-            self._scales[entry.path, entry.index] = np.zeros(leaf.scales.shape[-2:], np.float32)
+            self._scales[entry.path, entry.index] = np.zeros(leaf.scales.shape[len(entry.index) :], np.float32)
 
     def end(self, entry: TensorMap) -> None:
         """All blocks of a part have come. Where its scales are quantised too every process must call this, for every
@@ -135,24 +137,30 @@ class Shards:
         leaf, key = self._arrays[entry.path], (entry.path, entry.index)
         if key not in self._scales or not isinstance(leaf, QuantisedWeight):
             return
-        codes, nested, offset = twice_quantised(self._everywhere(self._scales.pop(key), leaf.scales))
+        scales = self._everywhere(self._scales.pop(key), leaf.scales)
+        more = scales.shape[:-2]  # an entry has one matrix, or those of all experts
+        matrices = map(twice_quantised, scales.reshape(-1, *scales.shape[-2:]))
+        stacked = (np.stack(part) for part in zip(*matrices, strict=True))
+        codes, nested, offset = (part.reshape((*more, *part.shape[1:])) for part in stacked)
         lead = len(entry.index)
         for part, numbers in (("scales", codes), ("nested", nested), ("offset", offset)):
             name = f"{entry.path}/{part}"
             for box, on in boxes(self._shapes[name], self._shardings[name], list(self._buffers)).items():
+                if not all(start <= i < end for i, (start, end) in zip(entry.index, box[:lead], strict=True)):
+                    continue  # experts of other devices
                 inner = tuple(slice(*edges) for edges in box[lead:])
                 row = (i - start for i, (start, _) in zip(entry.index, box[:lead], strict=True))
                 at = (*row, *(0 for _ in inner))
                 for device in on:
                     self._buffers[device][name].put_at(at, np.ascontiguousarray(np.asarray(numbers)[inner]))
 
-    def _everywhere(self, matrix: np.ndarray, scales: ArraySpec) -> np.ndarray:
-        """A matrix of scales of which this process knows what its devices hold, whole."""
+    def _everywhere(self, part: np.ndarray, scales: ArraySpec) -> np.ndarray:
+        """Scales [.., out, blocks] of which this process knows what its devices hold, whole."""
         if self._layout is None or jax.process_count() == 1:
-            return matrix
-        lead = len(scales.shape) - 2
-        matrix_spec = dataclasses.replace(scales, shape=scales.shape[lead:], axes=scales.axes[lead:])
-        spread = jax.make_array_from_callback(matrix.shape, self._layout.of(matrix_spec), lambda index: matrix[index])
+            return part
+        lead = len(scales.shape) - part.ndim
+        part_spec = dataclasses.replace(scales, shape=scales.shape[lead:], axes=scales.axes[lead:])
+        spread = jax.make_array_from_callback(part.shape, self._layout.of(part_spec), lambda index: part[index])
         return np.asarray(_replicated(self._layout)(spread).addressable_data(0))
 
     def assembled(self) -> Leaves:
