@@ -17,6 +17,7 @@ export function chart(title, { write = number, logarithmic = false } = {}) {
   let series = [];
   let cursor = null;
   let due = false;
+  let inView = false;
 
   function draw() {
     due = false;
@@ -45,8 +46,9 @@ export function chart(title, { write = number, logarithmic = false } = {}) {
     paint.stroke();
   }
 
+  // What is out of view is drawn when it comes into view.
   function redraw() {
-    if (due) return;
+    if (due || !inView) return;
     due = true;
     requestAnimationFrame(draw);
   }
@@ -88,6 +90,11 @@ export function chart(title, { write = number, logarithmic = false } = {}) {
   });
   const observer = new ResizeObserver(redraw);
   observer.observe(canvas);
+  const visible = new IntersectionObserver(([entry]) => {
+    inView = entry.isIntersecting;
+    redraw();
+  });
+  visible.observe(canvas);
   const dark = matchMedia('(prefers-color-scheme: dark)');
   dark.addEventListener('change', redraw);
   window.addEventListener('theme', redraw);
@@ -101,6 +108,7 @@ export function chart(title, { write = number, logarithmic = false } = {}) {
     },
     close() {
       observer.disconnect();
+      visible.disconnect();
       dark.removeEventListener('change', redraw);
       window.removeEventListener('theme', redraw);
     },
