@@ -121,8 +121,8 @@ class Shards:
         *starts, left = (start + offset for (start, _), offset in zip(cut.box[lead:], at[lead:], strict=True))
         part = np.asarray(absmax).reshape(absmax.shape[lead:])
         first = (*starts, left // leaf.block_size)
-        where = tuple(slice(start, start + size) for start, size in zip(first, part.shape, strict=True))
-        self._scales[path, cut.entry.index][where] = part
+        box = tuple(slice(start, start + size) for start, size in zip(first, part.shape, strict=True))
+        self._scales[path, cut.entry.index][box] = part
 
     def begin(self, entry: TensorMap) -> None:
         """Blocks of this part of a leaf come next."""
@@ -138,10 +138,10 @@ class Shards:
         if key not in self._scales or not isinstance(leaf, QuantisedWeight):
             return
         scales = self._everywhere(self._scales.pop(key), leaf.scales)
-        more = scales.shape[:-2]  # an entry has one matrix, or those of all experts
+        experts = scales.shape[:-2]  # () for an entry of one matrix
         matrices = map(twice_quantised, scales.reshape(-1, *scales.shape[-2:]))
         stacked = (np.stack(part) for part in zip(*matrices, strict=True))
-        codes, nested, offset = (part.reshape((*more, *part.shape[1:])) for part in stacked)
+        codes, nested, offset = (part.reshape((*experts, *part.shape[1:])) for part in stacked)
         lead = len(entry.index)
         for part, numbers in (("scales", codes), ("nested", nested), ("offset", offset)):
             name = f"{entry.path}/{part}"
