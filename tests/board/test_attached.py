@@ -65,6 +65,7 @@ def test_a_run_is_removed_from_the_list_and_not_from_the_disk(board, root: pathl
     assert (root / RUN / "run.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_as_one_of_the_board(board, root: pathlib.Path):
     job = attached(board)
     step = json.loads((root / RUN / "run.json").read_text())["step"]
