@@ -52,7 +52,7 @@ def show_plan(console: Console, plan: Plan, decisions: Sequence[Decision]) -> No
     table.add_row(
         "model", f"{plan.model} [dim]({plan.family}, {in_words(counts.total - counts.adapters)} parameters)[/]"
     )
-    table.add_row("method", f"{plan.method} [dim]({in_words(counts.trainable)} trainable, {share:.2g}%)[/]")
+    table.add_row("method", f"{plan.method} [dim]({in_words(counts.trainable)} trainable, {share:.3g}%)[/]")
     micro = f" in {plan.accumulation} micro-batches" if plan.accumulation > 1 else ""
     table.add_row(
         "plan",
