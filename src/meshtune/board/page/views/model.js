@@ -69,10 +69,10 @@ export function show(place) {
   function drawLocal() {
     fill(local, models.local.length ? h('ul', { class: 'plain-list' }, models.local.map((entry) => {
       const memory = h('div', { class: 'memory-of sideways' });
+      const [key, use] = entry.kind === 'run' ? ['model.adapter', t('model.continue')] : ['model.path', t('model.use')];
       return h('li', { class: 'local' }, h('span', { class: 'path' }, entry.path), h('span', { class: 'quiet' }, t(`model.kind.${entry.kind}`)),
         entry.kind === 'model' && action(t('model.estimate'), estimate(() => entry.path, memory), wrong, { class: 'small' }),
-        h('button', { type: 'button', class: 'small', 'aria-label': `${t('model.use')}: ${entry.path}`, onclick: () => useInRecipe([{ path: entry.kind === 'run' ? 'model.adapter' : 'model.path', value: entry.path }]) },
-          entry.kind === 'run' ? t('model.continue') : t('model.use')), memory);
+        h('button', { type: 'button', class: 'small', 'aria-label': `${use}: ${entry.path}`, onclick: () => useInRecipe([{ path: key, value: entry.path }]) }, use), memory);
     })) : h('p', { class: 'empty' }, t('model.nolocal')));
   }
 
