@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import dis
+import gc
 import pathlib
 import re
 import sys
@@ -52,9 +53,22 @@ def room(name: str) -> str:
     return parts[0] if parts else "__init__"
 
 
+def parsed(path: pathlib.Path) -> ast.Module:
+    """The syntax tree of a Python file.
+
+    CPython 3.11 counts the depth of a tree for all threads at once and fails where another thread parses meanwhile. The
+    interpreter changes threads in this C code only where a garbage collection runs Python: there is none.
+    """
+    gc.disable()
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"))
+    finally:
+        gc.enable()
+
+
 def imports(path: pathlib.Path) -> Iterator[tuple[str, bool]]:
     """(module, whether it is imported only for type checkers) for every import in a file, inside functions too."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parsed(path)
     typing_only = {
         id(inner)
         for node in ast.walk(tree)
@@ -182,7 +196,7 @@ def test_an_option_of_a_recipe_is_declared_once():
     sections: set[tuple[str, ...]] = set()
     dataclasses: set[tuple[str, ...]] = set()
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if not isinstance(node, ast.ClassDef):
                 continue
             options = {(node.name, *option) for option in options_of(node)}
@@ -228,7 +242,7 @@ def test_words_to_choose_from_are_listed_once():
     """No two Literal types of three words or more list the same words: one of them is a name for both."""
     places: dict[frozenset[str], set[str]] = {}
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
                 words = [entry.value for entry in ast.walk(node.slice) if isinstance(entry, ast.Constant)]
                 if len(words) > 2:
@@ -246,7 +260,7 @@ FILLERS = frozenset(
 
 def bound_names(path: pathlib.Path) -> Iterator[str]:
     """Every name that a file binds: variables, parameters, functions, classes."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):

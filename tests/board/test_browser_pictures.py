@@ -1,6 +1,8 @@
 """The pictures of docs/board.md: every page of a project with two runs, an evaluation, an export and a loaded model.
 
-`MESHTUNE_SCREENSHOTS=docs/images make test-board` takes them anew: docs/images/board-PAGE-THEME.png.
+After `make test-board`, which installs what is needed, this takes docs/images/board-PAGE-THEME.png anew and no more:
+
+    MESHTUNE_SCREENSHOTS=docs/images .venv/bin/python -m pytest -m browser tests/board/test_browser_pictures.py
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 from boards import submitted
-from browsers import IMAGES, axe, chromium, eventually, look, press, running, texts
+from browsers import IMAGES, axe, chromium, complaints, eventually, look, press, running, texts
 from clicks import follow, jsonl
 from PIL import Image
 
@@ -21,7 +23,7 @@ from meshtune.quickstart import DIRECTORY, LESSON, MODEL
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(900)]
 
-COLOURS = 64
+COLOURS = 256
 QUESTION = "There was once a brave lion named Daisy."
 RECIPE = """\
 model: {{path: models/stories260K, chat_template: plain}}
@@ -61,7 +63,7 @@ def picture(driver: Any, root: pathlib.Path, name: str) -> list[str]:
         look(driver, 1280, 1000, dark=theme == "dark")
         eventually(lambda: driver.execute_script("return document.getAnimations().length === 0"))
         image = Image.open(io.BytesIO(driver.get_screenshot_as_png())).convert("RGB")
-        few_colours = image.quantize(COLOURS, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+        few_colours = image.quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
         few_colours.save(IMAGES / f"board-{name}-{theme}.png", optimize=True)
         violations += [f"{name} {theme}: {violation}" for violation in axe(driver)]
     return violations
@@ -148,4 +150,5 @@ def test_every_page_of_a_project_in_both_themes(tmp_path: pathlib.Path):
         violations += picture(driver, root, "talk")
         press(driver, "Unload")
         eventually(lambda: not texts(driver, ".pick"))
+        assert complaints(driver) == []
     assert violations == []
