@@ -47,6 +47,7 @@ class Hub:
     objects: dict[str, bytes] = field(default_factory=dict)
     sent: list[tuple[str, str, bytes]] = field(default_factory=list)
     refuse_after: int | None = None
+    counting: threading.Lock = field(default_factory=threading.Lock)  # files are uploaded in parallel
 
     def paths(self, method: str) -> list[str]:
         return [path for asked, path, _ in self.sent if asked == method]
@@ -185,10 +186,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return self.json({"transfer": "basic", "objects": objects})
 
     def take(self, oid: str, body: bytes) -> bytes:
-        if self.hub.refuse_after is not None and len(self.hub.objects) >= self.hub.refuse_after:
-            raise Refused(400, text="the upload broke")
-        assert hashlib.sha256(body).hexdigest() == oid
-        self.hub.objects[oid] = body
+        with self.hub.counting:
+            if self.hub.refuse_after is not None and len(self.hub.objects) >= self.hub.refuse_after:
+                raise Refused(400, text="the upload broke")
+            assert hashlib.sha256(body).hexdigest() == oid
+            self.hub.objects[oid] = body
         return b""
 
     def commit(self, name: str, repository: Repository, body: bytes) -> tuple[bytes, dict[str, str]]:
