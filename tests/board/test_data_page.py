@@ -161,3 +161,14 @@ def test_a_root_inside_a_folder_to_read_is_listed_once(tmp_path):
     outer = str(tmp_path / "outer")
     assert [file["path"] for file in uploads.data_files(workspace)] == ["own.jsonl", f"{outer}/beside.jsonl"]
     assert [entry["path"] for entry in catalogue(workspace)] == ["model", f"{outer}/other"]
+
+
+def test_results_of_evaluations_are_not_offered_as_data(tmp_path):
+    workspace = workspace_at(tmp_path)
+    (tmp_path / "evaluations/gained/base").mkdir(parents=True)  # with --compare; then of one model
+    for name in ("gained/settings.json", "gained/base/metrics.json", "settings.json", "predictions.jsonl"):
+        (tmp_path / "evaluations" / name).touch()
+    (tmp_path / "chats").mkdir()
+    for name in ("settings.json", "chats.jsonl"):
+        (tmp_path / "chats" / name).touch()
+    assert [file["path"] for file in uploads.data_files(workspace)] == ["chats/chats.jsonl", "chats/settings.json"]

@@ -10,9 +10,11 @@ import re
 from collections.abc import AsyncIterator
 from typing import IO
 
+from meshtune.board.measured import MODELS
 from meshtune.board.workspace import FOLDER, Workspace
 from meshtune.data.sources import READERS, file_type
 from meshtune.errors import UserError
+from meshtune.evaluate.folder import MARKDOWN, PREDICTIONS, SETTINGS, TASKS, TOTALS
 
 FOLDER_NAME = "data"  # below the root
 TEXT_TYPES = (".json", ".jsonl", ".csv", ".tsv", ".txt")
@@ -118,6 +120,8 @@ def data_files(workspace: Workspace) -> list[dict[str, object]]:
         names = {entry.name for entry in entries}
         if folder != workspace.root and names & {"run.json", "config.json", "adapter_config.json"}:
             continue  # runs and models
+        if SETTINGS in names and names & {MARKDOWN, PREDICTIONS, TOTALS, TASKS, *MODELS}:
+            continue  # evaluations
         for entry in entries:
             if entry.name.startswith((".", FOLDER)):
                 continue
