@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -19,30 +19,47 @@ MARKS = {role: f"<~{role}~>" for role in ROLES}
 class Turns:
     """A chat template that writes every message alike: (text before, text after) by role, and what opens an answer.
 
-    `default_system` is the system message that the template adds where a conversation has none.
+    `start` is what the template writes first where a conversation has no system message. With `system_in`, a system
+    message stands at the beginning of the first or the last message if that is a user's, and `start` before all.
     """
 
     around: dict[str, tuple[str, str]]
     opening: str
-    default_system: str | None = None
+    start: str = ""
+    system_in: Literal["first", "last"] | None = None
 
     def text(self, messages: Sequence[Message], opened: bool) -> str:
-        if self.default_system is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.default_system}, *messages]
-        turns = (self.around[m["role"]][0] + m["content"] + self.around[m["role"]][1] for m in messages)
-        return "".join(turns) + (self.opening if opened else "")
+        """A conversation as the template writes it."""
+        system, written = "", self.start
+        if messages[0]["role"] == "system":
+            system = messages[0]["content"].join(self.around["system"])
+            messages = messages[1:]
+            if self.system_in is None:
+                written, system = system, ""
+        place = 0 if self.system_in == "first" else len(messages) - 1
+        for number, message in enumerate(messages):
+            before, after = self.around[message["role"]]
+            within = system if number == place and message["role"] == "user" else ""
+            written += before + within + message["content"] + after
+        return written + (self.opening if opened else "")
 
 
 def modelfile(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, stops: Sequence[str]) -> str:
     """The text of a Modelfile: `sources` (FROM, ADAPTER), the template in Ollama's language where it can be said
     there, and at which texts an answer ends."""
     lines = list(sources)
-    turns = turns_of(tokenizer) if isinstance(tokenizer.chat_template, str) else None
-    if turns is not None:
+    template = tokenizer.chat_template
+    render = _render_of(tokenizer) if isinstance(template, str) else None
+    turns = turns_of(tokenizer)
+    if turns is not None and render is not None:
+        if "strftime_now" in template:
+            lines.append("# The chat template writes the day's date; this TEMPLATE has that of the day it was written.")
+        if render(*_SPACED) != turns.text(*_SPACED):
+            lines.append(
+                "# The chat template removes spaces and line breaks around messages; Ollama's language cannot."
+            )
         lines.append(f'TEMPLATE """{_go_template(turns)}"""')
-        if turns.default_system is not None:
-            lines.append(f'SYSTEM """{turns.default_system}"""')
-    elif tokenizer.chat_template:
+    elif template:
         lines.append(
             "# The chat template writes messages in ways that a TEMPLATE of Ollama's cannot say in general: Ollama"
         )
@@ -55,7 +72,26 @@ def modelfile(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, stops:
 
 def turns_of(tokenizer: PreTrainedTokenizerFast) -> Turns | None:
     """How a chat template writes messages; None where it depends on more than their roles."""
-    begins = tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]  # by itself: then llama.cpp does so too
+    if not isinstance(tokenizer.chat_template, str):
+        return None
+    render = _render_of(tokenizer)
+    try:
+        probes = [(render(*probe), probe) for probe in _PROBES]
+        candidates = _candidates(render)
+    except Exception:  # a template may refuse a conversation in its own words
+        return None
+    agree = (turns for turns in candidates if all(turns.text(*probe) == text for text, probe in probes))
+    turns = next(agree, None)
+    if turns is None:
+        return None
+    parts = [text for pair in turns.around.values() for text in pair] + [turns.opening, turns.start]
+    return turns if all(_can_be_said(part) for part in parts) else None
+
+
+def _render_of(tokenizer: PreTrainedTokenizerFast) -> Render:
+    """The chat template, without the token that begins a text where the tokenizer adds it by itself: then Ollama's
+    llama.cpp does so too."""
+    begins = tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]
     bos = str(tokenizer.bos_token) if begins else ""
 
     def render(messages: Sequence[Message], opened: bool) -> str:
@@ -63,71 +99,77 @@ def turns_of(tokenizer: PreTrainedTokenizerFast) -> Turns | None:
         assert isinstance(text, str)
         return text.removeprefix(bos)
 
-    try:
-        turns = _turns(render)
-        agree = turns is not None and all(
-            turns.text(conversation, opened) == render(conversation, opened) for conversation, opened in _PROBES
-        )
-    except Exception:  # a template may refuse a conversation in its own words
-        return None
-    parts = [text for pair in turns.around.values() for text in pair] + [turns.opening] if turns else []
-    return turns if agree and not any("{{" in part or '"""' in part for part in parts) else None
+    return render
 
 
-def _said(*roles: str) -> list[Message]:
-    return [{"role": role, "content": MARKS[role]} for role in roles]
+def _can_be_said(part: str) -> bool:
+    """Whether a text may stand in a TEMPLATE: Ollama leaves out what cannot be printed, but for spaces."""
+    return "{{" not in part and '"""' not in part and all(c.isprintable() or c in "\t\n\r" for c in part)
+
+
+def _conversation(*roles: str, **contents: str) -> list[Message]:
+    return [{"role": role, "content": contents.get(role, MARKS[role])} for role in roles]
 
 
 _PROBES = (
-    (_said("system", "user"), True),
-    (_said("user", "assistant", "user"), True),
-    (_said("system", "user", "assistant", "user", "assistant"), False),
+    (_conversation("user"), True),
+    (_conversation("system", "user"), True),
+    (_conversation("user", "assistant", "user"), True),
+    (_conversation("system", "user", "assistant", "user"), True),
+    (_conversation("system", "user", "assistant", "user", "assistant"), False),
+    # Switches within a system message, which some templates read.
+    (_conversation("system", "user", system="/no_think"), True),
+    # What a model that thinks has said comes back as it was, which templates of such models often cut.
+    (_conversation("user", "assistant", "user", assistant="<think>\nWhy?\n</think>\n\nThis."), True),
 )
+_SPACED = (_conversation("user", user=" a question \n"), True)
 
 
-def _turns(render: Render) -> Turns | None:
-    """The texts around messages, by what each further message adds."""
-    system = render(_said("system", "user"), False)
-    before, _, rest = system.partition(MARKS["system"])
-    between, _, after_user = rest.partition(MARKS["user"])
-    twice = render(_said("system", "user", "assistant", "user"), False)
-    if not twice.startswith(system):
-        return None
-    before_assistant, _, rest = twice.removeprefix(system).partition(MARKS["assistant"])
-    middle, _, last = rest.partition(MARKS["user"])
-    if last != after_user:
-        return None
-    # What stands between two messages ends the first, mostly as a user's message ends, and begins the second.
-    alike = after_user and between.startswith(after_user) and middle.startswith(after_user)
-    common = _common_ending(between, middle)
-    if alike:
-        common = _common_ending(between.removeprefix(after_user), middle.removeprefix(after_user))
-    opening = render(_said("user"), True).removeprefix(render(_said("user"), False))
-    around = {
-        "system": (before, between.removesuffix(common)),
-        "user": (common, after_user),
-        "assistant": (before_assistant, middle.removesuffix(common)),
-    }
-    alone = render(_said("user"), False)
-    default = alone.partition(common + MARKS["user"])[0]
-    if not default:
-        return Turns(around, opening)
-    start, end = around["system"]
-    if default.startswith(start) and default.endswith(end):
-        return Turns(around, opening, default.removeprefix(start).removesuffix(end))
-    return None
-
-
-def _common_ending(first: str, second: str) -> str:
-    count = 0
-    while count < min(len(first), len(second)) and first[-1 - count] == second[-1 - count]:
-        count += 1
-    return first[len(first) - count :]
+def _candidates(render: Render) -> list[Turns]:
+    """The ways in which a template may write messages, by what each further message adds."""
+    alone = render(_conversation("user"), False)
+    answered = render(_conversation("user", "assistant"), False)
+    twice = render(_conversation("user", "assistant", "user"), False)
+    start, mark, after_user = alone.partition(MARKS["user"])
+    opened = render(_conversation("user"), True)
+    if not mark or not all(text.startswith(alone) for text in (answered, twice, opened)):
+        return []
+    before_assistant, _, after_assistant = answered.removeprefix(alone).partition(MARKS["assistant"])
+    before_user, mark, last = twice.removeprefix(answered).partition(MARKS["user"])
+    if not twice.startswith(answered) or not mark or last != after_user or not start.endswith(before_user):
+        return []
+    before_system, _, rest = render(_conversation("system", "user"), False).partition(MARKS["system"])
+    after_system = rest.partition(MARKS["user"])[0]
+    around = {"user": (before_user, after_user), "assistant": (before_assistant, after_assistant)}
+    opening = opened.removeprefix(alone)
+    # A turn of its own, or within a user's message.
+    if after_system.endswith(before_user):
+        system = (before_system, after_system.removesuffix(before_user))
+        return [Turns({"system": system, **around}, opening, start.removesuffix(before_user))]
+    within = {"system": (before_system.removeprefix(start), after_system), **around}
+    return [Turns(within, opening, start.removesuffix(before_user), place) for place in ("first", "last")]
 
 
 def _go_template(turns: Turns) -> str:
-    branches = [
-        f'{{{{ {"if" if number == 0 else "else if"} eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}'
-        for number, (role, (before, after)) in enumerate(turns.around.items())
-    ]
-    return "{{ range .Messages }}" + "".join(branches) + "{{ end }}{{ end }}" + turns.opening
+    """A template in Go's language over what Ollama gives it: `.Messages` of `.Role` and `.Content`, and `.System`."""
+    before, after = turns.around["system"]
+    system, each = "", "range .Messages"
+    branches = {}
+    if turns.system_in is None:
+        branches["system"] = f"{before}{{{{ .Content }}}}{after}"
+    else:
+        each = "range $index, $_ := .Messages"
+        place = "(eq (len (slice $.Messages $index)) 1)"
+        if turns.system_in == "first":
+            place = '(or (eq $index 0) (and (eq $index 1) (eq (index $.Messages 0).Role "system")))'
+        system = f"{{{{ if and $.System {place} }}}}{before}{{{{ $.System }}}}{after}{{{{ end }}}}"
+    for role in ("user", "assistant"):
+        before, after = turns.around[role]
+        branches[role] = f"{before}{system if role == 'user' else ''}{{{{ .Content }}}}{after}"
+    choice = "else ".join(f'if eq .Role "{role}" }}}}{text}{{{{ ' for role, text in branches.items())
+    messages = f"{{{{ {each} }}}}{{{{ {choice}end }}}}{{{{ end }}}}"
+    start = turns.start
+    if start and turns.system_in is None:
+        first = '{{ if and (eq $index 0) (ne .Role "system") }}'
+        start = f"{{{{ range $index, $_ := .Messages }}}}{first}{start}{{{{ end }}}}{{{{ end }}}}"
+    return f"{start}{messages}{turns.opening}"
