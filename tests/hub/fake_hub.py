@@ -40,13 +40,14 @@ class Repository:
 @dataclass
 class Hub:
     """What the hub holds and what it was sent. `objects` are large files by hash; `refuse_after` large files no more
-    are taken."""
+    are taken. While `open` is cleared, commits wait."""
 
     url: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
     sent: list[tuple[str, str, bytes]] = field(default_factory=list)
     refuse_after: int | None = None
+    open: threading.Event = field(default_factory=threading.Event)
     counting: threading.Lock = field(default_factory=threading.Lock)  # files are uploaded in parallel
 
     def paths(self, method: str) -> list[str]:
@@ -194,6 +195,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return b""
 
     def commit(self, name: str, repository: Repository, body: bytes) -> tuple[bytes, dict[str, str]]:
+        self.hub.open.wait(300)
         header, *lines = [json.loads(line) for line in body.splitlines()]
         parent = header["value"].get("parentCommit")
         if parent not in (None, repository.sha):
@@ -219,6 +221,7 @@ def blob(data: bytes) -> str:
 def running_hub() -> Iterator[Hub]:
     """Serves a hub on a port of its own until the block ends."""
     hub = Hub()
+    hub.open.set()
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("OneHub", (Handler,), {"hub": hub}))
     hub.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import pathlib
+import urllib.parse
 
 import pytest
+from real_runs import launched, rows, wait_until, write_stories
 
 from hub.fake_hub import TOKEN, Repository, running_hub
 from meshtune.errors import UserError
@@ -59,3 +62,53 @@ def test_what_would_refuse_every_push_is_said_before_the_run(hub, tmp_path):
     with pytest.raises(UserError, match=r"hub\.overwrite"):
         train(recipe(str(tmp_path / "run"), *SMALL, *HUB))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_one_of_several_processes_pushes_once_a_save_while_all_go_on(tmp_path):
+    """Pushes at the saves after updates 2, 4, 6, 8 and at the end; the first one is held until update 5."""
+    write_stories(tmp_path / "stories.jsonl")
+    run = tmp_path / "run"
+    fields = {
+        "model": str(pathlib.Path(__file__).parents[2] / "src/meshtune/quickstart/model"),
+        "data": {"train": str(tmp_path / "stories.jsonl"), "max_length": 64},
+        "method": {"kind": "lora", "rank": 8},
+        "train": {"steps": 9, "batch_size": 4},
+        "checkpoint": {"every": 1},
+        "hub": {"repository": "ann/lesson", "base_model": "org/stories", "every": 2},
+        "output": str(run),
+    }
+    path = tmp_path / "recipe.yaml"  # JSON is YAML
+    path.write_text(json.dumps(fields))
+
+    def step():
+        return max((row["step"] for row in rows(run)), default=0)
+
+    with running_hub() as hub:
+        hub.open.clear()
+        port = urllib.parse.urlparse(hub.url).port
+        settings = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+        with launched(path, 2, 1, **settings) as job:
+            wait_until(lambda: step() >= 5, lambda: job.launcher.poll() is None)
+            talking = {
+                number: [c for c in process.net_connections() if c.raddr and c.raddr.port == port]
+                for number, process in job.members().items()
+            }
+            hub.open.set()
+            code, said = job.ends(300)
+        assert code == 0, said[-6000:]
+    assert talking.keys() == {0, 1}
+    assert talking[0]
+    assert not talking[1]
+    pushes = [json.loads(body.splitlines()[0])["value"]["summary"] for _, sent, body in hub.sent if "/commit/" in sent]
+    assert pushes[0] == "After update 2 of 9"
+    assert pushes[-1] == "Push adapter with Meshtune"
+    left_out = [n for n in (2, 4, 6, 8) if f"not pushed after update {n}: the push before it is still being" in said]
+    assert 4 in left_out
+    assert sorted([*pushes[:-1], *(f"After update {n} of 9" for n in left_out)]) == [
+        f"After update {n} of 9" for n in (2, 4, 6, 8)
+    ]
+    pushed = hub.repositories["ann/lesson"].files["adapter_model.safetensors"]
+    assert pushed[-4096:] == (run / "adapter/adapter_model.safetensors").read_bytes()[-4096:]
+    assert not (run / ".hub").exists()
