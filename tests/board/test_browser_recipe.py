@@ -8,7 +8,7 @@ import re
 import shutil
 
 import pytest
-from browsers import IMAGES, axe, chromium, complaints, eventually, look, press, running, texts
+from browsers import IMAGES, axe, chromium, complaints, eventually, look, press, requests_of, running, texts
 from clicks import SHORT, follow, jsonl, pick_model, put, run_ends, send_file, yaml
 
 from meshtune.board import app
@@ -280,3 +280,26 @@ def test_pages_in_both_themes_and_on_a_phone(tmp_path: pathlib.Path):
                 driver.save_screenshot(str(IMAGES / f"{page}-stale-{'dark' if dark else 'light'}.png"))
                 violations += [f"stale plan {dark}: {violation}" for violation in axe(driver)]
     assert violations == []
+
+
+def test_keys_are_explained_and_found_in_another_language_and_in_english(tmp_path: pathlib.Path):
+    translated = json.loads((pathlib.Path(app.__file__).parent / "page/text/help/zh.json").read_text(encoding="utf-8"))
+    with running(tmp_path) as board, chromium() as driver:
+        driver.get(f"{board.address}/#/recipe")
+        eventually(lambda: driver.find_element("id", "search"))
+        assert not [address for address in requests_of(driver) if "text/help" in address]
+        driver.find_element("css selector", "option[value=zh]").click()
+        eventually(lambda: driver.find_element("tag name", "html").get_attribute("lang") == "zh")
+        for words in ("一阶矩", "first moment"):
+            search = eventually(lambda: driver.find_element("id", "search"))
+            search.clear()
+            search.send_keys(words)
+            field = "[data-path='optimizer.beta1']"
+            help_text = translated["keys"]["adamw and its variants, lion: decay of the first moment."]
+            eventually(lambda field=field, text=help_text: texts(driver, f"{field} .help[lang=zh]") == [text])
+            assert [
+                element.get_attribute("data-path")
+                for element in driver.find_elements("css selector", ".all .field")
+                if element.is_displayed()
+            ] == ["optimizer.beta1"]
+        assert complaints(driver) == []

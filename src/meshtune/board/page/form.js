@@ -2,10 +2,11 @@
 
 import { fill, h } from './dom.js';
 import { at, keysOf, kindsOf } from './schema.js';
-import { has, t } from './text.js';
+import { has, helpOf, t } from './text.js';
 
 // A field's element and what it shows. `change(changes)` is called with [{path, value | text}] when a person edits it;
-// show(values) draws a recipe's, complain(problems) what is wrong, suggest(text) what an automatic choice comes to.
+// show(values) draws a recipe's, complain(problems) what is wrong, suggest(text) what an automatic choice comes to;
+// matches(words) says whether all of them stand in its name or its help, also the English one.
 export function formField(schema, field, change) {
   const id = `key-${field.path.replaceAll('.', '-')}-${serial++}`;
   const control = CONTROLS[field.kind](field, (...changes) => change(changes), id, schema);
@@ -13,13 +14,18 @@ export function formField(schema, field, change) {
   const reset = h('button', { type: 'button', class: 'plain', title: t('recipe.reset'), 'aria-label': `${t('recipe.reset')}: ${field.path}`,
     hidden: true, onclick: () => change([{ path: field.path }]) }, '×');
   const known = `recipe.field.${field.path.replace('.', '_')}`;
+  const help = helpOf(field.help);
   const element = h('div', { class: `field ${field.kind}`, 'data-path': field.path },
     h('div', { class: 'label' }, h('label', { for: id }, has(known) ? t(known) : field.path), has(known) && h('code', {}, field.path), reset),
-    control.element, field.help && h('p', { class: 'help', lang: 'en', id: `${id}-help` }, field.help), wrong);
+    control.element, field.help && h('p', { class: 'help', lang: help.lang, id: `${id}-help` }, help.text), wrong);
   const labelled = control.element.id === id ? control.element : control.element.querySelector(`#${id}`);
   labelled?.setAttribute('aria-describedby', `${id}-help ${id}-wrong`);
   return {
     path: field.path, field, element,
+    matches(words) {
+      const text = `${element.textContent} ${field.help}`.toLowerCase();
+      return words.every((word) => text.includes(word));
+    },
     show(values) {
       const value = at(values, field.path);
       control.show(value, values);

@@ -10,7 +10,7 @@ export function fieldsOf(schema, values) {
   for (const [name, property] of Object.entries(schema.properties)) {
     const section = sectionOf(schema, property, values?.[name]);
     if (!section) fields.push(field(schema, name, '', property));
-    for (const [key, inner] of Object.entries(section?.properties ?? {})) fields.push(field(schema, `${name}.${key}`, name, inner, section));
+    for (const [key, inner] of Object.entries(section?.properties ?? {})) fields.push(field(schema, `${name}.${key}`, name, inner));
   }
   const order = (name) => (SECTIONS.indexOf(name) + SECTIONS.length + 1) % (SECTIONS.length + 1);
   return fields.sort((first, second) => order(first.section) - order(second.section));
@@ -46,12 +46,12 @@ function resolved(schema, entry) {
   return entry.$ref ? schema.$defs[entry.$ref.split('/').pop()] : entry;
 }
 
-function field(schema, path, section, property, owner) {
+function field(schema, path, section, property) {
   const options = (property.anyOf ?? [property]).filter((entry) => entry.type !== 'null');
   const choices = options.flatMap((entry) => entry.enum ?? (entry.const === undefined ? [] : [entry.const]));
   const rest = options.filter((entry) => entry.enum === undefined && entry.const === undefined);
   return {
-    path, section, choices, help: property.description ?? '', fallback: property.default, about: owner?.description,
+    path, section, choices, help: property.description ?? '', fallback: property.default,
     kind: kindOf(path, schema, section, choices, rest),
   };
 }

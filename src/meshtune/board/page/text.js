@@ -1,9 +1,11 @@
 // Every word of the page, from text/LANGUAGE.json. A value is text with {names}, or plural forms of it by {n}.
+// What the commands say too, such as the help of a recipe's keys, is English; text/help/LANGUAGE.json translates it.
 
 export const LANGUAGES = { en: 'English', zh: '中文', ru: 'Русский', ko: '한국어', ja: '日本語' };
 
 let words = {};
 let plural = new Intl.PluralRules('en');
+let help = {};
 export let language = 'en';
 
 // The language that was chosen before, else the browser's first that there is.
@@ -16,8 +18,24 @@ export async function load(name) {
   const response = await fetch(`text/${name}.json`);
   words = await response.json();
   language = name;
+  help = {};
   plural = new Intl.PluralRules(name);
   document.documentElement.lang = name;
+}
+
+// Loads the translations of what the commands say, once; without them it stays English.
+export async function loadHelp() {
+  if (language === 'en' || help.language === language) return;
+  const name = language;
+  const response = await fetch(`text/help/${name}.json`).catch(() => null);
+  const texts = response?.ok ? await response.json() : {};
+  if (name === language) help = { language: name, ...texts };
+}
+
+// The help of a key, given in English, as {text, lang}: in the page's language where it is translated.
+export function helpOf(english) {
+  const text = help.keys?.[english];
+  return text ? { text, lang: language } : { text: english, lang: 'en' };
 }
 
 // The text of a key such as 'runs.stop', with its {names} filled in.

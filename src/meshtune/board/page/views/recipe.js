@@ -8,8 +8,8 @@ import { importDialog } from '../importer.js';
 import { launcher } from '../launcher.js';
 import { planPanel } from '../plan.js';
 import { fieldsOf } from '../schema.js';
-import { t } from '../text.js';
-import { action, confirmed, englishNote, problems } from '../widgets.js';
+import { loadHelp, t } from '../text.js';
+import { action, confirmed, problems } from '../widgets.js';
 
 export const name = 'recipe';
 
@@ -20,7 +20,7 @@ const CALM = 400;
 export function show(place) {
   let open = true;
   let end = () => {};
-  get('api/recipe/form').then((form) => { if (open) end = page(place, form); }, (error) => fill(place, problems(error)));
+  Promise.all([get('api/recipe/form'), loadHelp()]).then(([form]) => { if (open) end = page(place, form); }, (error) => fill(place, problems(error)));
   return () => { open = false; end(); };
 }
 
@@ -54,7 +54,7 @@ function page(place, { schema, presets, devices }) {
         action(t('recipe.clear'), async () => { if (!text.trim() || await confirmed(t('recipe.clearsure'), t('recipe.clear'))) await send({ recipe: '' }); }, wrong))),
     h('div', { class: 'split' },
       h('div', {}, h('section', { class: 'card', 'aria-label': t('recipe.basics') }, first),
-        h('section', { class: 'card all' }, h('div', { class: 'row' }, h('h2', {}, h('label', { for: 'search' }, t('recipe.all'))), search), englishNote(), nothing, rest)),
+        h('section', { class: 'card all' }, h('div', { class: 'row' }, h('h2', {}, h('label', { for: 'search' }, t('recipe.all'))), search), nothing, rest)),
       h('div', { class: 'side' }, plan.element, h('section', { class: 'card' }, panel.element),
         h('section', { class: 'card' }, h('h2', {}, h('label', { for: 'yaml' }, t('recipe.yaml'))), wrong, area))));
 
@@ -161,7 +161,7 @@ function page(place, { schema, presets, devices }) {
     for (const group of rest.children) {
       let count = 0;
       for (const element of group.querySelectorAll('.field')) {
-        const match = words.every((word) => element.textContent.toLowerCase().includes(word));
+        const match = fields.find((field) => field.element === element).matches(words);
         element.hidden = !match;
         count += match;
       }
