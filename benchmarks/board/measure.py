@@ -149,7 +149,10 @@ def page_files() -> dict[str, int]:
     """Bytes of the page's files: all of them with the largest language, and the same with all languages."""
     folder = pathlib.Path(meshtune.board.__file__).parent / "page"
     sizes = {path.relative_to(folder): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-    languages = [size for path, size in sizes.items() if path.parts[0] == "text"]
+    texts = {path: size for path, size in sizes.items() if path.parts[0] == "text"}
+    languages = [
+        sum(size for path, size in texts.items() if path.stem == language) for language in {path.stem for path in texts}
+    ]
     whole = sum(sizes.values())
     return {"one_language": whole - sum(languages) + max(languages), "all_languages": whole, "files": len(sizes)}
 
