@@ -85,6 +85,16 @@ def test_sums_and_gradients_equal_torchs_in_float64(weights, chunk):
         np.testing.assert_allclose(our_d_params[name], gradient, **CLOSE)
 
 
+def test_of_equal_logits_the_first_one_is_the_prediction():
+    """As with argmax: a head that knows nothing predicts one token, and is right about no other."""
+    params, hidden, targets, weights = case("all")
+    params = {"weight": np.zeros_like(params["weight"]), "bias": np.zeros_like(params["bias"])}
+    params["bias"][[5, 9]] = 1.0
+    targets[:, ::3], targets[:, 1::3] = 5, 9
+    _, correct = cross_entropy(head, params, hidden, targets, weights, chunk=8)
+    assert correct == (targets == 5).sum()
+
+
 def test_the_value_without_gradients_equals_the_value_with_them():
     """Evaluation uses the path without gradients: its sums are bit-equal."""
     params, hidden, targets, weights = case("fractions")

@@ -153,5 +153,5 @@ def _chunk_sums(
         d_logits = jnp.where(scores.is_target, d_logits - 1.0, d_logits)
     # A product alone would turn an infinite loss of weight 0 into NaN.
     loss = jnp.where(weights != 0.0, losses * weights, 0.0).sum()
-    correct = (weights * (scores.predictions == targets)).sum()
+    correct = (weights * scores.correct).sum()
     return loss, correct, d_logits * weights[..., None]

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from meshtune.kernels.row_order import order_by
 from meshtune.mesh.layout import Layout
 from meshtune.model.config import ExchangeName
 from meshtune.model.expert_exchange import by_all_to_all, by_gather, choose_exchange
@@ -35,8 +36,7 @@ def through_experts(
     """
     flat = experts.reshape(-1)
     flat = jnp.where((flat >= 0) & (flat < count), flat, count)
-    order = jnp.argsort(flat, stable=True)
-    place = jnp.argsort(order)  # of each (token, choice) among the sorted rows
+    order, place = order_by(flat, count + 1)  # place: of each (token, choice) among the sorted rows
     of_row = flat[order]
     sizes = jnp.sum(flat[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
     rows = _sorted_rows(x, order, place)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from meshtune.kernels.row_order import order_by
 from meshtune.model.config import ExchangeName
 
 # (rows [R, D], experts [R, k], weights [R, k], parameters) -> sums [R, D] over the experts of this device
@@ -84,8 +85,8 @@ def by_all_to_all(
     slots, rounds = round_slots(tokens, top_k, ep, count)
     flat = experts.reshape(-1)
     flat = jnp.where((flat >= 0) & (flat < ep * count), flat, ep * count)
-    order = jnp.argsort(flat, stable=True)  # by device, and on a device by expert
-    place, device = jnp.argsort(order), flat // count
+    order, place = order_by(flat, ep * count + 1)  # by device, and on a device by expert
+    device = flat // count
     sizes = jnp.sum(device[:, None] == jnp.arange(ep), axis=0, dtype=jnp.int32)
     starts = jnp.cumsum(sizes) - sizes
     rank = place - jnp.append(starts, 0)[device]  # of each choice among those for the same device

@@ -9,15 +9,17 @@ import jax
 
 from meshtune.arrays.tree import Tree
 from meshtune.kernels.attention import LOG_SUM_EXP, OUTPUT
+from meshtune.kernels.row_order import ORDER
 from meshtune.model.attention import ROTATED
 from meshtune.model.compute import Compute
 from meshtune.model.gather import GATHERED, is_offloaded
 from meshtune.model.linear import NARROW, PRODUCT
+from meshtune.model.router import CHOICE
 
 RESIDUAL = "residual"  # the stream that enters a layer
 
-# The results of matrix products (with LoRA the sum, not its parts) and of attention.
-SAVED = (PRODUCT, NARROW, ROTATED, OUTPUT, LOG_SUM_EXP)
+# The results of matrix products (with LoRA the sum, not its parts) and of attention, and which experts compute a token.
+SAVED = (PRODUCT, NARROW, ROTATED, OUTPUT, LOG_SUM_EXP, CHOICE, ORDER)
 
 
 def rematerialised(layer: Callable[..., Any], compute: Compute, nodes: Tree) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from meshtune.arrays.spec import ArraySpec
@@ -16,6 +17,7 @@ from meshtune.model.block import Hidden
 from meshtune.model.linear import linear
 from meshtune.model.norm import NormSpec
 
+CHOICE = "expert_choice"  # a name that a rematerialisation policy may keep: the experts of every token
 Scoring = Literal["softmax", "sigmoid", "sparse_mixer"]
 
 
@@ -103,7 +105,7 @@ class RouterSpec:
             choice = choice + lax.stop_gradient(node["correction"]).astype(choice.dtype)
         if self.groups > 1:
             choice = self._in_best_groups(choice)
-        _, experts = lax.top_k(choice, self.top_k)
+        experts = checkpoint_name(lax.top_k(choice, self.top_k)[1], CHOICE)
         # A sum over experts in place of a gather, whose gradient would be a scatter.
         chosen = experts[..., None] == jnp.arange(self.experts)
         weights = jnp.sum(jnp.where(chosen, scores[..., None, :], 0), axis=-1)
