@@ -71,7 +71,7 @@ class Launched:
         found = {}
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.launcher.pid).children():
-                with contextlib.suppress(psutil.Error):
+                with contextlib.suppress(psutil.Error, KeyError):  # not yet the process that it was forked for
                     found[int(child.environ()["MESHTUNE_PROCESS"])] = child
         return found
 

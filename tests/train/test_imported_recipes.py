@@ -60,15 +60,15 @@ def phrases(count: int, seed: int = 0) -> list[dict[str, str]]:
     return [record | ({"input": ""} if index % 2 else {}) for index, record in enumerate(records)]
 
 
-def our_losses(recipe: dict, tmp_path: pathlib.Path, **options) -> np.ndarray:
-    """The losses of `meshtune train` with what a file of another tool comes to."""
+def our_losses(recipe: dict, tmp_path: pathlib.Path, *overrides: str, **options) -> np.ndarray:
+    """The losses of `meshtune train` with what a file of another tool comes to, and with `overrides`."""
     theirs = tmp_path / "theirs.yaml"
     theirs.write_text(yaml.safe_dump(recipe))
     translation = translate(str(theirs), **options)
     assert not translation.refused, translation.refused
     for path, text in translation.written(tmp_path / "recipe.yaml").items():
         path.write_text(text)
-    train(tmp_path / "recipe.yaml")
+    train(tmp_path / "recipe.yaml", *overrides)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     return np.array([line["loss"] for line in lines if "loss" in line and "step" in line])
 
@@ -157,7 +157,7 @@ def test_an_axolotl_file_trains_as_transformers_does(model_path, tmp_path):
         "base_model": str(model_path), "datasets": [{"path": str(tmp_path / "data.json"), "type": "alpaca"}],
         "micro_batch_size": ROWS, "gradient_accumulation_steps": ACCUMULATION, "max_steps": STEPS,
         "learning_rate": RATE, "warmup_steps": 3, "weight_decay": 0.01, "max_grad_norm": 0.5, "sequence_len": 384,
-        "shuffle_merged_datasets": False, "bf16": False, "output_dir": str(tmp_path / "run"), "logging_steps": 1,
+        "curriculum_sampling": True, "bf16": False, "output_dir": str(tmp_path / "run"), "logging_steps": 1,
     }  # fmt: skip
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(model_path))
     below = "Below is an instruction that describes a task"
@@ -226,6 +226,30 @@ def test_trl_arguments_train_as_its_sft_trainer_does(model_path, tmp_path):
     np.testing.assert_allclose(ours, logged(trainer), rtol=1e-3, atol=1e-3)
 
 
+def test_a_stream_of_trls_trains_in_its_order(model_path, tmp_path):
+    from trl import SFTConfig, SFTTrainer
+
+    records = [
+        {"prompt": f"{record['instruction']} ", "completion": record["output"]}
+        for record in phrases(STEPS * ROWS * ACCUMULATION)
+    ]
+    file = tmp_path / "answers.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    recipe = ARGUMENTS | {
+        "model_name_or_path": str(model_path), "dataset_name": str(file), "dataset_streaming": True, "max_length": 64,
+        "output_dir": str(tmp_path / "run"), "bf16": False,
+    }  # fmt: skip
+    ours = our_losses(recipe, tmp_path, is_trl=True, trainer="sft")
+    assert "streaming: true" in (tmp_path / "recipe.yaml").read_text()
+    trainer = SFTTrainer(
+        model=transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32),
+        args=torch_arguments(SFTConfig, tmp_path, max_length=64, bf16=False, gradient_checkpointing=False),
+        train_dataset=datasets.load_dataset("json", data_files=str(file), split="train", streaming=True),
+        processing_class=transformers.AutoTokenizer.from_pretrained(str(model_path)),
+    )
+    np.testing.assert_allclose(ours, logged(trainer), rtol=1e-3, atol=1e-3)
+
+
 def test_an_axolotl_file_of_pairs_trains_as_trls_dpo_trainer_does(model_path, tmp_path):
     from trl import DPOConfig, DPOTrainer
 
@@ -241,10 +265,9 @@ def test_an_axolotl_file_of_pairs_trains_as_trls_dpo_trainer_does(model_path, tm
         "datasets": [{"path": str(tmp_path / "pairs.json"), "type": "chat_template.default", "split": "train"}],
         "micro_batch_size": ROWS, "gradient_accumulation_steps": ACCUMULATION, "max_steps": STEPS,
         "learning_rate": RATE, "lr_scheduler": "cosine", "warmup_steps": 3, "weight_decay": 0.01, "max_grad_norm": 0.5,
-        "sequence_len": 128, "shuffle_merged_datasets": False, "bf16": False, "output_dir": str(tmp_path / "run"),
-        "logging_steps": 1,
+        "sequence_len": 128, "bf16": False, "output_dir": str(tmp_path / "run"), "logging_steps": 1,
     }  # fmt: skip
-    ours = our_losses(recipe, tmp_path)
+    ours = our_losses(recipe, tmp_path, "data.shuffle=false")
     arguments = torch_arguments(DPOConfig, tmp_path, beta=0.3, bf16=False, gradient_checkpointing=False)
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     conversations = [

@@ -23,7 +23,7 @@ class Turns:
     message stands at the beginning of the first or the last message if that is a user's, and `start` before all.
     """
 
-    around: dict[str, tuple[str, str]]
+    delimiters: dict[str, tuple[str, str]]
     opening: str
     start: str = ""
     system_in: Literal["first", "last"] | None = None
@@ -32,13 +32,13 @@ class Turns:
         """A conversation as the template writes it."""
         system, written = "", self.start
         if messages[0]["role"] == "system":
-            system = messages[0]["content"].join(self.around["system"])
+            system = messages[0]["content"].join(self.delimiters["system"])
             messages = messages[1:]
             if self.system_in is None:
                 written, system = system, ""
         place = 0 if self.system_in == "first" else len(messages) - 1
         for number, message in enumerate(messages):
-            before, after = self.around[message["role"]]
+            before, after = self.delimiters[message["role"]]
             within = system if number == place and message["role"] == "user" else ""
             written += before + within + message["content"] + after
         return written + (self.opening if opened else "")
@@ -84,7 +84,7 @@ def turns_of(tokenizer: PreTrainedTokenizerFast) -> Turns | None:
     turns = next(agree, None)
     if turns is None:
         return None
-    parts = [text for pair in turns.around.values() for text in pair] + [turns.opening, turns.start]
+    parts = [text for pair in turns.delimiters.values() for text in pair] + [turns.opening, turns.start]
     return turns if all(_can_be_said(part) for part in parts) else None
 
 
@@ -127,47 +127,47 @@ _SPACED = (_conversation("user", user=" a question \n"), True)
 
 def _candidates(render: Render) -> list[Turns]:
     """The ways in which a template may write messages, by what each further message adds."""
-    alone = render(_conversation("user"), False)
+    question = render(_conversation("user"), False)
     answered = render(_conversation("user", "assistant"), False)
     twice = render(_conversation("user", "assistant", "user"), False)
-    start, mark, after_user = alone.partition(MARKS["user"])
+    start, mark, after_user = question.partition(MARKS["user"])
     opened = render(_conversation("user"), True)
-    if not mark or not all(text.startswith(alone) for text in (answered, twice, opened)):
+    if not mark or not all(text.startswith(question) for text in (answered, twice, opened)):
         return []
-    before_assistant, _, after_assistant = answered.removeprefix(alone).partition(MARKS["assistant"])
+    before_assistant, _, after_assistant = answered.removeprefix(question).partition(MARKS["assistant"])
     before_user, mark, last = twice.removeprefix(answered).partition(MARKS["user"])
     if not twice.startswith(answered) or not mark or last != after_user or not start.endswith(before_user):
         return []
-    before_system, _, rest = render(_conversation("system", "user"), False).partition(MARKS["system"])
-    after_system = rest.partition(MARKS["user"])[0]
-    around = {"user": (before_user, after_user), "assistant": (before_assistant, after_assistant)}
-    opening = opened.removeprefix(alone)
+    before_system, _, remaining = render(_conversation("system", "user"), False).partition(MARKS["system"])
+    after_system = remaining.partition(MARKS["user"])[0]
+    delimiters = {"user": (before_user, after_user), "assistant": (before_assistant, after_assistant)}
+    opening = opened.removeprefix(question)
     # A turn of its own, or within a user's message.
     if after_system.endswith(before_user):
         system = (before_system, after_system.removesuffix(before_user))
-        return [Turns({"system": system, **around}, opening, start.removesuffix(before_user))]
-    within = {"system": (before_system.removeprefix(start), after_system), **around}
+        return [Turns({"system": system, **delimiters}, opening, start.removesuffix(before_user))]
+    within = {"system": (before_system.removeprefix(start), after_system), **delimiters}
     return [Turns(within, opening, start.removesuffix(before_user), place) for place in ("first", "last")]
 
 
 def _go_template(turns: Turns) -> str:
     """A template in Go's language over what Ollama gives it: `.Messages` of `.Role` and `.Content`, and `.System`."""
-    before, after = turns.around["system"]
-    system, each = "", "range .Messages"
+    before, after = turns.delimiters["system"]
+    system, loop = "", "range .Messages"
     branches = {}
     if turns.system_in is None:
         branches["system"] = f"{before}{{{{ .Content }}}}{after}"
     else:
-        each = "range $index, $_ := .Messages"
+        loop = "range $index, $_ := .Messages"
         place = "(eq (len (slice $.Messages $index)) 1)"
         if turns.system_in == "first":
             place = '(or (eq $index 0) (and (eq $index 1) (eq (index $.Messages 0).Role "system")))'
         system = f"{{{{ if and $.System {place} }}}}{before}{{{{ $.System }}}}{after}{{{{ end }}}}"
     for role in ("user", "assistant"):
-        before, after = turns.around[role]
+        before, after = turns.delimiters[role]
         branches[role] = f"{before}{system if role == 'user' else ''}{{{{ .Content }}}}{after}"
     choice = "else ".join(f'if eq .Role "{role}" }}}}{text}{{{{ ' for role, text in branches.items())
-    messages = f"{{{{ {each} }}}}{{{{ {choice}end }}}}{{{{ end }}}}"
+    messages = f"{{{{ {loop} }}}}{{{{ {choice}end }}}}{{{{ end }}}}"
     start = turns.start
     if start and turns.system_in is None:
         first = '{{ if and (eq $index 0) (ne .Role "system") }}'

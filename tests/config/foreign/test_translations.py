@@ -7,6 +7,7 @@ import re
 
 import pytest
 import yaml
+from files import AXOLOTL, LLAMA_FACTORY, QLORA, verdicts
 
 from meshtune.config.foreign import (
     axolotl,
@@ -18,55 +19,9 @@ from meshtune.config.foreign import (
     torchtune,
     trl,
 )
-from meshtune.config.foreign.importer import Translation, translate
-from meshtune.config.load import load_recipe, silent
+from meshtune.config.load import load_recipe
 from meshtune.data.chat_templates import template_names
 from meshtune.errors import UserError
-
-LLAMA_FACTORY = {
-    "model_name_or_path": "some/model",
-    "stage": "sft",
-    "do_train": True,
-    "finetuning_type": "lora",
-    "dataset": "first, second",
-    "template": "qwen",
-    "output_dir": "saves/x",
-}
-AXOLOTL = {
-    "base_model": "some/model",
-    "datasets": [{"path": "tatsu-lab/alpaca", "type": "alpaca"}],
-    "learning_rate": "2e-5",
-    "output_dir": "out",
-}
-QLORA = {"adapter": "qlora", "load_in_4bit": True, "lora_r": 16, "lora_alpha": 32, "lora_target_linear": True}
-
-
-@pytest.fixture
-def imported(tmp_path: pathlib.Path):
-    def run(content: dict | str, **options) -> Translation:
-        file = tmp_path / "theirs.yaml"
-        file.write_text(content if isinstance(content, str) else yaml.safe_dump(content), encoding="utf-8")
-        return translate(str(file), **options)
-
-    return run
-
-
-@pytest.fixture
-def recipe_of(imported, tmp_path: pathlib.Path):
-    """The recipe that a file comes to, read back from what is written."""
-
-    def run(content: dict | str, **options):
-        translation = imported(content, **options)
-        assert not translation.refused, translation.refused
-        for path, text in translation.written(tmp_path / "ours.yaml").items():
-            path.write_text(text, encoding="utf-8")
-        return load_recipe(str(tmp_path / "ours.yaml"), notify=silent)
-
-    return run
-
-
-def verdicts(translation: Translation) -> dict[str, str]:
-    return {finding.key: finding.verdict for finding in translation.findings}
 
 
 def test_llama_factory_defaults_are_written_out(recipe_of):
@@ -223,45 +178,6 @@ TABLES = {
     "torchtune": torchtune.TORCHTUNE,
     "TRL": trl.TRL,
 }
-
-
-STREAMED = {
-    "sft": {},
-    "dpo": {"stage": "dpo", "pref_loss": "sigmoid"},
-    "kto": {"stage": "kto"},
-    "rm": {"stage": "rm"},
-    "pt": {"stage": "pt"},
-}
-
-
-@pytest.mark.parametrize("stage", STREAMED.values(), ids=list(STREAMED))
-def test_a_stream_is_translated_for_every_stage(recipe_of, stage):
-    recipe = recipe_of({**LLAMA_FACTORY, **stage, "streaming": True, "max_steps": 100, "val_size": 50})
-    assert recipe.data.streaming
-    assert (recipe.train.steps, recipe.data.validation) == (100, 50)
-
-
-def test_axolotls_and_trls_streams_are_translated(recipe_of):
-    assert recipe_of({**AXOLOTL, **QLORA, "streaming": True, "max_steps": 50}).data.streaming
-    arguments = {"model_name_or_path": "some/model", "dataset_name": "o/n", "output_dir": "out", "streaming": True}
-    arguments |= {"max_steps": 50, "max_length": 512, "completion_only_loss": True}
-    assert recipe_of(arguments, is_trl=True).data.streaming
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"max_steps": -1}, "the length of a stream is unknown"),
-        ({"stage": "dpo", "finetuning_type": "full"}, "computed before training"),
-        ({"stage": "dpo", "ref_model": "other/model"}, "computed before training"),
-        ({"stage": "pt", "packing": False}, "fills its rows"),
-    ],
-)
-def test_a_stream_that_is_not_possible_here_says_why(imported, change, reason):
-    translation = imported({**LLAMA_FACTORY, "streaming": True, "max_steps": 100, **change})
-    finding = next(finding for finding in translation.findings if finding.key == "streaming")
-    assert finding.verdict == "differs"
-    assert reason in finding.note
 
 
 COMPUTED = {"compute_dtype", "model_max_length", "block_diag_attn"}  # fields that no file can give

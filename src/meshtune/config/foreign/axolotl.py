@@ -117,6 +117,8 @@ ADAPTER: Table = {
     "jagged_restart_steps": refused("schedules have no restarts here", "leave it out", ()),
 }
 
+NO_BUFFER = "no stream is drawn from a buffer"
+
 STAGE: Table = {
     "rl": part("stage", text),
     "rl_beta": part("stage.beta", number, 0.1, NO_STAGE),
@@ -162,9 +164,14 @@ DATA: Table = {
     "sample_packing": part("data.packing", flag, False),
     "train_on_inputs": part("data.train_on_prompt", flag, False),
     "streaming": part("data.streaming", flag),
-    "shuffle_merged_datasets": part("data.shuffle", flag, True, "true: data are shuffled"),
+    "streaming_multipack_buffer_size": part("data.streaming", integer, 10000, NO_BUFFER),
+    "pretrain_multipack_buffer_size": part("data.streaming", integer, ABSENT, NO_BUFFER),
+    "shuffle_merged_datasets": part("data.shuffle", flag, True, "the trainer draws records at random in any case"),
+    "shuffle_before_merging_datasets": part(
+        "data.shuffle", flag, False, "data are shuffled together, or there is one data set"
+    ),
     "min_sample_len": refused("short documents are trained on too", "remove them from the data", (0, 1, 2)),
-    "curriculum_sampling": part("data.shuffle", flag, False, "false: data are shuffled"),
+    "curriculum_sampling": part("data.shuffle", flag, False, "the trainer draws records at random"),
     "group_by_length": refused("rows are not grouped by length", "leave it out: data are shuffled"),
     "dataset_exact_deduplication": refused("records are used as they are", "remove duplicates from the data"),
     "dataset_shard_num": refused("a source is used whole, or its first records (cap)", "use cap", ()),
@@ -175,15 +182,15 @@ DATA: Table = {
         "rows of packed documents: each has an attention of its own, whatever their number",
         "eval_sample_packing pad_to_sequence_len pad_to_multiple_of sample_packing_group_size sample_packing_bin_size "
         "sample_packing_sequentially sample_packing_mp_start_method sample_packing_eff_est multipack_real_batches "
-        "batch_flattening pretrain_multipack_attn pretrain_multipack_buffer_size pretraining_sample_concatenation "
-        "streaming_multipack_buffer_size sample_packing_seq_len_multiplier max_packed_sequence_len total_num_tokens "
+        "batch_flattening pretrain_multipack_attn pretraining_sample_concatenation "
+        "sample_packing_seq_len_multiplier max_packed_sequence_len total_num_tokens "
         "total_supervised_tokens",
     ),
     **idle(
         LOADER,
         "dataset_prepared_path skip_prepare_dataset dataset_processes dataset_num_proc dataset_keep_in_memory "
         "num_dataset_shards_to_save dataloader_pin_memory dataloader_num_workers dataloader_prefetch_factor "
-        "dataloader_drop_last remove_unused_columns shuffle_before_merging_datasets is_preprocess preprocess_iterable",
+        "dataloader_drop_last remove_unused_columns is_preprocess preprocess_iterable",
     ),
 }
 

@@ -33,6 +33,9 @@ def sources(draft: Draft, key: str, to: str, kind: str) -> list[str]:
     """Translates the data sets of `key` to the list `to` for our stage `kind`. Returns their types."""
     value = draft.get(key)
     listed = [value] if isinstance(value, dict | str) else value or []
+    if key == "pretraining_dataset" and len(listed) > 1:
+        draft.differ(key, f"{draft.tool} reads the first of its {len(listed)} data sets alone, and so is it here")
+        listed = listed[:1]
     types: list[str] = []
     for number, entry in enumerate(listed):
         entry = {"path": entry} if isinstance(entry, str) else entry

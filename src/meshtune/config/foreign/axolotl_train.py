@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshtune.config.foreign import axolotl_data, axolotl_method, models, optimizers
 from meshtune.config.foreign.draft import ONE_TEXT, OTHER_ORDER, Draft
-from meshtune.config.foreign.streams import stream
+from meshtune.config.foreign.streams import stops, stream
 from meshtune.config.foreign.trainer import batch_settings, length, trackers, upload
 
 PACKED = "a packed row has sequence_len tokens, and so many rows an update; the peer's bins are filled in another order"
@@ -23,8 +23,7 @@ def train(draft: Draft) -> None:
     _plugins(draft)
     batch_settings(draft, "micro_batch_size")
     length(draft, "num_epochs")
-    if "data.streaming" not in draft.settings:
-        stream(draft, "streaming")
+    _stream(draft)
     optimizers.named(draft, "optimizer")
     _schedule(draft)
     optimizers.moments(draft, ("adam_beta1", "beta1"), ("adam_beta2", "beta2"), ("adam_epsilon", "eps"))
@@ -138,15 +137,13 @@ def _data(draft: Draft, kind: str) -> bool:
     draft.put("data.overlong", "truncate" if streamed else strategy, "excess_length_strategy")
     packed = bool(draft.get("sample_packing")) or streamed
     draft.put("data.packing", packed, "sample_packing", note=PACKED if packed else "", differs=packed)
-    if streamed:
-        draft.put("data.streaming", True, key, note="documents go on in the next row")
     for unequal in ("max_prompt_len", "eval_sequence_len"):
         if unequal in draft.given:
             draft.differ(unequal, "prompts, answers and validation records are cut by sequence_len alone")
     if draft.get("train_on_inputs"):
         draft.put("data.train_on_prompt", True, "train_on_inputs")
-    if not draft.get("shuffle_merged_datasets") or draft.get("curriculum_sampling"):
-        draft.put("data.shuffle", False, "shuffle_merged_datasets", "curriculum_sampling")
+    if draft.get("rl") is None:
+        _order(draft, streamed or bool(draft.get("streaming")))
     share = draft.get("val_set_size")
     if draft.get("test_datasets"):
         draft.idle("val_set_size", "test_datasets are given")
@@ -155,6 +152,40 @@ def _data(draft: Draft, kind: str) -> bool:
     if kind == "sft" and draft.get("neftune_noise_alpha"):
         draft.put("stage.neftune_alpha", draft.get("neftune_noise_alpha"), "neftune_noise_alpha")
     return bool(share or draft.get("test_datasets"))
+
+
+def _order(draft: Draft, streamed: bool) -> None:
+    """The order of the data: drawn at random, but for curriculum_sampling, or a stream's own."""
+    merged, curriculum = draft.get("shuffle_merged_datasets"), draft.get("curriculum_sampling")
+    several = len(draft.get("datasets") or []) > 1
+    if several and draft.get("shuffle_before_merging_datasets") and not merged and (streamed or curriculum):
+        draft.refuse(
+            "shuffle_before_merging_datasets",
+            "data sets are shuffled together here, or each is read in its order",
+            "shuffle the files, or leave it out",
+        )
+    if streamed and not merged:
+        draft.put("data.shuffle", False, "shuffle_merged_datasets")
+    elif curriculum and not (streamed and draft.get("sample_packing")):
+        note = "there they are shuffled once, and read in that order every epoch" if several and merged else ""
+        draft.put(
+            "data.shuffle", False, "curriculum_sampling", "shuffle_merged_datasets", note=note, differs=bool(note)
+        )
+
+
+def _stream(draft: Draft) -> None:
+    key = "pretraining_dataset" if draft.get("pretraining_dataset") is not None else "streaming"
+    if draft.get("rl") is not None:
+        draft.idle("streaming", f"{draft.tool} reads data of rl whole")
+        return
+    if not draft.get(key):
+        return
+    if draft.get("val_set_size"):
+        stops(draft, "val_set_size", "give test_datasets")
+    if key == "streaming" and draft.get("sample_packing") and len(draft.get("datasets") or []) > 1:
+        stops(draft, "datasets", "give one data set, or turn sample_packing off")
+    buffers = ("streaming_multipack_buffer_size", "pretrain_multipack_buffer_size")
+    stream(draft, key, *(("streaming",) if draft.get("streaming") and key != "streaming" else ()), *buffers)
 
 
 def _plugins(draft: Draft) -> None:

@@ -86,7 +86,7 @@ DATA: Table = {
     "train_on_prompt": part("data.train_on_prompt", flag, False, NOT_THIS_STAGE),
     "mask_history": part("data.last_turn_only", flag, False, NOT_THIS_STAGE),
     "streaming": part("data.streaming", flag, False),
-    "buffer_size": part("data.streaming", integer, 16384, "the order of a stream is another one here"),
+    "buffer_size": part("data.streaming", integer, 16384, "without streaming nothing is drawn from a buffer"),
     "mix_strategy": part("data.mixing", text, "concat"),
     "interleave_probs": part("data.train.N.weight", names, ABSENT, "mix_strategy: concat does not read it"),
     "max_samples": part("data.train.N.cap", integer),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshtune.config.foreign.draft import Draft
+from meshtune.config.foreign.streams import stops
 from meshtune.config.foreign.templates import LLAMA_FACTORY, template
 
 TRUNCATED = "a record that is too long is cut at its end; the peer cuts prompt and answer of each turn in proportion"
@@ -31,13 +32,26 @@ def sources(draft: Draft, kind: str) -> bool:
         draft.differ("enable_thinking", "the template's own default: see data.reasoning, and compare what is trained")
     if draft.get("preserve_thinking"):
         draft.differ("preserve_thinking", "reasoning of earlier turns is kept as data.reasoning says")
-    if draft.get("disable_shuffling"):
+    if draft.get("streaming"):
+        _streamed(draft)
+    elif draft.get("disable_shuffling"):
         draft.put("data.shuffle", False, "disable_shuffling")
     if draft.get("tokenized_path"):
         draft.differ(
             "tokenized_path", "training prepares its data and keeps them; the peer stops when they are written"
         )
     return _validation(draft)
+
+
+def _streamed(draft: Draft) -> None:
+    """What goes with a stream, and what does not."""
+    draft.idle("disable_shuffling", "a stream is drawn from a buffer whatever it says")
+    if draft.get("max_samples"):
+        stops(draft, "max_samples", "leave it out")
+    if 0 < (draft.get("val_size") or 0) < 1:
+        stops(draft, "val_size", "give a whole number of records")
+    if "data.registry" in draft.settings:
+        draft.remark("A stream there does not read num_samples of dataset_info.json, which counts here.")
 
 
 def _listed(draft: Draft, to: str, key: str, names: list[str]) -> None:
@@ -67,6 +81,13 @@ def registry(draft: Draft) -> None:
 
 def _mixing(draft: Draft, count: int) -> None:
     strategy = draft.get("mix_strategy")
+    if strategy == "interleave_once":
+        ordered = bool(draft.get("streaming") or draft.get("disable_shuffling"))
+        note = "each record once an epoch, shuffled over all sources"
+        note += "; there the shares decide the order" if ordered else ", whatever the shares"
+        keys = ("mix_strategy", "interleave_probs")
+        draft.put("data.mixing", "concat", *keys, note=note, differs=ordered)
+        return
     if strategy not in ("concat", "interleave_under", "interleave_over"):
         draft.refuse("mix_strategy", f"there is no mixture {strategy} here", "use concat or interleave_under")
         return

@@ -21,7 +21,7 @@ def train(draft: Draft) -> None:
     _optimizer(draft)
     validation = sources(draft, kind)
     trainer.trainer_settings(draft, validation=validation, kind=kind)
-    stream(draft, "streaming")
+    stream(draft, "streaming", "buffer_size")
     _precision(draft)
     if draft.get("early_stopping_steps"):
         draft.put("eval.early_stopping", draft.get("early_stopping_steps"), "early_stopping_steps")

@@ -179,7 +179,9 @@ def _source(draft: Draft, to: str, key: str, name: str, entry: dict[str, Any]) -
     for theirs, ours in (("split", "split"), ("size", "cap"), ("weight", "weight")):
         if entry.get(theirs) is not None:
             draft.put(f"{to}.{ours}", entry.pop(theirs), key)
-    _refuse_unread(draft, key, entry, ("source", "streaming"))
+    if entry.pop("streaming", False):
+        draft.refuse(key, f"{name}: {draft.tool} stops at streaming, which it does not have yet", "leave it out")
+    _refuse_unread(draft, key, entry, ("source",))
 
 
 def _stage(draft: Draft, kind: str) -> None:

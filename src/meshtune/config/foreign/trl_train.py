@@ -36,8 +36,7 @@ def train(raw: dict[str, Any], devices: int, chosen: str | None) -> Draft:
     validation = _data(draft, name)
     _precision(draft)
     trainer.trainer_settings(draft, validation=validation, kind=STAGES[name])
-    for key in ("dataset_streaming", "streaming"):
-        stream(draft, key)
+    _stream(draft)
     draft.remark(OTHER_ORDER)
     return draft
 
@@ -123,13 +122,25 @@ def _targets(draft: Draft) -> None:
         draft.put("method.targets", [*(chosen or []), *experts], "lora_target_modules", "lora_target_parameters")
 
 
+def _stream(draft: Draft) -> None:
+    """A stream, which the peer reads in its order unless shuffle_dataset draws it from a buffer."""
+    key = "streaming" if draft.get("datasets") else "dataset_streaming"
+    if not draft.get(key):
+        return
+    if draft.get("shuffle_dataset"):
+        stream(draft, key, "shuffle_dataset")
+    else:
+        draft.put("data.shuffle", False, key, note="a stream is read in its order")
+        stream(draft, key)
+
+
 def _data(draft: Draft, name: str) -> bool:
     listed = draft.get("datasets")
-    path = draft.get("dataset_name")
-    if path is not None:
-        _source(draft, "data.train.0", path)
-    elif listed:
+    path = None if listed else draft.get("dataset_name")
+    if listed:
         _mixture(draft, listed)
+    elif path is not None:
+        _source(draft, "data.train.0", path)
     else:
         draft.refuse("dataset_name", "no data set is named", "add dataset_name")
     length = draft.get("max_length") if "max_length" in draft.given else draft.get("max_seq_length")
