@@ -50,7 +50,7 @@ def test_a_run_is_submitted_watched_and_cancelled(stub: pathlib.Path, workspace:
     body = {"recipe": recipe(), "slurm": {"nodes": 2, "gpus": 4, "time": "4:00:00", "partition": "long"}}
     created = board.post("/api/jobs", json=body)
     assert created.status_code == 201, created.text
-    assert (created.json()["state"], created.json()["slurm"]) == ("queued", {"id": "4711"})
+    assert (created.json()["state"], created.json()["slurm"]) == ("queued", {"id": "4711", "reason": ""})
     script = (stub / "script").read_text()
     for line in ("--nodes=2", "--gpus-per-node=4", "--time=4:00:00", "--partition=long"):
         assert f"#SBATCH {line}" in script
@@ -60,8 +60,12 @@ def test_a_run_is_submitted_watched_and_cancelled(stub: pathlib.Path, workspace:
     def state() -> str:
         return board.get(job).json()["state"]
 
-    (stub / "state").write_text("RUNNING\n")
-    assert state() == "running"
+    (stub / "state").write_text("PENDING PartitionConfig\n")
+    assert board.get(job).json()["slurm"]["reason"] == "PartitionConfig"
+    (stub / "state").write_text("RUNNING None\n")
+    assert (state(), board.get(job).json()["slurm"]["reason"]) == ("running", "")
+    (workspace.root / "slurm-4711.out").write_text("a node does not see the model\n")
+    assert board.get(f"{job}/log").json()["text"] == "a node does not see the model\n"
     logs = workspace.root / "runs/first/logs"
     logs.mkdir(parents=True)
     (logs / "process-0.log").write_text("update 1\n")
@@ -103,5 +107,5 @@ def test_what_slurm_would_refuse_is_refused_before(stub: pathlib.Path, workspace
     (stub / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: no such partition' >&2; exit 1\n")
     assert "no such partition" in refused(slurm={"nodes": 1})
     assert board.get("/api/jobs").json()["jobs"] == []
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setenv("PATH", str(workspace.root))
     assert "no Slurm" in refused(slurm={"nodes": 1})

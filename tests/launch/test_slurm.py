@@ -1,4 +1,4 @@
-"""The batch script under a real Slurm: a controller and two node daemons on loopback, started by slurm_here.sh."""
+"""The batch script under a real Slurm."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from slurm_nodes import two_nodes
 
 DIRECTORY = pathlib.Path(__file__).parent
 QUICKSTART = DIRECTORY.parents[1] / "src/meshtune/quickstart"
@@ -23,16 +24,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The environment in which Slurm's commands reach the two nodes."""
-    tool, at = str(DIRECTORY / "slurm_here.sh"), tmp_path_factory.mktemp("slurm")
-    installed = subprocess.run(["bash", tool, "install"], capture_output=True, text=True)
-    if installed.returncode:
-        pytest.skip(f"slurm-wlm and munge cannot be installed: {installed.stderr.strip()[-200:]}")
-    started = subprocess.run(["bash", tool, "start", str(at)], capture_output=True, text=True, timeout=120)
-    try:
-        assert started.returncode == 0, started.stderr
-        yield os.environ | {"SLURM_CONF": str(at / "slurm.conf")}
-    finally:
-        subprocess.run(["bash", tool, "stop", str(at)], check=False)
+    with two_nodes(tmp_path_factory.mktemp("slurm")) as variables:
+        yield os.environ | variables
 
 
 @pytest.fixture

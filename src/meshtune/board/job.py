@@ -75,13 +75,15 @@ class Job:
 
     @property
     def log(self) -> pathlib.Path:
-        """The file with what the run prints: for one under Slurm that of its process 0, once there is one; for one that
-        was started without the board its own copy."""
-        if self.output is not None and (self.request.is_slurm or self.request.is_attached):
-            own = self.output / (CONSOLE_LOG if self.request.is_attached else f"{LOGS}/process-0.log")
-            if own.exists():
-                return own
-        return self.folder / LOG
+        """The file with what the run prints: for one under Slurm that of its process 0, before that the batch script's;
+        for one that was started without the board its own copy."""
+        own: list[pathlib.Path] = []
+        if self.request.is_attached:
+            own = [pathlib.Path(self.request.output or "") / CONSOLE_LOG]
+        elif self.request.is_slurm:
+            script = pathlib.Path(self.request.root) / f"slurm-{self.slurm.get('id')}.out"
+            own = [pathlib.Path(self.request.output or "") / LOGS / "process-0.log", script]
+        return next((path for path in own if path.exists()), self.folder / LOG)
 
     @property
     def id(self) -> str:
@@ -106,7 +108,7 @@ class Job:
             "attached": request.is_attached,
             "attempt": self.attempt,
             "exit": dict(self.exit),
-            "slurm": {"id": self.slurm["id"]} if "id" in self.slurm else None,
+            "slurm": slurm.facts(self.slurm),
         }
 
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from meshtune.errors import UserError
 from meshtune.launch.options import SlurmOptions
@@ -61,41 +61,59 @@ def submit(folder: pathlib.Path, root: str, arguments: list[str]) -> str:
     return match[1]
 
 
+class Status(NamedTuple):
+    """Slurm's word for a job's state, "" for a job that it no longer knows and None where squeue does not answer; and
+    why a job waits, "" for one that does not."""
+
+    state: str | None
+    reason: str = ""
+
+
 class Queue:
     """The states of Slurm's jobs, asked for at most every FRESH_SECONDS."""
 
     def __init__(self):
         self._lock = threading.Lock()
-        self._states: dict[str, tuple[float, str | None]] = {}
+        self._statuses: dict[str, tuple[float, Status]] = {}
 
-    def state(self, number: str) -> str | None:
-        """Slurm's word for a job, "" for one that it no longer knows; None where squeue does not answer."""
+    def status(self, number: str) -> Status:
+        """The status of a job, perhaps of some seconds ago."""
         with self._lock:
-            read_at, state = self._states.get(number, (float("-inf"), None))
-            if time.monotonic() - read_at < FRESH_SECONDS:
-                return state
-            done = _run("squeue", "--noheader", "--jobs", number, "--states=all", "--format=%T")
-            if done is None:
-                state = None
-            elif done.returncode:  # "Invalid job id specified": it ended a while ago
-                state = "" if "nvalid job id" in done.stderr else None
-            else:
-                state = (done.stdout.split() or [""])[0]
-            self._states[number] = (time.monotonic(), state)
-            return state
+            read_at, status = self._statuses.get(number, (float("-inf"), Status(None)))
+            if time.monotonic() - read_at >= FRESH_SECONDS:
+                status = _read_status(number)
+                self._statuses[number] = (time.monotonic(), status)
+            return status
 
     def forget(self, number: str) -> None:
         """Asks anew at the next reading."""
         with self._lock:
-            self._states.pop(number, None)
+            self._statuses.pop(number, None)
 
 
 QUEUE = Queue()
 
 
+def _read_status(number: str) -> Status:
+    done = _run("squeue", "--noheader", "--jobs", number, "--states=all", "--format=%T %r")
+    if done is None:
+        return Status(None)
+    if done.returncode:  # "Invalid job id specified": it ended a while ago
+        return Status("" if "nvalid job id" in done.stderr else None)
+    state, _, reason = done.stdout.strip().partition(" ")
+    return Status(state, reason if state in WAITING and reason != "None" else "")
+
+
+def facts(record: Mapping[str, Any]) -> dict[str, str] | None:
+    """Slurm's number of a job, and why it waits ("" where it does not); None before it is submitted."""
+    if "id" not in record:
+        return None
+    return {"id": record["id"], "reason": QUEUE.status(str(record["id"])).reason}
+
+
 def state_of(record: Mapping[str, Any], asked_to_stop: bool, run_status: str | None) -> State:
     """The state of a job from Slurm's word and the status in run.json."""
-    word = QUEUE.state(str(record.get("id", "")))
+    word = QUEUE.status(str(record.get("id", ""))).state
     if word is None:
         return "elsewhere"
     if word in WAITING:
@@ -110,7 +128,7 @@ def state_of(record: Mapping[str, Any], asked_to_stop: bool, run_status: str | N
 def cancel(record: Mapping[str, Any], *, now: bool) -> None:
     """Ends a job: its processes save and stop, and it is not put into the queue again. With `now`, at once."""
     number = str(record.get("id", ""))
-    waiting = QUEUE.state(number) in WAITING
+    waiting = QUEUE.status(number).state in WAITING
     _run("scontrol", "update", f"JobId={number}", "Requeue=0")  # else the script, stopped by a signal, asks for it
     _run("scancel", *([] if now or waiting else ["--signal=TERM"]), number)
     QUEUE.forget(number)
