@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import math
 import pathlib
 import shutil
 
+import pytest
 from boards import READABLE, client
 
+from meshtune.arrays.tree import flatten
 from meshtune.board.routes.models import listed
 from meshtune.board.workspace import workspace_at
+from meshtune.model.spec import abstract_params
 from meshtune.quickstart import MODEL
+from meshtune.weights.load import load_config, spec_of
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs/families-memory.md"
 
@@ -22,6 +28,17 @@ def test_the_list_is_that_of_the_docs():
                 f"{size / 2**30:,.1f}" if f"{size / 2**30:,.1f} GiB" in rows[model["name"]] else f"{size / 2**30:,.0f}"
             )
             assert f"{digits} GiB" in rows[model["name"]]
+
+
+LIST = pathlib.Path(__file__).parents[2] / "benchmarks/plans/models.json"
+COUNTED = [model for model in json.loads(LIST.read_text()) if "parameters" in model]
+
+
+@pytest.mark.parametrize("model", COUNTED, ids=lambda model: model["name"])
+def test_a_listed_config_has_the_parameters_of_the_published_checkpoint(model, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(model["config"]))
+    spec = spec_of(load_config(tmp_path), tmp_path, "bfloat16")
+    assert sum(math.prod(leaf.shape) for leaf in flatten(abstract_params(spec)).values()) == model["parameters"]
 
 
 def test_models_of_the_folders_are_listed_and_measured(tmp_path):

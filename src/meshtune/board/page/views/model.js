@@ -62,7 +62,7 @@ export function show(place) {
     const families = [...new Set(chosen.map((model) => model.family))].sort();
     fill(hub, chosen.length ? h('table', { class: 'models' }, head(), families.map((family) => h('tbody', {},
       h('tr', {}, h('th', { colspan: 5, scope: 'rowgroup', class: 'family' }, family)),
-      chosen.filter((model) => model.family === family).sort((first, second) => first.bytes.lora - second.bytes.lora).map(row)))) : h('p', { class: 'empty' }, t('model.none')));
+      chosen.filter((model) => model.family === family).map(row)))) : h('p', { class: 'empty' }, t('model.none')));
   }
 
   // Apart from the hub's list, which every key in its search draws anew: a measured model keeps its figures.
