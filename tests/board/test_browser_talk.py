@@ -233,9 +233,16 @@ def test_tools_are_checked_beside_their_field_and_called(page):
         below = driver.find_element("id", "tools-wrong").rect["y"] - (field().rect["y"] + field().rect["height"])
         assert 0 <= below < 30
         assert driver.find_element("id", "prompt").get_property("value") == "Is it warm?"  # not lost
-    put(driver, "temperature", "9")
-    press(driver, "Send")
-    eventually(lambda: texts(driver, "#temperature-wrong") != [""])
+    for field_name, value, message in (
+        ("seed", "1.5", "A whole number is needed"),
+        ("max_tokens", "0", "At least 1"),
+        ("temperature", "9", "From 0 to 5"),
+    ):
+        put(driver, field_name, value)
+        press(driver, "Send")
+        eventually(lambda name=field_name, text=message: texts(driver, f"#{name}-wrong") == [text])
+        if field_name != "temperature":
+            put(driver, field_name, "")
     driver.save_screenshot(str(IMAGES / "talk-refused.png"))
     assert axe(driver) == []
     assert asked(driver) == []

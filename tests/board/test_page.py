@@ -9,6 +9,7 @@ import re
 import pytest
 
 import meshtune.board
+from meshtune.board.kinds import KINDS
 
 PAGE = pathlib.Path(meshtune.board.__file__).parent / "page"
 LANGUAGES = ("en", "zh", "ru", "ko", "ja")
@@ -54,6 +55,10 @@ def test_there_is_a_file_for_every_language_and_no_other():
     listed = re.search(r"LANGUAGES = \{(.*)\}", (PAGE / "text.js").read_text(encoding="utf-8"))
     assert listed
     assert re.findall(r"(\w+): '", listed[1]) == list(LANGUAGES)
+
+
+def test_every_kind_of_job_has_a_name():
+    assert set(texts("en")["kind"]) == set(KINDS)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)

@@ -19,6 +19,7 @@ from meshtune.plan.search import memory_limit, score
 from meshtune.plan.updates import Updates, updates_of
 from meshtune.setup.choices import Decision, compute_of, optimizer_of
 from meshtune.setup.machine import Machine
+from meshtune.translatable import Translatable, template_of
 
 
 def plan(request: dict[str, Any]) -> dict[str, Any]:
@@ -29,7 +30,9 @@ def plan(request: dict[str, Any]) -> dict[str, Any]:
     updates = updates_of(recipe) if request.get("count") else _stated(recipe)
     price = request.get("price")
     report = report_for(recipe, target, compile_step, price=price, updates=updates, reason=reason)
-    fields = to_json(report) | {"reason": reason, "limit": report.best.memory_limit}
+    fields: dict[str, Any] = to_json(report) | {"reason": reason, "limit": report.best.memory_limit}
+    for remedy, shown in zip(report.remedies, fields["remedies"], strict=True):
+        shown["templates"] = _templates(remedy=remedy.name, cost=remedy.cost, refused=remedy.refusal)
     return {"plan": fields, "choices": [_choice(choice) for choice in choices(recipe, report)]}
 
 
@@ -43,22 +46,27 @@ def choices(recipe: Recipe, report: PlanReport) -> Iterable[Decision]:
     work, device = candidate.workload, report.target.device
     precision = work.precision
     explicit = recipe.compute.precision != "auto"
-    why = "asked for" if explicit else f"auto: {precision.name} on {device.backend}"
+    auto = Translatable("auto: {value} on {backend}", value=precision.name, backend=device.backend)
+    why = Translatable("asked for") if explicit else auto
     yield Decision("compute.precision", precision.name, why)
     rate = optimizer_of(recipe, precision).learning_rate
-    rate_is_set = recipe.optimizer.learning_rate is not None
+    rate_is_set, method = recipe.optimizer.learning_rate is not None, recipe.method.kind
     yield Decision(
         "optimizer.learning_rate",
         f"{rate:g}",
-        "asked for" if rate_is_set else f"the default of method {recipe.method.kind}",
+        Translatable("asked for") if rate_is_set else Translatable("the default of method {method}", method=method),
     )
     if recipe.train.steps is None:
         epochs = recipe.train.epochs or DEFAULT_EPOCHS
-        yield Decision("train.epochs", f"{epochs:g}", "asked for" if recipe.train.epochs else "the default")
+        why = Translatable("asked for") if recipe.train.epochs else Translatable("the default")
+        yield Decision("train.epochs", f"{epochs:g}", why)
     if recipe.mesh == "auto":
-        yield Decision("mesh", str(scored.mesh), "auto: what is fastest and fits")
+        value = str(scored.mesh) if scored.mesh.devices > 1 else Translatable("1 device")
+        yield Decision("mesh", value, Translatable("auto: what is fastest and fits"))
     if recipe.train.micro_batch in ("auto", None):
-        yield Decision("train.micro_batch", str(candidate.rows), f"{candidate.accumulation} an update")
+        yield Decision(
+            "train.micro_batch", str(candidate.rows), Translatable("{count} an update", count=candidate.accumulation)
+        )
     devices = Machine(device.platform, (), device.arch)
     try:
         _, decisions = compute_of(
@@ -68,12 +76,18 @@ def choices(recipe: Recipe, report: PlanReport) -> Iterable[Decision]:
         decisions = [Decision("warning", error.what, error.fix or "")]
     for choice in decisions:
         fitted = choice.name == "remat" and recipe.compute.remat == "auto"
-        yield Decision("compute.remat", choice.value, "auto: the faster that fits") if fitted else choice
+        yield Decision("compute.remat", choice.value, Translatable("auto: the faster that fits")) if fitted else choice
     yield from report.coverage
 
 
-def _choice(decision: Decision) -> dict[str, str]:
-    return {"name": decision.name, "value": decision.value, "reason": decision.reason}
+def _choice(decision: Decision) -> dict[str, Any]:
+    templates = _templates(value=decision.value, reason=decision.reason)
+    return {"name": decision.name, "value": decision.value, "reason": decision.reason, "templates": templates}
+
+
+def _templates(**texts: str) -> dict[str, Any]:
+    """What the page translates of texts, by their names: a template with its values, or the text."""
+    return {name: template_of(text) for name, text in texts.items()}
 
 
 METHODS: dict[str, dict[str, Any]] = {

@@ -7,6 +7,8 @@ import re
 
 import jax
 
+from meshtune.translatable import Translatable
+
 # Bytes of shared memory that one thread block can use, by compute capability (CUDA programming guide, table of
 # technical specifications, less the 1 KiB per block that the driver reserves). Others get the smallest of the recent.
 NVIDIA_SHARED_MEMORY = {
@@ -60,11 +62,14 @@ def chip_of(platform: str, arch: str = "") -> Chip:
 def without_triton(chip: Chip) -> str | None:
     """Why kernels in Triton do not serve a chip, None if they do."""
     if chip.vendor not in ("nvidia", "amd"):
-        return f"its kernels are for NVIDIA and AMD GPUs, not for {chip.vendor or 'this platform'}"
+        return Translatable(
+            "its kernels are for NVIDIA and AMD GPUs, not for {vendor}",
+            vendor=chip.vendor or Translatable("this platform"),
+        )
     if chip.vendor == "nvidia" and chip.capability < OLDEST_NVIDIA:
-        return f"Triton needs sm_80 or newer, and this is {chip}"
+        return Translatable("Triton needs sm_80 or newer, and this is {chip}", chip=chip)
     if chip.vendor == "amd" and chip.arch.startswith(AMD_WITHOUT_MATRIX_UNITS):
-        return f"{chip} has no matrix units that Triton could use"
+        return Translatable("{chip} has no matrix units that Triton could use", chip=chip)
     return None
 
 

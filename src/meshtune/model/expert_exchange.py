@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from meshtune.kernels.row_order import order_by
 from meshtune.model.config import ExchangeName
+from meshtune.translatable import Translatable
 
 # (rows [R, D], experts [R, k], weights [R, k], parameters) -> sums [R, D] over the experts of this device
 Local = Callable[[Array, Array, Array, Any], Array]
@@ -38,10 +39,20 @@ class Choice(NamedTuple):
 def choose_exchange(requested: ExchangeName, ep: int, top_k: int) -> Choice:
     """The exchange for `top_k` experts a token over `ep` devices."""
     if requested != "auto":
-        return Choice(requested, "asked for")
+        return Choice(requested, Translatable("asked for"))
     if ep >= top_k:
-        return Choice("all_to_all", f"auto: a token has {top_k} experts on {ep} devices, and goes to theirs alone")
-    return Choice("gather", f"auto: a token has {top_k} experts on {ep} devices: most tokens go to most of them anyway")
+        reason = Translatable(
+            "auto: a token has {experts} experts on {devices} devices, and goes to theirs alone",
+            experts=top_k,
+            devices=ep,
+        )
+        return Choice("all_to_all", reason)
+    reason = Translatable(
+        "auto: a token has {experts} experts on {devices} devices: most tokens go to most of them anyway",
+        experts=top_k,
+        devices=ep,
+    )
+    return Choice("gather", reason)
 
 
 def round_slots(tokens: int, top_k: int, ep: int, experts: int) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from meshtune.plan.search import (
     open_keys,
     score,
 )
+from meshtune.translatable import Translatable
 
 # Commonly available machine sizes as (hosts, devices per host), smallest first.
 SIZES = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8), (16, 8), (32, 8), (64, 8))
@@ -72,14 +73,14 @@ def try_remedies(start: ScoredCandidate, recipe: Recipe) -> list[Remedy]:
     for proposal in _proposals(recipe, start.candidate):
         name, cost = proposal.name, proposal.cost
         if proposal.fixed:
-            remedies.append(Remedy(name, cost, None, f"the recipe sets {proposal.fixed}"))
+            remedies.append(Remedy(name, cost, None, Translatable("the recipe sets {key}", key=proposal.fixed)))
             continue
         better = _best_alternative(best, proposal.alternatives)
         if isinstance(better, str):
             remedies.append(Remedy(name, cost, None, better))
             continue
         if better.estimate.device_bytes >= best.estimate.device_bytes:
-            remedies.append(Remedy(name, cost, None, "it saves nothing here"))
+            remedies.append(Remedy(name, cost, None, Translatable("it saves nothing here")))
             continue
         changes = {key: value for key, value in better.overrides.items() if best.overrides.get(key) != value}
         remedies.append(Remedy(name, cost, better, changes=changes))
@@ -153,7 +154,7 @@ def _can_fit(recipe: Recipe, machine: Target) -> bool:
 def _best_alternative(start: ScoredCandidate, alternatives: Sequence[Overrides]) -> ScoredCandidate | str:
     """The first alternative that fits, else the one that needs least memory, or the reason why none is possible."""
     possible: list[ScoredCandidate] = []
-    target, reason = start.candidate.target, "it does not apply to this recipe"
+    target, reason = start.candidate.target, Translatable("it does not apply to this recipe")
     for overrides in alternatives:
         recipe = apply_overrides(start.recipe, overrides)
         try:
@@ -179,27 +180,41 @@ def _proposals(recipe: Recipe, candidate: Candidate) -> Iterator[_Proposal]:
 
     meshes: list[Overrides] = [{MESH: mesh} for mesh in _meshes(candidate.target)]
     smaller = [{MICRO: n} for n in range(micro_batch - 1, 0, -1) if micro_batch % n == 0]
-    yield _Proposal("recompute layers", "a third more arithmetic", [{REMAT: "full"}], unless_open(REMAT))
-    yield _Proposal("another mesh", "other messages", meshes, unless_open(MESH))
-    yield _Proposal("smaller micro-batches", "more messages per update", smaller, unless_open(MICRO))
+    yield _Proposal(
+        Translatable("recompute layers"), Translatable("a third more arithmetic"), [{REMAT: "full"}], unless_open(REMAT)
+    )
+    yield _Proposal(Translatable("another mesh"), Translatable("other messages"), meshes, unless_open(MESH))
+    yield _Proposal(
+        Translatable("smaller micro-batches"), Translatable("more messages per update"), smaller, unless_open(MICRO)
+    )
     for key, name, current in (
-        ("compute.mlp_chunk", "chunked norm and feed-forward", compute.mlp_chunk),
-        ("compute.attention_chunk", "chunked attention queries", compute.attention_chunk),
+        ("compute.mlp_chunk", Translatable("chunked norm and feed-forward"), compute.mlp_chunk),
+        ("compute.attention_chunk", Translatable("chunked attention queries"), compute.attention_chunk),
     ):
-        yield _Proposal(name, "a little arithmetic", [{key: n} for n in CHUNKS], key if current else None)
+        yield _Proposal(name, Translatable("a little arithmetic"), [{key: n} for n in CHUNKS], key if current else None)
     offload_set = OFFLOAD if "offload" in compute.model_fields_set else None
     offloaded = list(candidate.offload)
     for part, name, cost in (
-        ("residual", "residual stream on the host", "PCIe traffic that overlaps with computation"),
-        ("optimizer", "optimizer state on the host", "PCIe traffic at the end of an update"),
+        (
+            "residual",
+            Translatable("residual stream on the host"),
+            Translatable("PCIe traffic that overlaps with computation"),
+        ),
+        (
+            "optimizer",
+            Translatable("optimizer state on the host"),
+            Translatable("PCIe traffic at the end of an update"),
+        ),
     ):
         yield _Proposal(name, cost, [{OFFLOAD: list(dict.fromkeys([*offloaded, part]))}], offload_set)
         offloaded = [*offloaded, part]
     lora = recipe.method.adapters is not None
     nf4: list[Overrides] = [{QUANTIZE: "nf4"}] if lora else []
-    yield _Proposal("nf4 base", "rounded frozen weights", nf4, unless_open(QUANTIZE) if lora else None)
+    yield _Proposal(
+        Translatable("nf4 base"), Translatable("rounded frozen weights"), nf4, unless_open(QUANTIZE) if lora else None
+    )
     on_host: list[Overrides] = [{OFFLOAD: [*offloaded, "weights"]}]
-    yield _Proposal("weights on the host", "all weights cross PCIe", on_host, offload_set)
+    yield _Proposal(Translatable("weights on the host"), Translatable("all weights cross PCIe"), on_host, offload_set)
 
 
 def _meshes(target: Target) -> list[dict[str, int]]:

@@ -19,6 +19,7 @@ from meshtune.objectives.stages import STAGES
 from meshtune.optim.build import OptimizerConfig
 from meshtune.setup.machine import Machine, this_machine
 from meshtune.setup.tiles import chunks_of, loss_chunk_of
+from meshtune.translatable import Translatable
 
 LEARNING_RATES = {"lora": 2e-4, "full": 2e-5, "freeze": 2e-5, "llama_pro": 2e-4}
 ADAPTER_RATES = {"pissa": 0.1, "vera": 10.0}  # relative to LoRA's rate, following the papers
@@ -41,7 +42,8 @@ WARNING = "warning"  # the name of a Decision that users should hardly want as i
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """A resolved setting and the reason for its value, for the banner."""
+    """A resolved setting and the reason for its value, for the banner. `value` and `reason` are Translatable where they
+    have words that the board shows."""
 
     name: str
     value: str
@@ -63,7 +65,8 @@ def precision_of(recipe: Recipe, stored: str, backend: str | None = None) -> tup
     requested = recipe.compute.precision
     backend = backend or jax.default_backend()
     name = requested if requested != "auto" else ("float32" if backend == "cpu" else "mixed")
-    reason = "asked for" if requested != "auto" else f"auto: {name} on {backend}"
+    auto = Translatable("auto: {value} on {backend}", value=name, backend=backend)
+    reason = Translatable("asked for") if requested != "auto" else auto
     match name:
         case "float32":
             precision = Precision(name, "float32", "float32", "float32", "float32")
@@ -85,7 +88,7 @@ def mesh_of(recipe: Recipe, devices: int, spec: ModelSpec) -> tuple[MeshConfig, 
     assert recipe.mesh != "auto", "resolve mesh=auto before (plan.autotune)"
     config = recipe.mesh
     check_experts(config.ep, spec)
-    return (resolve_mesh(config, devices) if -1 in config.sizes.values() else config), "asked for"
+    return (resolve_mesh(config, devices) if -1 in config.sizes.values() else config), Translatable("asked for")
 
 
 def layout_of(config: MeshConfig, why: str, spec: ModelSpec, machine: Machine) -> tuple[Layout | None, list[Decision]]:
@@ -120,16 +123,16 @@ def compute_of(
     options = recipe.compute
     machine = machine or this_machine()
     mlp_chunk, attention_chunk, tiles = chunks_of(recipe, spec, rows, length, layout)
-    remat, why = options.remat, "asked for"
+    remat, why = options.remat, Translatable("asked for")
     if remat == "auto" and recipe.optimizer.layerwise:
-        remat, why = "full", "auto: each layer is made again when its update comes"
+        remat, why = "full", Translatable("auto: each layer is made again when its update comes")
     elif remat == "auto" and (attention_chunk or "residual" in options.offload):
-        remat, why = "full", "auto: what would be kept is far more than the residual stream"
+        remat, why = "full", Translatable("auto: what would be kept is far more than the residual stream")
     elif remat == "auto":
-        remat, why = "selective", "auto: products are kept"
+        remat, why = "selective", Translatable("auto: products are kept")
     decisions = [Decision("remat", remat, why), *(Decision(*tile) for tile in tiles)]
     chunk, reason = loss_chunk_of(recipe, spec, rows, length, layout)
-    tokens = Decision("loss_chunk", f"{chunk * rows} tokens", reason)
+    tokens = Decision("loss_chunk", Translatable("{count} tokens", count=chunk * rows), reason)
     compute = Compute(
         precision.compute,
         remat,
@@ -148,11 +151,11 @@ def compute_of(
     decisions += _block_decisions(compute, spec)
     for request in attention_requests(compute, spec, rows, length):
         backend, reason = choose_backend(request, options.attention)
-        window = f" (window {request.window})" if request.window else ""
-        decisions.append(Decision("attention", backend.name + window, reason))
+        windowed = Translatable("{backend} (window {window})", backend=backend.name, window=request.window)
+        decisions.append(Decision("attention", windowed if request.window else backend.name, reason))
     decisions.append(tokens)
     if options.offload:
-        decisions.append(Decision("offload", ", ".join(options.offload), "asked for"))
+        decisions.append(Decision("offload", ", ".join(options.offload), Translatable("asked for")))
     return compute, decisions
 
 

@@ -12,16 +12,19 @@ from meshtune.families.experts import has_experts
 from meshtune.model.experts import ExpertsSpec
 from meshtune.model.spec import ModelSpec
 from meshtune.setup.choices import WARNING, Decision
+from meshtune.translatable import Translatable, listed
 
 # The blocks of a layer by the key of their parameters.
 BLOCKS = {
-    "attn": "attention",
-    "delta": "gated delta nets",
-    "mamba": "state spaces",
-    "conv": "short convolutions",
-    "mlp": "dense networks",
+    "attn": Translatable("attention"),
+    "delta": Translatable("gated delta nets"),
+    "mamba": Translatable("state spaces"),
+    "conv": Translatable("short convolutions"),
+    "mlp": Translatable("dense networks"),
 }
-ROUTERS, SHARED, GATES = "routers", "shared experts", "gates of shared experts"
+SHARED = Translatable("shared experts")
+ROUTERS, GATES = Translatable("routers"), Translatable("gates of shared experts")
+NORMS, OTHERS = Translatable("norms"), Translatable("others")
 
 
 def coverage_decisions(method: Method, spec: ModelSpec) -> list[Decision]:
@@ -34,13 +37,15 @@ def coverage_decisions(method: Method, spec: ModelSpec) -> list[Decision]:
     among = ModelModules.of(spec)
     selection, decisions = method.choose(among), []
     trained = {name: among.by_name[name] for name in selection.trained}
-    frozen = _frozen_parts(among.by_name, {*selection.adapted, *trained}) if has_experts(spec) else ""
+    frozen = _frozen_parts(among.by_name, {*selection.adapted, *trained}) if has_experts(spec) else None
     if config := method.adapters:
         targets = config.targets if isinstance(config.targets, str) else ", ".join(config.targets)
         adapted = [among.by_name[name] for name in selection.adapted]
-        decisions.append(Decision("adapters", f"on {_counted(adapted)}", f"{config.adapter}, {targets}{frozen}"))
+        value, reason = Translatable("on {parts}", parts=_counted(adapted)), listed((config.adapter, targets))
+        decisions.append(Decision("adapters", value, _with_frozen(reason, frozen)))
     if trained:
-        decisions.append(Decision("trained", _counted(trained.values()), f"in full{'' if decisions else frozen}"))
+        reason = _with_frozen(Translatable("in full"), None if decisions else frozen)
+        decisions.append(Decision("trained", _counted(trained.values()), reason))
     decisions += _bias_update(spec)
     return decisions + _aux_loss_warning(method, spec, among.by_name, {*selection.adapted, *trained})
 
@@ -54,7 +59,11 @@ def _counted(modules: Iterable[Module]) -> str:
         if module.role != "experts":
             counts[_part(module)] = counts.get(_part(module), 0) + 1
     routed = _counted_experts([module for module in modules if module.role == "experts"])
-    return ", ".join([*routed, *(_counted_part(part, count) for part, count in counts.items())])
+    return listed([*routed, *(_counted_part(part, count) for part, count in counts.items())])
+
+
+def _with_frozen(reason: str, frozen: str | None) -> str:
+    return reason if frozen is None else Translatable("{reason}; {parts} frozen", reason=reason, parts=frozen)
 
 
 def _counted_experts(modules: list[Module]) -> list[str]:
@@ -70,16 +79,27 @@ def _counted_experts(modules: list[Module]) -> list[str]:
         kinds[kind] = kinds.get(kind, 0) + 1
     texts = []
     for (size, names), layers in kinds.items():
-        where = f"in each of {layers} layers ({size * layers:,})" if layers > 1 else "in one layer"
-        texts.append(f"{size} experts {where}: {', '.join(names)}")
+        matrix_names = ", ".join(names)
+        if layers > 1:
+            text = Translatable(
+                "{count} experts in each of {layers} layers ({total}): {matrices}",
+                count=size,
+                layers=layers,
+                total=f"{size * layers:,}",
+                matrices=matrix_names,
+            )
+        else:
+            text = Translatable("{count} experts in one layer: {matrices}", count=size, matrices=matrix_names)
+        texts.append(text)
     return texts
 
 
 def _counted_part(part: str, count: int) -> str:
-    if part in (ROUTERS, GATES, "norms") or part.startswith("others"):
-        return f"{count} {part}"
-    blocks = (SHARED, *BLOCKS.values())
-    return f"{count} linear layers of {part}" if part in blocks else part
+    if part in (ROUTERS, GATES, NORMS, OTHERS):
+        return Translatable("{count} {part}", count=count, part=part)
+    if part in (SHARED, *BLOCKS.values()):
+        return Translatable("{count} linear layers of {part}", count=count, part=part)
+    return part
 
 
 def _part(module: Module) -> str:
@@ -93,16 +113,20 @@ def _part(module: Module) -> str:
     if "/shared/" in module.node:
         return SHARED
     if module.role != "matrix":
-        return "norms" if "norm" in module.site else "others"
+        return NORMS if "norm" in module.site else OTHERS
     return next((BLOCKS[key] for key in module.site.split("/") if key in BLOCKS), module.site.split("/")[0])
 
 
-def _frozen_parts(among: Mapping[str, Module], chosen: set[str]) -> str:
-    """The parts of a mixture that stay as they are: routers, and experts where none of their matrices is chosen."""
+def _frozen_parts(among: Mapping[str, Module], chosen: set[str]) -> str | None:
+    """The parts of a mixture that stay as they are: routers, and experts where none of their matrices is chosen. None
+    if there are none."""
     routers = [name for name, module in among.items() if _routes(module)]
     experts = [name for name, module in among.items() if module.role == "experts"]
-    parts = [*["routed experts"] * chosen.isdisjoint(experts), *["routers"] * chosen.isdisjoint(routers)]
-    return f"; {' and '.join(parts)} frozen" if parts else ""
+    if chosen.isdisjoint(experts):
+        return (
+            Translatable("routed experts and routers") if chosen.isdisjoint(routers) else Translatable("routed experts")
+        )
+    return ROUTERS if chosen.isdisjoint(routers) else None
 
 
 def _bias_update(spec: ModelSpec) -> list[Decision]:
@@ -115,8 +139,12 @@ def _bias_update(spec: ModelSpec) -> list[Decision]:
     if not layers:
         return []
     experts, rate, _ = layers[0]
-    value = f"of {experts} experts in each of {sum(repeats for *_, repeats in layers)} layers"
-    reason = f"every update moves each by {rate:g} towards an even load; saved with checkpoints and the model"
+    value = Translatable(
+        "of {count} experts in each of {layers} layers", count=experts, layers=sum(repeats for *_, repeats in layers)
+    )
+    reason = Translatable(
+        "every update moves each by {rate} towards an even load; saved with checkpoints and the model", rate=f"{rate:g}"
+    )
     return [Decision("correction biases", value, reason)]
 
 
@@ -135,14 +163,20 @@ def _aux_loss_warning(method: Method, spec: ModelSpec, among: Mapping[str, Modul
         "freeze": f"method.modules: [.., {router}]",
         "full": "method.train_router: true",
     }
-    remedy = f"{switch[method.kind]} trains the routers; else leave it out" if method.kind in switch else "leave it out"
+    remedy = Translatable("leave it out")
+    if method.kind in switch:
+        remedy = Translatable("{change} trains the routers; else leave it out", change=switch[method.kind])
     if upstream or rows:
-        parts = f"{upstream} module{'s' * (upstream > 1)}" if upstream else "rows of the embedding"
-        value = "model.router_aux_loss trains no router"
-        reason = f"routers are frozen: it trains what lies before them ({parts}) to balance their load; {remedy}"
+        parts = Translatable("1 module") if upstream == 1 else Translatable("{count} modules", count=upstream)
+        value = Translatable("model.router_aux_loss trains no router")
+        reason = Translatable(
+            "routers are frozen: it trains what lies before them ({parts}) to balance their load; {remedy}",
+            parts=parts if upstream else Translatable("rows of the embedding"),
+            remedy=remedy,
+        )
     else:
-        value = "model.router_aux_loss has no effect"
-        reason = f"routers are frozen, and so is all that lies before them; {remedy}"
+        value = Translatable("model.router_aux_loss has no effect")
+        reason = Translatable("routers are frozen, and so is all that lies before them; {remedy}", remedy=remedy)
     return [Decision(WARNING, value, reason)]
 
 

@@ -6,6 +6,7 @@ from meshtune.config.recipe import Recipe
 from meshtune.errors import UserError
 from meshtune.mesh.layout import Layout
 from meshtune.model.spec import ModelSpec
+from meshtune.translatable import Translatable
 
 WIDE_BYTES = 128 * 2**20  # target size of one MLP activation, 16-bit, per device
 ATTENTION_BYTES = 64 * 2**20  # target size of one array of queries, 16-bit, per device
@@ -45,13 +46,14 @@ def chunks_of(
     def resolve(name: str, chunk: int | str | None, width: int, target_bytes: int) -> int | None:
         if chunk is None:
             return None
-        reason = "asked for"
+        reason = Translatable("asked for")
         if chunk == "auto":
             fitting = target_bytes * heads * cp // (2 * device_rows * width)
             chunk = max(LEAST, 1 << (max(1, fitting).bit_length() - 1))
-            reason = f"auto: about {target_bytes >> 20} MiB an array"
+            reason = Translatable("auto: about {size} MiB an array", size=target_bytes >> 20)
         unchunked = int(chunk) >= length
-        choices.append((name, "the whole row" if unchunked else f"{chunk} of {length} tokens", reason))
+        part = Translatable("{count} of {length} tokens", count=chunk, length=length)
+        choices.append((name, Translatable("the whole row") if unchunked else part, reason))
         return None if unchunked else int(chunk)
 
     mlp = resolve("mlp_chunk", options.mlp_chunk, _widest(spec, "ffn"), WIDE_BYTES)
@@ -67,12 +69,13 @@ def loss_chunk_of(recipe: Recipe, spec: ModelSpec, rows: int, length: int, layou
     """
     asked_for = recipe.compute.loss_chunk
     if asked_for is not None:
-        return min(max(1, asked_for // rows), length), "asked for"
+        return min(max(1, asked_for // rows), length), Translatable("asked for")
     device_rows = _device_rows(rows, layout)
     token_bytes = 4 * spec.vocab // (layout.size("tp") if layout is not None else 1)
     positions = max(LEAST, LOGITS_BYTES // token_bytes) // device_rows
     chunk = min(max(16, 1 << (max(1, positions).bit_length() - 1)), length)
-    return chunk, f"auto: {max(1, chunk * device_rows * token_bytes >> 20)} MiB of logits at once on a device"
+    size = max(1, chunk * device_rows * token_bytes >> 20)
+    return chunk, Translatable("auto: {size} MiB of logits at once on a device", size=size)
 
 
 def _device_rows(rows: int, layout: Layout | None) -> int:

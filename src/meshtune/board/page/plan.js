@@ -3,8 +3,8 @@
 import { post } from './api.js';
 import { fill, h, svg } from './dom.js';
 import { bytes, duration, number } from './format.js';
-import { has, t } from './text.js';
-import { action, englishNote, problems } from './widgets.js';
+import { has, said, t } from './text.js';
+import { action, problems } from './widgets.js';
 
 const CALM = 350; // ms without a change
 const COUNT = 1200; // ms before the data are counted
@@ -128,14 +128,20 @@ function bar(plan) {
 }
 
 function remedies(plan) {
-  return h('ul', { class: 'remedies', lang: 'en' }, plan.remedies.map((remedy) => h('li', { class: remedy.refused ? 'quiet' : null },
-    h('strong', {}, remedy.remedy), ': ', remedy.refused ? remedy.refused : `${remedy.cost} → ${bytes(remedy.device_bytes)}`)));
+  return h('ul', { class: 'remedies' }, plan.remedies.map(({ templates, refused, device_bytes }) => h('li', { class: refused ? 'quiet' : null },
+    h('strong', {}, said(templates.remedy)), ': ', refused ? said(templates.refused) : `${said(templates.cost)} → ${bytes(device_bytes)}`)));
 }
 
 function choiceTable(choices) {
-  return h('details', { class: 'choices', open: true }, h('summary', {}, t('plan.choices')), englishNote(), h('table', {},
+  return h('details', { class: 'choices', open: true }, h('summary', {}, t('plan.choices')), h('table', {},
     h('thead', { class: 'hidden' }, h('tr', {}, h('th', {}, t('plan.key')), h('th', {}, t('plan.value')), h('th', {}, t('plan.why')))),
-    h('tbody', { lang: 'en' }, choices.map((choice) => h('tr', { class: choice.name === 'warning' ? 'caution' : null },
-      h('th', { scope: 'row' }, has(`recipe.field.${choice.name.replace('.', '_')}`) ? t(`recipe.field.${choice.name.replace('.', '_')}`) : choice.name),
-      h('td', {}, h('strong', {}, choice.value), ' ', h('span', { class: 'quiet' }, choice.reason)))))));
+    h('tbody', {}, choices.map(({ name, templates }) => h('tr', { class: name === 'warning' ? 'caution' : null },
+      h('th', { scope: 'row' }, nameOf(name)),
+      h('td', {}, h('strong', {}, said(templates.value)), ' ', h('span', { class: 'quiet' }, said(templates.reason))))))));
+}
+
+// The name of a choice: that of its key in the form, or of what it is about.
+function nameOf(choice) {
+  const key = [`recipe.field.${choice.replace('.', '_')}`, `plan.choice.${choice}`].find(has);
+  return key ? t(key) : choice;
 }

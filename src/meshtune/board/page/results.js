@@ -84,7 +84,7 @@ function card(id) {
       const first = state === null;
       state = job.state;
       fill(head, h('span', { class: 'name' }, job.name), h('span', { class: `state ${job.state}` }, t(`state.${job.state}`)),
-        h('span', { class: 'quiet' }, t(`results.${job.kind}`)), h('span', { class: 'quiet' }, moment(job.created)),
+        h('span', { class: 'quiet' }, t(`kind.${job.kind}`)), h('span', { class: 'quiet' }, moment(job.created)),
         h('span', { class: 'quiet' }, ENDED.includes(job.state) ? duration(job.exit?.seconds) : ''), stage);
       if (!first) load();
     },

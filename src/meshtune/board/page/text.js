@@ -38,6 +38,12 @@ export function helpOf(english) {
   return text ? { text, lang: language } : { text: english, lang: 'en' };
 }
 
+// What a command says, given as {template, values} in English or as a text that has no words, in the page's language.
+export function said(part) {
+  if (typeof part === 'string') return part;
+  return (help.templates?.[part.template] ?? part.template).replace(/\{(\w+)\}/g, (_, name) => said(part.values[name] ?? ''));
+}
+
 // The text of a key such as 'runs.stop', with its {names} filled in.
 export function t(key, values = {}) {
   let text = key.split('.').reduce((part, name) => part?.[name], words);

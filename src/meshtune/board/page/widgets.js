@@ -2,7 +2,7 @@
 
 import { h } from './dom.js';
 import { percent } from './format.js';
-import { has, language, t } from './text.js';
+import { has, t } from './text.js';
 
 // What was refused, as a list; a screen reader says it at once.
 export function problems(error) {
@@ -44,9 +44,6 @@ export function copyable(text) {
   } }, t('shared.copy'));
   return h('div', { class: 'copyable' }, h('code', { tabindex: 0 }, text), button);
 }
-
-// Says, in another language, that what follows is in English: help and reasons are those of the commands.
-export const englishNote = () => language !== 'en' && h('p', { class: 'quiet' }, t('shared.english'));
 
 // A question before what cannot be undone; resolves to whether it is to be done.
 export function confirmed(question, yes) {

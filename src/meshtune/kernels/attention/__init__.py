@@ -16,6 +16,7 @@ from meshtune.kernels.attention.sharding import AttentionSharding
 from meshtune.kernels.attention.splash import SPLASH
 from meshtune.kernels.attention.triton import TRITON
 from meshtune.kernels.attention.zigzag import zigzag_order
+from meshtune.translatable import Translatable
 
 __all__ = [
     "BACKENDS",
@@ -55,19 +56,20 @@ def choose_backend(request: AttentionRequest, backend: str = "auto") -> tuple[Ba
             )
         refusal = by_name[backend].refusal(request)
         if refusal is None:
-            return by_name[backend], "asked for"
+            return by_name[backend], Translatable("asked for")
         serving = [entry.name for entry in BACKENDS if entry.refusal(request) is None]
         raise UserError(
             f"attention backend '{backend}' cannot serve this model or batch: {_reasons(request)}",
             fix=f"choose auto{''.join(', ' + name for name in serving)}",
         )
-    rejected = []
-    for entry in BACKENDS:
+    reason = Translatable("first choice")
+    for position, entry in enumerate(BACKENDS):
         refusal = entry.refusal(request) or entry.suits(request)
         if refusal is None:
-            return entry, "; ".join(rejected) or "first choice"
-        rejected.append(f"not {entry.name}: {refusal}")
-    raise UserError(f"no attention backend can serve this model or batch: {'; '.join(rejected)}")
+            return entry, reason
+        rejected = Translatable("not {backend}: {reason}", backend=entry.name, reason=refusal)
+        reason = Translatable("{first}; {rest}", first=reason, rest=rejected) if position else rejected
+    raise UserError(f"no attention backend can serve this model or batch: {reason}")
 
 
 def _reasons(request: AttentionRequest) -> str:

@@ -10,9 +10,10 @@ import jax
 
 from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
 from meshtune.kernels.attention.sharding import AttentionSharding
+from meshtune.translatable import Translatable
 
-NO_SINKS = "its kernels have no sinks"
-NO_ALIBI = "its kernels have no biases by distance (ALiBi)"
+NO_SINKS = Translatable("its kernels have no sinks")
+NO_ALIBI = Translatable("its kernels have no biases by distance (ALiBi)")
 
 
 class Attend(Protocol):
@@ -52,7 +53,7 @@ class Backend:
     def refusal(self, request: AttentionRequest) -> str | None:
         """The reason it cannot serve the request, or None."""
         if request.ring > 1 and self.run_sharded is None:
-            return f"it does not pass keys on between {request.ring} devices (mesh.cp)"
+            return Translatable("it does not pass keys on between {devices} devices (mesh.cp)", devices=request.ring)
         return self.supports(request)
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from meshtune.kernels.attention.backend import NO_SINKS, Backend
 from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
 from meshtune.kernels.chips import chip_of
+from meshtune.translatable import Translatable
 
 DTYPES = ("bfloat16", "float16")
 
@@ -23,17 +24,17 @@ DTYPES = ("bfloat16", "float16")
 def supports(request: AttentionRequest) -> str | None:
     """NVIDIA GPUs that are attached, half precision, rows of one document, no soft cap, and JAX's own conditions."""
     if request.platform not in ("cuda", "gpu") or chip_of(request.platform, request.chip).vendor != "nvidia":
-        return f"it is a library for NVIDIA GPUs, not for {request.platform}"
+        return Translatable("it is a library for NVIDIA GPUs, not for {platform}", platform=request.platform)
     if request.dtype not in DTYPES:
-        return f"it computes in {' and '.join(DTYPES)}, not in {request.dtype}"
+        return Translatable("it computes in {dtypes}, not in {dtype}", dtypes=" and ".join(DTYPES), dtype=request.dtype)
     if request.packed:
-        return "it cannot tell the documents of a packed row apart (data.packing)"
+        return Translatable("it cannot tell the documents of a packed row apart (data.packing)")
     if not request.aligned:
-        return "these queries and keys are not one row"
+        return Translatable("these queries and keys are not one row")
     if request.softcap is not None:
-        return "it has no soft cap"
+        return Translatable("it has no soft cap")
     if request.alibi:
-        return "its bias is as large as all scores, so it would hold them (ALiBi)"
+        return Translatable("its bias is as large as all scores, so it would hold them (ALiBi)")
     if request.sinks:
         return NO_SINKS
     return _jax_refusal(request)
@@ -56,7 +57,7 @@ def _jax_refusal(request: AttentionRequest) -> str | None:
     try:
         jax.eval_shape(forward_and_backward, q, k, k, tokens)
     except (NotImplementedError, RuntimeError, ValueError) as error:
-        return f"JAX says: {str(error).splitlines()[0]}"
+        return Translatable("JAX says: {error}", error=str(error).splitlines()[0])
     return None
 
 

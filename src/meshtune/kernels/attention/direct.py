@@ -16,6 +16,7 @@ from meshtune.kernels.attention.visibility import (
     matmul_precision,
     visible,
 )
+from meshtune.translatable import Translatable
 
 # Measured on CPU, forward and backward (benchmarks/cpu_kernels): at 64 x 64 direct takes two fifths of the time of
 # blockwise, at 128 x 128 they are equal, at 256 x 256 blockwise is faster. At 128 x 128 the scores saved for the
@@ -28,8 +29,11 @@ FEW_QUERIES = 8
 def suits(request: AttentionRequest) -> str | None:
     """Short rows, and decoding (few queries with a cache)."""
     if request.q_length > FEW_QUERIES and request.q_length * request.kv_length > LARGEST_AREA:
-        return (
-            f"{request.q_length} x {request.kv_length} scores per head would be materialised (more than {LARGEST_AREA})"
+        return Translatable(
+            "{queries} x {keys} scores per head would be materialised (more than {most})",
+            queries=request.q_length,
+            keys=request.kv_length,
+            most=LARGEST_AREA,
         )
     return None
 

@@ -16,6 +16,7 @@ import numpy as np
 from meshtune.kernels.attention.backend import NO_ALIBI, NO_SINKS, Backend
 from meshtune.kernels.attention.online_softmax import OUTPUT
 from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
+from meshtune.translatable import Translatable
 
 LANES = 128
 BLOCK = 512  # tokens, of queries and of keys: MaxText's choice (not measured)
@@ -27,17 +28,19 @@ LARGEST_BLOCK = 1024
 def supports(request: AttentionRequest) -> str | None:
     """TPUs, bfloat16, self-attention over whole rows."""
     if request.platform != "tpu":
-        return f"its kernels are for TPUs, not for {request.platform}"
+        return Translatable("its kernels are for TPUs, not for {platform}", platform=request.platform)
     if request.alibi:
         return NO_ALIBI
     if request.sinks:
         return NO_SINKS
     if request.dtype != "bfloat16":
-        return f"it would round the factors of {request.dtype} products to bfloat16"
+        return Translatable("it would round the factors of {dtype} products to bfloat16", dtype=request.dtype)
     if not request.aligned:
-        return "it goes by the order of tokens in a row, and these queries and keys are not one row"
+        return Translatable("it goes by the order of tokens in a row, and these queries and keys are not one row")
     if request.q_length > MOST_BLOCKS * LARGEST_BLOCK:
-        return f"its table of blocks for {request.q_length} tokens does not fit a core's scalar memory"
+        return Translatable(
+            "its table of blocks for {length} tokens does not fit a core's scalar memory", length=request.q_length
+        )
     return None
 
 

@@ -19,6 +19,7 @@ from meshtune.kernels.attention.request import AttentionInputs, AttentionRequest
 from meshtune.kernels.attention.triton_calls import backward, forward, padded_delta
 from meshtune.kernels.attention.triton_tiles import LARGEST_HEAD, SMALLEST_HEAD
 from meshtune.kernels.chips import chip_of, without_triton
+from meshtune.translatable import Translatable
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -30,15 +31,20 @@ def supports(request: AttentionRequest) -> str | None:
     if request.alibi:
         return NO_ALIBI
     if request.dtype not in DTYPES:
-        return f"it computes in {', '.join(DTYPES)}, not in {request.dtype}"
+        return Translatable("it computes in {dtypes}, not in {dtype}", dtypes=", ".join(DTYPES), dtype=request.dtype)
     if not SMALLEST_HEAD <= request.head_dim <= LARGEST_HEAD:
-        return f"head dimension {request.head_dim} is not within {SMALLEST_HEAD} to {LARGEST_HEAD}"
+        return Translatable(
+            "head dimension {size} is not within {least} to {most}",
+            size=request.head_dim,
+            least=SMALLEST_HEAD,
+            most=LARGEST_HEAD,
+        )
     return None
 
 
 def suits(request: AttentionRequest) -> str | None:
     if request.dtype == "float32":
-        return "exact float32 products do not use the GPU's matrix units in Triton"
+        return Translatable("exact float32 products do not use the GPU's matrix units in Triton")
     return None
 
 

@@ -2,6 +2,8 @@
 //
 // turns: [{role: 'user' | 'tool', text, answers: {SPEAKER: {text, thinking, calls, finish, ...}}}]; a speaker is JOB and id.
 
+import { t } from '../text.js';
+
 const KEY = 'conversation';
 
 // The messages that a speaker is asked with: the system prompt, then each turn with its own answers.
@@ -30,18 +32,19 @@ function spoken({ text, calls }) {
 }
 
 // The tools of a text, in OpenAI's form or as functions alone; an error says what is wrong with it.
-export function toolsOf(text, wrong) {
+export function toolsOf(text) {
   if (!text.trim()) return null;
   let tools;
   try {
     tools = JSON.parse(text);
   } catch (error) {
-    throw new Error(`${wrong.json}: ${error.message}`);
+    const [, line, column] = error.message.match(/line (\d+) column (\d+)/) ?? [];
+    throw new Error([t('talk.badjson'), line && t('talk.badplace', { line, column })].filter(Boolean).join(': '));
   }
   const list = Array.isArray(tools) ? tools : [tools];
   return list.map((tool) => {
     const described = tool?.type === 'function' ? tool.function : tool;
-    if (typeof described?.name !== 'string' || !described.name) throw new Error(wrong.name);
+    if (typeof described?.name !== 'string' || !described.name) throw new Error(t('talk.badname'));
     return { type: 'function', function: described };
   });
 }

@@ -16,7 +16,7 @@ export function show(place, [wanted]) {
   const limit = h('input', { type: 'number', id: 'limit', min: 1 });
   const tokens = h('input', { type: 'number', id: 'tokens', min: 1 });
   const output = h('input', { type: 'text', id: 'output', autocomplete: 'off', placeholder: t('evaluate.named') });
-  const kind = choice('kind', ['eval', 'predict'], (value) => t(`results.${value}`), arrange);
+  const kind = choice('kind', ['eval', 'predict'], (value) => t(`kind.${value}`), arrange);
   const measured = h('div', {}, field(t('evaluate.tasks'), tasks, t('evaluate.tasksabout')), field(t('evaluate.compare'), compare));
   const recordsField = field(t('evaluate.data'), records.input, t('evaluate.dataabout'));
   const results = jobResults(['eval', 'predict']);

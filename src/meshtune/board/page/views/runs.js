@@ -51,7 +51,7 @@ function attachable() {
 function summary(job) {
   return h('a', { class: 'card run', href: `#/runs/${job.id}` },
     h('span', { class: 'name' }, job.name), stateMark(job.state),
-    h('span', { class: 'quiet' }, job.id), progress(job),
+    h('span', { class: 'quiet' }, t(`kind.${job.kind}`), ' · ', job.id), progress(job),
     h('span', { class: 'quiet' }, moment(job.created)));
 }
 
@@ -171,7 +171,7 @@ function headline(job, existed) {
   const spent = job.exit.seconds === undefined ? null : t('runs.took', { time: duration(job.exit.seconds) });
   const missing = !job.exists && job.progress && (existed || (job.state !== 'queued' && job.state !== 'running'));
   const keys = job.devices.keys ?? [];
-  return [h('p', {}, progress(job), ' ', h('span', { class: 'quiet' }, [spent, job.slurm && [t('runs.slurm', { id: job.slurm.id }), job.slurm.reason].filter(Boolean).join(': '),
+  return [h('p', {}, progress(job), ' ', h('span', { class: 'quiet' }, [t(`kind.${job.kind}`), spent, job.slurm && [t('runs.slurm', { id: job.slurm.id }), job.slurm.reason].filter(Boolean).join(': '),
     keys.join(', '), job.output].filter(Boolean).join(' · '))),
   job.attached && h('p', { class: 'quiet' }, t('runs.attached')),
   missing && h('p', { class: 'warning' }, t('runs.missing', { folder: job.output })),

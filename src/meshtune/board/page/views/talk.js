@@ -1,6 +1,7 @@
 // Talk: one prompt to one or several models, side by side, answered word by word.
 
 import { fill, h } from '../dom.js';
+import { number } from '../format.js';
 import { t } from '../text.js';
 import { answerView } from '../talk/answer.js';
 import { messages, save, saved, toolsOf } from '../talk/conversation.js';
@@ -198,15 +199,25 @@ function settingsPanel(known) {
       }
       const body = { system: system.value.trim() };
       for (const [key, field] of Object.entries(numbers)) {
-        if (!field.checkValidity()) return refuse(field, field.validationMessage);
+        const message = wrongNumber(field);
+        if (message) return refuse(field, message);
         if (field.value !== '') body[key] = Number(field.value);
       }
       try {
-        const list = toolsOf(tools.value, { json: t('talk.badjson'), name: t('talk.badname') });
+        const list = toolsOf(tools.value);
         return list ? { ...body, tools: list } : body;
       } catch (error) {
         return refuse(tools, error.message);
       }
     },
   };
+}
+
+// What is wrong with the number in a field, or null. The step of a fraction is that of its arrows alone: 0.75 is as good as 0.7.
+function wrongNumber({ min, max, step, validity }) {
+  if (validity.badInput) return t('talk.nonumber');
+  if (validity.rangeUnderflow || validity.rangeOverflow) {
+    return max ? t('talk.between', { least: number(Number(min)), most: number(Number(max)) }) : t('talk.atleast', { least: number(Number(min)) });
+  }
+  return validity.stepMismatch && step === '1' ? t('talk.whole') : null;
 }
