@@ -1,8 +1,8 @@
 """Tokenises samples in parts of fixed size, several at a time, and keeps finished parts on disk until all are done.
 
 A preparation that was killed reads back the parts that it had finished. A part depends on its samples alone, so the
-result is the same, bit for bit, wherever it was interrupted and however many threads worked on it. Memory is that of a
-few parts.
+result is the same, bit for bit, wherever it was interrupted and however many threads or processes worked on it. Memory
+is that of a few parts.
 """
 
 from __future__ import annotations
@@ -30,56 +30,88 @@ _UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The examples of consecutive samples, what was counted, and whether any sample was a conversation."""
+    """The examples of consecutive samples, one after another, what was counted, and whether any was a conversation.
 
-    examples: list[Example]
+    `ids` int32 and `weights` float32 [tokens]; `lengths` int64, `records` int64, `values` float64 and `sources` int32,
+    which index `names`, [examples].
+    """
+
+    ids: np.ndarray
+    weights: np.ndarray
+    lengths: np.ndarray
+    sources: np.ndarray
+    records: np.ndarray
+    values: np.ndarray
+    names: tuple[str, ...]
     counts: TokenCounts
     conversation: bool
 
+    @property
+    def examples(self) -> Iterator[Example]:
+        ends = np.cumsum(self.lengths)
+        spans = zip((ends - self.lengths).tolist(), ends.tolist(), strict=True)
+        origins = zip(self.sources.tolist(), self.records.tolist(), strict=True)
+        for (start, end), (source, record), value in zip(spans, origins, self.values.tolist(), strict=True):
+            yield Example(self.ids[start:end], self.weights[start:end], Origin(self.names[source], record), value)
+
 
 Convert = Callable[[Tokenize, Iterable[Sample]], Iterable[Example]]
+MakePart = Callable[[Sequence[Sample]], Part]
+
+
+def make_part(samples: Iterable[Sample], tokenize: Tokenize, convert: Convert) -> Part:
+    """The part of `samples`. Raises what `convert` raises."""
+    tokenize.counts = TokenCounts()
+    examples, names = list(convert(tokenize, samples)), dict[str, int]()
+    return Part(
+        np.concatenate([np.zeros(0, np.int32), *(example.ids for example in examples)]),
+        np.concatenate([np.zeros(0, np.float32), *(example.weights for example in examples)]),
+        np.array([len(example.ids) for example in examples], np.int64),
+        np.array([names.setdefault(example.origin.source, len(names)) for example in examples], np.int32),
+        np.array([example.origin.record for example in examples], np.int64),
+        np.array([example.value for example in examples], np.float64),
+        tuple(names),
+        tokenize.counts,
+        tokenize.saw_conversation,
+    )
 
 
 def tokenised_parts(
     samples: Sequence[Sample],
-    tokenizes: Sequence[Tokenize],
-    convert: Convert,
+    makers: Sequence[MakePart],
     directory: pathlib.Path | None,
     progress: Callable[[int], None],
 ) -> Iterator[Part]:
-    """The parts of `samples` in order, each made by `convert` with one of `tokenizes`, of which each serves a thread.
+    """The parts of `samples` in order, each made by one of `makers`, of which each serves a thread.
 
-    The tokenizer works outside of Python's lock, so that another part is rendered meanwhile. Finished parts are in
-    `directory` (None: nowhere) until the caller removes it. `progress` is told the number of samples done. Raises what
-    `convert` raises for the first part in which it does.
+    Finished parts are in `directory` (None: nowhere) until the caller removes it. `progress` is told the number of
+    samples done. Raises what `makers` raise for the first part in which one does.
     """
-    idle: queue.SimpleQueue[Tokenize] = queue.SimpleQueue()
-    for tokenize in tokenizes:
-        idle.put(tokenize)
+    idle: queue.SimpleQueue[MakePart] = queue.SimpleQueue()
+    for make in makers:
+        idle.put(make)
 
     def work(start: int) -> Part:
         file = None if directory is None else directory / f"{start:012}.npz"
         stored = None if file is None else read_part(file)
         if stored is not None:
             return stored
-        tokenize = idle.get()
+        make = idle.get()
         try:
-            tokenize.counts = TokenCounts()
-            chosen = (samples[index] for index in range(start, min(start + PART, len(samples))))
-            part = Part(list(convert(tokenize, chosen)), tokenize.counts, tokenize.saw_conversation)
+            part = make([samples[index] for index in range(start, min(start + PART, len(samples)))])
         finally:
-            idle.put(tokenize)
+            idle.put(make)
         if file is not None:
             write_part(file, part)
         return part
 
     starts = iter(range(0, len(samples), PART))
-    with ThreadPoolExecutor(len(tokenizes), "tokenise") as pool:
+    with ThreadPoolExecutor(len(makers), "tokenise") as pool:
         pending: collections.deque[Future[Part]] = collections.deque()
         try:
             for start in starts:
                 pending.append(pool.submit(work, start))
-                if len(pending) > len(tokenizes):
+                if len(pending) > len(makers):
                     break
             done = 0
             while pending:
@@ -104,24 +136,18 @@ def add_counts(total: TokenCounts, part: TokenCounts) -> None:
 def write_part(file: pathlib.Path, part: Part) -> None:
     """Writes a part, which becomes visible only once it is complete. A disk that refuses is no error: the part is then
     tokenised again after an interruption."""
-    names: dict[str, int] = {}
-    sources = [names.setdefault(example.origin.source, len(names)) for example in part.examples]
-    meta = {"counts": dataclasses.asdict(part.counts), "conversation": part.conversation, "sources": list(names)}
-    arrays = {
-        "ids": np.concatenate([np.zeros(0, np.int32), *(example.ids for example in part.examples)]),
-        "weights": np.concatenate([np.zeros(0, np.float32), *(example.weights for example in part.examples)]),
-        "lengths": np.array([len(example.ids) for example in part.examples], np.int64),
-        "sources": np.array(sources, np.int32),
-        "records": np.array([example.origin.record for example in part.examples], np.int64),
-        "values": np.array([example.value for example in part.examples], np.float64),
-        "meta": np.frombuffer(json.dumps(meta).encode(), np.uint8),
+    meta = {
+        "counts": dataclasses.asdict(part.counts),
+        "conversation": part.conversation,
+        "sources": list(part.names),
     }
+    arrays = {name: getattr(part, name) for name in ("ids", "weights", "lengths", "sources", "records", "values")}
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor, draft = tempfile.mkstemp(dir=file.parent, suffix=".draft")
         try:
             with os.fdopen(descriptor, "wb") as stream:
-                np.savez(stream, **arrays)
+                np.savez(stream, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8), **arrays)
             os.replace(draft, file)
         except OSError:
             pathlib.Path(draft).unlink(missing_ok=True)
@@ -132,20 +158,9 @@ def read_part(file: pathlib.Path) -> Part | None:
     try:
         with np.load(file, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}  # checks the CRC-32 of each
-        meta = json.loads(arrays["meta"].tobytes())
-        ends = np.cumsum(arrays["lengths"])
+        meta = json.loads(arrays.pop("meta").tobytes())
         counts = TokenCounts(**meta["counts"])
         counts.skipped = [(origin, reason) for origin, reason in counts.skipped]
-        rows = zip(ends - arrays["lengths"], ends, arrays["sources"], arrays["records"], arrays["values"], strict=True)
-        examples = [
-            Example(
-                arrays["ids"][start:end],
-                arrays["weights"][start:end],
-                Origin(meta["sources"][source], int(record)),
-                float(value),
-            )
-            for start, end, source, record, value in rows
-        ]
-        return Part(examples, counts, meta["conversation"])
+        return Part(**arrays, names=tuple(meta["sources"]), counts=counts, conversation=meta["conversation"])
     except (*_UNREADABLE, TypeError, IndexError):
         return None

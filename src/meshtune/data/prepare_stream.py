@@ -18,6 +18,7 @@ from meshtune.config.recipe import Recipe
 from meshtune.data.conversation import Conversation, Document, Labelled, Sample, Text
 from meshtune.data.documents import DocumentList
 from meshtune.data.report import DataReport, stream_report, window_report
+from meshtune.data.stage_examples import require_plain_text
 from meshtune.data.store import fingerprint
 from meshtune.data.stream import Stream
 from meshtune.data.system_prompt import WithSystemPrompt
@@ -25,7 +26,6 @@ from meshtune.data.text_rows import TextRows
 from meshtune.data.tokenise import (
     nothing_to_train_error,
     one_label_error,
-    require_plain_text,
     role_ends,
     stage_examples,
     template_info,
@@ -122,13 +122,13 @@ def _window_stream(
         raise nothing_to_train_error("train", first.counts)
     if STAGES[stage].dataset_type == "labelled":
         _check_both_labels(samples, skip=data.on_bad == "skip")
-    template = template_info(tokenize) if tokenize.saw_conversation else None
+    template = template_info(tokenize.chat) if tokenize.saw_conversation else None
     return stream, window_report(stream, rows, template, STAGES[stage].dataset_type)
 
 
 def _examples(tokenize: Tokenize, samples: Iterable[Sample], stage: str) -> Iterator[Example]:
     """The examples of a window's samples for a stage, with companions."""
-    examples = stage_examples(tokenize, samples, stage)
+    examples = stage_examples(stage)(tokenize, samples)
     labelled = STAGES[stage].dataset_type == "labelled"
     return with_companions(examples, tokenize.options.max_length) if labelled else examples
 

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshtune.config.data import DataSection
 from meshtune.config.data_options import LossPolicy, TokenOptions
 from meshtune.data.chat import ChatTemplate
-from meshtune.data.conversation import Conversation, Document, Sample
-from meshtune.data.parts import PART, add_counts, tokenised_parts
+from meshtune.data.conversation import Sample
+from meshtune.data.part_process import PartProcess, PartTask, process_count
+from meshtune.data.parts import PART, MakePart, add_counts, tokenised_parts
 from meshtune.data.report import TemplateInfo
+from meshtune.data.stage_examples import StageExamples
 from meshtune.data.store import Store, cache_directory, fingerprint, open_or_build
-from meshtune.data.tokens import Example, TokenCounts, Tokenize
-from meshtune.data.units import tokenise_answers, tokenise_pairs, with_companions
+from meshtune.data.tokens import Example, TokenCounts
+from meshtune.data.units import with_companions
 from meshtune.errors import UserError
 from meshtune.objectives.stages import STAGES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+IN_PROCESS = 8192  # samples that are tokenised before other processes would have started
 _THREADS = max(2, min(4, os.cpu_count() or 1))  # more would wait for Python's lock
 
 Progress = Callable[[str, int, int], None]
@@ -60,26 +65,27 @@ def tokenised_store(
     Raises UserError where a template cannot render a conversation, and where the cache cannot be written.
     """
 
+    task = PartTask(tokenizer, options, stage_examples(stage))
+    makers: list[MakePart] = []
+
     def build() -> tuple[Iterable[Example], Callable[[], dict[str, object]]]:
-        tokenizes = [Tokenize(tokenizer, options) for _ in range(_THREADS if len(samples) > PART else 1)]
         total, conversation = TokenCounts(), False
+        if not makers:
+            makers.extend(task.maker() for _ in range(_THREADS if len(samples) > PART else 1))
 
         def report(done: int) -> None:
             if progress is not None:
                 progress(f"tokenising {split} data", done, len(samples))
 
-        def convert(tokenize: Tokenize, part: Iterable[Any]) -> Iterator[Example]:
-            return stage_examples(tokenize, part, stage)
-
         def examples() -> Iterator[Example]:
             nonlocal conversation
-            for part in tokenised_parts(samples, tokenizes, convert, directory, report):
+            for part in tokenised_parts(samples, makers, directory, report):
                 add_counts(total, part.counts)
                 conversation |= part.conversation
                 yield from part.examples
 
         def meta() -> dict[str, object]:
-            template = dataclasses.asdict(template_info(tokenizes[0])) if conversation else None
+            template = dataclasses.asdict(template_info(ChatTemplate(tokenizer))) if conversation else None
             return {"counts": dataclasses.asdict(total), "template": template}
 
         if STAGES[stage].dataset_type == "labelled":  # companions cross the edges of parts
@@ -89,10 +95,14 @@ def tokenised_store(
     # Stages that make the same examples of the same records share a store.
     score_position = ("scored",) if STAGES[stage].has_score_head else ()
     parts = (tokenizer_hash(tokenizer), options.cache_key(), *score_position, *role_ends(tokenizer))
-    key = fingerprint(_with_progress(samples, f"reading {split} data", progress), *parts)
-    parts_folder = cache_directory(cache) / f".parts-{key}"
-    directory = parts_folder if len(samples) > PART else None
-    store = open_or_build(key, build, cache)
+    with contextlib.ExitStack() as stack:
+        if len(samples) > IN_PROCESS and (processes := process_count()) > 1:
+            pickled = pickle.dumps(task)  # they start while the data are read
+            makers.extend(stack.enter_context(PartProcess(pickled)) for _ in range(processes))
+        key = fingerprint(_with_progress(samples, f"reading {split} data", progress), *parts)
+        parts_folder = cache_directory(cache) / f".parts-{key}"
+        directory = parts_folder if len(samples) > PART else None
+        store = open_or_build(key, build, cache)
     if directory is not None:
         shutil.rmtree(directory, ignore_errors=True)
     stored, template = store.meta["counts"], store.meta["template"]
@@ -112,33 +122,16 @@ def role_ends(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
         return ()  # the template is refused, with the record's name, when a conversation is rendered
 
 
-def stage_examples(tokenize: Tokenize, samples: Iterable[Any], stage: str) -> Iterator[Example]:
-    """The examples of samples for a stage. Those of labelled answers have no companions yet (units.with_companions)."""
-    match STAGES[stage].dataset_type:
-        case "pairs":
-            return tokenise_pairs(tokenize, samples, score_position=STAGES[stage].has_score_head)
-        case "labelled":
-            return tokenise_answers(tokenize, samples)
-        case "documents":
-            return tokenize(require_plain_text(samples) if stage == "pt" else samples)
+def stage_examples(stage: str) -> StageExamples:
+    """What makes the examples of a stage."""
+    properties = STAGES[stage]
+    return StageExamples(properties.dataset_type, properties.has_score_head, plain_text=stage == "pt")
 
 
-def require_plain_text(documents: Iterable[Document]) -> Iterator[Document]:
-    """Passes texts through. Raises UserError for a conversation."""
-    for document in documents:
-        if isinstance(document, Conversation):
-            raise UserError(
-                "stage pt trains on plain text, but the record is a conversation",
-                where=str(document.origin),
-                fix="set stage: sft, or name the column that holds the text: format: text, columns: {text: NAME}",
-            )
-        yield document
-
-
-def template_info(tokenize: Tokenize) -> TemplateInfo:
-    """The properties of the tokenizer's chat template."""
-    end = tokenize.chat.end_of_turn
-    return TemplateInfo(end.head, end.token is not None, tokenize.chat.writes_date)
+def template_info(chat: ChatTemplate) -> TemplateInfo:
+    """The properties of a chat template."""
+    end = chat.end_of_turn
+    return TemplateInfo(end.head, end.token is not None, chat.writes_date)
 
 
 def _with_progress(samples: Sequence[Sample], activity: str, progress: Progress | None) -> Iterator[Sample]:
