@@ -12,55 +12,28 @@ import time
 
 import pytest
 
-import meshtune.quickstart
-from meshtune.config.load import load_recipe
+from data.preparing import MODEL, contents, prepared, records
 from meshtune.data import parts, tokenise
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.chat_templates import template_names
-from meshtune.data.prepare import prepare_data
 from meshtune.data.progress import ProgressClock
 from meshtune.data.tokenizer import load_tokenizer
 
-MODEL = pathlib.Path(meshtune.quickstart.__file__).parent / "model"
 SIZE = 32
 KILLED = f"""
 import sys, time
 from meshtune.data import parts, tokenise
 parts.PART = tokenise.PART = {SIZE}
-sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
-from test_parts import prepared
+sys.path.insert(0, {str(pathlib.Path(__file__).parents[1])!r})
+from data.preparing import prepared
 prepared(sys.argv[1], sys.argv[2], sys.argv[3], lambda activity, done, of: time.sleep("tokenising" in activity and 0.5))
 """
-
-
-def prepared(file, cache, stage, progress=None):
-    recipe = pathlib.Path(file).parent / "recipe.yaml"
-    recipe.write_text("model: x\ndata: x\noutput: x\n")
-    fields = [f"model.path={MODEL}", "model.chat_template=plain", f"data.train={file}", f"stage={stage}"]
-    tokenizer = load_tokenizer(MODEL, "plain")
-    return prepare_data(load_recipe(str(recipe), [*fields, "output=x"]), tokenizer, cache=cache, progress=progress)
-
-
-def records(stage, count):
-    for index in range(count):
-        question = {"role": "user", "content": f"What is {index}?"}
-        answers = [{"role": "assistant", "content": f"{word} {index}"} for word in ("It is", "Not")]
-        if stage == "sft":
-            yield {"messages": [question, answers[0]]}
-        elif stage == "dpo":
-            yield {"prompt": [question], "chosen": answers[:1], "rejected": answers[1:]}
-        else:
-            yield {"messages": [question, answers[0]], "label": bool(index % 3)}
 
 
 @pytest.fixture
 def small_parts(monkeypatch):
     monkeypatch.setattr(parts, "PART", SIZE)
     monkeypatch.setattr(tokenise, "PART", SIZE)
-
-
-def contents(data):
-    return {file.name: file.read_bytes() for file in data.train.store.path.iterdir()}
 
 
 @pytest.mark.parametrize("stage", ["sft", "dpo", "kto"])

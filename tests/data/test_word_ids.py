@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import unicodedata
 
 import pytest
 from hypothesis import given, settings
@@ -52,6 +53,7 @@ PIECES += ["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|im_", "(a+b)", "_", "A
 ASCII_OR_NOT = st.one_of(
     st.text(st.characters(max_codepoint=0x7F)), st.text(), st.lists(st.sampled_from(PIECES)).map("".join)
 )
+MIXED = st.builds(lambda text, pad: text + pad, ASCII_OR_NOT, st.sampled_from(["", " plain words" * 20]))
 
 
 @pytest.fixture(scope="module", params=BYTE_LEVEL)
@@ -68,11 +70,33 @@ def test_ids_are_the_librarys(tokenizer):
     assert ids
 
     @settings(max_examples=300, deadline=None)
-    @given(st.lists(ASCII_OR_NOT, max_size=4))
+    @given(st.lists(MIXED, max_size=4))
     def compare(texts):
         assert [row.tolist() for row in ids(texts)] == [by_the_library(tokenizer, text) for text in texts]
 
     compare()
+
+
+@pytest.mark.parametrize("form", [None, "NFC", "NFKC"])
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "digits"])
+def test_every_character_among_ascii_is_cut_as_in_the_library(name, form):
+    tokenizer = byte_level(*KNOWN[name], normalizer=form and getattr(normalizers, form)())
+    ids = WordIds(tokenizer)
+    characters = [character for character in map(chr, range(0x80, 0x3400)) if unicodedata.category(character) != "Cs"]
+    texts = [f"I'll: a{character}b x{character} 12{character}3 '{character} the end\n" for character in characters]
+    assert sum(ids._in_ascii(text) is None for text in texts) < len(texts) / 3
+    for row, encoding in zip(ids(texts), tokenizer.encode_batch(texts, add_special_tokens=False), strict=True):
+        assert row.tolist() == encoding.ids
+
+
+@pytest.mark.parametrize("expression", [r"\p{M}+|\s+", r"[a-z]+|\s+", r"[é]+|\s+", r"\d+|\s+"])
+def test_expressions_that_tell_letters_apart_are_left_to_the_library_beyond_ascii(expression):
+    tokenizer = byte_level(split(expression))
+    ids = WordIds(tokenizer)
+    assert ids
+    text = "It is 12\u0663 caf\xe9s e\u0301 and more of it"
+    assert ids._in_ascii(text) is None
+    assert next(ids([text])).tolist() == by_the_library(tokenizer, text)
 
 
 def test_real_text_has_the_librarys_ids(tokenizer, shared):
