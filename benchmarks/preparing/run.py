@@ -1,7 +1,8 @@
 """Prepares alpaca records beside `datasets.map` with the same tokenizer and template, alternating, in fresh processes.
 
-    python benchmarks/preparing/run.py MODEL ALPACA.json RECORDS ROUNDS result.json
+    python benchmarks/preparing/run.py MODEL ALPACA.json RECORDS ROUNDS result.json [BEFORE]
 
+BEFORE is the `src` folder of another version of Meshtune, which is measured too.
 The records are copies of those of ALPACA.json with numbers appended and words exchanged. `map` renders and tokenises
 with two processes; it computes no loss mask and checks nothing.
 """
@@ -9,6 +10,7 @@ with two processes; it computes no loss mask and checks nothing.
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import random
 import resource
@@ -60,28 +62,34 @@ def write_records(source: str, count: int, file: pathlib.Path) -> None:
             stream.write(json.dumps(record) + "\n")
 
 
-def measure(script: str, model: str, data: pathlib.Path) -> dict[str, float]:
-    """Seconds of wall clock and CPU of a fresh process and its children, imports included."""
+def measure(script: str, model: str, data: pathlib.Path, source: str | None = None) -> dict[str, float]:
+    """Seconds of wall clock and CPU of a fresh process and its children, imports included, with Meshtune's `source`."""
+    environment = dict(os.environ) if source is None else {**os.environ, "PYTHONPATH": source}
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, "-c", script, model, str(data), folder], check=True, capture_output=True)
+        subprocess.run(
+            [sys.executable, "-c", script, model, str(data), folder], check=True, capture_output=True, env=environment
+        )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {"wall": round(time.monotonic() - start, 2), "cpu": round(cpu, 2)}
 
 
 def main() -> None:
-    model, source, count, rounds, result = sys.argv[1:]
-    runs: dict[str, list[dict[str, float]]] = {"meshtune": [], "datasets.map": []}
+    model, source, count, rounds, result, *before = sys.argv[1:]
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in ("meshtune", "datasets.map", "before")}
     with tempfile.TemporaryDirectory() as folder:
         data = pathlib.Path(folder) / "alpaca.jsonl"
         write_records(source, int(count), data)
         for _ in range(int(rounds)):
             runs["meshtune"].append(measure(OURS, model, data))
             runs["datasets.map"].append(measure(THEIRS, model, data))
+            for folder_before in before:
+                runs["before"].append(measure(OURS, model, data, folder_before))
     medians = {
         name: {key: statistics.median(run[key] for run in several) for key in ("wall", "cpu")}
         for name, several in runs.items()
+        if several
     }
     pathlib.Path(result).write_text(json.dumps({"records": int(count), "medians": medians, "runs": runs}, indent=1))
     print(medians)
