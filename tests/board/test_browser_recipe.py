@@ -165,9 +165,15 @@ def test_a_second_language_from_the_navigation_to_the_end_of_a_run(tmp_path: pat
         for path, value in SHORT.items():
             put(driver, path, value)
         assert eventually(lambda: texts(driver, ".verdict.fits strong")) == [labels["plan"]["fits"]]
+        choices = eventually(lambda: texts(driver, ".choices td"))
+        assert "0.0002 по умолчанию для метода lora" in choices
+        assert any(
+            re.fullmatch(r"токенов: \d+ auto: \d+ МиБ логитов одновременно на устройстве", text) for text in choices
+        )
         shown.append(driver.find_element("tag name", "main").text)
         assert run_ends(driver, root, "runs/чаты")
         assert texts(driver, ".head .state") == [labels["state"]["finished"]]
+        assert labels["kind"]["train"] in driver.find_element("css selector", ".head").text
         shown.append(driver.find_element("tag name", "main").text)
         # A key without a text is shown in brackets.
         assert not [text for text in shown if re.search(r"\[[a-z]+\.[a-z_.]+\]", text)]
