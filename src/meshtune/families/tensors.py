@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -287,6 +287,14 @@ def with_view(table: Sequence[TensorMap], ending: str, view: Callable[[ArraySpec
     return [
         dataclasses.replace(entry, view=view(entry.array)) if entry.path.endswith(ending) else entry for entry in table
     ]
+
+
+def by_name(table: Iterable[TensorMap]) -> dict[str, list[TensorMap]]:
+    """The entries of each tensor of the files, in the order of the table."""
+    names: dict[str, list[TensorMap]] = {}
+    for entry in table:
+        names.setdefault(entry.name, []).append(entry)
+    return names
 
 
 def validate(table: Sequence[TensorMap], arrays: Mapping[str, ArraySpec]) -> None:

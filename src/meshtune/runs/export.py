@@ -32,6 +32,7 @@ from meshtune.weights.hub import TOKENIZER, locate
 from meshtune.weights.load import load_params, load_spec
 from meshtune.weights.publish import published
 from meshtune.weights.republish import republish
+from meshtune.weights.rewrite import Publication
 from meshtune.weights.verify import ExportError, probe_logits
 
 FORMATS = ("published", *WRITERS)
@@ -275,14 +276,16 @@ def _as_published(
         flatten(merged(unflatten(changed))),
         spec,
         resolved.base,
-        dest,
-        expected=expected,
-        tokenizer=locate(resolved.tokenizer, allow=TOKENIZER),
-        chat_template=_template(resolved),
-        record=merge_record(added.base, fingerprint, None),
-        overwrite=overwrite,
-        max_shard_bytes=max_shard_bytes,
-        progress=of_stage(progress, "writing"),
+        Publication(
+            dest,
+            locate(resolved.tokenizer, allow=TOKENIZER),
+            _template(resolved),
+            merge_record(added.base, fingerprint, None),
+            overwrite,
+            max_shard_bytes,
+        ),
+        expected,
+        of_stage(progress, "writing"),
     )
     write_digests(done.path)
     assert spec.published is not None

@@ -21,6 +21,7 @@ from meshtune.weights.export_codes import WrittenCodes, export_codes
 from meshtune.weights.fingerprint import base_hash
 from meshtune.weights.hub import TOKENIZER, locate
 from meshtune.weights.load import load_params, load_spec
+from meshtune.weights.rewrite import Publication
 from meshtune.weights.verify import probe_logits
 
 
@@ -87,15 +88,12 @@ def export_quantised(
         spec,
         config,
         resolved.base,
-        dest,
+        Publication(
+            dest, locate(resolved.tokenizer, allow=TOKENIZER), chat_template, record, overwrite, max_shard_bytes
+        ),
         writer,
-        expected=expected,
-        tokenizer=locate(resolved.tokenizer, allow=TOKENIZER),
-        chat_template=chat_template,
-        record=record,
-        overwrite=overwrite,
-        max_shard_bytes=max_shard_bytes,
-        progress=of_stage(progress, "writing"),
+        expected,
+        of_stage(progress, "writing"),
     )
     return QuantisedExport(written, config, adapter is not None and not merge)
 

@@ -13,20 +13,17 @@ from jaxtyping import Float
 from meshtune.arrays.tree import Leaves
 from meshtune.errors import UserError
 from meshtune.families import tensors
-from meshtune.families.tensors import TensorMap, View
+from meshtune.families.tensors import TensorMap, by_name
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.published.write import Matrix, Writer
 from meshtune.quantize.scales import restored
 from meshtune.quantize.weight import QuantisedWeight
-from meshtune.weights.export import TOKENIZER_FILES, check_destination, copied, write_chat_template
 from meshtune.weights.load import load_config
-from meshtune.weights.publish import disk_errors, published
 from meshtune.weights.read_into import Progress
-from meshtune.weights.rewrite import NewTensor, write_model
+from meshtune.weights.rewrite import NewTensor, Publication, publish_model, whole_tensor
 from meshtune.weights.safetensors_files import DTYPES, TensorInfo, headers
 from meshtune.weights.tensor_reader import TensorReader
-from meshtune.weights.verify import ExportError, written_logits
 
 ENDING = ".weight"
 
@@ -47,59 +44,44 @@ def export_codes(
     spec: ModelSpec,
     config: QuantizeConfig,
     source: Path,
-    dest: Path,
+    publication: Publication,
     writer: Writer,
-    *,
     expected: Float[np.ndarray, "B T V"],
-    tokenizer: Path,
-    chat_template: str | None = None,
-    record: Mapping[str, object] | None = None,
-    overwrite: bool = False,
-    max_shard_bytes: int = 5_000_000_000,
     progress: Progress | None = None,
 ) -> WrittenCodes:
-    """Writes `params` (path -> leaf, without adapters), whose QuantisedWeights have the codes, to `dest`.
+    """Writes `params` (path -> leaf, without adapters), whose QuantisedWeights have the codes.
 
     `changed` are the paths of other leaves whose numbers are not those of the model directory `source`; what is neither
     is copied from its files byte for byte. `expected` are the probe's logits. One tensor is in memory at a time beside
     `params`, and `progress(done, total)` counts the bytes written. Raises UserError where the format cannot hold what
     is quantised, and ExportError where the written files compute something else.
     """
-    check_destination(dest, (source, tokenizer), overwrite)
-    by_name = _by_name(params, changed, spec)
+    new = _new_tensors(params, changed, spec)
     stored = headers(source)
-    for name, entries in by_name.items():
+    for name, entries in new.items():
         _check_fits(name, entries, params, writer)
-    quantised = {name for name, entries in by_name.items() if isinstance(params[entries[0].path], QuantisedWeight)}
+    quantised = {name for name, entries in new.items() if isinstance(params[entries[0].path], QuantisedWeight)}
     left_out = [
         name.removesuffix(ENDING)
         for name, info in stored.items()
         if name.endswith(ENDING) and len(info.shape) == 2 and name not in quantised
     ]
     fields = load_config(source) | {"quantization_config": writer.config(config, spec.dtype, left_out)}
-    with published(dest, "config.json") as folder, disk_errors(dest), TensorReader() as reader:
-        new = list(_tensors(by_name, stored, params, spec.dtype, writer, reader))
-        write_model(folder, source, fields, new, dict(record or {}), max_shard_bytes, progress)
-        copied(tokenizer, folder, TOKENIZER_FILES)
-        if chat_template is not None:
-            write_chat_template(folder, chat_template)
-        got = written_logits(folder)
-        difference = float(np.sqrt(np.mean((expected - got) ** 2) / max(float(np.mean(expected**2)), 1e-30)))
-        if not np.isfinite(difference):
-            raise ExportError("the logits of the written model are not finite", where=str(dest))
-    return WrittenCodes(dest, len(quantised), difference)
+
+    def tensors_of(reader: TensorReader) -> Iterator[NewTensor]:
+        return _tensors(new, stored, params, spec.dtype, writer, reader)
+
+    difference = publish_model(publication, source, fields, tensors_of, expected, progress)
+    return WrittenCodes(publication.dest, len(quantised), difference)
 
 
-def _by_name(params: Leaves, changed: frozenset[str], spec: ModelSpec) -> dict[str, list[TensorMap]]:
+def _new_tensors(params: Leaves, changed: frozenset[str], spec: ModelSpec) -> dict[str, list[TensorMap]]:
     """The entries of the tensors that are not copied."""
-    by_name: dict[str, list[TensorMap]] = {}
-    for entry in tensors(spec):
-        by_name.setdefault(entry.name, []).append(entry)
 
     def is_new(entry: TensorMap) -> bool:
         return entry.path in changed or isinstance(params.get(entry.path), QuantisedWeight)
 
-    return {name: entries for name, entries in by_name.items() if any(map(is_new, entries))}
+    return {name: entries for name, entries in by_name(tensors(spec)).items() if any(map(is_new, entries))}
 
 
 def _check_fits(name: str, entries: Sequence[TensorMap], params: Leaves, writer: Writer) -> None:
@@ -126,7 +108,7 @@ def _check_fits(name: str, entries: Sequence[TensorMap], params: Leaves, writer:
 
 
 def _tensors(
-    by_name: Mapping[str, Sequence[TensorMap]],
+    new: Mapping[str, Sequence[TensorMap]],
     stored: Mapping[str, TensorInfo],
     params: Leaves,
     dtype: str,
@@ -135,7 +117,7 @@ def _tensors(
 ) -> Iterator[NewTensor]:
     """Every tensor of the new files, in the order of the source's."""
     for name, info in stored.items():
-        entries = by_name.get(name)
+        entries = new.get(name)
         if entries is None:
             yield NewTensor(name, info.shape, DTYPES[info.dtype].name, lambda info=info: reader.tensor(info))
         elif isinstance(params[entries[0].path], QuantisedWeight):
@@ -198,8 +180,5 @@ def _only(entries: Sequence[TensorMap]) -> TensorMap | None:
 
 
 def _numbers(entries: Sequence[TensorMap], params: Leaves, info: TensorInfo, dtype: str) -> np.ndarray:
-    numbers = np.empty(info.shape, np.float32)
-    for entry in entries:
-        view: View = entry.view
-        view.write(np.asarray(params[entry.path][entry.index], np.float32), numbers)
+    numbers = whole_tensor(entries, params, info.shape)
     return numbers.astype(np.dtype(dtype) if dtype != "bfloat16" else DTYPES["BF16"])

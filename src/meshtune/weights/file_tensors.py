@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtune.families.tensors import Shape, TensorMap, View
+from meshtune.families.tensors import Shape, TensorMap, View, by_name
 from meshtune.weights.safetensors_files import BLOCK_BYTES, STORED_DTYPES, TensorInfo
 
 ST_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -86,9 +86,6 @@ FileTensor = Tensor | StoredTensor
 def tensors_of(table: Iterable[TensorMap], leaves: Mapping[str, jax.Array | np.ndarray], dtype: str) -> list[Tensor]:
     """The tensors of a table in `dtype`, in its order, with arrays (or their ShapeDtypeStructs) from `leaves`, path to
     array. Buffers are float32 whatever the dtype."""
-    by_name: dict[str, list[TensorMap]] = {}
-    for entry in table:
-        by_name.setdefault(entry.name, []).append(entry)
     return [
         Tensor(
             name,
@@ -96,7 +93,7 @@ def tensors_of(table: Iterable[TensorMap], leaves: Mapping[str, jax.Array | np.n
             "float32" if entries[0].array.role == "buffer" else dtype,
             tuple(Part(leaves[entry.path], entry.index, entry.view) for entry in entries),
         )
-        for name, entries in by_name.items()
+        for name, entries in by_name(table).items()
     ]
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from meshtune.families.tensors import TensorMap
+from meshtune.families.tensors import TensorMap, by_name
 from meshtune.weights.broadcast_reader import BroadcastReader
 from meshtune.weights.finite import check_finite
 from meshtune.weights.read_plan import Block, read_plan
@@ -72,11 +72,8 @@ def read_into(
 
 
 def _in_file_order(shards: Shards, table: Iterable[TensorMap], infos: Mapping[str, TensorInfo]) -> list[_Tensor]:
-    by_name: dict[str, list[TensorMap]] = {}
-    for entry in table:
-        by_name.setdefault(entry.name, []).append(entry)
     tensors = []
-    for name, entries in by_name.items():
+    for name, entries in by_name(table).items():
         info = infos[name]
         quantised = any(shards.is_quantised(entry.path) for entry in entries)
         # Quantising takes several times a block, in float32.

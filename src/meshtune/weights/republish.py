@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -17,18 +16,16 @@ from jaxtyping import Float
 from meshtune.arrays.tree import Leaves
 from meshtune.errors import UserError
 from meshtune.families import tensors
-from meshtune.families.tensors import Shape, TensorMap
+from meshtune.families.tensors import Shape, TensorMap, by_name
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.published.scheme import Box, Parts, Rewritable
-from meshtune.weights.export import TOKENIZER_FILES, check_destination, copied, write_chat_template
 from meshtune.weights.load import load_config
 from meshtune.weights.packed import model_tensors
-from meshtune.weights.publish import disk_errors, published
 from meshtune.weights.read_into import Progress
-from meshtune.weights.rewrite import NewTensor, write_model
+from meshtune.weights.rewrite import NewTensor, Publication, publish_model, whole_tensor
 from meshtune.weights.safetensors_files import DTYPES, STORED_DTYPES, TensorInfo, headers
 from meshtune.weights.tensor_reader import TensorReader
-from meshtune.weights.verify import ExportError, written_logits
+from meshtune.weights.verify import ExportError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +79,7 @@ class _Requantised:
         assert self._info.packed is not None
         scheme = self._info.packed.scheme
         assert isinstance(scheme, Rewritable)
-        numbers, name = _numbers(self._entries, self._leaves, self._info.shape), self._entries[0].name
+        numbers, name = whole_tensor(self._entries, self._leaves, self._info.shape), self._entries[0].name
         stored = {role: DTYPES[info.dtype] for role, info in self._info.packed.parts}
         parts = scheme.encode(numbers, stored)
         memory: Parts = InMemory(parts)
@@ -102,17 +99,11 @@ def republish(
     changed: Leaves,
     spec: ModelSpec,
     source: Path,
-    dest: Path,
-    *,
+    publication: Publication,
     expected: Float[np.ndarray, "B T V"],
-    tokenizer: Path,
-    chat_template: str | None = None,
-    record: Mapping[str, object] | None = None,
-    overwrite: bool = False,
-    max_shard_bytes: int = 5_000_000_000,
     progress: Progress | None = None,
 ) -> Republished:
-    """Writes the model directory `source` to `dest` with other numbers for the leaves in `changed` (path -> float32,
+    """Writes the model directory `source` again with other numbers for the leaves in `changed` (path -> float32,
     without adapters), in the format of its files. All leaves that a tensor of the files holds are changed, or none.
 
     `expected` are the probe's logits of what was trained. One tensor is in memory at a time, and `progress(done,
@@ -126,33 +117,25 @@ def republish(
             where="--format",
             fix="leave --format out: the model is then written wide; fp8 and mxfp4 can be written again",
         )
-    check_destination(dest, (source, tokenizer), overwrite)
     moved: dict[str, float] = {}
-    with published(dest, "config.json") as folder, disk_errors(dest), TensorReader() as reader:
-        new = list(_tensors(changed, spec, source, reader, moved))
-        write_model(folder, source, load_config(source), new, dict(record or {}), max_shard_bytes, progress)
-        copied(tokenizer, folder, TOKENIZER_FILES)
-        if chat_template is not None:
-            write_chat_template(folder, chat_template)
-        got = written_logits(folder)
-        difference = float(np.sqrt(np.mean((expected - got) ** 2) / max(float(np.mean(expected**2)), 1e-30)))
-        if not np.isfinite(difference):
-            raise ExportError("the logits of the written model are not finite", where=str(dest))
-    return Republished(dest, len(moved), max(moved.values(), default=0.0), difference)
+
+    def tensors_of(reader: TensorReader) -> Iterator[NewTensor]:
+        return _tensors(changed, spec, source, reader, moved)
+
+    difference = publish_model(publication, source, load_config(source), tensors_of, expected, progress)
+    return Republished(publication.dest, len(moved), max(moved.values(), default=0.0), difference)
 
 
 def _tensors(
     changed: Leaves, spec: ModelSpec, source: Path, reader: TensorReader, moved: dict[str, float]
 ) -> Iterator[NewTensor]:
     """Every tensor of the source's files, in their order."""
-    by_name: dict[str, list[TensorMap]] = {}
-    for entry in tensors(spec):
-        by_name.setdefault(entry.name, []).append(entry)
-    by_name = {name: entries for name, entries in by_name.items() if any(entry.path in changed for entry in entries)}
-    assert all(entry.path in changed for entries in by_name.values() for entry in entries)
+    table = by_name(tensors(spec)).items()
+    new = {name: entries for name, entries in table if any(entry.path in changed for entry in entries)}
+    assert all(entry.path in changed for entries in new.values() for entry in entries)
     stored, logical = headers(source), model_tensors(source, spec.published)
     parts: dict[str, tuple[_Requantised, str]] = {}
-    for name, entries in by_name.items():
+    for name, entries in new.items():
         info = logical[name]
         if info.packed is not None:
             weight = _Requantised(entries, changed, info, moved)
@@ -169,21 +152,11 @@ def _tensors(
             yield NewTensor(
                 name, info.shape, dtype, lambda weight=weight, role=role, info=info: weight.part(role, info.shape)
             )
-        elif name in by_name:
-            yield NewTensor(
-                name, info.shape, dtype, lambda name=name, info=info: _rounded(by_name[name], changed, info)
-            )
+        elif name in new:
+            yield NewTensor(name, info.shape, dtype, lambda name=name, info=info: _rounded(new[name], changed, info))
         else:
             yield NewTensor(name, info.shape, dtype, lambda info=info: reader.tensor(info))
 
 
 def _rounded(entries: Sequence[TensorMap], leaves: Leaves, info: TensorInfo) -> np.ndarray:
-    return _numbers(entries, leaves, info.shape).astype(DTYPES[info.dtype])
-
-
-def _numbers(entries: Sequence[TensorMap], leaves: Mapping[str, Any], shape: Shape) -> np.ndarray:
-    """A whole tensor in float32, of parts of leaves."""
-    numbers = np.empty(shape, np.float32)
-    for entry in entries:
-        entry.view.write(np.asarray(leaves[entry.path][entry.index], np.float32), numbers)
-    return numbers
+    return whole_tensor(entries, leaves, info.shape).astype(DTYPES[info.dtype])

@@ -1,4 +1,5 @@
-"""A model directory written tensor by tensor from numbers on the host: a base made from another one."""
+"""A model directory written tensor by tensor from numbers on the host: a base made from another one, or what was
+trained in other codes."""
 
 from __future__ import annotations
 
@@ -8,14 +9,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Float
 
+from meshtune.families.tensors import Shape, TensorMap
 from meshtune.weights.check import check
-from meshtune.weights.export import MODEL_FILES, copied, write_json
+from meshtune.weights.export import (
+    MODEL_FILES,
+    TOKENIZER_FILES,
+    check_destination,
+    copied,
+    write_chat_template,
+    write_json,
+)
 from meshtune.weights.file_tensors import ST_DTYPES, Tensor, header
 from meshtune.weights.load import load_spec
 from meshtune.weights.packed import model_tensors
+from meshtune.weights.publish import disk_errors, published
 from meshtune.weights.read_into import Progress
 from meshtune.weights.safetensors_files import DTYPES, INDEX, SINGLE, STORED_DTYPES
+from meshtune.weights.tensor_reader import TensorReader
+from meshtune.weights.verify import ExportError, relative_difference, written_logits
 
 MAX_SHARD_BYTES = 5_000_000_000
 WRITTEN = {short: dtype for dtype, short in ST_DTYPES.items()}
@@ -34,6 +47,55 @@ class NewTensor:
     def entry(self) -> Tensor:
         """What a file's header says of it."""
         return Tensor(self.name, self.shape, self.dtype, ())
+
+
+@dataclasses.dataclass(frozen=True)
+class Publication:
+    """Where a model goes and what goes with it: `tokenizer` is the directory of its files, `chat_template` replaces
+    theirs, and `record`, as JSON, goes into the metadata of every file."""
+
+    dest: Path
+    tokenizer: Path
+    chat_template: str | None = None
+    record: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    overwrite: bool = False
+    max_shard_bytes: int = MAX_SHARD_BYTES
+
+
+def publish_model(
+    publication: Publication,
+    source: Path,
+    config: Mapping[str, object],
+    tensors: Callable[[TensorReader], Iterator[NewTensor]],
+    expected: Float[np.ndarray, "B T V"],
+    progress: Progress | None = None,
+) -> float:
+    """Writes a whole model directory, which appears once it is complete, and reads it back: how far the probe's logits
+    are from `expected` (root mean square, relative).
+
+    `tensors` gives those of all files, one of which is in memory at a time. Raises as `write_model` does, and
+    ExportError where the written files compute no numbers.
+    """
+    dest = publication.dest
+    check_destination(dest, (source, publication.tokenizer), publication.overwrite)
+    with published(dest, "config.json") as folder, disk_errors(dest), TensorReader() as reader:
+        record, size = publication.record, publication.max_shard_bytes
+        write_model(folder, source, config, list(tensors(reader)), record, size, progress)
+        copied(publication.tokenizer, folder, TOKENIZER_FILES)
+        if publication.chat_template is not None:
+            write_chat_template(folder, publication.chat_template)
+        difference = relative_difference(expected, written_logits(folder))
+        if not np.isfinite(difference):
+            raise ExportError("the logits of the written model are not finite", where=str(dest))
+    return difference
+
+
+def whole_tensor(entries: Sequence[TensorMap], leaves: Mapping[str, np.ndarray], shape: Shape) -> np.ndarray:
+    """A tensor of the files in float32, of the parts of leaves (path -> array)."""
+    numbers = np.empty(shape, np.float32)
+    for entry in entries:
+        entry.view.write(np.asarray(leaves[entry.path][entry.index], np.float32), numbers)
+    return numbers
 
 
 def write_model(

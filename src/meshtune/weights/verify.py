@@ -282,10 +282,15 @@ def _placed(
     return jax.make_array_from_callback(shape, layout.sharding(axes, shape), lambda index: part(index or ()))
 
 
+def relative_difference(expected: np.ndarray, got: np.ndarray) -> float:
+    """The root mean square of the difference, over that of what is expected."""
+    return float(np.sqrt(np.mean((expected - got) ** 2) / max(float(np.mean(expected**2)), 1e-30)))
+
+
 def _compare_logits(expected: np.ndarray, got: np.ndarray, dest: Path, dtype: str) -> float:
     if not np.isfinite(expected).all():
         raise ExportError("the trained model's logits are not finite", where=str(dest))
-    difference = float(np.sqrt(np.mean((expected - got) ** 2) / max(float(np.mean(expected**2)), 1e-30)))
+    difference = relative_difference(expected, got)
     if not difference <= TOLERANCE[dtype]:
         raise ExportError(
             f"the logits of the written model differ from those of what was trained by {difference:.2e} (relative), "

@@ -11,7 +11,7 @@ import numpy as np
 from meshtune.errors import UserError, nearest
 from meshtune.families import tensors
 from meshtune.families.gguf import GgufPart, gguf_layout
-from meshtune.families.tensors import TensorMap, View
+from meshtune.families.tensors import TensorMap, View, by_name
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.gguf import decode
 from meshtune.weights.gguf.decode import ROLE, AssembledScheme, GgufScheme, Piece
@@ -29,10 +29,7 @@ def tensor_infos(gguf: GgufFile, spec: ModelSpec) -> dict[str, TensorInfo]:
     for part in layout.parts:
         by_leaf.setdefault(part.path, {}).setdefault(part.index, []).append(part)
     _check(gguf, {part.name: part.view.tensor for part in layout.parts}, set(layout.computed))
-    table: dict[str, list[TensorMap]] = {}
-    for entry in tensors(spec):
-        table.setdefault(entry.name, []).append(entry)
-    return {name: _info(gguf, entries, by_leaf) for name, entries in table.items()}
+    return {name: _info(gguf, entries, by_leaf) for name, entries in by_name(tensors(spec)).items()}
 
 
 def _info(
