@@ -64,7 +64,7 @@ def test_a_file_is_dropped_and_its_columns_are_mapped_by_hand(tmp_path: pathlib.
         pick(driver, "Format", "prompt_completion")
         pick(driver, "prompt", "frage")
         pick(driver, "completion", "antwort")
-        assert driver.switch_to.active_element.tag_name == "select"
+        eventually(lambda: driver.switch_to.active_element.tag_name == "select")
         eventually(lambda: "prompt: frage" in driver.execute_script("return localStorage.getItem('recipe')"))
         marks = eventually(lambda: texts(driver, ".document mark.trained"))
         assert len(marks) == len(CHATS)

@@ -163,3 +163,19 @@ def test_a_newer_plan_ends_the_process_of_the_older(workspace):
         await planner.close()
 
     asyncio.run(scenario())
+
+
+def test_an_output_is_named_that_no_run_has(workspace: Workspace):
+    board = client(workspace)
+
+    def named(recipe: str, path: str = "hub/Small Model", key: str = "model.path") -> str:
+        body = {"recipe": recipe, "changes": [{"path": key, "value": path}], "name_output": True}
+        answer = board.post("/api/recipe", json=body).json()
+        return content_of(answer["recipe"])["output"]
+
+    assert named("") == "runs/Small-Model-1"
+    assert named("", "models/small.Q8_0.gguf") == "runs/small.Q8_0-1"
+    assert named("", "runs/chats", "model.adapter") == "runs/chats-1"
+    assert named("output: own/place\n") == "own/place"
+    (workspace.root / "runs/Small-Model-1").mkdir(parents=True)
+    assert named("") == "runs/Small-Model-2"

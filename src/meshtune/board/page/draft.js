@@ -8,9 +8,9 @@ export const readDraft = () => localStorage.getItem(KEY) ?? '';
 
 export const writeDraft = (text) => localStorage.setItem(KEY, text);
 
-// Applies changes, {path, value}, to the draft and shows it.
+// Applies changes, {path, value}, to the draft, names an output where it has none, and shows it.
 export async function useInRecipe(changes) {
-  const answer = await post('api/recipe', { recipe: readDraft(), changes });
+  const answer = await post('api/recipe', { recipe: readDraft(), changes, name_output: true });
   writeDraft(answer.recipe);
   location.hash = '#/recipe';
 }

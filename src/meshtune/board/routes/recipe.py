@@ -14,6 +14,7 @@ from starlette.routing import BaseRoute, Route
 from meshtune.board import recipe_text
 from meshtune.board.answers import body_of, problems_of
 from meshtune.board.kinds.train import checked_recipe
+from meshtune.board.naming import free_output
 from meshtune.board.planning import LOCAL
 from meshtune.board.presets import SECTIONS, presets
 from meshtune.board.recipe_text import NAME, Change, change_of, changed, content_of, dumped
@@ -48,6 +49,9 @@ def routes(state: BoardState) -> list[BaseRoute]:
             text = changed(text, [change_of(fields) for fields in changes if isinstance(changes, list)])
             content = content_of(text)
             values = written_out(with_current_names(content, silent))
+            if body.get("name_output") and "output" not in content and not is_foreign(content):
+                output = free_output(workspace, values.get("model") or {})
+                text, values["output"] = changed(text, [Change(("output",), output)]), output
         except UserError as error:
             return {"recipe": text, "values": None, "problems": problems_of(error)}
         answer: dict[str, Any] = {"recipe": text, "values": values, "problems": [], "foreign": is_foreign(content)}
