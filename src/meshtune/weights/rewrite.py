@@ -56,10 +56,10 @@ class Publication:
 
     dest: Path
     tokenizer: Path
-    chat_template: str | None = None
-    record: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    overwrite: bool = False
-    max_shard_bytes: int = MAX_SHARD_BYTES
+    chat_template: str | None
+    record: Mapping[str, object]
+    overwrite: bool
+    max_shard_bytes: int
 
 
 def publish_model(
