@@ -50,7 +50,8 @@ def routes(state: BoardState) -> list[BaseRoute]:
             content = content_of(text)
             values = written_out(with_current_names(content, silent))
             if body.get("name_output") and "output" not in content and not is_foreign(content):
-                output = free_output(workspace, values.get("model") or {})
+                model = values.get("model")
+                output = free_output(workspace, model if isinstance(model, dict) else {})
                 text, values["output"] = changed(text, [Change(("output",), output)]), output
         except UserError as error:
             return {"recipe": text, "values": None, "problems": problems_of(error)}
