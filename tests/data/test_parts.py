@@ -13,10 +13,14 @@ import time
 import pytest
 
 from data.preparing import MODEL, contents, prepared, records
+from meshtune.config.data_options import TokenOptions
 from meshtune.data import parts, tokenise
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.chat_templates import template_names
+from meshtune.data.conversation import Origin, Text
+from meshtune.data.part_process import PartTask
 from meshtune.data.progress import ProgressClock
+from meshtune.data.stage_examples import StageExamples
 from meshtune.data.tokenizer import load_tokenizer
 
 SIZE = 32
@@ -97,3 +101,41 @@ def test_progress_tells_the_time_left():
     assert clock.line("tokenising", 0, 4096) == "tokenising: 0 of 4,096"
     assert clock.line("tokenising", 1024, 4096) == "tokenising: 1,024 of 4,096, 0:30 left"
     assert clock.line("tokenising", 4096, 4096) == "tokenising: 4,096 of 4,096"
+
+
+def test_hosts_that_share_a_cache_tokenise_a_part_each(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "PART", SIZE)
+    samples = [Text(f"text {index}", Origin("data", index)) for index in range(10 * SIZE + 3)]
+    task = PartTask(load_tokenizer(MODEL), TokenOptions(16), StageExamples("documents"))
+    made: dict[int, list[int]] = {0: [], 1: []}
+
+    def maker(host):
+        make = task.maker()
+
+        def counted(chosen):
+            made[host].append(chosen[0].origin.record // SIZE)
+            return make(chosen)
+
+        return counted
+
+    def run(host, hosts, folder):
+        return parts.tokenised_parts(samples, [maker(host)], folder, lambda done: None, (host, hosts))
+
+    first, second = (run(host, 2, tmp_path / "shared") for host in (0, 1))
+    received = [[next(first)], [next(second)]]  # each has made its parts before the first is handed on
+    received[0] += first
+    received[1] += second
+    assert made == {0: [0, 2, 4, 6, 8, 10], 1: [1, 3, 5, 7, 9]}
+    alone = list(run(0, 1, None))
+    for host in (0, 1):
+        for part, expected in zip(received[host], alone, strict=True):
+            assert part.ids.tolist() == expected.ids.tolist()
+            assert part.records.tolist() == expected.records.tolist()
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_host_whose_cache_no_other_shares_prepares_everything(host, tmp_path, small_parts):
+    file = tmp_path / "data.jsonl"
+    file.write_text("\n".join(map(json.dumps, records("sft", 200))))
+    shared = prepared(file, tmp_path / "one_of_two", "sft", share=(host, 2))
+    assert contents(shared) == contents(prepared(file, tmp_path / "alone", "sft"))

@@ -12,6 +12,7 @@ import time
 
 import psutil
 import pytest
+from job import free_port
 
 from meshtune.errors import UserError
 from meshtune.launch.local import check_gpus
@@ -45,6 +46,28 @@ def test_two_processes_train_one_run(recipe: pathlib.Path, tmp_path: pathlib.Pat
     assert done.stdout.strip().splitlines()[-1] in logs[0]
     assert (tmp_path / "run/adapter/adapter_model.safetensors").exists()
     assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) >= 4  # written by one process, not by two
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_hosts_with_caches_of_their_own_train_on_the_same_files_or_not_at_all(recipe, tmp_path, same):
+    lesson = (QUICKSTART / "lesson.jsonl").read_text()
+    processes = []
+    coordinator = f"localhost:{free_port()}"
+    for index in range(2):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        lines = lesson.splitlines()
+        (folder / "lesson.jsonl").write_text("\n".join(lines if same or index == 0 else lines[1:]))
+        own = {"MESHTUNE_CACHE": str(folder), "MESHTUNE_PROCESS": str(index), "MESHTUNE_PROCESSES": "2"}
+        command = [sys.executable, "-m", "meshtune", "train", str(recipe), "data.train=lesson.jsonl", "mesh.dp=2"]
+        environment = {**ENVIRONMENT, **own, "MESHTUNE_COORDINATOR": coordinator}
+        output = (tmp_path / f"{index}.log").open("wb")
+        processes.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output))
+    codes = [process.wait(timeout=240) for process in processes]
+    logs = [(tmp_path / f"{index}.log").read_text() for index in range(2)]
+    assert codes == ([0, 0] if same else [2, 2]), logs
+    for log in logs if not same else ():
+        assert "the processes differ in what they read: training data is" in " ".join(log.split())
 
 
 def test_an_error_in_the_recipe_starts_no_process(recipe: pathlib.Path, tmp_path: pathlib.Path):

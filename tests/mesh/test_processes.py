@@ -6,6 +6,7 @@ import pathlib
 import socket
 import sys
 import threading
+import time
 
 import pytest
 
@@ -13,7 +14,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from job import Processes, free_port
 
 from meshtune.errors import UserError
-from meshtune.mesh.agreement import source_digest
+from meshtune.mesh.agreement import first_of_each_host, source_digest
 from meshtune.mesh.client import Client
 from meshtune.mesh.coordinator import Coordinator, find_second_coordinator
 from meshtune.mesh.processes import Job, start
@@ -173,3 +174,28 @@ def test_the_digest_of_the_source_changes_with_any_file(tmp_path: pathlib.Path):
     before = source_digest(tmp_path)
     (tmp_path / "a.py").write_text("x = 2\n")
     assert source_digest(tmp_path) != before
+
+
+@pytest.mark.parametrize(("hosts", "shares"), [(["a", "a", "b"], [(0, 2), (0, 2), (1, 2)]), (["a"] * 3, [(0, 1)] * 3)])
+def test_the_first_process_of_each_host_works_before_the_others(hosts, shares):
+    port = free_port()
+    Coordinator(info_of(port, count=3))
+    order: list[int] = []
+    received: dict[int, tuple[int, int]] = {}
+
+    def run(index):
+        client = connect(info_of(port, index, count=3))
+        client.host = hosts[index]
+        with first_of_each_host(Job(client.info, client), "data") as share:
+            time.sleep(0.2 if index == 0 else 0)
+            order.append(index)
+            received[index] = share
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert [received[index] for index in range(3)] == shares
+    first = {hosts.index(name) for name in hosts}
+    assert set(order[: len(first)]) == first

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -81,11 +82,13 @@ def tokenised_parts(
     makers: Sequence[MakePart],
     directory: pathlib.Path | None,
     progress: Callable[[int], None],
+    share: tuple[int, int] = (0, 1),
 ) -> Iterator[Part]:
     """The parts of `samples` in order, each made by one of `makers`, of which each serves a thread.
 
-    Finished parts are in `directory` (None: nowhere) until the caller removes it. `progress` is told the number of
-    samples done. Raises what `makers` raise for the first part in which one does.
+    Finished parts are in `directory` (None: nowhere) until the caller removes it. With a `share` of (index, hosts) one
+    part of so many is made first, and those that other hosts have put into the same directory by then are read.
+    `progress` is told the number of samples done. Raises what `makers` raise for the first part in which one does.
     """
     idle: queue.SimpleQueue[MakePart] = queue.SimpleQueue()
     for make in makers:
@@ -105,26 +108,35 @@ def tokenised_parts(
             write_part(file, part)
         return part
 
-    starts = iter(range(0, len(samples), PART))
+    host, hosts = share
+    starts = range(0, len(samples), PART)
     with ThreadPoolExecutor(len(makers), "tokenise") as pool:
-        pending: collections.deque[Future[Part]] = collections.deque()
-        try:
-            for start in starts:
+        shared = 0
+        for _ in _ahead(pool, work, starts[host::hosts], len(makers)) if hosts > 1 and directory is not None else ():
+            shared = min(shared + PART, len(samples))
+            progress(shared)
+        for index, part in enumerate(_ahead(pool, work, starts, len(makers))):
+            progress(max(shared, index * PART))
+            yield part
+        progress(len(samples))
+
+
+def _ahead(
+    pool: ThreadPoolExecutor, work: Callable[[int], Part], starts: Sequence[int], threads: int
+) -> Iterator[Part]:
+    """The results of `work` in order, of which a few are made ahead."""
+    remaining = iter(starts)
+    pending: collections.deque[Future[Part]] = collections.deque()
+    try:
+        pending.extend(pool.submit(work, start) for start in itertools.islice(remaining, threads + 1))
+        while pending:
+            part = pending.popleft().result()
+            if (start := next(remaining, None)) is not None:
                 pending.append(pool.submit(work, start))
-                if len(pending) > len(makers):
-                    break
-            done = 0
-            while pending:
-                progress(done)
-                part = pending.popleft().result()
-                if (start := next(starts, None)) is not None:
-                    pending.append(pool.submit(work, start))
-                yield part
-                done = min(done + PART, len(samples))
-            progress(len(samples))
-        finally:
-            for future in pending:
-                future.cancel()
+            yield part
+    finally:
+        for future in pending:
+            future.cancel()
 
 
 def add_counts(total: TokenCounts, part: TokenCounts) -> None:

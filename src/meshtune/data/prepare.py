@@ -49,19 +49,21 @@ def prepare_data(
     vocab: int | None = None,
     cache: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
+    share: tuple[int, int] = (0, 1),
 ) -> PreparedData:
     """Reads and tokenises the data of a recipe.
 
     `vocab` is the size of the model's embedding, None to skip the check. `cache` is the directory of tokenised data, by
-    default $MESHTUNE_CACHE or ~/.cache/meshtune. Validation batches have the size of a micro-batch and keep the order
-    of the data.
+    default $MESHTUNE_CACHE or ~/.cache/meshtune. `share` is the index of this host among so many that prepare the same
+    data now: where they share the cache, each tokenises its part. Validation batches have the size of a micro-batch and
+    keep the order of the data.
 
     Raises UserError as sources, formats and templates do, if the tokenizer has ids that the model does not have, and if
     there is nothing to train on.
     """
     if vocab is not None:
         check_vocabulary(tokenizer, vocab)
-    preparation = _Preparation(recipe, tokenizer, cache, progress)
+    preparation = _Preparation(recipe, tokenizer, cache, progress, share)
     if recipe.data.streaming:
         return preparation.stream()
     dataset_type = STAGES[recipe.stage.kind].dataset_type
@@ -81,6 +83,7 @@ class _Preparation:
     tokenizer: PreTrainedTokenizerFast
     cache: str | os.PathLike[str] | None
     progress: Progress | None
+    share: tuple[int, int]
 
     def train(self, samples: Sequence[Sample], skipped: Sequence[SkippedRecord]) -> tuple[Loader, DataReport]:
         train = self.recipe.train
@@ -116,6 +119,7 @@ class _Preparation:
             stage,
             self.cache,
             self.progress,
+            self.share,
         )
         if not len(store):
             raise nothing_to_train_error(split, counts)

@@ -59,8 +59,11 @@ def tokenised_store(
     stage: str,
     cache: str | os.PathLike[str] | None,
     progress: Progress | None,
+    share: tuple[int, int] = (0, 1),
 ) -> tuple[Store, TokenCounts, TemplateInfo | None]:
     """The store of the tokenised samples, what was counted, and the chat template's properties (None for plain text).
+
+    `share` is the index of this host among so many that tokenise the same samples into the same cache.
 
     Raises UserError where a template cannot render a conversation, and where the cache cannot be written.
     """
@@ -79,7 +82,7 @@ def tokenised_store(
 
         def examples() -> Iterator[Example]:
             nonlocal conversation
-            for part in tokenised_parts(samples, makers, directory, report):
+            for part in tokenised_parts(samples, makers, directory, report, share):
                 add_counts(total, part.counts)
                 conversation |= part.conversation
                 yield from part.examples

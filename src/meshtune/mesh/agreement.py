@@ -45,12 +45,16 @@ def require_agreement(job: Job, subject: str, fields: Mapping[str, object], *, f
 
 
 @contextlib.contextmanager
-def main_process_first(job: Job, tag: str) -> Iterator[None]:
-    """Runs the block on process 0 first and then on the others, so that they can reuse the files it has written."""
-    if not job.is_main_process:
+def first_of_each_host(job: Job, tag: str) -> Iterator[tuple[int, int]]:
+    """Runs the block on the first process of each host, on all hosts at once, and then on the others, so that they can
+    reuse the files it has written. Gives the index of this host and the number of hosts."""
+    processes = job.exchange(f"{tag}: hosts", job.host)
+    names = list(dict.fromkeys(processes))
+    is_first = processes.index(job.host) == job.process_index
+    if not is_first:
         job.exchange(tag, None)
-    yield
-    if job.is_main_process:
+    yield names.index(job.host), len(names)
+    if is_first:
         job.exchange(tag, None)
 
 

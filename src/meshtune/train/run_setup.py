@@ -14,7 +14,7 @@ from meshtune.adapters.peft_format import BaseRecord, recorded
 from meshtune.config.recipe import DEFAULT_EPOCHS, Recipe
 from meshtune.data.prepare import PreparedData, prepare_data
 from meshtune.data.progress import ProgressClock
-from meshtune.mesh.agreement import code_version, main_process_first, require_agreement
+from meshtune.mesh.agreement import code_version, first_of_each_host, require_agreement
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.processes import Job
 from meshtune.model.compute import Compute
@@ -127,8 +127,8 @@ def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: Cons
     check_source(resolved.source, job)
     reference = reference_of(recipe, resolved.method)
     tokenizer = tokenizer_of(recipe, resolved.source)
-    with main_process_first(job, "data"):  # the others find what it prepared, where they share a disk
-        data = _prepare_data(recipe, resolved, tokenizer, console)
+    with first_of_each_host(job, "data") as share:  # the others find what it prepared
+        data = _prepare_data(recipe, resolved, tokenizer, console, share)
     rows, length = recipe.train.batch_size // recipe.train.accumulation, data.train.row_length
     if resolved.layout is not None:
         check_batch(MeshConfig(**resolved.layout.mesh.shape), rows, length)
@@ -168,7 +168,11 @@ def with_base(setup: RunSetup) -> RunSetup:
 
 
 def _prepare_data(
-    recipe: Recipe, resolved: ResolvedRun, tokenizer: PreTrainedTokenizerFast, console: Console
+    recipe: Recipe,
+    resolved: ResolvedRun,
+    tokenizer: PreTrainedTokenizerFast,
+    console: Console,
+    share: tuple[int, int],
 ) -> PreparedData:
     clock = ProgressClock()
     with console.status("reading data") as status:
@@ -177,6 +181,7 @@ def _prepare_data(
             tokenizer,
             vocab=resolved.spec.vocab,
             progress=lambda activity, done, of: status.update(clock.line(activity, done, of)),
+            share=share,
         )
     for report in (data.report, data.validation_report):
         for warning in report.warnings if report else ():
