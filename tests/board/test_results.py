@@ -115,6 +115,7 @@ def test_commands_of_evaluations_and_exports(workspace, tmp_path):
     body = {"kind": "export", "form": "gguf", "type": "Q4_K_M", "merge": True}
     assert "--merge --gguf Q4_K_M" in command(board, model="adapter", **body)
     assert "--merge" not in command(board, model=str(MODEL), **body)
+    assert "/own.gguf/own.gguf --merge" in command(board, model="adapter", output="own.gguf", **body)
     assert "--format bitsandbytes" in command(board, kind="export", model=str(MODEL), form="codes")
     assert command(board, kind="export", model=str(MODEL), form="merged").endswith("exports/model-merged")
     pushed = command(board, kind="push", model="adapter", repository="me/model", form="merged")

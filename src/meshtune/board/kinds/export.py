@@ -28,7 +28,7 @@ def prepare_export(workspace: Workspace, body: dict[str, Any]) -> Prepared:
     overwrite = bool(body.get("overwrite"))
     check_free(output, overwrite=overwrite)
     # A GGUF file is written into a folder of its own, beside its Modelfile.
-    to = output / f"{output.name}.gguf" if form == "gguf" else output
+    to = output / f"{output.name.removesuffix('.gguf')}.gguf" if form == "gguf" else output
     arguments = ["export", model, "--to", str(to), *options, *["--overwrite"] * overwrite]
     return Prepared(output.name, tuple(arguments), output=str(output))
 
