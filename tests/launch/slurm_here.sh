@@ -64,6 +64,11 @@ CONF
 
 stop() {
   local at; at=$(realpath "$1")
+  export SLURM_CONF="$at/slurm.conf"
+  # Jobs outlive their daemons.
+  scancel --user="$(id -un)" --signal=KILL --full 2>/dev/null || true
+  scancel --user="$(id -un)" 2>/dev/null || true
+  for _ in $(seq 40); do [ -z "$(squeue --noheader 2>/dev/null)" ] && break; sleep 0.5; done
   for file in "$at"/slurmd-n1.pid "$at"/slurmd-n2.pid "$at"/slurmctld.pid "$at"/munge/pid; do
     [ -s "$file" ] && kill "$(cat "$file")" 2>/dev/null || true
   done
