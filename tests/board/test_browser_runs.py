@@ -199,6 +199,8 @@ def test_a_token_is_asked_for(tmp_path: pathlib.Path):
         driver.get(f"{board.address}/#/runs")
         field = eventually(lambda: driver.find_element("id", "token"))
         field.send_keys("wrong")
+        driver.execute_script("window.dispatchEvent(new Event('signed-out'))")  # another request that was refused
+        assert field.get_attribute("value") == "wrong"
         press(driver, "Sign in")
         eventually(lambda: "the token is wrong" in "".join(texts(driver, ".problems")))
         field.clear()

@@ -20,12 +20,18 @@ export const upload = (path, file) => answer(fetch(path, {
   method: 'POST', headers: { 'content-type': 'application/octet-stream' }, body: file,
 }));
 
+// How often the page signed in. A request that was sent before the latest time says nothing about today's session.
+let session = 0;
+
 async function answer(request) {
+  const current = session;
   const response = await request;
+  const signingIn = response.url.endsWith('/api/session');
+  if (response.ok && signingIn) session += 1;
   const body = await response.json().catch(() => ({}));
   if (response.ok) return body;
   const problems = body.problems ?? [{ path: null, message: body.error?.message ?? response.statusText, fix: null }];
-  if (response.status === 401 && !response.url.endsWith('/api/session')) window.dispatchEvent(new Event('signed-out'));
+  if (response.status === 401 && !signingIn && current === session) window.dispatchEvent(new Event('signed-out'));
   throw new Refused(response.status, problems);
 }
 

@@ -70,7 +70,9 @@ function route() {
   leave = view.show(place, view.name === name ? path : []) ?? (() => {});
 }
 
+// Every request that is refused asks for this: what was typed since the first stays.
 function signIn() {
+  if (document.getElementById('token')) return;
   leave();
   leave = () => {};
   const field = h('input', { type: 'password', autocomplete: 'current-password', required: true, id: 'token' });
