@@ -16,9 +16,11 @@ PYTEST  := $(PY) -m pytest
 JOBS    ?= 2
 # Apart from .venv: JAX would load every plugin it finds there, in runs that have no use for it.
 COMPILERS := .compilers
+# Other tools, each in an environment of its own with the versions that it asks for.
+PEERS := .peers
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install test test-slow test-board test-gpu test-deviceless check lint format types lock wheel clean
+.PHONY: help quickstart install test test-slow test-peers test-board test-gpu test-deviceless check lint format types lock wheel clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-22s %s\n", $$1, $$2}'
@@ -33,6 +35,9 @@ test: $(TEST) ## The fast tests: minutes, CPU; JOBS=1 for one process
 
 test-slow: $(TEST) ## Tests on a real 135M model, or of minutes of CPU time
 	$(PYTEST) -m slow
+
+test-peers: $(TEST) $(PEERS)/llamafactory/.installed $(PEERS)/axolotl/.installed ## Files of LLaMA-Factory and axolotl, run by these tools and by us
+	MESHTUNE_PEERS=$(CURDIR)/$(PEERS) $(PYTEST) -m slow tests/train/test_peer_trainers.py
 
 test-board: $(TEST) ## The board in a real Chromium (Debian's, installed if it is missing, as root)
 	@command -v chromedriver >/dev/null || { apt-get update -q && apt-get install -y -q chromium chromium-driver; }
@@ -71,6 +76,14 @@ wheel: $(TEST) ## Build the wheel into dist/
 $(COMPILERS)/.installed: constraints.txt | $(TEST)
 	@echo "Getting XLA's compilers for NVIDIA, AMD and TPU into $(COMPILERS) (half a gigabyte each, once)"
 	@MESHTUNE_COMPILERS=$(CURDIR)/$(COMPILERS) $(VENV)/bin/meshtune doctor --install all --check
+	@touch $@
+
+$(PEERS)/%/.installed: tests/train/peers/%.txt | $(PY)
+	@echo "Installing $* into $(PEERS)/$* (a gigabyte, once)"
+	@rm -rf $(@D) && $(PY) -m venv $(@D)
+	@grep -v '^$*==' $< > $(@D)/needs.txt
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-input -r $(@D)/needs.txt
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps $$(grep '^$*==' $<)
 	@touch $@
 
 clean: ## Remove what was built; .venv and runs stay

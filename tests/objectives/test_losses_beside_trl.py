@@ -254,3 +254,22 @@ def test_reward_model(case, monkeypatch, margin, centre):
     np.testing.assert_allclose(loss, expected.item(), **CLOSE)
     np.testing.assert_allclose(metrics["rewards/accuracies"], self._metrics["train"]["accuracy"][0], **CLOSE)
     np.testing.assert_allclose(metrics["rewards/margins"], self._metrics["train"]["margin"][0], **CLOSE)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_by_pairs_each_chosen_answer_weighs_alike(case, tmp_path, packing):
+    """LLaMA-Factory's term: the mean over pairs of a chosen answer's mean cross-entropy, in float64."""
+    documents = random_pairs(97, PAIRS, seed=3)
+    rows = {"rows": 2, "max_length": 60} if packing else {}
+    loader = loader_of(documents, tmp_path, packing=packing, nll="answer", nll_mean="pairs", **rows)
+    batch = {name: array[0] for name, array in loader.batch(0).arrays.items()}
+    learned = batch["weights"] > 0
+    log_probs = np.where(learned, -np.random.default_rng(1).gamma(2.0, 0.6, learned.shape), 0).astype(np.float32)
+    terms = [ours("simpo", {"sft_weight": weight}, batch, log_probs)[0] for weight in (0.5, 0.0)]
+    answers = [
+        log_probs[row][(batch["segment_ids"][row] == segment) & learned[row]].astype(np.float64)
+        for row in range(len(learned))
+        for segment in range(1, batch["segment_ids"][row].max() + 1, 2)
+    ]
+    assert len({len(answer) for answer in answers}) > 1  # or both means would be the same
+    np.testing.assert_allclose(terms[0] - terms[1], -0.5 * np.mean([answer.mean() for answer in answers]), **CLOSE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from meshtune.config.recipe import Recipe
 from meshtune.data.conversation import Sample
@@ -149,14 +149,16 @@ class _Preparation:
     def _units(self, split: str, store: Store) -> Units | None:
         if STAGES[self.recipe.stage.kind].dataset_type == "documents":
             return None
-        nll = _nll(self.recipe)
-        # The validation loss is summed over all batches, so its weights are computed over the whole store.
-        return Units(nll=nll, nll_share=nll_share(store, nll) if split == "validation" else None)
+        units = _units(self.recipe)
+        if split == "validation" and units.nll_mean == "tokens":
+            # The validation loss is summed over all batches, so its weights are computed over the whole store.
+            units = dataclasses.replace(units, nll_share=nll_share(store, units.nll))
+        return units
 
     def stream(self) -> PreparedData:
         """Training data as a stream; validation data as usual."""
         check_streaming(self.recipe)
-        units = None if STAGES[self.recipe.stage.kind].dataset_type == "documents" else Units(nll=_nll(self.recipe))
+        units = None if STAGES[self.recipe.stage.kind].dataset_type == "documents" else _units(self.recipe)
         dataset_type = STAGES[self.recipe.stage.kind].dataset_type
         documents = open_documents(self.recipe.data, seed=self.recipe.seed, dataset_type=dataset_type)
         stream, report = prepare_stream(self.recipe, self.tokenizer, documents.train, units)
@@ -167,12 +169,11 @@ class _Preparation:
         return PreparedData(stream, validation, report, validation_report, stream.fingerprint)
 
 
-def _nll(recipe: Recipe) -> Literal["answer", "all"] | None:
-    """Which tokens of chosen answers the loss's cross-entropy covers; None without such a term."""
-    stage = STAGES[recipe.stage.kind]
-    if not stage.uses_nll(recipe.stage):
-        return None
-    return "all" if recipe.data.train_on_prompt else "answer"
+def _units(recipe: Recipe) -> Units:
+    """The options of units: which tokens of chosen answers have a cross-entropy, if any, and their weights."""
+    if not STAGES[recipe.stage.kind].uses_nll(recipe.stage):
+        return Units()
+    return Units(nll="all" if recipe.data.train_on_prompt else "answer", nll_mean=recipe.stage.sft_mean)
 
 
 def _check_both_labels(store: Store) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from meshtune.data.conversation import Labelled, Pair
 from meshtune.data.store import Store
 from meshtune.data.tokens import Example, Tokenize
+from meshtune.objectives.config import NllMean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +23,14 @@ class Units:
     """Options of the arrays that a batch of units has beside tokens.
 
     `reference` float32 [documents] are log-probabilities of a reference model. `nll` requests the weights of the first
-    documents' cross-entropy, over their answers or all their tokens. The weights add up to the number of units, in one
-    update or, with `nll_share` (units per token of the whole store), in all updates of an epoch together.
+    documents' cross-entropy, over their answers or all their tokens. With `nll_mean` pairs the weights of each unit add
+    up to one; with tokens they add up to the number of units in one update or, with `nll_share` (units per token of the
+    whole store), in all updates of an epoch together.
     """
 
     reference: np.ndarray | None = None
     nll: Literal["answer", "all"] | None = None
+    nll_mean: NllMean = "tokens"
     nll_share: float | None = None
 
     def arrays(
@@ -51,9 +54,20 @@ class Units:
         if self.nll is not None:
             first = tokens["segment_ids"] % 2 == 1
             counted = first if self.nll == "all" else first & (tokens["weights"] > 0)
-            share = self.nll_share or float(arrays["units"].sum()) / max(1, int(counted.sum()))
-            arrays["nll"] = np.where(counted, np.float32(share), np.float32(0.0))
+            if self.nll_mean == "pairs":
+                share = _reciprocal_counts(tokens["segment_ids"], counted)
+            else:
+                share = self.nll_share or float(arrays["units"].sum()) / max(1, int(counted.sum()))
+            arrays["nll"] = np.where(counted, share, 0.0).astype(np.float32)
         return arrays
+
+
+def _reciprocal_counts(segment_ids: np.ndarray, counted: np.ndarray) -> np.ndarray:
+    """For each position, one over the number of counted positions of its segment: float64 [rows, T]."""
+    shares = np.zeros(segment_ids.shape)
+    for row, (segments, selected) in enumerate(zip(segment_ids, counted, strict=True)):
+        shares[row] = 1 / np.maximum(1, np.bincount(segments[selected], minlength=segments.max() + 1))[segments]
+    return shares
 
 
 def nll_share(store: Store, nll: Literal["answer", "all"] | None) -> float | None:

@@ -9,7 +9,12 @@ from meshtune.errors import UserError
 from meshtune.options import option
 
 LABELS = "Probability that a pair's label is wrong."
-CHOSEN_NLL = "Weight of the chosen answers' cross-entropy, per token."
+CHOSEN_NLL = "Weight of the chosen answers' cross-entropy."
+NLL_MEAN = (
+    "What the chosen answers' cross-entropy is averaged over; pairs: each by its own tokens, as in LLaMA-Factory."
+)
+
+NllMean = Literal["tokens", "pairs"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +67,7 @@ class DpoConfig:
         None, "dpo: weight of tokens beyond the shorter answer's length; null: 1.", ge=0, le=1
     )
     sft_weight: float = option(0.0, CHOSEN_NLL, ge=0)
+    sft_mean: NllMean = option("tokens", NLL_MEAN)
 
     def __post_init__(self):
         if self.label_smoothing and self.loss not in ("sigmoid", "robust"):
@@ -86,6 +92,7 @@ class OrpoConfig:
 
     kind: Literal["orpo"] = "orpo"
     beta: float = option(0.1, "orpo: weight of the odds ratio.", gt=0)
+    sft_mean: NllMean = option("tokens", NLL_MEAN)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +104,7 @@ class SimpoConfig:
     gamma: float = option(1.0, "simpo: the margin to win by.", ge=0)
     label_smoothing: float = option(0.0, LABELS, ge=0, lt=0.5)
     sft_weight: float = option(0.0, CHOSEN_NLL, ge=0)
+    sft_mean: NllMean = option("tokens", NLL_MEAN)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +120,7 @@ class CpoConfig:
     loss: Literal["sigmoid", "hinge", "ipo"] = option("sigmoid", "cpo: of the margin.")
     label_smoothing: float = option(0.0, LABELS, ge=0, lt=0.5)
     sft_weight: float = option(1.0, CHOSEN_NLL, ge=0)
+    sft_mean: NllMean = option("tokens", NLL_MEAN)
 
     def __post_init__(self):
         if self.label_smoothing and self.loss != "sigmoid":

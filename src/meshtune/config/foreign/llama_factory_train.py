@@ -69,18 +69,28 @@ def stage(draft: Draft) -> str:
         draft.put("stage.beta", draft.get("pref_beta"), "pref_beta")
         draft.put("stage.gamma", draft.get("simpo_gamma"), "simpo_gamma")
     elif kind == "orpo":
-        note = "the answers' loss is weighed by token here, by pair there: the same for answers of one length"
-        draft.put("stage.beta", draft.get("pref_beta"), "pref_beta", note=note, differs=True)
+        draft.put("stage.beta", draft.get("pref_beta"), "pref_beta")
     elif kind == "kto":
         draft.put("stage.beta", draft.get("pref_beta"), "pref_beta")
         draft.put("stage.desirable_weight", draft.get("kto_chosen_weight"), "kto_chosen_weight")
         draft.put("stage.undesirable_weight", draft.get("kto_rejected_weight"), "kto_rejected_weight")
-    if kind in ("dpo", "simpo") and draft.get("pref_ftx"):
-        note = "weighed by token over the batch, not by pair"
-        draft.put("stage.sft_weight", draft.get("pref_ftx"), "pref_ftx", note=note, differs=True)
+    if kind in ("dpo", "orpo", "simpo"):
+        put_sft_term(draft, kind)
     if kind in ("dpo", "kto") and draft.get("ref_model"):
         draft.put("stage.reference", draft.get("ref_model"), "ref_model")
     return kind
+
+
+def put_sft_term(draft: Draft, kind: str) -> None:
+    """Writes the cross-entropy of the chosen answers, which LLaMA-Factory averages over pairs."""
+    weight = draft.get("pref_ftx")
+    if kind == "orpo":
+        if weight:
+            draft.refuse("pref_ftx", "orpo has a cross-entropy term of weight 1", "leave it out, or use simpo")
+        draft.put("stage.sft_mean", "pairs", note="an answer's loss is its own mean, whatever its length")
+    elif weight:
+        draft.put("stage.sft_weight", weight, "pref_ftx")
+        draft.put("stage.sft_mean", "pairs", "pref_ftx", note="an answer's loss is its own mean, whatever its length")
 
 
 def _dpo(draft: Draft, loss: str) -> None:

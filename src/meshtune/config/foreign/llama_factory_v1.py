@@ -9,6 +9,7 @@ from meshtune.config import yaml_text
 from meshtune.config.foreign import models
 from meshtune.config.foreign.draft import OTHER_ORDER, Draft
 from meshtune.config.foreign.llama_factory import IMAGES, KERNELS
+from meshtune.config.foreign.llama_factory_train import put_sft_term
 from meshtune.config.foreign.rules import (
     ABSENT,
     Table,
@@ -200,8 +201,7 @@ def _stage(draft: Draft, kind: str) -> None:
         draft.put("stage.gamma", draft.get("simpo_gamma"), "simpo_gamma")
     if kind != "orpo" and draft.get("dpo_label_smoothing"):
         draft.put("stage.label_smoothing", draft.get("dpo_label_smoothing"), "dpo_label_smoothing")
-    if kind != "orpo" and draft.get("pref_ftx"):
-        draft.put("stage.sft_weight", draft.get("pref_ftx"), "pref_ftx")
+    put_sft_term(draft, kind)
 
 
 def _method(draft: Draft) -> None:
