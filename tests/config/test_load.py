@@ -227,7 +227,7 @@ def test_a_mistake_is_named_with_its_line_and_what_would_be_right(written, more,
         ("{train: a, validation: -1}", "data.validation: give a share between 0 and 1, or a whole number of records"),
         ("{train: a, validation: true}", "data.validation is true: it must be a number, a list of sources"),
         ("{train: a, train_on_prompt: true, last_turn_only: true}", "data: give train_on_prompt or last_turn_only"),
-        ("{train: a, overlong: cut}", "data.overlong is 'cut': it must be one of truncate, drop, error"),
+        ("{train: a, overlong: cut}", "data.overlong is 'cut': it must be one of truncate, turns, drop, error"),
     ],
 )
 def test_mistakes_in_the_data_section(written, data, what):

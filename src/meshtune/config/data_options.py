@@ -13,7 +13,7 @@ FormatName = Literal[
     "auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text", "preference", "openai", "hh",
     "stanford_alpaca",
 ]  # fmt: skip
-Overlong = Literal["truncate", "drop", "error"]
+Overlong = Literal["truncate", "turns", "drop", "error"]
 Reasoning = Literal["template", "inline", "drop"]
 
 
@@ -69,7 +69,11 @@ class TokenOptions:
 
     max_length: int
     policy: LossPolicy = dataclasses.field(default_factory=LossPolicy)
-    overlong: Overlong = option("truncate", "How documents longer than max_length are treated.")
+    overlong: Overlong = option(
+        "truncate",
+        "How documents longer than max_length are treated; truncate: cut at the end; turns: prompt and answer of each "
+        "turn are cut in proportion, as in LLaMA-Factory.",
+    )
     skip_bad: bool = False
 
     def cache_key(self) -> str:

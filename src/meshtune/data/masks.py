@@ -30,19 +30,24 @@ from meshtune.data.turns import Rendered, Turn, changed_part, locate_turn
 class MaskedText:
     """A text with loss weights: `spans` are disjoint, ordered (start, end, weight); elsewhere the weight is `default`.
 
-    `prompts_differ` counts assistant turns whose prompt is rendered otherwise in generation, `unended` those without an
-    end of turn after them.
+    `answers` are the indices of the spans that are assistant turns. `prompts_differ` counts assistant turns whose
+    prompt is rendered otherwise in generation, `unended` those without an end of turn after them.
     """
 
     text: str
     spans: tuple[tuple[int, int, float], ...]
     default: float = 0.0
+    answers: tuple[int, ...] = ()
     prompts_differ: int = 0
     unended: int = 0
 
 
-def mask_conversation(chat: ChatTemplate, conversation: Conversation, policy: LossPolicy = LossPolicy()) -> MaskedText:
+def mask_conversation(
+    chat: ChatTemplate, conversation: Conversation, policy: LossPolicy = LossPolicy(), *, locate_all: bool = False
+) -> MaskedText:
     """Renders a conversation and computes its loss mask.
+
+    With `locate_all`, assistant turns that are not trained on have a span too.
 
     Raises UserError naming the record, with the template's own message where it cannot render the conversation, and
     where it leaves out tools, calls, results or reasoning of the record.
@@ -63,23 +68,26 @@ def mask_conversation(chat: ChatTemplate, conversation: Conversation, policy: Lo
     view = Rendered(chat, conversation, messages, text)
     assistants = [index for index, message in enumerate(conversation.messages) if message.role == "assistant"]
     trained = assistants[-1:] if policy.last_turn_only else assistants
-    spans, floor, differ, unended = [], 0, 0, 0
+    located = assistants if locate_all else trained
+    spans, answers, floor, differ, unended = [], [], 0, 0, 0
     for index, message in enumerate(conversation.messages):
-        if index in trained:
+        if index in located:
             turn = locate_turn(view, index, floor)
             turn, text = _ended_by_next_role(chat, text, turn, message, is_last=index == len(messages) - 1)
             check_calls_are_written(chat, message, index, text[turn.start : turn.end], where)
-            spans.append((turn.start, turn.end, 1.0 if message.weight is None else message.weight))
+            weight = 1.0 if message.weight is None else message.weight
+            answers.append(len(spans))
+            spans.append((turn.start, turn.end, weight if index in trained else 0.0))
             floor = turn.end
-            differ += turn.differs
-            unended += not turn.ended
+            differ += turn.differs and index in trained
+            unended += not turn.ended and index in trained
         elif message.role == "assistant":
             check_calls_are_written(chat, message, index, text, where)
         elif message.weight is not None and not policy.last_turn_only:
             start, end = changed_part(view, index, {**messages[index], "content": None})
             spans.append((max(start, floor), max(end, floor), message.weight))
             floor = max(end, floor)
-    return MaskedText(text, tuple(spans), float(policy.train_on_prompt), differ, unended)
+    return MaskedText(text, tuple(spans), float(policy.train_on_prompt), tuple(answers), differ, unended)
 
 
 def _ended_by_next_role(

@@ -171,9 +171,10 @@ class _Preparation:
 
 def _units(recipe: Recipe) -> Units:
     """The options of units: which tokens of chosen answers have a cross-entropy, if any, and their weights."""
-    if not STAGES[recipe.stage.kind].uses_nll(recipe.stage):
+    nll_mean = STAGES[recipe.stage.kind].nll_mean(recipe.stage)
+    if nll_mean is None:
         return Units()
-    return Units(nll="all" if recipe.data.train_on_prompt else "answer", nll_mean=recipe.stage.sft_mean)
+    return Units(nll="all" if recipe.data.train_on_prompt else "answer", nll_mean=nll_mean)
 
 
 def _check_both_labels(store: Store) -> None:

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from meshtune.config.data_options import TokenOptions
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.conversation import Conversation, Document, Origin
 from meshtune.data.masks import MaskedText, mask_conversation
+from meshtune.data.overlong import positions_by_turns
 from meshtune.data.token_bytes import TokenBytes
 from meshtune.data.word_ids import WordIds
 from meshtune.errors import UserError
@@ -42,6 +43,20 @@ class Example:
     weights: np.ndarray
     origin: Origin
     value: float = 0.0
+
+
+class Tokenised(NamedTuple):
+    """`ids` int32 [n] and `weights` float32 [n] of a text, and `answers` int64 [turns, 2], the first position of each
+    answer and the one after its last."""
+
+    ids: np.ndarray
+    weights: np.ndarray
+    answers: np.ndarray
+
+    @property
+    def last_answer(self) -> int:
+        """The length of the last answer."""
+        return int(self.answers[-1, 1] - self.answers[-1, 0]) if len(self.answers) else 0
 
 
 @dataclasses.dataclass
@@ -113,29 +128,36 @@ class Tokenize:
         """
         return (example for example in self.aligned(documents) if example is not None)
 
-    def aligned(self, documents: Iterable[Document]) -> Iterator[Example | None]:
-        """One item per document: its example, or None if it has nothing to train on. Raises as calling does."""
+    def aligned(self, documents: Iterable[Document], *, sides: int | None = None) -> Iterator[Example | None]:
+        """One item per document: its example, or None if it has nothing to train on. Raises as calling does.
+
+        `sides` are the consecutive documents that share a prompt and are compared by their last answer; None: documents
+        stand alone, and all their answers count.
+        """
         remaining = iter(documents)
         while batch := list(itertools.islice(remaining, _BATCH)):
             self.counts.documents += len(batch)
-            masked = [(document, self._mask(document)) for document in batch]
+            masked = [(document, self._mask(document, sides)) for document in batch]
             encoded = self._encode([text for _, text in masked if text is not None])
-            for document, text in masked:
-                if text is None:
-                    yield None
-                else:
-                    ids, weights = next(encoded)
-                    yield self._fit(*self._with_bos_and_eos(document, ids, weights), document.origin)
+            tokenised = [
+                None if text is None else self._with_bos_and_eos(document, next(encoded)) for document, text in masked
+            ]
+            for first in range(0, len(batch), sides or 1):
+                group = tokenised[first : first + (sides or 1)]
+                longest = max((text.last_answer for text in group if text is not None), default=0) if sides else None
+                for document, text in zip(batch[first : first + len(group)], group, strict=True):
+                    yield None if text is None else self._fit(text, document.origin, longest)
 
-    def _mask(self, document: Document) -> MaskedText | None:
+    def _mask(self, document: Document, sides: int | None) -> MaskedText | None:
         counts = self.counts
         if not isinstance(document, Conversation):
             text = document.prompt + document.text
             counts.special_in_text += self._special_pattern.search(text) is not None
             spans = ((len(document.prompt), len(text), 1.0),)
-            return MaskedText(text, spans, default=float(self.options.policy.train_on_prompt))
+            return MaskedText(text, spans, default=float(self.options.policy.train_on_prompt), answers=(0,))
+        locate_all = self.options.overlong == "turns" and sides is None
         try:
-            masked = mask_conversation(self.chat, document, self.options.policy)
+            masked = mask_conversation(self.chat, document, self.options.policy, locate_all=locate_all)
         except UserError as problem:
             if not self.options.skip_bad or problem.where != str(document.origin):
                 raise
@@ -146,19 +168,21 @@ class Tokenize:
         counts.special_in_text += any(self._special_pattern.search(message.content) for message in document.messages)
         return masked
 
-    def _encode(self, texts: list[MaskedText]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """ids int32 and weights float32 of each text, without any token that is not in the text."""
+    def _encode(self, texts: list[MaskedText]) -> Iterator[Tokenised]:
+        """The tokens of each text, without any that is not in the text."""
         for masked, (ids, ends) in zip(texts, self._ids_and_ends([masked.text for masked in texts]), strict=True):
             weights = np.full(len(ids), masked.default, np.float32)
-            clean = True
-            for start, end, weight in masked.spans if len(ids) else ():
+            clean, positions = True, np.zeros((len(masked.spans), 2), np.int64)
+            for span, (start, end, weight) in enumerate(masked.spans if len(ids) else ()):
                 first, last = np.searchsorted(ends, [start, end], side="right")
                 clean &= (first == 0 or ends[first - 1] == start) and (last == 0 or ends[last - 1] == end)
                 clean &= self._is_prompts_own(masked.text, ids, ends, start, int(first))
                 if last < len(ids) and (ends[last - 1] if last else 0) < end:
                     last += 1
                 weights[first:last] = weight
-            yield (ids, weights) if clean else self._encode_apart(masked, ids, weights)
+                positions[span] = first, last
+            text = Tokenised(ids, weights, positions[list(masked.answers)])
+            yield text if clean else self._encode_apart(masked, text)
 
     def _ids_and_ends(self, texts: list[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """ids int32 of each text, and the character of the text after each of them.
@@ -197,7 +221,7 @@ class Tokenize:
                 self._prompt_ends[prompt_end] = expected
         return expected == ids[after:first].tolist()
 
-    def _encode_apart(self, masked: MaskedText, ids: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _encode_apart(self, masked: MaskedText, text: Tokenised) -> Tokenised:
         """Tokenises the text in pieces, split at the edges of its spans, unless the pieces would decode to another
         text."""
         edges = sorted({0, len(masked.text), *(edge for start, end, _ in masked.spans for edge in (start, end))})
@@ -208,53 +232,64 @@ class Tokenize:
         split = np.asarray([id_ for piece in pieces for id_ in piece.ids], np.int32)
         lengths = [len(piece.ids) for piece in pieces]
         piece_weights = np.asarray([weight_at.get(start, masked.default) for start in edges[:-1]], np.float32)
-        if np.array_equal(split, ids):
-            return ids, np.repeat(piece_weights, lengths)
-        if self._backend.decode(split.tolist(), skip_special_tokens=False) != self._backend.decode(
-            ids.tolist(), skip_special_tokens=False
+        same_ids = np.array_equal(split, text.ids)
+        if not same_ids and self._backend.decode(split.tolist(), skip_special_tokens=False) != self._backend.decode(
+            text.ids.tolist(), skip_special_tokens=False
         ):
             # SentencePiece, for one, puts a space before every piece. The token across the edge is trained on.
             self.counts.straddling += 1
-            return ids, weights
-        self.counts.split += 1
-        return split, np.repeat(piece_weights, lengths)
+            return text
+        self.counts.split += not same_ids
+        position = dict(zip(edges, np.cumsum([0, *lengths]).tolist(), strict=True))
+        spans = [masked.spans[span] for span in masked.answers]
+        answers = np.array([(position[start], position[end]) for start, end, _ in spans], np.int64).reshape(-1, 2)
+        return Tokenised(split, np.repeat(piece_weights, lengths), answers)
 
-    def _with_bos_and_eos(
-        self, document: Document, ids: np.ndarray, weights: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _with_bos_and_eos(self, document: Document, text: Tokenised) -> Tokenised:
         """Adds the tokenizer's beginning and end to plain text; a conversation's template writes its own."""
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        ids, weights, answers = text
         if isinstance(document, Conversation):
             self.counts.double_bos += bos is not None and ids[:2].tolist() == [bos, bos]
-            return ids, weights
+            return text
         if len(self._bos) and not np.array_equal(ids[:1], self._bos):
-            ids, weights = np.concatenate([self._bos, ids]), np.concatenate([[0], weights])
+            ids, weights, answers = np.concatenate([self._bos, ids]), np.concatenate([[0], weights]), answers + 1
         if eos is None:
             self.counts.without_eos += 1
         elif ids[-1:].tolist() != [eos]:
             ids, weights = np.concatenate([ids, [eos]]), np.concatenate([weights, [1]])
-        return ids.astype(np.int32), weights.astype(np.float32)
+            answers = answers + np.array([0, 1])
+        return Tokenised(ids.astype(np.int32), weights.astype(np.float32), answers)
 
-    def _fit(self, ids: np.ndarray, weights: np.ndarray, origin: Origin) -> Example | None:
-        """The example, truncated to `max_length`; None where nothing is left to train on, or it is dropped."""
-        counts, max_length = self.counts, self.options.max_length
+    def _fit(self, text: Tokenised, origin: Origin, longest: int | None) -> Example | None:
+        """The example, cut to `max_length`; None where nothing is left to train on, or it is dropped. `longest` is the
+        length of the longest answer that it is compared with."""
+        counts, max_length, (ids, weights, answers) = self.counts, self.options.max_length, text
         if not np.any(weights[1:]):  # the first token is never predicted
             counts.nothing_to_train += 1
             return None
-        if len(ids) > max_length:
+        beside = 0 if longest is None else longest - text.last_answer
+        by_turns = self.options.overlong == "turns" and len(answers) > 0
+        if len(ids) > max_length or (by_turns and len(ids) + beside > max_length):
             if self.options.overlong == "error":
                 raise UserError(
                     f"a document of {len(ids)} tokens, more than max_length {max_length}",
                     where=str(origin),
-                    fix="raise data.max_length, or set data.overlong to truncate or drop",
+                    fix="raise data.max_length, or set data.overlong to truncate, turns or drop",
                 )
             if self.options.overlong == "drop":
                 counts.dropped += 1
                 counts.tokens_cut += len(ids)
                 return None
+            last_turn_first = longest is None and self.options.policy.last_turn_only
+            kept = (
+                positions_by_turns(answers, max_length, longest=longest, last_turn_first=last_turn_first)
+                if by_turns
+                else np.arange(max_length)
+            )
             counts.truncated += 1
-            counts.tokens_cut += len(ids) - max_length
-            ids, weights = ids[:max_length], weights[:max_length]
+            counts.tokens_cut += len(ids) - len(kept)
+            ids, weights = ids[kept], weights[kept]
             if not np.any(weights[1:]):
                 counts.nothing_after_truncation += 1
                 return None

@@ -16,6 +16,7 @@ from meshtune.objectives.config import (
     CpoConfig,
     DpoConfig,
     KtoConfig,
+    NllMean,
     OrpoConfig,
     PtConfig,
     RmConfig,
@@ -39,8 +40,8 @@ class Stage(Generic[Options]):
     `config` is the dataclass of its options and `make(options)` builds its objective. `title` names the stage for
     people. `unit` is what the loss is averaged over, in the singular; `headline` lists the metrics worth showing while
     training, as (metric, label). `needs_reference` says that answers are compared with a reference model;
-    `has_score_head` that the model ends in a head of one score instead of one over the vocabulary; `uses_nll(options)`
-    that the cross-entropy of the chosen answers is a term of the loss.
+    `has_score_head` that the model ends in a head of one score instead of one over the vocabulary; `nll_mean(options)`
+    is what a cross-entropy of the chosen answers is averaged over, None where the loss has no such term.
     """
 
     config: type[Options]
@@ -51,11 +52,11 @@ class Stage(Generic[Options]):
     headline: tuple[tuple[str, str], ...] = ()
     needs_reference: bool = False
     has_score_head: bool = False
-    uses_nll: Callable[[Options], bool] = lambda options: False
+    nll_mean: Callable[[Options], NllMean | None] = lambda options: None
 
 
-def _has_sft_weight(options: DpoConfig | SimpoConfig | CpoConfig) -> bool:
-    return options.sft_weight > 0
+def _sft_mean(options: DpoConfig | SimpoConfig | CpoConfig) -> NllMean | None:
+    return options.sft_mean if options.sft_weight > 0 else None
 
 
 def _preference_stage(
@@ -65,20 +66,20 @@ def _preference_stage(
     *,
     needs_reference: bool = False,
     has_score_head: bool = False,
-    uses_nll: Callable[[Options], bool] = lambda options: False,
+    nll_mean: Callable[[Options], NllMean | None] = lambda options: None,
 ) -> Stage[Options]:
     headline = (("rewards/accuracies", "accuracy"), ("rewards/margins", "margin"))
-    return Stage(config, make, title, "pairs", "pair", headline, needs_reference, has_score_head, uses_nll)
+    return Stage(config, make, title, "pairs", "pair", headline, needs_reference, has_score_head, nll_mean)
 
 
 STAGES: dict[str, Stage[Any]] = {
     "sft": Stage(SftConfig, sft.make, "SFT"),
     "pt": Stage(PtConfig, lambda options: sft.make(SftConfig()), "pretraining"),
     "rm": _preference_stage(RmConfig, rm.make, "reward model", has_score_head=True),
-    "dpo": _preference_stage(DpoConfig, dpo.make, "DPO", needs_reference=True, uses_nll=_has_sft_weight),
-    "orpo": _preference_stage(OrpoConfig, orpo.make, "ORPO", uses_nll=lambda options: True),
-    "simpo": _preference_stage(SimpoConfig, simpo.make, "SimPO", uses_nll=_has_sft_weight),
-    "cpo": _preference_stage(CpoConfig, cpo.make, "CPO", uses_nll=_has_sft_weight),
+    "dpo": _preference_stage(DpoConfig, dpo.make, "DPO", needs_reference=True, nll_mean=_sft_mean),
+    "orpo": _preference_stage(OrpoConfig, orpo.make, "ORPO", nll_mean=lambda options: options.sft_mean),
+    "simpo": _preference_stage(SimpoConfig, simpo.make, "SimPO", nll_mean=_sft_mean),
+    "cpo": _preference_stage(CpoConfig, cpo.make, "CPO", nll_mean=_sft_mean),
     "kto": Stage(
         KtoConfig,
         kto.make,

@@ -45,7 +45,7 @@ def batch_arrays(recipe: Recipe, method: Method, shape: tuple[int, int, int]) ->
         return arrays
     units = max(1, shape[-1] // (2 * PLANNED_LENGTH)) if recipe.data.packing else 1
     arrays |= {name: ((*shape[:2], units), np.dtype(np.float32)) for name in ("units", "values")}
-    if stage.uses_nll(recipe.stage):
+    if stage.nll_mean(recipe.stage) is not None:
         arrays["nll"] = (shape, np.dtype(np.float32))
     choice = reference_of(recipe, method)
     if choice is not None and choice.value != BASE:
