@@ -38,6 +38,22 @@ LLAMA4 = {
     "no_rope_layer_interval": 4,
     "head_dim": 64,
 }
+# As llama.cpp has it as constants, Gemma 3n's published models. The limit of coefficients bites.
+GEMMA3N = {
+    "num_hidden_layers": 25,
+    "layer_types": None,
+    "num_kv_shared_layers": 5,
+    # llama.cpp's deviation, over one number less, moves the limit of what is active by a half of the width's inverse.
+    "intermediate_size": 4096,
+    "activation_sparsity_pattern": None,
+    "altup_num_inputs": 4,
+    "altup_active_idx": 0,
+    "altup_coef_clip": 0.1,
+    "laurel_rank": 64,
+    "hidden_size_per_layer_input": 256,
+    "final_logit_softcapping": 30.0,
+    "initializer_range": 0.1,
+}
 # What llama.cpp computes of a family that the case of tests/families goes beyond.
 WITHIN = {
     "rope_llama3": {"head_dim": 64},
@@ -77,7 +93,8 @@ WITHIN = {
     "deepseek_v2_lite": {"num_hidden_layers": 27},
     "deepseek_v3": {"attention_bias": False, "rms_norm_eps": 1e-6, "rope_parameters": LATENT_YARN},
     "glm4_moe_lite": {"rms_norm_eps": 1e-6},
-    "gemma4": {"vocab_size_per_layer_input": 97},
+    "gemma4": {"vocab_size_per_layer_input": 90},
+    "gemma3n": GEMMA3N,
     "granitemoeshared": {"attention_bias": False},
     "exaone4": {"head_dim": 8, "num_hidden_layers": 64},
     "exaone_moe": {"n_group": 1, "topk_group": 1},

@@ -18,6 +18,7 @@ from families.cases import BY_NAME
 from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
 from meshtune.families import model_spec
+from meshtune.families.gguf import config_of, gguf_layout
 from meshtune.model.activations import gaussian_topk
 from meshtune.weights.export import export_model
 from meshtune.weights.inspect import inspect_model
@@ -33,6 +34,7 @@ CASE = BY_NAME["gemma3n"].changed(
     altup_coef_clip=0.2,
 )
 WEIGHTS = "model.safetensors"
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192, "rope_theta": 1e6}
 TOWERS = {
     "model.vision_tower.timm_model.conv_stem.conv.weight": np.arange(12, dtype=np.float16).reshape(3, 4),
     "model.embed_vision.embedding.weight": np.ones((4, 2), np.float16),
@@ -79,8 +81,11 @@ def test_coefficients_are_limited_as_transformers_limits_them_in_training(tokens
 
 def composite(tmp_path: pathlib.Path) -> pathlib.Path:
     """The files of a composite around the text model, with towers of a few numbers."""
-    text = directory(BY_NAME["gemma3n"])
-    model = tmp_path / "model"
+    return composite_of(directory(BY_NAME["gemma3n"]), tmp_path / "model")
+
+
+def composite_of(text: pathlib.Path, model: pathlib.Path) -> pathlib.Path:
+    """Writes the files of a composite around a text model."""
     model.mkdir()
     config = read_json(text / "config.json") | {"model_type": "gemma3n_text"}
     outer = {"vision_config": {"model_type": "gemma3n_vision"}, "audio_config": {"model_type": "gemma3n_audio"}}
@@ -149,3 +154,64 @@ def test_a_config_that_cannot_be_is_refused_by_its_field(field: str, value: obje
         model_spec(config)
     assert message in str(error.value)
     assert field in str(error.value)
+
+
+# As published: its first layers are sparse, and those behind the twentieth read keys and values.
+E2B = {
+    "model_type": "gemma3n_text",
+    "num_hidden_layers": 30,
+    "num_kv_shared_layers": 10,
+    "intermediate_size": [8192] * 30,
+}
+
+
+def test_a_gguf_file_has_projections_of_streams_as_one_tensor_and_a_row_for_every_token():
+    layout = gguf_layout(model_spec(dict(E2B)))
+    shapes = layout.shapes
+    assert shapes["altup_proj.weight"] == shapes["altup_unembd_proj.weight"] == (3, 2048, 2048)
+    assert shapes["per_layer_token_embd.weight"] == (262_400, 30 * 256)
+    unused = {f"blk.{number}.{name}.weight" for number in range(20, 30) for name in ("attn_k", "attn_v", "attn_k_norm")}
+    assert layout.computed.keys() == unused
+    assert not shapes.keys() & unused
+
+
+def test_the_metadata_of_llama_cpps_own_converter_is_read():
+    """Its multiples of the deviation come from another computation of the normal distribution."""
+    metadata = {
+        **{key.removeprefix("gemma3n."): value for key, value in gguf_layout(model_spec(dict(E2B))).metadata.items()},
+        "feed_forward_length": [8192] * 30,
+        "activation_sparsity_scale": [1.6448533535003662] * 10 + [float("-inf")] * 20,
+    }
+    del metadata["rope.freq_base_swa"]
+    config = config_of("gemma3n", metadata, {}, ["token_embd.weight"], 262_144, "model.gguf")
+    published, read = model_spec(dict(E2B)), model_spec(config)
+    assert [kind.ffn for kind in read.layer_kinds] == [kind.ffn for kind in published.layer_kinds]
+    assert [kind.mixer for kind in read.layer_kinds] == [kind.mixer for kind in published.layer_kinds]
+    metadata["activation_sparsity_scale"][3] = 1.2
+    with pytest.raises(UserError, match=r"gemma3n\.activation_sparsity_scale"):
+        config_of("gemma3n", metadata, {}, ["token_embd.weight"], 262_144, "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("altup_num_inputs", 3),
+        ("altup_active_idx", 1),
+        ("altup_correct_scale", False),
+        ("laurel_rank", 32),
+        ("hidden_size_per_layer_input", 128),
+        ("final_logit_softcapping", None),
+        ("num_kv_shared_layers", 5),
+        ("layer_types", [*["sliding_attention"] * 3, "full_attention"] * 7 + ["sliding_attention", "full_attention"]),
+        ("layer_types", ["full_attention"] * 30),
+        ("intermediate_size", [8192] * 29 + [4096]),
+        ("activation_sparsity_pattern", [0.95] * 11 + [0.0] * 19),
+        ("activation_sparsity_pattern", [0.9] * 10 + [0.0] * 20),
+        ("vocab_size_per_layer_input", 262_401),
+        ("rope_parameters", {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}),
+    ],
+)
+def test_what_llama_cpp_has_as_constants_is_not_written_otherwise(field: str, value: object):
+    with pytest.raises(UserError, match=field) as error:
+        gguf_layout(model_spec({**E2B, field: value}))
+    assert "llama.cpp's 'gemma3n' does not compute this gemma3n_text model" in str(error.value)

@@ -10,11 +10,13 @@ import pytest
 import torch
 import transformers
 
-from gguf_models import model_of
+from families.cases import BY_NAME
+from gguf_models import logits_of, model_of
 from llama_cpp import LlamaCpp
 from meshtune.errors import UserError
 from meshtune.runs.export import export
 from meshtune.weights.gguf.file import read_gguf
+from meshtune.weights.hub import locate
 
 PROMPT = [1, 403, 407, 261, 378]
 
@@ -140,6 +142,84 @@ def test_rows_in_another_order_and_multiplied_ones_are_adapted(name: str, tmp_pa
         logits = model.logits(tokens)
     scale = np.abs(expected).max()
     assert np.abs(logits - expected).max() < 3e-5 * scale
+    assert np.abs(plain - expected).max() > 1e-2 * scale
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "llama4", "qwen3_next"])
+def test_adapters_of_experts_beside_the_base_are_those_merged_into_it(name: str, tmp_path: Path):
+    base, options = model_of(name), dict(BY_NAME[name].peft)
+    adapter = adapter_of(base, tmp_path / "adapter", **options)
+    file, lora, whole = (tmp_path / f"{what}.gguf" for what in ("base", "lora", "merged"))
+    export(base, file, gguf="F32")
+    export(adapter, lora, gguf="F32", base=base)
+    export(adapter, whole, gguf="F32", base=base, merge=True)
+    assert any("_exps" in tensor for tensor in read_gguf(lora).tensors)
+    tokens = list(range(3, 20))
+    with LlamaCpp(file) as model:
+        plain = model.logits(tokens)
+    with LlamaCpp(file, [lora]) as model:
+        beside = model.logits(tokens)
+    with LlamaCpp(whole) as model:
+        merged = model.logits(tokens)
+    scale = np.abs(merged).max()
+    assert np.abs(beside - merged).max() < 3e-5 * scale
+    assert np.abs(plain - merged).max() > 1e-2 * scale
+
+
+LAYER = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "per_layer_input_gate"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [("gemma3n", [*LAYER, "per_layer_projection", "linear_left", "linear_right"]), ("gemma4", LAYER)],
+)
+def test_adapters_of_layers_around_streams_and_per_layer_embeddings(name: str, modules: list[str], tmp_path: Path):
+    """Beside the base as merged into it: what is left are two roads to the same inputs of GELU's table."""
+    base = model_of(name)
+    adapter = adapter_of(base, tmp_path / "adapter", target_modules=modules)
+    file, lora, whole = (tmp_path / f"{what}.gguf" for what in ("base", "lora", "merged"))
+    export(base, file, gguf="F32")
+    export(adapter, lora, gguf="F32", base=base)
+    export(adapter, whole, gguf="F32", base=base, merge=True)
+    tokens = list(range(3, 20))
+    with LlamaCpp(file) as model:
+        plain = model.logits(tokens)
+    with LlamaCpp(file, [lora]) as model:
+        beside = model.logits(tokens)
+    with LlamaCpp(whole) as model:
+        merged = model.logits(tokens)
+    scale = np.abs(merged).max()
+    assert np.abs(beside - merged).max() < 5e-3 * scale
+    assert np.abs(plain - merged).max() > 0.1 * scale
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [
+        ("gemma3n", ["per_layer_model_projection"]),
+        ("gemma3n", ["altup_projections.1", "altup_unembed_projections.2"]),
+        ("gemma4", ["per_layer_model_projection"]),
+        ("nemotron_h_experts", ["fc1_latent_proj", "fc2_latent_proj"]),
+    ],
+)
+def test_an_adapter_that_llama_cpp_does_not_apply_is_refused_and_merged(name: str, modules: list[str], tmp_path: Path):
+    base = model_of(name)
+    adapter = adapter_of(base, tmp_path / "adapter", target_modules=modules)
+    with pytest.raises(UserError, match="without adapters, and would not apply that of"):
+        export(adapter, tmp_path / "lora.gguf", gguf="F32", base=base)
+    export(adapter, tmp_path / "merged.gguf", gguf="F32", base=base, merge=True)
+    tokens = list(range(3, 20))
+    # transformers limits the coefficients of Gemma 3n's prediction in training alone; nothing else differs there.
+    reference = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).train()
+    with torch.no_grad():
+        plain = reference(torch.tensor([tokens])).logits[0].numpy()
+        adapted = peft.PeftModel.from_pretrained(reference, str(adapter)).train()
+        expected = adapted(torch.tensor([tokens])).logits[0].numpy()
+    scale = np.abs(expected).max()
+    assert np.abs(logits_of(locate(tmp_path / "merged.gguf"), tokens) - expected).max() < 1e-4 * scale
     assert np.abs(plain - expected).max() > 1e-2 * scale
 
 

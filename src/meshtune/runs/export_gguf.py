@@ -67,7 +67,7 @@ def export_gguf(
             with disk_errors(dest):
                 dest.parent.mkdir(parents=True, exist_ok=True)
                 written = write_gguf(partial, layout, numbers, mixture, metadata, progress)
-                _verify(partial, len(layout.parts) + len(layout.computed))
+                _verify(partial, len(layout.shapes) + len(layout.computed))
                 partial.rename(dest)
                 stops = [
                     str(tokenizer.decode([id_])) for id_ in ends or [_id(tokenizer.eos_token_id)] if id_ is not None

@@ -16,6 +16,7 @@ from meshtune.arrays.tree import flatten
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
 from meshtune.families.gguf import GgufLayout, GgufPart, gguf_layout
+from meshtune.families.gguf.architecture import UNADAPTED
 from meshtune.families.tensors import View
 from meshtune.quantize.gguf import TYPES, encode
 from meshtune.quantize.gguf.mixture import FLOATS, check_file_type
@@ -75,7 +76,7 @@ def export_lora_gguf(
                 stream.write(start)
                 for number, (name, array) in enumerate(tensors.items(), 1):
                     stream.seek(offsets[name])
-                    stream.write(encode(file_type, array).tobytes())
+                    stream.write(encode(file_type, array.reshape(-1, array.shape[-1])).tobytes())
                     if progress:
                         progress(number, len(tensors))
                 stream.flush()
@@ -127,6 +128,12 @@ def _tensors(adapter: LoadedAdapter, layout: GgufLayout) -> tuple[dict[str, np.n
 def _factors(part: GgufPart, a: np.ndarray, b: np.ndarray) -> dict[str, np.ndarray]:
     """The factors of a tensor: B has its rows, in its order and with its multipliers."""
     name, rank = part.name, b.shape[-1]
+    if name.removesuffix(".weight").rpartition(".")[2] in UNADAPTED:
+        raise UserError(
+            f"llama.cpp multiplies '{name}' without adapters, and would not apply that of {part.path}",
+            where=part.path,
+            fix="add --merge to write the merged model, or leave the module out of method.targets",
+        )
     if not all(view.only_rows for view in (part.view, part.source) if view is not None):
         raise UserError(
             f"'{name}' has the columns of {part.path} in another order, or transposed, and its product of low rank "

@@ -95,5 +95,6 @@ def _quantised_paths(spec: ModelSpec, config: QuantizeConfig) -> list[str]:
 
 def _group(path: str) -> str:
     if not path.startswith("layers/"):
-        return OUTSIDE
+        node = path.rpartition("/")[0]
+        return f"{OUTSIDE}, {node}" if "/" in node else OUTSIDE  # a table of per-layer embeddings is large
     return path.split("/", 2)[2].rpartition("/")[0]

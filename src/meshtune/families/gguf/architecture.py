@@ -12,6 +12,7 @@ from meshtune.model.layer import LayerSpec
 from meshtune.model.parallel import ParallelSpec
 from meshtune.model.rope import RopeSpec
 from meshtune.model.spec import ModelSpec
+from meshtune.model.streams import ENTER, LEAVE
 
 T = TypeVar("T")
 Value = bool | int | float | str | list[Any]
@@ -89,6 +90,14 @@ LAYER = {
     "per_layer/out": "proj",
     "per_layer/norm": "post_norm",
     "scalar": "layer_output_scale",
+    "streams/router": "altup_router",
+    "streams/router_norm": "altup_router_norm",
+    "streams/predict": "altup_predict_coef",
+    "streams/correct": "altup_correct_coef",
+    "streams/scale": "altup_correct_scale",
+    "laurel/left": "laurel_l",
+    "laurel/right": "laurel_r",
+    "laurel/norm": "laurel_post_norm",
 }
 OUTSIDE = {
     "embed": "token_embd",
@@ -99,6 +108,8 @@ OUTSIDE = {
     "per_layer/projection": "per_layer_model_proj",
     "per_layer/norm": "per_layer_proj_norm",
 }
+# Node outside the layers that has one array for each number from 1 on -> the tensor that they are stacked in.
+STACKED = {ENTER: "altup_proj", LEAVE: "altup_unembd_proj"}
 RECURRENT = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias", "D": "ssm_d"}
 # Leaf of a layer -> its tensor, where that is not the node's stem and the name of the leaf.
 LEAVES = {
@@ -107,6 +118,8 @@ LEAVES = {
     "mlp/router/scales/per_expert_scale": "ffn_down_exps.scale",
     **{f"{mixer}/{leaf}": name for mixer in ("delta", "mamba") for leaf, name in RECURRENT.items()},
 }
+# Tensors that llama.cpp multiplies without adapters: it loads those of them, and does not apply them.
+UNADAPTED = frozenset({"per_layer_model_proj", *STACKED.values(), LAYER["mlp/latent_in"], LAYER["mlp/latent_out"]})
 WINDOW = "attention.sliding_window"
 QKV = frozenset({"attn/q", "attn/k", "attn/v"})
 ALL_BIASES = QKV | {"attn/o", "mlp/gate", "mlp/up", "mlp/down"}
@@ -125,6 +138,11 @@ def accepted(_: ModelSpec) -> str | None:
 def always(_: Metadata) -> bool:
     """Every file is meant."""
     return True
+
+
+def none_unused(_: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Every tensor is used."""
+    return {}
 
 
 def no_factors(_spec: ModelSpec, _path: str, _rows: int) -> tuple[tuple[int, float], ...]:
@@ -154,7 +172,8 @@ class Architecture:
     projections are written as two or three, `tiled_values` that the value heads of delta nets are in tiled order,
     `latent` that scores are scaled as DeepSeek's are under YaRN, and `rounded_yarn` that its bounds of YaRN are whole
     numbers where the model's are not. `rope(block)` are the rope_parameters that files have as `block`,
-    `factors(spec, path, rows)` those of a GgufPart.
+    `factors(spec, path, rows)` those of a GgufPart. `unused(spec)` are tensors, with their shapes, without which
+    llama.cpp does not load a file and that it computes nothing with: zeros are written, and nothing is read.
     """
 
     name: str
@@ -188,6 +207,7 @@ class Architecture:
     rounded_yarn: bool = False
     rope: Callable[[dict[str, Any]], dict[str, Any]] = dict
     factors: Callable[[ModelSpec, str, int], tuple[tuple[int, float], ...]] = no_factors
+    unused: Callable[[ModelSpec], Mapping[str, tuple[int, ...]]] = none_unused
 
 
 def attentions(spec: ModelSpec) -> list[AttentionSpec]:

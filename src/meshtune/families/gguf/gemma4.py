@@ -27,6 +27,11 @@ PATTERN, SHARED = "attention.sliding_window_pattern", "attention.shared_kv_layer
 PER_LAYER = "embedding_length_per_layer_input"
 
 
+def readers(spec: ModelSpec) -> list[bool]:
+    """Whether each layer reads the keys and values of another."""
+    return by_layer(spec, lambda layer: isinstance(layer.mixer, AttentionSpec) and layer.mixer.reads is not None)
+
+
 def _network(ffn: Any) -> MlpSpec:
     ffn = ffn.shared if isinstance(ffn, ExpertsSpec) else ffn
     assert isinstance(ffn, MlpSpec)
@@ -36,8 +41,6 @@ def _network(ffn: Any) -> MlpSpec:
 def _refusal(spec: ModelSpec) -> str | None:
     if not any(mixer.window for mixer in attentions(spec)) or attention(spec).window is not None:
         return "layers of one kind of attention alone"
-    if isinstance(spec.side, PerLayerEmbedding) and spec.side.vocab != spec.vocab:
-        return "vocab_size_per_layer_input is not vocab_size"
     return None
 
 
@@ -45,14 +48,13 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
     sliding = next(mixer for mixer in attentions(spec) if mixer.window is not None)
     assert sliding.rope is not None
     widths = by_layer(spec, lambda layer: _network(layer.ffn).width)
-    readers = by_layer(spec, lambda layer: isinstance(layer.mixer, AttentionSpec) and layer.mixer.reads is not None)
     return {
         "attention.head_count_kv": layer_heads(spec),
         "attention.key_length_swa": sliding.head_dim,
         "attention.value_length_swa": sliding.head_dim,
         WINDOW: sliding.window,
         PATTERN: [number is not None for number in layer_windows(spec)],
-        SHARED: readers.count(True),
+        SHARED: readers(spec).count(True),
         "feed_forward_length": widths,
         PER_LAYER: spec.side.width if isinstance(spec.side, PerLayerEmbedding) else 0,
         "rope.freq_base_swa": sliding.rope.theta,

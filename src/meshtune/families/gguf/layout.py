@@ -14,6 +14,7 @@ from meshtune.families.gguf.architecture import (
     LAYER,
     LEAVES,
     OUTSIDE,
+    STACKED,
     Architecture,
     attention,
     attentions,
@@ -27,10 +28,13 @@ from meshtune.families.gguf.part import GgufPart
 from meshtune.families.gguf.registry import ABSENT, ARCHITECTURES
 from meshtune.families.gguf.rope import rope_metadata, rope_tensors
 from meshtune.families.gguf.routing import routing_metadata, routing_refusal
-from meshtune.families.tensors import View
+from meshtune.families.tensors import Shape, View
 from meshtune.model.experts import ExpertsSpec
 from meshtune.model.mlp import MlpSpec
 from meshtune.model.spec import ModelSpec, abstract_params
+
+LIMITED = ("streams/predict", "streams/correct")  # whose numbers count up to the coefficients' limit
+TABLE = "per_layer/table"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +46,11 @@ class GgufLayout:
     metadata: Mapping[str, Any]
     parts: tuple[GgufPart, ...]
     computed: Mapping[str, np.ndarray]
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """The shape of every tensor that parameters are written as."""
+        return {part.name: part.tensor_shape for part in self.parts}
 
 
 def gguf_layout(spec: ModelSpec) -> GgufLayout:
@@ -64,7 +73,8 @@ def gguf_layout(spec: ModelSpec) -> GgufLayout:
             fix="export it as safetensors, for transformers, vLLM or SGLang",
         ) from error
     metadata = {f"{architecture.name}.{key}": value for key, value in fields.items()}
-    return GgufLayout(architecture, metadata, tuple(parts), {} if rope is None else rope_tensors(rope))
+    zeros = {name: np.broadcast_to(np.float32(0), shape) for name, shape in architecture.unused(spec).items()}
+    return GgufLayout(architecture, metadata, tuple(parts), zeros | ({} if rope is None else rope_tensors(rope)))
 
 
 def _architecture(spec: ModelSpec) -> Architecture:
@@ -165,12 +175,7 @@ def _parts(spec: ModelSpec, architecture: Architecture) -> list[GgufPart]:
     for path, array in flatten(abstract_params(spec)).items():
         node, _, leaf = path.rpartition("/")
         if not array.is_stacked:
-            if node not in OUTSIDE:
-                raise ValueError(f"it has {path}")
-            offset = 1.0 if node == "norm" and leaf == "weight" and spec.norm.has_offset else 0.0
-            name, factors = f"{names.get(node, OUTSIDE[node])}.{leaf}", architecture.factors(spec, path, array.shape[0])
-            part = GgufPart(name, path, (), View.identity(array.shape), offset, factors=factors)
-            ordered.append((place, part))
+            ordered.append((place, _outside_part(spec, architecture, names, path, array.shape)))
             continue
         place = float(spec.layers)
         _, key, inner = node.split("/", 2)
@@ -182,6 +187,7 @@ def _parts(spec: ModelSpec, architecture: Architecture) -> list[GgufPart]:
         ):
             raise ValueError(f"it has {inner}/{leaf}")
         offset = 1.0 if leaf == "weight" and inner.endswith("_norm") and spec.norm.has_offset else 0.0
+        limit = layer.around.streams.clip if inner in LIMITED and layer.around.streams is not None else None
         for entry in arranged(inner, leaf, array.shape[1:], layer.mixer, architecture):
             tensor = stem or f"{entry.stem or names.get(inner, LAYER[inner])}.{leaf}"
             factors = architecture.factors(spec, f"{inner}/{leaf}", entry.view.tensor[0])
@@ -197,8 +203,31 @@ def _parts(spec: ModelSpec, architecture: Architecture) -> list[GgufPart]:
                         entry.source,
                         entry.exponential,
                         factors,
+                        limit=limit,
                     ),
                 )
                 for row, number in enumerate(rows)
             ]
     return [part for _, part in sorted(ordered, key=lambda entry: entry[0])]
+
+
+def _outside_part(
+    spec: ModelSpec, architecture: Architecture, names: Mapping[str, str], path: str, shape: Shape
+) -> GgufPart:
+    """That of an array outside the layers."""
+    node, _, leaf = path.rpartition("/")
+    stack, _, number = node.rpartition("/")
+    if stack in STACKED and spec.streams is not None:
+        place, count = int(number) - 1, spec.streams.count - 1
+        view = View.identity((count, *shape)).slice(0, place, place + 1).merge(*shape)
+        return GgufPart(f"{STACKED[stack]}.{leaf}", path, (), view)
+    if node not in OUTSIDE:
+        raise ValueError(f"it has {path}")
+    offset = 1.0 if node == "norm" and leaf == "weight" and spec.norm.has_offset else 0.0
+    factors = architecture.factors(spec, path, shape[0])
+    # Tokens beyond the table have its first row, and llama.cpp has a row for every token.
+    padding = spec.vocab - shape[0] if node == TABLE else 0
+    if padding < 0:
+        raise ValueError("vocab_size_per_layer_input is larger than vocab_size")
+    name = f"{names.get(node, OUTSIDE[node])}.{leaf}"
+    return GgufPart(name, path, (), View.identity(shape), offset, factors=factors, padding=padding)

@@ -14,9 +14,11 @@ from meshtune.families.tensors import Shape, View
 class GgufPart:
     """`params[path][index]`, or what `source` takes of it, is `view` of the tensor `name`, less `offset`.
 
-    Where an array is written as several tensors, each has a `source`. With `exponential` the tensor holds -exp of the
-    numbers. `factors` are numbers that rows of the tensor are multiplied by: (how many rows, the factor), one after
-    another; such a tensor is never read back, because the model that is read has no factors.
+    Where an array is written as several tensors, each has a `source`; a tensor of several arrays has a part for each,
+    with views that make it up. With `exponential` the tensor holds -exp of the numbers, and numbers beyond `limit` are
+    written as it. `padding` rows follow in the tensor that are equal to its first. `factors` are numbers that rows of
+    the tensor are multiplied by: (how many rows, the factor), one after another. The model that is read back has
+    neither padding nor factors.
     """
 
     name: str
@@ -27,11 +29,22 @@ class GgufPart:
     source: View | None = None
     exponential: bool = False
     factors: tuple[tuple[int, float], ...] = ()
+    padding: int = 0
+    limit: float | None = None
+
+    def __post_init__(self):
+        assert not (self.factors and self.offset), "an offset is of the numbers, factors are of the tensor"
+        assert not self.padding or self.view.is_identity, "rows follow those of an array as it is"
 
     @property
     def is_plain(self) -> bool:
-        """Whether the tensor is a rearrangement of all of the array, with an offset."""
-        return self.source is None and not self.exponential and not self.factors
+        """Whether what the tensor holds is a rearrangement of all of the array, with an offset."""
+        return self.source is None and not self.exponential and not self.factors and self.limit is None
+
+    @property
+    def tensor_shape(self) -> Shape:
+        """The shape of the whole tensor."""
+        return (self.view.tensor[0] + self.padding, *self.view.tensor[1:])
 
     @property
     def array_shape(self) -> Shape:
@@ -39,15 +52,21 @@ class GgufPart:
         return self.view.shape if self.source is None else self.source.tensor
 
     def to_tensor(self, array: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
-        """The tensor of a whole array, in float32."""
-        part = array if self.source is None else self.source.read(array)
+        """The tensor of a whole array, in float32, without padding."""
         tensor = np.empty(self.view.tensor, np.float32)
-        self.view.write(-np.exp(part) if self.exponential else part, tensor)
+        self.into_tensor(array, tensor)
+        return tensor
+
+    def into_tensor(self, array: Float[np.ndarray, "..."], tensor: Float[np.ndarray, "..."]) -> None:
+        """Writes a whole array to its place in the tensor."""
+        part = array if self.source is None else self.source.read(array)
+        part = -np.exp(part) if self.exponential else part
+        part = part if self.limit is None else np.clip(part, -self.limit, self.limit)
+        self.view.write(part + np.float32(self.offset), tensor)
         start = 0
         for count, factor in self.factors:
             tensor[start : start + count] *= np.float32(factor)
             start += count
-        return tensor + np.float32(self.offset)
 
     def into_array(self, tensor: Float[np.ndarray, "..."], array: Float[np.ndarray, "..."]) -> None:
         """Writes what a tensor holds to its place in the array."""

@@ -183,6 +183,15 @@ def _alike(value: Any) -> Any:
     return value[0] if isinstance(value, list) and value and len(set(value)) == 1 else value
 
 
+def _agree(value: Any, again: Any) -> bool:
+    """Whether two values, or lists of them, are equal but for the rounding of numbers."""
+    if isinstance(value, list) and isinstance(again, list):
+        return len(value) == len(again) and all(map(_agree, value, again))
+    if isinstance(value, int | float) and isinstance(again, int | float):
+        return math.isclose(value, again, rel_tol=1e-5, abs_tol=1e-12)
+    return value == again
+
+
 def _check(config: dict[str, Any], architecture: str, metadata: Metadata, where: str) -> None:
     """Raises UserError for a key of the file that the config would be written with another value of, or without."""
     written = gguf_layout(model_spec(dict(config), where=where)).metadata
@@ -191,11 +200,7 @@ def _check(config: dict[str, Any], architecture: str, metadata: Metadata, where:
             continue
         again = written.get(f"{architecture}.{key}")
         value, again = _alike(value), _alike(again)
-        if isinstance(value, int | float) and isinstance(again, int | float):
-            agrees = math.isclose(value, again, rel_tol=1e-5, abs_tol=1e-12)
-        else:
-            agrees = value == again
-        if not agrees:
+        if not _agree(value, again):
             raise UserError(
                 f"{architecture}.{key} is {str(value)[:80]} in the file, which Meshtune does not compute"
                 + ("" if again is None else f" (its model would have {again})"),

@@ -16,6 +16,7 @@ from meshtune.families.gguf.architecture import (
     integer,
     layer_windows,
 )
+from meshtune.families.gguf.gemma3n import GEMMA3N
 from meshtune.families.gguf.gemma4 import GEMMA4
 from meshtune.families.gguf.hybrid import HYBRID
 from meshtune.families.gguf.latent import LATENT
@@ -312,6 +313,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     **STATE_SPACE,
     **WINDOWED,
     **GEMMA4,
+    **GEMMA3N,
 }
 # model_type -> why it is not written.
 ABSENT = {
@@ -319,5 +321,4 @@ ABSENT = {
     "phimoe": "llama.cpp weighs a token's two experts by one softmax, and the model by the sparse mixer",
     "apertus": "llama.cpp has the trained numbers of its activation in the metadata, which are written before weights",
     "baichuan": "llama.cpp takes the rows of its head as they are, and the model as vectors of length one",
-    "gemma3n_text": "llama.cpp has its projections between streams as one tensor, and Meshtune writes no such tensor",
 }

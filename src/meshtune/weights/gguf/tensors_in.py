@@ -28,7 +28,7 @@ def tensor_infos(gguf: GgufFile, spec: ModelSpec) -> dict[str, TensorInfo]:
     by_leaf: dict[str, dict[tuple[int, ...], list[GgufPart]]] = {}
     for part in layout.parts:
         by_leaf.setdefault(part.path, {}).setdefault(part.index, []).append(part)
-    _check(gguf, {part.name: part.view.tensor for part in layout.parts}, set(layout.computed))
+    _check(gguf, layout.shapes, set(layout.computed))
     return {name: _info(gguf, entries, by_leaf) for name, entries in by_name(tensors(spec)).items()}
 
 

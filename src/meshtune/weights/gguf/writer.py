@@ -1,11 +1,11 @@
-"""Writes a model as a GGUF file, tensor by tensor: host memory holds one part of one tensor."""
+"""Writes a model as a GGUF file, tensor by tensor: host memory holds rows of one tensor, or one that is rearranged."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,11 @@ def write_gguf(
 ) -> Written:
     """Writes a file with a mixture of types; `metadata` beside the layout's. Raises UserError for numbers that are not
     finite, or too large for float16."""
-    chosen = {
-        part.name: (TYPES[mixture.type_of(part.name, part.view.tensor)], part.view.tensor) for part in layout.parts
-    }
-    chosen |= {name: (TYPES["F32"], array.shape) for name, array in layout.computed.items()}
+    shapes = layout.shapes | {name: array.shape for name, array in layout.computed.items()}
+    chosen = {name: (TYPES[mixture.type_of(name, shape)], shape) for name, shape in shapes.items()}
+    parts: dict[str, list[GgufPart]] = {}
+    for part in sorted(layout.parts, key=lambda part: numbers.group(part.path)):
+        parts.setdefault(part.name, []).append(part)
     start, offsets = header({**metadata, **layout.metadata}, chosen)
     total = sum(math.prod(shape) for _, shape in chosen.values())
     done, worst, counts = 0, (0.0, ""), dict[str, int]()
@@ -53,22 +54,24 @@ def write_gguf(
         stream.write(start)
         for name, array in layout.computed.items():
             stream.seek(offsets[name])
-            stream.write(np.asarray(array, np.float32).tobytes())
-        for part in sorted(layout.parts, key=lambda part: numbers.group(part.path)):
-            kind = chosen[part.name][0].name
+            stream.write(
+                encode(chosen[name][0].name, np.ascontiguousarray(array.reshape(-1, array.shape[-1]))).tobytes()
+            )
+        for name, tensor_parts in parts.items():
+            kind = chosen[name][0].name
             counts[kind] = counts.get(kind, 0) + 1
-            stream.seek(offsets[part.name])
+            stream.seek(offsets[name])
             squares = differences = 0.0
-            for rows in _rows(part, numbers):
+            for rows in _rows(tensor_parts, numbers):
                 content = encode(kind, rows)
-                _check(part.name, kind, rows, content)
+                _check(name, kind, rows, content)
                 stream.write(content.tobytes())
                 squares += float(np.square(rows, dtype=np.float64).sum())
                 differences += float(np.square(decode(kind, content) - rows, dtype=np.float64).sum())
                 done += rows.size
                 if progress:
                     progress(done, total)
-            worst = max(worst, ((differences / squares) ** 0.5 if squares else 0.0, part.name))
+            worst = max(worst, ((differences / squares) ** 0.5 if squares else 0.0, name))
         ends = (
             offsets[name] + math.prod(shape[:-1]) * kind.row_bytes(shape[-1]) for name, (kind, shape) in chosen.items()
         )
@@ -78,11 +81,14 @@ def write_gguf(
     return Written(counts, file.stat().st_size, *worst)
 
 
-def _rows(part: GgufPart, numbers: Numbers) -> Iterator[np.ndarray]:
-    """The rows of a tensor [rows, columns], in order."""
+def _rows(parts: Sequence[GgufPart], numbers: Numbers) -> Iterator[np.ndarray]:
+    """The rows of the tensor of these parts [rows, columns], in order."""
+    part = parts[0]
     shape: list[int] = [*part.view.tensor]
     if not part.view.is_identity or not part.is_plain:
-        tensor = part.to_tensor(numbers.rows(part.path, part.index, 0, part.array_shape[0]))
+        tensor = np.empty(part.view.tensor, np.float32)
+        for entry in parts:
+            entry.into_tensor(numbers.rows(entry.path, entry.index, 0, entry.array_shape[0]), tensor)
         yield tensor.reshape(-1, shape[-1])
         return
     inner = math.prod(shape[1:])
@@ -90,6 +96,10 @@ def _rows(part: GgufPart, numbers: Numbers) -> Iterator[np.ndarray]:
     for start in range(0, shape[0], step):
         rows = numbers.rows(part.path, part.index, start, min(shape[0], start + step))
         yield rows.reshape(-1, shape[-1]) + np.float32(part.offset)
+    first = numbers.rows(part.path, part.index, 0, 1) + np.float32(part.offset) if part.padding else None
+    for start in range(0, part.padding, step):
+        assert first is not None
+        yield np.repeat(first, min(step, part.padding - start), axis=0).reshape(-1, shape[-1])
 
 
 def _check(name: str, kind: str, rows: np.ndarray, content: np.ndarray) -> None:
