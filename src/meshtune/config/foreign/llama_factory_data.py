@@ -6,7 +6,6 @@ from meshtune.config.foreign.draft import Draft
 from meshtune.config.foreign.streams import stops
 from meshtune.config.foreign.templates import LLAMA_FACTORY, template
 
-TRUNCATED = "a record that is too long is cut at its end; the peer cuts prompt and answer of each turn in proportion"
 
 
 def sources(draft: Draft, kind: str) -> bool:
@@ -102,8 +101,10 @@ def _mixing(draft: Draft, count: int) -> None:
 
 
 def _lengths(draft: Draft, kind: str) -> None:
-    note = "documents go on in the next row" if kind == "pt" else TRUNCATED
-    draft.put("data.max_length", draft.get("cutoff_len"), "cutoff_len", note=note, differs=kind != "pt")
+    note = "documents go on in the next row" if kind == "pt" else ""
+    draft.put("data.max_length", draft.get("cutoff_len"), "cutoff_len", note=note)
+    if kind != "pt":
+        draft.put("data.overlong", "turns", "cutoff_len", note="prompt and answer of a turn are cut in proportion")
     packing = draft.get("packing")
     packing = kind == "pt" if packing is None else packing
     if draft.get("neat_packing"):
