@@ -239,6 +239,14 @@ def test_last_turn_only(stock):
     assert learned_pieces(tokenizer, example) == [expected(name, "two", end, last=True)]
 
 
+def test_what_follows_the_end_of_a_turn_can_be_trained_on(stock):
+    name, tokenizer, end = stock
+    example, _ = encoded(tokenizer, chat("a", "one", "b", "two"), LossPolicy(train_on_tail=True))
+    tail = "" if "Llama" in name or "Nemo" in name else "\n"
+    first, last = expected(name, "one", end, last=False), expected(name, "two", end, last=True)
+    assert learned_pieces(tokenizer, example) == [first + tail, last + tail]
+
+
 def test_train_on_prompt_trains_on_every_token(stock):
     _, tokenizer, _ = stock
     example, _ = encoded(tokenizer, chat("a", "one", "b", "two"), LossPolicy(train_on_prompt=True))

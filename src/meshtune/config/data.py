@@ -68,6 +68,7 @@ class DataSection(Section):
     train_on_prompt: bool = declared(LossPolicy, "train_on_prompt")
     last_turn_only: bool = declared(LossPolicy, "last_turn_only")
     reasoning: Reasoning = declared(LossPolicy, "reasoning")
+    train_on_tail: bool = declared(LossPolicy, "train_on_tail")
     system: str | None = Field(default=None, description="System prompt for conversations that have none.")
     shuffle: bool = Field(default=True, description="A new order every epoch, a function of the seed.")
 

@@ -55,6 +55,9 @@ class LossPolicy:
         "Reasoning of assistant turns; template: where the chat template writes it (often in the last turns only), and "
         "trained on there; inline: as <think> text before the answer; drop: left out.",
     )
+    train_on_tail: bool = option(
+        False, "Also train on what the chat template writes after the end of an answer's turn, such as a line break."
+    )
 
     def __post_init__(self):
         if self.train_on_prompt and self.last_turn_only:
@@ -82,6 +85,8 @@ class TokenOptions:
         policy = f"train_on_prompt={self.policy.train_on_prompt}, last_turn_only={self.policy.last_turn_only}"
         if self.policy.reasoning != "template":
             policy += f", reasoning={self.policy.reasoning}"
+        if self.policy.train_on_tail:
+            policy += ", train_on_tail=True"
         return (
             f"TokenOptions(max_length={self.max_length}, learn=Learn({policy}), overlong={self.overlong!r}, "
             f"skip_bad={self.skip_bad})"

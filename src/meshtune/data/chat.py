@@ -34,8 +34,8 @@ _FAILURES = (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, 
 class EndOfTurn:
     """What a template writes after the content of an assistant turn.
 
-    `head` must be trained on for the model to learn to stop; `tail` is not. `token` is the id of the special token that
-    ends `head`, None where the template ends turns with plain text.
+    `head` must be trained on for the model to learn to stop; `tail` need not be. `token` is the id of the special token
+    that ends `head`, None where the template ends turns with plain text.
     """
 
     head: str

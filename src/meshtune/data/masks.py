@@ -75,6 +75,8 @@ def mask_conversation(
             turn = locate_turn(view, index, floor)
             turn, text = _ended_by_next_role(chat, text, turn, message, is_last=index == len(messages) - 1)
             check_calls_are_written(chat, message, index, text[turn.start : turn.end], where)
+            if policy.train_on_tail and turn.ended and text.startswith(chat.end_of_turn.tail, turn.end):
+                turn = dataclasses.replace(turn, end=turn.end + len(chat.end_of_turn.tail))
             weight = 1.0 if message.weight is None else message.weight
             answers.append(len(spans))
             spans.append((turn.start, turn.end, weight if index in trained else 0.0))

@@ -38,9 +38,9 @@ Progress = Callable[[str, int, int], None]
 
 def token_options(data: DataSection, stage: str = "sft") -> TokenOptions:
     """The tokenising options of a recipe. Stages that compare answers train on the last turn, stage pt on all text."""
-    policy = LossPolicy(data.train_on_prompt, data.last_turn_only, data.reasoning)
+    policy = LossPolicy(data.train_on_prompt, data.last_turn_only, data.reasoning, data.train_on_tail)
     if STAGES[stage].dataset_type != "documents":
-        policy = LossPolicy(last_turn_only=True, reasoning=data.reasoning)
+        policy = LossPolicy(last_turn_only=True, reasoning=data.reasoning, train_on_tail=data.train_on_tail)
     elif stage == "pt":
         policy = LossPolicy(train_on_prompt=True)
     return TokenOptions(

@@ -7,7 +7,6 @@ from meshtune.config.foreign.streams import stops
 from meshtune.config.foreign.templates import LLAMA_FACTORY, template
 
 
-
 def sources(draft: Draft, kind: str) -> bool:
     """Translates the data of stage `kind`. Returns whether there are validation data."""
     names = draft.get("dataset")
@@ -104,6 +103,7 @@ def _lengths(draft: Draft, kind: str) -> None:
     note = "documents go on in the next row" if kind == "pt" else ""
     draft.put("data.max_length", draft.get("cutoff_len"), "cutoff_len", note=note)
     if kind != "pt":
+        draft.put("data.train_on_tail", True, "template", note="the line break after a turn's end is trained on")
         draft.put("data.overlong", "turns", "cutoff_len", note="prompt and answer of a turn are cut in proportion")
     packing = draft.get("packing")
     packing = kind == "pt" if packing is None else packing

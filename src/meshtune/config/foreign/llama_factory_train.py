@@ -98,7 +98,8 @@ def _dpo(draft: Draft, loss: str) -> None:
         draft.refuse("pref_loss", f"there is no loss {loss} here", "use sigmoid, hinge, ipo, orpo or simpo")
         return
     draft.put("stage.beta", draft.get("pref_beta"), "pref_beta")
-    draft.put("stage.loss", loss, "pref_loss")
+    note = "" if loss == "sigmoid" else "release 0.9.5 with trl 0.24 computes sigmoid, whatever the loss"
+    draft.put("stage.loss", loss, "pref_loss", note=note, differs=bool(note))
     if draft.get("dpo_label_smoothing"):
         draft.put("stage.label_smoothing", draft.get("dpo_label_smoothing"), "dpo_label_smoothing")
     if draft.get("ld_alpha") is not None:
