@@ -79,3 +79,19 @@ def test_smoothed_cross_entropy_equals_torchs(smoothing):
     np.testing.assert_allclose(value, loss.item(), rtol=1e-6)
     np.testing.assert_allclose(gradients[0]["weight"], weight.grad, **CLOSE)
     np.testing.assert_allclose(gradients[1], states.grad, **CLOSE)
+
+
+def test_a_loss_by_probability_equals_dynamic_fine_tunings():
+    """Each loss is multiplied by p(target), and no gradient flows through that factor (arXiv:2508.05629)."""
+    params, hidden, targets, weights = case("fractions")
+
+    def loss_of(params, hidden):
+        return cross_entropy(head, params, hidden, targets, weights, chunk=8, by_probability=True)[0]
+
+    value, gradients = jax.jit(jax.value_and_grad(loss_of, (0, 1)))(params, hidden)
+    expected, (weight, bias, states) = torch_log_probs(params, hidden, targets)
+    loss = (-expected * expected.detach().exp() * torch.tensor(weights)).sum()
+    loss.backward()
+    np.testing.assert_allclose(value, loss.item(), rtol=1e-6)
+    np.testing.assert_allclose(gradients[0]["weight"], weight.grad, **CLOSE)
+    np.testing.assert_allclose(gradients[1], states.grad, **CLOSE)

@@ -13,6 +13,7 @@ device computes its shard of the logits, and only sums over the vocabulary are e
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ def cross_entropy(
     chunk: int,
     sharding: LossSharding | None = None,
     smoothing: float = 0.0,
+    by_probability: bool = False,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The weighted sums of -log p(target) and of correct predictions: float32 scalars, to be divided by sum(weights).
 
@@ -43,15 +45,24 @@ def cross_entropy(
     gets that shard of head_params.
 
     With `smoothing` e the loss of a position is (1 - e) * -log p(target) + e * the mean of -log p over the vocabulary
-    (label smoothing, arXiv:1512.00567).
+    (label smoothing, arXiv:1512.00567). With `by_probability` it is multiplied by p(target), through which no gradient
+    flows (dynamic fine-tuning, arXiv:2508.05629).
     Raises: ValueError if the weights are differentiated.
     """
-    return _cross_entropy(head, min(chunk, hidden.shape[1]), sharding, smoothing, head_params, hidden, targets, weights)
+    terms = Terms(smoothing, by_probability)
+    return _cross_entropy(head, min(chunk, hidden.shape[1]), sharding, terms, head_params, hidden, targets, weights)
+
+
+class Terms(NamedTuple):
+    """What the loss of a position is, beside -log p(target)."""
+
+    smoothing: float
+    by_probability: bool
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _cross_entropy(
-    head: Head, chunk: int, sharding: LossSharding | None, smoothing: float, head_params, hidden, targets, weights
+    head: Head, chunk: int, sharding: LossSharding | None, terms: Terms, head_params, hidden, targets, weights
 ):
     leaves, treedef = jax.tree.flatten(head_params)
 
@@ -63,7 +74,7 @@ def _cross_entropy(
         def add_chunk(c, sums):
             positions, chunk_weights = schedule.chunk(c, size)
             logits = head(params, hidden[positions])
-            loss, correct, _ = _chunk_sums(logits, targets[positions], chunk_weights, vocab_axis, smoothing)
+            loss, correct, _ = _chunk_sums(logits, targets[positions], chunk_weights, vocab_axis, terms)
             return sums[0] + loss, sums[1] + correct
 
         return jax.lax.fori_loop(0, schedule.count, add_chunk, (jnp.float32(0.0), jnp.float32(0.0)))
@@ -72,7 +83,7 @@ def _cross_entropy(
 
 
 def _cross_entropy_forward(
-    head: Head, chunk: int, sharding: LossSharding | None, smoothing: float, head_params, hidden, targets, weights
+    head: Head, chunk: int, sharding: LossSharding | None, terms: Terms, head_params, hidden, targets, weights
 ):
     """The sums, and the gradients of the loss: of hidden and of the differentiated leaves (None for the others)."""
     if weights.perturbed:
@@ -99,7 +110,7 @@ def _cross_entropy_forward(
             variables = {"params": [values[n] for n in trainable]} | ({"hidden": h} if hidden_grad else {})
             logits, vjp = jax.vjp(lambda variables: logits_of({"hidden": h} | variables), variables)
             chunk_loss, chunk_correct, d_logits = _chunk_sums(
-                logits, targets[positions], chunk_weights, vocab_axis, smoothing
+                logits, targets[positions], chunk_weights, vocab_axis, terms
             )
             (grads,) = vjp(d_logits)
             d_params = [total + grad.astype(total.dtype) for total, grad in zip(d_params, grads["params"], strict=True)]
@@ -127,7 +138,7 @@ def _cross_entropy_forward(
     return (loss, correct), (jax.tree.unflatten(treedef, d_leaves), d_hidden)
 
 
-def _cross_entropy_backward(head: Head, chunk: int, sharding: LossSharding | None, smoothing: float, grads, cotangents):
+def _cross_entropy_backward(head: Head, chunk: int, sharding: LossSharding | None, terms: Terms, grads, cotangents):
     d_loss = cotangents[0]  # the other cotangent is irrelevant: the number of correct predictions has no gradient
     if isinstance(d_loss, SymbolicZero):
         d_loss = jnp.float32(0.0)
@@ -139,13 +150,16 @@ _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward, symbolic_
 
 
 def _chunk_sums(
-    logits: jax.Array, targets: jax.Array, weights: jax.Array, vocab_axis: str | None, smoothing: float
+    logits: jax.Array, targets: jax.Array, weights: jax.Array, vocab_axis: str | None, terms: Terms
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The weighted sums of losses and of correct predictions over a chunk, and the gradient of the former with respect
     to the logits [..,V], whose vocabulary may be sharded over `vocab_axis`."""
     scores = score_targets(logits, targets, vocab_axis)
     losses, d_logits = scores.losses, scores.exponentials / scores.total
-    if smoothing:
+    correct = (weights * scores.correct).sum()
+    if terms.by_probability:
+        weights = weights * jnp.exp(-losses)
+    if smoothing := terms.smoothing:
         logits_sum = scores.sum_over_vocab(logits.sum(-1))
         losses = losses + smoothing * (scores.target_logits - logits_sum / scores.vocab_size)
         d_logits = d_logits - jnp.where(scores.is_target, 1.0 - smoothing, 0.0) - smoothing / scores.vocab_size
@@ -153,5 +167,4 @@ def _chunk_sums(
         d_logits = jnp.where(scores.is_target, d_logits - 1.0, d_logits)
     # A product alone would turn an infinite loss of weight 0 into NaN.
     loss = jnp.where(weights != 0.0, losses * weights, 0.0).sum()
-    correct = (weights * scores.correct).sum()
     return loss, correct, d_logits * weights[..., None]

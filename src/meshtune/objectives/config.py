@@ -21,16 +21,24 @@ NllMean = Literal["tokens", "pairs"]
 class SftConfig:
     """Supervised tuning: conversations, or prompts and completions.
 
+    `loss` is nll, or dft (https://arxiv.org/abs/2508.05629), which trains less on what the model finds unlikely.
     `label_smoothing`: https://arxiv.org/abs/1512.00567; `neftune_alpha`: https://arxiv.org/abs/2310.05914.
     """
 
     kind: Literal["sft"] = "sft"
+    loss: Literal["nll", "dft"] = option("nll", "sft: of a token; dft: times its probability.")
     label_smoothing: float = option(0.0, "sft: share of every target spread evenly.", ge=0, lt=1)
     neftune_alpha: float | None = option(None, "sft: noise on embeddings while training, such as 5; null: none.", gt=0)
 
     def __post_init__(self):
         if not 0 <= self.label_smoothing < 1:
             raise UserError("label_smoothing must be in [0, 1)", where="stage.label_smoothing", fix="such as 0.1")
+        if self.loss == "dft" and self.label_smoothing:
+            raise UserError(
+                "label_smoothing has no meaning for loss dft",
+                where="stage.label_smoothing",
+                fix="use loss nll, or leave label_smoothing out",
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,8 +21,10 @@ from meshtune.objectives.segments import max_segments, segment_sum, to_tokens
 
 
 def make(config: SftConfig) -> Objective:
-    """The sum of -log p(target) times the target's weight. The metric `accuracy` is the weight of targets that are the
-    model's most likely token."""
+    """The sum of -log p(target) times the target's weight, and with loss dft times p(target).
+
+    The metric `accuracy` is the weight of targets that are the model's most likely token.
+    """
 
     def objective(params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None) -> Score:
         perturb = None
@@ -41,6 +43,7 @@ def make(config: SftConfig) -> Objective:
             chunk=compute.loss_chunk,
             sharding=sharding,
             smoothing=config.label_smoothing,
+            by_probability=config.loss == "dft",
         )
         return Score(loss, jnp.sum(weights), {"accuracy": correct}, sums)
 
