@@ -17,7 +17,7 @@ LACKING = (
     (r"jamba", "its family (jamba) is not implemented"),
     (r"\bmpt-|dbrx|gpt-j-|btlm|xgen-7b|replit-code|MiMo-7B|Qwen/Qwen-(7|14|72)B", "its family is not implemented"),
     (r"state-spaces/mamba-[\d.]+b", "its family (mamba, the first) is not implemented"),
-    (r"Kimi-Linear|DeepSeek-V4|GLM-5|Mistral-Small-4|Nemotron-3-Super", "its family is not implemented"),
+    (r"Kimi-Linear|DeepSeek-V4|GLM-5|Mistral-Small-4", "its family is not implemented"),
     (r"NVFP4", "its files are in nvfp4, which is not read"),
     (r"Linearized", "its experts are stored in another layout than the published model's"),
     (r"aqlm", "its files are in AQLM's codes, which are not read"),
