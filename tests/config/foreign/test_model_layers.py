@@ -7,12 +7,14 @@ parameters that peft adapts in them.
 from __future__ import annotations
 
 import copy
+import json
 import re
 
 import pytest
 from files import AXOLOTL, LLAMA_FACTORY, finding_of
 
-from meshtune.config.foreign.model_layers import GATED, Layers, layers_of_model, named
+from meshtune.config.foreign.model_layers import BY_TYPE, GATED, Layers, layers_of_model, named
+from meshtune.families import FAMILIES
 
 QUERIES = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.05, "lora_target_linear": True}
@@ -62,6 +64,21 @@ def test_all_linear_layers_of_a_mixture_are_those_that_the_tool_adapts(imported,
     recipe = recipe_of(LLAMA_FACTORY | {"model_name_or_path": "deepseek-ai/DeepSeek-V2-Lite"})  # an older peft
     assert "experts" not in recipe.method.targets
     assert recipe_of(AXOLOTL | ALL).method.targets == "all-linear"
+
+
+def test_a_config_on_this_disk_says_what_the_layers_are(tmp_path):
+    for model_type, rank in (("mixtral", 0), ("deepseek_v3", None), ("deepseek_v3", 1536), ("llama", 0)):
+        config = {"model_type": model_type, "q_lora_rank": rank}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        layers = layers_of_model(str(tmp_path))
+        assert (layers is None) == (model_type == "llama")
+        if layers is not None:
+            assert ("q_proj" in layers.linear) == (rank != 1536)
+
+
+def test_every_type_stands_for_layers_of_its_own():
+    assert all(layers_of_model(name) is not None for name in BY_TYPE.values())
+    assert set(BY_TYPE) <= {*FAMILIES, *(name.removesuffix("_text") for name in FAMILIES)}
 
 
 def test_names_that_a_model_does_not_have_are_left_out(imported, recipe_of):

@@ -8,6 +8,8 @@ which since 5.0 keeps the matrices of all experts in one parameter that is no li
 from __future__ import annotations
 
 import dataclasses
+import json
+import pathlib
 import re
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -70,9 +72,53 @@ BY_NAME: tuple[tuple[str, Layers], ...] = (
 )
 
 
+# model_type in a config.json on this disk -> a name that stands for it.
+BY_TYPE = {
+    "afmoe": "Trinity",
+    "deepseek_v2": "DeepSeek-V2",
+    "deepseek_v3": "DeepSeek-V3",
+    "dots1": "dots.llm1",
+    "ernie4_5_moe": "ERNIE-4.5-21B-A3B",
+    "exaone_moe": "K-EXAONE",
+    "glm": "glm-4-9b",
+    "glm4": "GLM-4-9B-0414",
+    "glm4_moe": "GLM-4.5",
+    "glm4_moe_lite": "GLM-4.7-Flash",
+    "gpt_oss": "gpt-oss",
+    "granitemoe": "granite-3.1-1b-a400m",
+    "hunyuan_v1_moe": "Hunyuan-A13B",
+    "kimi_k2": "Kimi-K2",
+    "lfm2": "LFM2-1.2B",
+    "lfm2_moe": "LFM2-8B-A1B",
+    "llama4": "Llama-4",
+    "llama4_text": "Llama-4",
+    "minimax_m2": "MiniMax-M2",
+    "mixtral": "Mixtral",
+    "olmoe": "OLMoE",
+    "phi3": "Phi-4",
+    "phimoe": "Phi-3.5-MoE",
+    "qwen2_moe": "Qwen1.5-MoE",
+    "qwen3_5_moe": "Qwen3.5-35B-A3B",
+    "qwen3_5_moe_text": "Qwen3.5-35B-A3B",
+    "qwen3_moe": "Qwen3-30B-A3B",
+    "qwen3_next": "Qwen3-Next",
+}
+
+
 def layers_of_model(path: str) -> Layers | None:
-    """The layers of the model `path`; None where the usual names of a dense model are taken to be right."""
-    return next((layers for pattern, layers in BY_NAME if re.search(pattern, path, re.IGNORECASE)), None)
+    """The layers of the model `path`, by its config.json where that is on this disk, else by its name. None where the
+    usual names of a dense model are taken to be right."""
+    name = path
+    file = pathlib.Path(path).expanduser() / "config.json"
+    if file.is_file():
+        try:
+            config = dict(json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):  # check_model has refused it
+            return None
+        name = BY_TYPE.get(str(config.get("model_type")), path)
+        if name.startswith("DeepSeek") and config.get("q_lora_rank") is None:
+            name = "DeepSeek-V2-Lite"
+    return next((layers for pattern, layers in BY_NAME if re.search(pattern, name, re.IGNORECASE)), None)
 
 
 @dataclasses.dataclass(frozen=True)

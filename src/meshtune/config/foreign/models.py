@@ -19,7 +19,10 @@ LACKING = (
     (r"state-spaces/mamba-[\d.]+b", "its family (mamba, the first) is not implemented"),
     (r"Kimi-Linear|DeepSeek-V4|GLM-5|Mistral-Small-4", "its family is not implemented"),
     (r"NVFP4", "its files are in nvfp4, which is not read"),
-    (r"Linearized", "its experts are stored in another layout than the published model's"),
+    (
+        r"Linearized",
+        "its experts are stored in another layout than the published model's, which is read and quantised as it is",
+    ),
     (r"aqlm", "its files are in AQLM's codes, which are not read"),
     (r"Falcon-E-|1\.58|BitNet", "its weights are ternary (BitNet), which is not implemented"),
     (r"DeepSeek-V2\.5-bnb", "its family's bitsandbytes codes of single experts are not read"),
