@@ -57,21 +57,21 @@ class RefusedError(Exception):
 
 def written_out(draft: Draft, key: str, to: str, prompts: dict[str, Any]) -> None:
     """A prompt whose parts the file writes out."""
-    given = {name: text(value) for name, value in prompts.items() if value is not None}
-    unknown = set(given) - WRITTEN_KEYS
+    values = {name: text(value) for name, value in prompts.items() if value is not None}
+    unknown = set(values) - WRITTEN_KEYS
     if unknown:
         raise RefusedError(f"{', '.join(sorted(unknown))} of a prompt: nothing here does that", "leave it out")
-    if given.get("field_system", "system") != "system":
+    if values.get("field_system", "system") != "system":
         raise RefusedError("system prompts of records are not put in a written prompt", "write them into the records")
-    system = given.get("system_prompt", "")
-    system = given.get("system_format", "{system}").replace("{system}", system) if system else ""
-    with_input = given.get("format", "{instruction} {input} ")
+    system = values.get("system_prompt", "")
+    system = values.get("system_format", "{system}").replace("{system}", system) if system else ""
+    with_input = values.get("format", "{instruction} {input} ")
     tags = {
         "prompt": system + with_input,
-        "prompt_without_input": system + given.get("no_input_format", "{instruction} "),
+        "prompt_without_input": system + values.get("no_input_format", "{instruction} "),
     }
     renamed = {
-        field: given[f"field_{field}"] for field in ("instruction", "input", "output") if f"field_{field}" in given
+        field: values[f"field_{field}"] for field in ("instruction", "input", "output") if f"field_{field}" in values
     }
     note = "type: a prompt written out; a column system of the records would take the place of system_prompt there"
     draft.put(f"{to}.format", "stanford_alpaca", key, note=note, differs=True)

@@ -132,11 +132,11 @@ def _yaml(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]:
         located = yaml_text.read(text, source)
     except UserError as problem:
         if source.endswith((".py", ".sh")):
-            what = "the file is a script without a command of TRL (trl sft --..., python dpo.py --...)"
-            raise UserError(what, where=source, fix=f"recipes of {KNOWN} are read") from problem
+            message = "the file is a script without a command of TRL (trl sft --..., python dpo.py --...)"
+            raise UserError(message, where=source, fix=f"recipes of {KNOWN} are read") from problem
         if "another document" in problem.what:
-            what = "the file holds more than one YAML document"
-            raise UserError(what, where=problem.where, fix="make a file of each, and import them") from problem
+            message = "the file holds more than one YAML document"
+            raise UserError(message, where=problem.where, fix="make a file of each, and import them") from problem
         if JINJA.search(text):
             fix = "render it first: what a template comes to is YAML"
             raise UserError("the file is a Jinja template, not YAML", where=problem.where, fix=fix) from problem
@@ -145,8 +145,8 @@ def _yaml(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]:
         kinds = {type(None): "nothing but comments" if text.strip() else "nothing", list: "a list"}
         content = "a script without a command of TRL" if source.endswith((".py", ".sh")) else None
         content = content or kinds.get(type(located.value), "one text")
-        what = f"the file holds {content}, and a recipe is a mapping of keys to values"
-        raise UserError(what, where=source, fix=f"recipes of {KNOWN} are read")
+        message = f"the file holds {content}, and a recipe is a mapping of keys to values"
+        raise UserError(message, where=source, fix=f"recipes of {KNOWN} are read")
     return located.value, {str(path[0]): line for path, line in located.lines.items() if len(path) == 1}
 
 

@@ -7,7 +7,6 @@ from meshtune.config.foreign.streams import stops
 from meshtune.config.foreign.templates import LLAMA_FACTORY, template
 
 
-
 def sources(draft: Draft, kind: str) -> bool:
     """Translates the data of stage `kind`. Returns whether there are validation data."""
     names = draft.get("dataset")

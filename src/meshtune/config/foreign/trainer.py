@@ -153,8 +153,8 @@ def batch_settings(
     named = [key for key in sharing if (draft.get(key) or 1) > 1]
     for key in named:
         split *= draft.get(key)
-    copies, rest = divmod(draft.devices, split) if draft.devices > 1 else (1, 0)
-    if rest:
+    copies, remainder = divmod(draft.devices, split) if draft.devices > 1 else (1, 0)
+    if remainder:
         why = f"{draft.devices} devices are not whole groups of {split}, over which a row is split there"
         draft.refuse(named[0], why, f"give --devices a multiple of {split}")
         return

@@ -130,17 +130,17 @@ def commands(text: str) -> list[tuple[dict[str, Any], str]]:
         if "--" not in line:
             continue
         try:
-            words = shlex.split(line)
+            arguments = shlex.split(line)
         except ValueError:  # a quotation that is not closed: no command
             continue
-        for position, word in enumerate(words):
-            following = words[position + 1 : position + 2]
+        for position, word in enumerate(arguments):
+            following = arguments[position + 1 : position + 2]
             if word == "trl" and following and following[0] in (*TRAINERS, *OTHER_TRAINERS):
-                read.append((_arguments(words[position + 2 :]), following[0]))
+                read.append((_arguments(arguments[position + 2 :]), following[0]))
                 break
             stem = word.rpartition("/")[2].removesuffix(".py")
             if word.endswith(".py") and stem in (*TRAINERS, *OTHER_TRAINERS):
-                read.append((_arguments(words[position + 1 :]), stem))
+                read.append((_arguments(arguments[position + 1 :]), stem))
                 break
     return read
 

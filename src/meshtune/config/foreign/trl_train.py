@@ -26,7 +26,7 @@ STAGES = {"sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "rm", "orpo": "orp
 
 def train(raw: dict[str, Any], devices: int, chosen: str | None) -> Draft:
     """The draft of TRL's arguments for its trainer `chosen`, or the one whose own arguments are among them."""
-    raw = {key: value for name, given in raw.items() for key, value in [_switch(name, given)]}
+    raw = {key: value for name, entry in raw.items() for key, value in [_switch(name, entry)]}
     name = chosen or next((name for name, keys in OF_TRAINER.items() if keys & set(raw)), "sft")
     rate = direct("optimizer.learning_rate", number, RATES.get(name, RATES["sft"]))
     draft = Draft(NAME, raw, {**TRL, "learning_rate": rate}, devices)
