@@ -41,7 +41,8 @@ def import_recipe(
     ] = 1,
     trl: Annotated[bool, typer.Option("--trl", help="FILE holds arguments of TRL.")] = False,
     trainer: Annotated[
-        str | None, typer.Option("--trainer", help="TRL's trainer: sft, dpo, kto, reward or orpo.", show_default=False)
+        str | None,
+        typer.Option("--trainer", help="TRL's trainer: sft, dpo, kto, reward, orpo or cpo.", show_default=False),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what --to names.")] = False,
 ) -> None:

@@ -1,4 +1,6 @@
-"""The published examples of LLaMA-Factory and axolotl through the importer: published_examples.py TOOL CHECKOUT.
+"""The published examples of LLaMA-Factory, axolotl, torchtune and TRL through the importer.
+
+published_examples.py TOOL CHECKOUT, where TOOL is llama_factory, axolotl, torchtune or trl.
 
 Prints a line for each file: its name, the verb that it was translated to or `refused`, and the keys that were refused
 (`-`: the file as a whole). published_examples.txt holds these lines for the checkouts named in it.
@@ -13,17 +15,25 @@ import sys
 from collections.abc import Iterator
 
 from meshtune.config.foreign.importer import translate
+from meshtune.config.foreign.trl import commands
 from meshtune.errors import UserError
 
-FILES = ("examples/**/*.yaml", "examples/**/*.yml")
+YAML = ("examples/**/*.yaml", "examples/**/*.yml")
+FILES = {
+    "llama_factory": YAML,
+    "axolotl": YAML,
+    "torchtune": ("recipes/**/*.yaml",),
+    "trl": (*YAML, "examples/scripts/*.py", "trl/scripts/*.py"),  # scripts whose docstring holds a command
+}
 EXPECTED = pathlib.Path(__file__).with_suffix(".txt")
 
 
-def verdicts(checkout: pathlib.Path) -> Iterator[tuple[str, str]]:
+def verdicts(tool: str, checkout: pathlib.Path) -> Iterator[tuple[str, str]]:
     """(file, verdict) of every example, read from within `checkout`, as its paths are meant."""
     with contextlib.chdir(checkout):
-        for file in sorted({str(path) for pattern in FILES for path in pathlib.Path().glob(pattern)}):
-            yield file, verdict(file)
+        for path in sorted({path for pattern in FILES[tool] for path in pathlib.Path().glob(pattern)}, key=str):
+            if path.suffix != ".py" or commands(path.read_text(encoding="utf-8")):
+                yield str(path), verdict(str(path))
 
 
 def verdict(file: str) -> str:
@@ -45,5 +55,5 @@ def expected(tool: str) -> dict[str, str]:
 
 if __name__ == "__main__":
     tool, checkout = sys.argv[1:]
-    for file, entry in verdicts(pathlib.Path(os.path.expanduser(checkout))):
+    for file, entry in verdicts(tool, pathlib.Path(os.path.expanduser(checkout))):
         print(tool, file, entry, sep="\t")

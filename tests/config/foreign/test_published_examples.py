@@ -1,7 +1,7 @@
-"""Every published example of LLaMA-Factory and axolotl is translated, or refused for the keys that are filed.
+"""Every published example of the four tools is translated, or refused for the keys that are filed.
 
-Needs their repositories: MESHTUNE_EXAMPLES_LLAMA_FACTORY and MESHTUNE_EXAMPLES_AXOLOTL name checkouts. An example whose
-verdict is not the filed one is listed, as are new examples.
+Needs their repositories: MESHTUNE_EXAMPLES_LLAMA_FACTORY, _AXOLOTL, _TORCHTUNE and _TRL name checkouts. An example
+whose verdict is not the filed one is listed, as are new examples.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pathlib
 import pytest
 from published_examples import expected, verdicts
 
-COUNTS = {"llama_factory": (95, 52), "axolotl": (252, 146)}
+COUNTS = {"llama_factory": (95, 52), "axolotl": (252, 151), "torchtune": (198, 123), "trl": (24, 7)}
 
 
 @pytest.mark.parametrize("tool", COUNTS)
@@ -20,7 +20,7 @@ def test_published_examples_come_to_what_is_filed(tool):
     variable = f"MESHTUNE_EXAMPLES_{tool.upper()}"
     if not os.environ.get(variable):
         pytest.skip(f"{variable} names no checkout of its repository")
-    assert dict(verdicts(pathlib.Path(os.environ[variable]))) == expected(tool)
+    assert dict(verdicts(tool, pathlib.Path(os.environ[variable]))) == expected(tool)
 
 
 @pytest.mark.parametrize("tool", COUNTS)

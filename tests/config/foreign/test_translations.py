@@ -21,6 +21,8 @@ from meshtune.config.foreign import (
 )
 from meshtune.config.load import load_recipe
 from meshtune.data.chat_templates import template_names
+from meshtune.data.conversation import Origin
+from meshtune.data.formats import stanford_alpaca
 from meshtune.errors import UserError
 
 
@@ -42,6 +44,85 @@ def test_batches_are_counted_with_the_devices(recipe_of):
     assert (recipe.train.batch_size, recipe.train.micro_batch) == (24, 8)
     recipe = recipe_of(AXOLOTL | {"micro_batch_size": 2, "gradient_accumulation_steps": 3}, devices=4)
     assert (recipe.train.batch_size, recipe.train.micro_batch) == (24, 8)
+
+
+def test_devices_that_share_a_row_have_one_batch_together(imported, recipe_of):
+    sizes = {"micro_batch_size": 2, "gradient_accumulation_steps": 3}
+    shared = {"tensor_parallel_size": 2, "context_parallel_size": 2}
+    recipe = recipe_of(AXOLOTL | sizes | shared, devices=8)
+    assert (recipe.train.batch_size, recipe.train.micro_batch) == (12, 4)
+    refused = imported(AXOLOTL | sizes | shared, devices=6).refused
+    assert ["groups of 4" in finding.note for finding in refused] == [True]
+    recipe = recipe_of(TORCHTUNE.replace("${dir}", ".") + "tensor_parallel_dim: 2\n", devices=4)
+    assert recipe.train.batch_size == 64
+
+
+def test_axolotl_trains_all_weights_in_bfloat16_unless_they_are_sharded(recipe_of):
+    assert recipe_of(AXOLOTL).compute.precision == "bfloat16"
+    assert recipe_of(AXOLOTL | {"bf16": True, "deepspeed": "zero2.json"}).compute.precision == "mixed"
+    assert recipe_of(AXOLOTL | QLORA | {"bf16": True}).compute.precision == "mixed"
+    assert recipe_of(AXOLOTL | {"bf16": False}).compute.precision == "float32"
+
+
+def test_axolotl_takes_the_best_checkpoint_where_every_save_has_an_evaluation(imported, recipe_of):
+    """1 / (1 x 4) of the run between saves is four times 1 / (4 x 4) between evaluations."""
+    often = {"val_set_size": 0.1, "num_epochs": 4, "saves_per_epoch": 1, "evals_per_epoch": 4}
+    recipe = recipe_of(AXOLOTL | often)
+    assert (recipe.checkpoint.keep_best, recipe.eval.at_start) == (True, True)
+    assert not recipe_of(AXOLOTL | often | {"evals_per_epoch": 3, "saves_per_epoch": 2}).checkpoint.keep_best
+    assert not recipe_of(AXOLOTL | often | {"load_best_model_at_end": False}).checkpoint.keep_best
+
+
+def test_axolotls_schedule_has_the_options_of_transformers(imported, recipe_of):
+    least = {"lr_scheduler": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 2e-6}}
+    assert recipe_of(AXOLOTL | least).optimizer.min_lr_ratio == pytest.approx(0.1)
+    cycles = {"lr_scheduler": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 3}}
+    assert [finding.key for finding in imported(AXOLOTL | cycles).refused] == ["lr_scheduler_kwargs"]
+    assert recipe_of(AXOLOTL | {"warmup_ratio": 0.1, "max_steps": 55}).optimizer.warmup_steps == 5  # rounded down
+
+
+def test_prompts_of_axolotl_that_are_texts_are_written_in_its_words(recipe_of):
+    """The expected texts are those that axolotl's prompters print."""
+    record = {"instruction": "Add {input}.", "input": "1, 2", "output": "3"}
+
+    def prompt(prompts, record=record):
+        source = recipe_of(AXOLOTL | {"datasets": [{"path": "d", "type": prompts}]}).data.train[0]
+        fields = stanford_alpaca.FORMAT.resolve(source.columns)
+        return stanford_alpaca.convert(record, fields, source.tags, Origin("d", 0)).prompt
+
+    below = "Below is an instruction that describes a task"
+    write = "Write a response that appropriately completes the request."
+    assert prompt("alpaca:chat") == (
+        f"SYSTEM: {below}, paired with an input that provides further context. {write}\n"
+        "USER: Add {input}.\n1, 2\nASSISTANT:"
+    )
+    assert prompt("alpaca:phi", {"instruction": "Hi", "output": "Ho"}) == (
+        f"<|system|>\n{below}. {write}<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\n"
+    )
+    written = {
+        "system_prompt": "Be brief. ",
+        "field_output": "answer",
+        "format": "[INST] {instruction} {input} [/INST]",
+    }
+    assert prompt(written, record | {"answer": "3"}) == "Be brief. [INST] Add {input}. 1, 2 [/INST]"
+    assert prompt(written, {"instruction": "Hi", "answer": "Ho"}) == "Be brief. Hi "
+
+
+def test_trls_own_commands_are_translated(imported, recipe_of):
+    """Of trl/scripts: another end of text than the tokenizer's, and an upload to the user's own account."""
+    command = (
+        "python trl/scripts/sft.py --model_name_or_path Qwen/Qwen2-0.5B --dataset_name trl-lib/Capybara --packing "
+    )
+    command += "--eos_token '<|im_end|>' --output_dir SFT --push_to_hub --no_remove_unused_columns\n"
+    translation = imported(command + command)
+    assert not translation.refused
+    assert any("holds 2 commands" in remark for remark in translation.draft.remarks)
+    assert recipe_of(command).data.train_on_prompt
+    moe = command.replace("Qwen2-0.5B", "Qwen3-30B-A3B")
+    assert recipe_of(moe).model.router_aux_loss == 0.001  # TRL's own for every mixture
+    pairs = "python cpo.py --model_name_or_path m --dataset_name d --loss_type simpo --beta 2.0 --simpo_gamma 1.0"
+    stage = recipe_of(pairs).stage
+    assert (stage.kind, stage.beta, stage.gamma, stage.sft_weight) == ("simpo", 2.0, 1.0, 1.0)
 
 
 def test_axolotl_defaults_are_written_out(recipe_of):
@@ -118,7 +199,7 @@ def test_a_torchtune_config_is_read(imported, recipe_of):
     assert recipe.data.train[0].tags == {"turns": "chat"}
     refused = imported(TORCHTUNE).refused
     assert [finding.key for finding in refused] == ["tokenizer"]
-    assert "environment" in refused[0].note
+    assert "${dir}: the file has no such key" in refused[0].note
 
 
 def test_the_second_schema_of_llama_factory_reads_its_list_of_data(recipe_of, tmp_path):
@@ -228,6 +309,12 @@ BAD = {
     "rank of text": (LLAMA_FACTORY | {"lora_rank": "eight"}, "lora_rank", "must be a number"),
     "flag of text": (LLAMA_FACTORY | {"packing": "perhaps"}, "packing", "must be true or false"),
     "a list as a name": (AXOLOTL | {"rl": ["dpo"]}, "rl", "must be text"),
+    "parts of another type": (
+        AXOLOTL | {"datasets": [{"path": "p", "type": "chat_template", "message_property_mappings": "role"}]},
+        "datasets",
+        "message_property_mappings must be a mapping",
+    ),
+    "no number at all": (AXOLOTL | {"learning_rate": float("nan")}, "learning_rate", "finite"),
     "no data": ({k: v for k, v in AXOLOTL.items() if k != "datasets"} | {"sequence_len": 8}, "datasets", "no data"),
     "an expression with a lookahead": (
         AXOLOTL | {"adapter": "lora", "lora_target_modules": "(?!lm_head).*proj$"},
@@ -257,7 +344,14 @@ NOT_RECIPES = {
     "ours": ({"model": "m", "data": "d", "output": "o"}, "a recipe of Meshtune's"),
     "processes": ({"compute_environment": "LOCAL_MACHINE", "num_processes": 8}, "accelerate's configuration"),
     "a list": ("[1, 2]", "a mapping of keys to values"),
-    "two documents": ("base_model: a\n---\nbase_model: b\n", "not YAML"),
+    "two documents": ("base_model: a\n---\nbase_model: b\n", "more than one YAML document"),
+    "nothing": ("", "holds nothing"),
+    "comments": ("# a recipe\n", "nothing but comments"),
+    "a text": ("train the model\n", "holds one text"),
+    "a trainer without a stage": (
+        "trl grpo --model_name_or_path m --dataset_name d",
+        "no stage for TRL's trainer 'grpo'",
+    ),
     "a template": ("base_model: {{ model }}\n{% if x %}\nadapter: lora\n{% endif %}\n", "Jinja template"),
 }
 
@@ -268,6 +362,18 @@ def test_a_file_that_is_no_recipe_is_an_error(imported, case):
     with pytest.raises(UserError, match=reason) as caught:
         imported(content)
     assert caught.value.fix
+
+
+def test_a_place_for_anchors_is_no_key(imported):
+    translation = imported("x-data: &d {path: d, type: alpaca}\nbase_model: m\nlearning_rate: 1e-4\ndatasets: [*d]\n")
+    assert not translation.refused
+    assert verdicts(translation)["x-data"] == "no effect"
+
+
+def test_a_trainer_that_trl_does_not_have_is_named(imported):
+    with pytest.raises(UserError, match="no trainer 'sftt'") as caught:
+        imported(AXOLOTL, trainer="sftt")
+    assert "sft" in (caught.value.fix or "")
 
 
 def test_anchors_and_yaml_of_version_1_1_are_read(recipe_of):

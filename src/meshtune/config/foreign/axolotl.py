@@ -12,10 +12,13 @@ from meshtune.config.foreign.rules import (
     idle,
     integer,
     mapping,
+    name_or_names,
+    names,
     number,
     part,
     refused,
     refused_keys,
+    sources,
     text,
 )
 from meshtune.config.foreign.trainer import LOADER, LOGGING, MEMORY, MESH, UPLOAD
@@ -49,7 +52,7 @@ MODEL: Table = {
     "embedding_lr": refused("all parameters have one rate here, but for LoRA+", "leave it out", ()),
     "embedding_lr_scale": refused("all parameters have one rate here, but for LoRA+", "leave it out", ()),
     "lr_groups": refused("all parameters have one rate here, but for LoRA+", "leave it out", ([],)),
-    "unfrozen_parameters": part("method.modules", entries, ABSENT, "all parameters are trained, or adapters"),
+    "unfrozen_parameters": part("method.modules", names, ABSENT, "all parameters are trained, or adapters"),
     "model_quantization_config": part("quantize", text),
     "model_quantization_config_kwargs": part("quantize", mapping, ABSENT, "without model_quantization_config"),
     "type_of_model": part("model.path", text, ABSENT, "the family is that of config.json"),
@@ -84,10 +87,10 @@ ADAPTER: Table = {
     "lora_r": part("method.rank", integer, 8, NO_ADAPTER),
     "lora_alpha": part("method.alpha", number, 8, NO_ADAPTER),
     "lora_dropout": part("method.dropout", number, 0.0, NO_ADAPTER),
-    "lora_target_modules": part("method.targets", anything, ABSENT, NO_ADAPTER),
+    "lora_target_modules": part("method.targets", name_or_names, ABSENT, NO_ADAPTER),
     "lora_target_linear": part("method.targets", flag, ABSENT, NO_ADAPTER),
-    "lora_target_parameters": part("method.targets", anything, ABSENT, NO_ADAPTER),
-    "lora_modules_to_save": part("method.train_modules", entries, ABSENT, NO_ADAPTER),
+    "lora_target_parameters": part("method.targets", name_or_names, ABSENT, NO_ADAPTER),
+    "lora_modules_to_save": part("method.train_modules", names, ABSENT, NO_ADAPTER),
     "lora_rank_pattern": refused("all adapters have one rank here", "leave it out", ({},)),
     "lora_alpha_pattern": refused("all adapters have one alpha here", "leave it out", ({},)),
     "lora_fan_in_fan_out": part("method", flag, False, "how a weight lies in its file is known by its family"),
@@ -157,7 +160,7 @@ STAGE: Table = {
 DATA: Table = {
     "datasets": part("data.train", entries),
     "test_datasets": part("data.validation", entries),
-    "pretraining_dataset": part("data.train", anything),
+    "pretraining_dataset": part("data.train", sources),
     "val_set_size": part("data.validation", number, 0.0, "0: nothing is held out"),
     "sequence_len": part("data.max_length", integer, 512),
     "excess_length_strategy": part("data.overlong", text, "drop"),
@@ -208,7 +211,6 @@ TRAIN: Table = {
     "cosine_constant_lr_ratio": refused("a cosine goes on to the end of the run", "leave it out", (0, 0.0)),
     "lr_quadratic_warmup": refused("warm-up is linear", "leave it out"),
     "lr_div_factor": part("optimizer.schedule", number, ABSENT, "only one_cycle reads it"),
-    "eta_min": part("optimizer.min_lr_ratio", number, ABSENT, "no such key in axolotl: it ignores it"),
     "warmup_steps": part("optimizer.warmup_steps", number),
     "warmup_ratio": part("optimizer.warmup_ratio", number, ABSENT, "warmup_steps is given"),
     "optimizer": part("optimizer.name", text, "adamw_torch_fused"),
@@ -272,12 +274,20 @@ TRAIN: Table = {
     "plugins": part("method", entries),
 }
 
+ONE_ROW = "1: a row is on one device"
+IGNORED = "axolotl has no such key, and ignores it"
+
 IDLE: Table = {
+    "tensor_parallel_size": part("train.batch_size", integer, 1, ONE_ROW),
+    "context_parallel_size": part("train.batch_size", integer, 1, ONE_ROW),
+    "context_parapllel_size": part("train.batch_size", integer, 1, ONE_ROW),
+    "sequence_parallel_degree": part("train.batch_size", integer, 1, ONE_ROW),
+    **idle(IGNORED, "adam_eps eta_min full_finetune test_value torch_dtype"),
     **idle(
         MESH,
         "deepspeed deepcompile fsdp fsdp_config fsdp_version fsdp_final_state_dict_type dp_shard_size "
-        "dp_replicate_size sequence_parallel_degree context_parallel_size context_parapllel_size heads_k_stride "
-        "ring_attn_func tensor_parallel_size expert_parallel_size expert_parallel_backend "
+        "dp_replicate_size heads_k_stride "
+        "ring_attn_func expert_parallel_size expert_parallel_backend "
         "expert_parallel_num_nvl_bytes expert_parallel_num_rdma_bytes expert_parallel_token_capacity "
         "expert_parallel_fallback_on_unsupported accelerator_config device device_map world_size local_rank ddp "
         "ddp_timeout ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters torchdistx_path max_memory "

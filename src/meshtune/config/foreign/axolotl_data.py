@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from meshtune.config.foreign.axolotl_prompts import LITERAL, RefusedError, written_out
 from meshtune.config.foreign.draft import Draft
 from meshtune.config.foreign.rules import UnfitValueError, entries, text
 from meshtune.config.foreign.templates import AXOLOTL, TOKENIZERS_OWN, template
@@ -18,15 +19,8 @@ IDLE = frozenset("""trust_remote_code preprocess_shards logprobs_field temperatu
 ROLES = {"user": "user_tag", "assistant": "assistant_tag", "system": "system_tag", "tool": "observation_tag"}
 # The speakers that axolotl understands where `roles` is left out.
 SPEAKERS = {"user": ("human", "user"), "assistant": ("gpt", "assistant"), "system": ("system",), "tool": ("tool",)}
+WRITTEN = "written out"  # the name of a type that is a mapping
 NO_PROMPT = "no_prompt"  # a column that records do not have: both answers are whole conversations
-
-
-class RefusedError(Exception):
-    """Why a data set cannot be read as axolotl reads it, and what to do."""
-
-    def __init__(self, why: str, fix: str):
-        super().__init__(why)
-        self.why, self.fix = why, fix
 
 
 def sources(draft: Draft, key: str, to: str, kind: str) -> list[str]:
@@ -61,13 +55,18 @@ def _source(draft: Draft, key: str, to: str, entry: dict[str, Any], kind: str) -
         if theirs in entry:
             draft.put(f"{to}.{ours}", text(entry[theirs]), key)
     prompts = entry.get("type", "pretrain" if kind == "pt" else "")
+    if isinstance(prompts, dict) and kind == "sft":
+        written_out(draft, key, to, prompts)
+        return WRITTEN
     if not isinstance(prompts, str):
-        raise RefusedError("a prompt written out in type is not read", "write records as messages, or name a type")
+        raise RefusedError("a prompt written out in type is for supervised tuning alone", "name a type")
     form, columns, tags = _form(draft, key, prompts, entry, kind)
     draft.put(f"{to}.format", form, key, note=f"type: {prompts}")
     if columns:
         draft.put(f"{to}.columns", columns, key)
-    if tags:
+    if tags and prompts in LITERAL:
+        draft.put(f"{to}.tags", tags, key, note="the peer's own words")
+    elif tags:
         draft.put(f"{to}.tags", tags, key)
     return prompts
 
@@ -90,6 +89,8 @@ def _unread(entry: dict[str, Any], unknown: list[str]) -> None:
 
 def _path(entry: dict[str, Any]) -> str:
     path, files = text(entry.get("path", "")), entry.get("data_files")
+    if not path:
+        raise RefusedError("the data set has no path", "add its path")
     if files is None:
         return path
     chosen = [text(file) for file in (files if isinstance(files, list) else [files])]
@@ -125,6 +126,8 @@ def _documents(draft: Draft, key: str, prompts: str, entry: dict[str, Any]) -> t
     if prompts == "alpaca":
         renamed = {"instruction": "field_instruction", "input": "field_input", "output": "field_output"}
         return "stanford_alpaca", {ours: entry[theirs] for ours, theirs in renamed.items() if theirs in entry}, {}
+    if prompts in LITERAL:
+        return "stanford_alpaca", *LITERAL[prompts]
     if prompts == "completion":
         raise RefusedError("plain text beside conversations is another stage here", "train on it alone first: stage pt")
     if prompts != "chat_template":
@@ -154,14 +157,14 @@ def _documents(draft: Draft, key: str, prompts: str, entry: dict[str, Any]) -> t
 
 def _turns(entry: dict[str, Any]) -> tuple[str, Any, Any]:
     """A list of turns: messages where they are OpenAI's, else sharegpt with the names of keys and speakers."""
-    mapped = dict(entry.get("message_property_mappings") or {})
+    mapped = dict(_mapping(entry, "message_property_mappings"))
     role = mapped.pop("role", entry.get("message_field_role", "role"))
     content = mapped.pop("content", entry.get("message_field_content", "content"))
     unread = [name for name in mapped if name not in ("tool_calls", "tool_call_id", "name")]
     if unread:
         raise RefusedError(f"messages with {', '.join(unread)} of other names are not read", "rename them in the data")
     field = entry.get("field_messages", "messages")
-    speakers = _speakers(entry.get("roles"))
+    speakers = _speakers(_mapping(entry, "roles"))
     tools = {"tools": entry["field_tools"]} if entry.get("field_tools", "tools") != "tools" else {}
     if (role, content) == ("role", "content") and not speakers:
         return "messages", ({"messages": field} if field != "messages" else {}) | tools, {}
@@ -169,10 +172,17 @@ def _turns(entry: dict[str, Any]) -> tuple[str, Any, Any]:
     return "sharegpt", ({"conversations": field} if field != "conversations" else {}) | tools, tags
 
 
-def _speakers(roles: object) -> dict[str, str]:
+def _mapping(entry: dict[str, Any], name: str) -> dict[str, Any]:
+    value = entry.get(name) or {}
+    if not isinstance(value, dict):
+        raise UnfitValueError(f"{name} must be a mapping of keys to values")
+    return value
+
+
+def _speakers(roles: dict[str, Any]) -> dict[str, str]:
     """Names of speakers that axolotl's own do not have."""
     renamed: dict[str, str] = {}
-    for role, spoken in (roles if isinstance(roles, dict) else {}).items():
+    for role, spoken in roles.items():
         unnamed = [name for name in entries(spoken) if name not in SPEAKERS.get(role, ())]
         if role not in ROLES or len(unnamed) > 1:
             raise RefusedError(f"the role {role} has names {spoken}", "give one name a role in the data")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from meshtune.config.foreign.adapted import put_targets
 from meshtune.config.foreign.draft import Draft
-from meshtune.config.foreign.targets import NotExpandableError, names_of
+from meshtune.config.foreign.targets import NotExpandableError, is_expression, names_of
 from meshtune.config.foreign.trainer import dropout
 
 
@@ -46,7 +47,7 @@ def _targets(draft: Draft) -> None:
     names = list(chosen) if isinstance(chosen, list) else []
     if isinstance(chosen, str):
         try:
-            names = names_of(chosen) if _is_expression(chosen) else [chosen]
+            names = names_of(chosen) if is_expression(chosen) else [chosen]
         except NotExpandableError as problem:
             draft.refuse("lora_target_modules", f"the expression: {problem}", "list the modules' names instead")
             return
@@ -56,28 +57,13 @@ def _targets(draft: Draft) -> None:
             "lora_target_modules", f"{', '.join(towers)} is of a vision tower, which stays as it is", "leave it out"
         )
         return
-    note = "the modules that the expression stands for" if isinstance(chosen, str) else ""
-    if linear:
-        draft.put("method.targets", "all-linear", "lora_target_linear", "lora_target_modules")
-    elif names:
-        draft.put("method.targets", names, "lora_target_modules", note=note)
     parameters = draft.get("lora_target_parameters")
-    if parameters:
-        note = "routed experts; gate and up have adapters of their own here, one for both there"
-        targets = ["experts"] if linear is None and not names else [*names, "experts"]
-        if not linear:
-            draft.put(
-                "method.targets", targets, "lora_target_parameters", "lora_target_modules", note=note, differs=True
-            )
-        else:
-            draft.idle("lora_target_parameters", "all-linear has the experts in it")
     if not names and not linear and not parameters:
         draft.refuse("lora_target_modules", "the file names no modules", "add lora_target_linear: true")
-
-
-def _is_expression(text: str) -> bool:
-    """Whether a text is an expression and not the name of one module."""
-    return any(letter in text for letter in "\\[(|*+?^$") or text == "all-linear"
+        return
+    keys = ["lora_target_linear"] if linear else []
+    keys += ["lora_target_modules", "lora_target_parameters"]
+    put_targets(draft, None if linear else names, *keys, by_class=True, converts=True, experts=bool(parameters))
 
 
 def _unfrozen(draft: Draft) -> None:

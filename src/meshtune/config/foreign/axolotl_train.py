@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from meshtune.config.foreign import axolotl_data, axolotl_method, models, optimizers
+from meshtune.config.foreign import axolotl_data, axolotl_method, axolotl_progress, models, optimizers
 from meshtune.config.foreign.draft import ONE_TEXT, OTHER_ORDER, Draft
 from meshtune.config.foreign.streams import stops, stream
-from meshtune.config.foreign.trainer import batch_settings, length, trackers, upload
+from meshtune.config.foreign.trainer import batch_settings, length
 
 PACKED = "a packed row has sequence_len tokens, and so many rows an update; the peer's bins are filled in another order"
+SHARDED = ("deepspeed", "fsdp", "fsdp_config", "dp_shard_size")
+CONTEXT_PARALLEL = ("context_parallel_size", "context_parapllel_size", "sequence_parallel_degree")
 KNOWN_PLUGINS = ("cut_cross_entropy", "liger", "kernels", "expert_parallel", "swanlab", "lm_eval")
 HARMLESS_CONFIG = {"output_router_logits"}
 
@@ -21,7 +23,7 @@ def train(draft: Draft) -> None:
     validation = _data(draft, kind)
     draft.apply()
     _plugins(draft)
-    batch_settings(draft, "micro_batch_size")
+    _batch(draft)
     length(draft, "num_epochs")
     _stream(draft)
     optimizers.named(draft, "optimizer")
@@ -29,8 +31,9 @@ def train(draft: Draft) -> None:
     optimizers.moments(draft, ("adam_beta1", "beta1"), ("adam_beta2", "beta2"), ("adam_epsilon", "eps"))
     optimizers.clipping(draft, "max_grad_norm")
     _precision(draft)
-    _evaluation(draft, validation)
-    _saving_and_logging(draft)
+    axolotl_progress.evaluation(draft, validation)
+    axolotl_progress.saving(draft)
+    axolotl_progress.logging(draft)
     if "optimizer.learning_rate" not in draft.settings:
         draft.refuse("learning_rate", "the file names no learning rate", "add learning_rate")
     draft.remark(OTHER_ORDER)
@@ -84,7 +87,9 @@ def _stage(draft: Draft) -> str:
         return "rm"
     if rl is None:
         texts = [entry.get("type") for entry in draft.get("datasets") or [] if isinstance(entry, dict)]
-        plain = draft.get("pretraining_dataset") is not None or (texts and set(texts) == {"completion"})
+        plain = draft.get("pretraining_dataset") is not None or (
+            texts and all(prompts == "completion" for prompts in texts)
+        )
         draft.put("stage.kind", "pt" if plain else "sft", "" if plain else "rl")
         return "pt" if plain else "sft"
     if rl not in ("dpo", "ipo", "orpo", "simpo", "kto"):
@@ -197,9 +202,20 @@ def _plugins(draft: Draft) -> None:
     draft.idle("plugins", "kernels and layouts are chosen here by the device")
 
 
+def _batch(draft: Draft) -> None:
+    """Rows an update. Devices that share a row (tensor or context parallelism) have one batch together."""
+    batch_settings(draft, "micro_batch_size", sharing=("tensor_parallel_size", *CONTEXT_PARALLEL))
+    total, rows = draft.get("batch_size"), (draft.get("micro_batch_size") or 1)
+    if total and "gradient_accumulation_steps" not in draft.given and total != rows:
+        note = f"an update has {rows} a device there too, whose run ends after 1/{total // rows} of num_epochs"
+        draft.differ("batch_size", f"gradient_accumulation_steps is 1 where left out: {note}")
+
+
 def _schedule(draft: Draft) -> None:
     key = "lr_scheduler"
     ratio, name = draft.get("cosine_min_lr_ratio"), draft.get(key)
+    if not optimizers.schedule_options(draft, name):
+        return
     if name not in optimizers.SCHEDULES:
         draft.refuse(key, f"there is no schedule {name} here", f"use {', '.join(optimizers.SCHEDULES)}")
         return
@@ -209,15 +225,19 @@ def _schedule(draft: Draft) -> None:
     if name == "constant":
         draft.put("optimizer.warmup_steps", 0, note="transformers' constant schedule has no warm-up")
         return
-    steps, share = draft.get("warmup_steps"), draft.get("warmup_ratio")
-    if steps is not None and steps >= 1:
+    steps, share, total = draft.get("warmup_steps"), draft.get("warmup_ratio"), draft.get("max_steps")
+    if steps is None and share is not None and total:
+        warm = int(share * total)
+        note = f"of {total} steps, as axolotl rounds it"
+        draft.put("optimizer.warmup_steps", 2 if warm == 1 else warm, "warmup_ratio", note=note)
+    elif steps is not None and steps >= 1:
         draft.put("optimizer.warmup_steps", max(2, int(steps)), "warmup_steps", note="" if steps > 1 else "1 becomes 2")
     elif steps:
         draft.put("optimizer.warmup_ratio", steps, "warmup_steps", note="below 1 it is a share of the steps")
     elif steps is not None or share is not None:
         note = "rounded up to whole steps, there down" if share else ""
         draft.put("optimizer.warmup_ratio", share or 0.0, "warmup_ratio", "warmup_steps", note=note)
-    elif (total := draft.get("max_steps")) is not None:
+    elif total:
         warm = min(int(0.03 * total), 100)
         draft.put("optimizer.warmup_steps", 2 if warm == 1 else warm, note="3% of max_steps, at most 100")
     else:
@@ -234,51 +254,10 @@ def _precision(draft: Draft) -> None:
         draft.put("compute.precision", "bfloat16", "bfloat16")
     elif draft.get("float32") or bf16 in (False, "false"):
         draft.put("compute.precision", "float32", "float32", "bf16")
+    elif draft.get("adapter") is None and not any(draft.given.get(key) for key in SHARDED):
+        note = "weights and optimizer are in bfloat16 there without deepspeed or fsdp"
+        draft.put("compute.precision", "bfloat16", "bf16", note=note)
     elif bf16 == "auto":
         draft.put("compute.precision", "auto", "bf16")
     else:
         draft.put("compute.precision", "mixed", "bf16")
-
-
-def _evaluation(draft: Draft, validation: bool) -> None:
-    if not validation:
-        return
-    strategy = draft.given.get("eval_strategy", draft.given.get("evaluation_strategy"))
-    steps, times = draft.get("eval_steps"), draft.get("evals_per_epoch")
-    if steps is not None and steps >= 1:
-        draft.put("eval.every", int(steps), "eval_steps")
-    elif times or steps or strategy == "epoch":
-        key = "evals_per_epoch" if times else "eval_steps" if steps else "eval_strategy"
-        note = "" if times == 1 or strategy == "epoch" else "once an epoch: steps of an epoch are not known before data"
-        draft.put("eval.every", "epoch", key, note=note, differs=bool(note))
-    else:
-        draft.put("eval.every", None, "evals_per_epoch", "eval_strategy", note="evaluated at the end alone")
-    if draft.get("early_stopping_patience"):
-        draft.put("eval.early_stopping", draft.get("early_stopping_patience"), "early_stopping_patience")
-
-
-def _saving_and_logging(draft: Draft) -> None:
-    if (steps := draft.get("save_steps")) and steps >= 1:
-        draft.put("checkpoint.every", int(steps), "save_steps")
-    else:
-        draft.idle("save_steps", "checkpoints are about ten a run; results are the same")
-    draft.put("checkpoint.keep_best", bool(draft.get("load_best_model_at_end")), "load_best_model_at_end")
-    draft.put("log.every", max(1, draft.get("logging_steps") or 1), "logging_steps")
-    if draft.get("hub_model_id"):
-        upload(draft)
-    if draft.get("auto_resume_from_checkpoints"):
-        draft.put("resume", True, "auto_resume_from_checkpoints", note="from a checkpoint of Meshtune's in output")
-    for name in ("wandb", "mlflow", "trackio", "tensorboard"):
-        project = {"wandb": "wandb_project", "mlflow": "mlflow_experiment_name", "trackio": "trackio_project_name"}.get(
-            name
-        )
-        enabled = draft.get(f"use_{name}") if f"use_{name}" in draft.given else project and draft.get(project)
-        if enabled:
-            key = f"use_{name}" if f"use_{name}" in draft.given else str(project)
-            known = draft.settings["log.trackers"].value if "log.trackers" in draft.settings else []
-            trackers(draft, key, [*known, name])
-            if project and draft.get(project):
-                draft.put("log.project", draft.get(project), project)
-    for name in ("use_comet", "use_swanlab"):
-        if draft.get(name):
-            draft.differ(name, "there is no such tracker here; metrics.jsonl has every number")

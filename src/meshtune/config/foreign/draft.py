@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from meshtune.config.foreign.rules import ABSENT, Rule, Table, UnfitValueError
+from meshtune.config.foreign.rules import ABSENT, Reader, Rule, Table, UnfitValueError
 from meshtune.errors import nearest
 
 # What no recipe can make the same, for the head of every file that is written.
@@ -14,6 +14,7 @@ ONE_TEXT = (
     "A conversation is tokenised as one text; the peer tokenises each of its parts alone, which with SentencePiece "
     "(Llama 2, Mistral, Gemma) can differ by a blank at the start of an answer."
 )
+HOLDERS = ("x-", "_")  # keys beside a recipe's own, where people write what anchors name
 Verdict = Literal["translated", "differs", "no effect", "refused", "unknown"]
 
 
@@ -64,6 +65,17 @@ class Draft:
             self.refuse(key, f"{_shown(self.given[key])} {problem}", f"correct {key}")
             return None if rule.default is ABSENT else rule.default
 
+    def pop(self, key: str, config: dict[str, Any], name: str, read: Reader, default: Any = None) -> Any:
+        """Takes `name` out of `config`, a mapping within the value of `key`. An unfit value refuses the key."""
+        value = config.pop(name, None)
+        if value is None:
+            return default
+        try:
+            return read(value)
+        except UnfitValueError as problem:
+            self.refuse(key, f"{name}: {_shown(value)} {problem}", f"correct {name}")
+            return default
+
     def put(self, to: str, value: object, *keys: str, note: str = "", differs: bool = False) -> None:
         """Writes `value` at our key `to`, from `keys`. With `differs`, `note` says what is not the same here."""
         present = [key for key in keys if key in self.given]
@@ -76,6 +88,10 @@ class Draft:
             self.remark(f"{to}: {note}")
 
     def refuse(self, key: str, note: str, fix: str) -> None:
+        """Refuses a key; several reasons are joined."""
+        earlier = self._findings.get(key)
+        if earlier is not None and earlier.verdict == "refused" and note not in earlier.note:
+            note, fix = f"{earlier.note}; {note}", earlier.fix if fix == earlier.fix else f"{earlier.fix}; {fix}"
         self._findings[key] = Finding(key, "refused", note=note, fix=fix)
 
     def idle(self, key: str, note: str) -> None:
@@ -122,6 +138,8 @@ class Draft:
 
     def _by_rule(self, key: str) -> Finding:
         rule: Rule | None = self.table.get(key)
+        if rule is None and key.startswith(HOLDERS):
+            return Finding(key, "no effect", note="a place for values that other keys refer to")
         if rule is None:
             fix = f"{nearest(key, self.table)}it does nothing there: remove it"
             return Finding(key, "unknown", note=f"{self.tool} has no such key", fix=fix)

@@ -26,7 +26,7 @@ from meshtune.config.foreign.draft import Draft, Finding
 from meshtune.config.foreign.rules import Table
 from meshtune.config.foreign.write import command_text, nested, recipe_text
 from meshtune.config.load import load_recipe, recipe_file_text, silent
-from meshtune.errors import UserError
+from meshtune.errors import UserError, nearest
 
 JINJA = re.compile(r"\{\{|\{%")
 VARIABLE = re.compile(r"\$\{([^}]*)\}|\$([A-Za-z_]\w*)")
@@ -87,11 +87,18 @@ def translate(source: str, *, devices: int = 1, is_trl: bool = False, trainer: s
     """
     if devices < 1:
         raise UserError(f"{devices} is no number of devices", where="--devices", fix="give a whole number from 1")
+    if trainer is not None and trainer not in (*trl.TRAINERS, *trl.OTHER_TRAINERS):
+        fix = f"{nearest(trainer, trl.TRAINERS)}give one of: {', '.join(trl.TRAINERS)}"
+        raise UserError(f"TRL has no trainer '{trainer}'", where="--trainer", fix=fix)
     text = recipe_file_text(pathlib.Path(source))
-    raw, lines = (command[0], {}) if (command := trl.command(text)) else _yaml(text, source)
-    if command:
-        trainer = trainer or command[1]
-    tool: Tool | None = "trl" if is_trl or command else detect(raw)
+    commands = trl.commands(text)
+    raw, lines = (commands[0][0], {}) if commands else _yaml(text, source)
+    if commands:
+        trainer = trainer or commands[0][1]
+    tool: Tool | None = "trl" if is_trl or commands else detect(raw)
+    if trainer in trl.OTHER_TRAINERS:
+        fix = f"trainers that are: {', '.join(trl.TRAINERS)}"
+        raise UserError(f"there is no stage for TRL's trainer '{trainer}' in recipes here", where=source, fix=fix)
     if tool is None:
         raise UserError(
             f"these are keys of no tool that is known: {', '.join(list(raw)[:8])}",
@@ -108,6 +115,10 @@ def translate(source: str, *, devices: int = 1, is_trl: bool = False, trainer: s
         )
     raw, unresolved = _resolved(raw, tool)
     verb, draft = _translated(tool, raw, devices, trainer)
+    if len(commands) > 1:
+        draft.remark(
+            f"The file holds {len(commands)} commands of TRL; this is the first: make a file of each other one."
+        )
     for key, (note, fix) in unresolved.items():
         draft.refuse(key, note, fix)
     findings = draft.findings()
@@ -120,12 +131,22 @@ def _yaml(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]:
     try:
         located = yaml_text.read(text, source)
     except UserError as problem:
+        if source.endswith((".py", ".sh")):
+            message = "the file is a script without a command of TRL (trl sft --..., python dpo.py --...)"
+            raise UserError(message, where=source, fix=f"recipes of {KNOWN} are read") from problem
+        if "another document" in problem.what:
+            message = "the file holds more than one YAML document"
+            raise UserError(message, where=problem.where, fix="make a file of each, and import them") from problem
         if JINJA.search(text):
             fix = "render it first: what a template comes to is YAML"
             raise UserError("the file is a Jinja template, not YAML", where=problem.where, fix=fix) from problem
         raise
     if not isinstance(located.value, dict):
-        raise UserError("a recipe is a mapping of keys to values", where=source, fix=f"recipes of {KNOWN} are read")
+        kinds = {type(None): "nothing but comments" if text.strip() else "nothing", list: "a list"}
+        content = "a script without a command of TRL" if source.endswith((".py", ".sh")) else None
+        content = content or kinds.get(type(located.value), "one text")
+        message = f"the file holds {content}, and a recipe is a mapping of keys to values"
+        raise UserError(message, where=source, fix=f"recipes of {KNOWN} are read")
     return located.value, {str(path[0]): line for path, line in located.lines.items() if len(path) == 1}
 
 
@@ -141,6 +162,9 @@ def _resolved(raw: dict[str, Any], tool: Tool) -> tuple[dict[str, Any], Unresolv
         value = yaml_text.value_at(raw, tuple(name.split(".")))
         if match[1] and tool in ("torchtune", "llama_factory") and value is not None and not isinstance(value, dict):
             return str(value)
+        if match[1] and tool == "torchtune" and not name.startswith("oc.env:"):
+            problems[key] = (f"{match[0]}: the file has no such key", f"write the value of {name}")
+            return match[0]
         variable = name.removeprefix("oc.env:").partition(",")[0]
         problems[key] = (f"{match[0]}: environment variables are not read", f"write the value of {variable}")
         return match[0]

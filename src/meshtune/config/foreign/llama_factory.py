@@ -205,12 +205,19 @@ STAGE: Table = {
 }
 
 MEGATRON = "Megatron's layouts are not needed: devices are shared out by mesh (docs/meshes.md)"
+SHARING = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "hyper_parallel_cp_size",
+)
 PARALLEL: Table = {
-    **idle(MESH, "ray_num_workers ray_init_kwargs master_addr master_port use_hyper_parallel hyper_parallel_cp_size"),
+    **{key: part("train.batch_size", integer, 1, "1: a row is on one device") for key in SHARING},
+    **idle(MESH, "ray_num_workers ray_init_kwargs master_addr master_port use_hyper_parallel"),
     **idle(
         MEGATRON,
-        "use_mca use_megatron_bridge megatron_bridge_args hyper_parallel_args tensor_model_parallel_size "
-        "pipeline_model_parallel_size expert_model_parallel_size context_parallel_size "
+        "use_mca use_megatron_bridge megatron_bridge_args hyper_parallel_args "
+        "expert_model_parallel_size "
         "virtual_pipeline_model_parallel_size sequence_parallel recompute_granularity recompute_method "
         "recompute_num_layers account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
         "bias_activation_fusion apply_rope_fusion masked_softmax_fusion cross_entropy_loss_fusion moe_grouped_gemm "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from meshtune.config.foreign import models, trainer
+from meshtune.config.foreign.adapted import put_targets
 from meshtune.config.foreign.draft import ONE_TEXT, OTHER_ORDER, Draft
+from meshtune.config.foreign.llama_factory import SHARING
 from meshtune.config.foreign.llama_factory_data import sources
 from meshtune.config.foreign.rules import ABSENT
 from meshtune.config.foreign.streams import stream
@@ -20,7 +22,7 @@ def train(draft: Draft) -> None:
     quantize(draft)
     _optimizer(draft)
     validation = sources(draft, kind)
-    trainer.trainer_settings(draft, validation=validation, kind=kind)
+    trainer.trainer_settings(draft, validation=validation, kind=kind, sharing=SHARING)
     stream(draft, "streaming", "buffer_size")
     _precision(draft)
     if draft.get("early_stopping_steps"):
@@ -191,7 +193,7 @@ def _oft(draft: Draft) -> None:
 def targets(draft: Draft, key: str) -> None:
     chosen = draft.get(key)
     everything = chosen in ("all", ["all"], "all-linear", ["all-linear"])
-    draft.put("method.targets", "all-linear" if everything else chosen, key)
+    put_targets(draft, None if everything else chosen, key, by_class=True, converts=False)
 
 
 def quantize(draft: Draft) -> None:

@@ -7,23 +7,27 @@ from typing import Any
 
 from meshtune.config import yaml_text
 from meshtune.config.foreign import models
+from meshtune.config.foreign.adapted import put_targets
 from meshtune.config.foreign.draft import OTHER_ORDER, Draft
 from meshtune.config.foreign.llama_factory import IMAGES, KERNELS
 from meshtune.config.foreign.llama_factory_train import put_sft_term
 from meshtune.config.foreign.rules import (
     ABSENT,
+    Reader,
     Table,
     direct,
     flag,
     idle,
     integer,
     mapping,
+    names,
     number,
     part,
     refused,
     text,
+    two_numbers,
 )
-from meshtune.config.foreign.trainer import LOADER, MEMORY, MESH
+from meshtune.config.foreign.trainer import LOADER, MEMORY, MESH, batch_settings
 from meshtune.errors import UserError
 
 NAME = "LLaMA-Factory v1"
@@ -42,6 +46,7 @@ V1: Table = {
     "output_dir": direct("output", text, "outputs/run"),
     "micro_batch_size": part("train.micro_batch", integer, 1),
     "global_batch_size": part("train.batch_size", integer),
+    "cp_size": part("train.batch_size", integer, 1, "1: a row is on one device"),
     "cutoff_len": part("data.max_length", integer, 2048),
     "learning_rate": direct("optimizer.learning_rate", number, 1e-4),
     "num_train_epochs": part("train.epochs", number, 3, "max_steps says how long the run is"),
@@ -64,12 +69,14 @@ V1: Table = {
     **idle(KERNELS, "flash_attn kernel_config"),
     **idle(MEMORY, "enable_activation_checkpointing save_ckpt_as_hf init_config"),
     **idle(LOADER, "batching_workers"),
-    **idle(MESH, "dist_config dp_size cp_size cp_mode mp_replicate_size mp_shard_size dist_timeout full_determinism"),
+    **idle(MESH, "dist_config dp_size cp_mode mp_replicate_size mp_shard_size dist_timeout full_determinism"),
     **idle("it is for sampling, which `meshtune chat` and `generate` do", "sample_backend max_new_tokens"),
     **idle(IMAGES, "processor_config"),
 }
 # Keys within peft_config, quant_config and optim_config, with the peer's defaults.
-LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.05, "target_modules": "all"}
+LORA: dict[str, tuple[Reader, Any]] = {
+    "r": (integer, 8), "lora_alpha": (number, 16), "lora_dropout": (number, 0.05), "target_modules": (names, ["all"]),
+}  # fmt: skip
 EXPORT = ("export_dir", "export_size", "infer_dtype", "export_legacy_format", "export_hub_model_id")
 FREEZE = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules")
 CONVERTERS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "pair": "preference", None: "messages"}
@@ -104,13 +111,9 @@ def train(draft: Draft) -> None:
     _quantize(draft)
     draft.apply()
     _optimizer(draft)
-    rows = draft.get("micro_batch_size") * draft.devices
-    note = f"{draft.get('micro_batch_size')} a device x {draft.devices} device{'s' * (draft.devices != 1)}"
+    batch_settings(draft, "micro_batch_size", None, sharing=("cp_size",))
     if draft.get("global_batch_size"):
         draft.put("train.batch_size", draft.get("global_batch_size"), "global_batch_size")
-    else:
-        draft.put("train.batch_size", rows, "micro_batch_size", note=note)
-    draft.put("train.micro_batch", rows, "micro_batch_size", note=note)
     if draft.get("max_steps"):
         draft.put("train.steps", draft.get("max_steps"), "max_steps")
     else:
@@ -211,13 +214,14 @@ def _method(draft: Draft) -> None:
         draft.put("method.kind", "full", note="without peft_config all weights are trained")
     elif name == "lora":
         draft.put("method.kind", "lora", "peft_config")
-        values = {key: peft.pop(key, default) for key, default in LORA.items()}
+        values = {key: draft.pop("peft_config", peft, key, read, default) for key, (read, default) in LORA.items()}
         draft.put("method.adapter", "dora" if peft.pop("use_dora", False) else "lora", "peft_config")
         draft.put("method.rank", values["r"], "peft_config", note="r")
         draft.put("method.alpha", float(values["lora_alpha"]), "peft_config", note="lora_alpha")
         draft.put("method.dropout", values["lora_dropout"], "peft_config", note="lora_dropout, 0.05 where left out")
         chosen = values["target_modules"]
-        draft.put("method.targets", "all-linear" if chosen in ("all", ["all"]) else chosen, "peft_config")
+        everything = chosen in ("all", ["all"])
+        put_targets(draft, None if everything else chosen, "peft_config", by_class=True, converts=False)
         if peft.pop("use_rslora", False):
             draft.put("method.rslora", True, "peft_config")
         if saved := peft.pop("modules_to_save", None):
@@ -226,7 +230,7 @@ def _method(draft: Draft) -> None:
             draft.put("model.adapter", adapter, "peft_config")
         _refuse_unread(draft, "peft_config", peft, EXPORT)
     elif name == "freeze":
-        layers = peft.get("freeze_trainable_layers", 2)
+        layers = draft.pop("peft_config", peft, "freeze_trainable_layers", integer, 2)
         draft.put("method.kind", "freeze", "peft_config")
         draft.put(f"method.{'last' if layers > 0 else 'first'}_layers", abs(layers), "peft_config")
         chosen = [*_names(peft.get("freeze_trainable_modules")), *_names(peft.get("freeze_extra_modules"))]
@@ -258,19 +262,31 @@ def _optimizer(draft: Draft) -> None:
     draft.put("optimizer.warmup_steps", 0, note="the peer has no warm-up")
     if name == "muon":
         draft.put("optimizer.name", "muon", "optim_config")
-        draft.put("optimizer.momentum", config.pop("momentum", 0.95), "optim_config")
-        draft.put("optimizer.weight_decay", config.pop("wd", 0.1), "optim_config", note="wd")
-        beta1, beta2 = config.pop("adamw_betas", (0.9, 0.95))
-        draft.put("optimizer.eps", config.pop("adamw_eps", 1e-8), "optim_config", note="adamw_eps")
+        draft.put("optimizer.momentum", draft.pop("optim_config", config, "momentum", number, 0.95), "optim_config")
+        draft.put(
+            "optimizer.weight_decay", draft.pop("optim_config", config, "wd", number, 0.1), "optim_config", note="wd"
+        )
+        beta1, beta2 = draft.pop("optim_config", config, "adamw_betas", two_numbers, (0.9, 0.95))
+        draft.put(
+            "optimizer.eps",
+            draft.pop("optim_config", config, "adamw_eps", number, 1e-8),
+            "optim_config",
+            note="adamw_eps",
+        )
         if config.pop("ns_steps", 5) != 5 or config.pop("nesterov", True) is not True:
             draft.refuse(
                 "optim_config", "muon takes five Newton-Schulz steps and Nesterov's momentum here", "use those"
             )
     elif name == "adamw":
         draft.put("optimizer.name", "adamw", "optim_config", note="torch's AdamW")
-        draft.put("optimizer.weight_decay", config.pop("weight_decay", 0.01), "optim_config", note="torch's 0.01")
-        beta1, beta2 = config.pop("betas", (0.9, 0.999))
-        draft.put("optimizer.eps", config.pop("eps", 1e-8), "optim_config")
+        draft.put(
+            "optimizer.weight_decay",
+            draft.pop("optim_config", config, "weight_decay", number, 0.01),
+            "optim_config",
+            note="torch's 0.01",
+        )
+        beta1, beta2 = draft.pop("optim_config", config, "betas", two_numbers, (0.9, 0.999))
+        draft.put("optimizer.eps", draft.pop("optim_config", config, "eps", number, 1e-8), "optim_config")
         draft.put("optimizer.no_decay", [], note="torch's AdamW decays every parameter")
     else:
         draft.refuse("optim_config", f"there is no optimizer {name} in this schema here", "use muon, or leave it out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshtune.config.foreign.draft import Draft
+from meshtune.config.foreign.rules import number
 from meshtune.config.optimizer import READERS
 
 EIGHT_BITS = "its state is in 8 bits in both, rounded by other code"
@@ -60,7 +61,6 @@ def named(draft: Draft, key: str) -> None:
 def schedule(draft: Draft, key: str) -> None:
     """The schedule and its warm-up. transformers' `constant` has no warm-up, whatever is asked for."""
     name = str(draft.get(key))
-    options = dict(draft.get("lr_scheduler_kwargs") or {}) if "lr_scheduler_kwargs" in draft.table else {}
     if _value(draft, "optimizer.name") == "schedule_free":
         draft.put("optimizer.schedule", "constant", key, note="schedule_free averages instead of decaying")
     elif name not in SCHEDULES:
@@ -68,16 +68,24 @@ def schedule(draft: Draft, key: str) -> None:
         return
     else:
         draft.put("optimizer.schedule", SCHEDULES[name], key)
-    if name == "cosine_with_min_lr" and {"min_lr_rate", "min_lr"} & set(options):
-        ratio = options.pop("min_lr_rate", None)
-        ratio = options.pop("min_lr") / draft.get("learning_rate") if ratio is None else ratio
-        draft.put("optimizer.min_lr_ratio", ratio, "lr_scheduler_kwargs")
-    if options:
-        draft.refuse("lr_scheduler_kwargs", f"{', '.join(options)}: the schedule has no such setting", "leave it out")
+    schedule_options(draft, name)
     if name == "constant":
         draft.put("optimizer.warmup_steps", 0, note="transformers' constant schedule has no warm-up")
     else:
         warmup(draft)
+
+
+def schedule_options(draft: Draft, name: str) -> bool:
+    """Translates lr_scheduler_kwargs of the schedule `name`. Returns whether all of them could be."""
+    options = dict(draft.get("lr_scheduler_kwargs") or {}) if "lr_scheduler_kwargs" in draft.table else {}
+    if name == "cosine_with_min_lr" and {"min_lr_rate", "min_lr"} & set(options):
+        ratio = options.pop("min_lr_rate", None)
+        least = options.pop("min_lr", None)
+        ratio = number(least) / draft.get("learning_rate") if ratio is None else ratio
+        draft.put("optimizer.min_lr_ratio", ratio, "lr_scheduler_kwargs")
+    if options:
+        draft.refuse("lr_scheduler_kwargs", f"{', '.join(options)}: the schedule has no such setting", "leave it out")
+    return not options
 
 
 def warmup(draft: Draft) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -68,6 +69,8 @@ def number(value: object) -> int | float:
             raise UnfitValueError("must be a number") from None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UnfitValueError("must be a number")
+    if not math.isfinite(value):
+        raise UnfitValueError("must be a finite number")
     return value
 
 
@@ -100,6 +103,25 @@ def names(value: object) -> list[str]:
     if isinstance(value, list):
         return [text(entry).strip() for entry in value]
     return [name.strip() for name in text(value).split(",") if name.strip()]
+
+
+def name_or_names(value: object) -> str | list[str]:
+    """One text, such as an expression, or a list of names."""
+    return names(value) if isinstance(value, list) else text(value)
+
+
+def sources(value: object) -> object:
+    """A data set by name or as a mapping, or a list of such."""
+    if not isinstance(value, str | dict | list):
+        raise UnfitValueError("must be a data set, or a list of such")
+    return value
+
+
+def two_numbers(value: object) -> tuple[float, float]:
+    """A list of two numbers, such as the betas of an optimizer."""
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise UnfitValueError("must be a list of two numbers")
+    return float(number(value[0])), float(number(value[1]))
 
 
 def mapping(value: object) -> dict[str, object]:

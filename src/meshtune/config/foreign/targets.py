@@ -15,6 +15,11 @@ class NotExpandableError(ValueError):
     """A regular expression that is more than alternatives of names."""
 
 
+def is_expression(text: str) -> bool:
+    """Whether a text is an expression and not the name of one module."""
+    return any(letter in text for letter in "\\[(|*+?^$") or text == "all-linear"
+
+
 def names_of(expression: str) -> list[str]:
     """The names and patterns that `expression` comes to for the language model; towers beside it are left out.
 

@@ -117,10 +117,11 @@ TRAINER: Table = {
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
-def trainer_settings(draft: Draft, *, validation: bool, kind: str) -> None:
-    """Translates what TrainingArguments say. `validation`: whether there are validation data; `kind`: our stage."""
+def trainer_settings(draft: Draft, *, validation: bool, kind: str, sharing: tuple[str, ...] = ()) -> None:
+    """Translates what TrainingArguments say. `validation`: whether there are validation data; `kind`: our stage;
+    `sharing`: keys of how many devices one row is split over."""
     draft.apply()
-    batch_settings(draft)
+    batch_settings(draft, sharing=sharing)
     length(draft, "num_train_epochs")
     optimizer(draft)
     _precision(draft)
@@ -141,13 +142,28 @@ def trainer_settings(draft: Draft, *, validation: bool, kind: str) -> None:
 
 
 def batch_settings(
-    draft: Draft, per_device: str = "per_device_train_batch_size", accumulation: str = "gradient_accumulation_steps"
+    draft: Draft,
+    per_device: str = "per_device_train_batch_size",
+    accumulation: str | None = "gradient_accumulation_steps",
+    sharing: tuple[str, ...] = (),
 ) -> None:
-    """Rows an update, counted over devices and accumulation."""
-    rows, steps = draft.get(per_device) or 1, draft.get(accumulation) or 1
-    counted = f"{rows} a device x {steps} accumulated x {draft.devices} device{'s' * (draft.devices != 1)}"
-    draft.put("train.batch_size", rows * steps * draft.devices, per_device, accumulation, note=counted)
-    draft.put("train.micro_batch", rows * draft.devices, per_device, note="rows at once over all devices")
+    """Rows an update, counted over devices and accumulation. Devices that one row is split over, whose numbers the keys
+    `sharing` give, count as one."""
+    rows, steps, split = draft.get(per_device) or 1, (draft.get(accumulation) if accumulation else 1) or 1, 1
+    named = [key for key in sharing if (draft.get(key) or 1) > 1]
+    for key in named:
+        split *= draft.get(key)
+    copies, remainder = divmod(draft.devices, split) if draft.devices > 1 else (1, 0)
+    if remainder:
+        why = f"{draft.devices} devices are not whole groups of {split}, over which a row is split there"
+        draft.refuse(named[0], why, f"give --devices a multiple of {split}")
+        return
+    counted = f"{rows} a device x {steps} accumulated x {copies} device{'s' * (copies != 1)}"
+    if split > 1:
+        counted = f"{rows} a row's {split} devices x {steps} accumulated x {copies}"
+    keys = [per_device, *([accumulation] if accumulation else []), *named]
+    draft.put("train.batch_size", rows * steps * copies, *keys, note=counted)
+    draft.put("train.micro_batch", rows * copies, per_device, note="rows at once over all devices")
 
 
 def length(draft: Draft, epochs: str, steps: str = "max_steps") -> None:
@@ -235,7 +251,11 @@ def upload(draft: Draft, *keys: str) -> None:
     """The repository of the hub to which the result goes; private, unless the file says public."""
     repository = draft.get("hub_model_id")
     if not repository:
-        draft.refuse("push_to_hub", "it names no repository", "add hub_model_id: user/name")
+        folder = str(draft.get("output_dir")).rstrip("/").rpartition("/")[2]
+        note = (
+            f"nothing is pushed without the name of an account: meshtune push {draft.get('output_dir')} USER/{folder}"
+        )
+        draft.differ("push_to_hub", note)
         return
     draft.put("hub.repository", repository, "hub_model_id", *keys, note="at the end of the run")
     if "hub_private_repo" in draft.given:

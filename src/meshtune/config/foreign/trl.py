@@ -27,10 +27,10 @@ from meshtune.config.foreign.rules import (
 from meshtune.config.foreign.trainer import LOADER, MEMORY, TRAINER
 
 NAME = "TRL"
-TRAINERS = ("sft", "dpo", "kto", "reward", "orpo")
+TRAINERS = ("sft", "dpo", "kto", "reward", "orpo", "cpo")
 OTHER_TRAINER = "another trainer reads it"
 NO_PEFT = "without use_peft"
-OTHER_TRAINERS = ("grpo", "rloo", "online_dpo", "ppo", "gkd", "distillation", "prm", "cpo", "xpo", "nash_md", "bco")
+OTHER_TRAINERS = ("grpo", "rloo", "online_dpo", "ppo", "gkd", "distillation", "prm", "xpo", "nash_md", "bco")
 
 TRL: Table = {
     **TRAINER,
@@ -81,7 +81,7 @@ TRL: Table = {
     "assistant_only_loss": part("data.train_on_prompt", flag, False, OTHER_TRAINER),
     "shuffle_dataset": part("data.shuffle", flag, False, "the trainer shuffles data that are no stream in any case"),
     "chat_template_path": part("model.chat_template", text),
-    "eos_token": refused("the tokenizer's own end of text is used", "save a tokenizer that says so", ()),
+    "eos_token": part("model.chat_template", text),
     "pad_token": part("model.tokenizer", text, ABSENT, "padding is masked, whatever its token"),
     "padding_value": part("model.tokenizer", integer, ABSENT, "padding is masked, whatever its token"),
     "router_aux_loss_coef": direct("model.router_aux_loss", number),
@@ -90,6 +90,9 @@ TRL: Table = {
     "label_smoothing": part("stage.label_smoothing", number, 0.0, OTHER_TRAINER),
     "ld_alpha": part("stage.ld_alpha", number, ABSENT, OTHER_TRAINER),
     "rpo_alpha": part("stage.sft_weight", number, ABSENT, OTHER_TRAINER),
+    "cpo_alpha": part("stage.sft_weight", number, 1.0, OTHER_TRAINER),
+    "simpo_gamma": part("stage.gamma", number, 0.5, OTHER_TRAINER),
+    "alpha": refused("the reference-free margin of AlphaPO is not computed here", "leave it out", (0, 0.0)),
     "ref_model": part("stage.reference", text, ABSENT, OTHER_TRAINER),
     "desirable_weight": part("stage.desirable_weight", number, 1.0, OTHER_TRAINER),
     "undesirable_weight": part("stage.undesirable_weight", number, 1.0, OTHER_TRAINER),
@@ -106,13 +109,23 @@ TRL: Table = {
     "neftune_noise_alpha": part("stage.neftune_alpha", number, ABSENT, OTHER_TRAINER),
     "trl_dataset_mixture": part("data.train", mapping, ABSENT, "dataset_name is given"),
 }
+# The fields of hub data sets in TRL's own examples, which say what SFT learns of them.
+FIELDS = {
+    "stanfordnlp/imdb": {"text", "label"},
+    "trl-lib/Capybara": {"messages"},
+    "HuggingFaceH4/Multilingual-Thinking": {"messages"},
+    "trl-lib/tldr": {"prompt", "completion"},
+}
+# Trainers whose loss balances the load of experts, and by how much where the arguments do not say it.
+BALANCED, BALANCE = ("sft", "dpo"), 0.001
 # Learning rates where the arguments name none.
-RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "reward": 1e-4, "orpo": 1e-6}
+RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "reward": 1e-4, "orpo": 1e-6, "cpo": 1e-6}
 
 
-def command(text: str) -> tuple[dict[str, Any], str | None] | None:
-    """The arguments of a command of TRL's in a script, and its trainer; None where the text is none."""
+def commands(text: str) -> list[tuple[dict[str, Any], str]]:
+    """The commands of TRL in a script, each as its arguments and its trainer."""
     joined = re.sub(r"\\\s*\n", " ", "\n".join(line for line in text.splitlines() if not line.strip().startswith("#")))
+    read: list[tuple[dict[str, Any], str]] = []
     for line in joined.splitlines():
         if "--" not in line:
             continue
@@ -122,12 +135,14 @@ def command(text: str) -> tuple[dict[str, Any], str | None] | None:
             continue
         for position, word in enumerate(arguments):
             following = arguments[position + 1 : position + 2]
-            if word == "trl" and following:
-                return _arguments(arguments[position + 2 :]), following[0]
+            if word == "trl" and following and following[0] in (*TRAINERS, *OTHER_TRAINERS):
+                read.append((_arguments(arguments[position + 2 :]), following[0]))
+                break
             stem = word.rpartition("/")[2].removesuffix(".py")
             if word.endswith(".py") and stem in (*TRAINERS, *OTHER_TRAINERS):
-                return _arguments(arguments[position + 1 :]), stem
-    return None
+                read.append((_arguments(arguments[position + 1 :]), stem))
+                break
+    return read
 
 
 def _arguments(arguments: list[str]) -> dict[str, Any]:

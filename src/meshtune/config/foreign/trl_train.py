@@ -7,30 +7,33 @@ import pathlib
 from typing import Any
 
 from meshtune.config.foreign import models, trainer
+from meshtune.config.foreign.adapted import put_targets
 from meshtune.config.foreign.draft import OTHER_ORDER, Draft
+from meshtune.config.foreign.model_layers import layers_of_model
 from meshtune.config.foreign.rules import direct, number
 from meshtune.config.foreign.streams import stream
-from meshtune.config.foreign.trl import NAME, RATES, TRAINERS, TRL
+from meshtune.config.foreign.targets import NotExpandableError, is_expression, names_of
+from meshtune.config.foreign.trl import BALANCE, BALANCED, FIELDS, NAME, RATES, TRL
 
 OF_TRAINER = {
     "kto": {"desirable_weight", "undesirable_weight"},
+    "cpo": {"cpo_alpha", "simpo_gamma"},
     "reward": {"center_rewards_coefficient"},
     "dpo": {"ld_alpha", "rpo_alpha", "f_divergence_type", "beta", "precompute_ref_log_probs", "loss_weights"},
 }
-STAGES = {"sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "rm", "orpo": "orpo"}
+STAGES = {"sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "rm", "orpo": "orpo", "cpo": "cpo"}
 
 
 def train(raw: dict[str, Any], devices: int, chosen: str | None) -> Draft:
     """The draft of TRL's arguments for its trainer `chosen`, or the one whose own arguments are among them."""
+    raw = {key: value for name, entry in raw.items() for key, value in [_switch(name, entry)]}
     name = chosen or next((name for name, keys in OF_TRAINER.items() if keys & set(raw)), "sft")
     rate = direct("optimizer.learning_rate", number, RATES.get(name, RATES["sft"]))
     draft = Draft(NAME, raw, {**TRL, "learning_rate": rate}, devices)
-    if name not in TRAINERS:
-        draft.refuse("trainer", f"there is no stage for TRL's trainer {name} here", f"trainers: {', '.join(TRAINERS)}")
-        name = "sft"
     if chosen is None:
         draft.remark(f"The arguments do not name the trainer: taken to be {name} (--trainer)")
     _model(draft)
+    _balance(draft, name)
     _stage(draft, name)
     _method(draft, name)
     validation = _data(draft, name)
@@ -39,6 +42,12 @@ def train(raw: dict[str, Any], devices: int, chosen: str | None) -> Draft:
     _stream(draft)
     draft.remark(OTHER_ORDER)
     return draft
+
+
+def _switch(key: str, value: object) -> tuple[str, object]:
+    """--no_KEY, which turns a switch off, as the key itself."""
+    plain = key.removeprefix("no_")
+    return (plain, False) if plain != key and key not in TRL and plain in TRL and value is True else (key, value)
 
 
 def _model(draft: Draft) -> None:
@@ -54,20 +63,39 @@ def _model(draft: Draft) -> None:
         draft.put("model.chat_template", draft.get("chat_template_path"), "chat_template_path")
 
 
+def _balance(draft: Draft, name: str) -> None:
+    """The loss that balances the load of experts, which two trainers add for every mixture."""
+    layers = layers_of_model(str(draft.get("model_name_or_path")))
+    if layers is not None and layers.is_mixture and name in BALANCED and "router_aux_loss_coef" not in draft.given:
+        draft.put("model.router_aux_loss", BALANCE, "router_aux_loss_coef", note="of mixtures of experts")
+
+
 def _stage(draft: Draft, name: str) -> None:
     draft.put("stage.kind", STAGES[name], note=f"the trainer {name}")
     losses = draft.get("loss_type")
     losses = losses if isinstance(losses, list) else [losses or {"sft": "nll", "kto": "kto"}.get(name, "sigmoid")]
-    known = {"sft": ("nll",), "dpo": ("sigmoid", "hinge", "ipo", "robust"), "kto": ("kto",)}.get(name, ("sigmoid",))
+    known = {
+        "sft": ("nll",),
+        "dpo": ("sigmoid", "hinge", "ipo", "robust"),
+        "kto": ("kto",),
+        "cpo": ("sigmoid", "hinge", "ipo", "simpo"),
+    }.get(name, ("sigmoid",))
     if len(losses) != 1 or losses[0] not in known:
         draft.refuse("loss_type", f"{losses} is not computed here", f"use {' or '.join(known)}")
-    elif name == "dpo":
+    elif name == "cpo" and losses[0] == "simpo":
+        draft.put("stage.kind", "simpo", "loss_type")
+        draft.put("stage.gamma", draft.get("simpo_gamma"), "simpo_gamma")
+    elif name in ("dpo", "cpo"):
         draft.put("stage.loss", losses[0], "loss_type")
     else:
         draft.idle("loss_type", "it is the stage's own")
-    if name in ("dpo", "kto", "orpo"):
+    if name in ("dpo", "kto", "orpo", "cpo"):
         note = "the answers' loss is weighed by token here, by pair there" if name == "orpo" else ""
         draft.put("stage.beta", float(draft.get("beta")), "beta", note=note, differs=bool(note))
+    if name == "cpo":
+        draft.put("stage.sft_weight", draft.get("cpo_alpha"), "cpo_alpha")
+        if draft.get("label_smoothing"):
+            draft.put("stage.label_smoothing", draft.get("label_smoothing"), "label_smoothing")
     if name == "dpo":
         for key, ours in (
             ("label_smoothing", "label_smoothing"),
@@ -115,11 +143,15 @@ def _targets(draft: Draft) -> None:
     if chosen is None and not parameters:
         note = "peft's default for Llama, Mistral, Qwen and Gemma; another family's may be others"
         draft.put("method.targets", ["q_proj", "v_proj"], "lora_target_modules", note=note, differs=True)
-    elif chosen == ["all-linear"]:
-        draft.put("method.targets", "all-linear", "lora_target_modules")
     else:
-        experts = ["experts"] * bool(parameters)
-        draft.put("method.targets", [*(chosen or []), *experts], "lora_target_modules", "lora_target_parameters")
+        names = None if chosen == ["all-linear"] else chosen or []
+        try:
+            names = names_of(names[0]) if names and len(names) == 1 and is_expression(names[0]) else names
+        except NotExpandableError as problem:
+            draft.refuse("lora_target_modules", f"the expression: {problem}", "list the modules' names instead")
+            return
+        keys = ("lora_target_modules", "lora_target_parameters")
+        put_targets(draft, names, *keys, by_class=False, converts=True, experts=bool(parameters))
 
 
 def _stream(draft: Draft) -> None:
@@ -197,6 +229,7 @@ def _supervised(draft: Draft, path: str | None) -> None:
         column = draft.get("dataset_text_field")
         if column in fields and column != "text":
             draft.put("data.train.0.columns", {"text": column}, "dataset_text_field")
+    _end_of_text(draft, _fields(path) or set())
     strategy = draft.get("packing_strategy")
     if draft.get("packing") and strategy == "wrapped":
         note = "documents stay whole and do not see each other; there they are cut at the ends of rows"
@@ -208,8 +241,22 @@ def _supervised(draft: Draft, path: str | None) -> None:
         draft.put("data.packing", False, "packing", note="one document a row, so that a batch holds as many")
 
 
+def _end_of_text(draft: Draft, fields: set[str]) -> None:
+    """Another end of text, which TRL adds to plain texts and completions, and not to conversations."""
+    token = draft.get("eos_token")
+    if token and "messages" in fields:
+        draft.differ(
+            "eos_token",
+            f"turns end as the chat template ends them, as there; a tokenizer that names {token} is not saved",
+        )
+    elif token:
+        draft.refuse("eos_token", "texts end with the tokenizer's own end of text", "save a tokenizer that says so")
+
+
 def _fields(path: str | None) -> set[str] | None:
-    """The names of the fields of a JSON file's first record."""
+    """The names of the fields of a JSON file's first record, or of a data set of TRL's examples."""
+    if path in FIELDS:
+        return FIELDS[path]
     file = pathlib.Path(path).expanduser() if path else None
     if file is None or not file.is_file() or file.suffix not in (".json", ".jsonl"):
         return None

@@ -1,11 +1,13 @@
 """Alpaca's records in the words of its authors' prompt, without a chat template (github.com/tatsu-lab/stanford_alpaca).
 
 The prompt is what its training script writes, with an input or without, and the output follows it. axolotl's type
-`alpaca` and torchtune's `alpaca_dataset` learn from the same words.
+`alpaca` and torchtune's `alpaca_dataset` learn from the same words. Other words are given by tags, with {instruction}
+and {input} where those fields go.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from meshtune.data.conversation import Conversation, Message, Origin, Text
@@ -19,6 +21,8 @@ WITH_INPUT = (
     "### Input:\n{input}\n\n### Response:\n"
 )
 WITHOUT_INPUT = BELOW + ". " + WRITE + "### Instruction:\n{instruction}\n\n### Response:\n"
+SLOTS = re.compile(r"\{instruction\}|\{input\}")
+PROMPTS = {"prompt": WITH_INPUT, "prompt_without_input": WITHOUT_INPUT}  # tags
 TURNS = "turns"  # the tag that makes the prompt a user turn of the chat template
 
 
@@ -30,8 +34,9 @@ def detect(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
 def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin) -> Conversation | Text:
     instruction = text_field(record, fields["instruction"] or "instruction", origin)
     extra = text_field(record, fields["input"], origin, required=False) if fields["input"] else ""
-    head, _, tail = (WITH_INPUT if extra else WITHOUT_INPUT).partition("{instruction}")
-    prompt = head + instruction + tail.replace("{input}", extra)
+    tag = "prompt" if extra else "prompt_without_input"
+    fields_of = {"{instruction}": instruction, "{input}": extra}
+    prompt = SLOTS.sub(lambda slot: fields_of[slot[0]], tags.get(tag) or PROMPTS[tag])
     output = text_field(record, fields["output"] or "output", origin)
     if tags.get(TURNS) == "chat":
         return Conversation((Message("user", prompt), Message("assistant", output)), origin)
@@ -45,5 +50,5 @@ FORMAT = RecordFormat(
     detect=detect,
     convert=convert,
     aliases={"prompt": "instruction", "query": "input", "response": "output"},
-    tags={TURNS: "plain"},
+    tags={TURNS: "plain", **PROMPTS},
 )
