@@ -94,4 +94,5 @@ def test_a_loss_by_probability_equals_dynamic_fine_tunings():
     loss.backward()
     np.testing.assert_allclose(value, loss.item(), rtol=1e-6)
     np.testing.assert_allclose(gradients[0]["weight"], weight.grad, **CLOSE)
+    np.testing.assert_allclose(gradients[0]["bias"], bias.grad, **CLOSE)
     np.testing.assert_allclose(gradients[1], states.grad, **CLOSE)

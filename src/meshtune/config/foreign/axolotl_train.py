@@ -206,6 +206,11 @@ def _batch(draft: Draft) -> None:
     """Rows an update. Devices that share a row (tensor or context parallelism) have one batch together."""
     batch_settings(draft, "micro_batch_size", sharing=("tensor_parallel_size", *CONTEXT_PARALLEL))
     total, rows = draft.get("batch_size"), (draft.get("micro_batch_size") or 1)
+    if draft.get("gradient_accumulation_steps") > 1 and not draft.get("rl"):
+        note = (
+            "the peer weighs the micro-batches of an update alike, whatever their tokens; here each token counts once"
+        )
+        draft.differ("gradient_accumulation_steps", note)
     if total and "gradient_accumulation_steps" not in draft.given and total != rows:
         note = f"an update has {rows} a device there too, whose run ends after 1/{total // rows} of num_epochs"
         draft.differ("batch_size", f"gradient_accumulation_steps is 1 where left out: {note}")

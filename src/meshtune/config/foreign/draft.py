@@ -77,7 +77,10 @@ class Draft:
             return default
 
     def put(self, to: str, value: object, *keys: str, note: str = "", differs: bool = False) -> None:
-        """Writes `value` at our key `to`, from `keys`. With `differs`, `note` says what is not the same here."""
+        """Writes `value` at our key `to`, from `keys`, in place of what is there. With `differs`, `note` says what
+        is not the same here."""
+        if to in self.settings:
+            self._withdraw(f"{to}: {_shown(self.settings[to].value)}")
         present = [key for key in keys if key in self.given]
         default = f"{self.tool}'s default" + (f" of {keys[0]}" if keys else "")
         origin = ", ".join(present) or default
@@ -135,6 +138,12 @@ class Draft:
             to = "; ".join(dict.fromkeys(filter(None, (earlier.to, finding.to))))
             note = "; ".join(dict.fromkeys(filter(None, (earlier.note, finding.note))))
             self._findings[finding.key] = Finding(finding.key, verdict, to, note)
+
+    def _withdraw(self, result: str) -> None:
+        """Takes a result that is no longer written out of the findings of its keys."""
+        for key, finding in self._findings.items():
+            rest = "; ".join(part for part in finding.to.split("; ") if part != result)
+            self._findings[key] = dataclasses.replace(finding, to=rest)
 
     def _by_rule(self, key: str) -> Finding:
         rule: Rule | None = self.table.get(key)

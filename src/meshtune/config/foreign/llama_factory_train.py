@@ -65,6 +65,8 @@ def stage(draft: Draft) -> str:
         return "sft"
     kind = loss if name == "dpo" and loss in ("orpo", "simpo") else name
     draft.put("stage.kind", kind, "stage", *(["pref_loss"] if kind != name else []))
+    if kind == "sft" and draft.get("use_dft_loss"):
+        draft.put("stage.loss", "dft", "use_dft_loss")
     if name == "dpo" and kind == "dpo":
         _dpo(draft, loss)
     elif kind == "simpo":

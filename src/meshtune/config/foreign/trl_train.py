@@ -75,7 +75,7 @@ def _stage(draft: Draft, name: str) -> None:
     losses = draft.get("loss_type")
     losses = losses if isinstance(losses, list) else [losses or {"sft": "nll", "kto": "kto"}.get(name, "sigmoid")]
     known = {
-        "sft": ("nll",),
+        "sft": ("nll", "dft"),
         "dpo": ("sigmoid", "hinge", "ipo", "robust"),
         "kto": ("kto",),
         "cpo": ("sigmoid", "hinge", "ipo", "simpo"),
@@ -85,13 +85,14 @@ def _stage(draft: Draft, name: str) -> None:
     elif name == "cpo" and losses[0] == "simpo":
         draft.put("stage.kind", "simpo", "loss_type")
         draft.put("stage.gamma", draft.get("simpo_gamma"), "simpo_gamma")
-    elif name in ("dpo", "cpo"):
+    elif name in ("sft", "dpo", "cpo"):
         draft.put("stage.loss", losses[0], "loss_type")
     else:
         draft.idle("loss_type", "it is the stage's own")
     if name in ("dpo", "kto", "orpo", "cpo"):
-        note = "the answers' loss is weighed by token here, by pair there" if name == "orpo" else ""
-        draft.put("stage.beta", float(draft.get("beta")), "beta", note=note, differs=bool(note))
+        draft.put("stage.beta", float(draft.get("beta")), "beta")
+    if name == "orpo":
+        draft.put("data.train_on_prompt", True, note="the peer's cross-entropy is that of prompt and chosen answer")
     if name == "cpo":
         draft.put("stage.sft_weight", draft.get("cpo_alpha"), "cpo_alpha")
         if draft.get("label_smoothing"):
