@@ -109,6 +109,37 @@ def test_the_card_says_how_the_model_came_to_be(hub, finished):
     assert "seed" not in recipe, "defaults are left out"
 
 
+def test_the_card_has_answers_of_base_and_result_to_the_recipes_prompts(hub, finished, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    answers = [(0, "Hello", "a ``` fence"), (2, "Hello", "half"), (3, "Hello", "done\n"), (3, "Later", "no base")]
+    rows = [{"step": step, "prompt": prompt, "text": text} for step, prompt, text in answers]
+    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    push(run, "ann/lesson", base_model="org/stories")
+    section = hub.repositories["ann/lesson"].files["README.md"].decode().split("## Before and after")[1]
+    assert "````text\n  a ``` fence\n  ````" in section
+    assert "after update 3:\n\n  ```text\n  done\n  ```" in section
+    assert "half" not in section
+    assert "Later" not in section
+
+
+@pytest.mark.slow
+def test_the_code_of_a_card_prints_an_answer(finished, tmp_path):
+    from meshtune.quickstart import MODEL
+
+    with running_hub() as hub:
+        hub.repositories["org/stories"] = Repository(False, {p.name: p.read_bytes() for p in MODEL.iterdir()})
+        settings = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+        environment = os.environ | settings | {"HF_HOME": str(tmp_path)}
+        for name, flags in (("lesson", []), ("merged", ["--merge"])):
+            command = [sys.executable, "-m", "meshtune", "push", str(finished), f"ann/{name}", *flags]
+            subprocess.run([*command, "--base-model", "org/stories"], env=environment, check=True)
+            card = hub.repositories[f"ann/{name}"].files["README.md"].decode()
+            code = card.split("```python\n")[1].split("```")[0].replace('"..."', '"Once upon a time"')
+            ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+            assert "Once upon a time" in ran.stdout, ran.stderr
+
+
 def test_the_recipe_of_a_card_is_the_run_again(hub, finished):
     from meshtune.config.load import load_recipe
 
@@ -187,7 +218,7 @@ def test_a_gguf_file_is_pushed_with_the_card_of_its_run(hub, finished, tmp_path)
     assert not repository.private
     assert repository.files[file.name] == file.read_bytes()
     fields = yaml.safe_load(repository.files["README.md"].decode().split("---")[1])
-    assert (fields["base_model_relation"], fields["library_name"]) == ("quantized", "gguf")
+    assert (fields["base_model_relation"], fields["library_name"]) == ("finetune", "gguf")
 
 
 def test_a_run_is_pushed_as_gguf_with_its_modelfile(hub, finished):
@@ -220,6 +251,13 @@ def test_a_refusal_is_one_message_and_nothing_is_packed(hub, finished, monkeypat
     assert what in error.value.what
     assert fix in (error.value.fix or "")
     assert hub.paths("PUT") == []
+    assert commits(hub) == 0
+
+
+def test_a_push_does_not_make_a_private_repository_public(hub, finished):
+    hub.repositories["ann/lesson"] = Repository(private=True)
+    with pytest.raises(UserError, match="private repository, and a push does not make it public"):
+        push(finished, "ann/lesson", public=True)
     assert commits(hub) == 0
 
 

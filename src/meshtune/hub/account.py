@@ -68,7 +68,7 @@ def open_repository(name: str, token: str, *, public: bool, overwrite: bool) -> 
     """Opens a repository for writing, and creates it where it does not exist: private unless `public`.
 
     Raises UserError for a token that the hub does not accept or that may not write, for a public repository without
-    `public`, and, unless `overwrite` is set, for one with files that no push wrote.
+    `public` and a private one with it, and, unless `overwrite` is set, for one with files that no push wrote.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
@@ -86,6 +86,12 @@ def open_repository(name: str, token: str, *, public: bool, overwrite: bool) -> 
                 f"'{name}' is a public repository: everybody would see what is pushed",
                 where=name,
                 fix="add --public (hub.public in a recipe) if that is meant, or push to another repository",
+            )
+        if info.private and public:
+            raise UserError(
+                f"'{name}' is a private repository, and a push does not make it public",
+                where=name,
+                fix="make it public in its settings on the hub first, or leave --public (hub.public) out",
             )
         files = frozenset(sibling.rfilename for sibling in info.siblings or ())
         pushed = _pushed(api, name, info.sha) if RECORD in files else frozenset()
