@@ -236,6 +236,7 @@ def test_a_run_is_pushed_as_gguf_with_its_modelfile(hub, finished):
         ("bob/lesson", TOKEN, "may not write to 'bob/lesson' (HTTP 403", "your own name"),
         ("bob/theirs", TOKEN, "may not write to 'bob/theirs' (HTTP 403", "your own name"),
         ("lesson", TOKEN, "is not the name of a repository", "user/name"),
+        ("modelscope:ann/lesson", TOKEN, "not to ModelScope", "modelscope upload"),
         ("ann/open", TOKEN, "is a public repository", "--public"),
         ("ann/other", TOKEN, "files that no push of Meshtune wrote: model.bin", "--overwrite"),
     ],

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshtune.errors import UserError
+from meshtune.weights.modelscope import modelscope_id
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -45,6 +46,13 @@ def check_access(name: str) -> str:
     """Returns the token to push with. Raises UserError for a name that the hub refuses, offline mode and no token."""
     from huggingface_hub import constants, get_token
 
+    if modelscope_id(name) is not None:
+        raise UserError(
+            "a push goes to the Hugging Face hub, not to ModelScope",
+            where=name,
+            fix="`meshtune export`, and `modelscope upload owner/name FOLDER` by ModelScope's own package; or, where "
+            "USE_MODELSCOPE_HUB made this an id of ModelScope, unset it",
+        )
     if not REPOSITORY.match(name):
         raise UserError(
             f"'{name}' is not the name of a repository",
