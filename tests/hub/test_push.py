@@ -8,13 +8,11 @@ import os
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import yaml
 
-from hub.fake_hub import READER, TOKEN, Repository, running_hub
+from hub.fake_hub import READER, TOKEN, Repository
 from meshtune.errors import UserError
 from meshtune.hub.push import push
 from meshtune.runs.output import read_run, write_run
@@ -121,23 +119,6 @@ def test_the_card_has_answers_of_base_and_result_to_the_recipes_prompts(hub, fin
     assert "after update 3:\n\n  ```text\n  done\n  ```" in section
     assert "half" not in section
     assert "Later" not in section
-
-
-@pytest.mark.slow
-def test_the_code_of_a_card_prints_an_answer(finished, tmp_path):
-    from meshtune.quickstart import MODEL
-
-    with running_hub() as hub:
-        hub.repositories["org/stories"] = Repository(False, {p.name: p.read_bytes() for p in MODEL.iterdir()})
-        settings = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-        environment = os.environ | settings | {"HF_HOME": str(tmp_path)}
-        for name, flags in (("lesson", []), ("merged", ["--merge"])):
-            command = [sys.executable, "-m", "meshtune", "push", str(finished), f"ann/{name}", *flags]
-            subprocess.run([*command, "--base-model", "org/stories"], env=environment, check=True)
-            card = hub.repositories[f"ann/{name}"].files["README.md"].decode()
-            code = card.split("```python\n")[1].split("```")[0].replace('"..."', '"Once upon a time"')
-            ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-            assert "Once upon a time" in ran.stdout, ran.stderr
 
 
 def test_the_recipe_of_a_card_is_the_run_again(hub, finished):
@@ -283,17 +264,6 @@ def test_without_a_token_or_with_a_run_under_way_nothing_is_asked_of_the_hub(hub
     with pytest.raises(UserError, match="there is no token"):
         push(finished, "ann/lesson")
     assert hub.sent == []
-
-
-@pytest.mark.slow
-def test_the_command_pushes_by_the_endpoint_of_the_environment(finished):
-    with running_hub() as hub:
-        settings = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-        command = [sys.executable, "-m", "meshtune", "push", str(finished), "ann/lesson"]
-        ran = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
-        assert ran.returncode == 0, ran.stderr
-        assert f"{hub.url}/ann/lesson" in ran.stdout
-        assert "adapter_model.safetensors" in hub.repositories["ann/lesson"].files
 
 
 def test_the_progress_of_a_push_rises_by_the_files_that_arrived(hub, finished, monkeypatch):
