@@ -8,13 +8,11 @@ import os
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import yaml
 
-from hub.fake_hub import READER, TOKEN, Repository, running_hub
+from hub.fake_hub import READER, TOKEN, Repository
 from meshtune.errors import UserError
 from meshtune.hub.push import push
 from meshtune.runs.output import read_run, write_run
@@ -109,6 +107,20 @@ def test_the_card_says_how_the_model_came_to_be(hub, finished):
     assert "seed" not in recipe, "defaults are left out"
 
 
+def test_the_card_has_answers_of_base_and_result_to_the_recipes_prompts(hub, finished, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    answers = [(0, "Hello", "a ``` fence"), (2, "Hello", "half"), (3, "Hello", "done\n"), (3, "Later", "no base")]
+    rows = [{"step": step, "prompt": prompt, "text": text} for step, prompt, text in answers]
+    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    push(run, "ann/lesson", base_model="org/stories")
+    section = hub.repositories["ann/lesson"].files["README.md"].decode().split("## Before and after")[1]
+    assert "````text\n  a ``` fence\n  ````" in section
+    assert "after update 3:\n\n  ```text\n  done\n  ```" in section
+    assert "half" not in section
+    assert "Later" not in section
+
+
 def test_the_recipe_of_a_card_is_the_run_again(hub, finished):
     from meshtune.config.load import load_recipe
 
@@ -187,7 +199,7 @@ def test_a_gguf_file_is_pushed_with_the_card_of_its_run(hub, finished, tmp_path)
     assert not repository.private
     assert repository.files[file.name] == file.read_bytes()
     fields = yaml.safe_load(repository.files["README.md"].decode().split("---")[1])
-    assert (fields["base_model_relation"], fields["library_name"]) == ("quantized", "gguf")
+    assert (fields["base_model_relation"], fields["library_name"]) == ("finetune", "gguf")
 
 
 def test_a_run_is_pushed_as_gguf_with_its_modelfile(hub, finished):
@@ -205,6 +217,7 @@ def test_a_run_is_pushed_as_gguf_with_its_modelfile(hub, finished):
         ("bob/lesson", TOKEN, "may not write to 'bob/lesson' (HTTP 403", "your own name"),
         ("bob/theirs", TOKEN, "may not write to 'bob/theirs' (HTTP 403", "your own name"),
         ("lesson", TOKEN, "is not the name of a repository", "user/name"),
+        ("modelscope:ann/lesson", TOKEN, "not to ModelScope", "modelscope upload"),
         ("ann/open", TOKEN, "is a public repository", "--public"),
         ("ann/other", TOKEN, "files that no push of Meshtune wrote: model.bin", "--overwrite"),
     ],
@@ -220,6 +233,13 @@ def test_a_refusal_is_one_message_and_nothing_is_packed(hub, finished, monkeypat
     assert what in error.value.what
     assert fix in (error.value.fix or "")
     assert hub.paths("PUT") == []
+    assert commits(hub) == 0
+
+
+def test_a_push_does_not_make_a_private_repository_public(hub, finished):
+    hub.repositories["ann/lesson"] = Repository(private=True)
+    with pytest.raises(UserError, match="private repository, and a push does not make it public"):
+        push(finished, "ann/lesson", public=True)
     assert commits(hub) == 0
 
 
@@ -244,17 +264,6 @@ def test_without_a_token_or_with_a_run_under_way_nothing_is_asked_of_the_hub(hub
     with pytest.raises(UserError, match="there is no token"):
         push(finished, "ann/lesson")
     assert hub.sent == []
-
-
-@pytest.mark.slow
-def test_the_command_pushes_by_the_endpoint_of_the_environment(finished):
-    with running_hub() as hub:
-        settings = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-        command = [sys.executable, "-m", "meshtune", "push", str(finished), "ann/lesson"]
-        ran = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
-        assert ran.returncode == 0, ran.stderr
-        assert f"{hub.url}/ann/lesson" in ran.stdout
-        assert "adapter_model.safetensors" in hub.repositories["ann/lesson"].files
 
 
 def test_the_progress_of_a_push_rises_by_the_files_that_arrived(hub, finished, monkeypatch):

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import pathlib
-import shutil
 
 import bitsandbytes
 import bitsandbytes.functional
 import numpy as np
 import pytest
 import safetensors.numpy
+import safetensors.torch
 import torch
 import transformers
 
-import meshtune.quickstart
 from meshtune.arrays.tree import flatten
 from meshtune.config.load import load_recipe
 from meshtune.errors import UserError
@@ -24,43 +23,12 @@ from meshtune.quantize.weight import QuantisedWeight
 from meshtune.runs.export import export
 from meshtune.train.run import train
 from meshtune.weights.load import load_params, load_spec
-from tiny_models import SMALL
-
-TOKENIZER = pathlib.Path(meshtune.quickstart.__file__).parent / "model"
-
-
-def save_model(folder: pathlib.Path, family: str, dtype: torch.dtype, **sizes: object) -> pathlib.Path:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 520, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2} | sizes
-    config = transformers.AutoConfig.for_model(family, **SMALL | sizes)
-    transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TOKENIZER / name, folder)
-    return folder
+from quantize.small_models import MIXTURES, TOKENIZER, quantised, save_model
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> pathlib.Path:
     return save_model(tmp_path_factory.mktemp("model") / "llama", "llama", torch.bfloat16)
-
-
-def quantised(model: pathlib.Path, config: QuantizeConfig) -> dict[str, QuantisedWeight]:
-    """Ours, by the names in files."""
-    spec, _ = load_spec(model)
-    leaves = flatten(load_params(model, spec, quantize=config))
-    return {
-        entry.name: QuantisedWeight(
-            leaf.codes[entry.index],
-            leaf.scales[entry.index],
-            None if leaf.nested is None else leaf.nested[entry.index],
-            None if leaf.offset is None else leaf.offset[entry.index],
-            leaf.format,
-            leaf.block_size,
-            leaf.dtype,
-        )
-        for entry in tensors(spec)
-        if isinstance(leaf := leaves[entry.path], QuantisedWeight)
-    }
 
 
 def test_transformers_and_bitsandbytes_read_the_codes_bit_for_bit(model, tmp_path):
@@ -127,18 +95,32 @@ def test_int4_is_what_compressed_tensors_dequantises(dtype, tmp_path):
 
 
 @pytest.mark.slow
-def test_transformers_computes_the_same_with_the_int4_checkpoint(tmp_path):
+@pytest.mark.parametrize(
+    ("family", "sizes"), [("llama", {}), ("llama", {"tie_word_embeddings": True}), *MIXTURES.items()]
+)
+def test_transformers_computes_the_same_with_the_int4_checkpoint(family, sizes, tmp_path):
     pytest.importorskip("compressed_tensors", reason="transformers reads these checkpoints by that package")
-    folder = save_model(tmp_path / "model", "llama", torch.float32)
+    folder = save_model(tmp_path / "model", family, torch.float32, **sizes)
     export(folder, tmp_path / "int4", format="compressed-tensors")
     served = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "int4", dtype=torch.float32)
-    expected = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    state = safetensors.torch.load_file(folder / "model.safetensors")
     for name, weight in quantised(folder, QuantizeConfig("int4")).items():
-        expected.get_parameter(name).data = torch.tensor(np.asarray(weight.dequantise("float32")))
+        state[name] = torch.tensor(np.asarray(weight.dequantise("float32")))
+    safetensors.torch.save_file(state, folder / "model.safetensors", {"format": "pt"})
+    expected = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         difference = (served(ids).logits - expected(ids).logits).norm() / expected(ids).logits.norm()
     assert difference < 1e-5  # float32, and scales that are a seventh of ours
+
+
+def test_a_head_that_is_tied_to_the_embedding_is_left_out(tmp_path):
+    folder = save_model(tmp_path / "model", "llama", torch.float32, tie_word_embeddings=True)
+    export(folder, tmp_path / "int4", format="compressed-tensors")
+    config = json.loads((tmp_path / "int4/config.json").read_text())["quantization_config"]
+    assert "lm_head" in config["ignore"]
+    export(folder, tmp_path / "nf4", format="bitsandbytes")
+    assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "nf4").lm_head) is torch.nn.Linear
 
 
 def unpacked(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:

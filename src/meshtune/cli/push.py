@@ -29,6 +29,8 @@ def push(
     ] = False,
 ) -> None:
     """Push an adapter, a model or GGUF files to the Hugging Face hub as one commit, with a model card."""
+    from huggingface_hub.utils import disable_progress_bars
+
     from meshtune.hub.push import push as send
     from meshtune.runs.progress import shown_progress
 
@@ -36,6 +38,7 @@ def push(
         raise UserError("--into and --format are of merged models", where="--into, --format", fix="add --merge")
     if gguf is not None and format is not None:
         raise UserError("--gguf and --format are two formats", where="--gguf, --format", fix="give one of the two")
+    disable_progress_bars()  # the stages have a bar of their own
     with shown_progress() as (progress, finish):
         pushed = send(
             source,
@@ -55,5 +58,6 @@ def push(
         finish(pushed.url)
     if pushed.left_out:
         print(f"not sent (no weights, no tokenizer): {', '.join(pushed.left_out)}")
-    verb = "pushed as one commit" if pushed.changed else "nothing has changed since the commit"
-    print(f"{len(pushed.files)} files {verb} {pushed.commit[:12]}: {pushed.url}")
+    count, commit = len(pushed.files), pushed.commit[:12]
+    done = f"pushed {count} files as one commit, {commit}" if pushed.changed else f"nothing has changed since {commit}"
+    print(f"{done}: {pushed.url}")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshtune.errors import UserError
+from meshtune.weights.modelscope import modelscope_id
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -45,6 +46,13 @@ def check_access(name: str) -> str:
     """Returns the token to push with. Raises UserError for a name that the hub refuses, offline mode and no token."""
     from huggingface_hub import constants, get_token
 
+    if modelscope_id(name) is not None:
+        raise UserError(
+            "a push goes to the Hugging Face hub, not to ModelScope",
+            where=name,
+            fix="`meshtune export`, and `modelscope upload owner/name FOLDER` by ModelScope's own package; or, where "
+            "USE_MODELSCOPE_HUB made this an id of ModelScope, unset it",
+        )
     if not REPOSITORY.match(name):
         raise UserError(
             f"'{name}' is not the name of a repository",
@@ -68,7 +76,7 @@ def open_repository(name: str, token: str, *, public: bool, overwrite: bool) -> 
     """Opens a repository for writing, and creates it where it does not exist: private unless `public`.
 
     Raises UserError for a token that the hub does not accept or that may not write, for a public repository without
-    `public`, and, unless `overwrite` is set, for one with files that no push wrote.
+    `public` and a private one with it, and, unless `overwrite` is set, for one with files that no push wrote.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
@@ -86,6 +94,12 @@ def open_repository(name: str, token: str, *, public: bool, overwrite: bool) -> 
                 f"'{name}' is a public repository: everybody would see what is pushed",
                 where=name,
                 fix="add --public (hub.public in a recipe) if that is meant, or push to another repository",
+            )
+        if info.private and public:
+            raise UserError(
+                f"'{name}' is a private repository, and a push does not make it public",
+                where=name,
+                fix="make it public in its settings on the hub first, or leave --public (hub.public) out",
             )
         files = frozenset(sibling.rfilename for sibling in info.siblings or ())
         pushed = _pushed(api, name, info.sha) if RECORD in files else frozenset()

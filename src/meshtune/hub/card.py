@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 
 from meshtune.hub.base_model import Base
@@ -14,7 +15,8 @@ STAGES = {
     "rm": "a reward model of preference pairs",
 }
 LIBRARY = {"adapter": "peft", "model": "transformers", "merged": "transformers", "gguf": "gguf"}
-RELATION = {"adapter": "adapter", "model": "finetune", "merged": "merge", "gguf": "quantized"}
+TEMPLATE = "chat_template.jinja"
+ANSWER_SHOWN = 600  # characters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +50,7 @@ def _metadata(subject: Subject) -> str:
     licence = base.licence if base else None
     fields: dict[str, object] = {"library_name": LIBRARY[subject.kind], "tags": _tags(subject)}
     if base and base.hub_id:
-        fields |= {"base_model": base.hub_id, "base_model_relation": RELATION[subject.kind]}
+        fields |= {"base_model": base.hub_id, "base_model_relation": _relation(subject)}
     if licence:
         fields["license"] = licence.id
         fields |= {
@@ -58,6 +60,13 @@ def _metadata(subject: Subject) -> str:
         fields["datasets"] = datasets
     fields["pipeline_tag"] = "text-classification" if subject.scored else "text-generation"
     return ModelCardData(**fields).to_yaml()  # pyright: ignore[reportArgumentType]
+
+
+def _relation(subject: Subject) -> str:
+    """What a result is of its base, in the hub's words; "merge" is there of several models, and not of an adapter."""
+    if subject.kind == "gguf" and subject.run is None:
+        return "quantized"
+    return "adapter" if subject.kind == "adapter" else "finetune"
 
 
 def _tags(subject: Subject) -> list[str]:
@@ -105,7 +114,8 @@ def _loading(subject: Subject) -> str:
         ]
     else:
         lines += ["", f'model = {automatic}.from_pretrained("{repository}")']
-    lines += [f'tokenizer = AutoTokenizer.from_pretrained("{repository}")', "```"]
+    lines += [f'tokenizer = AutoTokenizer.from_pretrained("{repository}")']
+    lines += ["```"] if subject.scored else ["", *_generating(TEMPLATE in subject.files), "```"]
     if not subject.scored:
         named = subject.kind != "adapter" or subject.base is None or subject.base.hub_id is not None
         model = repository if named else f"{base} --adapter {repository}"
@@ -115,11 +125,27 @@ def _loading(subject: Subject) -> str:
     return "\n".join(lines)
 
 
+def _generating(chats: bool) -> list[str]:
+    """Python that prints an answer of `model`, by the tokenizer's chat template where there is one."""
+    inputs = 'inputs = tokenizer("...", return_tensors="pt")'
+    if chats:
+        inputs = """messages = [{"role": "user", "content": "..."}]
+inputs = tokenizer.apply_chat_template(
+    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+)"""
+    return [inputs, "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=200)[0]))"]
+
+
 def _training(run: RunFacts) -> str:
-    lines = ["## Data", "", "| source | split | revision | SHA-256 of the file |", "| --- | --- | --- | --- |"]
-    for fact in run.data:
-        cells = (f"`{fact.name}`", fact.split, fact.revision, f"`{fact.sha256}`" if fact.sha256 else None)
-        lines.append(f"| {' | '.join(cell or '' for cell in cells)} |")
+    columns = {
+        "source": [f"`{fact.name}`" for fact in run.data],
+        "split": [fact.split for fact in run.data],
+        "revision": [fact.revision for fact in run.data],
+        "SHA-256 of the file": [fact.sha256 and f"`{fact.sha256}`" for fact in run.data],
+    }
+    shown = {name: cells for name, cells in columns.items() if any(cells)}
+    rows = [tuple(shown), ("---",) * len(shown), *zip(*shown.values(), strict=True)]
+    lines = ["## Data", "", *(f"| {' | '.join(cell or '' for cell in row)} |" for row in rows)]
     counts = run.counts
     if counts:
         left_out = f", {counts['left_out']:,} left out" if counts.get("left_out") else ""
@@ -154,8 +180,26 @@ def _number(value: float | None) -> str:
 
 
 def _evaluation(subject: Subject) -> str:
-    comparison = subject.run.evaluation if subject.run else ""
-    return f"## Before and after\n\n{comparison}" if comparison else ""
+    """The comparison with the base, and answers to the prompts that the recipe names."""
+    parts = [part for part in (subject.run.evaluation, _answers(subject.run)) if part] if subject.run else []
+    return "\n\n".join(["## Before and after", *parts]) if parts else ""
+
+
+def _answers(run: RunFacts) -> str:
+    if not run.samples:
+        return ""
+    lines = ["Answers to the prompts in the recipe (its `sample` says how they were drawn):"]
+    for sample in run.samples:
+        texts = (("prompt", sample.prompt), ("base", sample.before), (f"after update {sample.step}", sample.after))
+        lines += ["\n".join(f"- {name}:\n\n{_quoted(text)}" for name, text in texts)]
+    return "\n\n".join(lines)
+
+
+def _quoted(text: str) -> str:
+    """Text as it is, in a block of code whose fence it cannot end."""
+    shown = text.strip() if len(text.strip()) <= ANSWER_SHOWN else f"{text.strip()[:ANSWER_SHOWN]} ..."
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", shown)), default=0))
+    return "\n".join(f"  {line}" for line in (f"{fence}text", *shown.splitlines(), fence)) + "\n"
 
 
 def _licence(base: Base | None) -> str:

@@ -19,6 +19,7 @@ from meshtune.runs.output import RECIPE, read_run
 from meshtune.weights.hub import HUB_ID
 
 LOSSES_SHOWN = 12
+SAMPLES_SHOWN = 3
 NOT_SHOWN = ("resume", "overwrite", "accept_changes", "hub")  # commands of the run, and where it was pushed
 EVALUATION = "evaluation"
 COMPARED = ("## Professional ability", "## General ability")
@@ -33,6 +34,16 @@ class DataFact:
     split: str | None = None
     revision: str | None = None
     sha256: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """What the base and, after update `step`, the result answered to a prompt of the recipe."""
+
+    prompt: str
+    before: str
+    step: int
+    after: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +62,7 @@ class RunFacts:
     versions: Mapping[str, str]
     plot: Path | None
     evaluation: str
+    samples: Sequence[Sample] = ()
 
 
 def run_facts(run: Path, base: Base) -> RunFacts:
@@ -70,6 +82,7 @@ def run_facts(run: Path, base: Base) -> RunFacts:
         versions=fields.get("versions") or {},
         plot=plot if plot.is_file() else None,
         evaluation=_comparison(run / EVALUATION),
+        samples=_samples(run / "samples.jsonl"),
     )
 
 
@@ -90,6 +103,8 @@ def _recipe_text(recipe: Recipe, base: Base) -> str:
                 source["path"] = public_path(source["path"])
     if isinstance(fields.get("stage"), dict) and fields["stage"].get("reference"):
         fields["stage"]["reference"] = public_path(fields["stage"]["reference"])
+    if isinstance(count := data.get("validation"), float) and count.is_integer():
+        data["validation"] = int(count)
     tasks = (fields.get("evaluate") or {}).get("tasks") or {}
     tasks.update({name: public_path(path) for name, path in tasks.items() if path})
     fields["output"] = f"runs/{Path(recipe.output).name}"
@@ -128,6 +143,16 @@ def _losses(metrics: Path) -> list[tuple[int, float, float | None, float | None]
             epochs[row["step"]] = row.get("epoch", 0.0)
     steps = _spread(sorted(validation) if len(validation) > 1 else sorted(epochs), LOSSES_SHOWN)
     return [(step, epochs[step], train.get(step), validation.get(step)) for step in steps]
+
+
+def _samples(file: Path) -> list[Sample]:
+    """The first and the last answer to the first prompts that were answered before the first update."""
+    answers: dict[str, dict[int, str]] = {}
+    for row in _rows(file):
+        if isinstance(row.get("prompt"), str) and isinstance(row.get("text"), str):
+            answers.setdefault(row["prompt"], {})[row["step"]] = row["text"]
+    compared = [(prompt, texts) for prompt, texts in answers.items() if 0 in texts and len(texts) > 1]
+    return [Sample(prompt, texts[0], max(texts), texts[max(texts)]) for prompt, texts in compared[:SAMPLES_SHOWN]]
 
 
 def _rows(metrics: Path) -> list[dict[str, Any]]:

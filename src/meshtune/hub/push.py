@@ -109,6 +109,11 @@ def send(
     files[CARD] = model_card(subject).encode()
     files[RECORD] = _record(package, sorted({*files, RECORD}))
     check_contents(files, target.token, local_paths(package.path, package.run, package.directory, folder))
+    if package.kind == "adapter" and base and base.hub_id is None:
+        report(
+            f"the base is called '{base.name}' in the card and in adapter_config.json, which is no id of the hub: "
+            "--base-model (hub.base_model) says it"
+        )
     report(f"sending {len(files)} files to {target.url}")
     operations = [
         CommitOperationAdd(name, content if isinstance(content, bytes) else str(content))

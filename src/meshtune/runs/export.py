@@ -234,6 +234,8 @@ def _as_codes(
     of = "trained" if merge or done.base_alone else "read and quantised"
     written = done.written
     how = f"{written.quantised} weights in codes, logits within {written.difference:.1e} (relative) of what was {of}"
+    if written.experts_note:
+        how += f"; {written.experts_note}"
     return ExportResult(what, dest, how)
 
 

@@ -59,7 +59,8 @@ def push_result(recipe: Recipe, output: pathlib.Path, console: Console, job: Job
         )
     except (UserError, OSError) as error:
         flags = [flag for flag in ("merge", "public", "overwrite") if getattr(section, flag)]
-        again = terminal.command("push", str(output), section.repository, *(f"--{flag}" for flag in flags))
+        base = ["--base-model", section.base_model] if section.base_model else []
+        again = terminal.command("push", str(output), section.repository, *(f"--{flag}" for flag in flags), *base)
         _report(
             console,
             f"the result was not pushed: {_line(error) if isinstance(error, UserError) else error}\n  again: {again}",

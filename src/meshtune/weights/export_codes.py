@@ -4,7 +4,7 @@ the model was trained over are the codes in the files."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,17 +12,19 @@ from jaxtyping import Float
 
 from meshtune.arrays.tree import Leaves
 from meshtune.errors import UserError
-from meshtune.families import tensors
-from meshtune.families.tensors import TensorMap, by_name
+from meshtune.families.composite import HEAD, tensor_name
+from meshtune.families.experts import has_experts
+from meshtune.families.tensors import TensorMap
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.config import QuantizeConfig
 from meshtune.quantize.published.write import Matrix, Writer
 from meshtune.quantize.scales import restored
 from meshtune.quantize.weight import QuantisedWeight
+from meshtune.weights.codes_layout import CodesTensor, codes_tensors, experts_as_codes
 from meshtune.weights.load import load_config
 from meshtune.weights.read_into import Progress
 from meshtune.weights.rewrite import NewTensor, Publication, publish_model, whole_tensor
-from meshtune.weights.safetensors_files import DTYPES, TensorInfo, headers
+from meshtune.weights.safetensors_files import DTYPES, headers
 from meshtune.weights.tensor_reader import TensorReader
 
 ENDING = ".weight"
@@ -30,12 +32,13 @@ ENDING = ".weight"
 
 @dataclasses.dataclass(frozen=True)
 class WrittenCodes:
-    """What was written: where, how many weights as codes, and how far the logits are from those of what was given (root
-    mean square, relative)."""
+    """What was written: where, how many weights as codes, how far the logits are from those of what was given (root
+    mean square, relative), and who does not read the experts, if there are any."""
 
     path: Path
     quantised: int
     difference: float
+    experts_note: str
 
 
 def export_codes(
@@ -56,37 +59,41 @@ def export_codes(
     `params`, and `progress(done, total)` counts the bytes written. Raises UserError where the format cannot hold what
     is quantised, and ExportError where the written files compute something else.
     """
-    new = _new_tensors(params, changed, spec)
-    stored = headers(source)
-    for name, entries in new.items():
-        _check_fits(name, entries, params, writer)
-    quantised = {name for name, entries in new.items() if isinstance(params[entries[0].path], QuantisedWeight)}
-    left_out = [
-        name.removesuffix(ENDING)
-        for name, info in stored.items()
-        if name.endswith(ENDING) and len(info.shape) == 2 and name not in quantised
-    ]
-    fields = load_config(source) | {"quantization_config": writer.config(config, spec.dtype, left_out)}
+    planned = codes_tensors(params, changed, spec, headers(source))
+    for tensor in planned:
+        _check_fits(tensor, params, writer)
+    coded = {tensor.name for tensor in planned if _is_coded(tensor, params)}
+    plain_experts = has_experts(spec) and not experts_as_codes(params, spec)
+    left_out = _left_out(planned, coded, spec)
+    fields = load_config(source) | {"quantization_config": writer.config(config, spec.dtype, left_out, plain_experts)}
 
     def tensors_of(reader: TensorReader) -> Iterator[NewTensor]:
-        return _tensors(new, stored, params, spec.dtype, writer, reader)
+        return _tensors(planned, params, spec.dtype, writer, reader)
 
+    note = (writer.plain_experts_note if plain_experts else writer.experts_note) if has_experts(spec) else ""
     difference = publish_model(publication, source, fields, tensors_of, expected, progress)
-    return WrittenCodes(publication.dest, len(quantised), difference)
+    return WrittenCodes(publication.dest, len(coded), difference, note)
 
 
-def _new_tensors(params: Leaves, changed: frozenset[str], spec: ModelSpec) -> dict[str, list[TensorMap]]:
-    """The entries of the tensors that are not copied."""
+def _left_out(planned: Sequence[CodesTensor], coded: set[str], spec: ModelSpec) -> list[str]:
+    """The modules that hold a matrix, and no codes."""
+    left_out = [
+        tensor.name.removesuffix(ENDING)
+        for tensor in planned
+        if tensor.name.endswith(ENDING) and len(tensor.shape) == 2 and tensor.name not in coded
+    ]
+    head = tensor_name(spec, HEAD).removesuffix(ENDING)
+    # A head that is tied to the embedding is a linear layer too, and has no tensor in the files.
+    return left_out if head in left_out else [*left_out, head]
 
-    def is_new(entry: TensorMap) -> bool:
-        return entry.path in changed or isinstance(params.get(entry.path), QuantisedWeight)
 
-    return {name: entries for name, entries in by_name(tensors(spec)).items() if any(map(is_new, entries))}
+def _is_coded(tensor: CodesTensor, params: Leaves) -> bool:
+    return tensor.copied is None and isinstance(params[tensor.entries[0].path], QuantisedWeight)
 
 
-def _check_fits(name: str, entries: Sequence[TensorMap], params: Leaves, writer: Writer) -> None:
+def _check_fits(tensor: CodesTensor, params: Leaves, writer: Writer) -> None:
     """Raises UserError for a tensor that the format has no place for."""
-    leaves = [params[entry.path] for entry in entries]
+    leaves = [] if tensor.copied is not None else [params[entry.path] for entry in tensor.entries]
     codes = [leaf for leaf in leaves if isinstance(leaf, QuantisedWeight)]
     if not codes:
         return
@@ -95,37 +102,29 @@ def _check_fits(name: str, entries: Sequence[TensorMap], params: Leaves, writer:
         problem = "is quantised in part"
     elif any(leaf.format != writer.source for leaf in codes):
         problem = f"is kept in {next(leaf.format for leaf in codes if leaf.format != writer.source)}"
-    elif any(entry.array.role == "experts" for entry in entries) or not name.endswith(ENDING):
-        problem = "is of experts, which loaders of this format do not read"
-    elif any(entry.view.rows_dimension != 0 or entry.view.columns is None for entry in entries):
+    elif len(tensor.shape) != 2 or not tensor.name.endswith(ENDING):
+        problem = "holds all experts of a layer, and this family's files have no tensors for single ones"
+    elif any(entry.view.rows_dimension != 0 or entry.view.columns is None for entry in tensor.entries):
         problem = "is stored transposed"
     if problem:
         raise UserError(
-            f"'{name}' {problem}; {writer.name} checkpoints hold linear layers in {writer.source}",
+            f"'{tensor.name}' {problem}; {writer.name} checkpoints hold linear layers in {writer.source}",
             where="--format",
             fix="leave --format out",
         )
 
 
 def _tensors(
-    new: Mapping[str, Sequence[TensorMap]],
-    stored: Mapping[str, TensorInfo],
-    params: Leaves,
-    dtype: str,
-    writer: Writer,
-    reader: TensorReader,
+    planned: Sequence[CodesTensor], params: Leaves, dtype: str, writer: Writer, reader: TensorReader
 ) -> Iterator[NewTensor]:
-    """Every tensor of the new files, in the order of the source's."""
-    for name, info in stored.items():
-        entries = new.get(name)
-        if entries is None:
-            yield NewTensor(name, info.shape, DTYPES[info.dtype].name, lambda info=info: reader.tensor(info))
-        elif isinstance(params[entries[0].path], QuantisedWeight):
-            yield from _coded(name.removesuffix(ENDING), entries, params, dtype, writer)
+    """Every tensor of the new files."""
+    for tensor in planned:
+        if (info := tensor.copied) is not None:
+            yield NewTensor(tensor.name, info.shape, DTYPES[info.dtype].name, lambda info=info: reader.tensor(info))
+        elif _is_coded(tensor, params):
+            yield from _coded(tensor.name.removesuffix(ENDING), tensor.entries, params, dtype, writer)
         else:
-            yield NewTensor(
-                name, info.shape, dtype, lambda entries=entries, info=info: _numbers(entries, params, info, dtype)
-            )
+            yield NewTensor(tensor.name, tensor.shape, dtype, lambda tensor=tensor: _numbers(tensor, params, dtype))
 
 
 def _coded(stem: str, entries: Sequence[TensorMap], params: Leaves, dtype: str, writer: Writer) -> Iterator[NewTensor]:
@@ -179,6 +178,6 @@ def _only(entries: Sequence[TensorMap]) -> TensorMap | None:
     return entries[0] if len(entries) == 1 and entries[0].view.is_identity else None
 
 
-def _numbers(entries: Sequence[TensorMap], params: Leaves, info: TensorInfo, dtype: str) -> np.ndarray:
-    numbers = whole_tensor(entries, params, info.shape)
+def _numbers(tensor: CodesTensor, params: Leaves, dtype: str) -> np.ndarray:
+    numbers = whole_tensor(tensor.entries, params, tensor.shape)
     return numbers.astype(np.dtype(dtype) if dtype != "bfloat16" else DTYPES["BF16"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,13 +43,16 @@ class Matrix:
 @dataclasses.dataclass(frozen=True)
 class Writer:
     """How one format of recipes is written: its parts by what follows a weight's name (up to ".weight"), and the
-    quantization_config of config.json for a config, a dtype and the linear modules that are left out."""
+    quantization_config of config.json for a config, a dtype, the linear modules that are left out and whether
+    all experts are. `experts_note` says who does not read experts in it."""
 
     name: str
     source: FormatName
     parts: Callable[[Matrix, str], dict[str, np.ndarray]]
-    config: Callable[[QuantizeConfig, str, Sequence[str]], dict[str, Any]]
+    config: Callable[[QuantizeConfig, str, Sequence[str], bool], dict[str, Any]]
     nests: bool
+    experts_note: str = ""
+    plain_experts_note: str = ""
 
 
 def _bitsandbytes_parts(matrix: Matrix, dtype: str) -> dict[str, np.ndarray]:
@@ -70,7 +74,9 @@ def _bitsandbytes_parts(matrix: Matrix, dtype: str) -> dict[str, np.ndarray]:
     return parts | {".weight.quant_state.bitsandbytes__nf4": content}
 
 
-def _bitsandbytes_config(config: QuantizeConfig, dtype: str, left_out: Sequence[str]) -> dict[str, Any]:
+def _bitsandbytes_config(
+    config: QuantizeConfig, dtype: str, left_out: Sequence[str], plain_experts: bool
+) -> dict[str, Any]:
     return {
         "quant_method": "bitsandbytes",
         "load_in_4bit": True,
@@ -95,10 +101,14 @@ def _pack_quantized_parts(matrix: Matrix, dtype: str) -> dict[str, np.ndarray]:
     }
 
 
+# vLLM and SGLang ask for a layer's experts as `<block>.experts.0.gate_proj`, whatever the files call their matrices.
+EXPERT = r".*\.experts\.\d+\..*"
 _DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
-def _pack_quantized_config(config: QuantizeConfig, dtype: str, left_out: Sequence[str]) -> dict[str, Any]:
+def _pack_quantized_config(
+    config: QuantizeConfig, dtype: str, left_out: Sequence[str], plain_experts: bool
+) -> dict[str, Any]:
     weights = {
         "num_bits": 4,
         "type": "int",
@@ -111,21 +121,37 @@ def _pack_quantized_config(config: QuantizeConfig, dtype: str, left_out: Sequenc
         "actorder": None,
         "block_structure": None,
     }
+    ignored = list(left_out)
+    if plain_experts:
+        ignored = [name for name in ignored if not re.match(EXPERT, name)] + [f"re:{EXPERT}"]
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": list(left_out),
+        "ignore": ignored,
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
 
 
 WRITERS: Mapping[str, Writer] = {
-    "bitsandbytes": Writer("bitsandbytes", "nf4", _bitsandbytes_parts, _bitsandbytes_config, nests=True),
+    "bitsandbytes": Writer(
+        "bitsandbytes",
+        "nf4",
+        _bitsandbytes_parts,
+        _bitsandbytes_config,
+        nests=True,
+        experts_note="transformers 5 does not read experts in nf4; transformers 4 and vLLM do",
+        plain_experts_note="vLLM does not read a mixture in nf4 whose experts are not; transformers does",
+    ),
     "compressed-tensors": Writer(
-        "compressed-tensors", "int4", _pack_quantized_parts, _pack_quantized_config, nests=False
+        "compressed-tensors",
+        "int4",
+        _pack_quantized_parts,
+        _pack_quantized_config,
+        nests=False,
+        plain_experts_note="transformers 5 does not read a mixture in int4 whose experts are not; vLLM and SGLang do",
     ),
 }
