@@ -62,6 +62,7 @@ WITHIN = {
     "gpt_neox_sequential": {"attention_bias": True, "hidden_act": "gelu"},
     "olmo3": {"rope_parameters": OLMO3_ROPES},
     "exaone4_full": {"head_dim": 64, "hidden_size": 256},
+    "apertus": {"head_dim": 64},
     "cohere2": {"layer_types": None},
     "glm": {"head_dim": 8},
     "granitemoe": {"attention_bias": False},
@@ -146,11 +147,11 @@ def small_model(name: str) -> Path:
     return with_tokenizer(directory, load_spec(directory)[0].vocab)
 
 
-def model_of(name: str) -> Path:
+def model_of(name: str, **changes: object) -> Path:
     """The files of a case, within what llama.cpp computes of it, with a tokenizer."""
-    if name not in WITHIN and name not in RANDOMISE:
+    if name not in WITHIN and name not in RANDOMISE and not changes:
         return small_model(name)
-    changed = BY_NAME[name].changed(**WITHIN.get(name, {}))
+    changed = BY_NAME[name].changed(**WITHIN.get(name, {}) | changes)
     directory = case.directory(dataclasses.replace(changed, randomise=RANDOMISE.get(name, changed.randomise)))
     return with_tokenizer(directory, load_spec(directory)[0].vocab)
 

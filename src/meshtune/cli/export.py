@@ -54,6 +54,7 @@ def export(
     """Write a PEFT adapter or a whole model for transformers, or a GGUF file, and verify it by reading it back."""
     size = shard_bytes(max_shard_size)
     from meshtune.runs.export import export as write
+    from meshtune.runs.export_gguf import modelfile_of
     from meshtune.runs.progress import shown_progress
 
     if into is not None and not merge:
@@ -75,8 +76,11 @@ def export(
             progress=progress,
         )
         finish(str(exported.path))
-    read_back = "read back" if gguf is not None else "read back and compared"
-    print(f"{exported.what} written to {exported.path}, {read_back}: {exported.verified}")
+    if gguf is not None:
+        print(f"{exported.what} written to {exported.path}: {exported.verified}")
+        print(f"for Ollama: ollama create NAME -f {modelfile_of(exported.path)}")
+    else:
+        print(f"{exported.what} written to {exported.path}, read back and compared: {exported.verified}")
 
 
 def shard_bytes(text: str) -> int:

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from meshtune.mesh.config import MeshConfig
 
 ModelPath = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A model directory, a hub id, an adapter, or a run.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A model directory, a GGUF file, a hub id, an adapter, or a run.", show_default=False
+    ),
 ]
 
 
@@ -38,6 +41,9 @@ class BaseLoading:
 
     revision: str | None = option(None, "Branch, tag or commit on the hub.")
     chat_template: str | None = option(None, "A Jinja file, or a template that ships with Meshtune.")
+    tokenizer: str | None = option(
+        None, "A directory or hub id of its tokenizer, for a model that has none or a GGUF file whose own is not read."
+    )
     dtype: str | None = option(None, "float32 or bfloat16; default: by device.")
     quantize: str = option("auto", "Of the base: nf4, int8, fp8, int4 or none; auto: as the adapter was trained.")
 
@@ -118,7 +124,8 @@ def use_model(
 
     with start() as job:
         keep_programs()
-        source = find(path, loading.adapter, revision=loading.revision, chat_template=loading.chat_template)
+        names = ("revision", "chat_template", "tokenizer")
+        source = find(path, loading.adapter, **{name: getattr(loading, name) for name in names})
         options: dict[str, Any] = vars(caching or Caching()) | {"dtype": loading.dtype, "quantize": loading.quantize}
         model = load_variants({"": source}, mesh=config, job=job, **options)[""]
         if (cache := model.compute.cache) is not None and job.is_main_process:

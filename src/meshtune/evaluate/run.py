@@ -130,7 +130,7 @@ def settings(subject: Subject, evaluation: Evaluation) -> dict[str, Any]:
         "predicting": dataclasses.asdict(evaluation.predicting),
         "suite": suite,
         "protocol": "llama-factory" if evaluation.llama_factory else "lm-eval",
-        "loading": {name: subject.loading.get(name) for name in ("dtype", "quantize", "chat_template")},
+        "loading": {name: subject.loading.get(name) for name in ("dtype", "quantize", "chat_template", "tokenizer")},
     }
 
 

@@ -20,7 +20,7 @@ from meshtune.digests import write_digests
 from meshtune.errors import UserError, nearest
 from meshtune.quantize.config import UNQUANTISED, QuantizeConfig
 from meshtune.quantize.published.write import WRITERS
-from meshtune.runs.export_gguf import export_gguf
+from meshtune.runs.export_gguf import SUFFIX, export_gguf
 from meshtune.runs.export_lora_gguf import export_lora_gguf
 from meshtune.runs.export_quantised import export_quantised, nodes_to_write
 from meshtune.runs.merged_into import merged_into
@@ -85,6 +85,12 @@ def export(
     dest = Path(dest).expanduser()
     if gguf is not None:
         return _as_gguf(resolved, dest, gguf, merge, format, dtype, into, any_base, overwrite, progress)
+    if dest.suffix == SUFFIX:
+        raise UserError(
+            f"'{dest.name}' is the name of a GGUF file, and this writes a folder",
+            where="--to",
+            fix="add --gguf Q4_K_M (or another type) for a GGUF file, or name a folder",
+        )
     if format is not None and format not in FORMATS:
         raise UserError(
             f"there is no format '{format}'", where="--format", fix=f"{nearest(format, FORMATS)}one of {FORMATS}"

@@ -59,9 +59,9 @@ def export_gguf(
         layout = gguf_layout(spec)
         metadata = general_metadata(layout.architecture.name, dest, FILE_TYPES[file_type][0])
         tokenizer = load_tokenizer(source.tokenizer, source.chat_template)
-        ends = _ends(source.base)
-        metadata |= _tokenizer_metadata(tokenizer, ends, spec)
-        mixture = Mixture(file_type, spec.layers, spec.tied, _experts(layout.metadata), layout.architecture.name)
+        metadata |= _tokenizer_metadata(tokenizer, _ends(source.base), spec)
+        tied = all(part.name != "output.weight" for part in layout.parts)
+        mixture = Mixture(file_type, spec.layers, tied, _experts(layout.metadata), layout.architecture.name)
         partial = dest.with_name(f".{dest.name}.partial-{os.getpid()}")
         try:
             with disk_errors(dest):
@@ -69,10 +69,7 @@ def export_gguf(
                 written = write_gguf(partial, layout, numbers, mixture, metadata, progress)
                 _verify(partial, len(layout.shapes) + len(layout.computed))
                 partial.rename(dest)
-                stops = [
-                    str(tokenizer.decode([id_])) for id_ in ends or [_id(tokenizer.eos_token_id)] if id_ is not None
-                ]
-                text = modelfile([f"FROM ./{dest.name}"], tokenizer, stops)
+                text = modelfile([f"FROM ./{dest.name}"], tokenizer, end_texts(tokenizer, source.base))
                 modelfile_of(dest).write_text(text, encoding="utf-8")
         finally:
             partial.unlink(missing_ok=True)
@@ -84,14 +81,24 @@ def modelfile_of(dest: Path) -> Path:
     return dest.with_suffix(".Modelfile")
 
 
+def end_texts(tokenizer: PreTrainedTokenizerFast, base: Path) -> list[str]:
+    """The texts at which the model ends an answer."""
+    ids = _ends(base) or (_id(tokenizer.eos_token_id),)
+    return [str(tokenizer.decode([id_])) for id_ in ids if id_ is not None]
+
+
 def check_file(dest: Path, overwrite: bool) -> None:
     """Raises UserError for a destination that is not to be written."""
+    if dest.is_dir():
+        raise UserError(
+            "--to is a folder, and a GGUF model is one file",
+            where=str(dest),
+            fix=f"give the file's name too: --to {dest / f'model{SUFFIX}'}",
+        )
     if dest.suffix != SUFFIX:
         raise UserError(
             f"'{dest.name}' does not end in {SUFFIX}", where="--to", fix=f"name the file {dest.name}{SUFFIX}"
         )
-    if dest.is_dir():
-        raise UserError("the destination is a directory", where=str(dest), fix="give the name of a file")
     for file in (dest, modelfile_of(dest)):
         if file.exists() and not overwrite:
             raise UserError(f"{file.name} exists already", where=str(file), fix="give another name, or add --overwrite")
@@ -148,4 +155,5 @@ def _verify(file: Path, tensors: int) -> None:
 
 def _verified(written: Written) -> str:
     kinds = ", ".join(f"{count} {name}" for name, count in sorted(written.types.items()))
-    return f"{kinds} tensors, their numbers within {written.error:.2%} (root mean square; {written.worst} is the worst)"
+    error = f"numbers within {written.error:.2%} of the model's (root mean square; {written.worst} is the worst)"
+    return f"{kinds} tensors, {error if written.error else 'numbers exactly those of the model'}"

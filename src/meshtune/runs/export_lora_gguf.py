@@ -15,18 +15,20 @@ from meshtune.adapters.peft_format import LoadedAdapter, check_base, load_adapte
 from meshtune.arrays.tree import flatten
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
+from meshtune.families import module_names
 from meshtune.families.gguf import GgufLayout, GgufPart, gguf_layout
 from meshtune.families.gguf.architecture import UNADAPTED
 from meshtune.families.tensors import View
 from meshtune.quantize.gguf import TYPES, encode
 from meshtune.quantize.gguf.mixture import FLOATS, check_file_type
-from meshtune.runs.export_gguf import check_file, modelfile_of
+from meshtune.runs.export_gguf import check_file, end_texts, modelfile_of
 from meshtune.runs.modelfile import modelfile
 from meshtune.runs.sources import Source
 from meshtune.weights.fingerprint import base_hash
 from meshtune.weights.gguf.file import header, read_gguf
 from meshtune.weights.load import load_spec
 from meshtune.weights.publish import disk_errors
+from meshtune.weights.safetensors_files import LINK
 
 
 def export_lora_gguf(
@@ -83,12 +85,20 @@ def export_lora_gguf(
                 os.fsync(stream.fileno())
             read_gguf(partial)
             partial.rename(dest)
-            lines = ["# FROM is the GGUF file of the base: meshtune export BASE --to base.gguf --gguf Q8_0"]
-            lines += ["FROM ./base.gguf", f"ADAPTER ./{dest.name}"]
-            modelfile_of(dest).write_text(modelfile(lines, tokenizer, []), encoding="utf-8")
+            lines = [*_from(source.base), f"ADAPTER ./{dest.name}"]
+            text = modelfile(lines, tokenizer, end_texts(tokenizer, source.base))
+            modelfile_of(dest).write_text(text, encoding="utf-8")
     finally:
         partial.unlink(missing_ok=True)
     return f"a LoRA GGUF, {file_type},", f"{len(tensors) // 2} adapted matrices, alpha {alpha:g}"
+
+
+def _from(base: Path) -> list[str]:
+    """The lines of a Modelfile that name the base."""
+    if (base / LINK).is_symlink():
+        name = (base / LINK).resolve().name
+        return [f"# FROM is the GGUF file that the adapter was trained over, {name}, put beside it", f"FROM ./{name}"]
+    return ["# FROM is the GGUF file of the base: meshtune export BASE --to base.gguf --gguf Q8_0", "FROM ./base.gguf"]
 
 
 def _tensors(adapter: LoadedAdapter, layout: GgufLayout) -> tuple[dict[str, np.ndarray], float]:
@@ -102,14 +112,11 @@ def _tensors(adapter: LoadedAdapter, layout: GgufLayout) -> tuple[dict[str, np.n
     for path, leaf in flatten(adapter.trainable).items():
         node, _, last = path.rpartition("/")
         if last != "adapter" or type(leaf) is not LoRA or adapter.config.adapter != "lora" or adapter.frozen:
-            what = (
-                f"an adapter of the kind '{adapter.config.adapter}'"
-                if last == "adapter"
-                else f"{path}, trained in full,"
-            )
+            kind = f"an adapter of the kind '{adapter.config.adapter}'"
             raise UserError(
-                f"{what} cannot be said in a LoRA GGUF, which has low-rank products alone",
-                where=str(node),
+                f"{kind if last == 'adapter' else 'a module that was trained in full'} cannot be said in a LoRA GGUF, "
+                "which has low-rank products alone",
+                where=module_names(adapter.spec).get(node, [node])[0],
                 fix="add --merge to write the merged model",
             )
         alpha = leaf.scale * leaf.rank if alpha is None else alpha

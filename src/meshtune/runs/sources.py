@@ -36,14 +36,27 @@ def find(
     *,
     revision: str | None = None,
     chat_template: str | None = None,
+    tokenizer: str | None = None,
 ) -> Source:
     """Resolves a model directory, hub id, adapter directory or run directory, optionally with a separate adapter.
+
+    `chat_template` and `tokenizer` (a directory or hub id) replace the model's own.
 
     Directories with digests (results of runs and exports, the base that a run wrote) are verified.
 
     Raises: UserError for a path that does not exist, an adapter whose base is not found, or a run without a result;
     DamagedError for files that do not match their digests.
     """
+    source = _find(path, adapter, revision, chat_template)
+    return source if tokenizer is None else dataclasses.replace(source, tokenizer=tokenizer)
+
+
+def _find(
+    path: str | os.PathLike[str],
+    adapter: str | os.PathLike[str] | None,
+    revision: str | None,
+    chat_template: str | None,
+) -> Source:
     directory = Path(path).expanduser()
     if adapter is not None:
         chosen = Path(adapter).expanduser()

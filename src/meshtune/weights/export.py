@@ -29,7 +29,7 @@ from meshtune.quantize.published import without_scheme
 from meshtune.weights.file_tensors import FileTensor, StoredTensor, header, tensors_of
 from meshtune.weights.load import MODEL_DTYPES, Progress, load_config, spec_of, stored_dtype
 from meshtune.weights.passed_through import passed_tensors
-from meshtune.weights.publish import disk_errors, published
+from meshtune.weights.publish import check_room, disk_errors, published
 from meshtune.weights.safetensors_files import INDEX, SINGLE
 from meshtune.weights.verify import ExportError, Verified, verify_export
 from meshtune.weights.writer import write_file
@@ -277,13 +277,5 @@ def check_destination(dest: Path, sources: tuple[Path, ...], overwrite: bool) ->
 def _check_room(
     dest: Path, files: dict[str, list[FileTensor]], copies: list[tuple[Path, str]], metadata: dict[str, str]
 ) -> None:
-    parent = next(p for p in dest.absolute().parents if p.is_dir())
     need = sum(len(header(shard, metadata)) + sum(tensor.nbytes for tensor in shard) for shard in files.values())
-    need += sum(file.stat().st_size for file, _ in copies) + (1 << 20)
-    free = shutil.disk_usage(parent).free
-    if need > free:
-        raise UserError(
-            f"not enough room on the disk: the export needs {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free",
-            where=str(parent),
-            fix="make room, or export to another disk",
-        )
+    check_room(dest, need + sum(file.stat().st_size for file, _ in copies))

@@ -56,6 +56,12 @@ def locate(path_or_id: str | os.PathLike[str], revision: str | None = None, *, a
         )
     elif (repository := modelscope_id(text)) is not None:
         directory = download_model(repository, revision, allow, NOT_OURS)
+    elif path.suffix == ".gguf":
+        raise UserError(
+            f"there is no GGUF file '{text}'",
+            where=str(path.absolute()),
+            fix=f"{near_paths(path)}give the path of a file on this machine; one on the hub is downloaded first",
+        )
     elif HUB_ID.match(text) and not _is_plainly_a_path(text):
         directory = _download(text, revision, allow)
     else:
@@ -81,7 +87,9 @@ def near_paths(path: Path) -> str:
         missing = next((p for p in reversed(path.parents) if not p.exists()), parent)
         return f"the folder '{missing}' does not exist either. "
     try:
-        names = {entry.name.lower(): entry.name for entry in parent.iterdir() if entry.is_dir()}
+        names = {
+            entry.name.lower(): entry.name for entry in parent.iterdir() if entry.is_dir() or entry.suffix == ".gguf"
+        }
     except PermissionError:
         return ""
     similar = difflib.get_close_matches(path.name.lower(), names, n=3, cutoff=0.5)

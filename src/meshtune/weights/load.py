@@ -41,11 +41,15 @@ def load_config(directory: Path) -> dict[str, object]:
     """config.json. Raises UserError if it is absent, or malformed at some line."""
     file = directory / "config.json"
     if not file.is_file():
-        names = sorted(path.name for path in directory.iterdir())[:5]
+        files = sorted(directory.iterdir())
+        models = [str(path) for path in files if path.suffix == ".gguf"]
+        names = ", ".join(path.name for path in files[:5]) or "no files"
         raise UserError(
             "no config.json, so this is not a Hugging Face model directory",
             where=str(directory),
-            fix=f"give the folder that holds config.json and *.safetensors; here are: {', '.join(names) or 'no files'}",
+            fix=f"give the GGUF file itself: {models[0]}"
+            if models
+            else f"give the folder that holds config.json and *.safetensors; here are: {names}",
         )
     return read_json(file)
 

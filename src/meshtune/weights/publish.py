@@ -12,6 +12,8 @@ from meshtune.errors import UserError
 from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 
+MARGIN = 1 << 20  # bytes beside those of the tensors
+
 
 @contextlib.contextmanager
 def published(dest: pathlib.Path, mark: str, job: Job = SINGLE_PROCESS) -> Iterator[pathlib.Path]:
@@ -82,3 +84,15 @@ def _to_disk(path: pathlib.Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def check_room(dest: pathlib.Path, nbytes: int) -> None:
+    """Raises UserError where the disk that `dest` is to be on has no room for so many bytes."""
+    parent = next(path for path in dest.absolute().parents if path.is_dir())
+    need, free = nbytes + MARGIN, shutil.disk_usage(parent).free
+    if need > free:
+        raise UserError(
+            f"not enough room on the disk: the export needs {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free",
+            where=str(parent),
+            fix="make room, or export to another disk",
+        )

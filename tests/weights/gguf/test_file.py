@@ -78,6 +78,9 @@ def test_the_parts_of_a_split_model_are_read_as_one(tmp_path: Path):
         read_gguf(parts[0])
     with pytest.raises(UserError, match="its name does not say which"):
         read_gguf(tmp_path / "t.gguf")
+    parts[1].write_bytes(parts[2].read_bytes())
+    with pytest.raises(UserError, match="by its name it is part 2 of 3, and by its content part 3 of 3"):
+        read_gguf(parts[0])
 
 
 def test_our_file_is_read_back(file: Path):
@@ -99,6 +102,14 @@ def test_something_else_is_reported(tmp_path: Path):
     (tmp_path / "x.gguf").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00")
     with pytest.raises(UserError, match="git lfs pull"):
         read_gguf(tmp_path / "x.gguf")
+
+
+def test_a_file_for_big_endian_machines_is_known_as_one(file: Path):
+    content = bytearray(file.read_bytes())
+    content[4:8] = (3).to_bytes(4, "big")
+    file.write_bytes(bytes(content))
+    with pytest.raises(UserError, match="its numbers are in big-endian order"):
+        read_gguf(file)
 
 
 def test_an_unknown_type_is_named(file: Path):

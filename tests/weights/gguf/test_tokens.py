@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import shutil
+import struct
 import unicodedata
 from pathlib import Path
 
@@ -18,10 +19,13 @@ from families.cases import BY_NAME
 from llama_cpp import LlamaCpp
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
+from meshtune.generate.prompts import text_end
 from meshtune.runs.export import export
+from meshtune.runs.sources import find
 from meshtune.weights.gguf.pre_tokenizers import NAMES, PATTERNS, name_of, steps_of
 from meshtune.weights.gguf.tokens_in import tokenizer_files
 from meshtune.weights.gguf.tokens_out import SpecialTokens, tokenizer_metadata
+from meshtune.weights.hub import locate
 
 FILES = {"hf-llama3_1": ("llama-bpe", "llama-bpe"), "hf-qwen3": ("qwen2", "qwen2"), "smollm2": ("smollm", None)}
 
@@ -53,12 +57,58 @@ def test_a_tokenizer_is_written_and_rebuilt_with_the_tokens_of_known_texts(share
     goldens = shared / "assets/tokenizers/ggml-goldens"
     known = goldens / f"ggml-vocab-{golden or 'qwen2'}.gguf.inp"
     texts = known.read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
+    assert rebuilt.get_vocab() == original.get_vocab()
+    texts.append("".join(original.get_added_vocab()))
     ids = [rebuilt.encode(text, add_special_tokens=False) for text in texts]
     assert ids == [original.encode(text, add_special_tokens=False) for text in texts]
     if golden == "llama-bpe":
         lines = known.with_suffix(".out").read_text(encoding="utf-8").splitlines()
         # The line of an empty text at the end is not in the file.
-        assert [line for line in ids if line] == [[int(id_) for id_ in line.split()] for line in lines if line]
+        assert [line for line in ids[:-1] if line] == [[int(id_) for id_ in line.split()] for line in lines if line]
+
+
+def test_another_tokenizer_takes_the_place_of_one_that_is_not_read(stories260k: Path, tmp_path: Path):
+    file = tmp_path / "model.gguf"
+    export(stories260k, file, gguf="Q8_0")
+    key = b"tokenizer.ggml.model" + struct.pack("<IQ", 8, 5)
+    content = file.read_bytes()
+    assert content.count(key + b"llama") == 1
+    file.write_bytes(content.replace(key + b"llama", key + b"plamo"))
+    with pytest.raises(UserError, match="of the kind 'plamo'") as error:
+        load_tokenizer(find(file).tokenizer)
+    assert "--tokenizer" in (error.value.fix or "")
+    given = load_tokenizer(find(file, tokenizer=str(stories260k)).tokenizer)
+    assert given.get_vocab() == load_tokenizer(stories260k).get_vocab()
+
+
+def test_ends_of_an_answer_are_read(stories260k: Path, tmp_path: Path):
+    base = tmp_path / "base"
+    shutil.copytree(stories260k, base)
+    (base / "generation_config.json").write_text('{"eos_token_id": [2, 7]}', encoding="utf-8")
+    export(base, tmp_path / "model.gguf", gguf="Q8_0")
+    directory = locate(tmp_path / "model.gguf")
+    assert text_end(directory, {}, None) == {2, 7}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_added_tokens_keep_their_ids_wherever_they_are_in_the_vocabulary(tmp_path: Path, kind: str):
+    """As SmolLM2's and Tekken's, which come first, and Gemma's, which are in the middle."""
+    tokens, types = ["<s>", "a", "b", "<turn>", "ab", "<end>", "[PAD6]", "c", "[PAD8]"], [3, 1, 1, 4, 1, 3, 5, 1, 5]
+    metadata = {"tokenizer.ggml.model": kind, "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.merges": ["a b"]}
+    metadata |= {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.scores": [0.0] * 9,
+    }
+    metadata |= {"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False}
+    for file, fields in tokenizer_files(metadata, "m.gguf").items():
+        (tmp_path / file).write_text(json.dumps(fields), encoding="utf-8")
+    rebuilt = load_tokenizer(tmp_path)
+    assert rebuilt.encode("<s>ab<turn>c<end>a") == [0, 4, 3, 7, 5, 1]
+    assert rebuilt.decode([0, 4, 3, 7, 5, 1]) == "<s>ab<turn>c<end>a"
+    # A new token is given the first id that no token has.
+    assert rebuilt.add_tokens(["<new>"]) == 1
+    assert rebuilt.convert_tokens_to_ids("<new>") == 8
 
 
 TEXTS = [

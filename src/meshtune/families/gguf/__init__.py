@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from meshtune.families.gguf.architecture import Architecture
 from meshtune.families.gguf.layout import GgufLayout, gguf_layout
-from meshtune.families.gguf.part import GgufPart
+from meshtune.families.gguf.part import GgufKey, GgufPart
 from meshtune.families.gguf.read import config_of
 
-__all__ = ["Architecture", "GgufLayout", "GgufPart", "config_of", "gguf_layout"]
+__all__ = ["Architecture", "GgufKey", "GgufLayout", "GgufPart", "config_of", "gguf_layout"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from meshtune.model.attention import AttentionSpec
 from meshtune.model.experts import ExpertsSpec
@@ -171,9 +171,12 @@ class Architecture:
     attention, `uneven` that `read` knows layers of different sizes, `parted_gate_up` and `parted_qkv` that packed
     projections are written as two or three, `tiled_values` that the value heads of delta nets are in tiled order,
     `latent` that scores are scaled as DeepSeek's are under YaRN, and `rounded_yarn` that its bounds of YaRN are whole
-    numbers where the model's are not. `rope(block)` are the rope_parameters that files have as `block`,
-    `factors(spec, path, rows)` those of a GgufPart. `unused(spec)` are tensors, with their shapes, without which
-    llama.cpp does not load a file and that it computes nothing with: zeros are written, and nothing is read.
+    numbers where the model's are not. `head` says that it knows only heads that are a tensor of their own, so that a
+    tied model's embedding is written as its head too, or only heads that are the embedding. `listed` are the leaves of
+    layers that are no tensors but keys of the metadata, whose names have no architecture before them: each lists the
+    numbers of all layers. `rope(block)` are the rope_parameters that files have as `block`, `factors(spec, path, rows)`
+    those of a GgufPart. `unused(spec)` are tensors, with their shapes, without which llama.cpp does not load a file and
+    that it computes nothing with: zeros are written, and nothing is read.
     """
 
     name: str
@@ -205,6 +208,8 @@ class Architecture:
     tiled_values: bool = False
     latent: bool = False
     rounded_yarn: bool = False
+    head: Literal["either", "own", "embedding"] = "either"
+    listed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     rope: Callable[[dict[str, Any]], dict[str, Any]] = dict
     factors: Callable[[ModelSpec, str, int], tuple[tuple[int, float], ...]] = no_factors
     unused: Callable[[ModelSpec], Mapping[str, tuple[int, ...]]] = none_unused

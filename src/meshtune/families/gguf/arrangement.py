@@ -55,7 +55,7 @@ def arranged(
 
 def _attention(node: str, shape: Shape, mixer: AttentionSpec, architecture: Architecture) -> View:
     rows = View.identity(shape)
-    if node in ("attn/q", "attn/k") and architecture.permuted and mixer.rope is not None:
+    if node in ("attn/q", "attn/k") and architecture.permuted:  # of layers without a rotary embedding too
         heads = mixer.heads if node == "attn/q" else mixer.kv_heads
         pairs = (heads, mixer.head_dim // 2, 2)
         columns = tuple(range(3, 2 + len(shape)))

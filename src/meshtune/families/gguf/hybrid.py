@@ -100,7 +100,7 @@ def _conv(spec: ModelSpec) -> ShortConvSpec | None:
 def _lfm2_refusal(spec: ModelSpec) -> str | None:
     if _conv(spec) is None or not attentions(spec):
         return "it has no short convolutions, or no attention beside them"
-    return None if spec.tied else "its head is not its embedding"
+    return None
 
 
 def _lfm2_write(spec: ModelSpec) -> dict[str, Any]:
@@ -159,6 +159,7 @@ LFM2 = Architecture(
     "Lfm2ForCausalLM",
     names={"norm": "token_embd_norm"},
     marked_layers=True,
+    head="embedding",
     refusal=_lfm2_refusal,
     write=_lfm2_write,
     read=_lfm2_read,

@@ -29,15 +29,11 @@ def _cohere_read(metadata: Metadata) -> dict[str, Any]:
     return {"logit_scale": metadata["logit_scale"]}
 
 
-def _tied(spec: ModelSpec) -> str | None:
-    return None if spec.tied else "its head is not its embedding"
-
-
 def _cohere_refusal(spec: ModelSpec) -> str | None:
     mixer = attention(spec)
     if (mixer.qk_norm is not None) != (spec.layers >= LAYERS_OF_R_PLUS):
         return f"use_qk_norm: llama.cpp has such norms in models of {LAYERS_OF_R_PLUS} layers and more"
-    return _tied(spec)
+    return None
 
 
 def _wide_refusal(spec: ModelSpec) -> str | None:
@@ -52,9 +48,7 @@ def _plain_refusal(spec: ModelSpec) -> str | None:
 
 def _cohere2_refusal(spec: ModelSpec) -> str | None:
     expected = [None if (number + 1) % 4 == 0 else _window(spec) for number in range(spec.layers)]
-    if layer_windows(spec) != expected:
-        return "layer_types: llama.cpp has another order of windows"
-    return _tied(spec)
+    return None if layer_windows(spec) == expected else "layer_types: llama.cpp has another order of windows"
 
 
 def _window(spec: ModelSpec) -> int | None:
@@ -126,11 +120,17 @@ def _olmo_read(metadata: Metadata) -> dict[str, Any]:
 
 LAYER_NORMS: dict[str, Architecture] = {
     "cohere": Architecture(
-        "command-r", "CohereForCausalLM", refusal=_cohere_refusal, write=_logit_scale, read=_cohere_read
+        "command-r",
+        "CohereForCausalLM",
+        head="embedding",
+        refusal=_cohere_refusal,
+        write=_logit_scale,
+        read=_cohere_read,
     ),
     "cohere2": Architecture(
         "cohere2",
         "Cohere2ForCausalLM",
+        head="embedding",
         windows=True,
         refusal=_cohere2_refusal,
         write=_cohere2_write,
@@ -148,6 +148,7 @@ LAYER_NORMS: dict[str, Architecture] = {
     "gpt_neox": Architecture(
         "gptneox",
         "GPTNeoXForCausalLM",
+        head="own",
         activation="gelu",
         biases=frozenset({"attn/qkv", "attn/o"}) | PLAIN_MLP,
         write=_parallel,
@@ -173,6 +174,7 @@ LAYER_NORMS: dict[str, Architecture] = {
     "nemotron": Architecture(
         "nemotron",
         "NemotronForCausalLM",
+        head="own",
         activation="relu2",
         biases=ATTENTION | PLAIN_MLP,
         norm_field="norm_eps",

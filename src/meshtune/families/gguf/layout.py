@@ -24,7 +24,7 @@ from meshtune.families.gguf.architecture import (
     windows,
 )
 from meshtune.families.gguf.arrangement import arranged
-from meshtune.families.gguf.part import GgufPart
+from meshtune.families.gguf.part import GgufKey, GgufPart
 from meshtune.families.gguf.registry import ABSENT, ARCHITECTURES
 from meshtune.families.gguf.rope import rope_metadata, rope_tensors
 from meshtune.families.gguf.routing import routing_metadata, routing_refusal
@@ -35,17 +35,19 @@ from meshtune.model.spec import ModelSpec, abstract_params
 
 LIMITED = ("streams/predict", "streams/correct")  # whose numbers count up to the coefficients' limit
 TABLE = "per_layer/table"
+WITHOUT = "leave out --gguf and name a folder in --to: it is written as safetensors, for transformers, vLLM and SGLang"
 
 
 @dataclasses.dataclass(frozen=True)
 class GgufLayout:
     """A model as llama.cpp has it: metadata without the tokenizer's, the parts of parameters in the order in which they
-    are written, and tensors that are computed from the spec."""
+    are written, tensors that are computed from the spec, and the keys of the metadata that list parameters."""
 
     architecture: Architecture
     metadata: Mapping[str, Any]
     parts: tuple[GgufPart, ...]
     computed: Mapping[str, np.ndarray]
+    keys: tuple[GgufKey, ...] = ()
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -70,11 +72,12 @@ def gguf_layout(spec: ModelSpec) -> GgufLayout:
         raise UserError(
             f"llama.cpp's '{architecture.name}' does not compute this {spec.family} model: {error}",
             where="--gguf",
-            fix="export it as safetensors, for transformers, vLLM or SGLang",
+            fix=WITHOUT,
         ) from error
     metadata = {f"{architecture.name}.{key}": value for key, value in fields.items()}
-    zeros = {name: np.broadcast_to(np.float32(0), shape) for name, shape in architecture.unused(spec).items()}
-    return GgufLayout(architecture, metadata, tuple(parts), zeros | ({} if rope is None else rope_tensors(rope)))
+    computed = {name: np.broadcast_to(np.float32(0), shape) for name, shape in architecture.unused(spec).items()}
+    computed |= {} if rope is None else rope_tensors(rope)
+    return GgufLayout(architecture, metadata, tuple(parts), computed, _keys(spec, architecture))
 
 
 def _architecture(spec: ModelSpec) -> Architecture:
@@ -86,7 +89,7 @@ def _architecture(spec: ModelSpec) -> Architecture:
     raise UserError(
         f"a model of type '{spec.family}' cannot be written as GGUF: {absent}",
         where="--gguf",
-        fix=f"export it as safetensors; as GGUF are written: {', '.join(sorted(ARCHITECTURES))}",
+        fix=f"{WITHOUT}; `meshtune families --markdown` names the types that are written as GGUF",
     )
 
 
@@ -113,6 +116,8 @@ def _refusal(spec: ModelSpec, architecture: Architecture) -> str | None:
     networks = {block.activation for block in spec.blocks if isinstance(block, MlpSpec | ExpertsSpec)}
     if networks - {architecture.activation}:
         return f"an activation '{', '.join(sorted(networks))}' (hidden_act)"
+    if architecture.head == "embedding" and not spec.tied:
+        return "its head is not its embedding"
     if spec.head_bias != ("head" in architecture.biases):
         return "its head has a bias" if spec.head_bias else "its head has no bias"
     return architecture.refusal(spec)
@@ -167,6 +172,15 @@ def _heads(spec: ModelSpec, architecture: Architecture) -> dict[str, Any]:
     }
 
 
+def _keys(spec: ModelSpec, architecture: Architecture) -> tuple[GgufKey, ...]:
+    places = {n: (key, row) for key, _, _, numbers in spec.positions() for row, n in enumerate(numbers)}
+    in_order = [places[number] for number in sorted(places)]
+    return tuple(
+        GgufKey(name, tuple((f"layers/{key}/{leaf}", (row,)) for key, row in in_order))
+        for leaf, name in architecture.listed.items()
+    )
+
+
 def _parts(spec: ModelSpec, architecture: Architecture) -> list[GgufPart]:
     numbers = {key: (layer, rows) for key, _, layer, rows in spec.positions()}
     names = {**architecture.names, **architecture.named(spec)}
@@ -175,12 +189,17 @@ def _parts(spec: ModelSpec, architecture: Architecture) -> list[GgufPart]:
     for path, array in flatten(abstract_params(spec)).items():
         node, _, leaf = path.rpartition("/")
         if not array.is_stacked:
-            ordered.append((place, _outside_part(spec, architecture, names, path, array.shape)))
+            part = _outside_part(spec, architecture, names, path, array.shape)
+            ordered.append((place, part))
+            if node == "embed" and spec.tied and architecture.head == "own":
+                ordered.append((place, dataclasses.replace(part, name=f"{OUTSIDE['head']}.weight")))
             continue
         place = float(spec.layers)
         _, key, inner = node.split("/", 2)
         layer, rows = numbers[key]
         inner = inner.removeprefix("parallel/")
+        if f"{inner}/{leaf}" in architecture.listed:
+            continue
         stem, known = names.get(f"{inner}/{leaf}", LEAVES.get(f"{inner}/{leaf}")), inner in LAYER
         if stem is None and (
             not known or (leaf == "bias" and not inner.endswith("_norm") and inner not in architecture.biases)
@@ -230,4 +249,5 @@ def _outside_part(
     if padding < 0:
         raise ValueError("vocab_size_per_layer_input is larger than vocab_size")
     name = f"{names.get(node, OUTSIDE[node])}.{leaf}"
-    return GgufPart(name, path, (), View.identity(shape), offset, factors=factors, padding=padding)
+    unit = node == "head" and spec.norm_head
+    return GgufPart(name, path, (), View.identity(shape), offset, factors=factors, padding=padding, unit_rows=unit)

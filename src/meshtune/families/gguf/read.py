@@ -21,7 +21,7 @@ HARMLESS = frozenset(
     """context_length vocab_size rope.dimension_count attention.key_length attention.value_length rope.scaling.finetuned
     feed_forward_length expert_feed_forward_length attention.sliding_window rope.scaling.attn_factor rope.scale_linear
     attention.layer_norm_epsilon rope.scaling.type rope.scaling.factor expert_shared_count use_parallel_residual
-    attention.causal nextn_predict_layers rope.dimension_sections""".split()
+    attention.causal nextn_predict_layers rope.dimension_sections tensor_data_layout""".split()
 )
 
 
@@ -118,7 +118,7 @@ def _fields(
         config |= {name: experts, "num_experts_per_tok": metadata["expert_used_count"]}
         if "moe_intermediate_size" in architecture.expects:
             config["moe_intermediate_size"] = metadata["expert_feed_forward_length"]
-    config |= _biases(kind, names) | dict(architecture.config) | architecture.read(metadata)
+    config |= _biases(kind, names) | dict(architecture.config) | architecture.read({**metadata, "vocab_size": rows})
     config = {name: value for name, value in config.items() if name not in architecture.without}
     if (local := config.pop("rope_local_base_freq", None)) is not None:
         sliding = {"rope_type": "default", "rope_theta": local}
@@ -162,6 +162,7 @@ def _biases(kind: str, names: Collection[str]) -> dict[str, bool]:
         "qwen2_moe": {"qkv_bias": attention},
         "cohere": {"attention_bias": attention, "use_qk_norm": f"blk.0.{LAYER['attn/q_norm']}.weight" in names},
         "nemotron": {"attention_bias": attention, "mlp_bias": network},
+        "apertus": {"attention_bias": attention},
         "glm": {"attention_bias": attention},
         "glm4": {"attention_bias": attention},
         "glm4_moe": {"attention_bias": attention, "use_qk_norm": f"blk.0.{LAYER['attn/q_norm']}.weight" in names},

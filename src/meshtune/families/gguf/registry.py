@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from meshtune.families.gguf.apertus import APERTUS
 from meshtune.families.gguf.architecture import (
     ALL_BIASES,
     QKV,
@@ -13,9 +14,10 @@ from meshtune.families.gguf.architecture import (
     Metadata,
     attention,
     experts,
-    integer,
     layer_windows,
 )
+from meshtune.families.gguf.baichuan import BAICHUAN
+from meshtune.families.gguf.gemma import GEMMA, longest_window
 from meshtune.families.gguf.gemma3n import GEMMA3N
 from meshtune.families.gguf.gemma4 import GEMMA4
 from meshtune.families.gguf.hybrid import HYBRID
@@ -26,66 +28,6 @@ from meshtune.families.gguf.state_space import STATE_SPACE
 from meshtune.families.gguf.windowed import WINDOWED
 from meshtune.model.mlp import MlpSpec
 from meshtune.model.spec import ModelSpec
-
-
-def _gemma_softcaps(spec: ModelSpec) -> dict[str, Any]:
-    fields = {"attn_logit_softcapping": attention(spec).softcap, "final_logit_softcapping": spec.logit_softcap}
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def _gemma2_write(spec: ModelSpec) -> dict[str, Any]:
-    return _gemma_softcaps(spec) | {WINDOW: _window(spec)}
-
-
-def _gemma2_read(metadata: Metadata) -> dict[str, Any]:
-    head_dim, layers = metadata["attention.key_length"], metadata["block_count"]
-    # llama.cpp divides the 27B's scores by the hidden size over the number of heads, those of others by the head's.
-    per_head = integer(metadata, "embedding_length") // integer(metadata, "attention.head_count")
-    return {
-        "query_pre_attn_scalar": per_head if layers == 46 else head_dim,
-        "attn_logit_softcapping": metadata.get("attn_logit_softcapping"),
-        "final_logit_softcapping": metadata.get("final_logit_softcapping"),
-        "sliding_window": metadata[WINDOW],
-    }
-
-
-def _gemma_scale(whole: int, hidden: ModelSpec) -> float:
-    mixer = attention(hidden)
-    return (hidden.embed // mixer.heads if hidden.layers == whole else mixer.head_dim) ** -0.5
-
-
-def _gemma_refusal(whole: int, pattern: int):
-    def refusal(spec: ModelSpec) -> str | None:
-        scale = attention(spec).scale
-        if scale is not None and abs(scale - _gemma_scale(whole, spec)) > 1e-6:
-            return "query_pre_attn_scalar: llama.cpp chooses it by the number of layers"
-        expected = [None if (number + 1) % pattern == 0 else _window(spec) for number in range(spec.layers)]
-        return None if layer_windows(spec) == expected else "layer_types: llama.cpp has another order of windows"
-
-    return refusal
-
-
-def _gemma3_write(spec: ModelSpec) -> dict[str, Any]:
-    local = next((rope.theta for rope in spec.ropes if rope != attention(spec).rope), None)
-    return {WINDOW: _window(spec), "rope.freq_base_swa": local if local is not None else 10000.0} | _gemma_softcaps(
-        spec
-    )
-
-
-def _gemma3_read(metadata: Metadata) -> dict[str, Any]:
-    head_dim, layers = metadata["attention.key_length"], metadata["block_count"]
-    per_head = integer(metadata, "embedding_length") // integer(metadata, "attention.head_count")
-    return {
-        "query_pre_attn_scalar": per_head if layers == 62 else head_dim,
-        "sliding_window": metadata[WINDOW],
-        "sliding_window_pattern": 6,
-        "rope_local_base_freq": metadata.get("rope.freq_base_swa", 10000.0),
-        "final_logit_softcapping": metadata.get("final_logit_softcapping"),
-    }
-
-
-def _window(spec: ModelSpec) -> int:
-    return next((window for window in layer_windows(spec) if window is not None), spec.max_length)
 
 
 def _granite_write(spec: ModelSpec) -> dict[str, Any]:
@@ -149,7 +91,7 @@ LLAMA = Architecture("llama", "LlamaForCausalLM", permuted=True, biases=ALL_BIAS
 
 
 def _olmo3_refusal(spec: ModelSpec) -> str | None:
-    expected = [None if (number + 1) % 4 == 0 else _window(spec) for number in range(spec.layers)]
+    expected = [None if (number + 1) % 4 == 0 else longest_window(spec) for number in range(spec.layers)]
     if layer_windows(spec) != expected:
         return "layer_types: llama.cpp has another order of windows"
     rotary = attention(spec).rope
@@ -187,6 +129,7 @@ def _minimax_refusal(spec: ModelSpec) -> str | None:
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": LLAMA,
     "mistral": dataclasses.replace(LLAMA, class_name="MistralForCausalLM"),
+    "ministral": dataclasses.replace(LLAMA, class_name="MinistralForCausalLM"),
     "mixtral": dataclasses.replace(LLAMA, class_name="MixtralForCausalLM", normalized=True),
     "internlm2": dataclasses.replace(
         LLAMA,
@@ -201,6 +144,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2_moe": Architecture(
         "qwen2moe",
         "Qwen2MoeForCausalLM",
+        head="own",
         biases=QKV,
         normalized=False,
         write=_qwen2_moe_write,
@@ -214,32 +158,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         config={"norm_topk_prob": True},
         expects=("moe_intermediate_size",),
     ),
-    "gemma": Architecture("gemma", "GemmaForCausalLM", activation="gelu_tanh"),
-    "gemma2": Architecture(
-        "gemma2",
-        "Gemma2ForCausalLM",
-        activation="gelu_tanh",
-        own_scale=True,
-        windows=True,
-        refusal=_gemma_refusal(46, 2),
-        write=_gemma2_write,
-        read=_gemma2_read,
-    ),
-    "gemma3_text": Architecture(
-        "gemma3",
-        "Gemma3ForCausalLM",
-        activation="gelu_tanh",
-        own_scale=True,
-        several_ropes=True,
-        windows=True,
-        refusal=_gemma_refusal(62, 6),
-        write=_gemma3_write,
-        read=_gemma3_read,
-    ),
     "phi3": Architecture("phi3", "Phi3ForCausalLM"),
-    "olmo2": Architecture("olmo2", "Olmo2ForCausalLM"),
+    "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", head="own"),
     "olmoe": Architecture(
-        "olmoe", "OlmoeForCausalLM", normalized=False, refusal=_grouped_refusal, config={"norm_topk_prob": False}
+        "olmoe",
+        "OlmoeForCausalLM",
+        head="own",
+        normalized=False,
+        refusal=_grouped_refusal,
+        config={"norm_topk_prob": False},
     ),
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", permuted=True, refusal=_smollm3_refusal),
     "seed_oss": Architecture("seed_oss", "SeedOssForCausalLM", biases=QKV, names={"mlp_norm": "post_attention_norm"}),
@@ -263,14 +190,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         norm_field="norm_epsilon",
         config={"hidden_act": "gelu_pytorch_tanh"},
     ),
-    "stablelm": Architecture("stablelm", "StableLmForCausalLM", biases=QKV),
+    "stablelm": Architecture("stablelm", "StableLmForCausalLM", head="own", biases=QKV),
     "olmo3": Architecture(
         "olmo2",
         "Olmo3ForCausalLM",
+        head="own",
         windows=True,
         several_ropes=True,
         refusal=_olmo3_refusal,
-        write=lambda spec: {WINDOW: _window(spec)},
+        write=lambda spec: {WINDOW: longest_window(spec)},
         read=_olmo3_read,
         chosen=lambda metadata: bool(metadata.get(WINDOW)),
     ),
@@ -295,7 +223,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         read=_granite_shared_read,
         chosen=lambda metadata: "expert_shared_feed_forward_length" in metadata,
     ),
-    "dots1": Architecture("dots1", "Dots1ForCausalLM", routed=True, refusal=_dots1_refusal, read=deepseek_fields),
+    "dots1": Architecture(
+        "dots1", "Dots1ForCausalLM", head="own", routed=True, refusal=_dots1_refusal, read=deepseek_fields
+    ),
     "glm4_moe": Architecture(
         "glm4moe",
         "Glm4MoeForCausalLM",
@@ -305,20 +235,21 @@ ARCHITECTURES: dict[str, Architecture] = {
         read=deepseek_fields,
     ),
     "minimax_m2": Architecture(
-        "minimax-m2", "MiniMaxM2ForCausalLM", routed=True, refusal=_minimax_refusal, read=_minimax_read
+        "minimax-m2", "MiniMaxM2ForCausalLM", head="own", routed=True, refusal=_minimax_refusal, read=_minimax_read
     ),
+    "apertus": APERTUS,
+    "baichuan": BAICHUAN,
     **LAYER_NORMS,
     **LATENT,
     **HYBRID,
     **STATE_SPACE,
     **WINDOWED,
+    **GEMMA,
     **GEMMA4,
     **GEMMA3N,
 }
 # model_type -> why it is not written.
 ABSENT = {
-    "ministral": "llama.cpp has no such architecture",
-    "phimoe": "llama.cpp weighs a token's two experts by one softmax, and the model by the sparse mixer",
-    "apertus": "llama.cpp has the trained numbers of its activation in the metadata, which are written before weights",
-    "baichuan": "llama.cpp takes the rows of its head as they are, and the model as vectors of length one",
+    "phimoe": "llama.cpp weighs a token's two experts by one softmax and not by the sparse mixer, and has root mean "
+    "square norms in place of its layer norms: the file would give other answers than the model",
 }

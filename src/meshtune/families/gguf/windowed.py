@@ -97,12 +97,7 @@ def _exaone_moe_write(spec: ModelSpec) -> dict[str, Any]:
 def _exaone_moe_read(metadata: Metadata) -> dict[str, Any]:
     fields = deepseek_fields(metadata)
     shared, experts_in = fields.pop("n_shared_experts"), fields.pop("n_routed_experts")
-    return {
-        **fields,
-        **_exaone4_read(metadata),
-        "num_shared_experts": shared,
-        "num_experts": experts_in,
-    }
+    return {**fields, **_exaone4_read(metadata), "num_shared_experts": shared, "num_experts": experts_in}
 
 
 def _shared(spec: ModelSpec) -> str | None:
@@ -223,6 +218,7 @@ WINDOWED: dict[str, Architecture] = {
     "gpt_oss": Architecture(
         "gpt-oss",
         "GptOssForCausalLM",
+        head="own",
         windows=True,
         biases=QKV | {"attn/o", "mlp/router", *(f"mlp/experts/{name}" for name in ("gate", "up", "down"))},
         names={"mlp_norm": "post_attention_norm"},
@@ -245,6 +241,7 @@ WINDOWED: dict[str, Architecture] = {
     "exaone_moe": Architecture(
         "exaone-moe",
         "ExaoneMoeForCausalLM",
+        head="own",
         windows=True,
         routed=True,
         refusal=lambda spec: _shared(spec) or _local(spec),

@@ -21,7 +21,7 @@ from meshtune.weights.gguf.tensors_in import small_tensor, tensor_infos
 from meshtune.weights.gguf.tokens_in import tokenizer_files
 from meshtune.weights.safetensors_files import LINK, TensorInfo, read_json
 
-FORM = 1  # of what is written into a directory
+FORM = 2  # of what is written into a directory
 TOKENIZER_PROBLEM = "tokenizer_problem.json"
 DTYPES = {"F32": "float32", "F16": "float16"}
 
@@ -44,6 +44,8 @@ def open_gguf(file: Path, cache: Path) -> Path:
         files = tokenizer_files(gguf.metadata, str(file))
     except UserError as error:
         files = {TOKENIZER_PROBLEM: {"what": error.what, "where": error.where, "fix": error.fix}}
+    if ends := _ends(gguf):
+        files["generation_config.json"] = {"eos_token_id": ends}
     spec = model_spec(dict(config), config["dtype"], str(file))
     tensor_infos(gguf, spec)
     files["config.json"] = config
@@ -102,3 +104,9 @@ def _ids(gguf: GgufFile) -> dict[str, Any]:
     names = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
     ids = {field: gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for name, field in names.items()}
     return {field: id_ for field, id_ in ids.items() if id_ is not None}
+
+
+def _ends(gguf: GgufFile) -> list[int]:
+    """The ids at which an answer ends: of a text, of a turn, of a message that calls a tool."""
+    ids = (gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    return list(dict.fromkeys(id_ for id_ in ids if isinstance(id_, int)))

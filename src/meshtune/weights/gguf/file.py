@@ -22,6 +22,8 @@ from meshtune.quantize.gguf import BY_ID, GgmlType
 
 MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
 STRING, ARRAY, BOOL = 8, 9, 7
+ARRAY_START = 12  # bytes of an array before its values: their type, and how many there are
+FLOAT = 6
 NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 PART_NAME = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 LARGEST = 1 << 32  # no sound file has as many entries
@@ -40,11 +42,13 @@ class GgufTensor:
 
 @dataclasses.dataclass(frozen=True)
 class GgufFile:
-    """A file's metadata and tensors, from its header alone."""
+    """A file's metadata and tensors, from its header alone; `floats` are the keys that hold numbers in float32, and the
+    byte of the file where the numbers start."""
 
     file: Path
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
+    floats: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def architecture(self) -> str:
@@ -69,7 +73,8 @@ def read_gguf(file: Path) -> GgufFile:
     paths = part_paths(file, count)
     if absent := [path.name for path in paths if not path.is_file()]:
         raise UserError(
-            f"the model is split into {count} parts, of which {', '.join(absent[:4])} is missing",
+            f"the model is split into {count} parts, and {', '.join(absent[:4])} "
+            + ("is missing" if len(absent) == 1 else f"{'and others ' * (len(absent) > 4)}are missing"),
             where=str(file),
             fix="put all parts into one folder, under the names that they were written with",
         )
@@ -77,12 +82,17 @@ def read_gguf(file: Path) -> GgufFile:
     for number, part in enumerate(parts):
         place = part.metadata.get("split.no"), part.metadata.get("split.count")
         if place != (number, count):
-            raise broken(part.file, f"it is said to be part {place[0]} of {place[1]}, and is named part {number}")
+            claim = f"part {place[0] + 1} of {place[1]}" if isinstance(place[0], int) else "no part of a model"
+            raise broken(
+                part.file,
+                f"by its name it is part {number + 1} of {count}, and by its content {claim}",
+                "give the parts the names that they were written with, or download them again",
+            )
     tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
     total = parts[0].metadata.get("split.tensors.count", len(tensors))
     if len(tensors) != total or len(tensors) != sum(len(part.tensors) for part in parts):
         raise broken(file, f"its parts have {len(tensors)} tensors, and {total} are said to be in them")
-    return GgufFile(paths[0], parts[0].metadata, tensors)
+    return GgufFile(paths[0], parts[0].metadata, tensors, parts[0].floats)
 
 
 def part_paths(file: Path, count: int) -> list[Path]:
@@ -106,9 +116,13 @@ def _part(file: Path) -> GgufFile:
         _check_start(file, cursor)
         tensors, entries = cursor.count("tensors"), cursor.count("metadata")
         metadata: dict[str, Any] = {}
+        floats: dict[str, int] = {}
         for _ in range(entries):
             key = cursor.string()
-            metadata[key] = cursor.value(cursor.number("<I"))
+            kind, start = cursor.number("<I"), cursor.at
+            metadata[key] = cursor.value(kind)
+            if kind == FLOAT or (kind == ARRAY and int.from_bytes(mapped[start : start + 4], "little") == FLOAT):
+                floats[key] = start if kind == FLOAT else start + ARRAY_START
         infos = [(cursor.string(), cursor.shape(), cursor.number("<I"), cursor.number("<Q")) for _ in range(tensors)]
         end = cursor.at
     alignment = int(metadata.get("general.alignment", ALIGNMENT))
@@ -117,7 +131,7 @@ def _part(file: Path) -> GgufFile:
     last = max((tensor.start + tensor.nbytes for tensor in located.values()), default=data)
     if last > size:
         raise broken(file, f"its tensors end at byte {last:,}, and the file after {size:,}")
-    return GgufFile(file, metadata, located)
+    return GgufFile(file, metadata, located, floats)
 
 
 def _check_start(file: Path, cursor: _Cursor) -> None:
@@ -127,6 +141,8 @@ def _check_start(file: Path, cursor: _Cursor) -> None:
             raise broken(file, "it is a Git LFS pointer, not the weights themselves", "run `git lfs pull` in the clone")
         raise broken(file, f"it begins with {magic!r} and not with {MAGIC!r}", "give a GGUF file, or a model directory")
     version = cursor.number("<I")
+    if version >> 24 and not version & 0xFFFF:
+        raise broken(file, "its numbers are in big-endian order", "convert the model again for little-endian machines")
     if version not in (2, 3):
         raise broken(file, f"it has version {version}; 2 and 3 are read", "convert it again with a current llama.cpp")
 

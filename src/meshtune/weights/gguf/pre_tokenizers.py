@@ -11,8 +11,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from meshtune.errors import UserError, nearest
+from meshtune.errors import UserError
 
+ORIGINAL = (
+    "give the tokenizer of the model that it was made from, a folder or hub id: --tokenizer, or model.tokenizer in a "
+    "recipe"
+)
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
@@ -140,8 +144,7 @@ def rules_of(name: object, where: str) -> PreTokenizer:
         raise UserError(
             f"the file {shown}: it is not known how its tokenizer divides text",
             where=where,
-            fix=f"{nearest(str(name), NAMES)}known: {', '.join(NAMES)}; or set model.tokenizer to the tokenizer of the "
-            "model it was made from",
+            fix=f"{ORIGINAL}; names that are known: {', '.join(NAMES)}",
         )
     return NAMES[str(name)]
 

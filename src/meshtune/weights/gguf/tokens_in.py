@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshtune.errors import UserError
-from meshtune.weights.gguf.pre_tokenizers import rules_of, steps_of
-from meshtune.weights.gguf.tokens_out import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED
+from meshtune.weights.gguf.pre_tokenizers import ORIGINAL, rules_of, steps_of
+from meshtune.weights.gguf.tokens_out import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED
 from meshtune.weights.gguf.unigram import KIND, unigram_parts
 
 KEY = "tokenizer.ggml."
@@ -25,7 +25,7 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"the file's tokenizer is of the kind {kind!r}; read are 'gpt2' (byte level), 'llama' (sentencepiece) and "
             f"'{KIND}' (sentencepiece's unigram model)",
             where=where,
-            fix="set model.tokenizer to the tokenizer of the model it was made from",
+            fix=ORIGINAL,
         )
     tokens: list[str] = metadata.get(f"{KEY}tokens", [])
     types: list[int] = metadata.get(f"{KEY}token_type", [NORMAL] * len(tokens))
@@ -57,8 +57,7 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _bytes(metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int], where: str) -> dict[str, Any]:
     rules = rules_of(metadata.get(f"{KEY}pre"), where)
     merges = [merge.split(" ", 1) for merge in metadata.get(f"{KEY}merges", [])]
-    vocab = {text: id_ for id_, text in enumerate(tokens) if types[id_] == NORMAL}
-    model = {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": rules.ignore_merges}
+    model = {"type": "BPE", "vocab": _vocabulary(tokens, types), "merges": merges, "ignore_merges": rules.ignore_merges}
     model |= {"dropout": None, "unk_token": None, "fuse_unk": False, "byte_fallback": False}
     return _tokenizer(
         model,
@@ -74,8 +73,7 @@ def _pieces(
     metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int], ids: Mapping[str, int | None]
 ) -> dict[str, Any]:
     scores: list[float] = metadata.get(f"{KEY}scores", [0.0] * len(tokens))
-    inside = (NORMAL, BYTE, UNKNOWN, CONTROL)
-    vocab = {text: id_ for id_, text in enumerate(tokens) if types[id_] in inside}
+    vocab = _vocabulary(tokens, types)
     mergeable = {text for text, id_ in vocab.items() if types[id_] == NORMAL}
     unknown = tokens[ids["unknown"]] if ids["unknown"] is not None else None
     model = {"type": "BPE", "vocab": vocab, "merges": _merges(vocab, mergeable, scores), "ignore_merges": False}
@@ -97,6 +95,13 @@ def _pieces(
         pre_tokenizer=None,
         decoder={"type": "Sequence", "decoders": decoding},
     )
+
+
+def _vocabulary(tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
+    """The ids of all tokens up to the last that is in use: an added token that a vocabulary lacks is given the number
+    of its tokens as its id, whatever tokenizer.json says."""
+    used = max((id_ + 1 for id_, kind in enumerate(types) if kind != UNUSED), default=0)
+    return {text: id_ for id_, text in enumerate(tokens[:used])}
 
 
 def _merges(vocab: Mapping[str, int], mergeable: set[str], scores: Sequence[float]) -> list[list[str]]:

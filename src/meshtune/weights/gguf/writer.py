@@ -17,6 +17,7 @@ from meshtune.quantize.gguf import TYPES, decode, encode
 from meshtune.quantize.gguf.mixture import Mixture
 from meshtune.weights.gguf.file import ALIGNMENT, header
 from meshtune.weights.gguf.numbers import Numbers
+from meshtune.weights.publish import check_room
 
 PART_NUMBERS = 1 << 22  # that are read, encoded and written together
 
@@ -40,14 +41,17 @@ def write_gguf(
     metadata: Mapping[str, Any],
     progress: Callable[[int, int], None] | None = None,
 ) -> Written:
-    """Writes a file with a mixture of types; `metadata` beside the layout's. Raises UserError for numbers that are not
-    finite, or too large for float16."""
+    """Writes a file with a mixture of types; `metadata` beside the layout's. Parameters that are metadata are read
+    before all others. Raises UserError for numbers that are not finite, or too large for float16."""
     shapes = layout.shapes | {name: array.shape for name, array in layout.computed.items()}
     chosen = {name: (TYPES[mixture.type_of(name, shape)], shape) for name, shape in shapes.items()}
     parts: dict[str, list[GgufPart]] = {}
     for part in sorted(layout.parts, key=lambda part: numbers.group(part.path)):
         parts.setdefault(part.name, []).append(part)
-    start, offsets = header({**metadata, **layout.metadata}, chosen)
+    start, offsets = header({**metadata, **layout.metadata, **_listed(layout, numbers)}, chosen)
+    ends = (offsets[name] + math.prod(shape[:-1]) * kind.row_bytes(shape[-1]) for name, (kind, shape) in chosen.items())
+    nbytes = -(-max(ends) // ALIGNMENT) * ALIGNMENT
+    check_room(file, nbytes)
     total = sum(math.prod(shape) for _, shape in chosen.values())
     done, worst, counts = 0, (0.0, ""), dict[str, int]()
     with file.open("wb") as stream:
@@ -72,13 +76,19 @@ def write_gguf(
                 if progress:
                     progress(done, total)
             worst = max(worst, ((differences / squares) ** 0.5 if squares else 0.0, name))
-        ends = (
-            offsets[name] + math.prod(shape[:-1]) * kind.row_bytes(shape[-1]) for name, (kind, shape) in chosen.items()
-        )
-        stream.truncate(-(-max(ends) // ALIGNMENT) * ALIGNMENT)
+        stream.truncate(nbytes)
         stream.flush()
         os.fsync(stream.fileno())
-    return Written(counts, file.stat().st_size, *worst)
+    return Written(counts, nbytes, *worst)
+
+
+def _listed(layout: GgufLayout, numbers: Numbers) -> dict[str, list[float]]:
+    lists = {
+        key.name: np.concatenate([numbers.rows(path, index, 0, 1) for path, index in key.places]) for key in layout.keys
+    }
+    for name, values in lists.items():
+        _check_finite(f"key '{name}'", values)
+    return {name: values.tolist() for name, values in lists.items()}
 
 
 def _rows(parts: Sequence[GgufPart], numbers: Numbers) -> Iterator[np.ndarray]:
@@ -95,21 +105,25 @@ def _rows(parts: Sequence[GgufPart], numbers: Numbers) -> Iterator[np.ndarray]:
     step = max(1, PART_NUMBERS // inner) if len(shape) > 1 else shape[0]
     for start in range(0, shape[0], step):
         rows = numbers.rows(part.path, part.index, start, min(shape[0], start + step))
-        yield rows.reshape(-1, shape[-1]) + np.float32(part.offset)
-    first = numbers.rows(part.path, part.index, 0, 1) + np.float32(part.offset) if part.padding else None
+        yield part.finished(rows.reshape(-1, shape[-1]))
+    first = part.finished(numbers.rows(part.path, part.index, 0, 1)) if part.padding else None
     for start in range(0, part.padding, step):
         assert first is not None
         yield np.repeat(first, min(step, part.padding - start), axis=0).reshape(-1, shape[-1])
 
 
 def _check(name: str, kind: str, rows: np.ndarray, content: np.ndarray) -> None:
-    if not np.isfinite(rows).all():
-        raise UserError(
-            f"tensor '{name}' has numbers that are not finite",
-            where=name,
-            fix="the model is damaged, or its training diverged: export an earlier checkpoint",
-        )
+    _check_finite(f"tensor '{name}'", rows)
     if kind == "F16" and not np.isfinite(content.view(np.float16)).all():
         raise UserError(
             f"tensor '{name}' has numbers beyond float16's range", where=name, fix="write it with --gguf BF16"
+        )
+
+
+def _check_finite(what: str, numbers: np.ndarray) -> None:
+    if not np.isfinite(numbers).all():
+        raise UserError(
+            f"{what} has numbers that are not finite",
+            where="--gguf",
+            fix="the model is damaged, or its training diverged: export an earlier checkpoint",
         )
