@@ -241,14 +241,13 @@ def load(
     """Loads a model for use.
 
     `path` is a model directory, a GGUF file, a hub id, an adapter directory (its base is found by what it records), or
-    a directory that `meshtune train` made. `adapter` is a PEFT adapter (or a run with one) to put on the base at
-    `path`; it is kept beside the weights, not merged into them. `dtype` is that of weights and computation: by default
-    float32 on a CPU and bfloat16 elsewhere. `quantize` is a format for the base (nf4, int8, fp8, int4, or a
-    QuantizeConfig), or "none"; by default it is what the adapter was trained on. `cache` "int8" holds keys and values
-    in 8 bits where text is generated (model.coded_cache). `mesh` has the devices along its axes, such as {"tp": 4},
-    over which weights and caches are sharded (None: one device). `chat_template` is a Jinja file or the name of one
-    that ships with Meshtune, `tokenizer` a directory or hub id of another tokenizer than the model's own.
-    `progress(done, total)` is called in bytes.
+    that of a run. `adapter` is a PEFT adapter (or a run with one), which is put beside the weights of the base at
+    `path`. `dtype` is that of weights and computation (default: float32 on a CPU, bfloat16 elsewhere), `quantize` the
+    base's format (nf4, int8, fp8, int4, a QuantizeConfig, or "none"; default: what the adapter was trained on). `cache`
+    "int8" holds keys and values in 8 bits where text is generated. `mesh` has the devices along its axes, such as
+    {"tp": 4}, over which weights and caches are sharded. `chat_template` is a Jinja file or the name of one that ships
+    with Meshtune, `tokenizer` a directory or hub id of another tokenizer. `progress(done, total)` is called in bytes.
+
     Raises UserError for a path that is none of these, an adapter for another base, damaged or unfit files or caches.
     """
     source = find(path, adapter, revision=revision, chat_template=chat_template, tokenizer=tokenizer)
