@@ -247,7 +247,6 @@ def load(
     "int8" holds keys and values in 8 bits where text is generated. `mesh` has the devices along its axes, such as
     {"tp": 4}, over which weights and caches are sharded. `chat_template` is a Jinja file or the name of one that ships
     with Meshtune, `tokenizer` a directory or hub id of another tokenizer. `progress(done, total)` is called in bytes.
-
     Raises UserError for a path that is none of these, an adapter for another base, damaged or unfit files or caches.
     """
     source = find(path, adapter, revision=revision, chat_template=chat_template, tokenizer=tokenizer)
