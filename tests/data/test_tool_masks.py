@@ -6,6 +6,7 @@ for gpt-oss, GLM-4.5, DeepSeek-V3 and Gemma 4, those that TRL keeps, with SmolLM
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
@@ -160,6 +161,33 @@ def test_a_template_of_glm_4_ends_calls_with_the_observation(glm_tokenizer):
         ]  # fmt: skip
     finally:
         glm_tokenizer.chat_template = stock
+
+
+def xml_call(city):
+    return (
+        f"<tool_call>\n<function=weather>\n<parameter=city>\n{city}\n</parameter>\n<parameter=days>\n7\n</parameter>\n"
+        "</function>\n</tool_call>"
+    )
+
+
+@pytest.mark.parametrize("reasoning", [False, True])
+def test_calls_of_the_past_begin_after_their_header_where_generation_is_prompted_to_think(shared, reasoning):
+    """Qwen3.5 and Nemotron 3 are prompted with "assistant\\n<think>\\n", which turns of the past do not have: Qwen3.5's
+    begin after "assistant\\n", Nemotron's after "<think></think>"."""
+    turns = list(calls_twice(reasoning=reasoning).messages)
+    turns[4] = dataclasses.replace(turns[4], content="Once more.")
+    conversation = Conversation(tuple(turns), ORIGIN, (TOOL,))
+    thought = "Bye." if reasoning else ""
+    first, second = xml_call('Zürich "W"'), xml_call("Bern")
+    assert pieces(tokenizer_of_trl("qwen3_5_think", shared), conversation) == [
+        first + "<|im_end|>", "Once more.\n\n" + second + "<|im_end|>", "Zürich.<|im_end|>",
+        thought + "\n</think>\n\nWelcome.<|im_end|>",
+    ]  # fmt: skip
+    nemotron = pieces(tokenizer_of_trl("nemotron_3_super", shared), conversation)
+    assert [piece.strip() for piece in nemotron[:2]] == [
+        first + "\n<|im_end|>",
+        "Once more.\n" + second + "\n<|im_end|>",
+    ]
 
 
 def test_gemma_4_trains_on_calls_and_the_token_that_waits_for_the_result(shared):
