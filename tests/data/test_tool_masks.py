@@ -241,6 +241,36 @@ def test_parallel_calls_are_one_turn_where_the_family_writes_several(shared, glm
         mask_conversation(ChatTemplate(tokenizer_of_trl("gptoss", shared)), conversation)
 
 
+@pytest.mark.parametrize(
+    "name", ["meta-llama-Llama-3.1-8B-Instruct", "mistralai-Mistral-Nemo-Instruct-2407", "gemma4_v5"]
+)
+def test_templates_that_lose_the_text_before_calls_are_refused(name, shared):
+    """Llama 3.1's and Nemo's leave it out, Gemma 4's writes it after the results, where it would not be trained on."""
+    tokenizer = tokenizer_of_trl(name, shared) if name == "gemma4_v5" else tokenizer_of(name, shared)
+    turns = (Message("user", "q"), Message("assistant", "Let me see.", tool_calls=(call("Bern", 1, IDS[0]),)))
+    with pytest.raises(UserError, match=r"does not write the text before the calls of message 1[\s\S]*record 4"):
+        mask_conversation(ChatTemplate(tokenizer), Conversation(turns, ORIGIN, (TOOL,)))
+    thought = Message("assistant", "", tool_calls=turns[1].tool_calls, extra=(("reasoning_content", "Hm."),))
+    inline, conversation = LossPolicy(reasoning="inline"), Conversation((turns[0], thought), ORIGIN, (TOOL,))
+    with pytest.raises(UserError, match="does not write the text before the calls of message 1"):
+        mask_conversation(ChatTemplate(tokenizer), conversation, inline)
+
+
+def test_parameters_that_a_template_leaves_out_are_refused(shared):
+    """Gemma 4's writes those of a JSON schema alone."""
+    odd = {"type": "function", "function": {"name": "weather", "parameters": {"city": {"description": "Where."}}}}
+    talk = Conversation((Message("user", "Hi"), Message("assistant", "Hello")), ORIGIN, (odd,))
+    with pytest.raises(UserError, match=r"the parameters of the tool weather: city[\s\S]*record 4[\s\S]*JSON schema"):
+        mask_conversation(ChatTemplate(tokenizer_of_trl("gemma4_v5", shared)), talk)
+    assert '"city"' in mask_conversation(ChatTemplate(tokenizer_of("Qwen-Qwen3-0.6B", shared)), talk).text
+
+
+def test_line_breaks_in_arguments_are_found_in_lfm2s_form(shared):
+    turns = (Message("user", "q"), Message("assistant", "", tool_calls=(call("it's\na\tb\\", 1),)))
+    (piece,) = pieces(tokenizer_of_trl("lfm2_v2", shared), Conversation(turns, ORIGIN, (TOOL,)))
+    assert "weather(city='it\\'s\\na\tb\\\\', days=1)" in piece
+
+
 def test_calls_without_ids_get_those_that_a_template_demands(shared):
     tokenizer = tokenizer_of("mistralai-Mistral-Nemo-Instruct-2407", shared)
     text = mask_conversation(ChatTemplate(tokenizer), calls_twice(ids=False)).text

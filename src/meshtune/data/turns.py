@@ -60,12 +60,9 @@ def locate_turn(view: Rendered, index: int, floor: int) -> Turn:
                     return Turn(start, start + len(written) + len(end.head), False, True)
     header = _header(view, index)
     first, last = _content_span(view, index, header)
-    if unchanged and prompt is not None:
-        start = len(prompt)
-    else:
-        # The turn begins where its header ends. That is before the first character that depends on its content if the
-        # template inserts something of its own there, such as an empty block of reasoning.
-        start = _end_of_header(view, header, floor, first)
+    # Unless generation is prompted with the text itself, the turn begins where its header ends: before the first
+    # character that depends on its content if the template inserts something, such as an empty block of reasoning.
+    start = len(prompt) if unchanged and prompt is not None else _end_of_header(view, header, floor, first)
     start = max(start, floor)
     last = max(last, start)
     ended = bool(end.head) and text.startswith(end.head, last)
