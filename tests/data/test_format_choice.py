@@ -16,20 +16,22 @@ EXAMPLES = {
     "messages": {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
     "prompt_completion": {"prompt": "p", "completion": "c"},
     "text": {"text": "t"},
+    "xlam": {"query": "q", "answers": "[]", "tools": "[]"},
 }
 
 
-NAMED_ONLY = {"stanford_alpaca"}  # of the same records as alpaca, in other words
+NAMED_ONLY = {"stanford_alpaca": "alpaca", "hermes": "sharegpt"}  # a format of the same records as another
 
 
-@pytest.mark.parametrize("name", sorted(DOCUMENT_FORMATS.keys() - NAMED_ONLY))
+@pytest.mark.parametrize("name", sorted(DOCUMENT_FORMATS.keys() - NAMED_ONLY.keys()))
 def test_every_format_is_recognised_also_with_a_rendered_text_beside_it(name):
     assert select_format("auto", [EXAMPLES[name]], "here").name == name
     assert select_format("auto", [EXAMPLES[name] | {"text": "rendered", "id": 3}], "here").name == name
 
 
-def test_a_format_of_the_same_records_as_another_is_taken_where_it_is_named():
-    assert select_format("stanford_alpaca", [EXAMPLES["alpaca"]], "here").name == "stanford_alpaca"
+@pytest.mark.parametrize("name", NAMED_ONLY)
+def test_a_format_of_the_same_records_as_another_is_taken_where_it_is_named(name):
+    assert select_format(name, [EXAMPLES[NAMED_ONLY[name]]], "here").name == name
 
 
 def test_one_odd_record_among_the_first_does_not_hide_the_format():

@@ -338,3 +338,15 @@ def test_a_large_file_is_read_in_bounded_memory(tmp_path):
     count, grown = map(int, done.stdout.split())
     assert count == 95_000
     assert grown < 40_000
+
+
+def test_fields_that_other_records_have_are_not_read_as_null_from_parquet(tmp_path, hf_home):
+    """A struct of a column has the fields of all records: pyarrow's own reading shows the nulls."""
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "calls.parquet"
+    records = [{"calls": [{"arguments": {"city": "Porto"}}], "note": None}, {"calls": [{"arguments": {"days": 2}}]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    assert pyarrow.parquet.read_table(path).to_pylist()[1]["calls"] == [{"arguments": {"city": None, "days": 2}}]
+    assert read(path) == [records[0], {**records[1], "note": None}]

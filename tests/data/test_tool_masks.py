@@ -6,6 +6,7 @@ for gpt-oss, GLM-4.5, DeepSeek-V3 and Gemma 4, those that TRL keeps, with SmolLM
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
@@ -162,6 +163,33 @@ def test_a_template_of_glm_4_ends_calls_with_the_observation(glm_tokenizer):
         glm_tokenizer.chat_template = stock
 
 
+def xml_call(city):
+    return (
+        f"<tool_call>\n<function=weather>\n<parameter=city>\n{city}\n</parameter>\n<parameter=days>\n7\n</parameter>\n"
+        "</function>\n</tool_call>"
+    )
+
+
+@pytest.mark.parametrize("reasoning", [False, True])
+def test_calls_of_the_past_begin_after_their_header_where_generation_is_prompted_to_think(shared, reasoning):
+    """Qwen3.5 and Nemotron 3 are prompted with "assistant\\n<think>\\n", which turns of the past do not have: Qwen3.5's
+    begin after "assistant\\n", Nemotron's after "<think></think>"."""
+    turns = list(calls_twice(reasoning=reasoning).messages)
+    turns[4] = dataclasses.replace(turns[4], content="Once more.")
+    conversation = Conversation(tuple(turns), ORIGIN, (TOOL,))
+    thought = "Bye." if reasoning else ""
+    first, second = xml_call('Zürich "W"'), xml_call("Bern")
+    assert pieces(tokenizer_of_trl("qwen3_5_think", shared), conversation) == [
+        first + "<|im_end|>", "Once more.\n\n" + second + "<|im_end|>", "Zürich.<|im_end|>",
+        thought + "\n</think>\n\nWelcome.<|im_end|>",
+    ]  # fmt: skip
+    nemotron = pieces(tokenizer_of_trl("nemotron_3_super", shared), conversation)
+    assert [piece.strip() for piece in nemotron[:2]] == [
+        first + "\n<|im_end|>",
+        "Once more.\n" + second + "\n<|im_end|>",
+    ]
+
+
 def test_gemma_4_trains_on_calls_and_the_token_that_waits_for_the_result(shared):
     tokenizer = tokenizer_of_trl("gemma4_v5", shared)
     end = "<tool_call|><|tool_response>"
@@ -211,6 +239,36 @@ def test_parallel_calls_are_one_turn_where_the_family_writes_several(shared, glm
         mask_conversation(ChatTemplate(tokenizer_of("meta-llama-Llama-3.1-8B-Instruct", shared)), conversation)
     with pytest.raises(UserError, match=r"does not write the argument 'Basel' of the call of weather \(message 1\)"):
         mask_conversation(ChatTemplate(tokenizer_of_trl("gptoss", shared)), conversation)
+
+
+@pytest.mark.parametrize(
+    "name", ["meta-llama-Llama-3.1-8B-Instruct", "mistralai-Mistral-Nemo-Instruct-2407", "gemma4_v5"]
+)
+def test_templates_that_lose_the_text_before_calls_are_refused(name, shared):
+    """Llama 3.1's and Nemo's leave it out, Gemma 4's writes it after the results, where it would not be trained on."""
+    tokenizer = tokenizer_of_trl(name, shared) if name == "gemma4_v5" else tokenizer_of(name, shared)
+    turns = (Message("user", "q"), Message("assistant", "Let me see.", tool_calls=(call("Bern", 1, IDS[0]),)))
+    with pytest.raises(UserError, match=r"does not write the text before the calls of message 1[\s\S]*record 4"):
+        mask_conversation(ChatTemplate(tokenizer), Conversation(turns, ORIGIN, (TOOL,)))
+    thought = Message("assistant", "", tool_calls=turns[1].tool_calls, extra=(("reasoning_content", "Hm."),))
+    inline, conversation = LossPolicy(reasoning="inline"), Conversation((turns[0], thought), ORIGIN, (TOOL,))
+    with pytest.raises(UserError, match="does not write the text before the calls of message 1"):
+        mask_conversation(ChatTemplate(tokenizer), conversation, inline)
+
+
+def test_parameters_that_a_template_leaves_out_are_refused(shared):
+    """Gemma 4's writes those of a JSON schema alone."""
+    odd = {"type": "function", "function": {"name": "weather", "parameters": {"city": {"description": "Where."}}}}
+    talk = Conversation((Message("user", "Hi"), Message("assistant", "Hello")), ORIGIN, (odd,))
+    with pytest.raises(UserError, match=r"the parameters of the tool weather: city[\s\S]*record 4[\s\S]*JSON schema"):
+        mask_conversation(ChatTemplate(tokenizer_of_trl("gemma4_v5", shared)), talk)
+    assert '"city"' in mask_conversation(ChatTemplate(tokenizer_of("Qwen-Qwen3-0.6B", shared)), talk).text
+
+
+def test_line_breaks_in_arguments_are_found_in_lfm2s_form(shared):
+    turns = (Message("user", "q"), Message("assistant", "", tool_calls=(call("it's\na\tb\\", 1),)))
+    (piece,) = pieces(tokenizer_of_trl("lfm2_v2", shared), Conversation(turns, ORIGIN, (TOOL,)))
+    assert "weather(city='it\\'s\\na\tb\\\\', days=1)" in piece
 
 
 def test_calls_without_ids_get_those_that_a_template_demands(shared):

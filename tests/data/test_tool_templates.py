@@ -14,10 +14,11 @@ from meshtune.config.data_options import LossPolicy
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.chat_templates import suggested_template, template_names, template_text
 from meshtune.data.conversation import Conversation, Message, Origin
-from meshtune.data.dialect import argument_texts, id_of_length
+from meshtune.data.dialect import id_of_length
 from meshtune.data.documents import load_documents
 from meshtune.data.masks import mask_conversation
 from meshtune.data.tokenizer import load_tokenizer
+from meshtune.data.tool_calls import argument_texts
 from meshtune.errors import UserError
 from meshtune.generate.prompts import chat_text
 from meshtune.serve.responses.call import Tool
@@ -250,6 +251,16 @@ def test_a_prompt_with_calls_is_the_same_in_use_as_in_training(shared, name):
     )
     masked = mask_conversation(chat, Conversation(turns, ORIGIN, conversation.tools))
     assert masked.text.startswith(chat_text(tokenizer, messages, conversation.tools))
+
+
+def test_results_of_a_prompt_follow_in_the_order_of_their_calls_as_in_training(shared):
+    tokenizer = load_tokenizer(shared / "assets/models/stories260K", "chatml")
+    calls = [{"id": id_, "type": "function", "function": {"name": "f", "arguments": {}}} for id_ in ("a", "b")]
+    results = [{"role": "tool", "tool_call_id": id_, "content": f"of {id_}"} for id_ in ("a", "b")]
+    asked = [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    text = chat_text(tokenizer, [*asked, *results])
+    assert text.index("of a") < text.index("of b")
+    assert chat_text(tokenizer, [*asked, *results[::-1]]) == text
 
 
 def test_deepseek_is_prompted_with_arguments_as_text(shared):

@@ -19,9 +19,9 @@ from meshtune.config.data import DataSection
 from meshtune.config.load import load_recipe
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.chat_templates import template_names, template_text
-from meshtune.data.dialect import argument_texts
 from meshtune.data.documents import load_documents
 from meshtune.data.masks import mask_conversation
+from meshtune.data.tool_calls import argument_texts
 from meshtune.errors import UserError
 from meshtune.families import FAMILIES
 from meshtune.serve.responses.call import Tool

@@ -22,7 +22,7 @@ class SourceSection(Section):
     split: str = declared(SourceOptions, "split")
     revision: str | None = declared(SourceOptions, "revision")
     format: FormatName = declared(SourceOptions, "format")
-    columns: dict[str, str] = declared(SourceOptions, "columns")
+    columns: dict[str, str | None] = declared(SourceOptions, "columns")
     tags: dict[str, str] = declared(SourceOptions, "tags")
     weight: float | None = declared(SourceOptions, "weight")
     cap: PositiveInt | None = declared(SourceOptions, "cap")

@@ -11,7 +11,7 @@ from meshtune.options import option
 
 FormatName = Literal[
     "auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text", "preference", "openai", "hh",
-    "stanford_alpaca",
+    "stanford_alpaca", "hermes", "xlam",
 ]  # fmt: skip
 Overlong = Literal["truncate", "turns", "drop", "error"]
 Reasoning = Literal["template", "inline", "drop"]
@@ -27,7 +27,8 @@ class SourceOptions:
     columns: Mapping[str, str | None] = dataclasses.field(
         default_factory=dict,
         metadata={
-            "description": "Names of the record's fields where they differ from the format's, e.g. {prompt: question}."
+            "description": "Names of the record's fields where they differ from the format's, e.g. {prompt: question}; "
+            "null: not read."
         },
     )
     tags: Mapping[str, str] = dataclasses.field(

@@ -11,9 +11,10 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from meshtune.data.conversation import Conversation, JsonObject, Message
+from meshtune.data.tool_calls import in_order_of_calls, tool_name
 
 Messages = Sequence[Mapping[str, object]]
 Render = Callable[[Messages, Sequence[JsonObject]], str | None]
@@ -21,6 +22,7 @@ Render = Callable[[Messages, Sequence[JsonObject]], str | None]
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _NAME, _KEY, _VALUE, _RESULT, _THOUGHT = "probename", "probekey", "probevalue", "proberesult", "probethought"
+_WORDS = "probewords"
 _PARAMETERS = {"type": "object", "properties": {_KEY: {"type": "string", "description": "Text."}}, "required": [_KEY]}
 _TOOL: JsonObject = {
     "type": "function",
@@ -38,6 +40,7 @@ class Dialect:
     `arguments_as_text`: arguments are JSON text, not an object. `empty_content` is the content of a turn that only
     calls tools. `id_length`: ids of calls have exactly so many characters. `reasoning_key` is the field of a message in
     which it looks for reasoning, None where it writes none; `think_tags` says that it writes reasoning in <think> tags.
+    `writes_text` says that it writes the text of a turn of calls, and not after their results as Gemma 4's does.
     `call_end` is the text that ends every turn of calls.
     """
 
@@ -47,6 +50,7 @@ class Dialect:
     writes_tools: bool = False
     writes_calls: bool = False
     writes_results: bool = False
+    writes_text: bool = False
     reasoning_key: str | None = None
     think_tags: bool = False
     call_end: str = ""
@@ -56,11 +60,12 @@ class Dialect:
         return self.adapt([as_dict(message) for message in conversation.messages])
 
     def adapt(self, messages: Messages) -> list[dict[str, object]]:
-        """Messages in OpenAI's form, arguments as objects, as the template reads them; results name their tool."""
+        """Messages in OpenAI's form, arguments as objects, as the template reads them; results name their tool and
+        follow in the order of their calls."""
         names: dict[str, str] = {}
         waiting: list[tuple[str | None, str]] = []
         adapted, count = [], 0
-        for message in messages:
+        for message in (messages[index] for index in in_order_of_calls(messages)):
             fields = self._fields(message)
             given = message.get("tool_calls")
             if isinstance(given, list | tuple) and given:
@@ -146,6 +151,7 @@ def measure(render: Render) -> Dialect:
         _with_reasoning(render, dialect),
         writes_tools=_writes_tools(render),
         writes_results=results is not None and _RESULT in results,
+        writes_text=_writes_text(render, dialect),
         call_end=_call_end(render, dialect),
     )
 
@@ -184,6 +190,12 @@ def _writes_tools(render: Render) -> bool:
     return text is not None and _NAME in text and _KEY in text
 
 
+def _writes_text(render: Render, dialect: Dialect) -> bool:
+    call, *results = call_and_results(dialect, _VALUE)
+    text = render([_USER, {**call, "content": _WORDS}, *results], ())
+    return text is not None and _WORDS in text.partition(_RESULT)[0]
+
+
 def _with_reasoning(render: Render, dialect: Dialect) -> Dialect:
     """The dialect with the field of a message from which the template writes reasoning, if it does."""
     for key in REASONING_KEYS:
@@ -211,34 +223,3 @@ def _call_end(render: Render, dialect: Dialect) -> str:
 
 def _id(call: JsonObject) -> str | None:
     return call["id"] if isinstance(call.get("id"), str) else None  # pyright: ignore[reportReturnType]
-
-
-def tool_name(call: JsonObject) -> str:
-    """The name of a tool or of a call, in OpenAI's form or bare."""
-    function = call.get("function")
-    return str((function if isinstance(function, Mapping) else call).get("name", ""))
-
-
-def argument_texts(value: object) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(what it is, the forms in which a template may write it) of every key and value in arguments."""
-    match value:
-        case Mapping():
-            for key, inner in value.items():
-                yield str(key), _spellings(str(key))
-                yield from argument_texts(inner)
-        case list() | tuple():
-            for inner in value:
-                yield from argument_texts(inner)
-        case str():
-            yield value, _spellings(value)
-        case bool() | None:
-            yield json.dumps(value), (json.dumps(value), str(value))
-        case _:
-            yield json.dumps(value), (json.dumps(value), str(value), repr(value))
-
-
-def _spellings(text: str) -> tuple[str, ...]:
-    quoted = json.dumps(text, ensure_ascii=False)[1:-1]
-    twice = json.dumps(quoted, ensure_ascii=False)[1:-1]
-    single = repr(f'"{text}')[2:-1]  # a double quote at the beginning makes Python write it in single quotes
-    return text, text.strip(), quoted, json.dumps(text)[1:-1], repr(text)[1:-1], single, twice

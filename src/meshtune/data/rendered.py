@@ -6,13 +6,13 @@ where it should call, or to call what it was not offered.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from meshtune.data.chat import ChatTemplate
 from meshtune.data.chat_templates import suggested_template
 from meshtune.data.conversation import Conversation, JsonObject, Message
-from meshtune.data.dialect import argument_texts, tool_name
 from meshtune.data.reasoning import reasoning_of, split_reasoning
+from meshtune.data.tool_calls import argument_texts, tool_name
 from meshtune.errors import UserError
 
 
@@ -35,6 +35,13 @@ def check_template_can_write(chat: ChatTemplate, conversation: Conversation) -> 
             raise _not_written(chat, f"tools: {', '.join(map(tool_name, conversation.tools))}", where)
         if calls and any(message.role == "tool" for message in messages) and not dialect.writes_results:
             raise _not_written(chat, "results of tool calls", where)
+        beside = [n for n, message in enumerate(messages) if message.tool_calls and message.content.strip()]
+        if beside and not dialect.writes_text:
+            raise UserError(
+                f"the chat template does not write the text before the calls of message {beside[0]}",
+                where=where,
+                fix=f"leave out the text of turns that call tools; or {tool_fix(chat)}",
+            )
     if any(reasoning_of(message) for message in messages) and chat.dialect.reasoning_key is None:
         raise UserError(
             "the chat template does not write reasoning, which the record has",
@@ -44,10 +51,34 @@ def check_template_can_write(chat: ChatTemplate, conversation: Conversation) -> 
 
 
 def check_tools_are_written(chat: ChatTemplate, tools: Sequence[JsonObject], text: str, where: str) -> None:
-    """Raises UserError if a rendered conversation lacks the name of a tool that it offers."""
+    """Raises UserError if a rendered conversation lacks the name or a parameter of a tool that it offers."""
     lost = [name for name in map(tool_name, tools) if name not in text]
     if lost:
         raise _not_written(chat, f"tools: {', '.join(lost)}", where)
+    for tool in tools:
+        lost = [
+            name
+            for name in _parameters(tool)
+            if not any(form in text for _, forms in argument_texts(name) for form in forms)
+        ]
+        if lost:
+            what = f"the parameters of the tool {tool_name(tool)}: {', '.join(lost)}"
+            fix = f'write them as a JSON schema, {{"type": "object", "properties": {{...}}}}; or {tool_fix(chat)}'
+            raise UserError(f"the chat template does not write {what}", where=where, fix=fix)
+
+
+def _parameters(tool: JsonObject) -> list[str]:
+    """The names of a tool's parameters, in a JSON schema or without one."""
+    function = tool.get("function")
+    parameters = function.get("parameters") if isinstance(function, Mapping) else None
+    if not isinstance(parameters, Mapping):
+        return []
+    properties = parameters.get("properties", parameters)
+    return (
+        [str(key) for key, value in properties.items() if isinstance(value, Mapping)]
+        if isinstance(properties, Mapping)
+        else []
+    )
 
 
 def check_calls_are_written(chat: ChatTemplate, message: Message, index: int, text: str, where: str) -> None:

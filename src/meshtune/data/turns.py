@@ -60,13 +60,9 @@ def locate_turn(view: Rendered, index: int, floor: int) -> Turn:
                     return Turn(start, start + len(written) + len(end.head), False, True)
     header = _header(view, index)
     first, last = _content_span(view, index, header)
-    if unchanged and prompt is not None:
-        start = len(prompt)
-    else:
-        # The turn begins where its header ends. That is before the first character that depends on its content if the
-        # template inserts something of its own there, such as an empty block of reasoning.
-        header_start = text.rfind(header, floor, first) if header else -1
-        start = header_start + len(header) if header_start >= 0 else first
+    # Unless generation is prompted with the text itself, the turn begins where its header ends: before the first
+    # character that depends on its content if the template inserts something, such as an empty block of reasoning.
+    start = len(prompt) if unchanged and prompt is not None else _end_of_header(view, header, floor, first)
     start = max(start, floor)
     last = max(last, start)
     ended = bool(end.head) and text.startswith(end.head, last)
@@ -77,7 +73,7 @@ def _turn_of_calls(view: Rendered, index: int, floor: int, prompt: str | None) -
     """Locates a turn that calls tools: from the end of its prompt through what ends turns of calls."""
     text, chat = view.text, view.chat
     unchanged = prompt is not None and len(prompt) >= floor and text.startswith(prompt)
-    start = len(prompt) if unchanged and prompt is not None else _start_of_calls(view, index, floor, prompt)
+    start = len(prompt) if unchanged and prompt is not None else _start_of_calls(view, index, floor)
     until = view.render(view.messages[: index + 1])
     if until is not None and text.startswith(until) and len(until.rstrip()) > start:
         end = len(until.rstrip())
@@ -97,27 +93,45 @@ def _turn_of_calls(view: Rendered, index: int, floor: int, prompt: str | None) -
     return Turn(start, end, not unchanged, ended)
 
 
-def _start_of_calls(view: Rendered, index: int, floor: int, prompt: str | None) -> int:
-    """Where a turn of calls begins whose prompt is written differently in generation: after what the turn shares with
-    the generation prompt, or after the longest end of the prompt that stands before the first call."""
-    past = view.render(view.messages[:index])
-    if prompt and past and prompt.startswith(past) and view.text.startswith(past) and len(past) >= floor:
-        shared = prompt[len(past) : _common_prefix(prompt, view.text)]
-        ends = [shared.rfind(token) + len(token) for token in view.chat.special_tokens if token in shared]
-        return len(past) + max(ends, default=0)
-    first, _ = _unused_characters(view.text)
-    calls = view.messages[index]["tool_calls"]
-    assert isinstance(calls, list)
-    messages = list(view.messages)
-    messages[index] = {**messages[index], "tool_calls": [_renamed(call, first) for call in calls]}
-    changed = view.render(messages)
-    name, length = len(view.text) if changed is None else _common_prefix(view.text, changed), 256
-    while prompt and length >= 4:
-        at = view.text.rfind(prompt[-length:], 0, name)
-        if at >= 0 and (start := at + len(prompt[-length:])) >= floor:
-            return start
-        length //= 2
-    return floor if changed is None else max(name, floor)
+def _start_of_calls(view: Rendered, index: int, floor: int) -> int:
+    """Where a turn of calls begins whose prompt is written differently in generation.
+
+    Words in place of the calls begin where the turn does, or where its header does that generation is prompted with.
+    """
+    first = _start_of_words(view, index, floor)
+    if first is None:
+        name, _ = _unused_characters(view.text)
+        calls = view.messages[index]["tool_calls"]
+        assert isinstance(calls, list)
+        messages = list(view.messages)
+        messages[index] = {**messages[index], "tool_calls": [_renamed(call, name) for call in calls]}
+        changed = view.render(messages)
+        return floor if changed is None else max(_common_prefix(view.text, changed), floor)
+    return max(_end_of_header(view, _header(view, index), floor, first), floor)
+
+
+def _start_of_words(view: Rendered, index: int, floor: int) -> int | None:
+    """Where the text changes if the turn of calls `index` has words instead, without the results of its calls; None
+    where the template refuses that. Results and further turns remain where it demands them."""
+    messages, words = view.messages, "".join(_unused_characters(view.text))
+    roles = [message["role"] for message in messages]
+    results = next((n for n in range(index + 1, len(roles)) if roles[n] != "tool"), len(roles))
+    question = next((n for n in range(index + 1, len(roles)) if roles[n] == "user"), len(roles))
+    for rest in (results, index + 1, question):
+        changed = view.render([*messages[:index], {"role": "assistant", "content": words}, *messages[rest:]])
+        if changed is not None and changed.count(words) == 1:
+            first = _common_prefix(view.text, changed)
+            if first >= floor:
+                return first
+    return None
+
+
+def _end_of_header(view: Rendered, header: str, floor: int, first: int) -> int:
+    """The end of the header of the turn whose own words begin at `first`, or `first` where it is not written."""
+    start = view.text.rfind(header, floor, first) if header else -1
+    end = start + len(header)
+    ending = view.chat.end_of_turn.head
+    return first if start < 0 or (ending and ending in view.text[end:first]) else end
 
 
 def _renamed(call: JsonObject, name: str) -> JsonObject:

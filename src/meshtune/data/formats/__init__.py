@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from meshtune.data.formats import (
     alpaca,
+    hermes,
     labelled,
     messages,
     preference,
@@ -14,6 +15,7 @@ from meshtune.data.formats import (
     sharegpt,
     stanford_alpaca,
     text,
+    xlam,
 )
 from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
 from meshtune.errors import UserError, nearest
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 DOCUMENT_FORMATS: dict[str, RecordFormat] = {
     module.FORMAT.name: module.FORMAT
-    for module in (alpaca, sharegpt, messages, prompt_completion, text, stanford_alpaca)
+    for module in (alpaca, sharegpt, messages, prompt_completion, text, stanford_alpaca, hermes, xlam)
 }
 
 FORMATS_BY_TYPE: dict[DatasetType, dict[str, RecordFormat]] = {

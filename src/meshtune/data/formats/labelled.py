@@ -24,7 +24,7 @@ def with_label(base: RecordFormat) -> RecordFormat:
         if not isinstance(good, bool):
             problem = f"expected true or false, found {describe(good)}"
             raise field_error(problem, origin, field, "write true or false")
-        document = base.convert(record, fields, tags, origin)
+        document = base.converter(good=good)(record, fields, tags, origin)
         assert isinstance(document, Conversation | Text)
         return Labelled(document, good, origin)
 

@@ -6,20 +6,22 @@ Content is text or a list of text parts; LLaMA-Factory's parts ({"type": "text",
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 
 from meshtune.data.conversation import Conversation, Message, Origin, Role
 from meshtune.data.formats.record import (
     check_text,
-    check_turns,
     describe,
     field_error,
     list_field,
+    parse_json,
     weight_field,
 )
 from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
-from meshtune.data.formats.tools import check_tool_use, parse_tool_call, parse_tools
+from meshtune.data.formats.tool_use import with_tool_use
+from meshtune.data.formats.tools import call_id, parse_tool_call, parse_tools
 from meshtune.errors import nearest
 
 ROLES: dict[str, Role] = {
@@ -41,13 +43,28 @@ def detect(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
     return 2 if all(isinstance(turn, dict) and "role" in turn for turn in turns) else 1
 
 
-def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin) -> Conversation:
+def convert(
+    record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin, *, good: bool = True
+) -> Conversation:
     field = fields["messages"] or "messages"
     messages = read_messages(list_field(record, field, origin, "messages"), origin, field)
-    check_turns(messages, origin, field)
-    tools = parse_tools(record, fields["tools"], origin)
-    check_tool_use(messages, tools, origin, field)
-    return Conversation(tuple(messages), origin, tools)
+    tools, functions = (parse_tools(record, fields[key], origin) for key in ("tools", "functions"))
+    if tools and functions:
+        problem = "the record has tools, and functions as well"
+        raise field_error(problem, origin, fields["functions"] or "functions", "remove one of the two")
+    tools = tools or functions
+    if not tools:
+        _refuse_template_tools(record, origin)
+    return Conversation(with_tool_use(messages, tools, origin, field, good=good), origin, tools)
+
+
+def _refuse_template_tools(record: Record, origin: Origin) -> None:
+    """Raises UserError for tools that are given as variables of SmolLM3's chat template."""
+    options = record.get("chat_template_kwargs")
+    for key in ("xml_tools", "python_tools"):
+        if isinstance(options, Mapping) and options.get(key):
+            problem, fix = "tools among the variables of a chat template, which are not read", "move them to 'tools'"
+            raise field_error(problem, origin, f"chat_template_kwargs.{key}", fix)
 
 
 def read_messages(turns: Sequence[object], origin: Origin, field: str) -> list[Message]:
@@ -61,6 +78,7 @@ def _message(turn: object, origin: Origin, field: str) -> Message:
         raise field_error(problem, origin, field, 'write {"role": ..., "content": ...}')
     role = _role(turn, origin, field)
     extra = {key: value for key, value in turn.items() if key not in KNOWN_KEYS and value is not None}
+    call_id(turn, "tool_call_id", origin, field)
     calls = [
         parse_tool_call(call, origin, f"{field}.tool_calls[{index}]")
         for index, call in enumerate(_unparsed_calls(turn, origin, field))
@@ -68,6 +86,8 @@ def _message(turn: object, origin: Origin, field: str) -> Message:
     content = turn.get("content")
     if isinstance(content, list):
         content = _parts(content, origin, f"{field}.content", calls, extra)
+    if role == "tool" and isinstance(content, dict):
+        content = json.dumps(content, ensure_ascii=False)
     if calls and role != "assistant":
         problem = f"tool calls in a message of {turn['role']}"
         raise field_error(problem, origin, f"{field}.tool_calls", "only an assistant calls tools")
@@ -97,6 +117,8 @@ def _role(turn: Mapping[str, object], origin: Origin, field: str) -> Role:
 
 def _unparsed_calls(turn: Mapping[str, object], origin: Origin, field: str) -> list[object]:
     calls = turn.get("tool_calls") or []
+    if isinstance(calls, str):
+        calls = parse_json(calls, origin, f"{field}.tool_calls")
     if not isinstance(calls, list):
         problem = f"expected a list of tool calls, found {describe(calls)}"
         raise field_error(problem, origin, f"{field}.tool_calls", "write a list")
@@ -133,7 +155,8 @@ def _parts(
 FORMAT = RecordFormat(
     name="messages",
     expects="messages: a list of {role: system|user|assistant|tool, content: text}; also tool_calls, weight, tools",
-    fields={key: key for key in ("messages", "tools")},
+    fields={key: key for key in ("messages", "tools", "functions")},
     detect=detect,
     convert=convert,
+    convert_bad=functools.partial(convert, good=False),
 )

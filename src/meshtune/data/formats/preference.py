@@ -25,7 +25,8 @@ from meshtune.data.formats.record import (
     text_field,
 )
 from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
-from meshtune.data.formats.tools import check_tool_use, parse_tools
+from meshtune.data.formats.tool_use import with_tool_use
+from meshtune.data.formats.tools import parse_tools
 
 SIDES = ("chosen", "rejected")
 SPEAKER = re.compile(r"\n\n(Human|Assistant):")
@@ -87,7 +88,8 @@ def ranked_turns(base: RecordFormat, turns: str, expects: str) -> RecordFormat:
             raise field_error(problem, origin, field, "write it like the other turns")
         prompt = list_field(record, fields[turns] or turns, origin, "turns")
         conversation = [*prompt, *(answer if isinstance(answer, list) else [answer])]
-        document = base.convert({**record, fields[turns] or turns: conversation}, fields, tags, origin)
+        convert = base.converter(good=side == "chosen")
+        document = convert({**record, fields[turns] or turns: conversation}, fields, tags, origin)
         assert isinstance(document, Conversation | Text)
         return document
 
@@ -115,10 +117,11 @@ def _convert_preference(record: Record, fields: FieldNames, tags: Mapping[str, s
     head = _messages(record, prompt, "user", origin) if record.get(prompt) is not None else []
     tails = [_messages(record, field, "assistant", origin) for field in sides]
     tools = parse_tools(record, fields["tools"], origin)
-    for field, tail in zip(sides, tails, strict=True):
-        check_turns([*head, *tail], origin, f"{prompt} + {field}" if head else field)
-        check_tool_use([*head, *tail], tools, origin, f"{prompt} + {field}" if head else field)
-    conversations = [Conversation((*head, *tail), origin, tools) for tail in tails]
+    conversations = [
+        Conversation(with_tool_use([*head, *tail], tools, origin, where, good=field == sides[0]), origin, tools)
+        for field, tail in zip(sides, tails, strict=True)
+        for where in (f"{prompt} + {field}" if head else field,)
+    ]
     if not head:
         _check_same_prompt(conversations, origin, sides[1])
     return make_pair(conversations[0], conversations[1], record, fields, origin)

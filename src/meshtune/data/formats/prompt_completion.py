@@ -12,9 +12,10 @@ from collections.abc import Mapping
 
 from meshtune.data.conversation import Conversation, Message, Origin, Role, Text
 from meshtune.data.formats.messages import read_messages
-from meshtune.data.formats.record import check_turns, field_error, list_field, text_field
+from meshtune.data.formats.record import field_error, list_field, text_field
 from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
-from meshtune.data.formats.tools import check_tool_use, parse_tools
+from meshtune.data.formats.tool_use import with_tool_use
+from meshtune.data.formats.tools import parse_tools
 
 
 def detect(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
@@ -35,10 +36,8 @@ def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin:
         problem = f"the completion begins with {tail[0].role}"
         fix = "begin it with an assistant turn; the turns before belong to the prompt"
         raise field_error(problem, origin, f"{completion}[0]", fix)
-    check_turns([*head, *tail], origin, f"{prompt} + {completion}")
     tools = parse_tools(record, fields["tools"], origin)
-    check_tool_use([*head, *tail], tools, origin, f"{prompt} + {completion}")
-    return Conversation((*head, *tail), origin, tools)
+    return Conversation(with_tool_use([*head, *tail], tools, origin, f"{prompt} + {completion}"), origin, tools)
 
 
 def _messages(record: Record, field: str, role: Role, origin: Origin) -> list[Message]:

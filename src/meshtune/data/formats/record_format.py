@@ -20,6 +20,8 @@ class RecordFormat:
     record, `aliases` further names that `columns` may use for them; `tags` are the tags it knows, with their defaults.
     `detect(record, field_names, tags)` says how well a record fits: 0 not, 1 possibly, 2 certainly.
     `convert(record, field_names, tags, origin)` returns the sample, or raises UserError naming record and field.
+    `convert_bad` does so for an answer that is an example of a bad one, which may call tools that do not exist; None
+    where that is no different.
     """
 
     name: str
@@ -29,6 +31,11 @@ class RecordFormat:
     convert: Callable[[Record, FieldNames, Mapping[str, str], Origin], Sample]
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    convert_bad: Callable[[Record, FieldNames, Mapping[str, str], Origin], Sample] | None = None
+
+    def converter(self, *, good: bool) -> Callable[[Record, FieldNames, Mapping[str, str], Origin], Sample]:
+        """What converts records of good or of bad answers."""
+        return self.convert if good or self.convert_bad is None else self.convert_bad
 
     def has_column(self, column: str) -> bool:
         """Whether `columns` may name this field."""

@@ -7,13 +7,13 @@ them.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 
 from meshtune.data.conversation import Conversation, JsonObject, Message, Origin, Role
 from meshtune.data.formats.record import (
     check_text,
-    check_turns,
     describe,
     field_error,
     list_field,
@@ -21,7 +21,8 @@ from meshtune.data.formats.record import (
     weight_field,
 )
 from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
-from meshtune.data.formats.tools import check_tool_use, parse_tool_call, parse_tools
+from meshtune.data.formats.tool_use import with_tool_use
+from meshtune.data.formats.tools import parse_tool_call, parse_tools
 from meshtune.data.reasoning import split_reasoning
 from meshtune.errors import nearest
 
@@ -53,7 +54,20 @@ def detect(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
     return 2 if all(isinstance(turn, dict) and role in turn and content in turn for turn in turns) else 1
 
 
-def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin) -> Conversation:
+def convert(
+    record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin, *, good: bool = True
+) -> Conversation:
+    messages, role_names, field = read_turns(record, fields, tags, origin)
+    tools = parse_tools(record, fields["tools"], origin)
+    turns = with_tool_use(messages, tools, origin, field, role_names, calls_in_text=True, good=good)
+    return Conversation(turns, origin, tools)
+
+
+def read_turns(
+    record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin
+) -> tuple[list[Message], list[str], str]:
+    """The messages of a record, the speakers as it names them, and the field that has them. Each is checked by itself;
+    the order of roles is not."""
     field = fields["conversations"] or "conversations"
     turns = list_field(record, field, origin, "turns")
     keys, speakers = _keys(turns, tags), _speakers(tags)
@@ -68,10 +82,7 @@ def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin:
             raise field_error(problem, origin, fields["system"], "remove one of the two")
         messages.insert(0, Message("system", system))
         role_names.insert(0, "system")
-    check_turns(messages, origin, field, role_names, calls_in_text=True)
-    tools = parse_tools(record, fields["tools"], origin)
-    check_tool_use(messages, tools, origin, field)
-    return Conversation(tuple(messages), origin, tools)
+    return messages, role_names, field
 
 
 def _keys(turns: Sequence[object], tags: Mapping[str, str]) -> tuple[str, str]:
@@ -153,4 +164,5 @@ FORMAT = RecordFormat(
     tags=TAGS,
     detect=detect,
     convert=convert,
+    convert_bad=functools.partial(convert, good=False),
 )

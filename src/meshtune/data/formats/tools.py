@@ -1,20 +1,22 @@
-"""Reads and checks the tools of a record, its calls and their results. Every error names the file, record and field."""
+"""Reads and checks the tools of a record and its calls. Every error names the file, record and field."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
 
-from meshtune.data.conversation import JsonObject, Message, Origin
-from meshtune.data.dialect import tool_name
+from meshtune.data.conversation import Origin
+from meshtune.data.formats.parameters import as_schema, is_schema
 from meshtune.data.formats.record import describe, field_error, parse_json
 from meshtune.data.formats.record_format import Record
-from meshtune.errors import nearest
+from meshtune.data.tool_calls import tool_name
 
 
 def parse_tools(record: Record, field: str | None, origin: Origin) -> tuple[Mapping[str, object], ...]:
-    """The tools under `field` in OpenAI's form, from JSON text or a list; bare function schemas are wrapped.
+    """The tools under `field` in OpenAI's form, from JSON text or a list.
 
-    () where the records have no such field, or it is null or blank. Raises UserError where it is malformed.
+    Bare functions are wrapped, and parameters that are described by name become a JSON schema. () where the records
+    have no such field, or it is null or blank. Raises UserError where it is malformed.
     """
     value = record.get(field) if field else None
     if isinstance(value, str):
@@ -24,10 +26,18 @@ def parse_tools(record: Record, field: str | None, origin: Origin) -> tuple[Mapp
     if not isinstance(value, list):
         problem = f"expected a list of tools, found {describe(value)}"
         raise field_error(problem, origin, field, "write a JSON list of function schemas")
-    return tuple(_parse_tool(tool, origin, f"{field}[{index}]") for index, tool in enumerate(value))
+    tools = tuple(_parse_tool(tool, origin, f"{field}[{index}]") for index, tool in enumerate(value))
+    names = [tool_name(tool) for tool in tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            problem, fix = f"a second tool of the name '{name}'", "remove one of the two, or give it another name"
+            raise field_error(problem, origin, f"{field}[{index}].name", fix)
+    return tools
 
 
 def _parse_tool(tool: object, origin: Origin, field: str) -> Mapping[str, object]:
+    if isinstance(tool, str):
+        tool = parse_json(tool, origin, field)
     if not isinstance(tool, dict):
         problem = f"expected a function schema, found {describe(tool)}"
         raise field_error(problem, origin, field, "write an object with a name")
@@ -35,10 +45,13 @@ def _parse_tool(tool: object, origin: Origin, field: str) -> Mapping[str, object
     function = tool["function"] if wrapped else tool
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise field_error("the function has no name", origin, f"{field}.name", "name it")
-    if not isinstance(function.get("parameters", {}), dict | None):
-        problem = f"expected a JSON schema, found {describe(function['parameters'])}"
+    parameters = function.get("parameters")
+    if not isinstance(parameters, dict | None):
+        problem = f"expected a JSON schema, found {describe(parameters)}"
         raise field_error(problem, origin, f"{field}.parameters", 'write {"type": "object", "properties": {...}}')
-    return tool if wrapped else {"type": "function", "function": tool}
+    if parameters is not None and not is_schema(parameters):
+        function = {**function, "parameters": as_schema(parameters)}
+    return {**tool, "function": function} if wrapped else {"type": "function", "function": function}
 
 
 def parse_tool_call(value: object, origin: Origin, field: str) -> dict[str, object]:
@@ -64,42 +77,20 @@ def parse_tool_call(value: object, origin: Origin, field: str) -> dict[str, obje
     if not isinstance(arguments, dict):
         problem = f"expected an object of arguments, found {describe(arguments)}"
         raise field_error(problem, origin, f"{field}.arguments", "write them as {name: value}")
+    try:
+        json.dumps(arguments, allow_nan=False)
+    except ValueError:
+        problem = "the arguments have a number that is NaN or infinite, which JSON has not"
+        raise field_error(problem, origin, f"{field}.arguments", "write null, or a text") from None
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return {"id": value["id"], **call} if isinstance(value.get("id"), str) else call
+    id_ = call_id(value, "id", origin, field)
+    return call if id_ is None else {"id": id_, **call}
 
 
-def check_tool_use(messages: Sequence[Message], tools: Sequence[JsonObject], origin: Origin, field: str) -> None:
-    """Raises UserError for a call of a tool that the record does not declare, and for a result that is of no call.
-
-    Records without tools may describe them in the system prompt; calls may be written in an assistant's text.
-    """
-    declared = [tool_name(tool) for tool in tools]
-    waiting: list[object] = []
-    called = False
-    for index, message in enumerate(messages):
-        where = f"{field}[{index}]"
-        if message.role == "assistant":
-            for name in map(tool_name, message.tool_calls):
-                if declared and name not in declared:
-                    hint = nearest(name, declared)
-                    fix = f"{hint}declare it in tools, which has: {', '.join(declared)}"
-                    raise field_error(f"a call of '{name}', which the record does not declare", origin, where, fix)
-            waiting, called = [call.get("id") for call in message.tool_calls], bool(message.tool_calls)
-        elif message.role == "tool" and called:
-            _check_result(message, waiting, origin, where)
-
-
-def _check_result(message: Message, waiting: list[object], origin: Origin, where: str) -> None:
-    """Takes the call that a result answers from those that wait for one."""
-    id_ = dict(message.extra).get("tool_call_id")
-    if not waiting:
-        fix = "write one result for each call, or add the call"
-        raise field_error("more results than calls", origin, where, fix)
-    if id_ is None or all(call is None for call in waiting):
-        waiting.pop(0)
-    elif id_ in waiting:
-        waiting.remove(id_)
-    else:
-        listed = ", ".join(str(call) for call in waiting)
-        problem = f"a result of the call '{id_}', which the turn before does not make"
-        raise field_error(problem, origin, f"{where}.tool_call_id", f"calls without a result: {listed}")
+def call_id(value: Mapping[str, object], key: str, origin: Origin, field: str) -> str | None:
+    """The id of a call under `key`, None without one. Raises UserError where it is no text."""
+    id_ = value.get(key)
+    if id_ is not None and not isinstance(id_, str):
+        problem = f"expected the id of a call as text, found {describe(id_)}"
+        raise field_error(problem, origin, f"{field}.{key}", "write it in quotes, in the call and in its result")
+    return id_

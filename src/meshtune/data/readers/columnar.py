@@ -1,11 +1,15 @@
 """Parquet, Arrow and saved data sets, read through `datasets` and memory-mapped from its cache (HF_HOME).
 
+In a column of structs every struct has the fields of all: those that a record does not have are null. A null within a
+record is therefore left out, as a tool would otherwise be called with the arguments of all others.
+
 No loading script is run (`datasets` has none since version 4) and nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import pathlib
 import re
@@ -32,8 +36,16 @@ class ColumnarRecords:
     def __len__(self) -> int:
         return len(self.table)
 
+    @functools.cached_property
+    def _nested(self) -> list[str]:
+        """The columns that have structs."""
+        return [field.name for field in self.table.features.arrow_schema if "struct<" in str(field.type)]
+
     def _block(self, begin: int, end: int) -> list[dict[str, object]]:
-        return self.table[begin:end].to_pylist()  # pyright: ignore[reportAttributeAccessIssue]: an arrow table
+        records = self.table[begin:end].to_pylist()  # pyright: ignore[reportAttributeAccessIssue]: an arrow table
+        for record in records:
+            record |= {name: without_nulls(record[name]) for name in self._nested}
+        return records
 
     def __getitem__(self, index: int) -> dict[str, object]:
         return self._block(index, index + 1)[0]
@@ -47,6 +59,13 @@ class ColumnarRecords:
     def sweep(self) -> Iterator[object | UserError]:
         for begin in range(0, len(self), BLOCK):
             yield from self._block(begin, min(begin + BLOCK, len(self)))
+
+
+def without_nulls(value: object) -> object:
+    """`value` with the fields of its objects that are not null."""
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def open_parquet(path: pathlib.Path, name: str) -> ColumnarRecords:

@@ -10,7 +10,7 @@ import { problems } from '../widgets.js';
 
 export const name = 'data';
 
-const FORMATS = ['alpaca', 'sharegpt', 'messages', 'prompt_completion', 'text', 'preference', 'openai', 'hh', 'stanford_alpaca'];
+const FORMATS = ['alpaca', 'sharegpt', 'messages', 'prompt_completion', 'text', 'preference', 'openai', 'hh', 'stanford_alpaca', 'hermes', 'xlam'];
 const MIXINGS = ['concat', 'interleave_under', 'interleave_over'];
 const PAGE = String(Math.random());
 const TYPES = '.json,.jsonl,.csv,.tsv,.txt';
