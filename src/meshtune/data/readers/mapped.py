@@ -27,6 +27,7 @@ class MappedFile:
 
     def __init__(self, path: pathlib.Path, name: str):
         self.path, self.name = path, name
+        self._status = _status(path)
         self.view = _map(path, name)
         self.start = 3 if self.view[:3] == b"\xef\xbb\xbf" else 0
         if self.view[:2] in (b"\xff\xfe", b"\xfe\xff"):
@@ -36,6 +37,17 @@ class MappedFile:
 
     def __reduce__(self):
         return MappedFile, (self.path, self.name)
+
+    def check_unchanged(self) -> None:
+        """Raises UserError if the file was written to since it was opened. One put in its place changes nothing here,
+        since the former contents remain mapped."""
+        status = _status(self.path)
+        if status[0] == self._status[0] and status != self._status and self.path.suffix != ".gz":
+            raise UserError(
+                "the file was changed while it was read",
+                where=self.name,
+                fix="start again once nothing writes to it any more",
+            )
 
     def line(self, offset: int) -> int:
         """The line, counted from 1, that contains the byte at `offset`."""
@@ -67,6 +79,15 @@ class MappedFile:
                 where=f"{self.name}, {self.position(offset)}",
                 fix="save the file as UTF-8",
             ) from None
+
+
+def _status(path: pathlib.Path) -> tuple[int, int, int]:
+    """The inode, size and time of the last change of a file; zeros if there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0, 0
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _map(path: pathlib.Path, name: str) -> mmap.mmap:
