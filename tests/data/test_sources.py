@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import json
@@ -10,6 +11,7 @@ import pickle
 import resource
 import subprocess
 import sys
+import tempfile
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -307,18 +309,36 @@ def test_a_parquet_file_that_changed_is_copied_again(tmp_path, hf_home):
         assert open_path(tmp_path / "a.parquet", "a")[0] == {"text": text}
 
 
+@contextlib.contextmanager
+def small_files():
+    """No file may be larger than a MiB, as on a disk with no more room."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_disk_too_full_to_unpack_a_file_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "x"}\n' * 100_000))
+    with small_files():
+        error = fails(path)
+    assert "cannot be unpacked: File too large" in error.what
+    assert str(tmp_path) in error.where.split(", ")[1]
+    assert "TMPDIR" in error.fix
+
+
 def test_a_full_disk_of_the_cache_is_named_and_leaves_no_copy(tmp_path, hf_home, monkeypatch):
     import pyarrow
     import pyarrow.parquet
 
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": [f"{number} " * 50 for number in range(20_000)]}), path)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
-    try:
+    with small_files():
         error = fails(path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "cannot be copied into the cache of data sets: File too large" in error.what
     assert str(hf_home) in error.where
     assert "HF_HOME" in error.fix

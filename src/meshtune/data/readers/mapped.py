@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import mmap
 import pathlib
@@ -14,6 +15,7 @@ import numpy as np
 from meshtune.errors import UserError
 
 CHUNK = 1 << 24  # bytes scanned at a time, which bounds the memory of a scan
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CONTEXT = 30  # characters shown on either side of a mistake
 
 
@@ -104,6 +106,12 @@ def _map(path: pathlib.Path, name: str) -> mmap.mmap:
             f"the gzip file is damaged or truncated ({error})", where=name, fix="download it again"
         ) from None
     except OSError as error:
+        if error.errno in DISK_FULL and path.suffix == ".gz":
+            raise UserError(
+                f"the file cannot be unpacked: {error.strerror}",
+                where=f"{name}, {tempfile.gettempdir()}",
+                fix="free space there, or set TMPDIR to a directory with more",
+            ) from None
         raise UserError(f"cannot read the file: {error.strerror or error}", where=name) from None
 
 

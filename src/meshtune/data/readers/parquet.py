@@ -7,7 +7,6 @@ read here a thousand records at a time.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import pathlib
@@ -15,6 +14,7 @@ import tempfile
 from typing import TYPE_CHECKING
 
 from meshtune.data.readers.columnar import ColumnarRecords, check_not_empty, root_cause
+from meshtune.data.readers.mapped import DISK_FULL
 from meshtune.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _RECORDS = 1000  # in memory at once
 _BUFFER = 1 << 20  # bytes read ahead of each column
-_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG)  # by the disk of the cache
 
 
 def open_parquet(path: pathlib.Path, name: str) -> ColumnarRecords:
@@ -38,7 +37,7 @@ def open_parquet(path: pathlib.Path, name: str) -> ColumnarRecords:
             _write_copy(path, copy)
         return ColumnarRecords(datasets.Dataset.from_file(str(copy)), name)
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        if isinstance(error, OSError) and error.errno in _REFUSED:
+        if isinstance(error, OSError) and (error.errno in DISK_FULL or error.filename not in (None, str(path))):
             problem = f"the file cannot be copied into the cache of data sets: {error.strerror}"
             fix = "free space there, or set HF_HOME to a directory that can be written"
             raise UserError(problem, where=f"{name}, {copy.parent}", fix=fix) from error
@@ -47,10 +46,13 @@ def open_parquet(path: pathlib.Path, name: str) -> ColumnarRecords:
 
 
 def _check_ends(path: pathlib.Path, name: str) -> None:
-    with path.open("rb") as file:
-        head, size = file.read(4), path.stat().st_size
-        file.seek(max(0, size - 4))
-        tail = file.read(4)
+    try:
+        with path.open("rb") as file:
+            head, size = file.read(4), path.stat().st_size
+            file.seek(max(0, size - 4))
+            tail = file.read(4)
+    except OSError as error:
+        raise UserError(f"cannot read the file: {error.strerror}", where=name) from None
     check_not_empty(size, name)
     if head != b"PAR1" or tail != b"PAR1":
         problem = (
