@@ -151,8 +151,47 @@ def test_progress_is_reported(smol, tmp_path):
     reports = []
     file = write(tmp_path / "a.jsonl", [pair(answer=f"answer {index}") for index in range(300)])
     prepare_data(recipe(file), smol, cache=tmp_path, progress=lambda *item: reports.append(item))
-    assert ("reading train data", 0, 300) in reports
+    assert (f"reading {file}", 0, 300) in reports
     assert reports[-1] == ("tokenising train data", 300, 300)
+
+
+def test_a_record_that_changed_is_tokenised_again(smol, tmp_path):
+    file = write(tmp_path / "a.jsonl", [pair(answer=f"answer {index}") for index in range(5)])
+    first = prepare_data(recipe(file), smol, cache=tmp_path)
+    write(tmp_path / "a.jsonl", [pair(answer=f"answer {index + (index == 3)}") for index in range(5)])
+    changed = prepare_data(recipe(file), smol, cache=tmp_path)
+    assert changed.fingerprint != first.fingerprint
+    assert "answer 4" in smol.decode(changed.train.store[3].ids.tolist())
+
+
+@pytest.mark.parametrize("while_it_is", ["reading", "tokenising"])
+def test_a_file_that_is_written_to_meanwhile_leaves_nothing_behind(smol, tmp_path, monkeypatch, while_it_is):
+    monkeypatch.setattr("meshtune.data.parts.PART", 32)
+    monkeypatch.setattr("meshtune.data.tokenise.PART", 32)
+    file = write(tmp_path / "a.jsonl", [pair(answer=f"answer {index}") for index in range(320)])
+
+    def progress(activity, done, of):
+        if activity.startswith(while_it_is):
+            with open(file, "a") as appended:
+                appended.write(json.dumps(pair()) + "\n")
+
+    with pytest.raises(UserError, match="the file was changed while it was read") as caught:
+        prepare_data(recipe(file), smol, cache=tmp_path / "cache", progress=progress)
+    assert caught.value.where == file
+    assert not list((tmp_path / "cache").rglob("*.npz"))
+    assert not list((tmp_path / "cache").rglob("meta.json"))
+
+
+def test_a_file_that_is_replaced_meanwhile_is_read_as_it_was(smol, tmp_path):
+    answers = [pair(answer=f"answer {index}") for index in range(5)]
+    file = write(tmp_path / "a.jsonl", answers)
+    first = prepare_data(recipe(file), smol, cache=tmp_path / "first")
+
+    def progress(activity, done, of):
+        pathlib.Path(write(tmp_path / "new", [pair()])).replace(file)
+
+    assert prepare_data(recipe(file), smol, cache=tmp_path, progress=progress).fingerprint == first.fingerprint
+    assert len(prepare_data(recipe(file), smol, cache=tmp_path).train.store) == 1
 
 
 def test_inspect_shows_what_is_trained_on(shared, tmp_path, monkeypatch):

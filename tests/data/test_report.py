@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from meshtune.config.data_options import TokenOptions
+from meshtune.data.checked_source import SkippedRecord
 from meshtune.data.conversation import Conversation, Message, Origin, Text
-from meshtune.data.documents import SkippedRecord
 from meshtune.data.inspection import coloured_tokens
 from meshtune.data.loader import Loader
 from meshtune.data.report import TemplateInfo, histogram, make_report, render

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import json
 import os
 import pickle
+import resource
 import subprocess
 import sys
+import tempfile
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -279,6 +282,69 @@ def test_parquet_and_arrow_give_the_records_written(tmp_path, hf_home):
     assert any(hf_home.rglob("*.arrow")), "parquet is cached where HF_HOME says"
 
 
+def test_a_parquet_file_of_one_row_group_is_read_in_pieces(tmp_path, hf_home):
+    import pyarrow
+    import pyarrow.parquet
+
+    path, former = tmp_path / "a.parquet", pyarrow.default_memory_pool()
+    texts = [f"{number} " * 200 for number in range(40_000)]  # 46 MB of text
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+    assert pyarrow.parquet.ParquetFile(path).num_row_groups == 1
+    counting = pyarrow.proxy_memory_pool(former)
+    pyarrow.set_memory_pool(counting)
+    try:
+        records = open_path(path, path.name)
+    finally:
+        pyarrow.set_memory_pool(former)
+    assert 0 < counting.max_memory() < 12e6
+    assert records[39_999] == {"text": texts[-1]}
+
+
+def test_a_parquet_file_that_changed_is_copied_again(tmp_path, hf_home):
+    import pyarrow
+    import pyarrow.parquet
+
+    for text in ("first", "second"):
+        pyarrow.parquet.write_table(pyarrow.table({"text": [text]}), tmp_path / "a.parquet")
+        assert open_path(tmp_path / "a.parquet", "a")[0] == {"text": text}
+
+
+@contextlib.contextmanager
+def small_files():
+    """No file may be larger than a MiB, as on a disk with no more room."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_disk_too_full_to_unpack_a_file_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "x"}\n' * 100_000))
+    with small_files():
+        error = fails(path)
+    assert "cannot be unpacked: File too large" in error.what
+    assert str(tmp_path) in error.where.split(", ")[1]
+    assert "TMPDIR" in error.fix
+
+
+def test_a_full_disk_of_the_cache_is_named_and_leaves_no_copy(tmp_path, hf_home, monkeypatch):
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": [f"{number} " * 50 for number in range(20_000)]}), path)
+    with small_files():
+        error = fails(path)
+    assert "cannot be copied into the cache of data sets: File too large" in error.what
+    assert str(hf_home) in error.where
+    assert "HF_HOME" in error.fix
+    assert not list(hf_home.iterdir())
+
+
 def test_damaged_parquet_and_arrow_are_reported(tmp_path, hf_home):
     import pyarrow
     import pyarrow.parquet
@@ -350,3 +416,10 @@ def test_fields_that_other_records_have_are_not_read_as_null_from_parquet(tmp_pa
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
     assert pyarrow.parquet.read_table(path).to_pylist()[1]["calls"] == [{"arguments": {"city": None, "days": 2}}]
     assert read(path) == [records[0], {**records[1], "note": None}]
+
+
+@pytest.mark.parametrize(("suffix", "command"), [(".zst", "zstd -d"), (".bz2", "bzip2"), (".zip", "unzip")])
+def test_a_file_packed_in_another_way_is_to_be_unpacked(tmp_path, suffix, command):
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(b"packed")
+    assert command in fails(path).fix

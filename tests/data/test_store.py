@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from meshtune.data.conversation import Conversation, Message, Origin
-from meshtune.data.store import _ARRAYS, cache_directory, fingerprint, open_or_build, open_store
+from meshtune.data.store import _ARRAYS, cache_directory, fingerprint, open_or_build, open_store, sample_digest
 from meshtune.data.tokens import Example
 from meshtune.errors import UserError
 
@@ -198,15 +198,18 @@ def test_fingerprints_follow_contents():
     def chat(words, weight=None):
         return Conversation((Message("user", "a"), Message("assistant", words, weight)), Origin("f", 0))
 
+    def print_of(samples, *parts):
+        return fingerprint(*(sample_digest(sample).hex() for sample in samples), *parts)
+
     prints = [
-        fingerprint([chat("b")], "x"),
-        fingerprint([chat("b")], "y"),
-        fingerprint([chat("c")], "x"),
-        fingerprint([chat("b", 0.5)], "x"),
-        fingerprint([chat("b"), chat("b")], "x"),
+        print_of([chat("b")], "x"),
+        print_of([chat("b")], "y"),
+        print_of([chat("c")], "x"),
+        print_of([chat("b", 0.5)], "x"),
+        print_of([chat("b"), chat("b")], "x"),
     ]
     assert len(set(prints)) == 5
-    assert fingerprint([chat("b")], "x") == prints[0]
+    assert print_of([chat("b")], "x") == prints[0]
 
 
 def test_meta_is_plain_json(tmp_path):

@@ -146,7 +146,30 @@ def test_a_bad_record_is_named_or_left_out(text, tokenizer, monkeypatch):
     with pytest.raises(UserError) as caught:
         list(streamed(text, tokenizer, "data.shuffle=false").train.iterate(0, 100))
     assert "record 40" in str(caught.value.where)
+    assert "data.on_bad=skip" in caught.value.fix
     assert len(list(streamed(text, tokenizer, "data.shuffle=false", "data.on_bad=skip").train.iterate(0, 100))) == 100
+
+
+def test_a_run_that_a_bad_record_has_ended_goes_on_without_it(text, tokenizer, monkeypatch):
+    monkeypatch.setattr("meshtune.data.prepare_stream._REPORT_SAMPLE", 30)
+    with text.open("a") as file:
+        file.write('\n{"text": 7}')
+    monkeypatch.setattr("meshtune.data.text_rows._GROUP", 4)
+    options = ("data.shuffle=false", "data.max_length=8")
+    stream, before = streamed(text, tokenizer, *options).train, []
+
+    def read():
+        for batch in stream.iterate(0, 1000):
+            before.extend(arrays([batch]))
+
+    with pytest.raises(UserError, match="resume=true"):
+        read()
+    skipping = streamed(text, tokenizer, *options, "data.on_bad=skip").train
+    assert skipping.fingerprint == stream.fingerprint
+    assert len(before) > 16  # the journal has an entry to go on from
+    whole = arrays(skipping.iterate(0, 1000))
+    assert_same(whole[: len(before)], before)
+    assert_same(arrays(skipping.iterate(len(before), 1000)), whole[len(before) :])
 
 
 def test_pretraining_refuses_conversations(tmp_path, tokenizer):

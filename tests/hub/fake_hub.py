@@ -10,7 +10,7 @@ import json
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from urllib.parse import unquote, urlparse
+from urllib.parse import parse_qs, unquote, urlparse
 
 import yaml
 
@@ -114,10 +114,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 return self.create(json.loads(body), user)
             case ["api", "models", owner, name, *rest]:
                 return self.model(f"{owner}/{name}", rest, body, user)
+            case ["api", "datasets", owner, name, *rest]:
+                return self.data_set(f"{owner}/{name}", rest, body, user)
             case [owner, name, "info", "lfs", "objects", "batch"]:
                 self.repository(f"{owner}/{name.removesuffix('.git')}", user, write=True)
                 return self.batch(json.loads(body))
-            case [owner, name, "resolve", _, *file]:
+            case [owner, name, "resolve", _, *file] | ["datasets", owner, name, "resolve", _, *file]:
                 repository = self.repository(f"{owner}/{name}", user)
                 content = repository.files.get("/".join(file))
                 if content is None:
@@ -155,9 +157,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 return self.json(facts | {"cardData": repository.card})
             case ["tree", *_]:
                 files = self.repository(name, user).files.items()
-                return self.json(
-                    [{"type": "file", "path": file, "size": len(data), "oid": blob(data)} for file, data in files]
-                )
+                return self.json([{"type": "file", "path": file, **self.size(data)} for file, data in files])
             case ["preupload", _]:
                 held = self.repository(name, user, write=True).files
                 modes = [
@@ -173,6 +173,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
             case ["commit", _]:
                 return self.commit(name, self.repository(name, user, write=True), body)
         raise Refused(404)
+
+    def data_set(self, name: str, rest: list[str], body: bytes, user: str | None) -> tuple[bytes, dict[str, str]]:
+        if rest[:1] == ["paths-info"]:
+            files = self.repository(name, user).files
+            asked = [file for path in parse_qs(body.decode())["paths"] for file in files if file == path]
+            return self.json([{"type": "file", "path": file, **self.size(files[file])} for file in asked])
+        return self.model(name, rest, body, user)
+
+    def size(self, data: bytes) -> dict[str, object]:
+        return {"size": len(data), "oid": blob(data)}
 
     def oid(self, path: str, held: dict[str, bytes]) -> str | None:
         if path not in held:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import array
 import dataclasses
-import itertools
+import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, overload
 
@@ -12,53 +11,20 @@ import numpy as np
 
 from meshtune.config.data import DataSection, SourceSection
 from meshtune.config.data_options import SourceOptions
+from meshtune.data.checked_source import CheckedSource, SkippedRecord, check_source, check_usable, open_unchecked
 from meshtune.data.conversation import Origin, Sample
-from meshtune.data.formats import select_format
-from meshtune.data.formats.record import describe
-from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
-from meshtune.data.mixing import apportion, draw, mix
-from meshtune.data.readers.records import Records
+from meshtune.data.mixing import apportion, mix
+from meshtune.data.progress import Progress
 from meshtune.data.registry import Registry
-from meshtune.data.sources import DataSource, open_source
+from meshtune.data.sources import DataSource
+from meshtune.data.store import DIGEST_BYTES
 from meshtune.errors import UserError
 
 if TYPE_CHECKING:
     from meshtune.objectives.stages import DatasetType
 
-DETECTION_RECORDS = 20  # readable records that a format is detected from
-DETECTION_LIMIT = 1000  # records read at most to find them among malformed ones
-SAMPLE_STREAM, SPLIT_STREAM = 0x736D70, 0x73706C  # make draws independent of others with the same seed
-
-
-@dataclasses.dataclass(frozen=True)
-class SkippedRecord:
-    """A record that was left out, and why."""
-
-    origin: str
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckedSource:
-    """A source whose records were all read once. `usable` int64 [n] are the indices of those to train on."""
-
-    source: DataSource
-    records: Records
-    format: RecordFormat
-    fields: FieldNames
-    usable: np.ndarray
-
-    def sample(self, index: int) -> Sample:
-        """Reads and converts the record at `index`."""
-        return _convert(self.records[index], self, self.records.origin(index))
-
-
-def _convert(record: object, checked: CheckedSource, origin: Origin) -> Sample:
-    if not isinstance(record, dict):
-        problem = f"the record is not an object, found {describe(record)}"
-        raise UserError(problem, where=str(origin), fix='write it as {"field": value}')
-    named: Record = record
-    return checked.format.convert(named, checked.fields, checked.source.tags, origin)
+SPLIT_STREAM = 0x73706C  # makes draws independent of others with the same seed
+_HASHED = 1 << 16  # digests hashed at a time
 
 
 class DocumentList(Sequence[Sample]):
@@ -88,6 +54,22 @@ class DocumentList(Sequence[Sample]):
         """The origin of a sample, without reading it."""
         return self.sources[self.source[index]].records.origin(int(self.record[index]))
 
+    def content_hash(self) -> str:
+        """A hash of all samples in order, from the digests that were made as their records were checked."""
+        digest = hashlib.sha256()
+        for start in range(0, len(self), _HASHED):
+            source, record = self.source[start : start + _HASHED], self.record[start : start + _HASHED]
+            digests = np.empty((len(source), DIGEST_BYTES), np.uint8)
+            for index in np.unique(source):
+                digests[source == index] = self.sources[index].digests[record[source == index]]
+            digest.update(digests.tobytes())
+        return digest.hexdigest()
+
+    def check_unchanged(self) -> None:
+        """Raises UserError if a file has changed since it was opened."""
+        for checked in self.sources:
+            checked.records.check_unchanged()
+
 
 @dataclasses.dataclass(frozen=True)
 class Documents:
@@ -99,12 +81,15 @@ class Documents:
     formats: dict[str, str]
 
 
-def load_documents(data: DataSection, *, seed: int, dataset_type: DatasetType = "documents") -> Documents:
+def load_documents(
+    data: DataSection, *, seed: int, dataset_type: DatasetType = "documents", progress: Progress | None = None
+) -> Documents:
     """Reads and checks every record of the sources, then splits and mixes them; a pure function of files and seed.
 
     Validation given as a share (below 1) or a count (1 and above) is drawn by the seed from the records before they are
     mixed, from each source in proportion, so that a repeated record is never on both sides. At least one record is held
-    out. Validation sources are concatenated. `dataset_type` is what the records must be converted to.
+    out. Validation sources are concatenated. `dataset_type` is what the records must be converted to. `progress` is
+    called as each source is read.
 
     Raises UserError at the first malformed record (with `on_bad: error`), for a source without a usable record, for a
     validation share that would leave a source nothing to train on, and as readers, formats and registry do.
@@ -114,7 +99,7 @@ def load_documents(data: DataSection, *, seed: int, dataset_type: DatasetType = 
 
     def check_all(sections: Sequence[SourceSection]) -> list[CheckedSource]:
         sources = (_data_source(section, registry, dataset_type) for section in sections)
-        return [_check(source, data.on_bad, seed, skipped, dataset_type) for source in sources]
+        return [check_source(source, data.on_bad, seed, skipped, dataset_type, progress) for source in sources]
 
     train = check_all(data.train)
     validation = None
@@ -138,15 +123,20 @@ def open_documents(data: DataSection, *, seed: int, dataset_type: DatasetType = 
     """
     registry = Registry.load(data.registry) if data.registry else None
     skipped: list[SkippedRecord] = []
-    train = _open_all(data, registry, seed, dataset_type)
+    train = [
+        open_unchecked(_data_source(section, registry, dataset_type), data.on_bad, seed, dataset_type)
+        for section in data.train
+    ]
     validation = None
     if isinstance(data.validation, list):
         _check_unweighted(data.validation)
         sources = [_data_source(section, registry, dataset_type) for section in data.validation]
-        validation = _concatenate([_check(source, data.on_bad, seed, skipped, dataset_type) for source in sources])
+        validation = _concatenate(
+            [check_source(source, data.on_bad, seed, skipped, dataset_type) for source in sources]
+        )
     elif data.validation is not None:
         train, held_out = _hold_out(train, data.validation, seed)
-        readable = [_check_chosen(checked, data.on_bad, skipped) for checked in held_out]
+        readable = [check_usable(checked, data.on_bad, skipped) for checked in held_out]
         if not any(len(checked.usable) for checked in readable):
             problem = f"none of the {len(skipped)} records held out can be used, the first because: {skipped[0].reason}"
             raise UserError(problem, where="data.validation", fix="hold out more, or correct the records")
@@ -155,37 +145,6 @@ def open_documents(data: DataSection, *, seed: int, dataset_type: DatasetType = 
         checked.source.path: checked.format.name for checked in [*train, *(validation.sources if validation else [])]
     }
     return Documents(_mixed(train, data.mixing, seed), validation, skipped, formats)
-
-
-def _open_all(
-    data: DataSection, registry: Registry | None, seed: int, dataset_type: DatasetType
-) -> list[CheckedSource]:
-    """The training sources with all their records, up to their caps, as usable."""
-    opened = []
-    for section in data.train:
-        source = _data_source(section, registry, dataset_type)
-        records = open_source(source)
-        form = _select_format(source, records, data.on_bad, dataset_type)
-        indices = np.arange(min(len(records), source.cap or len(records)), dtype=np.int64)
-        indices = _sample(indices, source.sample, seed)
-        opened.append(CheckedSource(source, records, form, form.resolve(source.columns), indices))
-    return opened
-
-
-def _check_chosen(checked: CheckedSource, on_bad: str, skipped: list[SkippedRecord]) -> CheckedSource:
-    """The source with those of its usable records that can be converted."""
-    readable: list[int] = []
-    for index in checked.usable.tolist():
-        try:
-            checked.sample(index)
-        except UserError as error:
-            if on_bad == "error":
-                raise _with_location(error, checked.records, index, checked.format) from None
-            origin = checked.records.origin(index)
-            skipped.append(SkippedRecord(str(origin), _one_line(error, origin)))
-        else:
-            readable.append(index)
-    return dataclasses.replace(checked, usable=np.array(readable, np.int64))
 
 
 def _check_unweighted(validation: Sequence[SourceSection]) -> None:
@@ -201,81 +160,6 @@ def _data_source(section: SourceSection, registry: Registry | None, dataset_type
         return registry.source(section, dataset_type)
     options = {field.name: getattr(section, field.name) for field in dataclasses.fields(SourceOptions)}
     return DataSource(path=section.path or "", **options)
-
-
-def _check(
-    source: DataSource, on_bad: str, seed: int, skipped: list[SkippedRecord], dataset_type: DatasetType
-) -> CheckedSource:
-    """Reads and converts all records of a source, up to its cap, keeping the indices of the usable ones."""
-    records = open_source(source)
-    form = _select_format(source, records, on_bad, dataset_type)
-    checked = CheckedSource(source, records, form, form.resolve(source.columns), np.empty(0, np.int64))
-    usable, malformed = array.array("q"), 0
-    for index, record in enumerate(records.sweep()):
-        if len(usable) == source.cap:
-            break
-        try:
-            if isinstance(record, UserError):
-                raise record
-            _convert(record, checked, records.origin(index))
-        except UserError as error:
-            if on_bad == "error":
-                raise _with_location(error, records, index, form) from None
-            malformed += 1
-            origin = records.origin(index)
-            skipped.append(SkippedRecord(str(origin), _one_line(error, origin)))
-        else:
-            usable.append(index)
-    if not usable:
-        example = f", the first because: {skipped[-malformed].reason}" if malformed else ""
-        raise UserError(
-            f"no record of this source can be used as format {form.name}: all {malformed} were skipped{example}",
-            where=source.path,
-            fix="correct the records, or name another format",
-        )
-    return dataclasses.replace(checked, usable=_sample(np.array(usable, np.int64), source.sample, seed))
-
-
-def _sample(indices: np.ndarray, count: int | None, seed: int) -> np.ndarray:
-    """`count` of the indices drawn by the seed; all of them if `count` is None."""
-    if count is None:
-        return indices
-    return indices[draw(len(indices), count, np.random.default_rng([seed, SAMPLE_STREAM]))]
-
-
-def _select_format(source: DataSource, records: Records, on_bad: str, dataset_type: DatasetType) -> RecordFormat:
-    if source.format != "auto":
-        return select_format(source.format, [], source.path, source.columns, source.tags, dataset_type)
-    first: list[object] = []
-    for index, record in enumerate(itertools.islice(records.sweep(), DETECTION_LIMIT)):
-        if isinstance(record, UserError):
-            if on_bad == "error":
-                raise _with_location(record, records, index, None)
-        elif isinstance(record, dict):
-            first.append(record)
-        if len(first) == DETECTION_RECORDS:
-            break
-    return select_format("auto", first, source.path, source.columns, source.tags, dataset_type)
-
-
-def _with_location(error: UserError, records: Records, index: int, form: RecordFormat | None) -> UserError:
-    """The error with the record's line, the format it was read as, and the option that skips such records."""
-    origin = str(records.origin(index))
-    where = error.where or origin
-    if where.startswith(origin):
-        where = f"{records.where(index)}{where.removeprefix(origin)}"
-        if form is not None:
-            where += f" (format {form.name})"
-    elif origin not in where:
-        where = f"{where} (record {records.origin(index).record})"
-    remedy = "on_bad: skip leaves such records out"
-    return UserError(error.what, where=where, fix=f"{error.fix}; or {remedy}" if error.fix else remedy)
-
-
-def _one_line(error: UserError, origin: Origin) -> str:
-    """What is wrong and in which field, without the origin."""
-    field = (error.where or "").removeprefix(str(origin)).removeprefix(", ")
-    return f"{field}: {error.what}" if field else error.what
 
 
 def _mixed(sources: list[CheckedSource], mixing: str, seed: int) -> DocumentList:

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from meshtune.config.recipe import Recipe
-from meshtune.data.conversation import Sample
-from meshtune.data.documents import SkippedRecord, load_documents, open_documents
+from meshtune.data.checked_source import SkippedRecord
+from meshtune.data.documents import DocumentList, load_documents, open_documents
 from meshtune.data.loader import Loader
 from meshtune.data.prepare_stream import check_streaming, prepare_stream
+from meshtune.data.progress import Progress
 from meshtune.data.report import DataReport, make_report
 from meshtune.data.store import Store
 from meshtune.data.stream import Stream
 from meshtune.data.system_prompt import WithSystemPrompt
 from meshtune.data.tokenise import (
-    Progress,
     nothing_to_train_error,
     one_label_error,
     token_options,
@@ -67,7 +67,7 @@ def prepare_data(
     if recipe.data.streaming:
         return preparation.stream()
     dataset_type = STAGES[recipe.stage.kind].dataset_type
-    documents = load_documents(recipe.data, seed=recipe.seed, dataset_type=dataset_type)
+    documents = load_documents(recipe.data, seed=recipe.seed, dataset_type=dataset_type, progress=progress)
     train, report = preparation.train(documents.train, documents.skipped)
     validation, validation_report = None, None
     if documents.validation is not None:
@@ -85,7 +85,7 @@ class _Preparation:
     progress: Progress | None
     share: tuple[int, int]
 
-    def train(self, samples: Sequence[Sample], skipped: Sequence[SkippedRecord]) -> tuple[Loader, DataReport]:
+    def train(self, samples: DocumentList, skipped: Sequence[SkippedRecord]) -> tuple[Loader, DataReport]:
         train = self.recipe.train
         return self._loader(
             "train",
@@ -96,14 +96,14 @@ class _Preparation:
             accumulation=train.accumulation,
         )
 
-    def validation(self, samples: Sequence[Sample]) -> tuple[Loader, DataReport]:
+    def validation(self, samples: DocumentList) -> tuple[Loader, DataReport]:
         micro_batch = self.recipe.train.batch_size // self.recipe.train.accumulation
         return self._loader("validation", samples, [], shuffle=False, batch_size=micro_batch, accumulation=1)
 
     def _loader(
         self,
         split: str,
-        samples: Sequence[Sample],
+        samples: DocumentList,
         skipped: Sequence[SkippedRecord],
         *,
         shuffle: bool,

@@ -19,7 +19,7 @@ from meshtune.data.conversation import Conversation, Document, Labelled, Sample,
 from meshtune.data.documents import DocumentList
 from meshtune.data.report import DataReport, stream_report, window_report
 from meshtune.data.stage_examples import require_plain_text
-from meshtune.data.store import fingerprint
+from meshtune.data.store import fingerprint, sample_digest
 from meshtune.data.stream import Stream
 from meshtune.data.system_prompt import WithSystemPrompt
 from meshtune.data.text_rows import TextRows
@@ -144,10 +144,10 @@ def _text_fingerprint(
 ) -> str:
     data = recipe.data
     files = [(checked.source.path, checked.source.revision, len(checked.records)) for checked in documents.sources]
-    parts = (tokenizer_hash(tokenizer), options.cache_key(), repr(files), str(data.shuffle), str(recipe.seed))
+    parts = (tokenizer_hash(tokenizer), _options_key(options), repr(files), str(data.shuffle), str(recipe.seed))
     weights = [checked.source.weight for checked in documents.sources]
     mixture = (data.mixing, repr(weights)) if data.mixing != "concat" or any(weights) else ()
-    return fingerprint((), *parts, str(data.max_length), str(recipe.train.batch_size), *mixture, *_held_out(data))
+    return fingerprint(*parts, str(data.max_length), str(recipe.train.batch_size), *mixture, *_held_out(data))
 
 
 def _window_fingerprint(
@@ -157,9 +157,15 @@ def _window_fingerprint(
     sources = [(checked.source, checked.format.name, len(checked.records)) for checked in documents.sources]
     rows = (data.max_length, recipe.train.batch_size, data.packing, data.shuffle, recipe.seed, data.mixing, data.system)
     layout = (stage.dataset_type, stage.has_score_head, WINDOW, UNIT_POSITIONS)
-    parts = (tokenizer_hash(tokenizer), options.cache_key(), *role_ends(tokenizer))
+    parts = (tokenizer_hash(tokenizer), _options_key(options), *role_ends(tokenizer))
     first = itertools.islice(_readable(documents, skip=data.on_bad == "skip"), _HASHED)
-    return fingerprint(first, *parts, repr(sources), repr(rows), repr(layout), *_held_out(data))
+    digests = "".join(sample_digest(sample).hex() for sample in first)
+    return fingerprint(digests, *parts, repr(sources), repr(rows), repr(layout), *_held_out(data))
+
+
+def _options_key(options: TokenOptions) -> str:
+    """The options that decide what a stream holds. A run that a bad record has ended may go on without such records."""
+    return dataclasses.replace(options, skip_bad=False).cache_key()
 
 
 def _held_out(data: DataSection) -> tuple[str, ...]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+Progress = Callable[[str, int, int], None]
+"""(activity, documents done, documents in all)"""
+
 _SETTLED = 2.0  # seconds of an activity after which its rate is meaningful
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshtune.data.documents import SkippedRecord
+from meshtune.data.checked_source import SkippedRecord
 from meshtune.data.loader import Loader
 from meshtune.data.stream import Stream
 from meshtune.data.tokens import TokenCounts

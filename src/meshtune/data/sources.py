@@ -15,11 +15,12 @@ import re
 from collections.abc import Callable
 
 from meshtune.config.data_options import SourceOptions
-from meshtune.data.readers.columnar import open_arrow, open_parquet, open_saved
+from meshtune.data.readers.columnar import open_arrow, open_saved
 from meshtune.data.readers.csvfile import open_csv
 from meshtune.data.readers.hub import open_hub
 from meshtune.data.readers.jsonfile import open_json
 from meshtune.data.readers.modelscope import open_modelscope
+from meshtune.data.readers.parquet import open_parquet
 from meshtune.data.readers.records import ConcatenatedRecords, Records
 from meshtune.data.readers.textfile import open_text
 from meshtune.errors import UserError
@@ -35,6 +36,7 @@ READERS: dict[str, Callable[[pathlib.Path, str], Records]] = {
     ".arrow": open_arrow,
 }
 COMPRESSIBLE = (".json", ".jsonl", ".csv", ".tsv", ".txt")  # also read with .gz appended
+COMPRESSED = {".zst": "zstd -d", ".bz2": "bzip2 -dk", ".xz": "xz -dk", ".zip": "unzip", ".tar": "tar -xf"}
 SUPPORTED = f"{', '.join(READERS)}, and {', '.join(f'{suffix}.gz' for suffix in COMPRESSIBLE)}"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -83,7 +85,10 @@ def open_path(path: pathlib.Path, name: str, *, split: str = "train") -> Records
     suffix = file_type(path)
     if suffix not in READERS:
         extension = f"'{suffix}'" if suffix else "no extension"
-        raise UserError(f"cannot read this type of file ({extension})", where=name, fix=f"supported: {SUPPORTED}")
+        unpack = f"unpack it, with {COMPRESSED[suffix]}; " if suffix in COMPRESSED else ""
+        raise UserError(
+            f"cannot read this type of file ({extension})", where=name, fix=f"{unpack}supported: {SUPPORTED}"
+        )
     return READERS[suffix](path, name)
 
 

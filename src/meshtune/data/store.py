@@ -28,7 +28,8 @@ from meshtune.errors import UserError
 
 # Of everything that turns documents into tokens. It is part of every fingerprint: raising it makes earlier runs
 # impossible to resume. Stores with other metadata are recognised by their digest.
-VERSION = 3
+VERSION = 4
+DIGEST_BYTES = 16  # of a sample
 META = "meta.json"
 _GROUP = 1 << 16  # tokens written at once, at least one example
 _ABANDONED = {".building-*": 1, ".parts-*": 14}  # days after which what a killed preparation left is removed
@@ -89,15 +90,17 @@ def cache_directory(override: str | os.PathLike[str] | None = None) -> pathlib.P
     return pathlib.Path(override or cache_folder()).expanduser() / "tokens"
 
 
-def fingerprint(documents: Iterable[object], *parts: str) -> str:
-    """A hash of the documents' contents and of everything else that their tokens depend on."""
+def sample_digest(sample: object) -> bytes:
+    """A hash of everything that a sample holds, DIGEST_BYTES long."""
+    # The repr of dataclasses of strings, numbers, tuples and dicts is their complete content.
+    return hashlib.blake2b(repr(sample).encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
+
+
+def fingerprint(*parts: str) -> str:
+    """A hash of everything that tokens depend on: the contents of the documents, the tokenizer, options."""
     digest = hashlib.sha256(f"meshtune tokens {VERSION}".encode())
     for part in parts:
         digest.update(hashlib.sha256(part.encode()).digest())
-    for document in documents:
-        # The repr of dataclasses of strings, numbers, tuples and dicts is their complete content.
-        digest.update(repr(document).encode("utf-8", "surrogatepass"))
-        digest.update(b"\0")
     return digest.hexdigest()[:32]
 
 

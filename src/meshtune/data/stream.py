@@ -146,6 +146,12 @@ class Stream:
                 file.write(json.dumps({**entry, "crc32": _entry_checksum(entry)}) + "\n")
 
 
+def unreadable(error: UserError) -> UserError:
+    """The error of a record of a stream, with what to do about it once the run has begun."""
+    remedy = "resume=true goes on from the last checkpoint, with data.on_bad=skip without such records"
+    return UserError(error.what, where=error.where, fix=f"{error.fix}; {remedy}" if error.fix else remedy)
+
+
 def _entry_checksum(entry: dict) -> int:
     return zlib.crc32(json.dumps(entry, sort_keys=True).encode())
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Iterator, Sequence
 
 from meshtune.data.conversation import Conversation, Document, Labelled, Message, Pair, Sample
+from meshtune.data.documents import DocumentList
 
 
 @dataclasses.dataclass(frozen=True)
 class WithSystemPrompt(Sequence[Sample]):
     """Samples with `system` before every conversation that has no system turn, added as each is read."""
 
-    samples: Sequence[Sample]
+    samples: DocumentList
     system: str | None
 
     def __len__(self) -> int:
@@ -28,6 +30,14 @@ class WithSystemPrompt(Sequence[Sample]):
                 return dataclasses.replace(sample, document=self._add(sample.document))
             case _:
                 return self._add(sample)
+
+    def content_hash(self) -> str:
+        """A hash of all samples in order."""
+        return hashlib.sha256(f"{self.samples.content_hash()} {self.system!r}".encode()).hexdigest()
+
+    def check_unchanged(self) -> None:
+        """Raises UserError if a file has changed since it was opened."""
+        self.samples.check_unchanged()
 
     def _add(self, document: Document) -> Document:
         if self.system is None or not isinstance(document, Conversation):

@@ -16,7 +16,7 @@ from meshtune.data.conversation import Conversation, Origin, Text
 from meshtune.data.documents import DocumentList
 from meshtune.data.loader import TOKEN_ARRAYS, HostBatch, micro_batches
 from meshtune.data.packing import shuffled
-from meshtune.data.stream import StreamPosition
+from meshtune.data.stream import StreamPosition, unreadable
 from meshtune.data.tokens import Example, Tokenize
 from meshtune.errors import UserError
 
@@ -126,9 +126,9 @@ class DocumentCursor:
         for index in self._order[self._group_start : self._group_start + _GROUP]:
             try:
                 document = self.rows.documents[int(index)]
-            except UserError:
+            except UserError as error:
                 if not self.rows.skip:
-                    raise
+                    raise unreadable(error) from None
                 document = None
             assert document is None or isinstance(document, Conversation | Text)
             documents.append(document)

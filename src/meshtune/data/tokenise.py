@@ -7,20 +7,22 @@ import dataclasses
 import hashlib
 import json
 import os
+import pathlib
 import pickle
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from meshtune.config.data import DataSection
 from meshtune.config.data_options import LossPolicy, TokenOptions
 from meshtune.data.chat import ChatTemplate
-from meshtune.data.conversation import Sample
 from meshtune.data.part_process import PartProcess, PartTask, process_count
 from meshtune.data.parts import PART, MakePart, add_counts, tokenised_parts
+from meshtune.data.progress import Progress
 from meshtune.data.report import TemplateInfo
 from meshtune.data.stage_examples import StageExamples
 from meshtune.data.store import Store, cache_directory, fingerprint, open_or_build
+from meshtune.data.system_prompt import WithSystemPrompt
 from meshtune.data.tokens import Example, TokenCounts
 from meshtune.data.units import with_companions
 from meshtune.errors import UserError
@@ -31,9 +33,6 @@ if TYPE_CHECKING:
 
 IN_PROCESS = 8192  # samples that are tokenised before other processes would have started
 _THREADS = max(2, min(4, os.cpu_count() or 1))  # more would wait for Python's lock
-
-Progress = Callable[[str, int, int], None]
-"""(activity, documents done, documents in all)"""
 
 
 def token_options(data: DataSection, stage: str = "sft") -> TokenOptions:
@@ -53,7 +52,7 @@ def token_options(data: DataSection, stage: str = "sft") -> TokenOptions:
 
 def tokenised_store(
     split: str,
-    samples: Sequence[Sample],
+    samples: WithSystemPrompt,
     tokenizer: PreTrainedTokenizerFast,
     options: TokenOptions,
     stage: str,
@@ -68,13 +67,9 @@ def tokenised_store(
     Raises UserError where a template cannot render a conversation, and where the cache cannot be written.
     """
 
-    task = PartTask(tokenizer, options, stage_examples(stage))
-    makers: list[MakePart] = []
-
     def build() -> tuple[Iterable[Example], Callable[[], dict[str, object]]]:
         total, conversation = TokenCounts(), False
-        if not makers:
-            makers.extend(task.maker() for _ in range(_THREADS if len(samples) > PART else 1))
+        makers = _makers(PartTask(tokenizer, options, stage_examples(stage)), len(samples), processes)
 
         def report(done: int) -> None:
             if progress is not None:
@@ -82,10 +77,13 @@ def tokenised_store(
 
         def examples() -> Iterator[Example]:
             nonlocal conversation
-            for part in tokenised_parts(samples, makers, directory, report, share):
-                add_counts(total, part.counts)
-                conversation |= part.conversation
-                yield from part.examples
+            try:
+                for part in tokenised_parts(samples, makers, directory, report, share):
+                    add_counts(total, part.counts)
+                    conversation |= part.conversation
+                    yield from part.examples
+            finally:
+                _check_unchanged(samples, directory)
 
         def meta() -> dict[str, object]:
             template = dataclasses.asdict(template_info(ChatTemplate(tokenizer))) if conversation else None
@@ -98,13 +96,9 @@ def tokenised_store(
     # Stages that make the same examples of the same records share a store.
     score_position = ("scored",) if STAGES[stage].has_score_head else ()
     parts = (tokenizer_hash(tokenizer), options.cache_key(), *score_position, *role_ends(tokenizer))
-    with contextlib.ExitStack() as stack:
-        if len(samples) > IN_PROCESS and (processes := process_count()) > 1:
-            pickled = pickle.dumps(task)  # they start while the data are read
-            makers.extend(stack.enter_context(PartProcess(pickled)) for _ in range(processes))
-        key = fingerprint(_with_progress(samples, f"reading {split} data", progress), *parts)
-        parts_folder = cache_directory(cache) / f".parts-{key}"
-        directory = parts_folder if len(samples) > PART else None
+    key = fingerprint(samples.content_hash(), *parts)
+    directory = cache_directory(cache) / f".parts-{key}" if len(samples) > PART else None
+    with contextlib.ExitStack() as processes:
         store = open_or_build(key, build, cache)
     if directory is not None:
         shutil.rmtree(directory, ignore_errors=True)
@@ -113,6 +107,25 @@ def tokenised_store(
     counts = TokenCounts(**{name: value for name, value in stored.items() if name in names})
     counts.skipped = [(origin, reason) for origin, reason in stored["skipped"]]
     return store, counts, TemplateInfo(**template) if template else None
+
+
+def _check_unchanged(samples: WithSystemPrompt, directory: pathlib.Path | None) -> None:
+    """Raises UserError if a file has changed since its records were checked, and removes the parts in `directory`,
+    which may not be of the records that were checked."""
+    try:
+        samples.check_unchanged()
+    except UserError:
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
+
+
+def _makers(task: PartTask, samples: int, processes: contextlib.ExitStack) -> list[MakePart]:
+    """What makes the parts of so many samples: processes that end with `processes`, or threads."""
+    if samples > IN_PROCESS and (count := process_count()) > 1:
+        pickled = pickle.dumps(task)
+        return [processes.enter_context(PartProcess(pickled)) for _ in range(count)]
+    return [task.maker() for _ in range(_THREADS if samples > PART else 1)]
 
 
 def role_ends(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
@@ -135,15 +148,6 @@ def template_info(chat: ChatTemplate) -> TemplateInfo:
     """The properties of a chat template."""
     end = chat.end_of_turn
     return TemplateInfo(end.head, end.token is not None, chat.writes_date)
-
-
-def _with_progress(samples: Sequence[Sample], activity: str, progress: Progress | None) -> Iterator[Sample]:
-    for index, sample in enumerate(samples):
-        if progress is not None and index % 256 == 0:
-            progress(activity, index, len(samples))
-        yield sample
-    if progress is not None:
-        progress(activity, len(samples), len(samples))
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:

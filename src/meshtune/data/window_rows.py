@@ -17,7 +17,7 @@ import numpy as np
 from meshtune.data.conversation import Origin, Sample
 from meshtune.data.loader import TOKEN_ARRAYS, HostBatch, fill_row, micro_batches
 from meshtune.data.packing import PackedRows, pack, shuffled, unpacked_rows
-from meshtune.data.stream import StreamPosition
+from meshtune.data.stream import StreamPosition, unreadable
 from meshtune.data.tokens import Example, TokenCounts, Tokenize
 from meshtune.data.units import Units
 from meshtune.errors import UserError
@@ -122,9 +122,9 @@ class WindowRows:
         for index in chosen:
             try:
                 sample = self.documents[int(index)]
-            except UserError:
+            except UserError as error:
                 if not self.skip:
-                    raise
+                    raise unreadable(error) from None
             else:
                 yield sample
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from meshtune.config.data import DataSection
 from meshtune.config.recipe import DEFAULT_EPOCHS, Recipe
-from meshtune.data.documents import CheckedSource, load_documents
+from meshtune.data.checked_source import CheckedSource
+from meshtune.data.documents import load_documents
 from meshtune.data.prepare import prepare_data
 from meshtune.errors import UserError
 from meshtune.objectives.stages import STAGES

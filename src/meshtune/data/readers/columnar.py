@@ -1,4 +1,4 @@
-"""Parquet, Arrow and saved data sets, read through `datasets` and memory-mapped from its cache (HF_HOME).
+"""Arrow files, saved data sets and those of the hub, read through `datasets`, memory-mapped from its cache (HF_HOME).
 
 In a column of structs every struct has the fields of all: those that a record does not have are null. A null within a
 record is therefore left out, as a tool would otherwise be called with the arguments of all others.
@@ -60,6 +60,9 @@ class ColumnarRecords:
         for begin in range(0, len(self), BLOCK):
             yield from self._block(begin, min(begin + BLOCK, len(self)))
 
+    def check_unchanged(self) -> None:
+        """Files of the cache are written once."""
+
 
 def without_nulls(value: object) -> object:
     """`value` with the fields of its objects that are not null."""
@@ -68,33 +71,9 @@ def without_nulls(value: object) -> object:
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def open_parquet(path: pathlib.Path, name: str) -> ColumnarRecords:
-    """The records of a parquet file, which `datasets` copies into its cache once. Raises UserError for a file that is
-    truncated or not parquet."""
-    with path.open("rb") as file:
-        head, size = file.read(4), path.stat().st_size
-        file.seek(max(0, size - 4))
-        tail = file.read(4)
-    _check_not_empty(size, name)
-    if head != b"PAR1" or tail != b"PAR1":
-        problem = (
-            "truncated: its end marker is missing" if head == b"PAR1" else "not parquet: it does not begin with PAR1"
-        )
-        raise UserError(f"the parquet file is {problem}", where=name, fix="write or download it again")
-    import datasets
-    import pyarrow
-    from datasets.exceptions import DatasetsError
-
-    with quiet_datasets(progress_bars=False):
-        try:
-            return ColumnarRecords(datasets.Dataset.from_parquet(str(path)), name)  # pyright: ignore[reportArgumentType]
-        except (DatasetsError, pyarrow.ArrowException, OSError, ValueError) as error:
-            raise UserError(f"cannot read the parquet file: {root_cause(error)}", where=name) from error
-
-
 def open_arrow(path: pathlib.Path, name: str) -> ColumnarRecords:
     """The records of an Arrow stream file (as `datasets` writes) or an Arrow IPC file, memory-mapped in place."""
-    _check_not_empty(path.stat().st_size, name)
+    check_not_empty(path.stat().st_size, name)
     import datasets
     import pyarrow
     from datasets.table import MemoryMappedTable
@@ -131,7 +110,8 @@ def open_saved(path: pathlib.Path, name: str, split: str) -> ColumnarRecords:
         raise UserError(f"cannot read the saved data set: {root_cause(error)}", where=name) from error
 
 
-def _check_not_empty(size: int, name: str) -> None:
+def check_not_empty(size: int, name: str) -> None:
+    """Raises UserError if a file has no bytes."""
     if not size:
         raise UserError("the file is empty", where=name, fix="write records into it, or remove it from the recipe")
 

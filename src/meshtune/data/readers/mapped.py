@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import mmap
 import pathlib
@@ -14,6 +15,7 @@ import numpy as np
 from meshtune.errors import UserError
 
 CHUNK = 1 << 24  # bytes scanned at a time, which bounds the memory of a scan
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CONTEXT = 30  # characters shown on either side of a mistake
 
 
@@ -27,6 +29,7 @@ class MappedFile:
 
     def __init__(self, path: pathlib.Path, name: str):
         self.path, self.name = path, name
+        self._status = _status(path)
         self.view = _map(path, name)
         self.start = 3 if self.view[:3] == b"\xef\xbb\xbf" else 0
         if self.view[:2] in (b"\xff\xfe", b"\xfe\xff"):
@@ -36,6 +39,17 @@ class MappedFile:
 
     def __reduce__(self):
         return MappedFile, (self.path, self.name)
+
+    def check_unchanged(self) -> None:
+        """Raises UserError if the file was written to since it was opened. One put in its place changes nothing here,
+        since the former contents remain mapped."""
+        status = _status(self.path)
+        if status[0] == self._status[0] and status != self._status and self.path.suffix != ".gz":
+            raise UserError(
+                "the file was changed while it was read",
+                where=self.name,
+                fix="start again once nothing writes to it any more",
+            )
 
     def line(self, offset: int) -> int:
         """The line, counted from 1, that contains the byte at `offset`."""
@@ -69,6 +83,15 @@ class MappedFile:
             ) from None
 
 
+def _status(path: pathlib.Path) -> tuple[int, int, int]:
+    """The inode, size and time of the last change of a file; zeros if there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0, 0
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def _map(path: pathlib.Path, name: str) -> mmap.mmap:
     try:
         if path.suffix == ".gz":
@@ -83,6 +106,12 @@ def _map(path: pathlib.Path, name: str) -> mmap.mmap:
             f"the gzip file is damaged or truncated ({error})", where=name, fix="download it again"
         ) from None
     except OSError as error:
+        if error.errno in DISK_FULL and path.suffix == ".gz":
+            raise UserError(
+                f"the file cannot be unpacked: {error.strerror}",
+                where=f"{name}, {tempfile.gettempdir()}",
+                fix="free space there, or set TMPDIR to a directory with more",
+            ) from None
         raise UserError(f"cannot read the file: {error.strerror or error}", where=name) from None
 
 

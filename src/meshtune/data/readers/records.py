@@ -20,6 +20,7 @@ class Records(Protocol):
     `records[i]` raises UserError where the record is malformed. `where(i)` describes the origin for people, with the
     line number where the file has lines. `sweep()` is the fast way to read all records in order; it yields the
     UserError in place of a record that cannot be read, so that one bad line does not end the pass.
+    `check_unchanged()` raises UserError if the file has changed since it was opened.
     """
 
     def __len__(self) -> int: ...
@@ -31,6 +32,8 @@ class Records(Protocol):
     def where(self, index: int) -> str: ...
 
     def sweep(self) -> Iterator[object | UserError]: ...
+
+    def check_unchanged(self) -> None: ...
 
 
 def line_origin(file: MappedFile, index: int, begin: int) -> str:
@@ -68,6 +71,9 @@ class FileRecords:
             except UserError as error:
                 yield error
 
+    def check_unchanged(self) -> None:
+        self.file.check_unchanged()
+
 
 class ConcatenatedRecords:
     """The records of several files in sequence. Each record keeps the name of its file and its index there."""
@@ -97,3 +103,7 @@ class ConcatenatedRecords:
 
     def sweep(self) -> Iterator[object | UserError]:
         return itertools.chain.from_iterable(part.sweep() for part in self.parts)
+
+    def check_unchanged(self) -> None:
+        for part in self.parts:
+            part.check_unchanged()

@@ -1,0 +1,38 @@
+"""Runs `meshtune` on a host called HOST, in a namespace of its own: `host_that_prepares.py HOST LOG OTHER ...`.
+
+Appends the name of every part that is written to LOG, and then waits until the other host, whose log is OTHER, has
+written as many of its share of SHARE parts: what one of them reads does not depend on which is faster.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import runpy
+import socket
+import sys
+import time
+
+from meshtune.data import parts
+
+SHARE = 2
+host, log, other, *sys.argv[1:] = sys.argv[1:]
+socket.sethostname(host)
+write_part = parts.write_part
+
+
+def written(file: str) -> int:
+    path = pathlib.Path(file)
+    return len(path.read_text().split()) if path.exists() else 0
+
+
+def logged(file: pathlib.Path, part: parts.Part) -> None:
+    write_part(file, part)
+    with open(log, "a") as lines:
+        lines.write(f"{file.stem}\n")
+    deadline = time.monotonic() + 120
+    while written(other) < min(written(log), SHARE) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+parts.write_part = logged
+runpy.run_module("meshtune", run_name="__main__")
