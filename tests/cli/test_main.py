@@ -206,6 +206,17 @@ def test_resume_and_overwrite_exclude_each_other(meshtune, tmp_path, trained):
     assert trained.recipes == []
 
 
+@pytest.mark.parametrize(("written", "flag"), [("overwrite", "resume"), ("resume", "overwrite")])
+def test_a_flag_wins_over_its_opposite_in_the_file(meshtune, tmp_path, trained, written, flag):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"{RECIPE}{written}: true\n")
+    code, _, err = meshtune("train", str(path), f"--{flag}")
+    assert code == 0
+    assert f"note: command line, {flag}=true: {written}: true in the recipe has no effect" in err
+    (recipe,) = trained.recipes
+    assert (getattr(recipe, flag), getattr(recipe, written)) == (True, False)
+
+
 def test_the_first_argument_is_a_file_unless_it_can_only_be_an_override(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert split(["r.yaml", "a=1"]) == ("r.yaml", ["a=1"])

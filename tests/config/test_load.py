@@ -204,6 +204,12 @@ def test_merge_keys_and_anchors_work(written):
             "train: batch_size 6 does not divide by micro_batch 4",
             "5 and 6",
         ),
+        (
+            "model.chat_template: chatml\n",
+            "model.chat_template is written so on the command line alone; in a recipe it is "
+            "model: {chat_template: ...}",
+            4,
+        ),
         ("resume: true\noverwrite: true\n", "the recipe: give resume or overwrite, not both", "4 and 5"),
     ],
 )

@@ -41,7 +41,7 @@ def test_the_first_bad_record_is_named_with_file_record_line_field_and_format(tm
     error = fails(train=[path])
     assert error.what == "the text is empty"
     assert error.where == f"{path}, record 2 (line 4), field 'output' (format alpaca)"
-    assert "on_bad: skip" in error.fix
+    assert "data.on_bad=skip" in error.fix
 
 
 def test_malformed_json_is_named_with_its_line_and_record(tmp_path):

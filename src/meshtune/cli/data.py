@@ -19,7 +19,12 @@ def _data() -> None:
 @app.command()
 def inspect(
     arguments: Arguments,
-    records: Annotated[int, typer.Option("--records", "-n", min=0, help="Documents to show token by token.")] = 3,
+    records: Annotated[
+        int,
+        typer.Option(
+            "--records", "-n", min=0, help="Documents to show token by token, and one of each further source."
+        ),
+    ] = 3,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to show of each.")] = 400,
 ) -> None:
     """Show tokens, which of them are learned, packing efficiency, lengths, and every warning."""

@@ -71,6 +71,7 @@ def load_recipe(
             fix=f"translate it: meshtune import {name} --to recipe.yaml, then: meshtune train recipe.yaml",
         )
     raw, origins = command_line.apply(with_current_names(content, notify), overrides, notify)
+    _settle_restart(raw, origins, notify)
     if isinstance(source, str | pathlib.Path):
         recipe_file = pathlib.Path(source).expanduser()
         beside_recipe(raw, recipe_file, lambda path: _written_at(path, origins) is not None, notify)
@@ -88,6 +89,15 @@ def load_recipe(
         return Recipe.model_validate(raw)
     except ValidationError as error:
         raise as_user_error(error, raw, name, locate) from error
+
+
+def _settle_restart(raw: dict[str, object], origins: dict[yaml_text.Path, str], notify: Notify) -> None:
+    """Lets `resume` on the command line win over `overwrite` in the file, and the other way round: other tools' recipes
+    set the latter always."""
+    for given, other in (("resume", "overwrite"), ("overwrite", "resume")):
+        if (given,) in origins and (other,) not in origins and raw.get(given) is True and raw.get(other) is True:
+            raw[other] = False
+            notify(f"{origins[given,]}: {other}: true in the recipe has no effect")
 
 
 def _written_at(path: yaml_text.Path, origins: dict[yaml_text.Path, str]) -> str | None:

@@ -143,6 +143,8 @@ def _unknown_key(path: Path, raw: Mapping[str, object]) -> str:
     section = section_at(path[:-1], raw)
     valid = list(section_fields(section)) if section is not None else []
     names = [entry.name for entry in keys()]
+    if len(path) == 1 and "." in key and key in names:
+        return f"{key} is written so on the command line alone; in a recipe it is {_nested(key)}"
     if path[:-1] in KINDS and isinstance(chosen := raw.get(str(path[0])), dict) and name in names:
         return f"{name} does not belong to {path[0]} {chosen.get('kind')}, which takes {', '.join(valid)}"
     by_last = {entry.split(".")[-1]: entry for entry in reversed(names)}
@@ -154,6 +156,14 @@ def _unknown_key(path: Path, raw: Mapping[str, object]) -> str:
         hint = f"did you mean '{by_last[match[0]]}'? "
     owner = ".".join(map(str, path[:-1])) or "a recipe"
     return f"{name} is not a key; {hint}{owner} takes {', '.join(valid)}"
+
+
+def _nested(name: str) -> str:
+    """A key as YAML has it: model: {chat_template: ...}."""
+    text = "..."
+    for step in reversed(name.split(".")):
+        text = f"{{{step}: {text}}}"
+    return text[1:-1]
 
 
 def _quoted(value: object) -> str:

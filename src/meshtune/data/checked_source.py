@@ -183,7 +183,7 @@ def _with_location(error: UserError, records: Records, index: int, form: RecordF
             where += f" (format {form.name})"
     elif origin not in where:
         where = f"{where} (record {records.origin(index).record})"
-    remedy = "on_bad: skip leaves such records out"
+    remedy = "data.on_bad=skip leaves such records out"
     return UserError(error.what, where=where, fix=f"{error.fix}; or {remedy}" if error.fix else remedy)
 
 

@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 from rich.rule import Rule
@@ -54,10 +55,13 @@ def inspect_data(recipe: Recipe, *, records: int = 3, tokens: int = 400, console
 
 
 def _first_examples(data: Loader | Stream, count: int) -> Sequence[Example]:
-    """The first examples of a store, or those that a stream begins with, in its order."""
+    """The first examples of a store and the first of each further source, or those that a stream begins with, in its
+    order."""
     if isinstance(data, Stream):
         return data.rows.first_examples(count)
-    return [data.store[index] for index in range(min(count, len(data.store)))]
+    first = range(min(count, len(data.store)))
+    of_sources = np.unique(data.store.sources, return_index=True)[1].tolist() if count else []
+    return [data.store[index] for index in sorted({*first, *of_sources})]
 
 
 def legend(console: Console) -> Text:

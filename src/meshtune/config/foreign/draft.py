@@ -159,6 +159,8 @@ class Draft:
             if any(value is neutral or (value == neutral and type(value) is type(neutral)) for neutral in rule.neutral):
                 return Finding(key, "no effect", note=f"{_shown(value)} asks for nothing")
             return Finding(key, "refused", note=rule.note, fix=rule.fix)
+        if value is False and rule.default is False:
+            return Finding(key, "no effect", note="false asks for nothing")
         return Finding(key, "no effect", note=rule.note)
 
 
