@@ -7,7 +7,7 @@ import re
 
 import pytest
 import yaml
-from files import AXOLOTL, LLAMA_FACTORY, QLORA, verdicts
+from files import AXOLOTL, LLAMA_FACTORY, QLORA, finding_of, verdicts
 
 from meshtune.config.foreign import (
     axolotl,
@@ -420,3 +420,15 @@ def test_the_page_has_the_importers_own_tables():
 def test_templates_that_files_name_ship_with_meshtune():
     used = {**templates.LLAMA_FACTORY, **templates.AXOLOTL}.values()
     assert {template.name for template in used if template.name} <= set(template_names())
+
+
+def test_a_flag_that_is_off_asks_for_nothing(imported):
+    translation = imported(AXOLOTL | QLORA | {"load_in_8bit": False})
+    assert finding_of(translation, "load_in_8bit").note == "false asks for nothing"
+
+
+def test_a_template_that_is_the_tokenizer_s_own_must_write_the_tools_of_the_data(imported):
+    finding = finding_of(imported(LLAMA_FACTORY | {"template": "smollm2"}), "template")
+    assert finding.verdict == "differs"
+    assert "must also write the tools and calls of the data" in finding.note
+    assert "tools" not in finding_of(imported(LLAMA_FACTORY), "template").note

@@ -65,7 +65,7 @@ def _source(draft: Draft, key: str, to: str, entry: dict[str, Any], kind: str) -
     if columns:
         draft.put(f"{to}.columns", columns, key)
     if tags and prompts in LITERAL:
-        draft.put(f"{to}.tags", tags, key, note="the peer's own words")
+        draft.put(f"{to}.tags", tags, key, note="axolotl's own words")
     elif tags:
         draft.put(f"{to}.tags", tags, key)
     return prompts

@@ -7,7 +7,7 @@ from meshtune.config.foreign.draft import ONE_TEXT, OTHER_ORDER, Draft
 from meshtune.config.foreign.streams import stops, stream
 from meshtune.config.foreign.trainer import batch_settings, length
 
-PACKED = "a packed row has sequence_len tokens, and so many rows an update; the peer's bins are filled in another order"
+PACKED = "an update has as many rows of sequence_len tokens as the batch; axolotl fills its rows in another order"
 SHARDED = ("deepspeed", "fsdp", "fsdp_config", "dp_shard_size")
 CONTEXT_PARALLEL = ("context_parallel_size", "context_parapllel_size", "sequence_parallel_degree")
 KNOWN_PLUGINS = ("cut_cross_entropy", "liger", "kernels", "expert_parallel", "swanlab", "lm_eval")
@@ -207,9 +207,7 @@ def _batch(draft: Draft) -> None:
     batch_settings(draft, "micro_batch_size", sharing=("tensor_parallel_size", *CONTEXT_PARALLEL))
     total, rows = draft.get("batch_size"), (draft.get("micro_batch_size") or 1)
     if draft.get("gradient_accumulation_steps") > 1 and not draft.get("rl"):
-        note = (
-            "the peer weighs the micro-batches of an update alike, whatever their tokens; here each token counts once"
-        )
+        note = "axolotl weighs the micro-batches of an update alike, whatever their tokens; here each token counts once"
         draft.differ("gradient_accumulation_steps", note)
     if total and "gradient_accumulation_steps" not in draft.given and total != rows:
         note = f"an update has {rows} a device there too, whose run ends after 1/{total // rows} of num_epochs"
@@ -246,7 +244,7 @@ def _schedule(draft: Draft) -> None:
         warm = min(int(0.03 * total), 100)
         draft.put("optimizer.warmup_steps", 2 if warm == 1 else warm, note="3% of max_steps, at most 100")
     else:
-        draft.put("optimizer.warmup_ratio", 0.03, note="the peer stops at 100 steps: see the run's number of steps")
+        draft.put("optimizer.warmup_ratio", 0.03, note="axolotl stops at 100 steps: see the run's number of steps")
 
 
 def _precision(draft: Draft) -> None:

@@ -9,10 +9,13 @@ from meshtune.config.foreign.rules import ABSENT, Reader, Rule, Table, UnfitValu
 from meshtune.errors import nearest
 
 # What no recipe can make the same, for the head of every file that is written.
-OTHER_ORDER = "Order of the data and start of the adapters: drawn from the same seed by another generator."
+OTHER_ORDER = (
+    "The order of the data and the first values of adapters are drawn from the same seed by another generator, and "
+    "differ."
+)
 ONE_TEXT = (
-    "A conversation is tokenised as one text; the peer tokenises each of its parts alone, which with SentencePiece "
-    "(Llama 2, Mistral, Gemma) can differ by a blank at the start of an answer."
+    "A conversation is tokenised as one text; the other tool tokenises each of its parts alone, which with "
+    "SentencePiece (Llama 2, Mistral, Gemma) can differ by a blank at the start of an answer."
 )
 HOLDERS = ("x-", "_")  # keys beside a recipe's own, where people write what anchors name
 Verdict = Literal["translated", "differs", "no effect", "refused", "unknown"]

@@ -74,7 +74,7 @@ def export(draft: Draft) -> None:
 
 
 def chat(draft: Draft) -> None:
-    """`meshtune chat`, with the sampling of the peer."""
+    """`meshtune chat`, with the sampling of LLaMA-Factory."""
     _loaded(draft)
     _sampled(draft)
 
@@ -96,7 +96,7 @@ def predict(draft: Draft) -> None:
     if draft.get("overwrite_output_dir"):
         draft.put("--overwrite", True, "overwrite_output_dir")
     draft.put("--rows", draft.get("per_device_eval_batch_size") * draft.devices, "per_device_eval_batch_size")
-    draft.put("--metrics", "llamafactory", note="the peer's own BLEU-4 and ROUGE")
+    draft.put("--metrics", "llamafactory", note="LLaMA-Factory's own BLEU-4 and ROUGE")
 
 
 def _base(draft: Draft) -> str:

@@ -6,6 +6,10 @@ from meshtune.config.foreign.draft import Draft
 from meshtune.config.foreign.streams import stops
 from meshtune.config.foreign.templates import LLAMA_FACTORY, template
 
+TOOLS_WRITTEN = (
+    "that template must also write the tools and calls of the data: where it does not, set model.chat_template"
+)
+
 
 def sources(draft: Draft, kind: str) -> bool:
     """Translates the data of stage `kind`. Returns whether there are validation data."""
@@ -36,7 +40,7 @@ def sources(draft: Draft, kind: str) -> bool:
         draft.put("data.shuffle", False, "disable_shuffling")
     if draft.get("tokenized_path"):
         draft.differ(
-            "tokenized_path", "training prepares its data and keeps them; the peer stops when they are written"
+            "tokenized_path", "training prepares its data and keeps them; LLaMA-Factory stops when they are written"
         )
     return _validation(draft)
 
@@ -110,10 +114,10 @@ def _lengths(draft: Draft, kind: str) -> None:
     if draft.get("neat_packing"):
         draft.put("data.packing", True, "neat_packing", "packing")
     elif packing and kind == "pt":
-        note = "documents do not see each other in a row; the peer joins all text and cuts it into rows"
+        note = "documents do not see each other in a row; LLaMA-Factory joins all text and cuts it into rows"
         draft.put("data.packing", True, "packing", note=note, differs=True)
     elif packing:
-        note = "documents do not see each other in a row; in the peer they do, without neat_packing"
+        note = "documents do not see each other in a row; in LLaMA-Factory they do, without neat_packing"
         draft.put("data.packing", True, "packing", note=note, differs=True)
     else:
         draft.put("data.packing", False, "packing", note="one document a row, so that a batch holds as many")
@@ -122,9 +126,11 @@ def _lengths(draft: Draft, kind: str) -> None:
 def chat_template(draft: Draft) -> None:
     name = draft.get("template")
     if name is None:
-        draft.remark("no template is named: the tokenizer's own is used, as by the peer")
+        draft.remark("no template is named: the tokenizer's own is used, as by LLaMA-Factory")
         return
     entry = template(draft, "template", name, LLAMA_FACTORY)
+    if entry is None:
+        draft.differ("template", TOOLS_WRITTEN)
     if entry and entry.system and not draft.get("default_system"):
         draft.put("data.system", entry.system, "template", note="the template's own")
 

@@ -144,7 +144,7 @@ def _freeze(draft: Draft) -> None:
 
 
 def _new_layers(draft: Draft, blocks: int, modules: list[str]) -> None:
-    """LLaMA Pro in the peer trains every nth layer of a model that a script has expanded before."""
+    """LLaMA Pro in LLaMA-Factory trains every nth layer of a model that a script has expanded before."""
     total = models.layers_of(str(draft.get("model_name_or_path")))
     if total is None or modules or total % blocks:
         draft.refuse(
@@ -219,7 +219,7 @@ def quantize(draft: Draft) -> None:
 
 
 def _optimizer(draft: Draft) -> None:
-    """Optimizers that have switches of their own; at most one, as in the peer."""
+    """Optimizers that have switches of their own; at most one, as in LLaMA-Factory."""
     if draft.get("use_galore"):
         _low_rank(draft, "galore", scale="galore_scale")
     elif draft.get("use_apollo"):
@@ -255,5 +255,7 @@ def _precision(draft: Draft) -> None:
         note = "neither bf16 nor fp16 is asked for, and what is trained is kept in float32"
         draft.put("compute.precision", "mixed", note=note)
     elif draft.given.get("bf16") is False and not draft.get("fp16"):
-        note = "computed in the checkpoint's dtype in the peer, in bfloat16 with float32 copies of what is trained here"
+        note = (
+            "LLaMA-Factory computes in the checkpoint's dtype; here in bfloat16, with float32 copies of what is trained"
+        )
         draft.put("compute.precision", "mixed", "bf16", note=note, differs=True)

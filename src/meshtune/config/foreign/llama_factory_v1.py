@@ -73,7 +73,7 @@ V1: Table = {
     **idle("it is for sampling, which `meshtune chat` and `generate` do", "sample_backend max_new_tokens"),
     **idle(IMAGES, "processor_config"),
 }
-# Keys within peft_config, quant_config and optim_config, with the peer's defaults.
+# Keys within peft_config, quant_config and optim_config, with LLaMA-Factory's defaults.
 LORA: dict[str, tuple[Reader, Any]] = {
     "r": (integer, 8), "lora_alpha": (number, 16), "lora_dropout": (number, 0.05), "target_modules": (names, ["all"]),
 }  # fmt: skip
@@ -143,10 +143,10 @@ def _data(draft: Draft) -> str:
     if (name := draft.get("eval_dataset")) is not None:
         for index, (title, entry) in enumerate(_listing(draft, "eval_dataset", name).items()):
             _source(draft, f"data.validation.{index}", "eval_dataset", title, dict(entry))
-        draft.put("eval.every", None, note="the peer evaluates at the end alone")
+        draft.put("eval.every", None, note="LLaMA-Factory evaluates at the end alone")
     strategy = draft.get("batching_strategy")
     packed = strategy in ("dynamic_batching", "dynamic_padding_free")
-    note = "rows are filled with whole documents; the peer counts tokens of a batch" if packed else ""
+    note = "rows are filled with whole documents; LLaMA-Factory counts tokens of a batch" if packed else ""
     draft.put("data.packing", packed, "batching_strategy", note=note, differs=packed)
     draft.put("data.max_length", draft.get("cutoff_len"), "cutoff_len")
     return "dpo" if any(entry.get("converter") == "pair" for entry in listed.values()) else "sft"
@@ -258,8 +258,8 @@ def _quantize(draft: Draft) -> None:
 def _optimizer(draft: Draft) -> None:
     config = dict(draft.get("optim_config") or {})
     name = config.pop("name", "adamw")
-    draft.put("optimizer.schedule", "constant", note="the peer's rate is constant")
-    draft.put("optimizer.warmup_steps", 0, note="the peer has no warm-up")
+    draft.put("optimizer.schedule", "constant", note="LLaMA-Factory's rate is constant")
+    draft.put("optimizer.warmup_steps", 0, note="LLaMA-Factory has no warm-up")
     if name == "muon":
         draft.put("optimizer.name", "muon", "optim_config")
         draft.put("optimizer.momentum", draft.pop("optim_config", config, "momentum", number, 0.95), "optim_config")

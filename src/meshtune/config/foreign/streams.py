@@ -29,7 +29,7 @@ def stream(draft: Draft, key: str, *related: str) -> None:
 
 
 def stops(draft: Draft, key: str, without: str) -> None:
-    """Refuses a key with which the peer does not stream either."""
+    """Refuses a key with which the tool does not stream either."""
     draft.refuse(key, f"{draft.tool} stops where data are a stream", f"{without}, or leave streaming out")
 
 

@@ -261,7 +261,7 @@ def upload(draft: Draft, *keys: str) -> None:
     if "hub_private_repo" in draft.given:
         draft.put("hub.public", not draft.get("hub_private_repo"), "hub_private_repo")
     else:
-        draft.remark("The repository is private unless hub.public says otherwise; the peer makes it public.")
+        draft.remark(f"The repository is private unless hub.public says otherwise; {draft.tool} makes it public.")
 
 
 def dropout(draft: Draft, *, compared: bool) -> None:

@@ -92,7 +92,7 @@ def _stage(draft: Draft, name: str) -> None:
     if name in ("dpo", "kto", "orpo", "cpo"):
         draft.put("stage.beta", float(draft.get("beta")), "beta")
     if name == "orpo":
-        draft.put("data.train_on_prompt", True, note="the peer's cross-entropy is that of prompt and chosen answer")
+        draft.put("data.train_on_prompt", True, note="TRL's cross-entropy is that of prompt and chosen answer")
     if name == "cpo":
         draft.put("stage.sft_weight", draft.get("cpo_alpha"), "cpo_alpha")
         if draft.get("label_smoothing"):
@@ -156,7 +156,7 @@ def _targets(draft: Draft) -> None:
 
 
 def _stream(draft: Draft) -> None:
-    """A stream, which the peer reads in its order unless shuffle_dataset draws it from a buffer."""
+    """A stream, which TRL reads in its order unless shuffle_dataset draws it from a buffer."""
     key = "streaming" if draft.get("datasets") else "dataset_streaming"
     if not draft.get(key):
         return
