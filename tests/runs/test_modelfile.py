@@ -98,6 +98,14 @@ def test_a_template_of_equal_turns_is_said_in_ollama_s_language(shared):
     )
     assert '{{ else if eq .Role "user" }}<|im_start|>user\n{{ .Content }}<|im_end|>\n' in text
     assert text.endswith('<|im_start|>assistant\n"""\nPARAMETER stop "<|im_end|>"\n')
+    assert "tools" not in text
+
+
+def test_a_comment_says_that_tools_are_left_out(shared):
+    tokenizer = load_tokenizer(shared / "assets/tokenizers/smollm2", "chatml")
+    text = modelfile(["FROM ./m.gguf"], tokenizer, [])
+    assert "\n# The chat template writes tools, this TEMPLATE does not" in text
+    assert "Tools" not in text.split('TEMPLATE """')[1]
 
 
 @pytest.mark.parametrize("name", STOCK)
@@ -113,7 +121,10 @@ def test_a_day_s_date_and_spaces_that_the_template_removes_are_named(shared):
     text = modelfile([], tokenizer_of("meta-llama-Llama-3.2-3B-Instruct", shared), [])
     assert "# The chat template writes the day's date" in text
     assert "# The chat template removes spaces and line breaks around messages" in text
-    assert "#" not in modelfile([], tokenizer_of("Qwen-Qwen2.5-7B-Instruct", shared), [])
+    comments = [
+        line for line in modelfile([], tokenizer_of("Qwen-Qwen2.5-7B-Instruct", shared), []).split("\n") if "# " in line
+    ]
+    assert [line.partition(",")[0] for line in comments] == ["# The chat template writes tools"]
 
 
 @pytest.mark.parametrize("part", ["{{ x }}", '"""', "\u00a0", "\u200b"])

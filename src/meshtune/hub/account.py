@@ -144,6 +144,9 @@ def hub_errors(name: str) -> Iterator[None]:
         if broken is None:
             raise UserError(f"the hub did not take the push: {error}", where=name, fix="see its message") from error
         text = str(broken).splitlines()[0] if str(broken) else type(broken).__name__
+        if "xet" in text and "404" in text:  # a mirror, or a hub of one's own
+            what, fix = f"this hub has no Xet storage: {text}", "set HF_HUB_DISABLE_XET=1 and push again"
+            raise UserError(what, where=name, fix=fix) from error
         raise UserError(
             f"the connection to the hub broke: {text}",
             where=name,

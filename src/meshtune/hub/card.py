@@ -84,16 +84,23 @@ def _heading(subject: Subject) -> str:
     lines = [f"# {subject.repository.split('/')[1]}", ""]
     base, run = subject.base, subject.run
     if base is None:
-        return "\n".join([*lines, "A model, pushed with Meshtune. Its files do not say what it was tuned from."])
+        what = "GGUF files" if subject.kind == "gguf" else "A model"
+        return "\n".join([*lines, f"{what}, pushed with Meshtune. Its files do not say what it was tuned from."])
     name = f"[{base.hub_id}](https://huggingface.co/{base.hub_id})" if base.hub_id else f"`{base.name}`"
     revision = f" at revision `{base.revision}`" if base.revision else ""
     lines.append(f"{kind} {name}{revision}, made with Meshtune.")
     if run:
         steps = f" in {run.steps:,} updates" if run.steps else ""
-        lines[-1] += f" It was trained by {STAGES.get(run.stage, run.stage.upper())} ({run.method}){steps}."
+        lines[-1] += f" It was trained by {STAGES.get(run.stage, run.stage.upper())} ({_method(run)}){steps}."
     if base.hash:
         lines += ["", f"Hash of the base's weights: `{base.hash}`."]
     return "\n".join(lines)
+
+
+def _method(run: RunFacts) -> str:
+    """The method with the numbers that its result cannot be used or compared without."""
+    sizes = [f"{name} {value:g}" for name, value in (("rank", run.rank), ("alpha", run.alpha)) if value is not None]
+    return ", ".join([run.method, *sizes])
 
 
 def _loading(subject: Subject) -> str:
@@ -150,7 +157,7 @@ def _training(run: RunFacts) -> str:
     if counts:
         left_out = f", {counts['left_out']:,} left out" if counts.get("left_out") else ""
         lines += ["", f"{counts['samples']:,} {counts['noun']}{left_out}, {counts['tokens']:,} tokens in an epoch, of "]
-        lines[-1] += f"which {counts['trained_tokens']:,} are learned."
+        lines[-1] += f"which {counts['trained_tokens']:,} are trained on."
     if run.fingerprint:
         lines += ["", f"Hash of the training tokens and their weights: `{run.fingerprint}`."]
     lines += ["", "## Recipe", "", "```yaml", run.recipe.rstrip(), "```"]

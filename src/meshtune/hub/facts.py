@@ -13,8 +13,11 @@ import yaml
 
 from meshtune.config.load import load_recipe
 from meshtune.config.recipe import Recipe
+from meshtune.data.registry import Registry
 from meshtune.data.sources import READERS, file_type
+from meshtune.errors import UserError
 from meshtune.hub.base_model import Base
+from meshtune.objectives.stages import STAGES
 from meshtune.runs.output import RECIPE, read_run
 from meshtune.weights.hub import HUB_ID
 
@@ -53,6 +56,8 @@ class RunFacts:
     recipe: str
     stage: str
     method: str
+    rank: int | None
+    alpha: float | None
     data: list[DataFact]
     counts: Mapping[str, Any]
     fingerprint: str | None
@@ -73,7 +78,9 @@ def run_facts(run: Path, base: Base) -> RunFacts:
         recipe=_recipe_text(recipe, base),
         stage=recipe.stage.kind,
         method=recipe.method.kind if recipe.method.kind != "lora" else getattr(recipe.method, "adapter", "lora"),
-        data=[_data_fact(source, run) for source in recipe.data.train],
+        rank=getattr(recipe.method, "rank", None),
+        alpha=getattr(recipe.method, "alpha", None),
+        data=[_data_fact(source, recipe, run) for source in recipe.data.train],
         counts=fields.get("trained_on") or {},
         fingerprint=fields.get("data"),
         steps=fields.get("step"),
@@ -119,9 +126,14 @@ def public_path(path: str) -> str:
     return local.name
 
 
-def _data_fact(source: Any, run: Path) -> DataFact:
+def _data_fact(source: Any, recipe: Recipe, run: Path) -> DataFact:
     if source.path is None:
-        return DataFact(source.name, False)
+        try:
+            registry = Registry.load(recipe.data.registry or "")
+            entry = registry.source(source, STAGES[recipe.stage.kind].dataset_type)
+        except UserError:  # the registry is no longer where it was
+            return DataFact(source.name, False)
+        return _data_fact(entry, recipe, run)
     public, file = public_path(source.path), Path(source.path).expanduser()
     if not file.exists() and public == source.path and "/" in public:
         return DataFact(public, True, source.split, source.revision)

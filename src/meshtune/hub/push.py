@@ -109,10 +109,11 @@ def send(
     files[CARD] = model_card(subject).encode()
     files[RECORD] = _record(package, sorted({*files, RECORD}))
     check_contents(files, target.token, local_paths(package.path, package.run, package.directory, folder))
-    if package.kind == "adapter" and base and base.hub_id is None:
+    if base and base.hub_id is None:
+        places = "the card and adapter_config.json" if package.kind == "adapter" else "the card"
         report(
-            f"the base is called '{base.name}' in the card and in adapter_config.json, which is no id of the hub: "
-            "--base-model (hub.base_model) says it"
+            f"{places} will call the base '{base.name}', which is not an id on the hub: give its id with --base-model "
+            "(hub.base_model)"
         )
     report(f"sending {len(files)} files to {target.url}")
     operations = [

@@ -328,7 +328,7 @@ def _adapter(
         ours, theirs = (jax.tree.leaves(flatten(loaded.trainable)) for loaded in (original, copy))
         if copy.config != original.config or not all(map(np.array_equal, ours, theirs)):
             raise ExportError("the copy of the adapter differs from the original", where=str(dest), fix="try again")
-    return ExportResult("a PEFT adapter", dest, f"its {len(ours)} arrays are equal")
+    return ExportResult("a PEFT adapter", dest, "all of its weights are equal")
 
 
 def _copy_tree(source: Path, dest: Path, progress: Callable[[int, int], None] | None) -> None:

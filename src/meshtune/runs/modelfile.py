@@ -58,6 +58,10 @@ def modelfile(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, stops:
             lines.append(
                 "# The chat template removes spaces and line breaks around messages; Ollama's language cannot."
             )
+        if "tools" in template:
+            lines.append(
+                "# The chat template writes tools, this TEMPLATE does not: Ollama will refuse requests with tools."
+            )
         lines.append(f'TEMPLATE """{_go_template(turns)}"""')
     elif template:
         lines.append(

@@ -1,0 +1,53 @@
+"""What a card says of a run whose data a registry names."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+
+import pytest
+import yaml
+
+from meshtune.hub.base_model import Base
+from meshtune.hub.card import Subject, model_card
+from meshtune.hub.facts import run_facts
+from meshtune.runs.output import RECIPE
+
+BASE = Base("stories", "org/stories", "org/stories", None, None, None)
+
+
+@pytest.fixture
+def named(finished, tmp_path):
+    """The finished run as one that named its data in a registry, and the folder of that registry."""
+    run, data = tmp_path / "run", tmp_path / "data"
+    shutil.copytree(finished, run)
+    data.mkdir()
+    (data / "lesson.json").write_text("[]")
+    os.utime(data / "lesson.json", (1, 1))
+    entries = {"lesson": {"file_name": "lesson.json"}, "public": {"hf_hub_url": "org/lessons"}}
+    (data / "dataset_info.json").write_text(json.dumps(entries))
+    recipe = yaml.safe_load((run / RECIPE).read_text())
+    recipe["data"] |= {"registry": str(data), "train": [{"name": "lesson"}, {"name": "public"}]}
+    (run / RECIPE).write_text(yaml.safe_dump(recipe))
+    return run, data
+
+
+def test_entries_of_a_registry_are_files_with_hashes_and_data_sets_of_the_hub(named):
+    run, _ = named
+    file, hub = run_facts(run, BASE).data
+    assert (file.name, file.sha256) == ("lesson.json", hashlib.sha256(b"[]").hexdigest())
+    assert (hub.name, hub.hub) == ("org/lessons", True)
+
+
+def test_entries_have_their_names_where_the_registry_is_gone(named):
+    run, data = named
+    shutil.rmtree(data)
+    assert [(fact.name, fact.sha256) for fact in run_facts(run, BASE).data] == [("lesson", None), ("public", None)]
+
+
+def test_rank_and_alpha_are_said(finished):
+    facts = run_facts(finished, BASE)
+    card = model_card(Subject("ann/lesson", "adapter", BASE, facts, []))
+    assert f"(lora, rank {facts.rank}, alpha {facts.alpha:g}) in 3 updates." in card
