@@ -13,11 +13,13 @@ from meshtune.adapters.method import ParameterCounts
 from meshtune.runs.output import CONSOLE_LOG
 from meshtune.setup.choices import Decision
 from meshtune.setup.memory import size_in_words
+from meshtune.train.report.page import REPORT
 from meshtune.train.result.result import Result
 
 OUTPUT_FILES = {
     "metrics.jsonl": "metrics",
     "loss.png": "plot",
+    REPORT: "report",
     "samples.jsonl": "samples",
     "checkpoints": "checkpoints",
     CONSOLE_LOG: "console",
@@ -81,7 +83,8 @@ def show_summary(console: Console, result: Result, exported: int) -> None:
     """Prints the outcome of a run and the paths of its outputs."""
     last = ""
     if result.loss is not None and result.smoothed_loss is not None:
-        last = f", smoothed loss {result.smoothed_loss:.4f} (of the last update alone {result.loss:.4f})"
+        smoothed = f", smoothed loss {result.smoothed_loss:.4f} (of the last update alone {result.loss:.4f})"
+        last = f", loss {result.loss:.4f}" if result.smoothed_loss == result.loss else smoothed
     console.print(f"\n[bold green]done[/]: {result.steps} updates in {result.seconds:.1f} s{last}")
     if result.best is not None:
         console.print(f"best validation loss {result.best.loss:.4f} after update {result.best.step}")
@@ -90,6 +93,7 @@ def show_summary(console: Console, result: Result, exported: int) -> None:
     table.add_column(overflow="fold")
     table.add_row("result", f"{result.path} [dim](of update {exported}, read back and verified)[/]")
     for name, label in OUTPUT_FILES.items():
-        if (result.output / name).exists():
-            table.add_row(label, str(result.output / name))
+        path = result.output / name
+        if path.is_dir() or (path.is_file() and path.stat().st_size):
+            table.add_row(label, str(path))
     console.print(table)
