@@ -244,7 +244,7 @@ def after_user(**turn):
         (after_user(role="assistant", content="a", loss_weight="1"), "messages[1].loss_weight", "found text"),
         (after_user(role="assistant", tool_calls={"a": 1}), "messages[1].tool_calls", "expected a list"),
         (after_user(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": "{"}}]),
-         "messages[1].tool_calls[0].arguments", "not JSON"),
+         "messages[1].tool_calls[0].function.arguments", "not JSON"),
         (after_user(role="assistant", content=[{"type": "image_url"}]), "messages[1].content[0]", "image_url"),
         (after_user(role="assistant", content=[{"type": "poem"}]), "messages[1].content[0]", "not a text part"),
         ({"messages": [3]}, "messages[0]", "expected a message"),

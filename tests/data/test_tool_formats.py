@@ -112,9 +112,9 @@ def turns(*changes, tools=(ADD,)):
         (turns((2, {"tool_call_id": "c2"})), "messages[2].tool_call_id", "a result of the call 'c2'"),
         (turns((1, {"tool_calls": None, "content": "No."})), "messages[2]", "'tool' after assistant"),
         (turns((1, {"tool_calls": [{"function": {"name": "add", "arguments": "{a: 1}"}}]})),
-         "messages[1].tool_calls[0].arguments", "not JSON"),
+         "messages[1].tool_calls[0].function.arguments", "not JSON"),
         (turns((1, {"tool_calls": [{"function": {"name": "add", "arguments": "[1]"}}]})),
-         "messages[1].tool_calls[0].arguments", "expected an object of arguments"),
+         "messages[1].tool_calls[0].function.arguments", "expected an object of arguments"),
         (turns(tools={"add": ADD}), "tools", "expected a list of tools"),
         (turns(tools="add(a)"), "tools", "not JSON"),
         (turns(tools=("add",)), "tools[0]", "not JSON"),
@@ -141,6 +141,12 @@ def test_bad_tool_data_are_refused_with_their_field(record, at, what):
     error = refuses("messages", record)
     assert field(error) == at
     assert what in error.what
+
+
+def test_a_misspelt_tool_calls_is_named():
+    calls = [{"function": {"name": "add", "arguments": "{}"}}]
+    error = refuses("messages", turns((1, {"tool_calls": None, "tool_call": calls})))
+    assert error.fix == "rename 'tool_call' to tool_calls"
 
 
 def test_an_undeclared_tool_is_refused_with_the_nearest_declared_one():

@@ -65,7 +65,9 @@ def parse_tool_call(value: object, origin: Origin, field: str) -> dict[str, obje
     if not isinstance(value, dict):
         problem = f"expected a function call, found {describe(value)}"
         raise field_error(problem, origin, field, 'write {"name": ..., "arguments": {...}}')
-    function = value["function"] if isinstance(value.get("function"), dict) else value
+    function = value
+    if isinstance(value.get("function"), dict):
+        function, field = value["function"], f"{field}.function"
     name, arguments = function.get("name"), function.get("arguments", function.get("parameters"))
     if not isinstance(name, str) or not name:
         problem = "the function call has no name"
