@@ -216,7 +216,7 @@ def test_records_held_out_of_a_stream_are_those_of_a_loader_and_never_trained_on
 def test_a_bad_record_that_is_held_out_is_named_or_left_out(text, tokenizer):
     text.write_text(text.read_text() + "".join('\n{"text": 7}' for _ in range(40)))
     held_out = "data.validation=0.5"
-    with pytest.raises(UserError, match="data.on_bad=skip") as caught:
+    with pytest.raises(UserError, match=r"data\.on_bad=skip") as caught:
         streamed(text, tokenizer, held_out, "data.on_bad=error")
     assert "text.jsonl" in str(caught.value.where)
     prepared = streamed(text, tokenizer, held_out, "data.on_bad=skip")
