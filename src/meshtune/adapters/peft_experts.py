@@ -116,7 +116,7 @@ def read_experts(
     shapes: Mapping[str, tuple[int, ...]], among: Mapping[str, Module], peft: PeftConfig, where: str
 ) -> tuple[ReadExperts, set[str]]:
     """(where the factors are, the tensors that they take up). Raises UserError for tensors that do not fit."""
-    found, used = ReadExperts(), set[str]()
+    experts_read, used = ReadExperts(), set[str]()
     fused: dict[tuple[str, bool], dict[str, str]] = {}
     single: dict[str, dict[str, dict[int, str]]] = {}
     for name in shapes:
@@ -132,12 +132,12 @@ def read_experts(
             raise misfit(next(iter(names.values())), where, "the base has no such experts, or a factor is missing")
         parameter = _parameter({module.parameter for module in parts}, nested, peft, where)
         parts = [module for module in parts if module.parameter == parameter]
-        _read_fused(found, parts, names, shapes, peft, where)
+        _read_fused(experts_read, parts, names, shapes, peft, where)
         used |= set(names.values())
     for module, factors in single.items():
-        _read_single(found, module, factors, shapes, among, peft, where)
+        _read_single(experts_read, module, factors, shapes, among, peft, where)
         used |= {name for names in factors.values() for name in names.values()}
-    return found, used
+    return experts_read, used
 
 
 def _parameter(names: set[str], nested: bool, peft: PeftConfig, where: str) -> str:
@@ -156,7 +156,7 @@ def _parameter(names: set[str], nested: bool, peft: PeftConfig, where: str) -> s
 
 
 def _read_fused(
-    found: ReadExperts,
+    experts_read: ReadExperts,
     parts: list[Module],
     names: dict[str, str],
     shapes: Mapping[str, tuple[int, ...]],
@@ -185,11 +185,11 @@ def _read_fused(
         ranks = (
             (0, rank) if own is None else (own.index(part) * rank // len(own), (own.index(part) + 1) * rank // len(own))
         )
-        found.views[module.name] = {
+        experts_read.views[module.name] = {
             "a": views.of_inputs(ranks),
             "b": views.of_outputs(in_parameter.index(part), ranks),
         }
-        found.tensors[module.name] = dict(zip("ab", (names[factor] for factor in views.tensors), strict=True))
+        experts_read.tensors[module.name] = dict(zip("ab", (names[factor] for factor in views.tensors), strict=True))
 
 
 def _version(peft: PeftConfig, where: str) -> tuple[int, int, int]:
@@ -206,7 +206,7 @@ def _version(peft: PeftConfig, where: str) -> tuple[int, int, int]:
 
 
 def _read_single(
-    found: ReadExperts,
+    experts_read: ReadExperts,
     module: str,
     factors: dict[str, dict[int, str]],
     shapes: Mapping[str, tuple[int, ...]],
@@ -227,6 +227,6 @@ def _read_single(
             raise misfit(first, where, f"the base has {count} experts")
         for name in names.values():
             check_shape(name, shapes, expected, where, f" for rank {rank}")
-    found.tensors[module] = {
+    experts_read.tensors[module] = {
         factor: re.sub(r"(\.experts)\.\d+\.", r"\1.{}.", names[0]) for factor, names in factors.items()
     }

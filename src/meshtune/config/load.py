@@ -94,10 +94,10 @@ def load_recipe(
 def _settle_restart(raw: dict[str, object], origins: dict[yaml_text.Path, str], notify: Notify) -> None:
     """Lets `resume` on the command line win over `overwrite` in the file, and the other way round: other tools' recipes
     set the latter always."""
-    for given, other in (("resume", "overwrite"), ("overwrite", "resume")):
-        if (given,) in origins and (other,) not in origins and raw.get(given) is True and raw.get(other) is True:
-            raw[other] = False
-            notify(f"{origins[given,]}: {other}: true in the recipe has no effect")
+    for flag, opposite in (("resume", "overwrite"), ("overwrite", "resume")):
+        if (flag,) in origins and (opposite,) not in origins and raw.get(flag) is True and raw.get(opposite) is True:
+            raw[opposite] = False
+            notify(f"{origins[given,]}: {opposite}: true in the recipe has no effect")
 
 
 def _written_at(path: yaml_text.Path, origins: dict[yaml_text.Path, str]) -> str | None:

@@ -22,7 +22,7 @@ Render = Callable[[Messages, Sequence[JsonObject]], str | None]
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _NAME, _KEY, _VALUE, _RESULT, _THOUGHT = "probename", "probekey", "probevalue", "proberesult", "probethought"
-_WORDS = "probewords"
+_PROBE = "probewords"
 _PARAMETERS = {"type": "object", "properties": {_KEY: {"type": "string", "description": "Text."}}, "required": [_KEY]}
 _TOOL: JsonObject = {
     "type": "function",
@@ -192,8 +192,8 @@ def _writes_tools(render: Render) -> bool:
 
 def _writes_text(render: Render, dialect: Dialect) -> bool:
     call, *results = call_and_results(dialect, _VALUE)
-    text = render([_USER, {**call, "content": _WORDS}, *results], ())
-    return text is not None and _WORDS in text.partition(_RESULT)[0]
+    text = render([_USER, {**call, "content": _PROBE}, *results], ())
+    return text is not None and _PROBE in text.partition(_RESULT)[0]
 
 
 def _with_reasoning(render: Render, dialect: Dialect) -> Dialect:

@@ -20,24 +20,24 @@ def positions_by_turns(
     turns: Iterable[tuple[int, int, int]] = zip(starts.tolist(), *answers.T.tolist(), strict=True)
     if last_turn_first:
         turns = reversed(list(turns))
-    room, kept = max_length, list[np.ndarray]()
+    room, positions = max_length, list[np.ndarray]()
     for start, answer, end in turns:
         if room <= 0:
             break
         prompt_length, answer_length = _lengths(answer - start, longest or end - answer, room)
-        kept.append(np.arange(start, start + prompt_length))
-        kept.append(np.arange(answer, min(answer + answer_length, end)))
+        positions.append(np.arange(start, start + prompt_length))
+        positions.append(np.arange(answer, min(answer + answer_length, end)))
         room -= prompt_length + answer_length
-    return np.sort(np.concatenate(kept))
+    return np.sort(np.concatenate(positions))
 
 
 def _lengths(prompt: int, answer: int, room: int) -> tuple[int, int]:
     """The tokens that prompt and answer keep. One that is shorter than half the room is left whole."""
     if answer * 2 < room:
-        most = room
+        limit = room
     elif prompt * 2 < room:
-        most = room - prompt
+        limit = room - prompt
     else:
-        most = int(room * (answer / (prompt + answer)))
-    answer = min(most, answer)
+        limit = int(room * (answer / (prompt + answer)))
+    answer = min(limit, answer)
     return min(max(room - answer, 0), prompt), answer

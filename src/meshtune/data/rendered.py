@@ -62,9 +62,9 @@ def check_tools_are_written(chat: ChatTemplate, tools: Sequence[JsonObject], tex
             if not any(form in text for _, forms in argument_texts(name) for form in forms)
         ]
         if lost:
-            what = f"the parameters of the tool {tool_name(tool)}: {', '.join(lost)}"
+            part = f"the parameters of the tool {tool_name(tool)}: {', '.join(lost)}"
             fix = f'write them as a JSON schema, {{"type": "object", "properties": {{...}}}}; or {tool_fix(chat)}'
-            raise UserError(f"the chat template does not write {what}", where=where, fix=fix)
+            raise UserError(f"the chat template does not write {part}", where=where, fix=fix)
 
 
 def _parameters(tool: JsonObject) -> list[str]:
@@ -91,8 +91,8 @@ def check_calls_are_written(chat: ChatTemplate, message: Message, index: int, te
         arguments = function["arguments"] if isinstance(function, dict) else None
         for content, spellings in argument_texts(arguments):
             if not any(spelling in text for spelling in spellings):
-                what = f"the argument {content[:60]!r} of the call of {tool_name(call)} (message {index})"
-                raise _not_written(chat, what, where)
+                part = f"the argument {content[:60]!r} of the call of {tool_name(call)} (message {index})"
+                raise _not_written(chat, part, where)
 
 
 def check_reasoning_is_written(chat: ChatTemplate, message: Message, text: str, where: str) -> None:
@@ -118,5 +118,5 @@ def tool_fix(chat: ChatTemplate) -> str:
     )
 
 
-def _not_written(chat: ChatTemplate, what: str, where: str) -> UserError:
-    return UserError(f"the chat template does not write {what}", where=where, fix=tool_fix(chat))
+def _not_written(chat: ChatTemplate, part: str, where: str) -> UserError:
+    return UserError(f"the chat template does not write {part}", where=where, fix=tool_fix(chat))

@@ -282,14 +282,14 @@ class Tokenize:
                 counts.tokens_cut += len(ids)
                 return None
             last_turn_first = longest is None and self.options.policy.last_turn_only
-            kept = (
+            positions = (
                 positions_by_turns(answers, max_length, longest=longest, last_turn_first=last_turn_first)
                 if by_turns
                 else np.arange(max_length)
             )
             counts.truncated += 1
-            counts.tokens_cut += len(ids) - len(kept)
-            ids, weights = ids[kept], weights[kept]
+            counts.tokens_cut += len(ids) - len(positions)
+            ids, weights = ids[positions], weights[positions]
             if not np.any(weights[1:]):
                 counts.nothing_after_truncation += 1
                 return None

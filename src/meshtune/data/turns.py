@@ -113,13 +113,13 @@ def _start_of_calls(view: Rendered, index: int, floor: int) -> int:
 def _start_of_words(view: Rendered, index: int, floor: int) -> int | None:
     """Where the text changes if the turn of calls `index` has words instead, without the results of its calls; None
     where the template refuses that. Results and further turns remain where it demands them."""
-    messages, words = view.messages, "".join(_unused_characters(view.text))
+    messages, placeholder = view.messages, "".join(_unused_characters(view.text))
     roles = [message["role"] for message in messages]
     results = next((n for n in range(index + 1, len(roles)) if roles[n] != "tool"), len(roles))
     question = next((n for n in range(index + 1, len(roles)) if roles[n] == "user"), len(roles))
-    for rest in (results, index + 1, question):
-        changed = view.render([*messages[:index], {"role": "assistant", "content": words}, *messages[rest:]])
-        if changed is not None and changed.count(words) == 1:
+    for position in (results, index + 1, question):
+        changed = view.render([*messages[:index], {"role": "assistant", "content": placeholder}, *messages[position:]])
+        if changed is not None and changed.count(placeholder) == 1:
             first = _common_prefix(view.text, changed)
             if first >= floor:
                 return first

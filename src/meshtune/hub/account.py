@@ -145,8 +145,8 @@ def hub_errors(name: str) -> Iterator[None]:
             raise UserError(f"the hub did not take the push: {error}", where=name, fix="see its message") from error
         text = str(broken).splitlines()[0] if str(broken) else type(broken).__name__
         if "xet" in text and "404" in text:  # a mirror, or a hub of one's own
-            what, fix = f"this hub has no Xet storage: {text}", "set HF_HUB_DISABLE_XET=1 and push again"
-            raise UserError(what, where=name, fix=fix) from error
+            problem, fix = f"this hub has no Xet storage: {text}", "set HF_HUB_DISABLE_XET=1 and push again"
+            raise UserError(problem, where=name, fix=fix) from error
         raise UserError(
             f"the connection to the hub broke: {text}",
             where=name,
@@ -163,7 +163,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 def _refused(name: str, error: HfHubHTTPError) -> UserError:
     response: Any = error.response
     status = getattr(response, "status_code", None)
-    what, fix = {
+    problem, fix = {
         401: (
             "the hub does not accept this token",
             "set HF_TOKEN to a valid token with write access (or run `hf auth login`)",
@@ -179,4 +179,4 @@ def _refused(name: str, error: HfHubHTTPError) -> UserError:
         ("the hub refused the push", "push again later: the files that arrived are not sent a second time"),
     )
     said = (error.server_message or "").strip()
-    return UserError(f"{what} (HTTP {status}{f': {said}' if said else ''})", where=name, fix=fix)
+    return UserError(f"{problem} (HTTP {status}{f': {said}' if said else ''})", where=name, fix=fix)

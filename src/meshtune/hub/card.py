@@ -84,8 +84,8 @@ def _heading(subject: Subject) -> str:
     lines = [f"# {subject.repository.split('/')[1]}", ""]
     base, run = subject.base, subject.run
     if base is None:
-        what = "GGUF files" if subject.kind == "gguf" else "A model"
-        return "\n".join([*lines, f"{what}, pushed with Meshtune. Its files do not say what it was tuned from."])
+        description = "GGUF files" if subject.kind == "gguf" else "A model"
+        return "\n".join([*lines, f"{description}, pushed with Meshtune. Its files do not say what it was tuned from."])
     name = f"[{base.hub_id}](https://huggingface.co/{base.hub_id})" if base.hub_id else f"`{base.name}`"
     revision = f" at revision `{base.revision}`" if base.revision else ""
     lines.append(f"{kind} {name}{revision}, made with Meshtune.")

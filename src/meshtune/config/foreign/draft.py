@@ -145,8 +145,8 @@ class Draft:
     def _withdraw(self, result: str) -> None:
         """Takes a result that is no longer written out of the findings of its keys."""
         for key, finding in self._findings.items():
-            rest = "; ".join(part for part in finding.to.split("; ") if part != result)
-            self._findings[key] = dataclasses.replace(finding, to=rest)
+            remaining = "; ".join(part for part in finding.to.split("; ") if part != result)
+            self._findings[key] = dataclasses.replace(finding, to=remaining)
 
     def _by_rule(self, key: str) -> Finding:
         rule: Rule | None = self.table.get(key)

@@ -29,15 +29,15 @@ def _gemma2_read(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def _gemma_scale(whole: int, hidden: ModelSpec) -> float:
+def _gemma_scale(largest: int, hidden: ModelSpec) -> float:
     mixer = attention(hidden)
-    return (hidden.embed // mixer.heads if hidden.layers == whole else mixer.head_dim) ** -0.5
+    return (hidden.embed // mixer.heads if hidden.layers == largest else mixer.head_dim) ** -0.5
 
 
-def _gemma_refusal(whole: int, pattern: int):
+def _gemma_refusal(largest: int, pattern: int):
     def refusal(spec: ModelSpec) -> str | None:
         scale = attention(spec).scale
-        if scale is not None and abs(scale - _gemma_scale(whole, spec)) > 1e-6:
+        if scale is not None and abs(scale - _gemma_scale(largest, spec)) > 1e-6:
             return "query_pre_attn_scalar: llama.cpp chooses it by the number of layers"
         expected = [None if (number + 1) % pattern == 0 else longest_window(spec) for number in range(spec.layers)]
         return None if layer_windows(spec) == expected else "layer_types: llama.cpp has another order of windows"

@@ -151,16 +151,16 @@ def groups_of(start: int, stop: int, size: int) -> tuple[int, int]:
     return start // size, -(-stop // size)
 
 
-def check_dtype(dtype: str, expected: Sequence[str], what: str) -> None:
+def check_dtype(dtype: str, expected: Sequence[str], tensors: str) -> None:
     """Raises ValueError where a part of a weight has another dtype."""
     if dtype not in expected:
-        raise ValueError(f"{what} have dtype {dtype}; supported: {', '.join(expected)}")
+        raise ValueError(f"{tensors} have dtype {dtype}; supported: {', '.join(expected)}")
 
 
-def check_shape(shape: tuple[int, ...], expected: tuple[int, ...], what: str) -> None:
+def check_shape(shape: tuple[int, ...], expected: tuple[int, ...], tensors: str) -> None:
     """Raises ValueError where a part of a weight has another shape."""
     if tuple(shape) != expected:
-        raise ValueError(f"{what} have shape {list(shape)}, expected {list(expected)}")
+        raise ValueError(f"{tensors} have shape {list(shape)}, expected {list(expected)}")
 
 
 def check_divides(size: int, into: int) -> None:

@@ -120,10 +120,10 @@ def _check(name: str, kind: str, rows: np.ndarray, content: np.ndarray) -> None:
         )
 
 
-def _check_finite(what: str, numbers: np.ndarray) -> None:
+def _check_finite(subject: str, numbers: np.ndarray) -> None:
     if not np.isfinite(numbers).all():
         raise UserError(
-            f"{what} has numbers that are not finite",
+            f"{subject} has numbers that are not finite",
             where="--gguf",
             fix="the model is damaged, or its training diverged: export an earlier checkpoint",
         )
