@@ -124,7 +124,7 @@ def turns(*changes, tools=(ADD,)):
         (turns(tools=()) | {"chat_template_kwargs": {"xml_tools": [json.dumps(ADD)]}},
          "chat_template_kwargs.xml_tools", "are not read"),
         (turns((1, {"tool_calls": [{"function": {"name": "add", "arguments": '{"a": NaN}'}}]})),
-         "messages[1].tool_calls[0].arguments", "NaN or infinite"),
+         "messages[1].tool_calls[0].function.arguments", "NaN or infinite"),
         (turns((1, {"tool_calls": [{"id": 1, **CALL}]})), "messages[1].tool_calls[0].id", "as text, found a number: 1"),
         (turns((2, {"tool_call_id": 1})), "messages[2].tool_call_id", "as text, found a number: 1"),
         (turns((1, {"tool_calls": [{"id": "c1", **CALL}] * 2})), "messages[1]",

@@ -91,11 +91,12 @@ def _message(turn: object, origin: Origin, field: str) -> Message:
     if calls and role != "assistant":
         problem = f"tool calls in a message of {turn['role']}"
         raise field_error(problem, origin, f"{field}.tool_calls", "only an assistant calls tools")
-    if content is None:
-        if role == "assistant" and not calls:
-            misspelt = next((key for key in extra if nearest(key, ("tool_calls",))), None)
+    if role == "assistant" and not calls and not content:
+        misspelt = next((key for key in extra if nearest(key, ("tool_calls",))), None)
+        if misspelt or content is None:
             fix = f"rename '{misspelt}' to tool_calls" if misspelt else "add one of them, or remove the record"
             raise field_error("the answer has neither content nor tool_calls", origin, f"{field}.content", fix)
+    if content is None:
         if "content" not in turn and not calls:
             fix = "add it, or remove the record"
             raise field_error("the message has no content", origin, f"{field}.content", fix)

@@ -65,7 +65,7 @@ def parse_tool_call(value: object, origin: Origin, field: str) -> dict[str, obje
     if not isinstance(value, dict):
         problem = f"expected a function call, found {describe(value)}"
         raise field_error(problem, origin, field, 'write {"name": ..., "arguments": {...}}')
-    function = value
+    function, id_ = value, call_id(value, "id", origin, field)
     if isinstance(value.get("function"), dict):
         function, field = value["function"], f"{field}.function"
     name, arguments = function.get("name"), function.get("arguments", function.get("parameters"))
@@ -85,7 +85,6 @@ def parse_tool_call(value: object, origin: Origin, field: str) -> dict[str, obje
         problem = "the arguments have a number that is NaN or infinite, which JSON has not"
         raise field_error(problem, origin, f"{field}.arguments", "write null, or a text") from None
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    id_ = call_id(value, "id", origin, field)
     return call if id_ is None else {"id": id_, **call}
 
 
