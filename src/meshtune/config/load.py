@@ -97,7 +97,7 @@ def _settle_restart(raw: dict[str, object], origins: dict[yaml_text.Path, str], 
     for flag, opposite in (("resume", "overwrite"), ("overwrite", "resume")):
         if (flag,) in origins and (opposite,) not in origins and raw.get(flag) is True and raw.get(opposite) is True:
             raw[opposite] = False
-            notify(f"{origins[given,]}: {opposite}: true in the recipe has no effect")
+            notify(f"{origins[flag,]}: {opposite}: true in the recipe has no effect")
 
 
 def _written_at(path: yaml_text.Path, origins: dict[yaml_text.Path, str]) -> str | None:
