@@ -154,7 +154,7 @@ def test_no_module_framework():
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
 def test_a_file_is_one_idea(path: pathlib.Path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 350
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 600
     assert path.stem not in DOES_NOT_SAY
 
 
