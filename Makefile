@@ -3,12 +3,19 @@
 # `make test PYTHON=python3.12 JAX=0.11.2` does the same with another interpreter, another JAX, or both, in an environment
 # of its own (.venv-python3.12-jax0.11.2).
 
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
+
 PYTHON  :=
 JAX     :=
 VENV    := .venv$(if $(PYTHON),-$(notdir $(PYTHON)))$(if $(JAX),-jax$(JAX))
 PY      := $(VENV)/bin/python
 PINS    := $(if $(JAX),$(VENV)/constraints.txt,constraints.txt)
-PIP     := $(PY) -m pip install --quiet --quiet --disable-pip-version-check --no-input -c $(PINS)
+PIP     := $(PY) -m pip install --progress-bar off --disable-pip-version-check --no-input -c $(PINS)
+# Pip's large downloads and its last step: a silent minute looks like a hang. Its warnings are left out, its errors are not.
+STEPS   := 2> >(grep -v '^WARNING' >&2) | awk '/Downloading .*\((.* GB|[0-9][0-9.]+ MB)\)/ \
+             {split($$2, name, "-"); print "  downloading " name[1] " " substr($$0, index($$0, "(")); fflush()} \
+             /^Installing collected/ {print "  unpacking " NF - 3 " packages"; fflush()}'
 RUN     := $(VENV)/.installed-run
 TEST    := $(VENV)/.installed-test
 OUTPUT  ?= runs/quickstart
@@ -41,7 +48,7 @@ test-peers: $(TEST) $(PEERS)/llamafactory/.installed $(PEERS)/axolotl/.installed
 
 test-board: $(TEST) ## The board in a real Chromium (Debian's, installed if it is missing, as root)
 	@command -v chromedriver >/dev/null || { apt-get update -q && apt-get install -y -q chromium chromium-driver; }
-	@$(PIP) -e '.[browser]'
+	@$(PIP) -e '.[browser]' $(STEPS)
 	@[ -e node_modules/axe-core ] || [ -n "$$MESHTUNE_AXE" ] || npm install --no-save --no-audit --no-fund --silent axe-core || \
 	  echo "npm is missing, or could not install axe-core: tests that look for barriers will fail (apt install npm)" >&2
 	$(PYTEST) -m browser tests/board
@@ -108,10 +115,10 @@ endif
 
 $(RUN): pyproject.toml $(PINS) | $(PY)
 	@echo "Installing Meshtune and what it needs (minutes, the first time)"
-	@$(PIP) -e .
+	@$(PIP) -e . $(STEPS)
 	@touch $@
 
 $(TEST): pyproject.toml $(PINS) | $(PY)
 	@echo "Installing Meshtune, what it needs and what its tests need (minutes, the first time)"
-	@$(PIP) -e '.[test,dev]'
+	@$(PIP) -e '.[test,dev]' $(STEPS)
 	@touch $@ $(RUN)
