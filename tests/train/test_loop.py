@@ -16,7 +16,7 @@ from meshtune.train.evaluation.cadence import Cadence, at_interval, evaluations,
 from meshtune.train.evaluation.early_stopping import EarlyStopping
 from meshtune.train.evaluation.evaluate import Evaluation
 from meshtune.train.interrupt import Interrupt, interruptible
-from meshtune.train.loop import Task, run_loop
+from meshtune.train.loop import LoadedBatches, Task, run_loop
 from meshtune.train.report.events import Evaluated, Events, Sampled, Saved, Started, Stepped, Stopped
 from meshtune.train.step.state import TrainState
 
@@ -65,7 +65,8 @@ def task(total=6, start=0, bad=-1, **more) -> Task:
     return Task(
         step=add_one,
         frozen=jnp.float32(bad),
-        batches=lambda first, last: (rows(step) for step in range(first, last)),
+        batches=more.pop("batches", None)
+        or LoadedBatches(lambda first, last: map(rows, range(first, last)), start, total),
         learning_rate=lambda step: 0.1 * step,
         epoch_at=lambda step: step / 4,
         cadence=cadence,
@@ -104,6 +105,21 @@ def test_every_update_is_reported_once_in_order_with_its_own_numbers(tmp_path):
     assert saved == [2, 4, 5]
     assert float(ended.state.trainable["w"]) == 5
     assert ended.last_loss == 6.0
+
+
+def test_a_source_of_batches_sees_the_state_that_its_batch_updates(tmp_path):
+    seen = []
+
+    class FromState:
+        def next(self, step, state):
+            seen.append((step, float(state.trainable["w"])))
+            return rows(step)
+
+        def close(self):
+            seen.append("closed")
+
+    run(tmp_path, task(total=5, start=2, batches=FromState()))
+    assert seen == [(2, 2.0), (3, 3.0), (4, 4.0), "closed"]
 
 
 def test_what_is_evaluated_and_sampled_from_is_what_the_optimizer_shows(tmp_path):

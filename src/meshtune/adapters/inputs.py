@@ -17,7 +17,7 @@ from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, merge, unflatten
 from meshtune.model.compute import Compute, compiler_options
 from meshtune.model.decoder import forward
-from meshtune.model.inputs import Inputs
+from meshtune.model.inputs import inputs_of
 from meshtune.model.linear import matmul
 from meshtune.model.spec import ModelSpec
 
@@ -102,7 +102,7 @@ def input_sizes(
 
     def summed(squares: dict[str, Array], params: Tree, batch: Tree) -> tuple[dict[str, Array], Array]:
         counted = (batch["segment_ids"] > 0).astype(jnp.float32)
-        inputs = Inputs(batch["tokens"], batch["positions"], batch["segment_ids"])
+        inputs = inputs_of(batch)
 
         def through(measured: dict[str, Array]) -> Array:
             beside = unflatten({f"{node}/adapter": Measure(array) for node, array in measured.items()})

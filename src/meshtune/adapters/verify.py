@@ -21,7 +21,7 @@ from meshtune.mesh.placement import place_batch
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.compute import Compute, compiler_options
 from meshtune.model.decoder import forward, logits
-from meshtune.model.inputs import Inputs
+from meshtune.model.inputs import inputs_of
 from meshtune.model.spec import ModelSpec
 
 TOLERANCE = 1e-5  # of the largest logit: the same numbers in the same program; room only for chips that sum unsteadily
@@ -107,6 +107,6 @@ def _program() -> Callable[..., jax.Array]:
 
 
 def _forward(params: Tree, spec: ModelSpec, compute: Compute, batch: dict[str, jax.Array]) -> jax.Array:
-    inputs = Inputs(batch["tokens"], batch["positions"], batch["segment_ids"])
+    inputs = inputs_of(batch)
     values = logits(params, spec, forward(params, spec, compute, inputs).hidden)
     return values if compute.layout is None else jax.lax.with_sharding_constraint(values, compute.layout.replicated)

@@ -192,7 +192,7 @@ def micro_batches(
     """The batch of arrays [rows, ...] and the origins of each row, divided into `accumulation` micro-batches."""
     rows = len(origins) // accumulation
     return HostBatch(
-        {name: array.reshape(accumulation, rows, array.shape[-1]) for name, array in arrays.items()},
+        {name: array.reshape(accumulation, rows, *array.shape[1:]) for name, array in arrays.items()},
         [origins[start : start + rows] for start in range(0, len(origins), rows)],
         step,
         epoch,

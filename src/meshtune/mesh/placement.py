@@ -17,14 +17,26 @@ from meshtune.mesh.layout import Layout
 
 HOST = "pinned_host"  # JAX's memory kind
 MIN_OFFLOAD_BYTES = 2**14  # smaller arrays stay on the device: a transfer costs more than their memory
-BATCH_AXES = ("whole", "batch", "length")  # of [A, B, T]; [B, T] has no first axis
-TOKEN_FIELDS = frozenset(("tokens", "targets", "positions", "segment_ids", "weights", "nll"))  # others: per document
+_TOKENS, _DOCUMENTS = ("batch", "length"), ("batch", "whole")
+# The logical axes of every array of a batch, after the axis of micro-batches.
+BATCH_AXES = {
+    "tokens": _TOKENS,
+    "targets": _TOKENS,
+    "positions": _TOKENS,
+    "segment_ids": _TOKENS,
+    "weights": _TOKENS,
+    "nll": _TOKENS,
+    "units": _DOCUMENTS,
+    "values": _DOCUMENTS,
+    "reference": _DOCUMENTS,
+}
 
 
-def batch_axes(name: str, dimensions: int = 3) -> tuple[str, ...]:
-    """The logical axes of an array of a batch; the last one is positions, or the documents of a row."""
-    axes = BATCH_AXES if name in TOKEN_FIELDS else (*BATCH_AXES[:2], "whole")
-    return axes[-dimensions:]
+def batch_axes(name: str, dimensions: int) -> tuple[str, ...]:
+    """The logical axes of an array of a batch; one of one more dimension has micro-batches in front."""
+    axes = BATCH_AXES[name]
+    assert 0 <= dimensions - len(axes) <= 1, f"{name} has {dimensions} dimensions, its axes are {axes}"
+    return ("whole", *axes)[-dimensions:]
 
 
 def shardings(abstract: Tree, layout: Layout) -> Tree:
@@ -119,16 +131,17 @@ def cast_offloaded(array: jax.Array, dtype: str) -> jax.Array:
 def place_batch(arrays: Mapping[str, np.ndarray], layout: Layout | None, order: np.ndarray | None = None) -> Tree:
     """The arrays of a batch as global arrays, sharded by rows and positions.
 
-    `arrays` are complete on every process: [A, B, T] or [B, T], or [A, B, S] or [B, S] for those of the S documents of
-    a row. Each process transfers to its devices only their rows and positions. `order` permutes the positions of every
-    row first (see kernels.attention.zigzag_order).
+    `arrays` are complete on every process and have the axes that BATCH_AXES lists, after one of micro-batches or
+    without it. Each process transfers to its devices only their rows and positions. `order` permutes the positions of
+    every row first (see kernels.attention.zigzag_order).
     """
     if layout is None:
         return dict(arrays)
     placed = {}
     for name, array in arrays.items():
-        if order is not None and name in TOKEN_FIELDS:
-            array = array[..., order]
-        sharding = layout.sharding(batch_axes(name, array.ndim), array.shape)
+        axes = batch_axes(name, array.ndim)
+        if order is not None and "length" in axes:
+            array = np.take(array, order, axes.index("length"))
+        sharding = layout.sharding(axes, array.shape)
         placed[name] = jax.make_array_from_callback(array.shape, sharding, lambda index, array=array: array[index])
     return placed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -38,6 +39,11 @@ class Rows:
     positions: Int[Array, "B T"]
     segment_ids: Int[Array, "B T"]
     angles: dict[RopeSpec, tuple[Array, Array]]
+
+
+def inputs_of(batch: Mapping[str, Array]) -> Inputs:
+    """Reads the model's inputs out of a batch: its tokens, positions and segment_ids, int32 [B, T]."""
+    return Inputs(batch["tokens"], batch["positions"], batch["segment_ids"])
 
 
 def rows_of(inputs: Inputs, ropes: tuple[RopeSpec, ...]) -> Rows:

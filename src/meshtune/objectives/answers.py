@@ -14,7 +14,7 @@ from meshtune.model.block import Sums
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, head_params
 from meshtune.model.gather import loss_sharding
-from meshtune.model.inputs import Inputs
+from meshtune.model.inputs import inputs_of
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.score import Batch, logits_of
 from meshtune.objectives.segments import max_segments, segment_min, segment_sum, to_tokens
@@ -93,7 +93,7 @@ def _log_probs(
     params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, mask: Array, rng: Array | None
 ) -> tuple[Float[Array, "B T"], Sums]:
     """The log-probability of every target in `mask`, and the layers' sums."""
-    inputs = Inputs(batch["tokens"], batch["positions"], batch["segment_ids"])
+    inputs = inputs_of(batch)
     hidden, _, sums = forward(params, spec, compute, inputs, rng=rng)
     head = head_params(params, spec, hidden)
     sharding = loss_sharding(head, spec, compute.layout, mask.shape)

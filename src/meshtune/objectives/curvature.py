@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, Key
 from meshtune.arrays.tree import Tree
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, head_logits, head_params
-from meshtune.model.inputs import Inputs
+from meshtune.model.inputs import inputs_of
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.score import Batch
 from meshtune.objectives.sft import sft_objective
@@ -47,7 +47,7 @@ def sample_targets(
     params: Tree, spec: ModelSpec, compute: Compute, micro: Batch, key: Key[Array, ""]
 ) -> Int[Array, "B T"]:
     """Samples a token from the model's prediction at every position, computing the logits of one chunk at a time."""
-    inputs = Inputs(micro["tokens"], micro["positions"], micro["segment_ids"])
+    inputs = inputs_of(micro)
     hidden = forward(params, spec, compute, inputs).hidden
     head, length = head_params(params, spec, hidden), hidden.shape[1]
     chunk = min(compute.loss_chunk, length)

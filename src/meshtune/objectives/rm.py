@@ -12,7 +12,7 @@ from meshtune.model.block import Hidden, Sums
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward
 from meshtune.model.gather import to_device
-from meshtune.model.inputs import Inputs
+from meshtune.model.inputs import inputs_of
 from meshtune.model.linear import linear
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.answers import by_side
@@ -47,7 +47,7 @@ def segment_scores(
     params: Tree, spec: ModelSpec, compute: Compute, batch: Batch, rng: Array | None
 ) -> tuple[Float[Array, "B S"], Sums]:
     """The score of every segment, read at its only token with a weight above 0, and the layers' sums."""
-    inputs = Inputs(batch["tokens"], batch["positions"], batch["segment_ids"])
+    inputs = inputs_of(batch)
     hidden, _, sums = forward(params, spec, compute, inputs, rng=rng)
     token_scores = jnp.where(batch["weights"] > 0, scores(params, hidden), 0.0)
     return segment_sum(token_scores, batch["segment_ids"], max_segments(batch)), sums

@@ -13,7 +13,7 @@ from meshtune.kernels.cross_entropy import cross_entropy
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import forward, head_params
 from meshtune.model.gather import loss_sharding
-from meshtune.model.inputs import Inputs
+from meshtune.model.inputs import inputs_of
 from meshtune.model.spec import ModelSpec
 from meshtune.objectives.config import SftConfig
 from meshtune.objectives.score import Batch, Objective, Score, logits_of
@@ -30,7 +30,7 @@ def make(config: SftConfig) -> Objective:
         perturb = None
         if config.neftune_alpha is not None and rng is not None:
             perturb = _embedding_noise(config.neftune_alpha, batch, jax.random.fold_in(rng, _NEFTUNE))
-        inputs = Inputs(batch["tokens"], batch["positions"], batch["segment_ids"])
+        inputs = inputs_of(batch)
         hidden, _, sums = forward(params, spec, compute, inputs, rng=rng, perturb=perturb)
         head, weights = head_params(params, spec, hidden), batch["weights"]
         sharding = loss_sharding(head, spec, compute.layout, weights.shape)

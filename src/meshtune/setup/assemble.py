@@ -88,7 +88,7 @@ def batch_like(recipe: Recipe, resolved: ResolvedRun, shape: tuple[int, int, int
     layout = resolved.layout
     return {
         name: jax.ShapeDtypeStruct(
-            size, dtype, sharding=None if layout is None else layout.sharding(batch_axes(name), size)
+            size, dtype, sharding=None if layout is None else layout.sharding(batch_axes(name, len(size)), size)
         )
         for name, (size, dtype) in batch_arrays(recipe, resolved.method, shape).items()
     }

@@ -36,7 +36,7 @@ PlacedBatch = Mapping[str, jax.Array | np.ndarray]  # a batch's arrays on the de
 
 
 class TrainBatch(Protocol):
-    """The rows of one update; data.loader.Batch implements it."""
+    """The rows of one update, such as a data.loader.HostBatch."""
 
     @property
     def arrays(self) -> dict[str, np.ndarray]: ...
@@ -46,6 +46,39 @@ class TrainBatch(Protocol):
 
     @property
     def step(self) -> int: ...
+
+
+class BatchSource(Protocol):
+    """Provides the batch of every update. It sees the state, from which an online stage generates its rows."""
+
+    def next(self, step: int, state: TrainState) -> TrainBatch:
+        """The batch of update `step`, counted from 0. Steps come in order; `state` is the one to be updated."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LoadedBatches:
+    """Batches that are read ahead of the updates, since they depend on the step alone.
+
+    `iterate(start, stop)` yields the batches of the updates from `start` up to, not including, `stop`.
+    """
+
+    def __init__(self, iterate: Callable[[int, int], Iterable[TrainBatch]], start: int, stop: int):
+        self._iterate, self._start, self._stop = iterate, start, stop
+        self._batches: Iterator[TrainBatch] | None = None
+
+    def next(self, step: int, state: TrainState) -> TrainBatch:
+        if self._batches is None:
+            self._batches = iter(self._iterate(self._start, self._stop))
+        batch = next(self._batches)
+        assert batch.step == step, f"the batch of update {batch.step} for update {step}"
+        return batch
+
+    def close(self) -> None:
+        close = getattr(self._batches, "close", None)
+        if close is not None:
+            close()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +93,7 @@ class Task:
 
     step: Callable[[TrainState, Tree, PlacedBatch, np.int32], tuple[TrainState, Metrics]]
     frozen: Tree
-    batches: Callable[[int, int], Iterable[TrainBatch]]
+    batches: BatchSource
     learning_rate: Callable[[int], float]
     epoch_at: Callable[[int], float]
     cadence: Cadence
@@ -124,10 +157,9 @@ class _Loop:
 
     def _updates(self, start: int, total: int) -> int:
         done, pending = start, None
-        batches = iter(self.task.batches(start, total))
         try:
             while done < total and not self._stopping() and not self.early_stopping.stop:
-                batch = next(batches)
+                batch = self.task.batches.next(done, self.state)
                 arrays = self.task.place(batch.arrays)
                 self.state, metrics = self.task.step(self.state, self.task.frozen, arrays, self.seed)
                 self.checkpoints.check()
@@ -142,7 +174,7 @@ class _Loop:
                     self._whatever_is_due(done)
                     self.clock = time.perf_counter()
         finally:
-            _close(batches)
+            self.task.batches.close()
         if pending is not None:
             self._report(*pending)
         if done > start and self.saved != done:
@@ -240,12 +272,6 @@ class _Loop:
             best_text = f"the best was {best.loss:.4f} after {best.step}" if best else "none was a number"
             return f"no improvement in {stale} evaluations; {best_text}"
         return ""
-
-
-def _close(batches: Iterator[TrainBatch]) -> None:
-    close = getattr(batches, "close", None)
-    if close is not None:
-        close()
 
 
 def _not_finite(task: Task, batch: TrainBatch, values: Mapping[str, np.ndarray], checkpoints: Checkpoints) -> UserError:

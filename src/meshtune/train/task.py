@@ -30,7 +30,7 @@ from meshtune.train.checkpoint.checkpoints import Record
 from meshtune.train.evaluation.cadence import Cadence, at_interval, evaluations, save_interval
 from meshtune.train.evaluation.early_stopping import EarlyStopping
 from meshtune.train.evaluation.evaluate import Evaluation, evaluate
-from meshtune.train.loop import Task
+from meshtune.train.loop import LoadedBatches, Task
 from meshtune.train.step.build import make_eval_step
 from meshtune.train.step.state import TrainState
 
@@ -66,7 +66,7 @@ def make_task(parts: Parts, record: Record, state: TrainState) -> Task:
     return Task(
         step=step,
         frozen=parts.model.frozen,
-        batches=loader.iterate,
+        batches=LoadedBatches(loader.iterate, record.step, parts.total),
         place=place,
         shown=lambda state: merge(parts.optimizer.eval_params(state.trainable, state.opt_state), state.buffers),
         learning_rate=lambda number: float(rates[number]),

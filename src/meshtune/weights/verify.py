@@ -27,7 +27,7 @@ from meshtune.model.block import Context
 from meshtune.model.compute import Compute
 from meshtune.model.decoder import enter, head_logits, head_params
 from meshtune.model.gather import to_device, with_shared
-from meshtune.model.inputs import Inputs, Rows
+from meshtune.model.inputs import Rows, inputs_of
 from meshtune.model.layer import LayerSpec, layer
 from meshtune.model.side import of_layer, with_stored
 from meshtune.model.spec import ModelSpec, Stack
@@ -113,7 +113,7 @@ def _logits(
 
 @functools.partial(jax.jit, static_argnames=("spec", "compute"))
 def _enter(params: Tree, batch: Tree, spec: ModelSpec, compute: Compute) -> tuple[Rows, jax.Array, Tree]:
-    return enter(params, spec, compute, Inputs(batch["tokens"], batch["positions"], batch["segment_ids"]))
+    return enter(params, spec, compute, inputs_of(batch))
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "compute"))
