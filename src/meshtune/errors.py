@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import re
 from collections.abc import Iterable
 
 
@@ -15,16 +16,28 @@ class UserError(ValueError):
     """
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None):
-        self.what, self.where, self.fix = what, where, fix or None
-        parts = [what]
-        if where:
-            parts.append(f"where: {where}")
-        if fix:
-            parts.append(f"fix: {fix}")
+        self.what, self.where = _printable(what), _printable(where) if where else where
+        self.fix = _printable(fix) if fix else None
+        parts = [self.what]
+        if self.where:
+            parts.append(f"where: {self.where}")
+        if self.fix:
+            parts.append(f"fix: {self.fix}")
         super().__init__("\n".join(parts))
 
     def __reduce__(self):
         return _rebuild, (type(self), self.what, self.where, self.fix)
+
+
+# Names in a stranger's file may hold what moves a terminal's cursor, or no encoding can write.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_LONGEST = 10_000  # characters of a part of a message
+
+
+def _printable(text: str) -> str:
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2]} [...] {text[-_LONGEST // 10 :]}"
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def _rebuild(error_type: type[UserError], what: str, where: str | None, fix: str | None) -> UserError:

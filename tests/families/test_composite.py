@@ -24,11 +24,11 @@ from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
 from meshtune.families import model_spec, module_names, scored_spec
 from meshtune.families.composite import BEFORE, SINCE, renamed
+from meshtune.json_text import read_json
 from meshtune.weights.export import export_model
 from meshtune.weights.inspect import inspect_model
 from meshtune.weights.load import load_params, load_spec
 from meshtune.weights.passed_through import notes
-from meshtune.weights.safetensors_files import read_json
 
 CASES = ("gemma3_vision", "mistral3_vision")
 WEIGHTS = "model.safetensors"

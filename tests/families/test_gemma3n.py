@@ -19,11 +19,11 @@ from meshtune.arrays.tree import flatten
 from meshtune.errors import UserError
 from meshtune.families import model_spec
 from meshtune.families.gguf import config_of, gguf_layout
+from meshtune.json_text import read_json
 from meshtune.model.activations import gaussian_topk
 from meshtune.weights.export import export_model
 from meshtune.weights.inspect import inspect_model
 from meshtune.weights.load import load_params, load_spec
-from meshtune.weights.safetensors_files import read_json
 
 CASE = BY_NAME["gemma3n"].changed(
     num_hidden_layers=2,

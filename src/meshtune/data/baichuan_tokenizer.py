@@ -6,12 +6,13 @@ end-of-sequence token after the last turn alone. The template here does the same
 
 from __future__ import annotations
 
-import json
 import pathlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from meshtune.data.sentencepiece_model import USER_DEFINED, Pieces, fast_tokenizer, read_pieces
+from meshtune.errors import UserError
+from meshtune.json_text import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -90,7 +91,6 @@ def _content(token: Any) -> str | None:
 
 def _json(file: pathlib.Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # reported by the code that requires the file
+        return read_json(file)
+    except UserError:  # reported by the code that requires the file
         return {}
-    return content if isinstance(content, dict) else {}

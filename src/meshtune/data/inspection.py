@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -21,6 +20,8 @@ from meshtune.data.report import render
 from meshtune.data.stream import Stream
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.data.tokens import Example
+from meshtune.errors import UserError
+from meshtune.json_text import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -121,7 +122,7 @@ def _vocabulary(path: str) -> int | None:
     """The vocabulary size in the model's config; None unless the model is a local directory with one."""
     file = pathlib.Path(path).expanduser() / "config.json"
     try:
-        vocab = json.loads(file.read_text(encoding="utf-8")).get("vocab_size")
-    except (OSError, ValueError, AttributeError):
+        vocab = read_json(file).get("vocab_size")
+    except UserError:
         return None  # a tokenizer can be inspected without a model
     return vocab if isinstance(vocab, int) else None

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from meshtune.data.baichuan_tokenizer import TEMPLATE, is_baichuan, load_baichuan
 from meshtune.data.chat_templates import template_text
 from meshtune.errors import UserError
+from meshtune.json_text import read_json
 from meshtune.weights.gguf.directory import TOKENIZER_PROBLEM
 from meshtune.weights.hub import TOKENIZER, locate
-from meshtune.weights.safetensors_files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

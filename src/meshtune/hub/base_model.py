@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from meshtune.errors import UserError
+from meshtune.json_text import read_bytes, read_json
 from meshtune.weights.hub import HUB_ID
 from meshtune.weights.modelscope import modelscope_id
 
@@ -94,9 +95,9 @@ def licence_of(directory: Path) -> Licence | None:
 def front_matter(card: Path) -> dict[str, Any]:
     """The YAML in front of a model card; {} where there is none."""
     try:
-        text = card.read_text(encoding="utf-8")
+        text = read_bytes(card).decode()
         fields = yaml.safe_load(text.split("---", 2)[1]) if text.startswith("---") else {}
-    except (OSError, ValueError, IndexError, yaml.YAMLError):
+    except (ValueError, IndexError, RecursionError, yaml.YAMLError):
         return {}
     return fields if isinstance(fields, dict) else {}
 
@@ -121,7 +122,6 @@ def _named_by_config(directory: Path) -> str | None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        fields = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        return read_json(path)
+    except UserError:
         return {}
-    return fields if isinstance(fields, dict) else {}

@@ -14,6 +14,7 @@ from typing import Any
 from meshtune.digests import FILE as DIGESTS
 from meshtune.digests import write_digests
 from meshtune.errors import UserError
+from meshtune.json_text import read_json
 
 SENT = (
     "*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.gguf", "*Modelfile", "LICENSE*",
@@ -97,10 +98,7 @@ def _rewritten(path: Path, copy: Path, names: PublicNames) -> bool:
         return _header_rewritten(path, copy, names)
     if path.name not in CONFIGS:
         return False
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path.name} is not JSON: {error}", where=str(path), fix="export it again") from error
+    fields = read_json(path)
     public = names.within(fields)
     if public == fields:
         return False

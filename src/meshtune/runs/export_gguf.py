@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
 from meshtune.families.gguf import gguf_layout
+from meshtune.json_text import read_json
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.gguf.mixture import FILE_TYPES, Mixture, check_file_type
 from meshtune.runs.merged_numbers import merged_numbers
@@ -22,7 +23,6 @@ from meshtune.weights.gguf.tokens_out import SpecialTokens, tokenizer_metadata
 from meshtune.weights.gguf.writer import Written, write_gguf
 from meshtune.weights.load import load_spec
 from meshtune.weights.publish import disk_errors
-from meshtune.weights.safetensors_files import read_json
 from meshtune.weights.tensor_reader import TensorReader
 from meshtune.weights.verify import ExportError
 

@@ -16,6 +16,7 @@ import yaml
 
 from meshtune.digests import DamagedError, digest_json
 from meshtune.errors import UserError
+from meshtune.json_text import read_json
 
 RUN, RECIPE, CHECKPOINTS, LOCK = "run.json", "recipe.yaml", "checkpoints", ".lock"
 CONSOLE_LOG = "console.log"
@@ -132,15 +133,15 @@ def write_run(output: pathlib.Path, fields: Mapping[str, object]) -> None:
 def read_run(output: pathlib.Path) -> dict[str, Any]:
     """Reads run.json, without its digest; {} if the file does not exist. Raises: DamagedError."""
     path = output / RUN
+    if not path.exists():
+        return {}
     try:
-        fields = json.loads(path.read_bytes())
+        fields = read_json(path)
         digest = fields.pop(DIGEST, None)  # earlier versions wrote none
         if digest not in (None, digest_json(fields)):
             raise ValueError("it does not have its digest")
         return fields
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except ValueError as error:
         raise DamagedError(
             f"{RUN} is damaged: it is not what was written",
             where=str(path),

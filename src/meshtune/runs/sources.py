@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from meshtune.errors import UserError
+from meshtune.json_text import read_json
 from meshtune.runs.output import RESULT_DIGEST, read_run
 from meshtune.runs.verify import check_result
 from meshtune.weights.hub import HUB_ID, MODEL, locate
 from meshtune.weights.modelscope import modelscope_id
-from meshtune.weights.safetensors_files import read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 TOKENIZER = "tokenizer.json"

@@ -7,7 +7,6 @@ quantised and hashed like any other model, and adapters record it as their base.
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from meshtune.config.recipe import Recipe
 from meshtune.digests import damaged, write_digests
 from meshtune.errors import UserError
 from meshtune.families.expansion import grouped
+from meshtune.json_text import read_json
 from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.processes import Job
 from meshtune.runs.output import BASE
@@ -122,6 +122,6 @@ def _recorded(dest: pathlib.Path) -> dict[str, object] | None:
     """Reads the record of what the model in `dest` was made from; None if it is missing or damaged."""
     file = dest / RECORD
     try:
-        return json.loads(file.read_bytes())
-    except (OSError, ValueError):
+        return read_json(file)
+    except UserError:
         return None

@@ -21,6 +21,7 @@ from meshtune.arrays.tree import Tree, flatten
 from meshtune.errors import UserError
 from meshtune.families import scored_fields, tensors
 from meshtune.families.composite import text_config, with_text_fields
+from meshtune.json_text import read_json
 from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
@@ -248,7 +249,7 @@ def write_chat_template(folder: Path, template: str) -> None:
     (folder / "chat_template.json").unlink(missing_ok=True)
     settings = folder / "tokenizer_config.json"
     if settings.is_file():
-        fields = json.loads(settings.read_text(encoding="utf-8"))
+        fields = read_json(settings)
         fields.pop("chat_template", None)
         write_json(settings, fields)
 

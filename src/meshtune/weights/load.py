@@ -18,6 +18,7 @@ from meshtune.families import as_stored, model_spec, tensors
 from meshtune.families.composite import HEAD, tensor_name, text_config
 from meshtune.families.quantised import quantised_leaves
 from meshtune.families.tensors import TensorMap
+from meshtune.json_text import read_json
 from meshtune.mesh.layout import Layout
 from meshtune.model.spec import ModelSpec, abstract_params
 from meshtune.quantize.config import QuantizeConfig
@@ -29,7 +30,7 @@ from meshtune.weights.load_report import LoadReport, MemoryProbe, bytes_in_use, 
 from meshtune.weights.packed import as_in_files, model_tensors, parts_to_read, with_packed
 from meshtune.weights.read_into import Progress, read_into
 from meshtune.weights.read_plan import Device
-from meshtune.weights.safetensors_files import TensorInfo, headers, read_json, samples, tensor_names
+from meshtune.weights.safetensors_files import TensorInfo, headers, samples, tensor_names
 from meshtune.weights.shards import Shards
 from meshtune.weights.tensor_reader import TensorReader
 

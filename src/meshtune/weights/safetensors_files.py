@@ -7,7 +7,7 @@ half-written, truncated or stubbed file is reported as what it is, with its name
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 import re
 import struct
 from pathlib import Path
@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from meshtune.errors import UserError
+from meshtune.json_text import file_size, parse_json, read_json
 from meshtune.quantize.published.scheme import Scheme
 
 INDEX = "model.safetensors.index.json"
@@ -28,6 +29,7 @@ PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 BLOCK_BYTES = 16 << 20
 SAMPLES, SAMPLE_BYTES = 16, 4096
 HEADER_LIMIT = 100_000_000  # as in the reference implementation
+LARGEST = (1 << 63) - 1  # of a size: what a file may have, and what arrays can be addressed by
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -201,24 +203,9 @@ def _no_weights(directory: Path, present: list[str]) -> UserError:
     )
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises UserError with line and column where it is malformed."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise UserError(f"not UTF-8 text: byte {error.start} cannot be decoded", where=str(file)) from error
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"malformed JSON: {error.msg}", where=f"{file}, line {error.lineno}, column {error.colno}"
-        ) from error
-    if not isinstance(value, dict):
-        raise UserError(f"expected a JSON object, found {type(value).__name__}", where=str(file))
-    return value
-
-
 def read_header(file: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file. Raises UserError naming the file if it is not whole."""
-    size = file.stat().st_size
+    size = file_size(file)
     with file.open("rb") as stream:
         start = stream.read(8)
         if start.startswith(b"version "):
@@ -232,9 +219,9 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             raise broken(file, f"its header says {length:,} bytes, but the file ends after {size - 8:,}")
         text = stream.read(length)
     try:
-        entries = json.loads(text)
-    except ValueError as error:  # malformed JSON or not UTF-8
-        raise broken(file, f"its header is not JSON ({error})") from error
+        entries = parse_json(text, str(file))
+    except UserError as error:
+        raise broken(file, f"its header is not JSON that can be read: {error.what}") from error
     if not isinstance(entries, dict):
         raise broken(file, "its header is not a JSON object")
     entries.pop("__metadata__", None)
@@ -255,18 +242,20 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 def _tensor(file: Path, name: str, entry: Any, data: int) -> TensorInfo:
     try:
         dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        if not all(type(n) is int and n >= 0 for n in (*shape, start, stop)) or start > stop:
+        if not all(type(n) is int and 0 <= n <= LARGEST for n in (*shape, start, stop)) or start > stop:
             raise ValueError("not byte ranges and sizes")
+        if not isinstance(dtype, str):
+            raise TypeError("not the name of a dtype")
     except (KeyError, TypeError, ValueError) as error:
-        raise broken(file, f"the header's entry for tensor '{name}' is malformed: {entry!r}"[:300]) from error
+        raise broken(file, f"the header's entry for tensor '{name}' is malformed: {entry!r}") from error
     if dtype in DTYPES:
-        expected = int(np.prod(shape, dtype=np.int64)) * DTYPES[dtype].itemsize
+        expected = math.prod(shape) * DTYPES[dtype].itemsize
         if expected != stop - start:
             raise broken(
                 file,
                 f"tensor '{name}' {dtype}{list(shape)} needs {expected:,} bytes, the header gives {stop - start:,}",
             )
-    return TensorInfo(shape, str(dtype), file, data + start, stop - start)
+    return TensorInfo(shape, dtype, file, data + start, stop - start)
 
 
 def broken(file: Path, reason: str, fix: str = "download or copy the file again") -> UserError:

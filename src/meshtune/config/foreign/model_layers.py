@@ -8,9 +8,11 @@ which since 5.0 keeps the matrices of all experts in one parameter that is no li
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 import re
+
+from meshtune.errors import UserError
+from meshtune.json_text import read_json
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
@@ -112,8 +114,8 @@ def layers_of_model(path: str) -> Layers | None:
     file = pathlib.Path(path).expanduser() / "config.json"
     if file.is_file():
         try:
-            config = dict(json.loads(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):  # check_model has refused it
+            config = read_json(file)
+        except UserError:  # check_model has refused it
             return None
         name = BY_TYPE.get(str(config.get("model_type")), path)
         if name.startswith("DeepSeek") and config.get("q_lora_rank") is None:

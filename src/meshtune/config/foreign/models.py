@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import re
 
 from meshtune.config.foreign.draft import Draft
 from meshtune.errors import UserError
+from meshtune.json_text import read_json
 
 VISION = "it is a model of images, video or sound, of which nothing is trained here"
 OWN_CODE = "its code is in its repository, which is never run here"
@@ -52,11 +52,9 @@ def _of_config(file: pathlib.Path) -> str | None:
     from meshtune.families import model_spec
 
     try:
-        model_spec(json.loads(file.read_text(encoding="utf-8")), str(file))
+        model_spec(read_json(file), where=str(file))
     except UserError as problem:
         return problem.what
-    except (OSError, ValueError) as problem:
-        return f"its config.json cannot be read: {problem}"
     return None
 
 
@@ -65,5 +63,5 @@ def layers_of(path: str) -> int | None:
     file = pathlib.Path(path).expanduser() / "config.json"
     if not file.is_file():
         return None
-    layers = json.loads(file.read_text(encoding="utf-8")).get("num_hidden_layers")
+    layers = read_json(file).get("num_hidden_layers")
     return layers if isinstance(layers, int) else None

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -21,6 +20,7 @@ from jaxtyping import Float, UInt8
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
+from meshtune.json_text import parse_json
 from meshtune.quantize.published.integers import (
     FULL_PRECISION,
     ROW_BLOCK,
@@ -56,12 +56,12 @@ class QuantState:
 def quant_state(content: bytes, kind: str) -> QuantState:
     """From the JSON in a tensor's bytes. Raises ValueError where it is malformed or of another kind."""
     try:
-        fields = json.loads(content)
+        fields = parse_json(content, "quant_state")
         nested = int(fields.get("nested_blocksize") or 0)
         offset = float(fields["nested_offset"]) if nested else 0.0
         state = QuantState(int(fields["blocksize"]), tuple(int(size) for size in fields["shape"]), nested, offset)
         named = fields["quant_type"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"its quant_state is malformed ({error!r})") from error
     if named != kind or len(state.shape) != 2 or state.block < BLOCK or state.block % BLOCK or nested < 0:
         raise ValueError(f"its quant_state describes no {kind} matrix in blocks of {BLOCK} or a multiple: {fields}")

@@ -16,10 +16,11 @@ from meshtune.errors import UserError
 from meshtune.families import model_spec
 from meshtune.families.gguf import config_of
 from meshtune.families.gguf.rope import FREQUENCIES, LONG, SHORT
+from meshtune.json_text import read_json
 from meshtune.weights.gguf.file import GgufFile, read_gguf
 from meshtune.weights.gguf.tensors_in import small_tensor, tensor_infos
 from meshtune.weights.gguf.tokens_in import tokenizer_files
-from meshtune.weights.safetensors_files import LINK, TensorInfo, read_json
+from meshtune.weights.safetensors_files import LINK, TensorInfo
 
 FORM = 2  # of what is written into a directory
 TOKENIZER_PROBLEM = "tokenizer_problem.json"

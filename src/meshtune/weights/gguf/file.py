@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from meshtune.errors import UserError
+from meshtune.json_text import file_size
 from meshtune.quantize.gguf import BY_ID, GgmlType
 
 MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
@@ -27,6 +28,11 @@ FLOAT = 6
 NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 PART_NAME = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 LARGEST = 1 << 32  # no sound file has as many entries
+LONGEST_HEADER = 256 << 20  # bytes; the largest vocabularies take a tenth
+LARGEST_SPLIT = 99_999  # the number of parts has five digits in their names
+LARGEST_ALIGNMENT = 1 << 20
+DEEPEST = 2  # arrays in arrays: no writer has any
+DAMAGED = "download or copy the file again; where that does not help, convert the model again"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +60,15 @@ class GgufFile:
     def architecture(self) -> str:
         return str(self.metadata.get("general.architecture", ""))
 
+    def integer(self, key: str, default: int, *, least: int = 0, most: int = 1 << 32) -> int:
+        """A whole number of the metadata. Raises UserError where it is another value, or out of bounds."""
+        value = self.metadata.get(key, default)
+        if type(value) is not int or not least <= value <= most:
+            raise broken(
+                self.file, f"{key} is {_shown(value)}, which is not a whole number from {least} to {most}", DAMAGED
+            )
+        return value
+
     def of_architecture(self) -> dict[str, Any]:
         """The metadata of the architecture, without its name before the keys."""
         start = f"{self.architecture}."
@@ -67,7 +82,7 @@ def read_gguf(file: Path) -> GgufFile:
     missing or of another model.
     """
     first = _part(file)
-    count = int(first.metadata.get("split.count", 1))
+    count = first.integer("split.count", 1, most=LARGEST_SPLIT)
     if count <= 1:
         return first
     paths = part_paths(file, count)
@@ -108,7 +123,7 @@ def part_paths(file: Path, count: int) -> list[Path]:
 
 
 def _part(file: Path) -> GgufFile:
-    size = file.stat().st_size
+    size = file_size(file)
     if size < 24:
         raise broken(file, f"it is {size} bytes long, too short for a header")
     with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
@@ -119,19 +134,38 @@ def _part(file: Path) -> GgufFile:
         floats: dict[str, int] = {}
         for _ in range(entries):
             key = cursor.string()
+            if key in metadata:
+                raise broken(file, f"its metadata have {key!r} twice")
             kind, start = cursor.number("<I"), cursor.at
             metadata[key] = cursor.value(kind)
             if kind == FLOAT or (kind == ARRAY and int.from_bytes(mapped[start : start + 4], "little") == FLOAT):
                 floats[key] = start if kind == FLOAT else start + ARRAY_START
         infos = [(cursor.string(), cursor.shape(), cursor.number("<I"), cursor.number("<Q")) for _ in range(tensors)]
         end = cursor.at
-    alignment = int(metadata.get("general.alignment", ALIGNMENT))
+    gguf = GgufFile(file, metadata, {}, floats)
+    alignment = gguf.integer("general.alignment", ALIGNMENT, least=1, most=LARGEST_ALIGNMENT)
+    if alignment & (alignment - 1):
+        raise broken(file, f"general.alignment is {alignment}, which is not a power of two", DAMAGED)
     data = -(-end // alignment) * alignment
-    located = {name: _tensor(file, name, shape, kind, data + offset) for name, shape, kind, offset in infos}
-    last = max((tensor.start + tensor.nbytes for tensor in located.values()), default=data)
-    if last > size:
-        raise broken(file, f"its tensors end at byte {last:,}, and the file after {size:,}")
-    return GgufFile(file, metadata, located, floats)
+    located: dict[str, GgufTensor] = {}
+    for name, shape, kind, offset in infos:
+        if name in located:
+            raise broken(file, f"it has the tensor {name!r} twice")
+        if offset % alignment:
+            raise broken(file, f"tensor {name!r} starts at byte {offset} of the data, not a multiple of {alignment}")
+        located[name] = _tensor(file, name, shape, kind, data + offset)
+    stop = data
+    for name, tensor in sorted(located.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if not stop <= tensor.start < stop + alignment:
+            raise broken(file, f"tensor {name!r} starts at byte {tensor.start:,}, and the one before ends at {stop:,}")
+        stop = tensor.start + tensor.nbytes
+    if stop > size:
+        raise broken(file, f"its tensors end at byte {stop:,}, and the file after {size:,}")
+    return dataclasses.replace(gguf, tensors=located)
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:100]
 
 
 def _check_start(file: Path, cursor: _Cursor) -> None:
@@ -168,6 +202,8 @@ class _Cursor:
         self.file, self.content, self.at = file, content, 0
 
     def take(self, length: int) -> bytes:
+        if self.at + length > LONGEST_HEADER:
+            raise broken(self.file, f"its header has more than {LONGEST_HEADER:,} bytes")
         if self.at + length > len(self.content):
             raise broken(self.file, f"its header goes on beyond its end, after {len(self.content):,} bytes")
         self.at += length
@@ -192,19 +228,19 @@ class _Cursor:
             raise broken(self.file, f"a tensor has {dimensions} dimensions")
         return tuple(self.number("<Q") for _ in range(dimensions))[::-1]
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, depth: int = 0) -> Any:
         if kind == STRING:
             return self.string()
         if kind in NUMBERS:
             dtype = np.dtype(NUMBERS[kind])
             return np.frombuffer(self.take(dtype.itemsize), dtype)[0].item()
-        if kind != ARRAY:
-            raise broken(self.file, f"a value of its metadata has type {kind}")
+        if kind != ARRAY or depth == DEEPEST:
+            raise broken(self.file, f"a value of its metadata has type {kind}" + " at that depth" * (kind == ARRAY))
         inner, count = self.number("<I"), self.count("values in an array")
         if inner in NUMBERS:
             dtype = np.dtype(NUMBERS[inner])
             return np.frombuffer(self.take(dtype.itemsize * count), dtype).tolist()
-        return [self.value(inner) for _ in range(count)]
+        return [self.value(inner, depth + 1) for _ in range(count)]
 
 
 def header(
