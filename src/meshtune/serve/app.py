@@ -301,5 +301,5 @@ async def _refused(_: Request, problem: Exception) -> Response:
 
 async def _http_error(request: Request, problem: Exception) -> Response:
     assert isinstance(problem, HTTPException)
-    message = f"{request.method} {request.url.path} is not part of this API"
+    message = f"{request.method} {request.scope['path']} is not part of this API"
     return JSONResponse(ApiError(problem.status_code, message).body, problem.status_code)
