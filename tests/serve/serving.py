@@ -10,17 +10,20 @@ from collections.abc import Iterator
 import uvicorn
 
 from meshtune.serve.app import create_app
+from meshtune.serve.connection import Limits
+from meshtune.serve.gate import Gate
 from meshtune.serve.models import Models
+from meshtune.serve.server import Server
 
 TOKEN = "a token of these tests"
 
 
 @contextlib.contextmanager
-def serving(models: Models, **options) -> Iterator[str]:
+def serving(models: Models, limits: Limits | None = None, **options) -> Iterator[str]:
     """The address of a server in a thread of this process."""
     app = create_app(models, **options)
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    server = Server(uvicorn.Config(app, log_level="warning"), Gate(), limits=limits)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

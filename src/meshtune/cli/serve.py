@@ -65,7 +65,9 @@ def serve(
     from meshtune.generate.program_cache import keep_programs
     from meshtune.mesh.processes import start
     from meshtune.serve.app import create_app
+    from meshtune.serve.connection import Limits
     from meshtune.serve.gate import DRAIN_SECONDS, Gate
+    from meshtune.serve.guard import parse_site
     from meshtune.serve.models import Models, load_served
     from meshtune.serve.server import Server
 
@@ -76,6 +78,9 @@ def serve(
         token = _token_in(token_file.expanduser())
     elif token is None and not local:
         token = secrets.token_urlsafe(24)
+    origins = set(cors_origin or [])
+    for origin in origins:
+        parse_site(origin)
     sizes, named = parse_mesh(mesh, model), _named(adapters or [])
     options = {"log_level": logging.INFO if log_requests else logging.WARNING, "access_log": log_requests}
 
@@ -90,7 +95,7 @@ def serve(
             models = Models(served, rows=rows, queue=queue)
             hosts = LOOPBACK_HOSTS if local else set()
             gate = Gate()
-            app = create_app(models, token=token, hosts=hosts, origins=set(cors_origin or []), gate=gate)
+            app = create_app(models, token=token, hosts=hosts, origins=origins, gate=gate)
             address = f"{url(host, listener)}/v1"
 
             def ready() -> None:
@@ -110,7 +115,8 @@ def serve(
                 timeout_keep_alive=KEEP_ALIVE,
                 **options,
             )
-            server = Server(config, gate, ready)
+            limits = Limits(connections=max(Limits.connections, queue + rows + 100))
+            server = Server(config, gate, ready, limits)
             server.run(sockets=[listener])
             if server.unanswered:
                 typer.echo(f"requests without an answer after {DRAIN_SECONDS:g} s: {server.unanswered}", err=True)

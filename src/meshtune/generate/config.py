@@ -31,11 +31,17 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self):
-        _check("temperature", self.temperature, self.temperature >= 0, "0 (greedy) or more, often 0.7 to 1")
-        _check("top_k", self.top_k, _is_int(self.top_k) and self.top_k >= 0, "0 (off) or a whole number, often 50")
+        _check("temperature", self.temperature, 0 <= self.temperature <= 100, "0 (greedy) to 100, often 0.7 to 1")
+        top_k = _is_int(self.top_k) and 0 <= self.top_k < 2**31
+        _check("top_k", self.top_k, top_k, "0 (off) or a whole number below 2147483648, often 50")
         _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1 (off), often 0.95")
         _check("min_p", self.min_p, 0 <= self.min_p <= 1, "0 (off) to 1, often 0.05")
-        _check("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "above 0; 1 is off")
+        _check(
+            "repetition_penalty",
+            self.repetition_penalty,
+            0.01 <= self.repetition_penalty <= 100,
+            "0.01 to 100; 1 is off",
+        )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _check(name, value, -2 <= value <= 2, "-2 to 2; 0 is off")
@@ -57,4 +63,4 @@ def _is_int(value: object) -> bool:
 
 def _check(name: str, value: float, in_range: bool, valid: str) -> None:
     if not in_range or not math.isfinite(value):
-        raise UserError(f"{name} = {value!r} is out of range", where=f"sampling, {name}", fix=f"give {valid}")
+        raise UserError(f"{name} = {value!r:.40} is out of range", where=f"sampling, {name}", fix=f"give {valid}")

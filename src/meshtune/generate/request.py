@@ -54,9 +54,10 @@ class Generation:
     tokens: list[Token] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: UserError | None = None
-    constraint: Constraint | None = dataclasses.field(init=False)
+    constraint: Constraint | None = None
 
-    def __post_init__(self):
+    def start(self) -> None:
+        """Begins to follow the request's grammar. Raises UserError for one that allows nothing."""
         self.constraint = None if self.request.grammar is None else self.request.grammar.start()
 
     def extended(self, tokens: Sequence[Token]) -> FinishReason | None:

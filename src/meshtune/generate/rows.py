@@ -108,6 +108,11 @@ class Rows:
         """Rows that have a request."""
         return sum(row.generation is not None for row in self.rows)
 
+    def clear(self) -> None:
+        """Forgets all rows, and what they hold on the devices."""
+        self.rows, self.slots = [], 0
+        self._caches.layers, self._caches.counts = {}, None
+
     def make_room(self, admitted: Sequence[Generation]) -> None:
         """Makes rows and slots for requests: as few rows as do, for every row costs time in every step."""
         count = rows_bucket(self.running + len(admitted))

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from meshtune.generate.config import Sampling
 from meshtune.generate.constraint import WORD
 
+COLDEST = 1e-20  # a lower temperature would divide logits to infinity
 BIAS_SIZES = (0, 8, 64, 512)  # biased tokens of a row that a program is compiled for
 
 
@@ -145,7 +146,7 @@ def processed(logits: Float[Array, "B V"], counts: Counts, switches: Switches, k
         scores -= knobs.presence[:, None] * (counts.generated > 0)
     if not switches.drawn:
         return scores
-    scores = scores / jnp.where(knobs.temperature > 0, knobs.temperature, 1)[:, None]
+    scores = scores / jnp.where(knobs.temperature > 0, jnp.maximum(knobs.temperature, COLDEST), 1)[:, None]
     if switches.top_k:
         scores = _top_k(scores, knobs.top_k)
     if switches.top_p:

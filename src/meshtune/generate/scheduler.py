@@ -71,13 +71,14 @@ class Scheduler:
         self._cancelled: list[Generation] = []
         self._caches = BatchCaches(params, spec, compute, decode_params, driver, model)
         self._rows = Rows(self._caches, spec, compute, adapter_count(params))
+        self._current: list[Generation] = []  # the requests of the step under way, or the last one
         self._clock = 0
 
     def submit(self, request: Request) -> Generation:
         """Puts a request into the queue. Raises QueueFull."""
         assert request.adapter is None or request.adapter < self._rows.adapters, f"no adapter {request.adapter}"
         with self._lock:
-            if self._most_waiting is not None and len(self._waiting) >= self._most_waiting:
+            if self.room is not None and self.room < 1:
                 raise QueueFull(f"{len(self._waiting)} requests wait already", fix="try again in a while")
             generation = Generation(request)
             self._waiting.append(generation)
@@ -87,6 +88,18 @@ class Scheduler:
         """Ends a generation before its next step, for reasons that only its reader sees."""
         with self._lock:
             self._cancelled.append(generation)
+
+    @property
+    def capacity(self) -> int | None:
+        """Requests that it takes at once, at most; None: any number."""
+        return None if self._most_waiting is None else self._most_rows + self._most_waiting
+
+    @property
+    def room(self) -> int | None:
+        """Requests that it takes now; None: any number."""
+        if self.capacity is None:
+            return None
+        return self.capacity - len(self._waiting) - sum(one.finish_reason is None for one in self._current)
 
     @property
     def running(self) -> int:
@@ -119,9 +132,22 @@ class Scheduler:
         Returns what is new of each generation that has something new, or ended."""
         self._clock += 1
         self._drop_cancelled()
-        self._admit()
+        refused = self._admit()
         self._rows.read(READ_TOKENS if any(row.decodes for row in self._rows.rows) else READ_TOKENS_IDLE)
-        return self._decode(max(1, min(steps, STEPS)))
+        return refused + self._decode(max(1, min(steps, STEPS)))
+
+    def recover(self) -> list[Generation]:
+        """Ends the requests of a step that raised an error, and returns them; the others wait on. A step that had none
+        ends all that wait."""
+        with self._lock:
+            failed, self._current = self._current, []
+            if not failed:
+                failed = list(self._waiting)
+                self._waiting.clear()
+            for generation in failed:
+                generation.finish_reason = generation.finish_reason or "error"
+            self._rows.clear()  # the step may have used up their memory
+        return failed
 
     def _drop_cancelled(self) -> None:
         with self._lock:
@@ -138,16 +164,27 @@ class Scheduler:
 
     # Admission
 
-    def _admit(self) -> None:
-        """Gives free rows to waiting requests."""
+    def _admit(self) -> list[Progress]:
+        """Gives free rows to waiting requests; returns those whose grammar cannot be followed."""
+        running = [row.generation for row in self._rows.rows if row.generation is not None]
         with self._lock:
-            admitted = self._chosen(self._most_rows - self.running)
+            chosen = self._chosen(self._most_rows - len(running))
+            self._current = [*running, *chosen]
+        admitted, refused = [], []
+        for generation in chosen:
+            try:
+                generation.start()
+                admitted.append(generation)
+            except UserError as problem:
+                generation.error, generation.finish_reason = problem, "error"
+                refused.append(Progress(generation, [], "error"))
         if not admitted:
-            return
+            return refused
         self._rows.make_room(admitted)
         for generation in admitted:
             self._rows.place(generation, self._clock)
         self._caches.counts = None  # made anew for all rows where a processor reads it
+        return refused
 
     def _chosen(self, free: int) -> list[Generation]:
         """The next requests: the oldest of the client that has the fewest rows."""

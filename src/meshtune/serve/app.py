@@ -78,7 +78,7 @@ class _Api:
         self._models, self._max_body = models, max_body
 
     async def health(self, _: Request) -> Response:
-        failed = [served.id for served in self._models if served.worker.failure is not None]
+        failed = [served.id for served in self._models if served.worker.failed]
         return JSONResponse({"status": "failed" if failed else "ok", "failed": failed}, 503 if failed else 200)
 
     async def metrics(self, _: Request) -> Response:
@@ -301,5 +301,5 @@ async def _refused(_: Request, problem: Exception) -> Response:
 
 async def _http_error(request: Request, problem: Exception) -> Response:
     assert isinstance(problem, HTTPException)
-    message = f"{request.method} {request.url.path} is not part of this API"
+    message = f"{request.method} {request.scope['path']} is not part of this API"
     return JSONResponse(ApiError(problem.status_code, message).body, problem.status_code)

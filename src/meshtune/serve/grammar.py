@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -50,11 +51,13 @@ class LLConstraint:
 
     def accept(self, token: int) -> None:
         """Advances by a token that the mask allowed. Raises UserError where the grammar has grown too large."""
-        self._matcher.consume_token(token)
+        with _as_user_error():
+            self._matcher.consume_token(token)
         self._mask = self._next_mask()
 
     def _next_mask(self) -> UInt32[np.ndarray, "V/32"]:
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        with _as_user_error():
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
         if self._matcher.is_error():
             raise UserError(f"the grammar cannot be followed on: {_first_line(self._matcher.get_error())}")
         return bits[: self._words]
@@ -111,6 +114,15 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
     from llguidance import LLMatcher
 
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": WHITESPACE})
+
+
+@contextlib.contextmanager
+def _as_user_error() -> Iterator[None]:
+    """Names the grammar of a request as what llguidance failed on."""
+    try:
+        yield
+    except BaseException as problem:  # a panic in Rust is no Exception
+        raise UserError(f"the grammar cannot be followed on: {_first_line(str(problem))}") from problem
 
 
 def _first_line(message: str) -> str:

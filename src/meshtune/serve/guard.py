@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import json
 import logging
+import re
 from collections.abc import Callable, Collection
 from typing import Any
+from urllib.parse import urlsplit
 
-from starlette.requests import cookie_parser
+from starlette.requests import ClientDisconnect, cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from meshtune.errors import UserError
 from meshtune.serve.errors import ApiError, as_api_error
 from meshtune.serve.gate import Gate
 
 LOG = logging.getLogger(__name__)
 OPEN_PATHS = ("/health",)
+PORTS = {"http": 80, "https": 443}
+_AUTHORITY = re.compile(r"[A-Za-z0-9._~%-]+|[A-Za-z0-9._~%-]+:[0-9]{1,5}|\[[0-9A-Fa-f:.]+\](:[0-9]{1,5})?")
 
 
 class Guard:
@@ -26,7 +32,7 @@ class Guard:
     is not in `origins`, which also get the CORS headers that let a browser read the answer. A closed `gate` refuses
     every request. Where `content_types` are given, a request that changes something must have one of them: none that a
     form of another site could send. `open_path` says which paths need no token, and `cookie` names one that may hold
-    `cookie_of(token)` in place of the header.
+    `cookie_of(token)` in place of the header. Raises UserError for an origin that is none.
     """
 
     def __init__(
@@ -43,7 +49,9 @@ class Guard:
         cookie: str | None = None,
     ):
         self._content_types, self._open_path, self._cookie = content_types, open_path, cookie
-        self._app, self._token, self._hosts, self._origins = app, token, hosts, origins
+        self._app, self._token = app, token
+        self._hosts = {_authority(host) for host in hosts}
+        self._origins = {parse_site(origin) for origin in origins}
         self._max_body, self._gate = max_body, gate or Gate()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,7 +61,9 @@ class Guard:
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         origin = headers.get("origin")
-        allowed = {"access-control-allow-origin": origin, "vary": "Origin"} if origin in self._origins else {}
+        allowed = (
+            {"access-control-allow-origin": origin, "vary": "Origin"} if _origin(origin or "") in self._origins else {}
+        )
         try:
             self._check(scope, headers)
         except ApiError as refused:
@@ -76,6 +86,8 @@ class Guard:
         self._gate.under_way += 1
         try:
             await self._app(scope, receive, send_with_headers)
+        except ClientDisconnect:  # amid its body: there is nobody to answer
+            pass
         except Exception as problem:  # raised on, it would cut the connection before the client has read the answer
             LOG.exception("%s %s failed", scope["method"], scope["path"])
             if not started:
@@ -85,12 +97,15 @@ class Guard:
             self._gate.under_way -= 1
 
     def _check(self, scope: Scope, headers: dict[str, str]) -> None:
-        host = headers.get("host", "").rsplit(":", 1)[0] if not headers.get("host", "").endswith("]") else "[::1]"
-        if self._hosts and host not in self._hosts:
-            raise ApiError(403, f"the host '{host}' is not served here")
-        origin = headers.get("origin")
-        if origin is not None and origin not in self._origins and origin.split("//")[-1] != headers.get("host"):
-            raise ApiError(403, f"pages of {origin} may not call this server; it can be allowed by --cors-origin")
+        host, origin = _authority(headers.get("host", "")), headers.get("origin")
+        if self._hosts and (host is None or (host[0], None) not in self._hosts):
+            raise ApiError(403, f"the host '{headers.get('host', '')}' is not served here")
+        if host is None and headers.get("host"):
+            raise ApiError(400, "the header Host is not a name or address with a port")
+        if origin is not None and (site := _origin(origin)) not in self._origins:
+            scheme, *authority = site or ("", None)
+            if host is None or authority != [host[0], PORTS.get(scheme) if host[1] is None else host[1]]:
+                raise ApiError(403, f"pages of {origin} may not call this server; it can be allowed by --cors-origin")
         if scope["method"] == "OPTIONS":
             return
         if self._token is not None and not self._open_path(scope["path"]) and not self._has_token(headers):
@@ -103,12 +118,14 @@ class Guard:
         if self._gate.closed:
             raise ApiError(503, "the server is about to end and takes no new requests", code="shutting_down")
         length = headers.get("content-length", "0")
-        if length.isdigit() and int(length) > self._max_body:
+        if not re.fullmatch("[0-9]{1,19}", length):
+            raise ApiError(400, "the header content-length is not a number of bytes")
+        if int(length) > self._max_body:
             raise ApiError(413, f"the body of {length} bytes is more than the {self._max_body} that are read")
 
     def _has_token(self, headers: dict[str, str]) -> bool:
         assert self._token is not None
-        bearer = headers.get("authorization", "").removeprefix("Bearer ")
+        bearer = re.sub("^Bearer +", "", headers.get("authorization", ""), flags=re.IGNORECASE)
         if hmac.compare_digest(bearer.encode(), self._token.encode()):
             return True
         if self._cookie is None:
@@ -120,6 +137,42 @@ class Guard:
 def cookie_of(token: str) -> str:
     """What a browser holds in place of a token: it proves to know it, and does not tell it."""
     return hmac.new(token.encode(), b"meshtune session", "sha256").hexdigest()
+
+
+def _authority(text: str) -> tuple[str, int | None] | None:
+    """(name, port) of a Host header, in the one form that equal hosts have; None for what is none."""
+    if not _AUTHORITY.fullmatch(text):
+        return None
+    parts = urlsplit(f"//{text}")
+    try:
+        name, port = parts.hostname or "", parts.port
+    except ValueError:
+        return None
+    try:
+        name = str(ipaddress.ip_address(name))
+    except ValueError:
+        name = name.removesuffix(".")
+    return (name, port) if name else None
+
+
+def _origin(text: str) -> tuple[str, str, int] | None:
+    """(scheme, name, port) of an Origin header; None for what is no site, such as `null`."""
+    scheme, separator, rest = text.partition("://")
+    authority = _authority(rest)
+    if not separator or scheme.lower() not in PORTS or authority is None:
+        return None
+    name, port = authority
+    return scheme.lower(), name, PORTS[scheme.lower()] if port is None else port
+
+
+def parse_site(text: str) -> tuple[str, str, int]:
+    """(scheme, name, port) of a site whose pages may call. Raises UserError for what is none."""
+    origin = _origin(text.removesuffix("/"))
+    if origin is None:
+        raise UserError(
+            f"'{text}' is not the address of a site", where="--cors-origin", fix="write https://chat.example.com"
+        )
+    return origin
 
 
 def _encoded(headers: dict[str, Any]) -> list[tuple[bytes, bytes]]:

@@ -8,11 +8,14 @@ import threading
 from collections import Counter
 from collections.abc import AsyncGenerator
 
+import jax
+
 from meshtune.generate.request import Generation, Request
 from meshtune.generate.scheduler import Progress, Scheduler
 
 LOG = logging.getLogger(__name__)
 STEPS = 4  # tokens a row that readers get at once
+FAILURES = 3  # steps in a row that raise an error before the model is said to have failed
 
 
 class Worker:
@@ -21,7 +24,8 @@ class Worker:
     def __init__(self, scheduler: Scheduler, name: str):
         self.scheduler = scheduler
         self.tokens: Counter[int | None] = Counter()  # generated, by the adapter that their requests select
-        self.failure: Exception | None = None
+        self.ended: Exception | None = None  # the thread, by this error
+        self._failures = 0
         self._readers: dict[Generation, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Progress | Exception]]] = {}
         self._changed = threading.Condition()
         self._stopping = False
@@ -43,8 +47,8 @@ class Worker:
 
         Raises QueueFull, UserError where the model overflows, and what ended the thread.
         """
-        if self.failure is not None:
-            raise self.failure
+        if self.ended is not None:
+            raise self.ended
         queue: asyncio.Queue[Progress | Exception] = asyncio.Queue()
         with self._changed:  # so that its first tokens find their reader
             generation = self.scheduler.submit(request)
@@ -68,6 +72,11 @@ class Worker:
                 self._changed.notify()
 
     @property
+    def failed(self) -> bool:
+        """Whether the latest steps have all raised errors, or the thread has ended by one."""
+        return self.ended is not None or self._failures >= FAILURES
+
+    @property
     def busy(self) -> bool:
         """Whether anybody waits for an answer."""
         with self._changed:
@@ -82,11 +91,13 @@ class Worker:
                     return
             try:
                 new = self.scheduler.step(STEPS)
-            except Exception as problem:  # out of memory, say: every reader hears of it, and later requests are refused
-                LOG.exception("the generation of %s failed", self._thread.name)
-                self.failure = problem
-                self._fail(problem)
-                return
+            except BaseException as problem:  # a panic in Rust is no Exception
+                LOG.exception("a step of %s failed", self._thread.name)
+                self._recover(problem if isinstance(problem, Exception) else RuntimeError(str(problem)))
+                if self.ended is not None:
+                    return
+                continue
+            self._failures = 0
             with self._changed:
                 for progress in new:
                     self.tokens[progress.generation.request.adapter] += len(progress.tokens)
@@ -97,7 +108,13 @@ class Worker:
             loop, queue = reader
             loop.call_soon_threadsafe(queue.put_nowait, new)
 
-    def _fail(self, problem: Exception) -> None:
+    def _recover(self, problem: Exception) -> None:
+        """Tells the requests of a step why it failed. Of several processes the others may still compute the step, so
+        that nothing can be computed with them any more."""
+        self._failures += 1
+        failed = self.scheduler.recover()
         with self._changed:
-            for generation in list(self._readers):
+            if jax.process_count() > 1:
+                self.ended, failed = problem, list(self._readers)
+            for generation in failed:
                 self._deliver(generation, problem)
