@@ -5,13 +5,17 @@ The expected values and messages are written out here by hand: they are the prod
 
 from __future__ import annotations
 
+import os
 import pathlib
+import re
 import subprocess
 import sys
+import time
 
 import pytest
 
 from meshtune.adapters.config import FreezeConfig, FullConfig, LoraOptions
+from meshtune.config import section
 from meshtune.config.fields import keys
 from meshtune.config.foreign import FOREIGN_KEYS
 from meshtune.config.load import load_recipe
@@ -138,6 +142,65 @@ def test_paths_stay_as_written_and_home_is_found(written, monkeypatch):
     assert recipe.data.train[0].path == "../data/a.json"
 
 
+PATHS = {
+    "output": "output",
+    "model": "model.path",
+    "model.tokenizer": "model.tokenizer",
+    "model.chat_template": "model.chat_template",
+    "model.adapter": "model.adapter",
+    "model.merge_adapters.0": "model.merge_adapters.0",
+    "data.train": "data.train.0.path",
+    "data.validation": "data.validation.0.path",
+    "data.registry": "data.registry",
+    "stage.reference": "stage.reference",
+    "evaluate.tasks.mmlu": "evaluate.tasks.mmlu",
+}
+
+
+def test_the_list_of_paths_has_every_key_that_is_one():
+    sources = pathlib.Path(section.__file__).parent.glob("*.py")
+    declared = {name for file in sources for name in re.findall(r"^ +(\w+): [^=]*PathText", file.read_text(), re.M)}
+    assert declared
+    assert declared <= {step for path in PATHS.values() for step in path.split(".")}
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_home_and_environment_variables_are_put_into_every_path(written, monkeypatch, tmp_path, key):
+    """In a file, where no shell does it, and in an override in single quotes."""
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.setenv("WHERE", str(tmp_path))
+    monkeypatch.delenv("UNSET", raising=False)
+    path = PATHS[key].split(".")
+    for text, expected in {
+        "${WHERE}/x": f"{tmp_path}/x",
+        "$WHERE/x": f"{tmp_path}/x",
+        "~/x": "/home/someone/x",
+    }.items():
+        raw: dict = {"model": {"path": "m", "merge_adapters": []}, "data": {"train": "a"}, "output": "o"}
+        raw |= {"stage": "dpo"} if key.startswith("stage") else {}
+        value: object = load_recipe(raw, [f"{key}={text}"]).model_dump()
+        for step in path:
+            value = value[int(step)] if isinstance(value, list) else value[step]
+        assert value == expected
+        with pytest.raises(UserError) as caught:
+            load_recipe(raw, [f"{key}=${{UNSET}}/x"])
+        assert "names the environment variable UNSET, which is not set: set it" in caught.value.what
+        monkeypatch.setenv("UNSET", "now")
+        load_recipe(raw, [f"{key}=${{UNSET}}/x"])  # the fix that is offered
+        monkeypatch.delenv("UNSET")
+
+
+def test_a_variable_in_a_path_beside_the_recipe_and_a_dollar_in_a_name(tmp_path, monkeypatch):
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "a.json").write_text("[]")
+    (tmp_path / "beside" / "r.yaml").write_text("model: m\noutput: o\ndata: ${NAME}.json\n")
+    (tmp_path / "cost$x.json").write_text("[]")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NAME", "a")
+    assert load_recipe("beside/r.yaml", notify=lambda _: None).data.train[0].path == "beside/a.json"
+    assert load_recipe("beside/r.yaml", ["data=cost$x.json"]).data.train[0].path == "cost$x.json"
+
+
 def test_merge_keys_and_anchors_work(written):
     text = "model: m\noutput: o\ndata:\n  train: [{<<: &x {path: a.json, cap: 3}, cap: 4}, {<<: *x, path: b.json}]\n"
     recipe = load_recipe(written(text))
@@ -218,7 +281,8 @@ def test_a_mistake_is_named_with_its_line_and_what_would_be_right(written, more,
     error = refused(path)
     assert error.what.startswith(what)
     assert error.where == f"{path}, line{'s' * isinstance(line, str)} {line}"
-    assert error.fix == "change it; `meshtune schema --markdown` lists every key"
+    says_it_all = re.search(r"did you mean|give |leave .* out|sample.prompts:|divide|was chosen", error.what)
+    assert error.fix == (None if says_it_all else "change it; `meshtune schema --markdown` lists every key")
 
 
 @pytest.mark.parametrize(
@@ -285,6 +349,47 @@ def test_a_bad_override_is_named(written, override, what, fix):
 def test_an_override_that_does_not_fit_is_blamed_not_the_file(written):
     error = refused(written(SMALL + "method: {rank: 8}\n"), "method.rank=0")
     assert error.where == "command line, method.rank=0"
+
+
+def test_a_misspelt_section_on_the_command_line_is_located_there(written):
+    for override in ("optimiser.learning_rate=1e-3", "optimizr.name=adam", "optimiser={name: adamw}"):
+        error = refused(written(SMALL), override)
+        assert "did you mean 'optimizer'?" in error.what
+        assert error.where == f"command line, {override}"
+        assert error.fix is None, "the message has the right word"
+
+
+@pytest.mark.parametrize(
+    ("in_file", "override"),
+    [
+        ("train: {epochs: 3}", "train.steps=6"),
+        ("train: {steps: 3}", "train.epochs=6"),
+        ("train: {steps: 3}", "train={epochs: 6}"),
+        ("optimizer: {warmup_ratio: 0.1}", "optimizer.warmup_steps=5"),
+        ("optimizer: {warmup_steps: 5}", "optimizer.warmup_ratio=0.1"),
+        ("data: {train: a, train_on_prompt: true}", "data.last_turn_only=true"),
+        ("data: {train: a, last_turn_only: true}", "data.train_on_prompt=true"),
+        ("resume: true", "overwrite=true"),
+    ],
+)
+def test_a_key_on_the_command_line_wins_over_the_one_that_says_the_same_in_the_file(written, in_file, override):
+    notices: list[str] = []
+    text = SMALL if "data" not in in_file else SMALL.replace("data: a.json\n", "")
+    recipe = load_recipe(written(f"{text}{in_file}\n"), [override], notify=notices.append)
+    without = load_recipe(written(text if text == SMALL else SMALL), [override], notify=notices.append)
+    assert recipe.model_dump(exclude={"data": {"train"}}) == without.model_dump(exclude={"data": {"train"}})
+    if "={" not in override:  # which replaces the section
+        (notice,) = notices
+        assert notice.startswith(f"command line, {override}: ")
+        assert notice.endswith(" in the recipe has no effect")
+
+
+def test_float16_is_answered_by_what_there_is(written):
+    for word in ("fp16", "float16", "half"):
+        error = refused(written(SMALL), f"compute.precision={word}")
+        assert "float16 is not offered; did you mean 'bfloat16', or 'mixed'" in error.what
+    for word in ("mixed", "bfloat16", "float32"):
+        assert load_recipe(written(SMALL), [f"compute.precision={word}"]).compute.precision == word
 
 
 def test_a_rule_between_keys_is_located_at_the_keys_it_names(written):
@@ -362,7 +467,7 @@ def test_relative_paths_of_a_recipe_are_found_beside_it(tmp_path, monkeypatch):
         ("model: a\n\tb: c\n", "this is not YAML: a tab is used for indentation", "line 2, column 1"),
         ("model: [a\n", "this is not YAML: ", "line 2, column 1"),
         ("model: 'a\n", "this is not YAML: ", "line 2, column 1"),
-        ("model: !!python/object:os.system a\n", "this is not YAML: could not determine a constructor", "line 1"),
+        ("model: !!python/object:os.system a\n", "this is not YAML: a recipe has no values of the type", "line 1"),
         ("model: *nope\n", "this is not YAML: found undefined alias", "line 1"),
         ("a: 1\n---\nb: 2\n", "this is not YAML: ", "line 2"),
         ("model: &x [*x]\n", "an alias refers to a value it is part of", "line 1"),
@@ -381,6 +486,57 @@ def test_text_that_is_no_recipe_is_an_error_with_its_place(written, text, what, 
     assert error.where is not None
     assert error.where.startswith(path)
     assert place in error.where
+
+
+ALIASES = "".join(f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))
+MERGES = "".join(f"a{n}: &a{n} {{<<: [{','.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 10))
+HOSTILE = {
+    "aliases of aliases": f"a0: &a0 [x]\n{ALIASES}",
+    "merges of merges": f"a0: &a0 {{x: 1}}\n{MERGES}",
+    "a merge of itself": "a: &a {<<: *a}",
+    "a long list many times": f"a: &a [{'x,' * 9000}]\nb: [{'*a,' * 9000}]",
+    "many values": f"a: [{'x,' * 400_000}]",
+    "much text": "a: " + "x" * 2_000_000,
+    "deep": "a: " + "[" * 5000,
+    "deep by indentation": "".join(f"{' ' * depth}a:\n" for depth in range(200)),
+    "digits": "seed: " + "1" * 6000,
+    "hexadecimal digits": "seed: 0x" + "f" * 6000,
+    "digits of a version": f"%YAML 1.{'9' * 5000}\n--- a",
+    "an escape beyond Unicode": 'a: "\\U99999999"',
+    "half of a surrogate pair": 'a: "\\ud800"',
+    "a null character in a path": 'model: "\\0"\ndata: a\noutput: b',
+} | {
+    f"!!{tag}": f"seed: !!{tag} x"
+    for tag in ("bool", "int", "float", "timestamp", "set", "omap", "binary", "map", "seq", "merge")
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_text_of_a_recipe_takes_long_or_ends_in_a_traceback(written, name):
+    """Each in a file and, where a command line can be so long, as an override."""
+    before = time.process_time()
+    refused(written(HOSTILE[name]))
+    if len(HOSTILE[name]) < 120_000:
+        with pytest.raises(UserError):
+            load_recipe({"model": "m", "data": "d", "output": "o"}, [f"seed={HOSTILE[name]}"])
+    assert time.process_time() - before < 20, "limits of size bound it to a few seconds"
+
+
+@pytest.mark.parametrize("override", [f"a{'.a' * 50_000}=1", f"data.train.{'9' * 5000}.path=a"])
+def test_no_key_of_an_override_ends_in_a_traceback(override):
+    with pytest.raises(UserError):
+        load_recipe({"model": "m", "data": "d", "output": "o"}, [override])
+
+
+def test_pipes_devices_and_huge_files_are_no_recipes(tmp_path):
+    """A read of a pipe that nobody writes to would never return, and one of /dev/zero never end."""
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "zero.yaml").symlink_to("/dev/zero")
+    for name in ("pipe.yaml", "zero.yaml"):
+        assert refused(tmp_path / name).what == "the recipe is a pipe or a device, not a file"
+    with (tmp_path / "huge.yaml").open("wb") as file:
+        file.truncate(1 << 40)
+    assert refused(tmp_path / "huge.yaml").what == "the file has 1,099,511,627,776 bytes: that is no recipe"
 
 
 def test_a_file_that_is_not_there_suggests_the_nearest(tmp_path, written):

@@ -19,11 +19,12 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 from meshtune.config.load import load_recipe
+from meshtune.data.tokenizer import tokenizer_of
 from meshtune.errors import UserError
 from meshtune.generate.api import load
 from meshtune.mesh.processes import SINGLE_PROCESS
 from meshtune.setup.materialize import materialize_start
-from meshtune.setup.start import start_of, tokenizer_of
+from meshtune.setup.start import start_of
 from meshtune.train.result.result import Result
 from meshtune.train.run import train
 from meshtune.weights.load import load_spec
@@ -160,7 +161,9 @@ def made_start(source: pathlib.Path, output: pathlib.Path, /, **fields) -> pathl
     """The start of a recipe, written without a run."""
     recipe = load_recipe({"data": "d", "output": "o", **fields})
     start = start_of(recipe, source, "float32")
-    return materialize_start(start, recipe, output, tokenizer_of(recipe, source), "sha256:0", SINGLE_PROCESS, print)
+    return materialize_start(
+        start, recipe, output, tokenizer_of(recipe.model, source)[0], "sha256:0", SINGLE_PROCESS, print
+    )
 
 
 def test_new_tokens_begin_as_the_mean_of_their_pieces(stories260k, tmp_path):

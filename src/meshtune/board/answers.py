@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from meshtune.board.queue import NoSuchJob
-from meshtune.config.problems import LIST_KEYS, RecipeError
+from meshtune.config.problems import RecipeError
 from meshtune.errors import UserError
 from meshtune.serve.body import json_body
 from meshtune.serve.errors import ApiError, as_api_error
@@ -27,7 +27,7 @@ async def body_of(request: Request) -> dict[str, Any]:
 def problems_of(error: Exception) -> list[dict[str, str | None]]:
     """What is wrong, as {path, message, fix} for each field; `path` is that of the field, as `train.steps`."""
     if isinstance(error, RecipeError) and error.problems:
-        return [{"path": path, "message": message, "fix": LIST_KEYS} for path, message in error.problems]
+        return [{"path": path, "message": message, "fix": fix} for path, message, fix in error.problems]
     if isinstance(error, UserError):
         return [{"path": error.where, "message": error.what, "fix": error.fix}]
     return [{"path": None, "message": as_api_error(error).message, "fix": None}]

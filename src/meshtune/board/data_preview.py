@@ -19,10 +19,9 @@ from meshtune.data.prepare import prepare_data
 from meshtune.data.registry import Registry
 from meshtune.data.report import DataReport
 from meshtune.data.sources import DataSource, open_source
+from meshtune.data.tokenizer import tokenizer_of
 from meshtune.errors import UserError
 from meshtune.objectives.stages import STAGES
-from meshtune.setup.start import tokenizer_of
-from meshtune.weights.hub import TOKENIZER, locate
 
 MOST_RECORDS = 2000  # of a source that are read
 SHOWN_RECORDS = 3
@@ -98,7 +97,7 @@ def _source(recipe: Recipe, section: SourceSection) -> dict[str, Any]:
 
 def _tokenised(recipe: Recipe) -> dict[str, Any]:
     """The first documents token by token, and the reports; records that cannot be used are listed, not raised."""
-    tokenizer = tokenizer_of(recipe, locate(recipe.model.path, recipe.model.revision, allow=TOKENIZER))
+    tokenizer, _ = tokenizer_of(recipe.model)
     capped = [
         section.model_copy(update={"cap": min(section.cap or MOST_RECORDS, MOST_RECORDS)})
         for section in recipe.data.train

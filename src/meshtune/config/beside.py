@@ -1,8 +1,11 @@
-"""Relative paths of a recipe: from the current directory or, where nothing is there, from beside the recipe."""
+"""Paths of a recipe: `~` and `${NAME}`, and relative ones: from here or, where nothing is there, from beside it."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pathlib
+import re
 from collections.abc import Callable, Mapping
 
 from meshtune.config.yaml_text import Path, value_at
@@ -10,6 +13,23 @@ from meshtune.config.yaml_text import Path, value_at
 # The keys that name what is read. `output` is written, always below the current directory.
 MODEL_KEYS = ("path", "tokenizer", "chat_template", "adapter", "merge_adapters")
 OTHER_KEYS: tuple[Path, ...] = (("data", "registry"), ("stage", "reference"))
+VARIABLE = re.compile(r"\$(?:\{([^{}]*)\}|([A-Za-z_]\w*))")
+
+
+def expand_path(text: str) -> str:
+    """`text` with the home directory for `~`, and environment variables for `${NAME}` and `$NAME`.
+
+    A path that exists as it is written stays so. Raises ValueError for a variable that is not set.
+    """
+    if not VARIABLE.search(text) or _exists(pathlib.Path(text)):
+        return os.path.expanduser(text)
+    unset = [match[1] or match[2] or "" for match in VARIABLE.finditer(text)]
+    unset = [name for name in unset if not os.environ.get(name)]
+    if unset:
+        raise ValueError(
+            f"{text} names the environment variable {unset[0] or '{}'}, which is not set: set it, or write the path out"
+        )
+    return os.path.expanduser(VARIABLE.sub(lambda match: os.environ[match[1] or match[2]], text))
 
 
 def beside_recipe(
@@ -26,6 +46,8 @@ def beside_recipe(
         value = container[path[-1]]
         if not isinstance(value, str) or not value.strip() or value.startswith("~") or overridden(path):
             continue
+        with contextlib.suppress(ValueError):  # of a variable that is not set: the check of the recipe names it
+            value = expand_path(value)
         candidate = recipe.parent / value
         if not pathlib.Path(value).is_absolute() and not _exists(pathlib.Path(value)) and _exists(candidate):
             container[path[-1]] = str(candidate)

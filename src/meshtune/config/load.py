@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import pathlib
+import stat
 import sys
 from collections.abc import Callable, Sequence
 
@@ -18,7 +19,17 @@ from meshtune.config.recipe import Recipe
 from meshtune.config.renamed import current_path, with_current_names
 from meshtune.errors import UserError, nearest
 
+MAX_BYTES = 4 * yaml_text.MAX_CHARACTERS
 Notify = Callable[[str], None]
+
+
+# Keys that say one thing in two ways, of which a recipe has one.
+ALTERNATIVES: tuple[tuple[yaml_text.Path, yaml_text.Path], ...] = (
+    (("resume",), ("overwrite",)),
+    (("train", "epochs"), ("train", "steps")),
+    (("optimizer", "warmup_ratio"), ("optimizer", "warmup_steps")),
+    (("data", "train_on_prompt"), ("data", "last_turn_only")),
+)
 
 
 def to_stderr(notice: str) -> None:
@@ -39,8 +50,8 @@ def load_recipe(
     """The recipe in `source` (a YAML file, a mapping, or nothing but overrides), with `overrides` applied in order.
 
     Relative paths count from the current directory; those of a file that lead nowhere from there are looked for beside
-    the file. `~` is the home directory. `notify` receives what a person should know though it is no mistake: a path
-    that was found beside the recipe, a key that has a new name.
+    the file. `~` is the home directory, `${NAME}` an environment variable. `notify` receives what a person should know
+    though it is no mistake: a path that was found beside the recipe, a key that has a new name.
 
     Raises UserError: a file that cannot be read or is not YAML, an override that is none, and every unknown key and
     unfit value at once, each with its line.
@@ -71,7 +82,7 @@ def load_recipe(
             fix=f"translate it: meshtune import {name} --to recipe.yaml, then: meshtune train recipe.yaml",
         )
     raw, origins = command_line.apply(with_current_names(content, notify), overrides, notify)
-    _settle_restart(raw, origins, notify)
+    _settle_alternatives(raw, origins, notify)
     if isinstance(source, str | pathlib.Path):
         recipe_file = pathlib.Path(source).expanduser()
         beside_recipe(raw, recipe_file, lambda path: _written_at(path, origins) is not None, notify)
@@ -83,6 +94,8 @@ def load_recipe(
                 return origins[path[:depth]], depth
             if path[:depth] in lines:
                 return f"{name}, line {lines[path[:depth]]}", depth
+            if depth == len(path) and (inside := [path_ for path_ in origins if path_[:depth] == path]):
+                return origins[inside[0]], depth
         return name, 0
 
     try:
@@ -91,13 +104,18 @@ def load_recipe(
         raise as_user_error(error, raw, name, locate) from error
 
 
-def _settle_restart(raw: dict[str, object], origins: dict[yaml_text.Path, str], notify: Notify) -> None:
-    """Lets `resume` on the command line win over `overwrite` in the file, and the other way round: other tools' recipes
-    set the latter always."""
-    for flag, opposite in (("resume", "overwrite"), ("overwrite", "resume")):
-        if (flag,) in origins and (opposite,) not in origins and raw.get(flag) is True and raw.get(opposite) is True:
-            raw[opposite] = False
-            notify(f"{origins[flag,]}: {opposite}: true in the recipe has no effect")
+def _settle_alternatives(raw: dict[str, object], origins: dict[yaml_text.Path, str], notify: Notify) -> None:
+    """Lets a key on the command line win over the key of the file that says the same in another way, which goes back to
+    its default."""
+    for path, other in (*ALTERNATIVES, *((other, path) for path, other in ALTERNATIVES)):
+        override, section = _written_at(path, origins), yaml_text.value_at(raw, other[:-1])
+        if override is None or _written_at(other, origins) is not None or not isinstance(section, dict):
+            continue
+        if yaml_text.value_at(raw, path) in (None, False) or section.get(other[-1]) in (None, False):
+            continue
+        value = section.pop(other[-1])
+        shown = str(value).lower() if isinstance(value, bool) else value
+        notify(f"{override}: {'.'.join(map(str, other))}: {shown} in the recipe has no effect")
 
 
 def _written_at(path: yaml_text.Path, origins: dict[yaml_text.Path, str]) -> str | None:
@@ -106,12 +124,24 @@ def _written_at(path: yaml_text.Path, origins: dict[yaml_text.Path, str]) -> str
 
 
 def recipe_file_text(path: pathlib.Path) -> str:
-    """The text of a recipe file. Raises UserError, with a fix for each way in which it cannot be read."""
+    """The text of a recipe file. Raises UserError, with a fix for each way in which it cannot be read: for a pipe or a
+    device, which may have no end, too."""
     path = path.expanduser()
     try:
         if path.is_dir():
             raise UserError("the recipe is a directory, not a file", where=str(path), fix=_offer(path))
-        return path.read_text(encoding="utf-8-sig")
+        if not stat.S_ISREG(path.stat().st_mode):
+            fix = "write the recipe to a file, and name that"
+            raise UserError("the recipe is a pipe or a device, not a file", where=str(path), fix=fix)
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise UserError(
+                f"the file has {path.stat().st_size:,} bytes: that is no recipe",
+                where=str(path),
+                fix="name the YAML file",
+            )
+        return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except FileNotFoundError as error:
         raise UserError("there is no such recipe", where=str(path), fix=_near(path)) from error
     except UnicodeDecodeError as error:

@@ -53,7 +53,7 @@ def check_all_read(options: OptimizerOptions) -> OptimizerOptions:
         is_default = value == defaults[name] or (name == "momentum" and value == 0)
         if not is_default and chosen not in readers:
             names = " and ".join(filter(None, (", ".join(readers[:-1]), readers[-1])))
-            raise ValueError(f"{name} is read by {names} alone, and {chosen} was chosen")
+            raise ValueError(f"{name} is read by {names} alone, and {chosen} was chosen: leave {name} out")
     return options
 
 

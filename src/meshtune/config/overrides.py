@@ -32,7 +32,9 @@ def apply(
                 where=COMMAND_LINE,
                 fix="write key=value or section.key=value, e.g. optimizer.learning_rate=1e-4",
             )
-        where = f"{COMMAND_LINE}, {override}"
+        where = f"{COMMAND_LINE}, {override if len(override) <= 200 else f'{override[:200]}...'}"
+        if key.count(".") >= yaml_text.MAX_DEPTH:
+            raise UserError(f"the key has {key.count('.') + 1} parts", where=where, fix="name a key of a recipe")
         keys = [str(step) for step in current_path(tuple(key.split(".")))]
         if ".".join(keys) != key:
             section, former = key.split(".")
@@ -78,7 +80,7 @@ def _put(raw: Mapping[str, object], keys: list[str], value: object, where: str) 
 
 
 def _index(key: str, length: int, name: str, where: str) -> int:
-    if not key.isdecimal() or int(key) > length:
+    if not key.isdecimal() or len(key) > len(str(length)) or int(key) > length:
         entries = f"entries 0 to {length - 1}" if length else "no entries yet"
         raise UserError(
             f"{name} is a list with {entries}, not '{key}'",

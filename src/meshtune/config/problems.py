@@ -23,15 +23,23 @@ UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")  # of models, o
 MISSING = "missing"
 CUSTOM = ("value_error", "empty_text")  # raised by a validator of ours: its message is the message
 LIST_KEYS = "change it; `meshtune schema --markdown` lists every key"
+ADD_KEY = LIST_KEYS.replace("change", "add")
+HINT = "did you mean '"
+# Names of other tools for a value: what there is in their place.
+OTHER_NAMES = dict.fromkeys(
+    ("fp16", "float16", "half", "16", "16-mixed", "f16"),
+    "float16 is not offered; did you mean 'bfloat16', or 'mixed', which keeps what is trained in float32?",
+) | dict.fromkeys(("fp32", "single", "32", "f32"), "did you mean 'float32'?")
 
 # Where the value at a path was written, "recipe.yaml, line 3" or the override, and how long the written path is.
 Locate = Callable[[Path], tuple[str, int]]
 
 
 class RecipeError(UserError):
-    """What is wrong with a recipe. `problems` are (path, sentence) for each key, as `train.steps`; "" is the recipe."""
+    """What is wrong with a recipe. `problems` are (path, sentence, fix) for each key, as `train.steps`; "" is the
+    recipe."""
 
-    problems: tuple[tuple[str, str], ...] = ()
+    problems: tuple[tuple[str, str, str | None], ...] = ()
 
 
 def as_user_error(error: ValidationError, raw: Mapping[str, object], name: str, locate: Locate) -> RecipeError:
@@ -40,17 +48,28 @@ def as_user_error(error: ValidationError, raw: Mapping[str, object], name: str, 
     `raw` is the mapping that was validated, `name` what the user calls it.
     """
     by_path = _by_path(error.errors(include_url=False), raw)
-    problems = [(path, _sentence(path, details, raw)) for path, details in by_path.items()]
-    located = [(sentence, _where(path, sentence, raw, name, locate)) for path, sentence in problems]
+    problems: list[tuple[Path, str, str | None]] = []
+    for path, details in by_path.items():
+        sentence = _sentence(path, details, raw)
+        problems.append((path, sentence, _fix(details[0], sentence)))
+    located = [(sentence, _where(path, sentence, raw, name, locate)) for path, sentence, _ in problems]
+    fixes = [fix for _, _, fix in problems if fix is not None]
     if len(located) == 1:
         ((sentence, where),) = located
-        as_one = RecipeError(sentence, where=where, fix=LIST_KEYS)
+        as_one = RecipeError(sentence, where=where, fix=fixes[0] if fixes else None)
     else:
         lines = "\n".join(f"  {sentence}  [{where}]" for sentence, where in located)
-        fix = LIST_KEYS.replace("it", "them", 1)
+        fix = LIST_KEYS.replace("it", "them", 1) if fixes else None
         as_one = RecipeError(f"{len(located)} problems in {name}:\n{lines}", where=name, fix=fix)
-    as_one.problems = tuple((".".join(map(str, path)), sentence) for path, sentence in problems)
+    as_one.problems = tuple((".".join(map(str, path)), sentence, fix) for path, sentence, fix in problems)
     return as_one
+
+
+def _fix(details: ErrorDetails, sentence: str) -> str | None:
+    """How to correct what the sentence says is wrong; None where it names the right word, or the ways out, itself."""
+    if details["type"] in CUSTOM or HINT in sentence:
+        return None
+    return ADD_KEY if details["type"] == MISSING else LIST_KEYS
 
 
 def _where(path: Path, sentence: str, raw: Mapping[str, object], name: str, locate: Locate) -> str:
@@ -134,6 +153,8 @@ def _own_message(details: ErrorDetails) -> str:
 
 
 def _suggestion(value: object, valid: list[str]) -> str:
+    if "bfloat16" in valid and str(value).lower() in OTHER_NAMES:
+        return f"; {OTHER_NAMES[str(value).lower()]}"
     return f"; {hint.strip()}" if isinstance(value, str) and (hint := nearest(value, valid)) else ""
 
 

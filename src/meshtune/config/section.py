@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import typing
 from collections.abc import Callable
 from typing import Annotated, Any, TypeAlias, get_args
@@ -19,6 +18,8 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from meshtune.config.beside import expand_path
 
 # A section is a pydantic model, or a frozen dataclass of the core that pydantic reads (meshtune.options).
 SectionType: TypeAlias = type
@@ -96,11 +97,13 @@ def _mentions(field: FieldInfo, member: type) -> bool:
     return False
 
 
-def _not_blank(text: str) -> str:
+def _path(text: str) -> str:
     if not text.strip():
         raise PydanticCustomError("empty_text", "must not be empty")
-    return text
+    if "\0" in text:
+        raise PydanticCustomError("empty_text", "must not hold a null character")
+    return expand_path(text)
 
 
 # A file, a directory or a hub id. Relative paths stay as written: they count from the current directory.
-PathText = Annotated[str, AfterValidator(_not_blank), AfterValidator(os.path.expanduser)]
+PathText = Annotated[str, AfterValidator(_path)]

@@ -18,7 +18,7 @@ from meshtune.data.loader import Loader
 from meshtune.data.prepare import prepare_data
 from meshtune.data.report import render
 from meshtune.data.stream import Stream
-from meshtune.data.tokenizer import load_tokenizer
+from meshtune.data.tokenizer import tokenizer_of
 from meshtune.data.tokens import Example
 from meshtune.errors import UserError
 from meshtune.json_text import read_json
@@ -33,16 +33,17 @@ _TRAINED, _PROMPT, _SCALED = ("black on green", "black on bright_green"), ("grey
 def inspect_data(recipe: Recipe, *, records: int = 3, tokens: int = 400, console: Console | None = None) -> None:
     """Prints the first documents token by token and the report on every split. Raises UserError as `prepare_data`."""
     console = console or terminal.console()
-    model = recipe.model
-    revision = None if model.tokenizer else model.revision
-    tokenizer = load_tokenizer(model.tokenizer or model.path, model.chat_template, revision=revision)
+    tokenizer, tokens_added = tokenizer_of(recipe.model)
+    vocab = _vocabulary(recipe.model.path)
+    if vocab is not None:
+        vocab = tokens_added.padded_vocab(vocab, recipe.model.pad_vocab_to)
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("reading data", total=None)
 
         def progress(activity: str, done: int, total: int) -> None:
             bar.update(task, description=activity, completed=done, total=total)
 
-        prepared = prepare_data(recipe, tokenizer, vocab=_vocabulary(model.path), progress=progress)
+        prepared = prepare_data(recipe, tokenizer, vocab=vocab, progress=progress)
     examples = _first_examples(prepared.train, records)
     if examples:
         console.print(legend(console))

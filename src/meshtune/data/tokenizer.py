@@ -6,8 +6,10 @@ import os
 import pathlib
 from typing import TYPE_CHECKING
 
+from meshtune.config.model import ModelSection
 from meshtune.data.baichuan_tokenizer import TEMPLATE, is_baichuan, load_baichuan
 from meshtune.data.chat_templates import template_text
+from meshtune.data.new_tokens import NewTokens, add_tokens
 from meshtune.errors import UserError
 from meshtune.json_text import read_json
 from meshtune.weights.gguf.directory import TOKENIZER_PROBLEM
@@ -18,6 +20,19 @@ if TYPE_CHECKING:
 
 # A directory with any of these has a tokenizer; transformers reads its other files.
 _FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
+
+
+def tokenizer_of(
+    model: ModelSection, source: str | os.PathLike[str] | None = None
+) -> tuple[PreTrainedTokenizerFast, NewTokens]:
+    """The tokenizer of a recipe's run, with its chat template and its new tokens, and the ids of those.
+
+    Everything that shows, counts or trains on a recipe's tokens has it from here. `source` is the model's directory,
+    where it has been located. Raises UserError as `load_tokenizer` and `add_tokens` do.
+    """
+    revision = None if model.tokenizer else model.revision
+    tokenizer = load_tokenizer(model.tokenizer or source or model.path, model.chat_template, revision=revision)
+    return tokenizer, add_tokens(tokenizer, model.new_tokens, model.new_special_tokens)
 
 
 def load_tokenizer(

@@ -12,10 +12,9 @@ from meshtune.config.recipe import DEFAULT_EPOCHS, Recipe
 from meshtune.data.checked_source import CheckedSource
 from meshtune.data.documents import load_documents
 from meshtune.data.prepare import prepare_data
+from meshtune.data.tokenizer import tokenizer_of
 from meshtune.errors import UserError
 from meshtune.objectives.stages import STAGES
-from meshtune.setup.start import tokenizer_of
-from meshtune.weights.hub import TOKENIZER, locate
 
 SAMPLE = 2000  # documents that are tokenised
 
@@ -51,7 +50,7 @@ def _remote_paths(recipe: Recipe) -> list[str]:
 
 def _count(recipe: Recipe) -> Updates:
     epochs = recipe.train.epochs or DEFAULT_EPOCHS
-    tokenizer = tokenizer_of(recipe, locate(recipe.model.path, recipe.model.revision, allow=TOKENIZER))
+    tokenizer, _ = tokenizer_of(recipe.model)
     documents = load_documents(recipe.data, seed=recipe.seed, dataset_type=STAGES[recipe.stage.kind].dataset_type).train
     total = len(documents)
     if total <= SAMPLE:

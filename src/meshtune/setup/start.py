@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import TYPE_CHECKING
 
 from meshtune.adapters.continued import resumed_config
 from meshtune.adapters.training_method import Method
 from meshtune.config.recipe import Recipe
-from meshtune.data.new_tokens import NewTokens, add_tokens
-from meshtune.data.tokenizer import load_tokenizer
+from meshtune.data.new_tokens import NewTokens
+from meshtune.data.tokenizer import tokenizer_of
 from meshtune.errors import UserError
 from meshtune.families import scored_spec
 from meshtune.families.composite import with_text_fields
@@ -27,9 +26,6 @@ from meshtune.runs.verify import check_result
 from meshtune.setup.start_spec import Start
 from meshtune.weights.load import load_config, spec_of
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
 
 def start_of(recipe: Recipe, source: pathlib.Path, dtype: str) -> Start:
     """Resolves the start of a recipe's run from the config in `source` and the tokenizer alone; weights are `dtype`.
@@ -41,8 +37,7 @@ def start_of(recipe: Recipe, source: pathlib.Path, dtype: str) -> Start:
     tokens, blocks = NewTokens(), method.added_layers
     if section.new_tokens or section.new_special_tokens or section.pad_vocab_to:
         if section.new_tokens or section.new_special_tokens:
-            tokenizer = load_tokenizer(section.tokenizer or section.path, revision=section.revision)
-            tokens = add_tokens(tokenizer, section.new_tokens, section.new_special_tokens)
+            _, tokens = tokenizer_of(section, source)
         before = spec_of(config, source, dtype).vocab
         rows = tokens.padded_vocab(before, section.pad_vocab_to)
         config = with_text_fields(config, {"vocab_size": rows})
@@ -108,11 +103,3 @@ def _with_rows(method: Method, tokens: NewTokens, added: tuple[int, ...]) -> Met
             fix="use method: lora, which trains their rows, or full; with freeze name embed_tokens in method.modules",
         )
     return method.with_token_rows(rows) if rows else method
-
-
-def tokenizer_of(recipe: Recipe, source: pathlib.Path) -> PreTrainedTokenizerFast:
-    """The run's tokenizer, with its chat template and its new tokens."""
-    section = recipe.model
-    tokenizer = load_tokenizer(section.tokenizer or source, section.chat_template, revision=section.revision)
-    add_tokens(tokenizer, section.new_tokens, section.new_special_tokens)
-    return tokenizer

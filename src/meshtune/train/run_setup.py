@@ -14,6 +14,7 @@ from meshtune.adapters.peft_format import BaseRecord, recorded
 from meshtune.config.recipe import DEFAULT_EPOCHS, Recipe
 from meshtune.data.prepare import PreparedData, prepare_data
 from meshtune.data.progress import ProgressClock
+from meshtune.data.tokenizer import tokenizer_of
 from meshtune.mesh.agreement import code_version, first_of_each_host, require_agreement
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.processes import Job
@@ -31,7 +32,6 @@ from meshtune.setup.materialize import materialize_base, resumed_adapter
 from meshtune.setup.memory import bytes_on_each
 from meshtune.setup.resolved import ResolvedRun, resolve_run
 from meshtune.setup.stage import reference_of
-from meshtune.setup.start import tokenizer_of
 from meshtune.train.checkpoint.record import Record, versions
 from meshtune.train.report import banner, trackers
 from meshtune.train.report.console_log import ConsoleLog
@@ -126,7 +126,7 @@ def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: Cons
     resolved = resolve_run(recipe, machine, processes, launcher=job.info.launcher)
     check_source(resolved.source, job)
     reference = reference_of(recipe, resolved.method)
-    tokenizer = tokenizer_of(recipe, resolved.source)
+    tokenizer, _ = tokenizer_of(recipe.model, resolved.source)
     with first_of_each_host(job, "data") as share:  # the others find what it prepared
         data = _prepare_data(recipe, resolved, tokenizer, console, share)
     rows, length = recipe.train.batch_size // recipe.train.accumulation, data.train.row_length
