@@ -1,4 +1,4 @@
-"""Differences against scipy's bootstrap and binomial test; overlap and LLaMA-Factory's protocol."""
+"""Differences against scipy's permutation, t and binomial tests; overlap and LLaMA-Factory's protocol."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 from scipy import stats
 
 from meshtune.data.conversation import Conversation, Message, Origin, Text
+from meshtune.evaluate import statistics
 from meshtune.evaluate.overlap import WORDS, overlap
 from meshtune.evaluate.statistics import difference, mcnemar
 
@@ -17,15 +18,81 @@ def ones(values) -> list[tuple[float, float]]:
     return [(float(value), 1.0) for value in values]
 
 
-def test_the_interval_is_that_of_scipys_percentile_bootstrap():
+def test_an_interval_ends_where_scipys_permutation_test_of_that_difference_has_five_per_cent():
     rng = np.random.default_rng(0)
     before, after = rng.normal(0, 1, 60), rng.normal(0.4, 1, 60)
+    ones_before, ones_after = np.array(ones(before)), np.array(ones(after))
+    for end in statistics._of_subsets(ones_before, ones_after, np.random.default_rng(1)):
+        test = stats.permutation_test((after - before - end,), np.mean, permutation_type="samples", rng=2)
+        assert test.pvalue == pytest.approx(0.05, abs=0.01)
+
+
+def test_the_interval_of_normal_differences_is_that_of_scipys_t_test():
+    rng = np.random.default_rng(0)
+    before, after = rng.normal(0, 1, 200), rng.normal(0.4, 1, 200)
     ours = difference("f1", ones(before), ones(after), higher_is_better=True)
-    theirs = stats.bootstrap((after - before,), np.mean, n_resamples=20_000, method="percentile", rng=1)
-    # Two draws of 10,000 and more: their quantiles differ by a few hundredths of the standard error (0.18).
-    assert ours.low == pytest.approx(theirs.confidence_interval.low, abs=0.02)
-    assert ours.high == pytest.approx(theirs.confidence_interval.high, abs=0.02)
+    theirs = stats.ttest_1samp(after - before, 0).confidence_interval()
+    # Quantiles of 10,000 draws differ by a few hundredths of the standard error (0.1).
+    assert ours.low == pytest.approx(theirs.low, abs=0.02)
+    assert ours.high == pytest.approx(theirs.high, abs=0.02)
     assert ours.change == pytest.approx(np.mean(after - before))
+
+
+def without_difference(kind: str, count: int, rng: np.random.Generator):
+    """Samples of two models that are as good as one another, each (sum, weight)."""
+    if kind == "right or wrong":
+        return ones(rng.random(count) < 0.4), ones(rng.random(count) < 0.4)
+    if kind == "loss":
+        weights, hard = rng.integers(1, 200, count), rng.lognormal(size=count)
+        sides = (weights * hard * rng.lognormal(size=count) for _ in range(2))
+        return tuple(np.stack([sums, weights], 1) for sums in sides)
+    values = {
+        "normal": rng.normal(size=count),
+        "heavy tails": rng.standard_cauchy(count),
+        "skewed": rng.lognormal(size=count) - np.exp(0.5),
+        "mostly equal": (rng.random(count) < 0.15) * rng.normal(size=count),
+    }[kind]
+    base = rng.normal(size=count)
+    return ones(base), ones(base + values)
+
+
+KINDS = ["right or wrong", "loss", "normal", "heavy tails", "skewed", "mostly equal"]
+
+
+def wrong_verdicts(counts, trials: int, rng: np.random.Generator) -> dict[str, float]:
+    """The share of "gained" and "lost" by kind where nothing differs."""
+    shares = {}
+    for kind in KINDS:
+        verdicts = []
+        for number in range(trials):
+            sides = without_difference(kind, int(counts[number % len(counts)]), rng)
+            metric = "word_perplexity" if kind == "loss" and number % 2 else "f1"
+            verdicts.append(difference(metric, *sides, higher_is_better=True, seed=number).verdict)
+        shares[kind] = sum(verdict in ("gained", "lost") for verdict in verdicts) / trials
+    return shares
+
+
+def test_gained_and_lost_are_wrong_in_at_most_five_per_cent(monkeypatch):
+    """For 20 to 60 samples. Three standard errors of 1,200 trials are 1.9%; the percentile bootstrap has 7.5%."""
+    monkeypatch.setattr(statistics, "RESAMPLES", 600)
+    shares = wrong_verdicts(np.geomspace(20, 60, 6), 200, np.random.default_rng(0))
+    assert np.mean(list(shares.values())) <= 0.05 + 0.019, shares
+    assert max(shares.values()) <= 0.05 + 0.046, shares
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [20, 30, 60, 200])
+def test_gained_and_lost_are_wrong_in_at_most_five_per_cent_of_any_number(count, monkeypatch):
+    monkeypatch.setattr(statistics, "RESAMPLES", 2000)
+    shares = wrong_verdicts([count], 1500, np.random.default_rng(count))
+    assert max(shares.values()) <= 0.05 + 0.017, shares
+
+
+@pytest.mark.parametrize("count", range(1, statistics.ENOUGH))
+def test_a_handful_of_records_has_no_verdict(count):
+    for before, after in (([0.0], [1.0]), ([1.0], [1.0]), ([5.0], [1.0])):
+        few = difference("loss", ones(before * count), ones(after * count), higher_is_better=False)
+        assert few.verdict == statistics.TOO_FEW
 
 
 @pytest.mark.parametrize(("wins", "losses"), [(0, 0), (5, 5), (9, 1), (30, 12), (3, 0)])
@@ -40,9 +107,10 @@ def test_verdicts_say_gained_lost_same_and_unclear():
     assert difference("acc", right, wrong, higher_is_better=True).verdict == "lost"
     assert difference("loss", right, wrong, higher_is_better=False).verdict == "gained"
     assert difference("acc", right, right, higher_is_better=True).verdict == "same"
-    few = difference("acc", ones([0, 0, 1, 1]), ones([1, 0, 1, 1]), higher_is_better=True)
-    assert few.verdict == "unclear"
-    assert (few.wins, few.losses, few.p) == (1, 0, 1.0)
+    one = difference("acc", ones([0, 0, 1, 1] * 5), ones([1, *[0, 1, 1, 0] * 4, 0, 1, 1]), higher_is_better=True)
+    assert one.verdict == "unclear"
+    once = difference("acc", ones([0] * 20), ones([1, *[0] * 19]), higher_is_better=True)
+    assert (once.wins, once.losses, once.p, once.verdict) == (1, 0, 1.0, "unclear")
 
 
 def test_a_loss_is_weighted_by_its_tokens_and_perplexity_is_of_the_whole():
@@ -52,7 +120,10 @@ def test_a_loss_is_weighted_by_its_tokens_and_perplexity_is_of_the_whole():
     assert (loss.wins, loss.losses) == (1, 1)
     perplexity = difference("word_perplexity", [(-10.0, 5.0)], [(-5.0, 5.0)], higher_is_better=False)
     assert perplexity.before == pytest.approx(np.exp(2.0))
-    assert (perplexity.wins, perplexity.verdict) == (1, "gained")
+    assert (perplexity.wins, perplexity.verdict) == (1, statistics.TOO_FEW)
+    perplexity = difference("word_perplexity", [(-10.0, 5.0)] * 20, [(-5.0, 5.0)] * 20, higher_is_better=False)
+    assert (perplexity.wins, perplexity.verdict) == (20, "gained")
+    assert (perplexity.low, perplexity.high) == pytest.approx((np.exp(1) - np.exp(2),) * 2)
 
 
 def chat(question: str, answer: str) -> Conversation:

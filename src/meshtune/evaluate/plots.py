@@ -10,21 +10,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshtune.evaluate.predict import Predictions
-from meshtune.evaluate.statistics import Difference
+from meshtune.evaluate.statistics import TOO_FEW, Difference
 from meshtune.plan.picture import GRID, INK
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLORS = {"gained": "#1b7f4b", "lost": "#d9480f", "unclear": "#8896a5", "same": "#8896a5"}
+COLORS = {"gained": "#1b7f4b", "lost": "#d9480f", "unclear": "#8896a5", "same": "#8896a5", TOO_FEW: "#c3cbd3"}
 POINT = "#2f6fde"
 
 
 def draw_differences(
     path: pathlib.Path, professional: Sequence[Difference], general: Mapping[str, Sequence[Difference]]
 ) -> None:
-    """Draws each difference in per cent of the larger of its two values, better to the right."""
+    """Draws each difference in per cent of the larger of its two values, better to the right.
+
+    What reaches beyond 100 per cent is cut off. A difference of too few samples has no interval.
+    """
     from matplotlib.lines import Line2D
 
     named = [("your records", item) for item in professional]
@@ -32,18 +35,24 @@ def draw_differences(
     figure, axes = _axes(height=1.4 + 0.32 * len(named))
     for place, (_, item) in enumerate(named):
         sign = (1 if item.higher_is_better else -1) * 100 / (max(abs(item.before), abs(item.after)) or 1.0)
-        ends = sorted((sign * item.low, sign * item.high))
-        color = COLORS[item.verdict]
-        axes.plot(ends, [place, place], color=color, linewidth=2, solid_capstyle="round")
-        axes.plot([sign * item.change], [place], "o", color=color, markersize=6)
+        color, filled = COLORS[item.verdict], item.verdict != TOO_FEW
+        if filled:
+            ends = sorted((sign * item.low, sign * item.high))
+            axes.plot(np.clip(ends, -100, 100), [place, place], color=color, linewidth=2, solid_capstyle="butt")
+        middle = float(np.clip(sign * item.change, -100, 100))
+        axes.plot([middle], [place], "o", color=color, markersize=6, fillstyle="full" if filled else "none")
     axes.axvline(0, color=INK, linewidth=1)
     axes.set_yticks(range(len(named)), [f"{name}: {item.metric}" for name, item in named])
     axes.set_ylim(len(named) - 0.5, -0.5)
-    axes.set_xlabel("worse or better than before, % of the larger value, with the 95% interval", color=INK)
+    interval = "" if all(item.verdict == TOO_FEW for _, item in named) else ", with the 95% interval"
+    axes.set_xlabel(f"worse or better than before, % of the larger value{interval}", color=INK)
     axes.grid(axis="x", color=GRID, linewidth=0.8)
-    shown = {"gained": "gained", "lost": "lost", "unclear": "unclear"}
-    handles = [Line2D([], [], color=COLORS[key], marker="o", label=label) for key, label in shown.items()]
-    axes.legend(handles=handles, frameon=False, labelcolor=INK, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3)
+    present = [verdict for verdict in COLORS if any(item.verdict == verdict for _, item in named)]
+    fill = {verdict: "none" if verdict == TOO_FEW else "full" for verdict in present}
+    handles = [Line2D([], [], color=COLORS[v], marker="o", linestyle="", fillstyle=fill[v], label=v) for v in present]
+    axes.legend(
+        handles=handles, frameon=False, labelcolor=INK, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(present)
+    )
     _write(figure, path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import collections
 import dataclasses
 import html
 import pathlib
@@ -13,7 +14,7 @@ from meshtune.evaluate.folder import HTML, MARKDOWN, replace
 from meshtune.evaluate.overlap import Overlap
 from meshtune.evaluate.plots import draw_differences, draw_losses
 from meshtune.evaluate.results import averages
-from meshtune.evaluate.statistics import Difference
+from meshtune.evaluate.statistics import ENOUGH, RESAMPLES, TOO_FEW, Difference
 
 DIFFERENCES, LOSSES = "differences.png", "losses.png"
 SHOWN = 12  # answers side by side
@@ -59,16 +60,17 @@ def write_report(
         professional: list[Difference] = []
         if before.predictions and after.predictions:
             professional = professional_differences(before.predictions, after.predictions, seed)
-            named = [("your records", item) for item in professional]
-            tables.append(_differences("Professional ability", "data", before_name, after_name, named))
+            tables.append(_differences("Your records", before_name, after_name, [("", item) for item in professional]))
             if draw_losses(folder / LOSSES, before.predictions, after.predictions):
                 pictures.append(LOSSES)
         general = general_differences(before.tasks, after.tasks, seed)
         if general:
             named = [(name, item) for name, listed in general.items() for item in listed]
-            tables.append(_differences("General ability", "task", before_name, after_name, named))
+            tables.append(_differences("Tasks", before_name, after_name, named))
         findings += sentences(professional, general)
-        findings.append("Intervals: paired bootstrap over samples, 10,000 draws. unclear: the interval holds 0.")
+        findings.append(
+            f"Intervals of 95%: {RESAMPLES:,} draws of the samples. Unclear: the interval holds 0, or p is above 0.05."
+        )
         draw_differences(folder / DIFFERENCES, professional, general)
         pictures.insert(0, DIFFERENCES)
     for name, outcome in outcomes.items():
@@ -92,12 +94,18 @@ def sentences(professional: Sequence[Difference], general: Mapping[str, Sequence
         for name, item in named:
             if item.verdict == verdict:
                 lines.append(
-                    f"{text}: {name}, {item.metric} from {item.before:.4g} to {item.after:.4g} ({_interval(item)})."
+                    f"{text}: {name}, {item.metric}, from {item.before:.4g} to {item.after:.4g} ({_interval(item)})."
                 )
-    if not any(item.verdict == "lost" for _, item in named):
-        unclear = sum(item.verdict == "unclear" for _, item in named)
-        lines.append(f"No loss is shown by the {len(named)} metrics; of {unclear} the samples are too few to say.")
-    return lines
+    counts = collections.Counter(item.verdict for _, item in named)
+    if not named or counts["lost"]:
+        return lines
+    if counts[TOO_FEW] == len(named):
+        most = max(item.samples for _, item in named)
+        return [f"Too few to say: no metric has more than {most} samples, and a verdict needs {ENOUGH}."]
+    numbers = ", ".join(
+        f"{counts[verdict]} {verdict}" for verdict in ("gained", "unclear", "same", TOO_FEW) if counts[verdict]
+    )
+    return [*lines, f"No metric is shown to be worse than before. Of {len(named)}: {numbers}."]
 
 
 def _interval(item: Difference) -> str:
@@ -105,23 +113,25 @@ def _interval(item: Difference) -> str:
     return f"difference {item.change:+.4g}, 95% interval {item.low:+.4g} to {item.high:+.4g}{p}"
 
 
-def _differences(title: str, kind: str, before: str, after: str, named: Sequence[tuple[str, Difference]]) -> Table:
-    head = ("metric", before, after, "difference", "95% interval", "better / worse / samples", "McNemar p", "verdict")
+def _differences(title: str, before: str, after: str, named: Sequence[tuple[str, Difference]]) -> Table:
+    head = ("metric", "verdict", before, after, "difference", "95% interval", "better / worse / samples", "McNemar p")
     rows = [
         (
-            name,
-            f"{item.metric} {'↑' if item.higher_is_better else '↓'}",
-            f"{item.before:.4f}",
-            f"{item.after:.4f}",
-            f"{item.change:+.4f}",
-            f"{item.low:+.4f} to {item.high:+.4f}",
-            f"{item.wins} / {item.losses} / {item.samples}",
-            "" if item.p is None else f"{item.p:.3g}",
+            f"{name} {item.metric} {'↑' if item.higher_is_better else '↓'}".strip(),
             item.verdict,
+            f"{item.before:.4g}",
+            f"{item.after:.4g}",
+            f"{item.change:+.3g}",
+            "" if item.verdict == TOO_FEW else f"{item.low:+.3g} to {item.high:+.3g}",
+            f"{item.wins} / {item.losses} / {item.samples}",
+            "" if item.p is None or item.verdict == TOO_FEW else f"{item.p:.2g}",
         )
         for name, item in named
     ]
-    return Table(title, (kind, *head), rows)
+    note = f"↑: higher is better, ↓: lower is better. {TOO_FEW.capitalize()}: fewer than {ENOUGH} samples."
+    filled = [index for index in range(len(head)) if any(row[index] for row in rows)]
+    head, *rows = [tuple(row[index] for index in filled) for row in [head, *rows]]
+    return Table(title, head, rows, note)
 
 
 def _metrics(outcome: Outcome) -> list[Table]:
@@ -190,14 +200,19 @@ def _cell(text: str) -> str:
 
 
 SHORT = 40  # characters of a cell that is not broken into lines
+LONG = 400  # characters, or LINES, of a cell that is folded
+LINES = 10
 
 STYLE = """:root{color-scheme:light dark;--ink:#1f2933;--paper:#fff;--line:#e4e7eb;--quiet:#66727f;--lost:#c2410c;
 --gained:#1b7f4b;--warning:#fff1ec}@media(prefers-color-scheme:dark){:root{--ink:#e4e7eb;--paper:#15191e;--line:#323a43;
 --quiet:#9aa5b1;--lost:#ff8a5c;--gained:#5ac78d;--warning:#3a221a}}
 body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:1100px;margin:2rem auto;
-padding:0 1rem}table{border-collapse:collapse;width:100%;margin:.6rem 0}td,th{border-bottom:1px solid var(--line);
-padding:.35rem .6rem;text-align:left;vertical-align:top;white-space:nowrap}td{font-variant-numeric:tabular-nums}
-td.text{white-space:pre-wrap;overflow-wrap:anywhere;min-width:12rem}
+padding:0 1rem;overflow-wrap:anywhere}table{border-collapse:collapse;width:100%;margin:.6rem 0}
+td,th{border-bottom:1px solid var(--line);padding:.35rem .6rem;text-align:left;vertical-align:top;overflow-wrap:normal}
+td{font-variant-numeric:tabular-nums}td:first-child,td:nth-child(2){min-width:7rem}
+td.number{white-space:nowrap}td.text{white-space:pre-wrap;overflow-wrap:anywhere;min-width:12rem}
+.long{display:flex;flex-direction:column-reverse}.long>div{display:-webkit-box;-webkit-box-orient:vertical;
+-webkit-line-clamp:10;overflow:hidden}.long>[open]+div{display:block}summary{color:var(--quiet);cursor:pointer}
 img{display:block;max-width:100%;background:#fff;border-radius:6px;margin:.8rem 0}
 .warning{background:var(--warning);border-left:4px solid var(--lost);padding:.6rem 1rem;font-weight:600}
 .lost{color:var(--lost);font-weight:600}.gained{color:var(--gained);font-weight:600}.note{color:var(--quiet);font-size:13px}.wide{overflow-x:auto}"""
@@ -214,7 +229,7 @@ def page(report: Report, folder: pathlib.Path) -> str:
     for table in report.tables:
         head = "".join(f"<th>{html.escape(text)}</th>" for text in table.head)
         rows = "".join(
-            "<tr>" + "".join(f"<td{_class(text, cell=True)}>{html.escape(text)}</td>" for text in row) + "</tr>"
+            "<tr>" + "".join(f"<td{_class(text, cell=True)}>{_folded(text)}</td>" for text in row) + "</tr>"
             for row in table.rows
         )
         parts.append(f'<h2>{html.escape(table.title)}</h2><div class="wide"><table><tr>{head}</tr>{rows}</table></div>')
@@ -225,9 +240,21 @@ def page(report: Report, folder: pathlib.Path) -> str:
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
 
 
+def _folded(text: str) -> str:
+    """The text of a cell; of a long one the first LINES lines, and a way to unfold it."""
+    content = html.escape(text)
+    if len(text) <= LONG and text.count("\n") < LINES:
+        return content
+    return f'<div class="long"><details><summary>whole text</summary></details><div>{content}</div></div>'
+
+
 def _class(text: str, *, cell: bool = False) -> str:
     """Colours a verdict, and the sentences that begin with one; lets long texts of cells break into lines."""
     for name in ("lost", "gained"):
         if text == name or text.lower().startswith(f"{name}:"):
             return f' class="{name}"'
-    return ' class="text"' if cell and (len(text) > SHORT or "\n" in text) else ""
+    if not cell:
+        return ""
+    if len(text) > SHORT or "\n" in text:
+        return ' class="text"'
+    return ' class="number"' if text[:1].isdigit() or text[:1] in ("+", "-") else ""
