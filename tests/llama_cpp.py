@@ -153,6 +153,11 @@ class LlamaCpp:
             row, position = self.logits(answer[-1:], position)[-1], position + 1
         return answer
 
+    def ends_at(self, token: int) -> bool:
+        """Whether llama.cpp stops generating at a token."""
+        self.lib.llama_vocab_is_eog.restype = ctypes.c_bool
+        return self.lib.llama_vocab_is_eog(self.vocab, ctypes.c_int32(token))
+
     def tokenize(self, text: str, special: bool = True) -> list[int]:
         """Token ids, with the tokens that the file says begin a text, and special tokens in it read as such."""
         content = text.encode()

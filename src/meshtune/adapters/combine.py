@@ -21,6 +21,8 @@ from meshtune.adapters.peft_format import CONFIG, WEIGHTS, BaseRecord, opened, r
 from meshtune.adapters.peft_tensors import PREFIX
 from meshtune.adapters.weighted import METHODS, Factors, keeps_factors, prunes, weighted
 from meshtune.errors import UserError, nearest
+from meshtune.weights.ends import GENERATION, read_ends
+from meshtune.weights.export import write_generation
 from meshtune.weights.publish import disk_errors, published
 
 A, B = ".lora_A.weight", ".lora_B.weight"
@@ -109,8 +111,10 @@ def combine(
     with published(dest, CONFIG) as partial, disk_errors(dest):
         save_file(tensors, partial / WEIGHTS, {"format": "pt", "meshtune": json.dumps(record)})
         (partial / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-        for file in (*paths[0].glob("tokenizer*"), *paths[0].glob("chat_template*"), *paths[0].glob("special_tokens*")):
-            shutil.copyfile(file, partial / file.name)
+        for pattern in ("tokenizer*", "chat_template*", "special_tokens*", GENERATION):
+            for file in paths[0].glob(pattern):
+                shutil.copyfile(file, partial / file.name)
+        write_generation(partial, paths[0], read_ends(*paths))
         finish(partial)
     return Combined(dest, made_rank, len(modules))
 

@@ -184,6 +184,19 @@ class ChatTemplate:
         return EndOfTurn(head, ending[len(head) :], None)
 
 
+def template_end(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
+    """The text that ends an answer in the chat template; none without a template, or where it writes no end."""
+    if not tokenizer.chat_template:
+        return ()
+    try:
+        end = ChatTemplate(tokenizer).end_of_turn
+    except UserError:  # it does not render answers
+        return ()
+    if end.token is not None:
+        return (tokenizer.added_tokens_decoder[end.token].content,)
+    return (end.head.strip(),) if end.head.strip() else ()
+
+
 def stop_tokens(tokenizer: PreTrainedTokenizerFast) -> frozenset[str]:
     """The tokens at which the model's generation stops: those of generation_config.json beside the tokenizer, and its
     end token."""

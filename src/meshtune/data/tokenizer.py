@@ -96,6 +96,12 @@ def _directory(path: str | os.PathLike[str], revision: str | None) -> pathlib.Pa
     return directory
 
 
+def chat_templates(tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
+    """The tokenizer's chat templates by name, the usual one under "default"."""
+    templates = tokenizer.chat_template or {}
+    return {"default": templates} if isinstance(templates, str) else dict(templates)
+
+
 def padding_id(tokenizer: PreTrainedTokenizerFast) -> int | None:
     """An id for padding that never ends a text, so that the last token of a sequence can be found; the tokenizer's own
     padding id, which may be None, if it has no other special token."""

@@ -282,7 +282,7 @@ def load_variants(
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if dtype not in MODEL_DTYPES:
         raise UserError(f"dtype {dtype!r} is not supported", where="dtype", fix=f"one of {', '.join(MODEL_DTYPES)}")
-    spec, config = load_spec(base, dtype)
+    spec, _ = load_spec(base, dtype)
     layout = generation_layout(mesh, spec)
     compute = Compute(dtype=dtype, cache=check_cache(spec, cache), layout=layout)
     tokenizers = {name: tokenizer_on_disk(source, spec.vocab) for name, source in sources.items()}  # before the weights
@@ -309,7 +309,7 @@ def load_variants(
             variant = (adapted_spec, merged_copy(adapted) if merges else folded(adapted))
         download = functools.partial(load_tokenizer, source.tokenizer, source.chat_template)
         read = download if tokenizer is None else functools.partial(_identity, tokenizer)
-        stops = text_end(base, config, tokenizer)
+        stops = text_end(source, tokenizer)
         models[name] = Model(
             variant[1],
             variant[0],

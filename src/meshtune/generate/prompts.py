@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshtune.data.chat import ChatTemplate, template_error
 from meshtune.errors import UserError, nearest
+from meshtune.runs.sources import Source
+from meshtune.weights.ends import read_ends
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -92,18 +92,9 @@ def turn_end(tokenizer: PreTrainedTokenizerFast) -> tuple[frozenset[int], tuple[
     return frozenset(), ((end.head.strip(),) if end.head.strip() else ())
 
 
-def text_end(directory: Path, config: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast | None) -> frozenset[int]:
-    """Ids that end any text: those of generation_config.json, else of config.json, and the tokenizer's own."""
-    generation: Mapping[str, Any] = {}
-    file = directory / "generation_config.json"
-    if file.is_file():
-        try:
-            generation = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as problem:
-            raise UserError(f"the file is not JSON: {problem}", where=str(file), fix="copy it again") from problem
-    stop_ids = generation.get("eos_token_id")
-    stop_ids = config.get("eos_token_id") if stop_ids is None else stop_ids
-    ids = frozenset(stop_ids if isinstance(stop_ids, list) else [] if stop_ids is None else [stop_ids])
+def text_end(source: Source, tokenizer: PreTrainedTokenizerFast | None) -> frozenset[int]:
+    """Ids that end any text: those that the files of the base and of the adapter name, and the tokenizer's own."""
+    ids = frozenset(read_ends(source.base, source.adapter))
     return ids if tokenizer is None else ids | tokenizer_end(tokenizer)
 
 

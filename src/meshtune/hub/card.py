@@ -15,13 +15,14 @@ STAGES = {
     "rm": "a reward model of preference pairs",
 }
 LIBRARY = {"adapter": "peft", "model": "transformers", "merged": "transformers", "gguf": "gguf"}
-TEMPLATE = "chat_template.jinja"
+TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
 ANSWER_SHOWN = 600  # characters
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What is pushed: `kind` is adapter, model, merged or gguf; `base` is None where nothing says what it came from."""
+    """What is pushed: `kind` is adapter, model, merged or gguf; `base` is None where nothing says what it came from;
+    `ends` are the tokens at which its texts end."""
 
     repository: str
     kind: str
@@ -29,6 +30,7 @@ class Subject:
     run: RunFacts | None
     files: Sequence[str]
     scored: bool = False
+    ends: Sequence[str] = ()
 
 
 def model_card(subject: Subject) -> str:
@@ -111,7 +113,9 @@ def _loading(subject: Subject) -> str:
         first = next((name for name in subject.files if name.endswith(".gguf")), "FILE.gguf")
         command = f"llama-cli -hf {repository}\nollama run hf.co/{repository}\n# or: hf download {repository} {first}"
         return f"## Load it\n\n```sh\n{command}\n```"
-    lines = ["## Load it", "", "```python", f"from transformers import {automatic}, AutoTokenizer"]
+    own_ends = subject.kind == "adapter" and GENERATION in subject.files and not subject.scored
+    further = ", GenerationConfig" if own_ends else ""
+    lines = ["## Load it", "", "```python", f"from transformers import {automatic}, AutoTokenizer{further}"]
     if subject.kind == "adapter":
         lines += [
             "from peft import PeftModel",
@@ -122,7 +126,11 @@ def _loading(subject: Subject) -> str:
     else:
         lines += ["", f'model = {automatic}.from_pretrained("{repository}")']
     lines += [f'tokenizer = AutoTokenizer.from_pretrained("{repository}")']
+    if own_ends:  # of an adapter other programs read the base's
+        lines += [f'model.generation_config = GenerationConfig.from_pretrained("{repository}")']
     lines += ["```"] if subject.scored else ["", *_generating(TEMPLATE in subject.files), "```"]
+    if subject.ends and not subject.scored:
+        lines += ["", f"Texts end at {', '.join(f'`{end}`' for end in subject.ends)} (generation_config.json)."]
     if not subject.scored:
         named = subject.kind != "adapter" or subject.base is None or subject.base.hub_id is not None
         model = repository if named else f"{base} --adapter {repository}"

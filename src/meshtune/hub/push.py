@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshtune.data.tokenizer import load_tokenizer
 from meshtune.hub.account import CARD, RECORD, Repository, check_access, hub_errors, open_repository
 from meshtune.hub.base_model import with_hub_licence
 from meshtune.hub.card import Subject, model_card
@@ -18,6 +19,7 @@ from meshtune.hub.contents import PublicNames, check_contents, local_paths, stag
 from meshtune.hub.facts import run_facts
 from meshtune.hub.package import ExportOptions, Package, packed, resolve
 from meshtune.runs.progress import StageProgress, of_stage
+from meshtune.weights.ends import GENERATION, read_ends
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
@@ -105,7 +107,7 @@ def send(
         files[PLOT] = run.plot
     if base and base.licence and base.licence.file and package.kind != "adapter" and LICENCE not in files:
         files[LICENCE] = base.licence.file
-    subject = Subject(target.name, package.kind, base, run, sorted(files), package.scored)
+    subject = Subject(target.name, package.kind, base, run, sorted(files), package.scored, _ends(package.path))
     files[CARD] = model_card(subject).encode()
     files[RECORD] = _record(package, sorted({*files, RECORD}))
     check_contents(files, target.token, local_paths(package.path, package.run, package.directory, folder))
@@ -143,6 +145,14 @@ def _send_large(target: Repository, operations: list[CommitOperationAdd], progre
                 target.api.preupload_lfs_files(target.name, [operation])
         done += sizes[operation.path_in_repo]
     progress(total, total)
+
+
+def _ends(path: Path) -> list[str]:
+    """The tokens at which texts of a result end, where its folder names them."""
+    if not ((path / GENERATION).is_file() and (path / "tokenizer.json").is_file()):
+        return []
+    tokenizer = load_tokenizer(path)
+    return [str(tokenizer.convert_ids_to_tokens(id_)) for id_ in read_ends(path)]
 
 
 def _names(package: Package) -> dict[str, str]:

@@ -142,6 +142,7 @@ def export(
         progress=of_stage(progress, "writing"),
         checking=of_stage(progress, "checking"),
         pad=padding_id(load_tokenizer(resolved.tokenizer)) if spec.scored else None,
+        ends=resolved.ends,
     )
     write_digests(done.path)
     compared = done.verified
@@ -291,6 +292,7 @@ def _as_published(
             merge_record(added.base, fingerprint, None),
             overwrite,
             max_shard_bytes,
+            resolved.ends,
         ),
         expected,
         of_stage(progress, "writing"),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshtune.data.tokenizer import load_tokenizer
+from meshtune.data.chat import template_end
+from meshtune.data.tokenizer import chat_templates, load_tokenizer
 from meshtune.errors import UserError
 from meshtune.families.gguf import gguf_layout
 from meshtune.json_text import read_json
@@ -17,6 +18,7 @@ from meshtune.quantize.gguf.mixture import FILE_TYPES, Mixture, check_file_type
 from meshtune.runs.merged_numbers import merged_numbers
 from meshtune.runs.modelfile import modelfile
 from meshtune.runs.sources import Source
+from meshtune.weights.ends import read_ends
 from meshtune.weights.gguf.file import read_gguf
 from meshtune.weights.gguf.numbers import FileNumbers, Numbers
 from meshtune.weights.gguf.tokens_out import SpecialTokens, tokenizer_metadata
@@ -59,7 +61,8 @@ def export_gguf(
         layout = gguf_layout(spec)
         metadata = general_metadata(layout.architecture.name, dest, FILE_TYPES[file_type][0])
         tokenizer = load_tokenizer(source.tokenizer, source.chat_template)
-        metadata |= _tokenizer_metadata(tokenizer, _ends(source.base), spec)
+        ends = read_ends(source.base, source.adapter)
+        metadata |= _tokenizer_metadata(tokenizer, ends, spec)
         tied = all(part.name != "output.weight" for part in layout.parts)
         mixture = Mixture(file_type, spec.layers, tied, _experts(layout.metadata), layout.architecture.name)
         partial = dest.with_name(f".{dest.name}.partial-{os.getpid()}")
@@ -69,7 +72,7 @@ def export_gguf(
                 written = write_gguf(partial, layout, numbers, mixture, metadata, progress)
                 _verify(partial, len(layout.shapes) + len(layout.computed))
                 partial.rename(dest)
-                text = modelfile([f"FROM ./{dest.name}"], tokenizer, end_texts(tokenizer, source.base))
+                text = modelfile([f"FROM ./{dest.name}"], tokenizer, end_texts(tokenizer, ends))
                 modelfile_of(dest).write_text(text, encoding="utf-8")
         finally:
             partial.unlink(missing_ok=True)
@@ -81,10 +84,11 @@ def modelfile_of(dest: Path) -> Path:
     return dest.with_suffix(".Modelfile")
 
 
-def end_texts(tokenizer: PreTrainedTokenizerFast, base: Path) -> list[str]:
-    """The texts at which the model ends an answer."""
-    ids = _ends(base) or (_id(tokenizer.eos_token_id),)
-    return [str(tokenizer.decode([id_])) for id_ in ids if id_ is not None]
+def end_texts(tokenizer: PreTrainedTokenizerFast, ends: Sequence[int]) -> list[str]:
+    """The texts at which the model ends an answer: those of `ends`, and that of the chat template."""
+    ids = ends or (_id(tokenizer.eos_token_id),)
+    texts = [str(tokenizer.decode([id_])) for id_ in ids if id_ is not None]
+    return list(dict.fromkeys([*texts, *template_end(tokenizer)]))
 
 
 def check_file(dest: Path, overwrite: bool) -> None:
@@ -126,7 +130,6 @@ def _id(token_id: Any) -> int | None:
 def _tokenizer_metadata(tokenizer: PreTrainedTokenizerFast, ends: tuple[int, ...], spec: ModelSpec) -> dict[str, Any]:
     plain = tokenizer.encode("a", add_special_tokens=False)
     whole = tokenizer.encode("a")
-    template = tokenizer.chat_template
     special = SpecialTokens(
         bos=_id(tokenizer.bos_token_id),
         eos=_id(tokenizer.eos_token_id),
@@ -135,17 +138,10 @@ def _tokenizer_metadata(tokenizer: PreTrainedTokenizerFast, ends: tuple[int, ...
         adds_bos=len(whole) > len(plain) and whole[0] == tokenizer.bos_token_id,
         adds_eos=len(whole) > len(plain) and whole[-1] == tokenizer.eos_token_id,
         ends=ends,
-        chat_template=template if isinstance(template, str) else None,
+        chat_templates=chat_templates(tokenizer),
     )
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     return tokenizer_metadata(content, special, spec.vocab, str(tokenizer.name_or_path))
-
-
-def _ends(base: Path) -> tuple[int, ...]:
-    """The ids at which the model's generation config ends an answer."""
-    file = base / "generation_config.json"
-    ids = read_json(file).get("eos_token_id") if file.is_file() else None
-    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
 
 
 def _verify(file: Path, tensors: int) -> None:

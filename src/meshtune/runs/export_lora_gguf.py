@@ -24,6 +24,7 @@ from meshtune.quantize.gguf.mixture import FLOATS, check_file_type
 from meshtune.runs.export_gguf import check_file, end_texts, modelfile_of
 from meshtune.runs.modelfile import modelfile
 from meshtune.runs.sources import Source
+from meshtune.weights.ends import read_ends
 from meshtune.weights.fingerprint import base_hash
 from meshtune.weights.gguf.file import header, read_gguf
 from meshtune.weights.load import load_spec
@@ -86,7 +87,8 @@ def export_lora_gguf(
             read_gguf(partial)
             partial.rename(dest)
             lines = [*_from(source.base), f"ADAPTER ./{dest.name}"]
-            text = modelfile(lines, tokenizer, end_texts(tokenizer, source.base))
+            ends = read_ends(source.base, source.adapter)
+            text = modelfile(lines, tokenizer, end_texts(tokenizer, ends))
             modelfile_of(dest).write_text(text, encoding="utf-8")
     finally:
         partial.unlink(missing_ok=True)

@@ -89,7 +89,13 @@ def export_quantised(
         config,
         resolved.base,
         Publication(
-            dest, locate(resolved.tokenizer, allow=TOKENIZER), chat_template, record, overwrite, max_shard_bytes
+            dest,
+            locate(resolved.tokenizer, allow=TOKENIZER),
+            chat_template,
+            record,
+            overwrite,
+            max_shard_bytes,
+            resolved.ends,
         ),
         writer,
         expected,

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from meshtune.data.tokenizer import chat_templates
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -48,22 +50,23 @@ def modelfile(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, stops:
     """The text of a Modelfile: `sources` (FROM, ADAPTER), the template in Ollama's language where it can be said
     there, and at which texts an answer ends."""
     lines = list(sources)
-    template = tokenizer.chat_template
-    render = _render_of(tokenizer) if isinstance(template, str) else None
+    templates = chat_templates(tokenizer)
+    template = templates.get("default", "")
     turns = turns_of(tokenizer)
-    if turns is not None and render is not None:
+    if turns is not None:
+        render = _render_of(tokenizer)
         if "strftime_now" in template:
             lines.append("# The chat template writes the day's date; this TEMPLATE has that of the day it was written.")
         if render(*_SPACED) != turns.text(*_SPACED):
             lines.append(
                 "# The chat template removes spaces and line breaks around messages; Ollama's language cannot."
             )
-        if "tools" in template:
+        if any("tools" in text for text in templates.values()):
             lines.append(
                 "# The chat template writes tools, this TEMPLATE does not: Ollama will refuse requests with tools."
             )
         lines.append(f'TEMPLATE """{_go_template(turns)}"""')
-    elif template:
+    elif templates:
         lines.append(
             "# The chat template writes messages in ways that a TEMPLATE of Ollama's cannot say in general: Ollama"
         )
@@ -76,7 +79,7 @@ def modelfile(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast, stops:
 
 def turns_of(tokenizer: PreTrainedTokenizerFast) -> Turns | None:
     """How a chat template writes messages; None where it depends on more than their roles."""
-    if not isinstance(tokenizer.chat_template, str):
+    if "default" not in chat_templates(tokenizer):
         return None
     render = _render_of(tokenizer)
     try:

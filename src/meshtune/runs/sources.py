@@ -11,6 +11,7 @@ from meshtune.errors import UserError
 from meshtune.json_text import read_json
 from meshtune.runs.output import RESULT_DIGEST, read_run
 from meshtune.runs.verify import check_result
+from meshtune.weights.ends import read_ends
 from meshtune.weights.hub import HUB_ID, MODEL, locate
 from meshtune.weights.modelscope import modelscope_id
 
@@ -28,6 +29,11 @@ class Source:
     adapter: Path | None
     tokenizer: str
     chat_template: str | None
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The ids at which the adapter's training taught answers to end, where its folder names any."""
+        return () if self.adapter is None else read_ends(self.adapter)
 
 
 def find(

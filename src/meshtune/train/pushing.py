@@ -117,6 +117,7 @@ class Pusher:
             setup.resolved.source,
             setup.base,
             setup.tokenizer,
+            ends=setup.ends,
             layout=setup.resolved.layout,
             job=setup.job,
         )

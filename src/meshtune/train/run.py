@@ -286,6 +286,7 @@ def _finished(
             setup.resolved.source,
             setup.base,
             setup.tokenizer,
+            ends=setup.ends,
             layout=setup.resolved.layout,
             job=setup.job,
         )

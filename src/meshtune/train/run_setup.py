@@ -12,6 +12,7 @@ from rich.console import Console
 from meshtune.adapters.method import PreparedModel, count
 from meshtune.adapters.peft_format import BaseRecord, recorded
 from meshtune.config.recipe import DEFAULT_EPOCHS, Recipe
+from meshtune.data.chat import ChatTemplate
 from meshtune.data.prepare import PreparedData, prepare_data
 from meshtune.data.progress import ProgressClock
 from meshtune.data.tokenizer import tokenizer_of
@@ -77,6 +78,14 @@ class RunSetup:
     def start_hash(self) -> str:
         """What identifies the weights that the run starts from."""
         return f"{self.base.hash}{self.adapter}"
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The ids at which the chat template ends the answers that are trained on; none of plain text or scores."""
+        if self.data.report.template is None or self.resolved.spec.scored:
+            return ()
+        end = ChatTemplate(self.tokenizer).end_of_turn.token
+        return () if end is None else (end,)
 
     def record(self) -> Record:
         """The checkpoint record of the run's start."""

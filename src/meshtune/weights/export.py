@@ -11,7 +11,7 @@ import fnmatch
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jaxtyping import Float
@@ -27,6 +27,7 @@ from meshtune.mesh.layout import Layout
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.published import without_scheme
+from meshtune.weights.ends import GENERATION, config_with_ends, generation_with_ends
 from meshtune.weights.file_tensors import FileTensor, StoredTensor, header, tensors_of
 from meshtune.weights.load import MODEL_DTYPES, Progress, load_config, spec_of, stored_dtype
 from meshtune.weights.passed_through import passed_tensors
@@ -78,11 +79,13 @@ def export_model(
     layout: Layout | None = None,
     job: Job = SINGLE_PROCESS,
     pad: int | None = None,
+    ends: Sequence[int] = (),
 ) -> Exported:
     """Writes `params` (merged: without adapters) as a Hugging Face directory and verifies it.
 
     `source` is the model the training started from: config, generation config and tokenizer come from there (the
-    tokenizer from `tokenizer` if given, the chat template from `chat_template`). `dtype` defaults to the source's.
+    tokenizer from `tokenizer` if given, the chat template from `chat_template`). `ends` are ids that end a text beside
+    those of the source. `dtype` defaults to the source's.
     `record` says how the model came to be; it goes, as JSON, into the metadata of every file.
     `expected` are the `probe_logits` of what was trained, taken before adapters were merged. Tensors are written one
     after another, so host memory holds one block of one tensor; `progress(done, total)` counts the bytes written,
@@ -126,7 +129,9 @@ def export_model(
                         progress(done, total)
         with raise_collectively(job, "export: config"), disk_errors(dest):
             if job.is_main_process:
-                _write_rest(folder, _exported_config(config, spec, source, dtype, pad), files, copies, chat_template)
+                exported = config_with_ends(_exported_config(config, spec, source, dtype, pad), ends)
+                _write_rest(folder, exported, files, copies, chat_template)
+                write_generation(folder, source, ends)
         verified = _verified(params, spec, folder, dest, dtype, expected, layout, job, passed, checking)
     return Exported(dest, tuple(files), total, dtype, verified)
 
@@ -247,11 +252,18 @@ def write_chat_template(folder: Path, template: str) -> None:
     """One template, in the file that transformers prefers; none elsewhere that could say something different."""
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     (folder / "chat_template.json").unlink(missing_ok=True)
+    shutil.rmtree(folder / "additional_chat_templates", ignore_errors=True)
     settings = folder / "tokenizer_config.json"
     if settings.is_file():
         fields = read_json(settings)
         fields.pop("chat_template", None)
         write_json(settings, fields)
+
+
+def write_generation(folder: Path, source: Path, ends: Iterable[int]) -> None:
+    """Writes the generation_config.json of the model in `source` with further ends, where it lacks any of them."""
+    if (fields := generation_with_ends(source, ends)) is not None:
+        write_json(folder / GENERATION, fields)
 
 
 def write_json(file: Path, value: Mapping[str, object]) -> None:

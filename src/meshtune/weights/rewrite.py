@@ -13,12 +13,14 @@ from jaxtyping import Float
 
 from meshtune.families.tensors import Shape, TensorMap
 from meshtune.weights.check import check
+from meshtune.weights.ends import config_with_ends
 from meshtune.weights.export import (
     MODEL_FILES,
     TOKENIZER_FILES,
     check_destination,
     copied,
     write_chat_template,
+    write_generation,
     write_json,
 )
 from meshtune.weights.file_tensors import ST_DTYPES, Tensor, header
@@ -52,7 +54,7 @@ class NewTensor:
 @dataclasses.dataclass(frozen=True)
 class Publication:
     """Where a model goes and what goes with it: `tokenizer` is the directory of its files, `chat_template` replaces
-    theirs, and `record`, as JSON, goes into the metadata of every file."""
+    theirs, and `record`, as JSON, goes into the metadata of every file. `ends` are further ids that end a text."""
 
     dest: Path
     tokenizer: Path
@@ -60,6 +62,7 @@ class Publication:
     record: Mapping[str, object]
     overwrite: bool
     max_shard_bytes: int
+    ends: tuple[int, ...] = ()
 
 
 def publish_model(
@@ -80,7 +83,9 @@ def publish_model(
     check_destination(dest, (source, publication.tokenizer), publication.overwrite)
     with published(dest, "config.json") as folder, disk_errors(dest), TensorReader() as reader:
         record, size = publication.record, publication.max_shard_bytes
+        config = config_with_ends(config, publication.ends)
         write_model(folder, source, config, list(tensors(reader)), record, size, progress)
+        write_generation(folder, source, publication.ends)
         copied(publication.tokenizer, folder, TOKENIZER_FILES)
         if publication.chat_template is not None:
             write_chat_template(folder, publication.chat_template)

@@ -10,6 +10,7 @@ import struct
 import unicodedata
 from pathlib import Path
 
+import gguf
 import pytest
 import sentencepiece
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -22,10 +23,10 @@ from meshtune.errors import UserError
 from meshtune.generate.prompts import text_end
 from meshtune.runs.export import export
 from meshtune.runs.sources import find
+from meshtune.weights.gguf.file import read_gguf
 from meshtune.weights.gguf.pre_tokenizers import NAMES, PATTERNS, name_of, steps_of
 from meshtune.weights.gguf.tokens_in import tokenizer_files
 from meshtune.weights.gguf.tokens_out import SpecialTokens, tokenizer_metadata
-from meshtune.weights.hub import locate
 
 FILES = {"hf-llama3_1": ("llama-bpe", "llama-bpe"), "hf-qwen3": ("qwen2", "qwen2"), "smollm2": ("smollm", None)}
 
@@ -46,7 +47,7 @@ def test_a_tokenizer_is_written_and_rebuilt_with_the_tokens_of_known_texts(share
         adds_bos=False,
         adds_eos=False,
         ends=(),
-        chat_template=None,
+        chat_templates={},
     )
     rows = max(original.get_vocab().values()) + 9
     metadata = tokenizer_metadata(content, special, rows, str(source))
@@ -86,8 +87,73 @@ def test_ends_of_an_answer_are_read(stories260k: Path, tmp_path: Path):
     shutil.copytree(stories260k, base)
     (base / "generation_config.json").write_text('{"eos_token_id": [2, 7]}', encoding="utf-8")
     export(base, tmp_path / "model.gguf", gguf="Q8_0")
-    directory = locate(tmp_path / "model.gguf")
-    assert text_end(directory, {}, None) == {2, 7}
+    assert text_end(find(tmp_path / "model.gguf"), None) == {2, 7}
+
+
+@pytest.mark.parametrize(
+    ("ends", "written"),
+    [
+        (["</s>"], {"eos": "</s>"}),
+        (["<|eot_id|>", "<|own|>"], {"eos": "</s>", "eot": "<|own|>", "eom": "<|eot_id|>"}),
+        (
+            ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"],
+            {"eos": "</s>", "eot": "<|end_of_text|>", "eom": "<|eom_id|>"},
+        ),
+        (["<|a|>", "<|b|>", "<|eot_id|>"], {"eos": "</s>", "eot": "<|a|>", "eom": "<|b|>"}),
+    ],
+)
+def test_several_ends_are_written_and_llama_cpp_stops_at_each(stories260k: Path, tmp_path: Path, ends, written):
+    base = tmp_path / "base"
+    shutil.copytree(stories260k, base)
+    content = json.loads((base / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = content["model"]["vocab"]
+    ids = {end: vocabulary.get(end, 500 + number) for number, end in enumerate(ends)}
+    names = {id_: text for text, id_ in vocabulary.items()}
+    for end, id_ in ids.items():
+        if end not in vocabulary:
+            old = names[id_]
+            vocabulary[end] = vocabulary.pop(old)
+            content["model"]["merges"] = [merge for merge in content["model"]["merges"] if old not in "".join(merge)]
+            content["added_tokens"].append(content["added_tokens"][0] | {"id": id_, "content": end, "special": True})
+    (base / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": list(ids.values())}), encoding="utf-8")
+    export(base, tmp_path / "model.gguf", gguf="F32")
+    metadata = read_gguf(tmp_path / "model.gguf").metadata
+    keys = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
+    tokens = metadata["tokenizer.ggml.tokens"]
+    assert {name: tokens[id_] for name, id_ in keys.items() if id_ is not None} == written
+    with LlamaCpp(tmp_path / "model.gguf") as model:
+        assert [end for end, id_ in ids.items() if not model.ends_at(id_)] == []
+    modelfile = (tmp_path / "model.Modelfile").read_text()
+    assert all(f'PARAMETER stop "{end}"' in modelfile for end in ends)
+
+
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}"
+TOOLS = "{% for m in messages %}[T {{ m.role }}]{{ m.content }}</s>{% endfor %}"
+
+
+@pytest.mark.parametrize("form", ["list", "files", "alone"])
+def test_chat_templates_are_written_by_name_and_read_back(stories260k: Path, tmp_path: Path, form: str):
+    base = tmp_path / "base"
+    shutil.copytree(stories260k, base)
+    config = json.loads((base / "tokenizer_config.json").read_text(encoding="utf-8"))
+    if form == "list":
+        named = [{"name": "default", "template": PLAIN}, {"name": "tool-use", "template": TOOLS}]
+        (base / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": named}), encoding="utf-8")
+    else:
+        (base / "chat_template.jinja").write_text(PLAIN, encoding="utf-8")
+        (base / "additional_chat_templates").mkdir()
+    if form == "files":
+        (base / "additional_chat_templates/tool-use.jinja").write_text(TOOLS, encoding="utf-8")
+    export(base, tmp_path / "model.gguf", gguf="F32")
+    fields = {name: field.contents() for name, field in gguf.GGUFReader(tmp_path / "model.gguf").fields.items()}
+    assert fields["tokenizer.chat_template"] == PLAIN
+    several = form != "alone"
+    assert fields.get("tokenizer.chat_template.tool_use") == (TOOLS if several else None)
+    assert fields.get("tokenizer.chat_templates") == (["tool_use"] if several else None)
+    again = load_tokenizer(tmp_path / "model.gguf").chat_template
+    assert again == ({"default": PLAIN, "tool_use": TOOLS} if several else PLAIN)
+    assert 'TEMPLATE """' in (tmp_path / "model.Modelfile").read_text()
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])

@@ -21,7 +21,7 @@ from meshtune.model.compute import Compute
 from meshtune.quantize.weight import QuantisedWeight
 from meshtune.runs.output import ADAPTER, MODEL
 from meshtune.train.result.own_base import own_base
-from meshtune.weights.export import export_model
+from meshtune.weights.export import export_model, write_generation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -35,12 +35,14 @@ def export_result(
     base: BaseRecord,
     tokenizer: PreTrainedTokenizerFast,
     *,
+    ends: tuple[int, ...] = (),
     layout: Layout | None = None,
     job: Job = SINGLE_PROCESS,
 ) -> pathlib.Path:
     """Writes output/adapter (lora) or output/model (full, freeze), replacing an earlier one, and returns its path.
 
-    The tokenizer is saved with it, including the chat template of the training. A base that LoftQ changed is written to
+    The tokenizer is saved with it, including the chat template of the training, and generation_config.json has `ends`,
+    the ids at which answers were taught to end, beside those of `source`. A base that LoftQ changed is written to
     output/base. Parameters on a mesh are sharded by `layout`; all processes of `job` must call this. Raises UserError
     if the written files do not reproduce the trained model's logits; checkpoints are kept.
     """
@@ -57,11 +59,23 @@ def export_result(
         if any(isinstance(leaf, QuantisedWeight) for leaf in flatten(model.frozen).values()):
             params = merged(unflatten(flatten(params)))  # a copy of the dicts, which are used up
         export_model(
-            params, model.spec, source, dest, overwrite=True, layout=layout, job=job, pad=padding_id(tokenizer)
+            params,
+            model.spec,
+            source,
+            dest,
+            overwrite=True,
+            layout=layout,
+            job=job,
+            pad=padding_id(tokenizer),
+            ends=ends,
         )
     with raise_collectively(job, "export: tokenizer"):
         if job.is_main_process:
+            for file in (*dest.glob("chat_template.*"), *dest.glob("additional_chat_templates/*")):
+                file.unlink()  # of the source: what the tokenizer has now is written
             tokenizer.save_pretrained(str(dest))
+            if adapters is not None:
+                write_generation(dest, source, ends)
             write_digests(dest)
             for left in output.glob(f".{dest.name}.old-*"):
                 shutil.rmtree(left)

@@ -22,7 +22,7 @@ from meshtune.weights.gguf.tensors_in import small_tensor, tensor_infos
 from meshtune.weights.gguf.tokens_in import tokenizer_files
 from meshtune.weights.safetensors_files import LINK, TensorInfo
 
-FORM = 2  # of what is written into a directory
+FORM = 3  # of what is written into a directory
 TOKENIZER_PROBLEM = "tokenizer_problem.json"
 DTYPES = {"F32": "float32", "F16": "float16"}
 

@@ -7,7 +7,17 @@ from typing import Any
 
 from meshtune.errors import UserError
 from meshtune.weights.gguf.pre_tokenizers import ORIGINAL, rules_of, steps_of
-from meshtune.weights.gguf.tokens_out import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED
+from meshtune.weights.gguf.tokens_out import (
+    BYTE,
+    CONTROL,
+    DEFAULT,
+    NORMAL,
+    SPACE,
+    TEMPLATE,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+)
 from meshtune.weights.gguf.unigram import KIND, unigram_parts
 
 KEY = "tokenizer.ggml."
@@ -49,9 +59,21 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
         "add_eos_token": add_eos,
         **{NAMES[name]: tokens[id_] for name, id_ in ids.items() if id_ is not None},
     }
-    if template := metadata.get("tokenizer.chat_template"):
-        config["chat_template"] = template
+    if templates := _chat_templates(metadata):
+        config["chat_template"] = templates
     return {"tokenizer.json": tokenizer, "tokenizer_config.json": config}
+
+
+def _chat_templates(metadata: Mapping[str, Any]) -> str | list[dict[str, str]] | None:
+    """The chat template, or all of them by name where there are several, as transformers reads them."""
+    named = {
+        DEFAULT if key == TEMPLATE else key.removeprefix(f"{TEMPLATE}."): text
+        for key, text in metadata.items()
+        if (key == TEMPLATE or key.startswith(f"{TEMPLATE}.")) and isinstance(text, str) and text
+    }
+    if set(named) <= {DEFAULT}:
+        return named.get(DEFAULT)
+    return [{"name": name, "template": text} for name, text in named.items()]
 
 
 def _bytes(metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int], where: str) -> dict[str, Any]:

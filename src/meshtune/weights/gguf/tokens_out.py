@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshtune.errors import UserError
@@ -13,13 +13,20 @@ from meshtune.weights.gguf.unigram import unigram_metadata
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "\u2581"
+TEMPLATE, DEFAULT = "tokenizer.chat_template", "default"
+# Tokens at which llama.cpp ends a text whatever a file says.
+END_OF_MESSAGE = "<|eom_id|>"
+KNOWN_ENDS = frozenset(
+    """<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> <EOT> _<EOT> [EOT] [EOS]
+    <|end_of_text|> <end_of_utterance> <|eom_id|>""".split()
+)
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 @dataclasses.dataclass(frozen=True)
 class SpecialTokens:
-    """What a tokenizer says beside its tokenizer.json: ids, whether it begins and ends a text with them, and the chat
-    template. `ends` are further ids at which an answer ends."""
+    """What a tokenizer says beside its tokenizer.json: ids, whether it begins and ends a text with them, and its chat
+    templates by name, the usual one under DEFAULT. `ends` are further ids at which an answer ends."""
 
     bos: int | None
     eos: int | None
@@ -28,7 +35,7 @@ class SpecialTokens:
     adds_bos: bool
     adds_eos: bool
     ends: tuple[int, ...]
-    chat_template: str | None
+    chat_templates: Mapping[str, str]
 
 
 def tokenizer_metadata(tokenizer: Mapping[str, Any], special: SpecialTokens, rows: int, where: str) -> dict[str, Any]:
@@ -54,14 +61,32 @@ def tokenizer_metadata(tokenizer: Mapping[str, Any], special: SpecialTokens, row
         fields = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": name_of(tokenizer, where)}
         fields["tokenizer.ggml.merges"] = [" ".join(_pair(merge)) for merge in model["merges"]]
     fields |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
-    ids = {"bos": special.bos, "eos": special.eos, "unknown": special.unknown, "padding": special.padding}
-    further = [id_ for id_ in special.ends if id_ != special.eos]
-    ids["eot"] = further[0] if further else None
+    ids = {"bos": special.bos, "unknown": special.unknown, "padding": special.padding}
+    ids |= _ends(special, tokens)
     fields |= {f"tokenizer.ggml.{name}_token_id": id_ for name, id_ in ids.items() if id_ is not None}
     fields |= {"tokenizer.ggml.add_bos_token": special.adds_bos, "tokenizer.ggml.add_eos_token": special.adds_eos}
-    if special.chat_template is not None:
-        fields["tokenizer.chat_template"] = special.chat_template
-    return fields
+    return fields | _chat_templates(special.chat_templates)
+
+
+def _ends(special: SpecialTokens, tokens: Sequence[str]) -> dict[str, int | None]:
+    """The ends by the three names that a file has for them, first those that llama.cpp does not know by their texts."""
+    ids = list(dict.fromkeys([*([] if special.eos is None else [special.eos]), *special.ends]))
+    further = sorted(ids[1:], key=lambda id_: tokens[id_] in KNOWN_ENDS)
+    message = next((id_ for id_ in further if tokens[id_] == END_OF_MESSAGE), None)
+    if message is not None:
+        further.remove(message)
+    eot, *others = further or [None]
+    eom = next(iter(others), None) if message is None else message
+    return {"eos": next(iter(ids), None), "eot": eot, "eom": eom}
+
+
+def _chat_templates(templates: Mapping[str, str]) -> dict[str, Any]:
+    """The keys of chat templates, as llama.cpp's converter names them."""
+    named = {re.sub(r"[^A-Za-z0-9]", "_", name): text for name, text in templates.items() if name != DEFAULT}
+    fields: dict[str, Any] = {f"{TEMPLATE}.{name}": text for name, text in named.items()}
+    if named:
+        fields["tokenizer.chat_templates"] = list(named)
+    return fields | ({TEMPLATE: templates[DEFAULT]} if DEFAULT in templates else {})
 
 
 def _tokens(tokenizer: Mapping[str, Any], rows: int, where: str) -> tuple[list[str], list[int]]:
