@@ -12,7 +12,6 @@ from meshtune.data.chat import template_end
 from meshtune.data.tokenizer import chat_templates, load_tokenizer
 from meshtune.errors import UserError
 from meshtune.families.gguf import gguf_layout
-from meshtune.json_text import read_json
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.gguf.mixture import FILE_TYPES, Mixture, check_file_type
 from meshtune.runs.merged_numbers import merged_numbers
