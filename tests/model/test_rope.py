@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,8 +13,11 @@ from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as in_pair
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as in_halves_of_a_part
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as in_halves
 
-from meshtune.model.inputs import Inputs, rows_of
+from meshtune.model.compute import Compute
+from meshtune.model.decoder import forward, logits
+from meshtune.model.inputs import Inputs, inputs_of, rows_of
 from meshtune.model.rope import RopeSpec, angles, rotate
+from tiny_models import same_weights, torch_model
 
 HEAD, POSITIONS = 16, np.asarray([[0, 1, 2, 3, 0, 1, 7, 40]], np.int32)
 
@@ -42,7 +47,7 @@ def test_heads_are_rotated_as_in_transformers(function, dim, interleaved, double
     segments = jnp.asarray([[1, 1, 1, 1, 2, 2, 3, 3]])
     found = rotate(
         jnp.asarray(q.transpose(1, 2).numpy()),
-        *angles(spec, jnp.asarray(POSITIONS), segments),
+        *angles(spec, jnp.asarray(POSITIONS), jnp.asarray(POSITIONS), segments),
         interleaved=interleaved,
     )
     np.testing.assert_allclose(found, expected.transpose(1, 2).numpy(), rtol=1e-5, atol=1e-5)
@@ -54,3 +59,25 @@ def test_ropes_of_several_layers_are_told_apart():
     rows = rows_of(Inputs(tokens, tokens, jnp.ones_like(tokens)), (first, second))
     assert set(rows.angles) == {first, second}
     assert not np.allclose(rows.angles[first][0], rows.angles[second][0])
+
+
+def test_rotations_follow_their_own_positions_and_visibility_the_order():
+    """Beside transformers, whose causal mask goes by the order, with positions that repeat and fall within the text."""
+    model = torch_model("llama3")
+    spec, params = same_weights(model)
+    ids = np.random.default_rng(0).integers(0, spec.vocab, (2, 9))
+    turns = np.array([[0, 1, 1, 1, 2, 5, 4, 3, 6]] * 2)
+    with torch.no_grad():
+        mask = torch.triu(torch.full((2, 1, 9, 9), -1e30), 1)
+        expected = model(torch.tensor(ids), attention_mask=mask, position_ids=torch.tensor(turns)).logits.numpy()
+    order = jnp.tile(jnp.arange(9), (2, 1))
+    inputs = inputs_of(
+        {"tokens": ids, "positions": order, "segment_ids": jnp.ones_like(order), "rope_positions": jnp.asarray(turns)}
+    )
+    compute = Compute(attention="direct")
+    found = logits(params, spec, forward(params, spec, compute, inputs).hidden)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)  # float32 in two orders of summing
+    plain = forward(params, spec, compute, dataclasses.replace(inputs, rope_positions=None)).hidden
+    same = forward(params, spec, compute, dataclasses.replace(inputs, rope_positions=order)).hidden
+    np.testing.assert_array_equal(plain, same)
+    assert not np.allclose(logits(params, spec, plain), found, atol=1e-2)

@@ -23,6 +23,7 @@ BATCH_AXES = {
     "tokens": _TOKENS,
     "targets": _TOKENS,
     "positions": _TOKENS,
+    "rope_positions": _TOKENS,
     "segment_ids": _TOKENS,
     "weights": _TOKENS,
     "nll": _TOKENS,

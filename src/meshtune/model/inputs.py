@@ -17,8 +17,9 @@ from meshtune.model.rope import RopeSpec, angles
 class Inputs:
     """A batch of rows. Tokens see earlier tokens of their own segment only; segment 0 is padding.
 
-    `embeds`, where given, are used in place of the embeddings of `tokens`. `side` holds arrays [B, T, ..] that layers
-    read by name. Both are differentiated.
+    `positions` are the order of tokens in their document, which decides what is visible and how long a document is.
+    Rotary embeddings turn by `rope_positions`, where there are any, in place of them. `embeds` are used in place of the
+    embeddings of `tokens`. `side` holds arrays [B, T, ..] that layers read by name. Both are differentiated.
     """
 
     tokens: Int[Array, "B T"]
@@ -26,6 +27,7 @@ class Inputs:
     segment_ids: Int[Array, "B T"]
     embeds: Float[Array, "B T D"] | None = None
     side: Tree | None = None
+    rope_positions: Int[Array, "B T"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -42,11 +44,14 @@ class Rows:
 
 
 def inputs_of(batch: Mapping[str, Array]) -> Inputs:
-    """Reads the model's inputs out of a batch: its tokens, positions and segment_ids, int32 [B, T]."""
-    return Inputs(batch["tokens"], batch["positions"], batch["segment_ids"])
+    """Reads the model's inputs out of a batch: tokens, positions and segment_ids, and rope_positions if there are any,
+    all int32 [B, T]."""
+    order = batch["positions"]
+    return Inputs(batch["tokens"], order, batch["segment_ids"], rope_positions=batch.get("rope_positions"))
 
 
 def rows_of(inputs: Inputs, ropes: tuple[RopeSpec, ...]) -> Rows:
     """The rows of a batch, with the rotations of every rope in `ropes`."""
-    cos_sin = {rope: angles(rope, inputs.positions, inputs.segment_ids) for rope in ropes}
-    return Rows(inputs.positions, inputs.segment_ids, cos_sin)
+    order, segments = inputs.positions, inputs.segment_ids
+    turns = order if inputs.rope_positions is None else inputs.rope_positions
+    return Rows(order, segments, {rope: angles(rope, turns, order, segments) for rope in ropes})

@@ -35,9 +35,9 @@ class RopeSpec:
 
 
 def angles(
-    rope: RopeSpec, positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
+    rope: RopeSpec, turns: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
-    """cos and sin of every token's rotation, float32.
+    """cos and sin of every token's rotation by `turns` steps of each frequency, float32.
 
     'dynamic' and 'longrope' rescale by the length of the token's own document (the largest position in its segment),
     so that a document means the same packed and alone.
@@ -46,7 +46,7 @@ def angles(
     if rope.kind != "default":
         numbers, lengths = dict(rope.parameters), (rope.original_length, rope.max_length)
         inverse, factor = extended(rope.kind, inverse, numbers, rope.theta, lengths, positions, segment_ids)
-    phase = positions.astype(jnp.float32)[..., None] * jnp.asarray(inverse, jnp.float32)
+    phase = turns.astype(jnp.float32)[..., None] * jnp.asarray(inverse, jnp.float32)
     return jnp.cos(phase) * factor, jnp.sin(phase) * factor
 
 
