@@ -18,9 +18,10 @@ import numpy as np
 
 from meshtune.config.data_options import TokenOptions
 from meshtune.data.chat import ChatTemplate
-from meshtune.data.conversation import Conversation, Document, Origin
+from meshtune.data.conversation import Conversation, Document, Origin, Text
 from meshtune.data.masks import MaskedText, mask_conversation
 from meshtune.data.overlong import positions_by_turns
+from meshtune.data.rendered import check_has_place
 from meshtune.data.token_bytes import TokenBytes
 from meshtune.data.word_ids import WordIds
 from meshtune.errors import UserError
@@ -149,14 +150,10 @@ class Tokenize:
                     yield None if text is None else self._fit(text, document.origin, longest)
 
     def _mask(self, document: Document, sides: int | None) -> MaskedText | None:
-        counts = self.counts
-        if not isinstance(document, Conversation):
-            text = document.prompt + document.text
-            counts.special_in_text += self._special_pattern.search(text) is not None
-            spans = ((len(document.prompt), len(text), 1.0),)
-            return MaskedText(text, spans, default=float(self.options.policy.train_on_prompt), answers=(0,))
-        locate_all = self.options.overlong == "turns" and sides is None
+        counts, locate_all = self.counts, self.options.overlong == "turns" and sides is None
         try:
+            if not isinstance(document, Conversation):
+                return self._mask_text(document)
             masked = mask_conversation(self.chat, document, self.options.policy, locate_all=locate_all)
         except UserError as problem:
             if not self.options.skip_bad or problem.where != str(document.origin):
@@ -167,6 +164,13 @@ class Tokenize:
         counts.unended += masked.unended
         counts.special_in_text += any(self._special_pattern.search(message.content) for message in document.messages)
         return masked
+
+    def _mask_text(self, document: Text) -> MaskedText:
+        check_has_place(document)
+        text = document.prompt + document.text
+        self.counts.special_in_text += self._special_pattern.search(text) is not None
+        spans = ((len(document.prompt), len(text), 1.0),)
+        return MaskedText(text, spans, default=float(self.options.policy.train_on_prompt), answers=(0,))
 
     def _encode(self, texts: list[MaskedText]) -> Iterator[Tokenised]:
         """The tokens of each text, without any that is not in the text."""
