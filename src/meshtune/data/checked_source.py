@@ -19,7 +19,7 @@ from meshtune.data.progress import Progress
 from meshtune.data.readers.records import Records
 from meshtune.data.sources import DataSource, open_source
 from meshtune.data.store import DIGEST_BYTES, sample_digest
-from meshtune.errors import UserError
+from meshtune.errors import UserError, counted
 
 if TYPE_CHECKING:
     from meshtune.objectives.stages import DatasetType
@@ -114,8 +114,8 @@ def check_source(
     if not usable:
         example = f", the first because: {skipped[-malformed].reason}" if malformed else ""
         raise UserError(
-            f"no record of this source can be used as format {checked.format.name}: all {malformed} were "
-            f"skipped{example}",
+            f"no record of this source can be used as format {checked.format.name}: "
+            f"{counted(malformed, 'record was', 'records were')} skipped{example}",
             where=source.path,
             fix="correct the records, or name another format",
         )

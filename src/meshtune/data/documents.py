@@ -18,7 +18,7 @@ from meshtune.data.progress import Progress
 from meshtune.data.registry import Registry
 from meshtune.data.sources import DataSource
 from meshtune.data.store import DIGEST_BYTES
-from meshtune.errors import UserError
+from meshtune.errors import UserError, counted
 
 if TYPE_CHECKING:
     from meshtune.objectives.stages import DatasetType
@@ -137,7 +137,8 @@ def open_documents(data: DataSection, *, seed: int, dataset_type: DatasetType = 
         train, held_out = _hold_out(train, data.validation, seed)
         readable = [check_usable(checked, data.on_bad, skipped) for checked in held_out]
         if not any(len(checked.usable) for checked in readable):
-            problem = f"none of the {len(skipped)} records held out can be used, the first because: {skipped[0].reason}"
+            held_out_records = counted(len(skipped), "record")
+            problem = f"of {held_out_records} held out none can be used, the first because: {skipped[0].reason}"
             raise UserError(problem, where="data.validation", fix="hold out more, or correct the records")
         validation = _concatenate(readable)
     return _documents(_mixed(train, data.mixing, seed), validation, skipped)
@@ -195,8 +196,9 @@ def _hold_out(
     if counts.sum() < count:
         limit = f"hold out at most {total - len(sources)}, " if total > len(sources) else ""
         requested = f"a share of {validation:g}" if validation < 1 else f"{count}"
+        records = counted(total, "record")
         raise UserError(
-            f"holding out {requested} of {total} records ({count}) would leave a source without training data",
+            f"holding out {requested} of {records} ({count}) would leave a source without training data",
             where="data.validation",
             fix=f"{limit}add records, or give separate validation files",
         )
