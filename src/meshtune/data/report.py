@@ -97,7 +97,8 @@ class DataReport:
         if counts.split:
             documents = counted(counts.split, "document is", "documents are")
             notes.append(
-                f"{documents} tokenised in parts at the start of an answer, where the tokenizer would merge it with the prompt: generation will see the same tokens"
+                f"{documents} tokenised in parts at the start of an answer, where the tokenizer would merge it "
+                "with the prompt: generation will see the same tokens"
             )
         if self.template and self.template.writes_date:
             notes.append("the chat template writes today's date; in training it always writes 26 Jul 2024")
@@ -285,8 +286,8 @@ def _training_problems(report: DataReport) -> list[str]:
     if counts.placeholders:
         documents = counted(counts.placeholders, "document has", "documents have")
         warnings.append(
-            f"{documents} a placeholder in an answer that nothing replaces{_named(report, 'placeholders')}: write what it "
-            "stands for, unless it is to be learned as it is"
+            f"{documents} a placeholder in an answer that nothing replaces{_named(report, 'placeholders')}: write what "
+            "it stands for, unless it is to be learned as it is"
         )
     if counts.without_eos:
         warnings.append("the tokenizer has no end-of-sequence token: the model does not learn to stop")
