@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import jinja2
 
-from meshtune.data.compiled_template import CompiledTemplate, is_plain
+from meshtune.data.chat_templates import suggested_template, template_text
+from meshtune.data.compiled_template import CompiledTemplate, is_plain, variables_of
 from meshtune.data.conversation import Conversation, JsonObject
 from meshtune.data.dialect import Dialect, Messages, as_dict, call_and_results, measure, needs_adapting
 from meshtune.errors import UserError
@@ -69,6 +71,28 @@ class ChatTemplate:
     def _with_tools(self) -> str:
         """The template for conversations with tools, which some tokenizers have separately."""
         return self._with_fixed_date(self.tokenizer.get_chat_template(None, tools=[{}]))
+
+    @functools.cached_property
+    def variables(self) -> frozenset[str]:
+        """The names of variables that the template reads."""
+        return frozenset().union(*map(variables_of, {self._without_tools, self._with_tools}))
+
+    @functools.cached_property
+    def alternatives(self) -> Mapping[str, ChatTemplate]:
+        """Templates that ship with Meshtune and suit the tokenizer, by name: that of its family, and plain."""
+        chats = {}
+        for name in dict.fromkeys((suggested_template(self.tokenizer), "plain")):
+            if template_text(name) != self.tokenizer.chat_template:
+                tokenizer = copy.copy(self.tokenizer)
+                tokenizer.chat_template = template_text(name)
+                chats[name] = ChatTemplate(tokenizer)
+                chats[name].alternatives = {}  # which have none themselves
+        return chats
+
+    @functools.cached_property
+    def unwritten(self) -> dict[object, frozenset[int]]:
+        """Conversations by their shape -> the messages of such that the template does not write (see rendered)."""
+        return {}
 
     @functools.cached_property
     def _compiled(self) -> CompiledTemplate:

@@ -11,6 +11,7 @@ import numpy as np
 
 from meshtune.data.conversation import Origin, Sample
 from meshtune.data.formats import select_format
+from meshtune.data.formats.meanings import read_record, unread_fields
 from meshtune.data.formats.record import describe
 from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
 from meshtune.data.mixing import draw
@@ -18,7 +19,7 @@ from meshtune.data.progress import Progress
 from meshtune.data.readers.records import Records
 from meshtune.data.sources import DataSource, open_source
 from meshtune.data.store import DIGEST_BYTES, sample_digest
-from meshtune.errors import UserError
+from meshtune.errors import UserError, counted
 
 if TYPE_CHECKING:
     from meshtune.objectives.stages import DatasetType
@@ -42,7 +43,7 @@ class CheckedSource:
     """A source whose records were read once. `usable` int64 [n] are the indices of those to train on.
 
     `digests` uint8 [records, DIGEST_BYTES] are those of checked samples, by the index of the record; empty if the
-    records were not checked.
+    records were not checked. `unread` are the names of fields that the format passes over.
     """
 
     source: DataSource
@@ -51,6 +52,7 @@ class CheckedSource:
     fields: FieldNames
     usable: np.ndarray
     digests: np.ndarray = dataclasses.field(default_factory=lambda: _NO_DIGESTS)
+    unread: tuple[str, ...] = ()
 
     def sample(self, index: int) -> Sample:
         """Reads and converts the record at `index`."""
@@ -62,14 +64,17 @@ def _convert(record: object, checked: CheckedSource, origin: Origin) -> Sample:
         problem = f"the record is not an object, found {describe(record)}"
         raise UserError(problem, where=str(origin), fix='write it as {"field": value}')
     named: Record = record
-    return checked.format.convert(named, checked.fields, checked.source.tags, origin)
+    return read_record(checked.format, named, checked.fields, checked.source.tags, origin)
 
 
 def open_unchecked(source: DataSource, on_bad: str, seed: int, dataset_type: DatasetType) -> CheckedSource:
     """The source with all its records, up to its cap, as usable. Reads those that its format is detected from."""
     checked = _open(source, on_bad, dataset_type)
     indices = np.arange(min(len(checked.records), source.cap or len(checked.records)), dtype=np.int64)
-    return dataclasses.replace(checked, usable=_sample(indices, source.sample, seed))
+    first = itertools.islice(checked.records.sweep(), DETECTION_RECORDS)
+    names = {name for record in first if isinstance(record, dict) for name in record}
+    unread = tuple(unread_fields(names, checked.fields))
+    return dataclasses.replace(checked, usable=_sample(indices, source.sample, seed), unread=unread)
 
 
 def check_source(
@@ -88,7 +93,7 @@ def check_source(
     checked = _open(source, on_bad, dataset_type)
     records, activity = checked.records, f"reading {source.path}"
     total = min(len(records), source.cap or len(records))
-    usable, malformed, digests = array.array("q"), 0, bytearray()
+    usable, malformed, digests, names = array.array("q"), 0, bytearray(), set[str]()
     for index, record in enumerate(records.sweep()):
         if len(usable) == source.cap:
             break
@@ -98,6 +103,7 @@ def check_source(
             if isinstance(record, UserError):
                 raise record
             digests += sample_digest(_convert(record, checked, records.origin(index)))
+            names.update(record)  # pyright: ignore[reportArgumentType] - an object, since it was converted
         except UserError as error:
             _refuse_or_skip(error, on_bad, skipped, checked, index)
             malformed += 1
@@ -108,8 +114,8 @@ def check_source(
     if not usable:
         example = f", the first because: {skipped[-malformed].reason}" if malformed else ""
         raise UserError(
-            f"no record of this source can be used as format {checked.format.name}: all {malformed} were "
-            f"skipped{example}",
+            f"no record of this source can be used as format {checked.format.name}: "
+            f"{counted(malformed, 'record was', 'records were')} skipped{example}",
             where=source.path,
             fix="correct the records, or name another format",
         )
@@ -119,6 +125,7 @@ def check_source(
         checked,
         usable=_sample(np.array(usable, np.int64), source.sample, seed),
         digests=np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES),
+        unread=tuple(unread_fields(names, checked.fields)),
     )
 
 

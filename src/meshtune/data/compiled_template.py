@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import jinja2.nodes
 from transformers.utils import chat_template_utils
 
 if TYPE_CHECKING:
@@ -24,6 +25,13 @@ def is_plain(messages: Sequence[Mapping[str, object]]) -> bool:
         type(message) is dict and message.keys() == _PLAIN and type(message["role"]) is type(message["content"]) is str
         for message in messages
     )
+
+
+def variables_of(template: str) -> frozenset[str]:
+    """The names of variables that a template reads. Raises as jinja2 does for text that is no template."""
+    environment = chat_template_utils._compile_jinja_template(template).environment
+    names = environment.parse(template).find_all(jinja2.nodes.Name)
+    return frozenset(name.name for name in names if name.ctx == "load")
 
 
 class CompiledTemplate:

@@ -42,21 +42,29 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """A chat, to be rendered with a chat template. `tools` are JSON schemas in OpenAI's form."""
+    """A chat, to be rendered with a chat template. `tools` are JSON schemas in OpenAI's form, `variables` those that
+    the record sets for the template (chat_template_kwargs)."""
 
     messages: tuple[Message, ...]
     origin: Origin
     tools: tuple[JsonObject, ...] = ()
+    variables: JsonObject = dataclasses.field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        # Without variables it is what it was before they existed: stores of earlier versions remain usable.
+        variables = f", variables={self.variables!r}" if self.variables else ""
+        return f"Conversation(messages={self.messages!r}, origin={self.origin!r}, tools={self.tools!r}{variables})"
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
     """A text without messages. `prompt` is excluded from the loss unless the recipe includes prompts; plain text has
-    an empty one."""
+    an empty one. `system` is a system prompt that it should have had, and for which it has no place."""
 
     text: str
     origin: Origin
     prompt: str = ""
+    system: str | None = dataclasses.field(default=None, repr=False)
 
 
 Document = Conversation | Text

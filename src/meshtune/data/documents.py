@@ -18,7 +18,7 @@ from meshtune.data.progress import Progress
 from meshtune.data.registry import Registry
 from meshtune.data.sources import DataSource
 from meshtune.data.store import DIGEST_BYTES
-from meshtune.errors import UserError
+from meshtune.errors import UserError, counted
 
 if TYPE_CHECKING:
     from meshtune.objectives.stages import DatasetType
@@ -73,12 +73,14 @@ class DocumentList(Sequence[Sample]):
 
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """The training and validation data of a recipe. `formats` maps the path of each source to its format."""
+    """The training and validation data of a recipe. `formats` maps the path of each source to its format, `unread` to
+    the names of fields that its format passes over."""
 
     train: DocumentList
     validation: DocumentList | None
     skipped: list[SkippedRecord]
     formats: dict[str, str]
+    unread: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
 
 def load_documents(
@@ -109,10 +111,7 @@ def load_documents(
     elif data.validation is not None:
         train, held_out = _hold_out(train, data.validation, seed)
         validation = _concatenate(held_out)
-    formats = {
-        checked.source.path: checked.format.name for checked in [*train, *(validation.sources if validation else [])]
-    }
-    return Documents(_mixed(train, data.mixing, seed), validation, skipped, formats)
+    return _documents(_mixed(train, data.mixing, seed), validation, skipped)
 
 
 def open_documents(data: DataSection, *, seed: int, dataset_type: DatasetType = "documents") -> Documents:
@@ -138,13 +137,18 @@ def open_documents(data: DataSection, *, seed: int, dataset_type: DatasetType = 
         train, held_out = _hold_out(train, data.validation, seed)
         readable = [check_usable(checked, data.on_bad, skipped) for checked in held_out]
         if not any(len(checked.usable) for checked in readable):
-            problem = f"none of the {len(skipped)} records held out can be used, the first because: {skipped[0].reason}"
+            held_out_records = counted(len(skipped), "record")
+            problem = f"of {held_out_records} held out none can be used, the first because: {skipped[0].reason}"
             raise UserError(problem, where="data.validation", fix="hold out more, or correct the records")
         validation = _concatenate(readable)
-    formats = {
-        checked.source.path: checked.format.name for checked in [*train, *(validation.sources if validation else [])]
-    }
-    return Documents(_mixed(train, data.mixing, seed), validation, skipped, formats)
+    return _documents(_mixed(train, data.mixing, seed), validation, skipped)
+
+
+def _documents(train: DocumentList, validation: DocumentList | None, skipped: list[SkippedRecord]) -> Documents:
+    sources = [*train.sources, *(validation.sources if validation else [])]
+    formats = {checked.source.path: checked.format.name for checked in sources}
+    unread = {checked.source.path: checked.unread for checked in sources if checked.unread}
+    return Documents(train, validation, skipped, formats, unread)
 
 
 def _check_unweighted(validation: Sequence[SourceSection]) -> None:
@@ -192,8 +196,9 @@ def _hold_out(
     if counts.sum() < count:
         limit = f"hold out at most {total - len(sources)}, " if total > len(sources) else ""
         requested = f"a share of {validation:g}" if validation < 1 else f"{count}"
+        records = counted(total, "record")
         raise UserError(
-            f"holding out {requested} of {total} records ({count}) would leave a source without training data",
+            f"holding out {requested} of {records} ({count}) would leave a source without training data",
             where="data.validation",
             fix=f"{limit}add records, or give separate validation files",
         )

@@ -20,7 +20,7 @@ from meshtune.data.report import render
 from meshtune.data.stream import Stream
 from meshtune.data.tokenizer import tokenizer_of
 from meshtune.data.tokens import Example
-from meshtune.errors import UserError
+from meshtune.errors import UserError, counted
 from meshtune.json_text import read_json
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def inspect_data(recipe: Recipe, *, records: int = 3, tokens: int = 400, console
     if examples:
         console.print(legend(console))
     for example in examples:
-        console.print(Rule(f"{example.origin}: {len(example.ids)} tokens", style="dim", align="left"))
+        console.print(Rule(f"{example.origin}: {counted(len(example.ids), 'token')}", style="dim", align="left"))
         console.print(coloured_tokens(tokenizer, example, tokens, brackets=console.color_system is None))
     console.print(Rule(style="dim"))
     console.print(render(prepared.report))
@@ -71,7 +71,7 @@ def legend(console: Console) -> Text:
     if console.color_system is None:
         return Text(
             "⟦ trained on ⟧ (⟦0.5: trained on with a weight of 0.5⟧), the rest is prompt; ↵ is a newline, "
-            "· ends a token"
+            "· stands between the tokens of a line"
         )
     parts = [(" trained on ", _TRAINED[0]), "  ", (" trained on with a weight other than 1 ", _SCALED[0]), "  "]
     return Text.assemble(*parts, (" prompt ", _PROMPT[0]), "  shades change at every token; ↵ is a newline")
@@ -84,15 +84,17 @@ def coloured_tokens(
     text = Text()
     previous, shade = 0.0, 0
     for piece, weight in weighted_pieces(tokenizer, example, limit):
+        if brackets and text.plain and not text.plain.endswith("\n"):
+            text.append("·")
         if brackets and weight != previous:
             text.append(("⟧" if previous else "") + ("" if not weight else "⟦" if weight == 1 else f"⟦{weight:g}: "))
         styles = _PROMPT if not weight else _TRAINED if weight == 1 else _SCALED
-        text.append(piece.replace("\n", "↵\n") + ("·" if brackets else ""), styles[shade % 2])
+        text.append(piece.replace("\n", "↵\n"), styles[shade % 2])
         previous, shade = weight, shade + 1
     if brackets and previous:
         text.append("⟧")
     if len(example.ids) > limit:
-        text.append(f"\n... {len(example.ids) - limit} more tokens", "dim")
+        text.append(f"\n... {counted(len(example.ids) - limit, 'more token')}", "dim")
     return text
 
 

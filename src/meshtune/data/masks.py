@@ -12,18 +12,11 @@ from __future__ import annotations
 import dataclasses
 
 from meshtune.config.data_options import LossPolicy
-from meshtune.data.chat import ChatTemplate, template_error
+from meshtune.data.chat import ChatTemplate
 from meshtune.data.conversation import Conversation, Message
 from meshtune.data.reasoning import reasoning_of, with_reasoning
-from meshtune.data.rendered import (
-    check_calls_are_written,
-    check_reasoning_is_written,
-    check_template_can_write,
-    check_tools_are_written,
-    tool_fix,
-    uses_tools,
-)
-from meshtune.data.turns import Rendered, Turn, changed_part, locate_turn
+from meshtune.data.rendered import check_calls_are_written, render_conversation
+from meshtune.data.turns import Turn, changed_part, locate_turn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,22 +43,13 @@ def mask_conversation(
     With `locate_all`, assistant turns that are not trained on have a span too.
 
     Raises UserError naming the record, with the template's own message where it cannot render the conversation, and
-    where it leaves out tools, calls, results or reasoning of the record.
+    where it leaves out words, tools, calls, results or reasoning of the record.
     """
     if any("</think>" in message.content or reasoning_of(message) for message in conversation.messages):
         dialect = chat.dialect if policy.reasoning == "template" else None
         conversation = with_reasoning(conversation, policy.reasoning, dialect)
-    check_template_can_write(chat, conversation)
-    messages, where = chat.messages(conversation), str(conversation.origin)
-    try:
-        text = chat.render(messages, conversation.tools)
-    except chat.failures as problem:
-        fix = tool_fix(chat) if uses_tools(conversation) else None
-        raise template_error(problem, where=where, fix=fix) from problem
-    check_tools_are_written(chat, conversation.tools, text, where)
-    if conversation.messages[-1].role == "assistant":
-        check_reasoning_is_written(chat, conversation.messages[-1], text, where)
-    view = Rendered(chat, conversation, messages, text)
+    view = render_conversation(chat, conversation)
+    messages, text = view.messages, view.text
     assistants = [index for index, message in enumerate(conversation.messages) if message.role == "assistant"]
     trained = assistants[-1:] if policy.last_turn_only else assistants
     located = assistants if locate_all else trained
@@ -74,7 +58,7 @@ def mask_conversation(
         if index in located:
             turn = locate_turn(view, index, floor)
             turn, text = _ended_by_next_role(chat, text, turn, message, is_last=index == len(messages) - 1)
-            check_calls_are_written(chat, message, index, text[turn.start : turn.end], where)
+            check_calls_are_written(view, index, text[turn.start : turn.end])
             if policy.train_on_tail and turn.ended and text.startswith(chat.end_of_turn.tail, turn.end):
                 turn = dataclasses.replace(turn, end=turn.end + len(chat.end_of_turn.tail))
             weight = 1.0 if message.weight is None else message.weight
@@ -84,7 +68,7 @@ def mask_conversation(
             differ += turn.differs and index in trained
             unended += not turn.ended and index in trained
         elif message.role == "assistant":
-            check_calls_are_written(chat, message, index, text, where)
+            check_calls_are_written(view, index, text)
         elif message.weight is not None and not policy.last_turn_only:
             start, end = changed_part(view, index, {**messages[index], "content": None})
             spans.append((max(start, floor), max(end, floor), message.weight))

@@ -142,7 +142,9 @@ def _ahead(
 def add_counts(total: TokenCounts, part: TokenCounts) -> None:
     """Adds the counts of a part to `total`."""
     for field in dataclasses.fields(TokenCounts):
-        setattr(total, field.name, getattr(total, field.name) + getattr(part, field.name))
+        if field.name != "first":
+            setattr(total, field.name, getattr(total, field.name) + getattr(part, field.name))
+    total.first = part.first | total.first
 
 
 def write_part(file: pathlib.Path, part: Part) -> None:

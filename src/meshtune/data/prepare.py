@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from meshtune.config.recipe import Recipe
+from meshtune.data.chat import ChatTemplate
 from meshtune.data.checked_source import SkippedRecord
 from meshtune.data.documents import DocumentList, load_documents, open_documents
 from meshtune.data.loader import Loader
@@ -18,13 +19,15 @@ from meshtune.data.store import Store
 from meshtune.data.stream import Stream
 from meshtune.data.system_prompt import WithSystemPrompt
 from meshtune.data.tokenise import (
+    ends_with_token,
     nothing_to_train_error,
     one_label_error,
     token_options,
     tokenised_store,
 )
-from meshtune.data.tokenizer import check_vocabulary
+from meshtune.data.tokenizer import check_vocabulary, load_tokenizer
 from meshtune.data.units import Units, nll_share
+from meshtune.errors import UserError
 from meshtune.objectives.stages import STAGES
 
 if TYPE_CHECKING:
@@ -63,12 +66,15 @@ def prepare_data(
     """
     if vocab is not None:
         check_vocabulary(tokenizer, vocab)
+    if recipe.stage.kind == "pt" and recipe.data.system:
+        problem = "stage pt trains on plain text, which has no place for a system prompt"
+        raise UserError(problem, where="data.system", fix="leave it out, or set stage: sft")
     preparation = _Preparation(recipe, tokenizer, cache, progress, share)
     if recipe.data.streaming:
         return preparation.stream()
     dataset_type = STAGES[recipe.stage.kind].dataset_type
     documents = load_documents(recipe.data, seed=recipe.seed, dataset_type=dataset_type, progress=progress)
-    train, report = preparation.train(documents.train, documents.skipped)
+    train, report = preparation.train(documents.train, documents.skipped, documents.unread)
     validation, validation_report = None, None
     if documents.validation is not None:
         validation, validation_report = preparation.validation(documents.validation)
@@ -85,12 +91,15 @@ class _Preparation:
     progress: Progress | None
     share: tuple[int, int]
 
-    def train(self, samples: DocumentList, skipped: Sequence[SkippedRecord]) -> tuple[Loader, DataReport]:
+    def train(
+        self, samples: DocumentList, skipped: Sequence[SkippedRecord], unread: Mapping[str, tuple[str, ...]]
+    ) -> tuple[Loader, DataReport]:
         train = self.recipe.train
         return self._loader(
             "train",
             samples,
             skipped,
+            unread,
             shuffle=self.recipe.data.shuffle,
             batch_size=train.batch_size,
             accumulation=train.accumulation,
@@ -98,13 +107,14 @@ class _Preparation:
 
     def validation(self, samples: DocumentList) -> tuple[Loader, DataReport]:
         micro_batch = self.recipe.train.batch_size // self.recipe.train.accumulation
-        return self._loader("validation", samples, [], shuffle=False, batch_size=micro_batch, accumulation=1)
+        return self._loader("validation", samples, [], {}, shuffle=False, batch_size=micro_batch, accumulation=1)
 
     def _loader(
         self,
         split: str,
         samples: DocumentList,
         skipped: Sequence[SkippedRecord],
+        unread: Mapping[str, tuple[str, ...]],
         *,
         shuffle: bool,
         batch_size: int,
@@ -143,8 +153,25 @@ class _Preparation:
             max_length=data.max_length,
             template=template,
             dataset_type=STAGES[stage].dataset_type,
+            unread=unread,
         )
-        return loader, report
+        return loader, self._with_template_fix(report)
+
+    def _with_template_fix(self, report: DataReport) -> DataReport:
+        """The report, saying which template ends turns with a token where this one does not."""
+        if report.template is None or report.template.end_is_token or not report.template.end_of_turn:
+            return report
+        model = self.recipe.model
+        if model.chat_template is not None:
+            revision = None if model.tokenizer else model.revision
+            own = load_tokenizer(model.tokenizer or model.path, revision=revision)
+            if own.chat_template and ends_with_token(ChatTemplate(own)):
+                fix = "leave model.chat_template out: the tokenizer has its own"
+                return dataclasses.replace(report, template_fix=fix)
+        for name, chat in ChatTemplate(self.tokenizer).alternatives.items():
+            if ends_with_token(chat):
+                return dataclasses.replace(report, template_fix=f"set model.chat_template: {name}")
+        return report
 
     def _units(self, split: str, store: Store) -> Units | None:
         if STAGES[self.recipe.stage.kind].dataset_type == "documents":
@@ -165,7 +192,8 @@ class _Preparation:
         validation, validation_report = None, None
         if documents.validation is not None:
             validation, validation_report = self.validation(documents.validation)
-        report = dataclasses.replace(report, skipped=(*documents.skipped, *report.skipped))
+        skipped, unread = (*documents.skipped, *report.skipped), tuple(documents.unread.items())
+        report = self._with_template_fix(dataclasses.replace(report, skipped=skipped, unread=unread))
         return PreparedData(stream, validation, report, validation_report, stream.fingerprint)
 
 

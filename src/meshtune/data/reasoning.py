@@ -1,4 +1,8 @@
-"""Reasoning before an answer or a call: in a field of its own, or as <think> text at the beginning of the content."""
+"""Reasoning before an answer or a call: in a field of its own, or as <think> text at the beginning of the content.
+
+Where the prompt of generation holds the opening tag, as DeepSeek R1's and Qwen3's thinking models have it, completions
+have the closing tag alone, on a line of its own or at the end of the last one.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,24 @@ from meshtune.data.conversation import Conversation, Message
 from meshtune.data.dialect import REASONING_KEYS, Dialect
 from meshtune.errors import UserError
 
+_BEFORE_A_MENTION = frozenset(" \t\"'`(\u201c\u2018\u00ab")
 _BLOCK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
 def split_reasoning(content: str) -> tuple[str, str]:
-    """The text of a <think> block that begins `content`, without the white space around it, and what follows it."""
+    """The text of a <think> block that begins `content`, without the white space around it, and what follows it. The
+    opening tag may be missing, but not where an answer merely mentions the closing one."""
     block = _BLOCK.match(content)
-    return (block.group(1).strip(), content[block.end() :]) if block else ("", content)
+    if block:
+        return block.group(1).strip(), content[block.end() :]
+    before, tag, after = content.partition("</think>")
+    if not tag or "<think>" in before or before.count("```") % 2:
+        return "", content
+    begins_line = before.rstrip(" ").endswith("\n")
+    ends_line = not after.strip(" ") or after.lstrip(" ").startswith("\n")
+    if not begins_line and (not ends_line or before[-1:] in _BEFORE_A_MENTION):
+        return "", content
+    return before.strip(), after.lstrip()
 
 
 def reasoning_of(message: Message) -> str:
@@ -58,17 +73,21 @@ def _without(message: Message, index: int, conversation: Conversation) -> Messag
 
 
 def _inline(message: Message) -> Message:
-    reasoning = reasoning_of(message).strip()
+    reasoning, answer = reasoning_of(message).strip(), message.content
+    if not reasoning and not _BLOCK.match(answer):
+        reasoning, answer = split_reasoning(answer)  # of which the opening tag is missing
     if not reasoning:
         return message
-    content = f"<think>\n{reasoning}\n</think>\n\n{message.content}"
+    content = f"<think>\n{reasoning}\n</think>\n\n{answer}"
     return dataclasses.replace(message, content=content, extra=_other_fields(message))
 
 
 def _in_field(message: Message, dialect: Dialect | None) -> Message:
-    """The message with <think> text in the field that the template reads, if it writes reasoning in a form of its
-    own."""
-    if dialect is None or dialect.reasoning_key is None or dialect.think_tags or reasoning_of(message):
+    """The message with <think> text in the field that the template reads, if it writes reasoning in a form of its own,
+    or if the opening tag is missing."""
+    if dialect is None or dialect.reasoning_key is None or reasoning_of(message):
+        return message
+    if dialect.think_tags and _BLOCK.match(message.content):
         return message
     reasoning, answer = split_reasoning(message.content)
     if not reasoning:

@@ -1,19 +1,43 @@
-"""Checks that a rendered conversation has what its record has: tools, calls with their arguments, results, reasoning.
+"""Renders a conversation and checks that the text has what the record has: the words of every message, tools, calls
+with their arguments, results, reasoning.
 
 Some templates leave out what they do not know, in silence; a model trained on the rest would learn to answer nothing
-where it should call, or to call what it was not offered.
+where it should call, to call what it was not offered, or to answer what it was not asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
 
-from meshtune.data.chat import ChatTemplate
-from meshtune.data.chat_templates import suggested_template
-from meshtune.data.conversation import Conversation, JsonObject, Message
+from meshtune.data.chat import ChatTemplate, template_error
+from meshtune.data.conversation import Conversation, Document, JsonObject, Text
 from meshtune.data.reasoning import reasoning_of, split_reasoning
 from meshtune.data.tool_calls import argument_texts, tool_name
+from meshtune.data.turns import Rendered
 from meshtune.errors import UserError
+
+_SWITCH = re.compile(r"(?<!\S)/\w+(?!\S)")  # SmolLM3's /no_think, which its template reads and does not write
+
+
+def render_conversation(chat: ChatTemplate, conversation: Conversation) -> Rendered:
+    """The conversation as the template writes it. Raises UserError naming the record, with the template's own message
+    where it cannot render it, and for what it leaves out: but for calls, which are looked for in their turns."""
+    where = str(conversation.origin)
+    check_template_can_write(chat, conversation)
+    view = Rendered(chat, conversation, chat.messages(conversation), "")
+    try:
+        view = dataclasses.replace(view, text=view.render_strictly(view.messages))
+    except chat.failures as problem:
+        raise template_error(problem, where=where, fix=_fix(chat, conversation)) from problem
+    check_variables_are_read(chat, conversation)
+    check_messages_are_written(view)
+    _check_tools_are_written(view)
+    if conversation.messages[-1].role == "assistant":
+        _check_reasoning_is_written(view)
+    return view
 
 
 def uses_tools(conversation: Conversation) -> bool:
@@ -30,17 +54,17 @@ def check_template_can_write(chat: ChatTemplate, conversation: Conversation) -> 
         dialect = chat.dialect
         calls = [tool_name(call) for message in messages for call in message.tool_calls]
         if calls and not dialect.writes_calls:
-            raise _not_written(chat, f"the assistant's tool calls: {', '.join(calls)}", where)
+            raise _not_written(chat, conversation, f"the assistant's tool calls: {', '.join(calls)}")
         if conversation.tools and not dialect.writes_tools:
-            raise _not_written(chat, f"tools: {', '.join(map(tool_name, conversation.tools))}", where)
+            raise _not_written(chat, conversation, f"tools: {', '.join(map(tool_name, conversation.tools))}")
         if calls and any(message.role == "tool" for message in messages) and not dialect.writes_results:
-            raise _not_written(chat, "results of tool calls", where)
+            raise _not_written(chat, conversation, "results of tool calls")
         beside = [n for n, message in enumerate(messages) if message.tool_calls and message.content.strip()]
         if beside and not dialect.writes_text:
             raise UserError(
                 f"the chat template does not write the text before the calls of message {beside[0]}",
                 where=where,
-                fix=f"leave out the text of turns that call tools; or {tool_fix(chat)}",
+                fix=f"leave out the text of turns that call tools; or {_fix(chat, conversation)}",
             )
     if any(reasoning_of(message) for message in messages) and chat.dialect.reasoning_key is None:
         raise UserError(
@@ -50,11 +74,128 @@ def check_template_can_write(chat: ChatTemplate, conversation: Conversation) -> 
         )
 
 
-def check_tools_are_written(chat: ChatTemplate, tools: Sequence[JsonObject], text: str, where: str) -> None:
+def check_variables_are_read(chat: ChatTemplate, conversation: Conversation) -> None:
+    """Raises UserError for a variable of the record that the template does not read."""
+    unread = [name for name in conversation.variables if name not in chat.variables]
+    if unread:
+        raise UserError(
+            f"the chat template does not read chat_template_kwargs of the record: {', '.join(unread)}",
+            where=str(conversation.origin),
+            fix="set model.chat_template to one that does; or columns: {chat_template_kwargs: null} of the source, "
+            "which leaves them out",
+        )
+
+
+def check_messages_are_written(view: Rendered, *, generation_prompt: bool = False) -> None:
+    """Raises UserError for a message whose words are not in the rendered text. White space at the ends of a message,
+    and reasoning that begins it, may be left out."""
+    text, unwritten = view.text, _unwritten(view, generation_prompt)
+    for index, message in enumerate(view.conversation.messages[: len(view.messages)]):
+        words = message.content
+        if message.role == "assistant" and "</think>" in words:
+            words = split_reasoning(words)[1]
+        words = words.strip()
+        if words and (index in unwritten or (words not in text and not _is_written_otherwise(view, index, words))):
+            raise _message_error(view, index, words)
+
+
+def _unwritten(view: Rendered, generation_prompt: bool) -> frozenset[int]:
+    """The messages that the template does not write in conversations of this shape, found once for each shape by
+    rendering unique words in their places."""
+    shape = (
+        tuple(
+            (message["role"], "tool_calls" in message, bool(message["content"]), *message) for message in view.messages
+        ),
+        bool(view.conversation.tools),
+        repr(view.conversation.variables),
+        generation_prompt,
+    )
+    lost = view.chat.unwritten.get(shape)
+    if lost is None:
+        marks = {
+            index: f"\ue000{index}\ue001"
+            for index, message in enumerate(view.messages)
+            if isinstance(message["content"], str) and message["content"].strip()
+        }
+        probes = [
+            {**message, "content": marks[index]} if index in marks else message
+            for index, message in enumerate(view.messages)
+        ]
+        text = view.render(probes, generation_prompt=generation_prompt)
+        lost = frozenset(index for index, mark in marks.items() if text is not None and mark not in text)
+        if len(view.chat.unwritten) > 4096:
+            view.chat.unwritten.clear()
+        view.chat.unwritten[shape] = lost
+    return lost
+
+
+def _is_written_otherwise(view: Rendered, index: int, words: str) -> bool:
+    """Whether the text has the words of message `index` in another spelling: as JSON, with other white space, as the
+    values of a tool's result, or without switches that the template reads."""
+    if any(form in view.text for _, forms in argument_texts(words) for form in forms):
+        return True
+    if "</think>" in words:
+        return False
+    text = _without_space(view.text)
+    if _without_space(words) in text:
+        return True
+    if view.conversation.messages[index].role == "tool":
+        return _values_are_written(words, view.text)
+    rest = _SWITCH.sub("", words)
+    if rest == words or _without_space(rest) not in text:
+        return False
+    messages = [*view.messages[:index], {**view.messages[index], "content": rest}, *view.messages[index + 1 :]]
+    return all(switch in view.text for switch in _SWITCH.findall(words)) or view.render(messages) != view.text
+
+
+def _values_are_written(result: str, text: str) -> bool:
+    """Whether a text has every key and value of a tool's result that is JSON."""
+    try:
+        value = json.loads(result)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict | list) and all(
+        any(form in text for form in forms) for _, forms in argument_texts(value)
+    )
+
+
+def _without_space(text: str) -> str:
+    return "".join(text.split())
+
+
+def _message_error(view: Rendered, index: int, words: str) -> UserError:
+    message = view.conversation.messages[index]
+    problem = f"the chat template does not write message {index} ({message.role}) of the record: {words[:60]!r}"
+    fix = _fix(view.chat, view.conversation)
+    if message.role == "assistant" and "</think>" in words:
+        problem = (
+            f"the chat template takes words of message {index} (assistant) for reasoning, at the </think> in them: "
+        )
+        problem += repr(words[:60])
+        fix = "write the tag in other words; or, if what is before it is reasoning, put <think> before that; or " + fix
+    elif message.role == "system":
+        fix = f"move its words into the first message of the user (or leave out data.system, if it is that); or {fix}"
+    return UserError(problem, where=str(view.conversation.origin), fix=fix)
+
+
+def check_has_place(document: Document) -> None:
+    """Raises UserError for a text that was to have a system prompt, which only a chat template writes."""
+    if not isinstance(document, Text) or not document.system:
+        return
+    raise UserError(
+        "data.system is not written before a text, which has no chat template",
+        where=str(document.origin),
+        fix="leave data.system out; or, for records of prompt and completion, format: alpaca, columns: {instruction: "
+        "prompt, output: completion} makes them conversations",
+    )
+
+
+def _check_tools_are_written(view: Rendered) -> None:
     """Raises UserError if a rendered conversation lacks the name or a parameter of a tool that it offers."""
+    tools, text = view.conversation.tools, view.text
     lost = [name for name in map(tool_name, tools) if name not in text]
     if lost:
-        raise _not_written(chat, f"tools: {', '.join(lost)}", where)
+        raise _not_written(view.chat, view.conversation, f"tools: {', '.join(lost)}")
     for tool in tools:
         lost = [
             name
@@ -63,8 +204,9 @@ def check_tools_are_written(chat: ChatTemplate, tools: Sequence[JsonObject], tex
         ]
         if lost:
             part = f"the parameters of the tool {tool_name(tool)}: {', '.join(lost)}"
-            fix = f'write them as a JSON schema, {{"type": "object", "properties": {{...}}}}; or {tool_fix(chat)}'
-            raise UserError(f"the chat template does not write {part}", where=where, fix=fix)
+            fix = 'write them as a JSON schema, {"type": "object", "properties": {...}}; or '
+            fix += _fix(view.chat, view.conversation)
+            raise UserError(f"the chat template does not write {part}", where=str(view.conversation.origin), fix=fix)
 
 
 def _parameters(tool: JsonObject) -> list[str]:
@@ -81,42 +223,50 @@ def _parameters(tool: JsonObject) -> list[str]:
     )
 
 
-def check_calls_are_written(chat: ChatTemplate, message: Message, index: int, text: str, where: str) -> None:
+def check_calls_are_written(view: Rendered, index: int, text: str) -> None:
     """Raises UserError if the rendered turn `text` lacks the name or an argument of a call of message `index`."""
-    lost = [name for name in map(tool_name, message.tool_calls) if name not in text]
+    calls = view.conversation.messages[index].tool_calls
+    lost = [name for name in map(tool_name, calls) if name not in text]
     if lost:
-        raise _not_written(chat, f"the assistant's tool calls: {', '.join(lost)}", where)
-    for call in message.tool_calls:
+        raise _not_written(view.chat, view.conversation, f"the assistant's tool calls: {', '.join(lost)}")
+    for call in calls:
         function = call["function"]
         arguments = function["arguments"] if isinstance(function, dict) else None
         for content, spellings in argument_texts(arguments):
             if not any(spelling in text for spelling in spellings):
                 part = f"the argument {content[:60]!r} of the call of {tool_name(call)} (message {index})"
-                raise _not_written(chat, part, where)
+                raise _not_written(view.chat, view.conversation, part)
 
 
-def check_reasoning_is_written(chat: ChatTemplate, message: Message, text: str, where: str) -> None:
+def _check_reasoning_is_written(view: Rendered) -> None:
     """Raises UserError if a rendered conversation lacks the reasoning of its last turn, in whichever form it was given.
 
     That of earlier turns is left out by most templates, as it is in generation.
     """
+    message = view.conversation.messages[-1]
     reasoning = reasoning_of(message) or split_reasoning(message.content)[0]
-    if reasoning.strip() not in text:
+    if reasoning.strip() not in view.text:
         raise UserError(
             "the chat template leaves out the reasoning of the last turn",
-            where=where,
-            fix=f"set model.chat_template: {suggested_template(chat.tokenizer)}, or data.reasoning: drop",
+            where=str(view.conversation.origin),
+            fix=f"set data.reasoning: drop; or {_fix(view.chat, view.conversation)}",
         )
 
 
-def tool_fix(chat: ChatTemplate) -> str:
-    """What to do about a template that cannot write the tools of a record."""
-    name = suggested_template(chat.tokenizer)
-    return (
-        f"set model.chat_template: {name}, which ships with Meshtune and writes tools, calls and results; "
-        "or set data.on_bad=skip to leave such records out"
-    )
+def _not_written(chat: ChatTemplate, conversation: Conversation, part: str) -> UserError:
+    where = str(conversation.origin)
+    return UserError(f"the chat template does not write {part}", where=where, fix=_fix(chat, conversation))
 
 
-def _not_written(chat: ChatTemplate, part: str, where: str) -> UserError:
-    return UserError(f"the chat template does not write {part}", where=where, fix=tool_fix(chat))
+def _fix(chat: ChatTemplate, conversation: Conversation) -> str:
+    """What to do about a template that cannot write a conversation: a shipped one that was tried on it, if any can."""
+    skip = "set data.on_bad=skip to leave such records out"
+    for name, other in chat.alternatives.items():
+        try:
+            view = render_conversation(other, conversation)
+            for index in range(len(conversation.messages)):
+                check_calls_are_written(view, index, view.text)
+        except UserError:
+            continue
+        return f"set model.chat_template: {name}, which ships with Meshtune and writes the whole record; or {skip}"
+    return f"change the record; or {skip}"

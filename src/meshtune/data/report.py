@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from meshtune.data.checked_source import SkippedRecord
 from meshtune.data.loader import Loader
+from meshtune.data.store import Store
 from meshtune.data.stream import Stream
 from meshtune.data.tokens import TokenCounts
 from meshtune.data.window_rows import WindowRows
+from meshtune.errors import counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 # Shares beyond which there is a warning.
 _SHARE_CUT, _SHARE_COPIES, _SHARE_TRAINED, _SHARE_FULL = 0.05, 0.05, 0.02, 0.8
+_LISTED = 20  # fields of a source that are listed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +41,11 @@ class DataReport:
 
     `efficiency` is the share of positions in the rows of the first epoch that hold a token, without the padding rows of
     its last batch. `histogram` lists (shortest, longest, documents) of each bin of lengths in tokens, both inclusive.
-    `copies` counts documents with the same tokens as an earlier one; of a stream it is 0. With `sampled` the counts are
+    `copies` counts samples with the same tokens as an earlier one; of a stream it is 0. With `sampled` the counts are
     estimates from that many samples, as of a stream. `template` is None for plain text. `cache_damage`
-    describes a damaged store that was replaced. A sample of `dataset_type` pairs is two documents.
+    describes a damaged store that was replaced. A sample of `dataset_type` pairs is two documents. `unread` lists the
+    sources with fields that their formats pass over. `template_fix` is what to do about a template that ends turns with
+    text.
     """
 
     split: str
@@ -60,6 +65,8 @@ class DataReport:
     cache_damage: str | None = None
     dataset_type: DatasetType = "documents"
     sampled: int | None = None
+    unread: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    template_fix: str = "choose a template that writes eos_token, such as plain"
 
     @property
     def samples(self) -> int:
@@ -74,8 +81,9 @@ class DataReport:
 
     @property
     def noun(self) -> str:
-        """What `samples` counts, in the plural."""
-        return "labelled answers" if self.dataset_type == "labelled" else self.dataset_type
+        """What `samples` counts, in the plural unless it is one."""
+        noun = "labelled answers" if self.dataset_type == "labelled" else self.dataset_type
+        return noun.removesuffix("s") if self.samples == 1 else noun
 
     @property
     def notes(self) -> list[str]:
@@ -83,10 +91,14 @@ class DataReport:
         counts, notes = self.counts, []
         if self.sampled is not None:
             notes.append(f"a stream: its numbers are estimated from {self.sampled:,} of its {self.noun}")
+        for source, fields in self.unread:
+            listed = ", ".join(fields[:_LISTED]) + (f" and {len(fields) - _LISTED} more" * (len(fields) > _LISTED))
+            notes.append(f"fields of {source} that are not read: {listed}")
         if counts.split:
+            documents = counted(counts.split, "document is", "documents are")
             notes.append(
-                f"{counts.split} documents are tokenised in parts at the start of an answer, where the tokenizer would "
-                "merge it with the prompt: generation will see the same tokens"
+                f"{documents} tokenised in parts at the start of an answer, where the tokenizer would merge it "
+                "with the prompt: generation will see the same tokens"
             )
         if self.template and self.template.writes_date:
             notes.append("the chat template writes today's date; in training it always writes 26 Jul 2024")
@@ -108,6 +120,7 @@ def make_report(
     max_length: int,
     template: TemplateInfo | None = None,
     dataset_type: DatasetType = "documents",
+    unread: Mapping[str, tuple[str, ...]] | None = None,
 ) -> DataReport:
     """The report on a loader's store and the rows of its first epoch."""
     store, rows = loader.store, loader.rows(0)
@@ -125,12 +138,25 @@ def make_report(
         efficiency=float((lengths - 1).sum() / (len(rows) * loader.row_length)),
         histogram=histogram(lengths),
         longest=int(lengths.max()),
-        copies=len(store) - len(np.unique(store.digests)),
+        copies=_copies(store, dataset_type),
         max_length=max_length,
         template=template,
         cache_damage=store.damage,
         dataset_type=dataset_type,
+        unread=tuple((unread or {}).items()),
     )
+
+
+def _copies(store: Store, dataset_type: DatasetType) -> int:
+    """The samples with the same tokens as an earlier one: of pairs both answers, of labelled answers the label too, and
+    not the companions that are made of them."""
+    digests = store.digests
+    if dataset_type == "documents":
+        return len(store) - len(np.unique(digests))
+    samples = digests.reshape(-1, 2)
+    if dataset_type == "labelled":
+        samples = np.stack([samples[:, 0], store.values[::2].astype(np.uint64)], axis=1)
+    return len(samples) - len(np.unique(samples, axis=0))
 
 
 def stream_report(stream: Stream, counts: TokenCounts, lengths: np.ndarray) -> DataReport:
@@ -170,9 +196,10 @@ def window_report(
     scaled = {
         field.name: round(getattr(window.counts, field.name) * total / sampled)
         for field in dataclasses.fields(TokenCounts)
-        if field.name != "skipped"
+        if field.name not in ("skipped", "first")
     }
-    counts = TokenCounts(**{**scaled, "tokens": tokens, "trained_tokens": round(trained * tokens)})
+    scaled |= {"tokens": tokens, "trained_tokens": round(trained * tokens)}
+    counts = TokenCounts(**scaled, first=window.counts.first)
     return DataReport(
         split="train",
         counts=counts,
@@ -200,60 +227,90 @@ def histogram(lengths: np.ndarray) -> tuple[tuple[int, int, int], ...]:
     return tuple((2**p, 2 ** (p + 1) - 1, int(counts[p])) for p in range(int(powers.min()), int(powers.max()) + 1))
 
 
+def _named(report: DataReport, count: str) -> str:
+    """Where the first document of a count is, in parentheses; "" where that is unknown."""
+    first = report.counts.first.get(count)
+    return f" (the first: {first})" if first else ""
+
+
 def _losses(report: DataReport) -> list[str]:
     """Warnings about data that are left out."""
     counts, warnings = report.counts, []
     if report.skipped:
         first = report.skipped[0]
-        warnings.append(f"{len(report.skipped)} records were skipped; the first: {first.origin}: {first.reason}")
+        skipped = counted(len(report.skipped), "record was", "records were")
+        warnings.append(f"{skipped} skipped; the first: {first.origin}: {first.reason}")
     if counts.truncated:
         share = counts.truncated / max(counts.documents, 1)
+        documents = counted(counts.documents, "document")
         warnings.append(
-            f"{counts.truncated} of {counts.documents} documents ({share:.1%}) are cut at max_length "
-            f"{report.max_length}, {counts.tokens_cut} tokens in all: cut answers do not teach the end of turn"
+            f"{counts.truncated:,} of {documents} ({share:.1%}) {'is' if counts.truncated == 1 else 'are'} cut at "
+            f"max_length {report.max_length}, {counted(counts.tokens_cut, 'token')} in all"
+            f"{_named(report, 'truncated')}: cut answers do not teach the end of turn"
             + ("; raise data.max_length" if share > _SHARE_CUT else "")
         )
     if counts.nothing_after_truncation:
         warnings.append(
-            f"{counts.nothing_after_truncation} documents are left out: nothing to train on after truncation (their "
-            f"prompts alone fill {report.max_length} tokens); raise data.max_length"
+            f"{counted(counts.nothing_after_truncation, 'document is', 'documents are')} left out"
+            f"{_named(report, 'nothing_after_truncation')}: nothing to train on after truncation (the prompt alone "
+            f"fills {counted(report.max_length, 'token')}); raise data.max_length"
         )
     if counts.dropped:
-        warnings.append(f"{counts.dropped} documents are dropped because they exceed {report.max_length} tokens")
+        dropped = counted(
+            counts.dropped, "document is dropped because it exceeds", "documents are dropped because they exceed"
+        )
+        warnings.append(f"{dropped} {counted(report.max_length, 'token')}{_named(report, 'dropped')}")
     if counts.nothing_to_train:
-        warnings.append(f"{counts.nothing_to_train} documents are left out: they contain nothing to train on")
+        documents = counted(counts.nothing_to_train, "document with", "documents with")
+        left_out = f"{_is_or_are(counts.nothing_to_train)} left out{_named(report, 'nothing_to_train')}"
+        warnings.append(f"{documents} nothing to train on {left_out}")
     return warnings
+
+
+def _is_or_are(count: int) -> str:
+    return "is" if count == 1 else "are"
 
 
 def _training_problems(report: DataReport) -> list[str]:
     """Warnings about documents that do not teach what they should."""
     counts, warnings = report.counts, []
-    if counts.unended:
-        warnings.append(f"{counts.unended} answers have no end of turn in the chat template: they do not teach to stop")
     if report.template and not report.template.end_is_token and report.template.end_of_turn:
         warnings.append(
             f"the chat template ends turns with the text {report.template.end_of_turn!r}, which is not a token of this "
-            "tokenizer: generation will not know where to stop; choose a template that writes eos_token, such as plain"
+            f"tokenizer: generation will not know where to stop; {report.template_fix}"
+        )
+    if counts.unended:
+        answers = counted(counts.unended, "answer has", "answers have")
+        where = _named(report, "unended")
+        warnings.append(f"{answers} no end of turn in the chat template: they do not teach to stop{where}")
+    if counts.placeholders:
+        documents = counted(counts.placeholders, "document has", "documents have")
+        warnings.append(
+            f"{documents} a placeholder in an answer that nothing replaces{_named(report, 'placeholders')}: write what "
+            "it stands for, unless it is to be learned as it is"
         )
     if counts.without_eos:
         warnings.append("the tokenizer has no end-of-sequence token: the model does not learn to stop")
     if counts.prompts_differ:
+        answers = counted(counts.prompts_differ, "answer follows", "answers follow")
         warnings.append(
-            f"{counts.prompts_differ} answers follow a prompt that the template writes differently in generation (such "
-            "as a system prompt shown only with the last message)"
+            f"{answers} a prompt that the template writes differently in generation{_named(report, 'prompts_differ')}, "
+            "such as one without the reasoning of earlier turns"
         )
     if counts.double_bos:
-        warnings.append(
-            f"{counts.double_bos} conversations begin with two beginning-of-sequence tokens: check the chat template"
-        )
+        conversations = counted(counts.double_bos, "conversation begins", "conversations begin")
+        where = _named(report, "double_bos")
+        warnings.append(f"{conversations} with two beginning-of-sequence tokens{where}: check the chat template")
     if counts.straddling:
         warnings.append(
-            f"in {counts.straddling} documents a token spans the end of a prompt and the start of an answer, and is "
-            "trained on as part of the answer"
+            f"in {counted(counts.straddling, 'document')} a token spans the end of a prompt and the start of an "
+            f"answer, and is trained on as part of the answer{_named(report, 'straddling')}"
         )
     if counts.special_in_text:
+        documents = counted(counts.special_in_text, "document has", "documents have")
         warnings.append(
-            f"{counts.special_in_text} documents contain special tokens in their own text, such as an end of turn"
+            f"{documents} special tokens in their own text, which are read as such{_named(report, 'special_in_text')}: "
+            "remove them, unless they are meant"
         )
     return warnings
 
@@ -261,9 +318,10 @@ def _training_problems(report: DataReport) -> list[str]:
 def _inefficiencies(report: DataReport) -> list[str]:
     """Warnings about wasted computation."""
     counts, warnings = report.counts, []
-    if counts.examples and report.copies / counts.examples > _SHARE_COPIES:
-        share = report.copies / counts.examples
-        warnings.append(f"{report.copies} of {counts.examples} documents ({share:.0%}) are copies of others")
+    if report.samples and report.copies / report.samples > _SHARE_COPIES:
+        share = report.copies / report.samples
+        copies = "is a copy of another" if report.copies == 1 else "are copies of others"
+        warnings.append(f"{report.copies:,} of {report.samples:,} {report.noun} ({share:.0%}) {copies}")
     if counts.tokens and counts.trained_tokens / counts.tokens < _SHARE_TRAINED:
         share = counts.trained_tokens / counts.tokens
         warnings.append(f"only {share:.1%} of the tokens are trained on: prompts are much longer than answers")
@@ -272,7 +330,7 @@ def _inefficiencies(report: DataReport) -> list[str]:
         warnings.append(f"{1 - report.efficiency:.0%} of the positions are padding; {remedy}")
     if report.split == "train" and report.rows < report.batch_rows:
         warnings.append(
-            f"an epoch has {report.rows} rows, fewer than the {report.batch_rows} of a batch: a smaller "
+            f"an epoch has {counted(report.rows, 'row')}, fewer than the {report.batch_rows:,} of a batch: a smaller "
             "train.batch_size wastes less"
         )
     return warnings
@@ -297,9 +355,9 @@ def render(report: DataReport) -> RenderableType:
     share = counts.trained_tokens / max(counts.tokens, 1)
     table.add_row("trained tokens", f"{counts.trained_tokens:,}", f"{share:.1%} of all")
     layout = "packed" if report.packing else "padded"
-    table.add_row("rows", f"{report.rows:,}", f"{layout}, {report.row_length:,} positions each")
+    table.add_row("rows", f"{report.rows:,}", f"{layout}, {counted(report.row_length, 'position')} each")
     table.add_row("packing efficiency" if report.packing else "positions used", f"{report.efficiency:.1%}", "")
-    table.add_row("steps per epoch", f"{report.steps_per_epoch:,}", f"{report.batch_rows:,} rows each")
+    table.add_row("steps per epoch", f"{report.steps_per_epoch:,}", f"{counted(report.batch_rows, 'row')} each")
     bars = Table(title="tokens per document", title_justify="left", show_header=False, box=None, pad_edge=False)
     bars.add_column(justify="right", style="cyan")
     bars.add_column(justify="right")

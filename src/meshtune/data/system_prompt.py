@@ -40,8 +40,10 @@ class WithSystemPrompt(Sequence[Sample]):
         self.samples.check_unchanged()
 
     def _add(self, document: Document) -> Document:
-        if self.system is None or not isinstance(document, Conversation):
+        if self.system is None:
             return document
+        if not isinstance(document, Conversation):
+            return dataclasses.replace(document, system=self.system)
         if any(message.role == "system" for message in document.messages):
             return document
         return dataclasses.replace(document, messages=(Message("system", self.system), *document.messages))

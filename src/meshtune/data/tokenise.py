@@ -25,7 +25,7 @@ from meshtune.data.store import Store, cache_directory, fingerprint, open_or_bui
 from meshtune.data.system_prompt import WithSystemPrompt
 from meshtune.data.tokens import Example, TokenCounts
 from meshtune.data.units import with_companions
-from meshtune.errors import UserError
+from meshtune.errors import UserError, counted
 from meshtune.objectives.stages import STAGES
 
 if TYPE_CHECKING:
@@ -144,6 +144,14 @@ def stage_examples(stage: str) -> StageExamples:
     return StageExamples(properties.dataset_type, properties.has_score_head, plain_text=stage == "pt")
 
 
+def ends_with_token(chat: ChatTemplate) -> bool:
+    """Whether a chat template ends turns with a token of its tokenizer."""
+    try:
+        return chat.end_of_turn.token is not None
+    except UserError:
+        return False
+
+
 def template_info(chat: ChatTemplate) -> TemplateInfo:
     """The properties of a chat template."""
     end = chat.end_of_turn
@@ -164,14 +172,18 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
 def nothing_to_train_error(split: str, counts: TokenCounts) -> UserError:
     """The error for a split of which no document is left, with the reasons."""
     reasons = {
-        "contain nothing to train on": counts.nothing_to_train,
-        "have nothing to train on after truncation": counts.nothing_after_truncation,
-        "are longer than max_length": counts.dropped,
-        "cannot be rendered": len(counts.skipped),
+        ("contains", "contain", "nothing to train on"): counts.nothing_to_train,
+        ("has", "have", "nothing to train on after truncation"): counts.nothing_after_truncation,
+        ("is", "are", "longer than max_length"): counts.dropped,
+        ("is", "are", "not what the chat template can write"): len(counts.skipped),
     }
-    listed = ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count)
+    listed = ", ".join(
+        f"{counted(count, one, several)} {what}" for (one, several, what), count in reasons.items() if count
+    )
+    first = next(iter([*counts.first.values(), *(f"{origin}: {reason}" for origin, reason in counts.skipped)]), None)
     return UserError(
-        f"the {split} data contain nothing to train on: of {counts.documents} documents, {listed or 'none'}",
+        f"the {split} data contain nothing to train on: of {counted(counts.documents, 'document')}, {listed or 'none'}"
+        + (f" (the first: {first})" if first else ""),
         where=f"data.{split}",
         fix="see `meshtune data inspect`; raise data.max_length, or check roles and message weights",
     )
@@ -180,8 +192,8 @@ def nothing_to_train_error(split: str, counts: TokenCounts) -> UserError:
 def one_label_error(answers: int, good: bool) -> UserError:
     """The error for labelled answers that all have the same label."""
     return UserError(
-        f"all {answers} answers are labelled {'true' if good else 'false'}, so there is nothing to tell good answers "
-        "from bad ones",
+        f"{'the one answer is' if answers == 1 else f'all {answers:,} answers are'} labelled "
+        f"{'true' if good else 'false'}, so there is nothing to tell good answers from bad ones",
         where="data.train",
         fix="add answers with the other label; or train on the good ones with stage: sft",
     )

@@ -18,9 +18,10 @@ import numpy as np
 
 from meshtune.config.data_options import TokenOptions
 from meshtune.data.chat import ChatTemplate
-from meshtune.data.conversation import Conversation, Document, Origin
+from meshtune.data.conversation import Conversation, Document, Origin, Text
 from meshtune.data.masks import MaskedText, mask_conversation
 from meshtune.data.overlong import positions_by_turns
+from meshtune.data.rendered import check_has_place
 from meshtune.data.token_bytes import TokenBytes
 from meshtune.data.word_ids import WordIds
 from meshtune.errors import UserError
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from transformers import PreTrainedTokenizerFast
 
+_PLACEHOLDER = re.compile(r"\{\{\s*[A-Za-z_]\w*\s*\}\}")  # {{name}}, which was to be replaced
 _BATCH = 256  # documents given to the tokenizer at once, which works on them in parallel
 
 
@@ -65,6 +67,7 @@ class TokenCounts:
 
     `examples` are documents that were kept, `tokens` their ids and `trained_tokens` those with a weight above 0. The
     fields below `tokens_cut` count documents; reasons to leave one out come first, then warnings about those kept.
+    `first` says where the first document of a count is, and what of it was counted.
     """
 
     documents: int = 0
@@ -82,8 +85,16 @@ class TokenCounts:
     unended: int = 0
     double_bos: int = 0
     special_in_text: int = 0
+    placeholders: int = 0
     without_eos: int = 0
     skipped: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    first: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def count(self, name: str, origin: Origin, detail: str = "", *, number: int = 1) -> None:
+        """Adds `number` to the count `name`, and remembers where the first is."""
+        if number:
+            setattr(self, name, getattr(self, name) + number)
+            self.first.setdefault(name, f"{origin}{detail}")
 
 
 class Tokenize:
@@ -138,7 +149,7 @@ class Tokenize:
         while batch := list(itertools.islice(remaining, _BATCH)):
             self.counts.documents += len(batch)
             masked = [(document, self._mask(document, sides)) for document in batch]
-            encoded = self._encode([text for _, text in masked if text is not None])
+            encoded = self._encode([(document.origin, text) for document, text in masked if text is not None])
             tokenised = [
                 None if text is None else self._with_bos_and_eos(document, next(encoded)) for document, text in masked
             ]
@@ -149,28 +160,49 @@ class Tokenize:
                     yield None if text is None else self._fit(text, document.origin, longest)
 
     def _mask(self, document: Document, sides: int | None) -> MaskedText | None:
-        counts = self.counts
-        if not isinstance(document, Conversation):
-            text = document.prompt + document.text
-            counts.special_in_text += self._special_pattern.search(text) is not None
-            spans = ((len(document.prompt), len(text), 1.0),)
-            return MaskedText(text, spans, default=float(self.options.policy.train_on_prompt), answers=(0,))
-        locate_all = self.options.overlong == "turns" and sides is None
+        counts, locate_all = self.counts, self.options.overlong == "turns" and sides is None
+        messages = document.messages if isinstance(document, Conversation) else ()
         try:
+            if not isinstance(document, Conversation):
+                return self._mask_text(document)
             masked = mask_conversation(self.chat, document, self.options.policy, locate_all=locate_all)
         except UserError as problem:
             if not self.options.skip_bad or problem.where != str(document.origin):
                 raise
             counts.skipped.append((str(document.origin), problem.what))
             return None
-        counts.prompts_differ += masked.prompts_differ
-        counts.unended += masked.unended
-        counts.special_in_text += any(self._special_pattern.search(message.content) for message in document.messages)
+        counts.count("prompts_differ", document.origin, number=masked.prompts_differ)
+        counts.count("unended", document.origin, number=masked.unended)
+        special = ((index, self._special_pattern.search(message.content)) for index, message in enumerate(messages))
+        if special := next(((index, match[0]) for index, match in special if match), None):
+            counts.count("special_in_text", document.origin, f", message {special[0]}: {special[1]}")
+        placeholder = next(
+            (
+                match[0]
+                for message in messages
+                if message.role == "assistant"
+                if (match := _placeholder(message.content))
+            ),
+            None,
+        )
+        if placeholder:
+            counts.count("placeholders", document.origin, f": {placeholder}")
         return masked
 
-    def _encode(self, texts: list[MaskedText]) -> Iterator[Tokenised]:
+    def _mask_text(self, document: Text) -> MaskedText:
+        check_has_place(document)
+        text = document.prompt + document.text
+        if special := self._special_pattern.search(text):
+            self.counts.count("special_in_text", document.origin, f": {special[0]}")
+        if document.prompt and (placeholder := _placeholder(document.text)):
+            self.counts.count("placeholders", document.origin, f": {placeholder[0]}")
+        spans = ((len(document.prompt), len(text), 1.0),)
+        return MaskedText(text, spans, default=float(self.options.policy.train_on_prompt), answers=(0,))
+
+    def _encode(self, texts: list[tuple[Origin, MaskedText]]) -> Iterator[Tokenised]:
         """The tokens of each text, without any that is not in the text."""
-        for masked, (ids, ends) in zip(texts, self._ids_and_ends([masked.text for masked in texts]), strict=True):
+        encoded = self._ids_and_ends([masked.text for _, masked in texts])
+        for (origin, masked), (ids, ends) in zip(texts, encoded, strict=True):
             weights = np.full(len(ids), masked.default, np.float32)
             clean, positions = True, np.zeros((len(masked.spans), 2), np.int64)
             for span, (start, end, weight) in enumerate(masked.spans if len(ids) else ()):
@@ -182,7 +214,7 @@ class Tokenize:
                 weights[first:last] = weight
                 positions[span] = first, last
             text = Tokenised(ids, weights, positions[list(masked.answers)])
-            yield text if clean else self._encode_apart(masked, text)
+            yield text if clean else self._encode_apart(masked, text, origin)
 
     def _ids_and_ends(self, texts: list[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """ids int32 of each text, and the character of the text after each of them.
@@ -221,7 +253,7 @@ class Tokenize:
                 self._prompt_ends[prompt_end] = expected
         return expected == ids[after:first].tolist()
 
-    def _encode_apart(self, masked: MaskedText, text: Tokenised) -> Tokenised:
+    def _encode_apart(self, masked: MaskedText, text: Tokenised, origin: Origin) -> Tokenised:
         """Tokenises the text in pieces, split at the edges of its spans, unless the pieces would decode to another
         text."""
         edges = sorted({0, len(masked.text), *(edge for start, end, _ in masked.spans for edge in (start, end))})
@@ -237,7 +269,7 @@ class Tokenize:
             text.ids.tolist(), skip_special_tokens=False
         ):
             # SentencePiece, for one, puts a space before every piece. The token across the edge is trained on.
-            self.counts.straddling += 1
+            self.counts.count("straddling", origin)
             return text
         self.counts.split += not same_ids
         position = dict(zip(edges, np.cumsum([0, *lengths]).tolist(), strict=True))
@@ -250,7 +282,8 @@ class Tokenize:
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         ids, weights, answers = text
         if isinstance(document, Conversation):
-            self.counts.double_bos += bos is not None and ids[:2].tolist() == [bos, bos]
+            twice = bos is not None and ids[:2].tolist() == [bos, bos]
+            self.counts.count("double_bos", document.origin, number=int(twice))
             return text
         if len(self._bos) and not np.array_equal(ids[:1], self._bos):
             ids, weights, answers = np.concatenate([self._bos, ids]), np.concatenate([[0], weights]), answers + 1
@@ -266,7 +299,7 @@ class Tokenize:
         length of the longest answer that it is compared with."""
         counts, max_length, (ids, weights, answers) = self.counts, self.options.max_length, text
         if not np.any(weights[1:]):  # the first token is never predicted
-            counts.nothing_to_train += 1
+            counts.count("nothing_to_train", origin)
             return None
         beside = 0 if longest is None else longest - text.last_answer
         by_turns = self.options.overlong == "turns" and len(answers) > 0
@@ -278,7 +311,7 @@ class Tokenize:
                     fix="raise data.max_length, or set data.overlong to truncate, turns or drop",
                 )
             if self.options.overlong == "drop":
-                counts.dropped += 1
+                counts.count("dropped", origin)
                 counts.tokens_cut += len(ids)
                 return None
             last_turn_first = longest is None and self.options.policy.last_turn_only
@@ -287,16 +320,20 @@ class Tokenize:
                 if by_turns
                 else np.arange(max_length)
             )
-            counts.truncated += 1
+            counts.count("truncated", origin)
             counts.tokens_cut += len(ids) - len(positions)
             ids, weights = ids[positions], weights[positions]
             if not np.any(weights[1:]):
-                counts.nothing_after_truncation += 1
+                counts.count("nothing_after_truncation", origin)
                 return None
         counts.examples += 1
         counts.tokens += len(ids)
         counts.trained_tokens += int(np.count_nonzero(weights[1:]))
         return Example(ids, weights, origin)
+
+
+def _placeholder(answer: str) -> re.Match[str] | None:
+    return _PLACEHOLDER.search(answer) if "{{" in answer else None
 
 
 def _with_offsets(encoding: Encoding) -> tuple[np.ndarray, np.ndarray]:

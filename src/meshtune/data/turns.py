@@ -19,10 +19,15 @@ class Rendered:
     messages: list[dict[str, object]]
     text: str
 
-    def render(self, messages: Sequence[Mapping[str, object]]) -> str | None:
-        """The text of other messages with the same tools; None where the template refuses them."""
+    def render_strictly(self, messages: Sequence[Mapping[str, object]], *, generation_prompt: bool = False) -> str:
+        """The text of other messages with the same tools and variables. Raises one of the chat's `failures`."""
+        tools, variables = self.conversation.tools, self.conversation.variables
+        return self.chat.render(messages, tools, generation_prompt=generation_prompt, options=variables)
+
+    def render(self, messages: Sequence[Mapping[str, object]], *, generation_prompt: bool = False) -> str | None:
+        """As `render_strictly`; None where the template refuses the messages."""
         try:
-            return self.chat.render(messages, self.conversation.tools)
+            return self.render_strictly(messages, generation_prompt=generation_prompt)
         except self.chat.failures:
             return None
 
@@ -152,24 +157,14 @@ def _start_of_next(view: Rendered, index: int) -> int:
 
 def _prompt(view: Rendered, index: int) -> str | None:
     """The prompt that generation would be given for turn `index`; None where the template cannot render it."""
-    if index == 0:
-        return None
-    try:
-        return view.chat.render(view.messages[:index], view.conversation.tools, generation_prompt=True)
-    except view.chat.failures:
-        return None
+    return view.render(view.messages[:index], generation_prompt=True) if index else None
 
 
 def _header(view: Rendered, index: int) -> str:
     """What the template writes to start the assistant's turn at `index`."""
-    chat, conversation = view.chat, view.conversation
     past = view.messages[:index] or [{"role": "user", "content": "question"}]
-    try:
-        before = chat.render(past, conversation.tools)
-        prompt = chat.render(past, conversation.tools, generation_prompt=True)
-    except chat.failures:
-        return ""
-    return prompt[len(before) :] if prompt.startswith(before) else ""
+    before, prompt = view.render(past), view.render(past, generation_prompt=True)
+    return prompt[len(before) :] if before is not None and prompt is not None and prompt.startswith(before) else ""
 
 
 def _content_span(view: Rendered, index: int, header: str) -> tuple[int, int]:
@@ -199,9 +194,7 @@ def changed_part(view: Rendered, index: int, message: Mapping[str, object]) -> t
     opening, closing = _unused_characters(text)
     content = opening + "words" + closing
     try:
-        changed = chat.render(
-            [*messages[:index], {**message, "content": content}, *messages[index + 1 :]], conversation.tools
-        )
+        changed = view.render_strictly([*messages[:index], {**message, "content": content}, *messages[index + 1 :]])
     except chat.failures as problem:
         raise template_error(problem, where=str(conversation.origin)) from problem
     if changed.count(content) != 1:
@@ -221,10 +214,8 @@ def _removed(view: Rendered, index: int) -> tuple[int, int]:
     chat, text, messages, conversation = view.chat, view.text, view.messages, view.conversation
     end = chat.end_of_turn
     ending = end.head + end.tail
-    try:
-        shorter = chat.render([*messages[:index], *messages[index + 1 :]], conversation.tools)
-    except chat.failures:
-        shorter = text
+    shorter = view.render([*messages[:index], *messages[index + 1 :]])
+    shorter = text if shorter is None else shorter
     prefix, suffix = _common_prefix(text, shorter), _common_prefix(text[::-1], shorter[::-1])
     length = len(text) - len(shorter)
     if ending and length > 0 and prefix + suffix >= len(shorter):

@@ -174,4 +174,6 @@ def _uncount(tokenize: Tokenize, *sides: Example | None) -> None:
             tokenize.counts.tokens -= len(side.ids)
             tokenize.counts.trained_tokens -= int(np.count_nonzero(side.weights[1:]))
     if all(side is not None for side in sides):
-        tokenize.counts.nothing_after_truncation += 1  # equal once truncated
+        side = sides[0]
+        assert side is not None
+        tokenize.counts.count("nothing_after_truncation", side.origin)  # equal once truncated

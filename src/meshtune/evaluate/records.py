@@ -12,7 +12,9 @@ from meshtune.config.data import DataSection, SourceSection
 from meshtune.data.chat import as_dicts, template_error
 from meshtune.data.conversation import Conversation, Document, Sample
 from meshtune.data.documents import load_documents
+from meshtune.data.rendered import check_has_place, check_messages_are_written, check_variables_are_read
 from meshtune.data.system_prompt import WithSystemPrompt
+from meshtune.data.turns import Rendered
 from meshtune.errors import UserError
 from meshtune.generate.prompts import chat_template, continuation_ids
 
@@ -47,7 +49,10 @@ def read_records(source: SourceSection, *, system: str | None = None, limit: int
     if limit is not None:
         source = source.model_copy(update={"cap": min(limit, source.cap or limit)})
     documents = load_documents(DataSection(train=[source], packing=False), seed=0).train
-    return [record_of(number, document) for number, document in enumerate(WithSystemPrompt(documents, system))]
+    records = [record_of(number, document) for number, document in enumerate(WithSystemPrompt(documents, system))]
+    for record in records:
+        check_has_place(record.document)
+    return records
 
 
 def record_of(number: int, document: Sample) -> Record:
@@ -68,13 +73,16 @@ def prompt_ids(tokenizer: PreTrainedTokenizerFast, record: Record) -> list[int]:
             return continuation_ids(tokenizer, record.prompt)
         except UserError as problem:
             raise UserError(problem.what, where=record.origin, fix=problem.fix) from problem
-    chat = chat_template(tokenizer)
-    assert isinstance(record.document, Conversation)
+    chat, document = chat_template(tokenizer), record.document
+    assert isinstance(document, Conversation)
+    check_variables_are_read(chat, document)
+    prompt = chat.messages(document)[: len(record.prompt)]
+    view = Rendered(chat, document, prompt, "")
     try:
-        prompt = chat.messages(record.document)[: len(record.prompt)]
-        text = chat.render(prompt, record.document.tools, generation_prompt=True)
+        text = view.render_strictly(prompt, generation_prompt=True)
     except chat.failures as problem:
         raise template_error(problem, where=record.origin) from problem
+    check_messages_are_written(dataclasses.replace(view, text=text), generation_prompt=True)
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from meshtune.data.formats import (
     alpaca,
     hermes,
+    hints,
     labelled,
     messages,
     preference,
@@ -17,6 +18,7 @@ from meshtune.data.formats import (
     text,
     xlam,
 )
+from meshtune.data.formats.meanings import FIELDS
 from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
 from meshtune.errors import UserError, nearest
 
@@ -52,57 +54,64 @@ def select_format(
     columns, tags = columns or {}, tags or {}
     candidates = _candidates(name, columns, tags, where, dataset_type)
     if name != "auto":
+        missing = candidates[0].missing(columns)
+        if missing:
+            listed = ", ".join(missing)
+            problem = f"format {name} cannot do without {listed}, which columns says is not to be read"
+            raise UserError(problem, where=f"{where}, columns", fix="name the field that holds it, or another format")
         return candidates[0]
     objects = [record for record in records if isinstance(record, dict)]
     if not objects:
         fix = 'write records as {"field": value}'
         raise UserError("the first records are not objects, so no format fits", where=where, fix=fix)
     if dataset_type == "documents":
-        _refuse_preferences(objects, where)
-    scores = {
-        candidate: max(candidate.detect(record, candidate.resolve(columns), tags) for record in objects)
-        for candidate in candidates
-    }
-    best = max(scores.values())
-    fitting = [candidate for candidate, score in scores.items() if score == best]
-    names = ", ".join(dict.fromkeys(key for record in objects for key in record)) or "none"
-    if best == 0:
+        _refuse_preferences(objects, columns, where)
+    fitting, score = _best_fitting(objects, candidates, columns, tags)
+    names = ", ".join(dict.fromkeys(str(key) for record in objects for key in record)) or "none"
+    if score == 0:
         expected = "\n".join(f"  {candidate.name}: {candidate.expects}" for candidate in candidates)
+        fix = "name the format and, where fields have other names, columns: {the format's field: the record's}"
+        line = hints.columns_line(objects, {candidate.name: candidate for candidate in candidates}, where)
         raise UserError(
             f"no format fits the records; their fields are: {names}\n{expected}"
             + _stage_hint(objects, columns, tags, dataset_type),
             where=where,
-            fix="name the format and, where fields have other names, columns: {the format's field: the record's}",
+            fix=f"{line}; or {fix}" if line else fix,
         )
     if len(fitting) > 1:
         listed = ", ".join(candidate.name for candidate in fitting)
         raise UserError(
             f"the records fit more than one format: {listed}; their fields are: {names}",
             where=where,
-            fix=f"name the one you mean, e.g. format: {fitting[0].name}",
+            fix=hints.name_one(objects, fitting, columns, tags),
         )
     return fitting[0]
+
+
+def _best_fitting(
+    records: Sequence[Record], candidates: Iterable[RecordFormat], columns: FieldNames, tags: Mapping[str, str]
+) -> tuple[list[RecordFormat], int]:
+    """The formats that fit best, and how well: 0 not, 1 possibly, 2 certainly."""
+    scores = {
+        candidate: max(candidate.detect(record, candidate.resolve(columns), tags) for record in records)
+        for candidate in candidates
+    }
+    best = max(scores.values(), default=0)
+    return [candidate for candidate, score in scores.items() if score == best], best
 
 
 def _stage_hint(
     records: Sequence[Record], columns: FieldNames, tags: Mapping[str, str], dataset_type: DatasetType
 ) -> str:
-    """A line that names a stage whose formats fit the records, if there is one."""
+    """A line that names a stage under which the records are read, if there is one."""
     for suitable, formats in FORMATS_BY_TYPE.items():
-        if suitable != dataset_type and _any_fits(formats.values(), records, columns, tags):
+        if suitable == dataset_type or (suitable == "documents" and _holds_preferences(records, columns)):
+            continue
+        candidates = [form for form in formats.values() if form.accepts(columns)]
+        fitting, score = _best_fitting(records, candidates, columns, tags)
+        if score == 2 and len(fitting) == 1 and hints.first_problem(fitting[0], records, columns, tags) is None:
             return f"\n(they would fit stage {EXAMPLE_STAGE[suitable]})"
     return ""
-
-
-def _any_fits(
-    formats: Iterable[RecordFormat], records: Sequence[Record], columns: FieldNames, tags: Mapping[str, str]
-) -> bool:
-    candidates = [candidate for candidate in formats if all(map(candidate.has_column, columns))]
-    return any(
-        candidate.detect(record, candidate.resolve(columns), tags) == 2
-        for candidate in candidates
-        for record in records
-    )
 
 
 def _candidates(
@@ -117,10 +126,14 @@ def _candidates(
     formats = list(known.values()) if name == "auto" else [known[name]]
     owner = "any format" if name == "auto" else f"format {name}"
     known_columns = list(dict.fromkeys(key for form in formats for key in (*form.fields, *form.aliases)))
+    anywhere = [key for kinds in FORMATS_BY_TYPE.values() for form in kinds.values() for key in form.fields]
+    unread = {key for key, value in columns.items() if value is None and (key in FIELDS or key in anywhere)}
     known_tags = list(dict.fromkeys(key for form in formats for key in form.tags))
-    _check_keys(columns, known_columns, "columns", owner, where)
+    _check_keys([key for key in columns if key not in unread], known_columns, "columns", owner, where)
     _check_keys(tags, known_tags, "tags", owner, where)
-    fitting = [form for form in formats if all(map(form.has_column, columns)) and all(tag in form.tags for tag in tags)]
+    fitting = [
+        form for form in formats if (form.accepts(columns) or name != "auto") and all(tag in form.tags for tag in tags)
+    ]
     if not fitting:
         keys = ", ".join([*columns, *tags])
         raise UserError(f"no format has all of these columns and tags: {keys}", where=where, fix="name the format")
@@ -138,20 +151,31 @@ def _check_keys(keys: Iterable[str], known: Sequence[str], section: str, owner: 
             )
 
 
-def _refuse_preferences(records: Sequence[Record], where: str) -> None:
+def _holds_preferences(records: Sequence[Record], columns: FieldNames) -> str:
+    """What of the first record says that it holds preferences: its answers, its label, or nothing."""
     first = records[0]
     if "chosen" in first and "rejected" in first:
+        return "answers"
+    if columns.get("label", "label") is None or not isinstance(first.get("label"), bool):
+        return ""
+    labelled_formats = [form for form in FORMATS_BY_TYPE["labelled"].values() if form.accepts(columns)]
+    return "label" if _best_fitting([first], labelled_formats, columns, {})[1] == 2 else ""
+
+
+def _refuse_preferences(records: Sequence[Record], columns: FieldNames, where: str) -> None:
+    evidence = _holds_preferences(records, columns)
+    if evidence == "answers":
+        line = hints.chosen_line(records, DOCUMENT_FORMATS)
         raise UserError(
             "these are preference data (chosen and rejected), which supervised tuning does not train on",
             where=where,
-            fix="set stage: dpo (or rm, orpo, simpo, cpo); or, to train on the chosen answers, make records that hold "
-            "them, or name a format whose columns are texts, e.g. format: text, columns: {text: chosen}",
+            fix="set stage: dpo (or rm, orpo, simpo, cpo); or, to train on the chosen answers, "
+            + (line or "make records that hold them"),
         )
-    if isinstance(first.get("label"), bool) and any(isinstance(value, list) for value in first.values()):
+    if evidence == "label":
         raise UserError(
-            "these are preference data (a true/false label of each conversation), and supervised tuning would train on "
+            "these are preference data (a true/false label of each answer), and supervised tuning would train on "
             "the answers labelled false too",
             where=where,
-            fix="set stage: kto; or remove the records labelled false; or name the format, to train on every answer "
-            "whatever its label",
+            fix="set stage: kto; or, to train on every answer whatever its label, columns: {label: null}",
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshtune.data.conversation import Conversation, Message, Origin
+from meshtune.data.formats.context import CONTEXT, read_variables, with_system
 from meshtune.data.formats.record import check_text, describe, field_error, list_field, text_field
 from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
 from meshtune.data.formats.tools import parse_tools
@@ -19,9 +20,7 @@ def detect(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
 
 
 def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin) -> Conversation:
-    messages = []
-    if fields["system"] and (system := text_field(record, fields["system"], origin, required=False)):
-        messages.append(Message("system", system))
+    messages = with_system([], record, fields, origin)
     if fields["history"] and record.get(fields["history"]):
         messages += _history(record, fields["history"], origin)
     instruction = _optional(record, fields["instruction"], origin)
@@ -30,7 +29,8 @@ def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin:
         text_field(record, fields["instruction"] or "instruction", origin)
     messages.append(Message("user", "\n".join(part for part in (instruction, extra) if part)))
     messages.append(Message("assistant", text_field(record, fields["output"] or "output", origin)))
-    return Conversation(tuple(messages), origin, parse_tools(record, fields["tools"], origin))
+    tools = parse_tools(record, fields["tools"], origin)
+    return Conversation(tuple(messages), origin, tools, read_variables(record, fields, origin))
 
 
 def _optional(record: Record, field: str | None, origin: Origin) -> str:
@@ -52,7 +52,8 @@ def _history(record: Record, field: str, origin: Origin) -> list[Message]:
 FORMAT = RecordFormat(
     name="alpaca",
     expects="instruction and output, text; also input, system, history ([[user, assistant], ...]), tools",
-    fields={key: key for key in ("instruction", "input", "output", "history", "system", "tools")},
+    fields={key: key for key in ("instruction", "input", "output", "history", "tools")} | CONTEXT,
+    required=("output",),
     aliases={"prompt": "instruction", "query": "input", "response": "output"},
     detect=detect,
     convert=convert,

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from meshtune.data.conversation import Conversation, Origin
 from meshtune.data.formats import sharegpt
+from meshtune.data.formats.context import read_variables
 from meshtune.data.formats.hermes_text import tools_of_text
 from meshtune.data.formats.record_format import FieldNames, Record
 from meshtune.data.formats.tool_use import with_tool_use
@@ -33,7 +34,7 @@ def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin:
         messages, role_names = messages[1:], role_names[1:]
         tools = tools or parse_tools({LISTED: listed}, LISTED, origin)
     turns = with_tool_use(messages, tools, origin, field, role_names, calls_in_text=True)
-    return Conversation(turns, origin, tools)
+    return Conversation(turns, origin, tools, read_variables(record, fields, origin))
 
 
 FORMAT = dataclasses.replace(

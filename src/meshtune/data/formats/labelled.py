@@ -31,7 +31,8 @@ def with_label(base: RecordFormat) -> RecordFormat:
     fields = {**base.fields, "label": "label"}
     aliases = {**base.aliases, "kto_tag": "label"}
     expects = f"{base.expects}; and label, true or false"
-    return RecordFormat(base.name, expects, fields, detect, convert, aliases, base.tags)
+    required = (*base.required, "label")
+    return RecordFormat(base.name, expects, fields, detect, convert, aliases, base.tags, required=required)
 
 
 FORMATS: tuple[RecordFormat, ...] = tuple(

@@ -11,7 +11,11 @@ import json
 from collections.abc import Mapping, Sequence
 
 from meshtune.data.conversation import Conversation, Message, Origin, Role
+from meshtune.data.formats.context import CONTEXT, read_variables, with_system
+from meshtune.data.formats.meanings import check_turn
 from meshtune.data.formats.record import (
+    SWITCHES,
+    WEIGHTS,
     check_text,
     describe,
     field_error,
@@ -32,7 +36,7 @@ ROLES: dict[str, Role] = {
     "tool": "tool",
     "function": "tool",
 }
-KNOWN_KEYS = {"role", "content", "tool_calls", "function_call", "weight", "loss_weight"}
+KNOWN_KEYS = {"role", "content", "tool_calls", "function_call", *WEIGHTS, *SWITCHES}
 MEDIA = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio", "file")
 
 
@@ -48,23 +52,14 @@ def convert(
 ) -> Conversation:
     field = fields["messages"] or "messages"
     messages = read_messages(list_field(record, field, origin, "messages"), origin, field)
+    messages = with_system(messages, record, fields, origin)
     tools, functions = (parse_tools(record, fields[key], origin) for key in ("tools", "functions"))
     if tools and functions:
         problem = "the record has tools, and functions as well"
         raise field_error(problem, origin, fields["functions"] or "functions", "remove one of the two")
     tools = tools or functions
-    if not tools:
-        _refuse_template_tools(record, origin)
-    return Conversation(with_tool_use(messages, tools, origin, field, good=good), origin, tools)
-
-
-def _refuse_template_tools(record: Record, origin: Origin) -> None:
-    """Raises UserError for tools that are given as variables of SmolLM3's chat template."""
-    options = record.get("chat_template_kwargs")
-    for key in ("xml_tools", "python_tools"):
-        if isinstance(options, Mapping) and options.get(key):
-            problem, fix = "tools among the variables of a chat template, which are not read", "move them to 'tools'"
-            raise field_error(problem, origin, f"chat_template_kwargs.{key}", fix)
+    turns = with_tool_use(messages, tools, origin, field, good=good)
+    return Conversation(turns, origin, tools, read_variables(record, fields, origin))
 
 
 def read_messages(turns: Sequence[object], origin: Origin, field: str) -> list[Message]:
@@ -77,6 +72,7 @@ def _message(turn: object, origin: Origin, field: str) -> Message:
         problem = f"expected a message, found {describe(turn)}"
         raise field_error(problem, origin, field, 'write {"role": ..., "content": ...}')
     role = _role(turn, origin, field)
+    check_turn(turn, origin, field)
     extra = {key: value for key, value in turn.items() if key not in KNOWN_KEYS and value is not None}
     call_id(turn, "tool_call_id", origin, field)
     calls = [
@@ -92,18 +88,24 @@ def _message(turn: object, origin: Origin, field: str) -> Message:
         problem = f"tool calls in a message of {turn['role']}"
         raise field_error(problem, origin, f"{field}.tool_calls", "only an assistant calls tools")
     if role == "assistant" and not calls and not content:
-        misspelt = next((key for key in extra if nearest(key, ("tool_calls",))), None)
+        misspelt = _misspelt(extra, ("tool_calls", "content"))
         if misspelt or content is None:
-            fix = f"rename '{misspelt}' to tool_calls" if misspelt else "add one of them, or remove the record"
+            fix = misspelt or "add one of them, or remove the record"
             raise field_error("the answer has neither content nor tool_calls", origin, f"{field}.content", fix)
     if content is None:
         if "content" not in turn and not calls:
-            fix = "add it, or remove the record"
+            fix = _misspelt(extra, ("content",)) or "add it, or remove the record"
             raise field_error("the message has no content", origin, f"{field}.content", fix)
         content = "" if calls else content
     required = role == "user" or (role == "assistant" and not calls)
     content = check_text(content, origin, f"{field}.content", required=required)
     return Message(role, content, weight_field(turn, origin, field), tuple(calls), tuple(extra.items()))
+
+
+def _misspelt(fields: Mapping[str, object], names: Sequence[str]) -> str:
+    """The advice to rename a field that is misspelt from one of `names`, "" where there is none."""
+    close = ((field, name) for field in fields for name in names if nearest(field, (name,)))
+    return next((f"rename '{field}' to {name}" for field, name in close), "")
 
 
 def _role(turn: Mapping[str, object], origin: Origin, field: str) -> Role:
@@ -160,7 +162,8 @@ def _parts(
 FORMAT = RecordFormat(
     name="messages",
     expects="messages: a list of {role: system|user|assistant|tool, content: text}; also tool_calls, weight, tools",
-    fields={key: key for key in ("messages", "tools", "functions")},
+    fields={key: key for key in ("messages", "tools", "functions")} | CONTEXT,
+    required=("messages",),
     detect=detect,
     convert=convert,
     convert_bad=functools.partial(convert, good=False),

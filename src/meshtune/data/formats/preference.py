@@ -2,7 +2,8 @@
 
 Alpaca and sharegpt records are LLaMA-Factory's ranking data: chosen and rejected are texts, or turns that continue the
 conversation. `preference` is TRL's format: with a prompt, or without one where both answers are whole conversations
-that share all but the last turn. `openai` is the format of OpenAI's preference tuning, `hh` the transcripts of
+that share all but the last turn; beside such conversations a prompt that is text repeats what they hold
+(trl.data_utils.maybe_extract_prompt). `openai` is the format of OpenAI's preference tuning, `hh` the transcripts of
 Anthropic's helpful and harmless data.
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from meshtune.data.conversation import Conversation, Document, Message, Origin, Pair, Role, Text
 from meshtune.data.formats import alpaca, messages, sharegpt
+from meshtune.data.formats.context import CONTEXT, read_variables, refuse_beside_texts, with_system
 from meshtune.data.formats.messages import read_messages
 from meshtune.data.formats.record import (
     check_text,
@@ -69,14 +71,16 @@ def ranked_alpaca() -> RecordFormat:
 
     aliases = {"prompt": "instruction", "query": "input"}
     expects = "instruction, chosen and rejected, text; also input, system, history, tools, margin"
-    return RecordFormat("alpaca", expects, names, detect, convert, aliases)
+    return RecordFormat("alpaca", expects, names, detect, convert, aliases, required=SIDES)
 
 
 def ranked_turns(base: RecordFormat, turns: str, expects: str) -> RecordFormat:
     """A conversation under the field `turns` that chosen and rejected continue, each with a turn or a list of them."""
 
     def detect(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
-        return base.detect(record, fields, tags) if has_both_sides(record, fields) else 0
+        if not has_both_sides(record, fields) or any(_is_whole(record[fields[side] or side]) for side in SIDES):
+            return 0
+        return base.detect(record, fields, tags)
 
     def continued(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin, side: str) -> Document:
         field = fields[side] or side
@@ -86,6 +90,9 @@ def ranked_turns(base: RecordFormat, turns: str, expects: str) -> RecordFormat:
         if not isinstance(answer, dict | list) or not answer:
             problem = f"expected a turn, found {describe(answer)}"
             raise field_error(problem, origin, field, "write it like the other turns")
+        if _is_whole(answer):
+            problem = f"{field} is a whole conversation, not how {fields[turns] or turns} goes on"
+            raise field_error(problem, origin, field, _whole_fix(answer, record))
         prompt = list_field(record, fields[turns] or turns, origin, "turns")
         conversation = [*prompt, *(answer if isinstance(answer, list) else [answer])]
         convert = base.converter(good=side == "chosen")
@@ -98,33 +105,69 @@ def ranked_turns(base: RecordFormat, turns: str, expects: str) -> RecordFormat:
         return make_pair(chosen, rejected, record, fields, origin)
 
     names = {**base.fields, **{key: key for key in (*SIDES, "margin")}}
-    return RecordFormat(base.name, expects, names, detect, convert, base.aliases, base.tags)
+    required = (*base.required, *SIDES)
+    return RecordFormat(base.name, expects, names, detect, convert, base.aliases, base.tags, required=required)
+
+
+def _whole_fix(answer: object, record: Record) -> str:
+    """The way to read whole conversations beside a prompt."""
+    if any("role" not in turn for turn in answer if isinstance(turn, dict)):  # pyright: ignore[reportGeneralTypeIssues]
+        return "leave out of it the turns that stand before the answer"
+    fix = "set format: preference, which reads two whole conversations"
+    return fix + (", with columns: {prompt: null}" if isinstance(record.get("prompt"), list) else "")
+
+
+def _is_whole(side: object) -> bool:
+    """Whether an answer is a conversation from its beginning: it begins with another role than the assistant's."""
+    first = side[0] if isinstance(side, list | tuple) and side else None
+    role = (first.get("role") or first.get("from")) if isinstance(first, dict) else None
+    return role in ("system", "developer", "user", "human")
 
 
 def _detect_preference(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
     if not has_both_sides(record, fields):
         return 0
     conversations = all(isinstance(record[fields[side] or side], list) for side in SIDES)
-    return 2 if (fields["prompt"] or "prompt") in record or conversations else 0
+    return 2 if fields["prompt"] in record or conversations else 0
 
 
 def _convert_preference(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin) -> Pair:
-    prompt, sides = fields["prompt"] or "prompt", [fields[side] or side for side in SIDES]
-    if not any(isinstance(record.get(field), list) for field in (prompt, *sides)):
+    prompt, sides = fields["prompt"], [fields[side] or side for side in SIDES]
+    if not any(isinstance(record.get(field), list) for field in (prompt or "", *sides)):
+        if prompt is None:
+            fix = "name the field that holds it: columns: {prompt: NAME}"
+            raise field_error("answers that are texts need a prompt", origin, "prompt", fix)
+        refuse_beside_texts(record, fields, origin, prompt)
         prompt_text = text_field(record, prompt, origin)
         texts = [Text(text_field(record, field, origin), origin, prompt=prompt_text) for field in sides]
         return make_pair(texts[0], texts[1], record, fields, origin)
-    head = _messages(record, prompt, "user", origin) if record.get(prompt) is not None else []
+    head = _messages(record, prompt, "user", origin) if prompt and record.get(prompt) is not None else []
     tails = [_messages(record, field, "assistant", origin) for field in sides]
-    tools = parse_tools(record, fields["tools"], origin)
-    conversations = [
-        Conversation(with_tool_use([*head, *tail], tools, origin, where, good=field == sides[0]), origin, tools)
-        for field, tail in zip(sides, tails, strict=True)
-        for where in (f"{prompt} + {field}" if head else field,)
-    ]
+    if head and all(_is_whole(record[field]) for field in sides):
+        _check_prompt_is_repeated(record, prompt or "prompt", tails, origin)
+        head = []
+    tools, variables = parse_tools(record, fields["tools"], origin), read_variables(record, fields, origin)
+    conversations = []
+    for field, tail in zip(sides, tails, strict=True):
+        messages, where = with_system([*head, *tail], record, fields, origin), f"{prompt} + {field}" if head else field
+        turns = with_tool_use(messages, tools, origin, where, good=field == sides[0])
+        conversations.append(Conversation(turns, origin, tools, variables))
     if not head:
         _check_same_prompt(conversations, origin, sides[1])
     return make_pair(conversations[0], conversations[1], record, fields, origin)
+
+
+def _check_prompt_is_repeated(record: Record, prompt: str, sides: Sequence[Sequence[Message]], origin: Origin) -> None:
+    """Raises UserError unless whole conversations hold the prompt that stands beside them, as text."""
+    text = record[prompt]
+    fix = "columns: {prompt: null} reads the conversations alone"
+    if not isinstance(text, str):
+        problem = "chosen and rejected are whole conversations, and there is a prompt of messages too"
+        raise field_error(problem, origin, prompt, fix)
+    for side in sides:
+        if not any(text.strip() in message.content for message in side[:-1]):
+            problem = "chosen and rejected are whole conversations, and the prompt is not in them"
+            raise field_error(problem, origin, prompt, fix)
 
 
 def _check_same_prompt(sides: Sequence[Conversation], origin: Origin, field: str) -> None:
@@ -152,21 +195,34 @@ def _convert_openai(record: Record, fields: FieldNames, tags: Mapping[str, str],
     if not isinstance(prompt, dict):
         problem = f"expected an object, found {describe(prompt)}"
         raise field_error(problem, origin, "input", 'write {"messages": [...]}')
-    flat = {"prompt": prompt.get("messages"), "tools": prompt.get("tools")}
+    for side in SIDES:
+        field = fields[side] or side
+        if _is_whole(record.get(field)):
+            problem = f"{field} is a whole conversation, not how input goes on"
+            raise field_error(problem, origin, field, "leave out of it the turns that are in input")
+    beside = [fields[key] for key in (*CONTEXT, "margin")]
+    flat = {name: record.get(name) for name in beside if name}
+    flat |= {"prompt": prompt.get("messages"), "tools": prompt.get("tools")}
     flat |= {side: record.get(fields[side] or side) for side in SIDES}
-    names = {"prompt": "prompt", "tools": "tools", "margin": None, **{side: side for side in SIDES}}
+    names = {**fields, "prompt": "prompt", "tools": "tools", **{side: side for side in SIDES}}
     return _convert_preference(flat, names, tags, origin)
 
 
 def _detect_hh(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
     sides = [record.get(fields[side] or side) for side in SIDES]
-    return 2 if all(isinstance(side, str) and SPEAKER.match(side) for side in sides) and "prompt" not in record else 0
+    transcripts = all(isinstance(side, str) and SPEAKER.match(side) for side in sides)
+    return 2 if transcripts and fields.get("prompt", "prompt") not in record else 0
 
 
 def _convert_hh(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin) -> Pair:
     sides = [_transcript(record, fields[side] or side, origin) for side in SIDES]
     _check_same_prompt(sides, origin, fields["rejected"] or "rejected")
-    return make_pair(sides[0], sides[1], record, fields, origin)
+    variables = read_variables(record, fields, origin)
+    chosen, rejected = (
+        Conversation(tuple(with_system(side.messages, record, fields, origin)), origin, variables=variables)
+        for side in sides
+    )
+    return make_pair(chosen, rejected, record, fields, origin)
 
 
 def _transcript(record: Record, field: str, origin: Origin) -> Conversation:
@@ -190,6 +246,7 @@ def _transcript(record: Record, field: str, origin: Origin) -> Conversation:
 
 
 _SIDE_FIELDS = {side: side for side in SIDES}
+_BESIDE = {"margin": "margin", **CONTEXT}
 FORMATS: tuple[RecordFormat, ...] = (
     ranked_alpaca(),
     ranked_turns(
@@ -201,22 +258,25 @@ FORMATS: tuple[RecordFormat, ...] = (
     RecordFormat(
         "preference",
         "prompt, chosen and rejected, each text or a list of messages; without prompt whole conversations; margin",
-        {"prompt": "prompt", **_SIDE_FIELDS, "tools": "tools", "margin": "margin"},
+        {"prompt": "prompt", **_SIDE_FIELDS, "tools": "tools", "margin": "margin", **CONTEXT},
         _detect_preference,
         _convert_preference,
+        required=SIDES,
     ),
     RecordFormat(
         "openai",
         "input: {messages: [...]}, preferred_output and non_preferred_output, lists of messages",
-        {"input": "input", "chosen": "preferred_output", "rejected": "non_preferred_output"},
+        {"input": "input", "chosen": "preferred_output", "rejected": "non_preferred_output", **_BESIDE},
         _detect_openai,
         _convert_openai,
+        required=("input", *SIDES),
     ),
     RecordFormat(
         "hh",
         r"chosen and rejected, transcripts of \n\nHuman: and \n\nAssistant: turns",
-        {**_SIDE_FIELDS, "margin": "margin"},
+        {**_SIDE_FIELDS, **_BESIDE},
         _detect_hh,
         _convert_hh,
+        required=SIDES,
     ),
 )

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from meshtune.data.conversation import Conversation, Message, Origin, Role, Text
+from meshtune.data.formats.context import CONTEXT, read_variables, refuse_beside_texts, with_system
 from meshtune.data.formats.messages import read_messages
 from meshtune.data.formats.record import field_error, list_field, text_field
 from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
@@ -25,11 +26,13 @@ def detect(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
 def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin) -> Conversation | Text:
     prompt, completion = fields["prompt"] or "prompt", fields["completion"] or "completion"
     if not isinstance(record.get(prompt), list) and not isinstance(record.get(completion), list):
+        refuse_beside_texts(record, fields, origin, prompt, completion)
         prompt_text = text_field(record, prompt, origin)
         return Text(text_field(record, completion, origin), origin, prompt=prompt_text)
+    head = with_system(_messages(record, prompt, "user", origin), record, fields, origin)
     head = [
         dataclasses.replace(message, weight=0.0) if message.role == "assistant" and message.weight is None else message
-        for message in _messages(record, prompt, "user", origin)
+        for message in head
     ]
     tail = _messages(record, completion, "assistant", origin)
     if tail[0].role != "assistant":
@@ -37,7 +40,8 @@ def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin:
         fix = "begin it with an assistant turn; the turns before belong to the prompt"
         raise field_error(problem, origin, f"{completion}[0]", fix)
     tools = parse_tools(record, fields["tools"], origin)
-    return Conversation(with_tool_use([*head, *tail], tools, origin, f"{prompt} + {completion}"), origin, tools)
+    messages = with_tool_use([*head, *tail], tools, origin, f"{prompt} + {completion}")
+    return Conversation(messages, origin, tools, read_variables(record, fields, origin))
 
 
 def _messages(record: Record, field: str, role: Role, origin: Origin) -> list[Message]:
@@ -49,7 +53,8 @@ def _messages(record: Record, field: str, role: Role, origin: Origin) -> list[Me
 FORMAT = RecordFormat(
     name="prompt_completion",
     expects="prompt and completion, each text or a list of messages; also tools",
-    fields={key: key for key in ("prompt", "completion", "tools")},
+    fields={key: key for key in ("prompt", "completion", "tools")} | CONTEXT,
+    required=("prompt", "completion"),
     detect=detect,
     convert=convert,
 )

@@ -82,12 +82,32 @@ def list_field(record: Record, field: str, origin: Origin, holds: str) -> Sequen
     return value
 
 
+# Names of a turn's weight in the loss: OpenAI's and LLaMA-Factory's are numbers, the others switches: ms-swift's loss,
+# axolotl's train and training (message_field_training), tinker_cookbook's trainable.
+WEIGHTS, SWITCHES = ("weight", "loss_weight"), ("loss", "train", "training", "trainable")
+
+
 def weight_field(turn: Mapping[str, object], origin: Origin, field: str) -> float | None:
-    """The `weight` (OpenAI) or `loss_weight` (LLaMA-Factory) of a turn, a number >= 0; None if it has neither."""
-    key = "weight" if turn.get("weight") is not None else "loss_weight"
-    value = turn.get(key)
-    if value is None:
-        return None
+    """The weight of a turn in the loss, a number >= 0 or a switch; None if it has neither. Raises UserError where two
+    fields of the turn contradict each other."""
+    weights = {
+        key: _weight(turn[key], key, origin, field) for key in (*WEIGHTS, *SWITCHES) if turn.get(key) is not None
+    }
+    if len(set(weights.values())) > 1:
+        listed = " and ".join(f"{key} {turn[key]!r}" for key in weights)
+        problem = f"the turn's {listed} contradict each other"
+        raise field_error(problem, origin, f"{field}.{list(weights)[-1]}", "leave one of them")
+    return next(iter(weights.values()), None)
+
+
+def _weight(value: object, key: str, origin: Origin, field: str) -> float:
+    if key in SWITCHES:
+        if value not in (0, 1):
+            problem = f"expected true or false, found {describe(value)}"
+            raise field_error(
+                problem, origin, f"{field}.{key}", "false excludes the turn from the loss; or write a weight"
+            )
+        return float(value)  # pyright: ignore[reportArgumentType] - 0 or 1
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
         problem = f"expected a number >= 0, found {describe(value)}"
         raise field_error(problem, origin, f"{field}.{key}", "0 excludes the turn from the loss, 1 counts it in full")

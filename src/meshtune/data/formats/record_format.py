@@ -17,7 +17,8 @@ class RecordFormat:
     """A format of records.
 
     `expects` describes a record for people. `fields` maps the format's own field names to their default names in a
-    record, `aliases` further names that `columns` may use for them; `tags` are the tags it knows, with their defaults.
+    record, `aliases` further names that `columns` may use for them; `required` are the fields that it cannot do
+    without; `tags` are the tags it knows, with their defaults.
     `detect(record, field_names, tags)` says how well a record fits: 0 not, 1 possibly, 2 certainly.
     `convert(record, field_names, tags, origin)` returns the sample, or raises UserError naming record and field.
     `convert_bad` does so for an answer that is an example of a bad one, which may call tools that do not exist; None
@@ -32,6 +33,7 @@ class RecordFormat:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     convert_bad: Callable[[Record, FieldNames, Mapping[str, str], Origin], Sample] | None = None
+    required: tuple[str, ...] = ()
 
     def converter(self, *, good: bool) -> Callable[[Record, FieldNames, Mapping[str, str], Origin], Sample]:
         """What converts records of good or of bad answers."""
@@ -41,6 +43,18 @@ class RecordFormat:
         """Whether `columns` may name this field."""
         return column in self.fields or column in self.aliases
 
+    def accepts(self, columns: FieldNames) -> bool:
+        """Whether the format has all of `columns`; of those that are not to be read it needs none."""
+        return all(self.has_column(column) for column, name in columns.items() if name is not None) and not (
+            self.missing(columns)
+        )
+
+    def missing(self, columns: FieldNames) -> list[str]:
+        """The required fields that `columns` says are not to be read."""
+        unread = [self.aliases.get(column, column) for column, name in columns.items() if name is None]
+        return [field for field in self.required if field in unread]
+
     def resolve(self, columns: FieldNames) -> dict[str, str | None]:
-        """The name of every field in the records, `columns` taking precedence over the defaults."""
+        """The name of every field in the records, `columns` taking precedence over the defaults. A column that the
+        format does not have is in it where it is not to be read."""
         return dict(self.fields) | {self.aliases.get(key, key): name for key, name in columns.items()}

@@ -12,12 +12,13 @@ import json
 from collections.abc import Mapping, Sequence
 
 from meshtune.data.conversation import Conversation, JsonObject, Message, Origin, Role
+from meshtune.data.formats.context import CONTEXT, read_variables, with_system
+from meshtune.data.formats.meanings import check_turn, is_blank
 from meshtune.data.formats.record import (
     check_text,
     describe,
     field_error,
     list_field,
-    text_field,
     weight_field,
 )
 from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
@@ -37,6 +38,8 @@ TAGS = {
 }
 # Further names of speakers, understood where no tag renames them.
 SYNONYMS = {"user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool"}
+# What OpenAI's messages have beside role and content.
+MESSAGE_FIELDS = ("tool_calls", "function_call", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 ROLES: dict[str, Role] = {
     "user_tag": "user",
     "assistant_tag": "assistant",
@@ -60,7 +63,7 @@ def convert(
     messages, role_names, field = read_turns(record, fields, tags, origin)
     tools = parse_tools(record, fields["tools"], origin)
     turns = with_tool_use(messages, tools, origin, field, role_names, calls_in_text=True, good=good)
-    return Conversation(turns, origin, tools)
+    return Conversation(turns, origin, tools, read_variables(record, fields, origin))
 
 
 def read_turns(
@@ -76,13 +79,8 @@ def read_turns(
         message, role_name = _message(turn, keys, speakers, origin, f"{field}[{index}]")
         messages.append(message)
         role_names.append(role_name)
-    if fields["system"] and (system := text_field(record, fields["system"], origin, required=False)):
-        if messages[0].role == "system":
-            problem = "there is a system prompt here and another as the first turn"
-            raise field_error(problem, origin, fields["system"], "remove one of the two")
-        messages.insert(0, Message("system", system))
-        role_names.insert(0, "system")
-    return messages, role_names, field
+    whole = with_system(messages, record, fields, origin)
+    return whole, ["system"] * (len(whole) - len(messages)) + role_names, field
 
 
 def _keys(turns: Sequence[object], tags: Mapping[str, str]) -> tuple[str, str]:
@@ -116,7 +114,9 @@ def _message(
     for key in keys:
         if key not in turn:
             problem = f"the turn has no '{key}'; its fields are: {', '.join(turn) or 'none'}"
-            fix = "add it, or set tags: {role_tag: ..., content_tag: ...}"
+            misspelt = next((name for name in turn if name not in keys and nearest(name, (key,))), None)
+            fix = f"rename '{misspelt}' to {key}" if misspelt else "add it"
+            fix += ", or set tags: {role_tag: ..., content_tag: ...}"
             raise field_error(problem, origin, f"{field}.{key}", fix)
     name = turn[role_key]
     tag = speakers.get(name) if isinstance(name, str) else None
@@ -128,6 +128,12 @@ def _message(
             f"{field}.{role_key}",
             f"{hint}known: {', '.join(speakers)}; set tags for other names of roles, e.g. user_tag",
         )
+    check_turn(turn, origin, field)
+    for key in MESSAGE_FIELDS:
+        if key not in keys and not is_blank(turn.get(key)):
+            problem = f"the field is not read from turns of sharegpt: {describe(turn[key])}"
+            fix = "write turns of role and content, and set format: messages, columns: {messages: NAME}; or remove it"
+            raise field_error(problem, origin, f"{field}.{key}", fix.replace("NAME", field.partition("[")[0]))
     weight, content_field = weight_field(turn, origin, field), f"{field}.{content_key}"
     content = turn[content_key]
     if tag == "function_tag":
@@ -159,7 +165,8 @@ def _calls(content: object, origin: Origin, field: str) -> tuple[JsonObject, ...
 FORMAT = RecordFormat(
     name="sharegpt",
     expects="conversations: a list of {from: human|gpt|system|function_call|observation, value: text}; system, tools",
-    fields={key: key for key in ("conversations", "system", "tools")},
+    fields={key: key for key in ("conversations", "tools")} | CONTEXT,
+    required=("conversations",),
     aliases={"messages": "conversations"},
     tags=TAGS,
     detect=detect,

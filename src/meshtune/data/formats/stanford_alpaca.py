@@ -50,5 +50,6 @@ FORMAT = RecordFormat(
     detect=detect,
     convert=convert,
     aliases={"prompt": "instruction", "query": "input", "response": "output"},
+    required=("instruction", "output"),
     tags={TURNS: "plain", **PROMPTS},
 )

@@ -18,4 +18,6 @@ def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin:
     return Text(text_field(record, fields["text"] or "text", origin), origin)
 
 
-FORMAT = RecordFormat(name="text", expects="text", fields={"text": "text"}, detect=detect, convert=convert)
+FORMAT = RecordFormat(
+    name="text", expects="text", fields={"text": "text"}, detect=detect, convert=convert, required=("text",)
+)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshtune.data.conversation import Conversation, Message, Origin
+from meshtune.data.formats.context import CONTEXT, read_variables, with_system
 from meshtune.data.formats.record import describe, field_error, missing_field_error, parse_json, text_field
 from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
 from meshtune.data.formats.tool_use import with_tool_use
@@ -30,17 +31,20 @@ def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin:
         raise field_error(problem, origin, field, 'write [{"name": ..., "arguments": {...}}], or remove the record')
     calls = tuple(parse_tool_call(call, origin, f"{field}[{index}]") for index, call in enumerate(answers))
     tools = parse_tools(record, fields["tools"], origin)
-    messages = [
+    turns = [
         Message("user", text_field(record, fields["query"] or "query", origin)),
         Message("assistant", "", tool_calls=calls),
     ]
-    return Conversation(with_tool_use(messages, tools, origin, field), origin, tools)
+    messages = with_system(turns, record, fields, origin)
+    variables = read_variables(record, fields, origin)
+    return Conversation(with_tool_use(messages, tools, origin, field), origin, tools, variables)
 
 
 FORMAT = RecordFormat(
     name="xlam",
     expects="query, text; answers, a list of {name, arguments}, and tools, each also as JSON text",
-    fields={key: key for key in ("query", "answers", "tools")},
+    fields={key: key for key in ("query", "answers", "tools")} | CONTEXT,
+    required=("query", "answers"),
     detect=detect,
     convert=convert,
 )
