@@ -12,13 +12,16 @@ import resource
 import subprocess
 import sys
 import tempfile
+import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data.reading import fails, read
-from meshtune.data.sources import open_path
+from meshtune.data.checked_source import check_source
+from meshtune.data.readers import mapped, parquet
+from meshtune.data.sources import COMPRESSIBLE, READERS, DataSource, open_path
 from meshtune.errors import UserError
 
 RECORDS = [{"instruction": "one", "output": 'say "hi"\n[{,}]'}, {"text": "köln \\ 漢字"}, {"n": [1, {"a": None}]}]
@@ -423,3 +426,137 @@ def test_a_file_packed_in_another_way_is_to_be_unpacked(tmp_path, suffix, comman
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(b"packed")
     assert command in fails(path).fix
+
+
+RECORD = b'{"text": "x"}\n'
+HOSTILE = {
+    "deep.jsonl": b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}\n",
+    "deep.json": b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b'}\n{"a": 1}\n',
+    "open.json": b"[" * 300_000,
+    "open objects.json": b'{"a":' * 300_000,
+    "brackets.jsonl": b"[" * 300_000,
+    "a little too deep.jsonl": b'{"a": ' + b"[" * 101 + b"]" * 101 + b"}\n",
+    "digits.jsonl": b'{"a": ' + b"9" * 5000 + b"}\n",
+    "digits.json": b'[{"a": ' + b"9" * 5000 + b"}]",
+    "zeros.jsonl": bytes(1_000_000),
+    "commas.json": b"[" + b"," * 300_000 + b"]",
+    "columns.csv": b",".join(b"c%d" % n for n in range(100_000)) + b"\n" + b"," * 99_999 + b"\n",
+    "one name.csv": b"c," * 100_000 + b"\n1\n",
+    "quote.csv": b'a,b\n"' + b"x" * 1_000_000,
+    "lines.txt": b"\r\n" * 300_000,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_file_of_records_takes_long_or_ends_in_a_traceback(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(HOSTILE[name])
+    before = time.process_time()
+    assert fails(path).where.startswith(str(path))
+    assert time.process_time() - before < 10, "a second or less each; without limits some took minutes"
+
+
+@pytest.mark.parametrize("suffix", [*READERS, *(f"{suffix}.gz" for suffix in COMPRESSIBLE)])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_pipes_and_devices_are_no_data(tmp_path, kind, suffix):
+    """A read of a pipe that nobody writes to would never return, and one of /dev/zero never end."""
+    path = tmp_path / f"data{suffix}"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    assert fails(path).what == "this is neither a file nor a folder"
+    assert "no data files" in fails(tmp_path).what, "in a folder they are not read either"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv", "txt"])
+def test_a_small_gzip_file_that_holds_gigabytes_is_refused(tmp_path, monkeypatch, kind):
+    """Here with lower limits. The fix is to unpack it oneself."""
+    monkeypatch.setattr(mapped, "UNPACKED", 100_000)
+    path = tmp_path / f"bomb.{kind}.gz"
+    plain = RECORD * 300_000
+    path.write_bytes(gzip.compress(plain, mtime=0))
+    error = fails(path)
+    assert "no text is packed so tightly" in error.what
+    subprocess.run(error.fix.rpartition("unpack it yourself: ")[2], shell=True, check=True)
+    assert (tmp_path / f"bomb.{kind}").stat().st_size == len(plain)
+
+
+def test_a_compressed_arrow_file_and_a_parquet_file_that_hold_gigabytes_are_refused(tmp_path, monkeypatch, hf_home):
+    """Here with lower limits, and unharmed where the same text is written without compression."""
+    import pyarrow
+    import pyarrow.parquet
+
+    monkeypatch.setattr(mapped, "UNPACKED", 100_000)
+    monkeypatch.setattr(parquet, "_COPY", 100_000)
+    table = pyarrow.table({"text": ["a" * 10**6] * 30})
+    packed = pyarrow.ipc.IpcWriteOptions(compression="zstd")
+    for name, writer in (("a.arrow", pyarrow.ipc.new_file), ("b.arrow", pyarrow.ipc.new_stream)):
+        with writer(str(tmp_path / name), table.schema, options=packed) as sink:
+            sink.write_table(table, max_chunksize=1)
+        assert "no text is packed so tightly" in fails(tmp_path / name).what
+        with writer(str(tmp_path / name), table.schema) as sink:
+            sink.write_table(table)
+        assert len(read(tmp_path / name)) == 30
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert "no text is packed so tightly" in fails(tmp_path / "a.parquet").what
+    assert not list(hf_home.iterdir()), "no half of a copy is left"
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", use_dictionary=False, compression="none")
+    assert len(read(tmp_path / "a.parquet")) == 30
+
+
+def test_an_arrow_file_that_is_written_to_while_it_is_read_is_named(tmp_path):
+    import pyarrow
+
+    path = tmp_path / "a.arrow"
+    table = pyarrow.table({"text": ["x" * 1000] * 3})
+    with pyarrow.ipc.new_file(str(path), table.schema) as sink:
+        sink.write_table(table)
+    records = open_path(path, "a.arrow")
+    records.check_unchanged()
+    with path.open("r+b") as file:
+        file.write(file.read(1)[:0] or b"A")
+    os.utime(path, (1e9, 1e9))
+    with pytest.raises(UserError, match="changed while it was read"):
+        records.check_unchanged()
+
+
+@pytest.mark.parametrize("style", ["array", "pretty", "byte order mark"])
+def test_an_array_in_a_jsonl_file_is_read_as_in_a_json_file(tmp_path, style):
+    path = tmp_path / "data.jsonl"
+    write_json(path, RECORDS, style)
+    assert read(path) == RECORDS
+    path.write_text("[1]\n[2]\n")
+    assert read(path) == [[1], [2]], "a line for each record, and no array"
+
+
+TURNS = [{"role": "user", "content": 'say "hi", [now]'}, {"role": "assistant", "content": "hi"}]
+
+
+@pytest.mark.parametrize("turns", [TURNS, [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]])
+@pytest.mark.parametrize("delimiter", [",", "\t"])
+def test_a_column_of_conversations_in_a_csv_file_is_read_as_lists(tmp_path, turns, delimiter):
+    path = tmp_path / ("a.csv" if delimiter == "," else "a.tsv")
+    rows = [
+        {"id": str(n), "messages": json.dumps(turns), "answer": json.dumps(turns) if n else "text"} for n in range(30)
+    ]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows([*rows, rows[0] | {"messages": ""}, rows[0] | {"messages": "[{"}])
+    *records, empty, broken = read(path)
+    assert records == [row | {"messages": turns} for row in rows], "a column that has other text too stays text"
+    assert empty["messages"] is None
+    assert isinstance(broken, UserError)
+    assert broken.where == f"{path.name}, record 31 (line 33), field 'messages'"
+
+
+def test_conversations_of_a_csv_file_are_tokenised_as_those_of_a_jsonl_file(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TURNS}))
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["messages"], [json.dumps(TURNS)]])
+    samples = []
+    for name in ("a.jsonl", "a.csv"):
+        checked = check_source(DataSource(path=str(tmp_path / name)), "error", 0, [], "documents")
+        samples.append(checked.sample(0).messages)
+    assert samples[0] == samples[1]

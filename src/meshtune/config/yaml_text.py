@@ -44,7 +44,7 @@ class _Loader(yaml.SafeLoader):
         if self.depth > MAX_DEPTH or self.values > 2 * MAX_VALUES:  # a key is a node too
             problem = f"it is nested more than {MAX_DEPTH} levels deep"
             problem = problem if self.depth > MAX_DEPTH else TOO_MANY
-            raise yaml.composer.ComposerError(None, None, problem, self.peek_event().start_mark)
+            raise yaml.constructor.ConstructorError(None, None, problem, self.peek_event().start_mark)
         node = super().compose_node(parent, index)
         self.depth -= 1
         problem = None

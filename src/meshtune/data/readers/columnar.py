@@ -1,7 +1,8 @@
 """Arrow files, saved data sets and those of the hub, read through `datasets`, memory-mapped from its cache (HF_HOME).
 
-In a column of structs every struct has the fields of all: those that a record does not have are null. A null within a
-record is therefore left out, as a tool would otherwise be called with the arguments of all others.
+Records are those that `datasets` gives, but for two things. In a column of structs every struct has the fields of all:
+those that a record does not have are null. A null within a struct is therefore left out, as a tool would otherwise be
+called with the arguments of all others. And images, audio and other media are left undecoded.
 
 No loading script is run (`datasets` has none since version 4) and nothing is unpickled.
 """
@@ -13,42 +14,57 @@ import functools
 import logging
 import pathlib
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from meshtune.data.conversation import Origin
+from meshtune.data.readers.jsonfile import check_nesting
+from meshtune.data.readers.mapped import check_same_file, file_status, unpacked_error, unpacked_limit
 from meshtune.errors import UserError
 
 if TYPE_CHECKING:
     import datasets
+    import pyarrow
 
+Reader = Callable[[Any], object]
 BLOCK = 256  # records converted to Python objects at once in a sweep: fast, and small even if each is megabytes
 
 
 class ColumnarRecords:
-    """The records of a `datasets.Dataset` as plain dicts. Images and audio are left undecoded."""
+    """The records of a `datasets.Dataset` as plain dicts. `file` is the user's own, where that is read in place."""
 
-    def __init__(self, table: datasets.Dataset, name: str):
+    def __init__(self, table: datasets.Dataset, name: str, file: pathlib.Path | None = None):
         if not len(table):
             raise UserError("there are no records", where=name, fix="choose another split, or leave the source out")
         self.table, self.name = table.with_format("arrow"), name
+        self._file, self._status = file, file and file_status(file)
 
     def __len__(self) -> int:
         return len(self.table)
 
     @functools.cached_property
-    def _nested(self) -> list[str]:
-        """The columns that have structs."""
-        return [field.name for field in self.table.features.arrow_schema if "struct<" in str(field.type)]
+    def _readers(self) -> dict[str, Reader]:
+        """What makes the values of a column of what Arrow stores, for those where that is not the same."""
+        readers = {name: value_reader(feature) for name, feature in self.table.features.items()}
+        return {name: reader for name, reader in readers.items() if reader is not None}
 
-    def _block(self, begin: int, end: int) -> list[dict[str, object]]:
-        records = self.table[begin:end].to_pylist()  # pyright: ignore[reportAttributeAccessIssue]: an arrow table
-        for record in records:
-            record |= {name: without_nulls(record[name]) for name in self._nested}
-        return records
+    def _block(self, begin: int, end: int) -> Iterator[dict[str, object] | UserError]:
+        rows = self.table[begin:end].to_pylist()  # pyright: ignore[reportAttributeAccessIssue]: an arrow table
+        for index, record in enumerate(rows, begin):
+            try:
+                for name, reader in self._readers.items():
+                    record[name] = reader(record[name])
+            except ValueError as error:
+                where = f"{self.origin(index)}, field '{name}'"
+                yield UserError(f"the column has JSON that cannot be read: {error}", where=where, fix="correct it")
+            else:
+                yield record
 
     def __getitem__(self, index: int) -> dict[str, object]:
-        return self._block(index, index + 1)[0]
+        record = next(self._block(index, index + 1))
+        if isinstance(record, UserError):
+            raise record
+        return record
 
     def origin(self, index: int) -> Origin:
         return Origin(self.name, index)
@@ -61,14 +77,41 @@ class ColumnarRecords:
             yield from self._block(begin, min(begin + BLOCK, len(self)))
 
     def check_unchanged(self) -> None:
-        """Files of the cache are written once."""
+        """Raises UserError if the user's file was written to. Files of the cache are written once."""
+        if self._file is not None:
+            check_same_file(self._file, self._status, self.name)
 
 
-def without_nulls(value: object) -> object:
-    """`value` with the fields of its objects that are not null."""
-    if isinstance(value, dict):
-        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+def value_reader(feature: object) -> Reader | None:
+    """What makes a value of a feature of `datasets` of what Arrow stores for it; None where that is the same."""
+    import datasets
+
+    if isinstance(feature, datasets.Json):
+        return _json_value if feature.decode else None
+    if isinstance(feature, datasets.List | datasets.LargeList):
+        inner = value_reader(feature.feature)
+        return None if inner is None else lambda value: value and [inner(item) for item in value]
+    if not isinstance(feature, dict):
+        return None
+    readers = {name: value_reader(inner) for name, inner in feature.items()}
+    readers = {name: reader for name, reader in readers.items() if reader is not None}
+
+    def struct(value: Any) -> object:
+        return value and {
+            name: readers[name](inner) if name in readers else inner
+            for name, inner in value.items()
+            if inner is not None
+        }
+
+    return struct
+
+
+def _json_value(text: str | None) -> object:
+    import datasets
+
+    if text is not None:
+        check_nesting(text)
+    return datasets.Json().decode_example(text)
 
 
 def open_arrow(path: pathlib.Path, name: str) -> ColumnarRecords:
@@ -81,10 +124,21 @@ def open_arrow(path: pathlib.Path, name: str) -> ColumnarRecords:
     try:
         with path.open("rb") as file:
             random_access = file.read(6) == b"ARROW1"
+        reader = pyarrow.ipc.open_file if random_access else pyarrow.ipc.open_stream
+        with pyarrow.memory_map(str(path)) as file:
+            batches = reader(file)
+            check_types(batches.schema, name)
+            limit, size = unpacked_limit(path), 0
+            for batch in map(batches.get_batch, range(batches.num_record_batches)) if random_access else batches:
+                size += batch.nbytes
+                if size > limit:
+                    raise unpacked_error(path, name, limit, "write it again without compression")
         if random_access:
             table = pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
-            return ColumnarRecords(datasets.Dataset(MemoryMappedTable(table, str(path))), name)
-        return ColumnarRecords(datasets.Dataset.from_file(str(path)), name)
+            return ColumnarRecords(datasets.Dataset(MemoryMappedTable(table, str(path))), name, path)
+        return ColumnarRecords(datasets.Dataset.from_file(str(path)), name, path)
+    except UserError:
+        raise
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         fix = "write it again with datasets' save_to_disk, or pyarrow.ipc"
         raise UserError(f"cannot read the arrow file: {root_cause(error)}", where=name, fix=fix) from error
@@ -108,6 +162,21 @@ def open_saved(path: pathlib.Path, name: str, split: str) -> ColumnarRecords:
         return ColumnarRecords(datasets.Dataset.load_from_disk(str(path)), name)
     except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
         raise UserError(f"cannot read the saved data set: {root_cause(error)}", where=name) from error
+
+
+def check_types(schema: pyarrow.Schema, name: str) -> None:
+    """Raises UserError for a column of a type that `datasets` does not have."""
+    from datasets.features.features import generate_from_arrow_type
+
+    for field in schema:
+        try:
+            generate_from_arrow_type(field.type)
+        except ValueError:
+            raise UserError(
+                f"the column '{field.name}' is of the type {field.type}, which data sets do not have",
+                where=name,
+                fix=f"write the file again with it as text, or without it: table.drop_columns(['{field.name}'])",
+            ) from None
 
 
 def check_not_empty(size: int, name: str) -> None:

@@ -1,4 +1,5 @@
-"""CSV records (RFC 4180, the first line being the header). Every value is the text in the file.
+"""CSV records (RFC 4180, the first line being the header). Every value is the text in the file, but for columns of
+conversations, whose cells are JSON.
 
 CSV is not read through `datasets`, whose reader guesses types: an answer "NA" would become null and "007" a number.
 """
@@ -6,23 +7,30 @@ CSV is not read through `datasets`, whose reader guesses types: an answer "NA" w
 from __future__ import annotations
 
 import array
+import collections
 import csv
 import functools
 import itertools
+import json
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from meshtune.data.readers.jsonfile import check_nesting, readable
 from meshtune.data.readers.mapped import MappedFile
 from meshtune.data.readers.records import FileRecords, line_origin
 from meshtune.errors import UserError
 
+MAX_COLUMNS = 10_000
+PROBED = 20  # records that say which columns hold conversations
+# Keys of a turn in the forms that conversations have.
+TURNS = ({"role", "content"}, {"from", "value"})
 MAX_FIELD = 2**31 - 1  # the csv module's default limit of 128 KiB is shorter than many an answer
 
 
 def open_csv(path: pathlib.Path, name: str, *, delimiter: str = ",") -> FileRecords:
-    """The records of a CSV file, as dicts of text.
+    """The records of a CSV file, as dicts of text; a column whose first cells are all JSON lists of turns has lists.
 
     Raises UserError for a header that is missing or repeats a name and for a quote that is never closed, and on reading
     a record with more or fewer fields than the header; each names the line.
@@ -37,11 +45,20 @@ def open_csv(path: pathlib.Path, name: str, *, delimiter: str = ",") -> FileReco
     _check_header(header, name)
     if len(spans) == 1:
         raise UserError("the file contains a header and no records", where=name, fix="write records into it")
-    return FileRecords(file, spans[1:], functools.partial(_decode, header=header, delimiter=delimiter))
+    decode = functools.partial(_decode, header=header, delimiter=delimiter)
+    return FileRecords(
+        file, spans[1:], functools.partial(decode, conversations=_conversations(file, spans[1:], decode))
+    )
 
 
 def _check_header(header: Sequence[str], name: str) -> None:
-    repeated = {field for field in header if header.count(field) > 1}
+    repeated = [field for field, count in collections.Counter(header).items() if count > 1][:5]
+    if len(header) > MAX_COLUMNS:
+        raise UserError(
+            f"the header has {len(header):,} columns, and at most {MAX_COLUMNS:,} are read",
+            where=f"{name}, line 1",
+            fix="give the file that has the columns of text, such as prompt and completion",
+        )
     if repeated:
         problem = f"the header names {', '.join(sorted(map(repr, repeated)))} more than once"
     elif "" in header:
@@ -91,14 +108,65 @@ def _fields(file: MappedFile, begin: int, end: int, delimiter: str) -> list[str]
     return next(csv.reader([file.text(begin, end)], delimiter=delimiter))
 
 
+def _conversations(
+    file: MappedFile, spans: np.ndarray, decode: Callable[[MappedFile, int, int, int], dict[str, object]]
+) -> frozenset[str]:
+    """The columns whose cells, as far as the first records have them, are all JSON lists of turns."""
+    found: dict[str, bool] = {}
+    for index, (begin, end) in enumerate(spans[:PROBED].tolist()):
+        try:
+            record = decode(file, index, begin, end)
+        except UserError:  # reported where the record is read
+            continue
+        for column, cell in record.items():
+            if cell:
+                found[column] = found.get(column, True) and _is_conversation(str(cell))
+    return frozenset(column for column, always in found.items() if always)
+
+
+def _is_conversation(cell: str) -> bool:
+    if not cell.lstrip().startswith("["):
+        return False
+    try:
+        check_nesting(cell)
+        turns = json.loads(cell)
+    except ValueError:
+        return False
+    return bool(turns) and all(isinstance(turn, dict) and any(keys <= turn.keys() for keys in TURNS) for turn in turns)
+
+
 def _decode(
-    file: MappedFile, index: int, begin: int, end: int, *, header: Sequence[str], delimiter: str
-) -> dict[str, str]:
+    file: MappedFile,
+    index: int,
+    begin: int,
+    end: int,
+    *,
+    header: Sequence[str],
+    delimiter: str,
+    conversations: frozenset[str] = frozenset(),
+) -> dict[str, object]:
     fields = _fields(file, begin, end, delimiter)
     if len(fields) != len(header):
         raise UserError(
-            f"the record has {len(fields)} fields, but the header has {len(header)}: {', '.join(header)}",
+            f"the record has {len(fields)} fields, but the header has {len(header)}: {', '.join(header[:20])}",
             where=line_origin(file, index, begin),
             fix="put fields that contain a comma or a line break in double quotes",
         )
-    return dict(zip(header, fields, strict=True))
+    record: dict[str, object] = dict(zip(header, fields, strict=True))
+    for column in conversations:
+        record[column] = _turns(str(record[column]), f"{line_origin(file, index, begin)}, field '{column}'")
+    return record
+
+
+def _turns(cell: str, where: str) -> object:
+    """The list in a cell of a column of conversations; None in an empty one."""
+    if not cell.strip():
+        return None
+    try:
+        check_nesting(cell)
+        return json.loads(cell)
+    except ValueError as error:
+        fix = "correct it; a quote inside a cell is written twice"
+        raise UserError(
+            f"the other cells of this column are JSON, and this is not: {readable(error)}", where=where, fix=fix
+        ) from None

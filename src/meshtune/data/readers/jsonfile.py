@@ -20,17 +20,20 @@ from meshtune.errors import UserError
 
 # A whole string (possessive, so that no string is too long), or a bracket.
 TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}]', re.DOTALL)
+MAX_DEPTH = 100  # lists and objects within each other
 MAX_REPARSED = 1 << 26  # bytes parsed again to explain a mistake in a file that is never closed
 
 
 def open_json(path: pathlib.Path, name: str, *, lines: bool) -> FileRecords:
-    """The records of a .json file (an array, or objects one after another) or, with `lines`, of a .jsonl file.
+    """The records of a .json file (an array, or objects one after another) or, with `lines`, of a .jsonl file, which
+    may hold an array too.
 
     Raises UserError where the array is malformed outside its records, and on reading a record that is malformed, with
     line, column and the surrounding text (RFC 8259).
     """
     file = MappedFile(path, name)
-    spans = line_spans(file) if lines or _looks_like_lines(file) else _spans(file)
+    as_lines = not _holds_array(file) if lines else _looks_like_lines(file)
+    spans = line_spans(file) if as_lines else _spans(file)
     if not len(spans):
         raise UserError("the file contains no records", where=name, fix="write records into it, or leave it out")
     return FileRecords(file, spans, _decode)
@@ -44,13 +47,28 @@ def parse(file: MappedFile, begin: int, end: int) -> Any:
     """The JSON value in the bytes from `begin` to `end`. Raises UserError with line and column if it is malformed."""
     text = file.text(begin, end)
     try:
+        check_nesting(text)
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise _malformed(file, begin + len(text[: error.pos].encode()), error.msg) from None
-    except RecursionError:
-        raise _malformed(file, begin, "nested too deeply") from None
-    except ValueError as error:  # an integer of thousands of digits
-        raise _malformed(file, begin, str(error)) from None
+    except ValueError as error:
+        raise _malformed(file, begin, readable(error)) from None
+
+
+def readable(error: ValueError) -> str:
+    """What is wrong with JSON text. Python's message for an integer of thousands of digits is for programmers."""
+    return "a whole number of more than 4,300 digits" if "set_int_max_str_digits" in str(error) else str(error)
+
+
+def check_nesting(text: str) -> None:
+    """Raises ValueError for JSON of more than MAX_DEPTH levels: what reads it later calls itself for each."""
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
+        return
+    depth = 0
+    for token in TOKEN.finditer(text.encode("utf-8", "surrogatepass")):
+        depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(token.group(), 0)
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nested too deeply, more than {MAX_DEPTH} levels")
 
 
 def _malformed(file: MappedFile, offset: int, problem: str) -> UserError:
@@ -59,6 +77,20 @@ def _malformed(file: MappedFile, offset: int, problem: str) -> UserError:
         where=f"{file.name}, {file.position(offset)}",
         fix="correct the file at the mark (▸); .jsonl needs one complete object on every line",
     )
+
+
+def _holds_array(file: MappedFile) -> bool:
+    """Whether a .jsonl file is one array, not a line for each record, of which the first is a list."""
+    head = TOKEN.search(file.view, file.start)
+    if head is None or head.group() != b"[" or file.view[file.start : head.start()].strip():
+        return False
+    end = file.view.find(b"\n", head.start())
+    if end < 0 or end - head.start() > MAX_REPARSED or not file.view[end : end + 4096].strip():
+        return True
+    try:
+        return not isinstance(json.loads(file.view[head.start() : end]), list)
+    except (ValueError, RecursionError):
+        return True
 
 
 def _looks_like_lines(file: MappedFile) -> bool:
@@ -73,7 +105,7 @@ def _looks_like_lines(file: MappedFile) -> bool:
         return False
     try:
         return isinstance(json.loads(file.view[first.start() : end]), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 

@@ -6,7 +6,7 @@ import errno
 import gzip
 import mmap
 import pathlib
-import shutil
+import shlex
 import tempfile
 import zlib
 
@@ -16,6 +16,8 @@ from meshtune.errors import UserError
 
 CHUNK = 1 << 24  # bytes scanned at a time, which bounds the memory of a scan
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+UNPACKED, RATIO = 1 << 26, 100  # bytes, and times its size, that a .gz file may hold: text is packed to a tenth
+MAX_RECORD = 1 << 28  # bytes of a record
 CONTEXT = 30  # characters shown on either side of a mistake
 
 
@@ -29,7 +31,7 @@ class MappedFile:
 
     def __init__(self, path: pathlib.Path, name: str):
         self.path, self.name = path, name
-        self._status = _status(path)
+        self._status = file_status(path)
         self.view = _map(path, name)
         self.start = 3 if self.view[:3] == b"\xef\xbb\xbf" else 0
         if self.view[:2] in (b"\xff\xfe", b"\xfe\xff"):
@@ -43,13 +45,8 @@ class MappedFile:
     def check_unchanged(self) -> None:
         """Raises UserError if the file was written to since it was opened. One put in its place changes nothing here,
         since the former contents remain mapped."""
-        status = _status(self.path)
-        if status[0] == self._status[0] and status != self._status and self.path.suffix != ".gz":
-            raise UserError(
-                "the file was changed while it was read",
-                where=self.name,
-                fix="start again once nothing writes to it any more",
-            )
+        if self.path.suffix != ".gz":
+            check_same_file(self.path, self._status, self.name)
 
     def line(self, offset: int) -> int:
         """The line, counted from 1, that contains the byte at `offset`."""
@@ -71,7 +68,14 @@ class MappedFile:
         return f"{left}▸{right}".replace("\r", "").replace("\n", "⏎")
 
     def text(self, begin: int, end: int) -> str:
-        """Decodes the bytes from `begin` to `end`. Raises UserError with the position where they are not UTF-8."""
+        """Decodes the bytes from `begin` to `end`. Raises UserError with the position where they are not UTF-8, and for
+        more than MAX_RECORD."""
+        if end - begin > MAX_RECORD:
+            raise UserError(
+                f"the record has {end - begin:,} bytes, and at most {MAX_RECORD:,} are read",
+                where=f"{self.name}, line {self.line(begin)}",
+                fix="split it into several records",
+            )
         try:
             return self.view[begin:end].decode("utf-8")
         except UnicodeDecodeError as error:
@@ -83,7 +87,7 @@ class MappedFile:
             ) from None
 
 
-def _status(path: pathlib.Path) -> tuple[int, int, int]:
+def file_status(path: pathlib.Path) -> tuple[int, int, int]:
     """The inode, size and time of the last change of a file; zeros if there is none."""
     try:
         status = path.stat()
@@ -92,11 +96,24 @@ def _status(path: pathlib.Path) -> tuple[int, int, int]:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
+def check_same_file(path: pathlib.Path, before: tuple[int, int, int] | None, name: str) -> None:
+    """Raises UserError if the file was written to since `before`, its status then. One put in its place changes
+    nothing, where the former contents remain mapped."""
+    status = file_status(path)
+    if before is not None and status[0] == before[0] and status != before:
+        fix = "start again once nothing writes to it any more"
+        raise UserError("the file was changed while it was read", where=name, fix=fix)
+
+
 def _map(path: pathlib.Path, name: str) -> mmap.mmap:
     try:
         if path.suffix == ".gz":
             with gzip.open(path) as compressed, tempfile.TemporaryFile() as plain:
-                shutil.copyfileobj(compressed, plain, CHUNK)
+                limit = unpacked_limit(path)
+                while chunk := compressed.read(CHUNK):
+                    if plain.tell() + len(chunk) > limit:
+                        raise unpacked_error(path, name, limit, f"unpack it yourself: gunzip {shlex.quote(str(path))}")
+                    plain.write(chunk)
                 plain.flush()
                 return _view(plain.fileno(), plain.tell(), name)
         with path.open("rb") as file:
@@ -113,6 +130,17 @@ def _map(path: pathlib.Path, name: str) -> mmap.mmap:
                 fix="free space there, or set TMPDIR to a directory with more",
             ) from None
         raise UserError(f"cannot read the file: {error.strerror or error}", where=name) from None
+
+
+def unpacked_limit(path: pathlib.Path) -> int:
+    """The bytes that a compressed file may hold."""
+    return UNPACKED + RATIO * path.stat().st_size
+
+
+def unpacked_error(path: pathlib.Path, name: str, limit: int, fix: str) -> UserError:
+    """The error for a compressed file that holds more than its `limit`."""
+    problem = f"the file has {path.stat().st_size:,} bytes and holds more than {limit:,}: no text is packed so tightly"
+    return UserError(problem, where=name, fix=f"if it is what you mean, {fix}")
 
 
 def _view(descriptor: int, size: int, name: str) -> mmap.mmap:

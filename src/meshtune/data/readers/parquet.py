@@ -1,5 +1,5 @@
 """Parquet files, copied once into an Arrow file in the cache of `datasets` (HF_HOME), from which records are read in
-any order.
+any order. The copy is found again by the contents of the file: its name, size and time may be those of another.
 
 `datasets` would decode a whole row group at a time, and most writers put a million records into one; the columns are
 read here a thousand records at a time.
@@ -7,16 +7,19 @@ read here a thousand records at a time.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import pathlib
 import tempfile
+from collections.abc import Callable
 
-from meshtune.data.readers.columnar import ColumnarRecords, check_not_empty, root_cause
-from meshtune.data.readers.mapped import DISK_FULL
+from meshtune.data.readers.columnar import ColumnarRecords, check_not_empty, check_types, root_cause
+from meshtune.data.readers.mapped import DISK_FULL, check_same_file, file_status, unpacked_error, unpacked_limit
 from meshtune.errors import UserError
 
 _RECORDS = 1000  # in memory at once
+_COPY = 1 << 32  # bytes of a copy beyond the limit of other files: a text that is repeated is stored once
 _BUFFER = 1 << 20  # bytes read ahead of each column
 
 
@@ -26,17 +29,25 @@ def open_parquet(path: pathlib.Path, name: str) -> ColumnarRecords:
     _check_ends(path, name)
     import datasets
     import pyarrow
+    import pyarrow.parquet
+    from datasets import config
 
-    copy = _copy_of(path)
+    folder = pathlib.Path(config.HF_DATASETS_CACHE)
     try:
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as table:
+            check_types(table.schema_arrow, name)
+        status = file_status(path)
+        copy = folder / f"meshtune-{contents_hash(path)}.arrow"
         if not copy.exists():
-            _write_copy(path, copy)
+            _write_copy(path, copy, name, lambda: check_same_file(path, status, name))
         return ColumnarRecords(datasets.Dataset.from_file(str(copy)), name)
+    except UserError:
+        raise
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         if isinstance(error, OSError) and (error.errno in DISK_FULL or error.filename not in (None, str(path))):
             problem = f"the file cannot be copied into the cache of data sets: {error.strerror}"
             fix = "free space there, or set HF_HOME to a directory that can be written"
-            raise UserError(problem, where=f"{name}, {copy.parent}", fix=fix) from error
+            raise UserError(problem, where=f"{name}, {folder}", fix=fix) from error
         problem = f"cannot read the parquet file: {root_cause(error)}"
         raise UserError(problem, where=name, fix="write or download it again") from error
 
@@ -57,19 +68,21 @@ def _check_ends(path: pathlib.Path, name: str) -> None:
         raise UserError(f"the parquet file is {problem}", where=name, fix="write or download it again")
 
 
-def _copy_of(path: pathlib.Path) -> pathlib.Path:
-    """The place in the cache of a copy of the file as it is now."""
-    from datasets import config
-
+def contents_hash(path: pathlib.Path) -> str:
+    """A hash of what is in a file, 32 hex digits."""
     status = path.stat()
-    version = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
-    return (
-        pathlib.Path(config.HF_DATASETS_CACHE) / f"meshtune-{hashlib.sha256(version.encode()).hexdigest()[:32]}.arrow"
-    )
+    return _contents_hash(path.resolve(), (*file_status(path), status.st_ctime_ns, status.st_dev))
 
 
-def _write_copy(path: pathlib.Path, copy: pathlib.Path) -> None:
-    """Writes the copy, which becomes visible only once it is complete."""
+@functools.lru_cache(maxsize=256)
+def _contents_hash(path: pathlib.Path, _status: tuple[int, ...]) -> str:
+    """Remembered by what no write leaves as it is, the time of the inode's last change, for this process alone."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:32]
+
+
+def _write_copy(path: pathlib.Path, copy: pathlib.Path, name: str, check: Callable[[], None]) -> None:
+    """Writes the copy, which becomes visible only once it is complete and `check` has found the file unchanged."""
     import pyarrow
     import pyarrow.parquet
 
@@ -81,8 +94,12 @@ def _write_copy(path: pathlib.Path, copy: pathlib.Path) -> None:
             pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER) as table,
             pyarrow.ipc.new_stream(sink, table.schema_arrow) as stream,
         ):
+            limit = _COPY + unpacked_limit(path)
             for batch in table.iter_batches(_RECORDS):
                 stream.write_batch(batch)
+                if sink.tell() > limit:
+                    raise unpacked_error(path, name, limit, "write it again without dictionaries or compression")
+        check()
         os.replace(draft, copy)
     finally:
         pathlib.Path(draft).unlink(missing_ok=True)

@@ -22,6 +22,7 @@ from meshtune.weights.gguf.tensors_in import small_tensor, tensor_infos
 from meshtune.weights.gguf.tokens_in import tokenizer_files
 from meshtune.weights.safetensors_files import LINK, TensorInfo
 
+HEAD = 1 << 25  # bytes
 FORM = 3  # of what is written into a directory
 TOKENIZER_PROBLEM = "tokenizer_problem.json"
 DTYPES = {"F32": "float32", "F16": "float16"}
@@ -32,8 +33,7 @@ def open_gguf(file: Path, cache: Path) -> Path:
     changed since. Raises UserError for a model that is not read; what is wrong with its tokenizer alone is kept in
     the directory for whoever asks for a tokenizer."""
     file = file.resolve()
-    state = file.stat()
-    name = hashlib.sha256(f"{FORM} {file} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()[:24]
+    name = hashlib.sha256(f"{FORM} {file} {_version(file)} {_head(file)}".encode()).hexdigest()[:24]
     directory = cache / "gguf" / f"{file.stem}-{name}"
     if (directory / "config.json").is_file():
         return directory
@@ -60,6 +60,18 @@ def open_gguf(file: Path, cache: Path) -> Path:
     return directory
 
 
+def _version(file: Path) -> str:
+    """What changes with every write to a file, whatever size and time it is given: the last change of its inode too."""
+    state = file.stat()
+    return f"{state.st_dev} {state.st_ino} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns}"
+
+
+def _head(file: Path) -> str:
+    """A hash of the bytes in which the metadata are, from which all of a directory is made but for rope's factors."""
+    with file.open("rb") as content:
+        return hashlib.sha256(content.read(HEAD)).hexdigest()
+
+
 def gguf_config(gguf: GgufFile) -> dict[str, Any]:
     """The config.json of a file's model. Raises UserError for a model that is not read."""
     if gguf.metadata.get("general.type") == "adapter":
@@ -83,11 +95,11 @@ def gguf_config(gguf: GgufFile) -> dict[str, Any]:
 def infos_of(link: Path) -> dict[str, TensorInfo]:
     """The tensors of a directory's GGUF file by their names in a checkpoint."""
     file = link.resolve()
-    return dict(_infos(link.parent, file, file.stat().st_mtime_ns))
+    return dict(_infos(link.parent, file, _version(file)))
 
 
 @functools.lru_cache(maxsize=4)
-def _infos(directory: Path, file: Path, _modified: int) -> dict[str, TensorInfo]:
+def _infos(directory: Path, file: Path, _modified: str) -> dict[str, TensorInfo]:
     return tensor_infos(read_gguf(file), model_spec(read_json(directory / "config.json"), where=str(file)))
 
 
