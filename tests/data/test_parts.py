@@ -90,7 +90,7 @@ def test_plain_messages_are_rendered_as_by_transformers(name):
     for messages in (turns, turns[:2], [{"role": "system", "content": "be brief"}, *turns]):
         for prompt in (False, True):
             expected = tokenizer.apply_chat_template(
-                messages, chat_template=chat._without_tools, add_generation_prompt=prompt, tokenize=False
+                messages, chat_template=chat._without_tools.text, add_generation_prompt=prompt, tokenize=False
             )
             assert chat.render(messages, generation_prompt=prompt) == expected
 

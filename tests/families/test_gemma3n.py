@@ -138,7 +138,7 @@ def test_a_share_of_numbers_remains():
     [
         ("activation_sparsity_pattern", [0.95], "has no share from 0 to less than 1 for each of 6 layers"),
         ("activation_sparsity_pattern", [1.0] * 6, "has no share from 0 to less than 1"),
-        ("activation_sparsity_pattern", 0.5, "has no share from 0 to less than 1"),
+        ("activation_sparsity_pattern", 0.5, "must be a list"),
         ("intermediate_size", [56, 56], "has no width for each of 6 layers"),
         ("altup_active_idx", 3, "altup_active_idx 3 is none of 3 streams"),
         ("altup_coef_clip", -1.0, "altup_coef_clip is -1.0, not a positive number"),

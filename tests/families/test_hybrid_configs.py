@@ -68,7 +68,7 @@ def test_the_states_of_a_delta_net_are_float32_whatever_the_dtype():
     [
         (GRANITE, {"num_local_experts": 4, "num_experts_per_tok": 5}, "is 5, and there are 4 experts"),
         (GRANITE, {"layer_types": ["mamba"] * 3}, "num_hidden_layers is 4, and 3 layers have a type"),
-        (GRANITE, {"time_step_limit": 3}, "time_step_limit must be two numbers, found 3"),
+        (GRANITE, {"time_step_limit": 3}, "time_step_limit must be a list, found 3"),
         (GRANITE, {"mamba_n_heads": 7}, "7 heads of 8 numbers are not the 64 of the mixer"),
         (NEMOTRON, {"hybrid_override_pattern": "MXM*"}, "layers of type 'X' are not implemented for this family"),
         (

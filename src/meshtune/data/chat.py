@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import jinja2
 
 from meshtune.data.chat_templates import suggested_template, template_text
-from meshtune.data.compiled_template import CompiledTemplate, is_plain, variables_of
+from meshtune.data.compiled_template import CompiledTemplate
 from meshtune.data.conversation import Conversation, JsonObject
 from meshtune.data.dialect import Dialect, Messages, as_dict, call_and_results, measure, needs_adapting
+from meshtune.data.template_environment import TemplateLimitError
 from meshtune.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,7 +30,12 @@ FIXED_DATE |= {"%H": "12", "%I": "12", "%M": "00", "%S": "00", "%p": "PM", "%-d"
 _QUESTION = {"role": "user", "content": "question"}
 
 # A template is a program: it can raise an exception of its own, or Python's errors inside expressions.
-_FAILURES = (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
+# SyntaxError: loops nested deeper than Python compiles; RuntimeError: macros that call themselves for ever; NameError:
+# an infinite constant, which Jinja writes as a name.
+_FAILURES = (
+    jinja2.TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, NameError,
+    RuntimeError, SyntaxError, TypeError, ValueError,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,18 +70,22 @@ class ChatTemplate:
         return "strftime_now" in str(self.tokenizer.chat_template)
 
     @functools.cached_property
-    def _without_tools(self) -> str:
-        return self._with_fixed_date(self.tokenizer.get_chat_template(None, tools=None))
+    def _without_tools(self) -> CompiledTemplate:
+        return self._compiled(None)
 
     @functools.cached_property
-    def _with_tools(self) -> str:
+    def _with_tools(self) -> CompiledTemplate:
         """The template for conversations with tools, which some tokenizers have separately."""
-        return self._with_fixed_date(self.tokenizer.get_chat_template(None, tools=[{}]))
+        return self._compiled([{}])
+
+    def _compiled(self, tools: list[dict[str, object]] | None) -> CompiledTemplate:
+        text = self.tokenizer.get_chat_template(None, tools=tools)  # pyright: ignore[reportArgumentType]
+        return CompiledTemplate(self.tokenizer, self._with_fixed_date(text))
 
     @functools.cached_property
     def variables(self) -> frozenset[str]:
         """The names of variables that the template reads."""
-        return frozenset().union(*map(variables_of, {self._without_tools, self._with_tools}))
+        return self._without_tools.variables | self._with_tools.variables
 
     @functools.cached_property
     def alternatives(self) -> Mapping[str, ChatTemplate]:
@@ -94,10 +104,6 @@ class ChatTemplate:
         """Conversations by their shape -> the messages of such that the template does not write (see rendered)."""
         return {}
 
-    @functools.cached_property
-    def _compiled(self) -> CompiledTemplate:
-        return CompiledTemplate(self.tokenizer, self._without_tools)
-
     def _with_fixed_date(self, text: str) -> str:
         if "strftime_now" not in text:
             return text
@@ -115,16 +121,8 @@ class ChatTemplate:
     ) -> str:
         """Renders `messages`, followed by the generation prompt if asked for; `options` are further variables of the
         template. Raises one of `failures`."""
-        if not tools and not options and is_plain(messages):
-            return self._compiled.render(messages, generation_prompt=generation_prompt)
-        return self.tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType] - a str, since tokenize=False
-            list(messages),  # pyright: ignore[reportArgumentType]
-            tools=list(tools) or None,  # pyright: ignore[reportArgumentType]
-            chat_template=self._with_tools if tools else self._without_tools,
-            add_generation_prompt=generation_prompt,
-            tokenize=False,
-            **(options or {}),  # pyright: ignore[reportArgumentType]
-        )
+        template = self._with_tools if tools else self._without_tools
+        return template.render(messages, tools, generation_prompt=generation_prompt, options=options)
 
     failures = _FAILURES
 
@@ -136,6 +134,8 @@ class ChatTemplate:
     def _render_or_none(self, messages: Messages, tools: Sequence[JsonObject]) -> str | None:
         try:
             return self.render(messages, tools)
+        except TemplateLimitError:
+            raise
         except _FAILURES:
             return None
 
@@ -239,6 +239,8 @@ def stop_tokens(tokenizer: PreTrainedTokenizerFast) -> frozenset[str]:
 
 def template_error(problem: Exception, *, where: str, fix: str | None = None) -> UserError:
     """A template's failure as a UserError with the template's own message."""
+    if isinstance(problem, TemplateLimitError):
+        return TemplateLimitError(problem.what, where=where, fix=problem.fix)
     message = str(problem) or type(problem).__name__
     line = getattr(problem, "lineno", None)
     if line:

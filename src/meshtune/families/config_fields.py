@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,6 +50,57 @@ REASONS = {
 }
 
 
+# The type of fields that families read without a default; elsewhere the default says it. A number may be whole.
+TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(
+        """
+        attention_chunk_size first_k_dense_replace hidden_size_per_layer_input initial_context_length
+        max_position_embeddings max_window_layers moe_latent_size moe_num_experts n_routed_experts num_experts
+        num_global_key_value_heads num_ln_in_parallel_attn num_local_experts num_nextn_predict_layers
+        original_max_position_embeddings q_lora_rank sliding_window
+        """.split(),
+        (int,),
+    ),
+    **dict.fromkeys(
+        """
+        altup_coef_clip clip_qkv final_logit_softcapping input_jitter_noise partial_rotary_factor rope_local_base_freq
+        rope_theta rotary_pct router_aux_loss_coef router_jitter_noise swa_rope_theta global_rope_theta
+        local_rope_theta
+        """.split(),
+        (float,),
+    ),
+    **dict.fromkeys("attention_bias tie_embedding tie_word_embeddings output_router_logits".split(), (bool,)),
+    **dict.fromkeys("hidden_act hidden_activation hybrid_override_pattern position_embedding_type".split(), (str,)),
+    **dict.fromkeys(
+        """
+        activation_sparsity_pattern full_attn_idxs layer_types layers_block_type mlp_layer_types no_rope_layers
+        """.split(),
+        (list,),
+    ),
+    **dict.fromkeys("per_layer_config rope_parameters rope_scaling text_config".split(), (dict,)),
+    "intermediate_size": (int, list),  # Gemma 3n has one for each layer
+    "mamba_d_head": (int, str),
+    "moe_layers": (list,),
+    "sliding_window_pattern": (int, str),
+}
+TYPE_NAMES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "a mapping",
+}
+LARGEST = (1 << 31) - 1
+# Fields of which every one becomes something to be read or built.
+LARGEST_COUNTS = {
+    "num_hidden_layers": 2000,
+    "n_layer": 2000,
+    "num_layers": 2000,
+    **dict.fromkeys("altup_num_inputs mtp_layers num_mtp_layers num_nextn_predict_layers".split(), 100),
+} | dict.fromkeys("moe_num_experts n_routed_experts num_experts num_local_experts".split(), 10_000)
+
+
 _RECORD: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("record", default=None)
 
 
@@ -88,7 +140,27 @@ class ConfigFields:
         if (record := _RECORD.get()) is not None:
             record.add(field)
         value = self._config.get(field)
-        return default if value is None else value
+        if value is None:
+            return default
+        self._check_type(field, value, default)
+        return value
+
+    def _check_type(self, field: str, value: Any, default: Any) -> None:
+        """Raises UserError for a value of another type than the field has, and a number that is none or beyond every
+        bound."""
+        types = TYPES.get(field)
+        if types is None:
+            if default is None:
+                return
+            types = (list,) if isinstance(default, tuple) else (type(default),)
+        kinds = types + (int,) * (float in types)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in types):
+            names = " or ".join(TYPE_NAMES[kind] for kind in types)
+            raise self.error(field, f"{field} must be {names}, found {value!r}")
+        if isinstance(value, int | float):
+            largest = sys.float_info.max if float in types else LARGEST_COUNTS.get(field, LARGEST)
+            if not abs(value) <= largest:
+                raise self.error(field, f"{field} is {value!r}; at most {largest:,} can be")
 
     def integer(self, field: str, default: int | None = None) -> int:
         """A positive whole number, required unless there is a default."""
@@ -96,11 +168,13 @@ class ConfigFields:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             problem = "is missing" if value is None else f"is {value!r}, not a positive whole number"
             raise self.error(field, f"{field} {problem}")
+        if value > (largest := LARGEST_COUNTS.get(field, LARGEST)):
+            raise self.error(field, f"{field} is {value:,}, and at most {largest:,} can be")
         return value
 
     def number(self, field: str, default: float | None = None) -> float:
         value = self.get(field, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
             problem = "is missing" if value is None else f"is {value!r}, not a positive number"
             raise self.error(field, f"{field} {problem}")
         return float(value)
@@ -110,7 +184,7 @@ class ConfigFields:
         count, kinds = self.integer("num_hidden_layers"), self.get("layer_types")
         if kinds is None:
             return [default(index) for index in range(count)]
-        if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= set(known):
+        if not isinstance(kinds, list) or len(kinds) != count or any(kind not in known for kind in kinds):
             raise self.error(
                 "layer_types", f"layer_types must list one of {sorted(known)} for each of the {count} layers"
             )
@@ -132,7 +206,7 @@ class ConfigFields:
         The first of `architectures` is the name of transformers; the others are names of the same model elsewhere.
         """
         named = self._config.get("architectures") or [architectures[0]]
-        if len(named) != 1 or named[0] not in architectures:
+        if not isinstance(named, list) or len(named) != 1 or named[0] not in architectures:
             raise self.error(
                 "architectures", f"architecture {named!r} is not supported", f"expected ['{architectures[0]}']"
             )

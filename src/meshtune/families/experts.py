@@ -170,6 +170,11 @@ def has_experts(spec: ModelSpec) -> bool:
     return any(isinstance(kind.ffn, ExpertsSpec) for kind in spec.layer_kinds)
 
 
+def experts_of(layer: LayerSpec) -> int:
+    """The number of experts of a layer; 0 for a dense one."""
+    return layer.ffn.router.experts if isinstance(layer.ffn, ExpertsSpec) else 0
+
+
 def with_aux_loss(spec: ModelSpec, coefficient: float | None) -> ModelSpec:
     """The model with the load-balancing loss of its experts. Raises UserError for a model without experts."""
     if coefficient is None:

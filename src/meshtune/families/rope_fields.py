@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ ROPE_NUMBERS: dict[RopeKind, tuple[set[str], set[str]]] = {  # kind -> (required
     "proportional": (set(), {"factor", "partial_rotary_factor"}),
     "ntk": ({"alpha"}, {"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}),
 }
+POSITIVE = {"alpha", "factor", "original_max_position_embeddings", "rope_theta", *LONGROPE_FACTORS}
 ALWAYS = {"rope_type", "type", "rope_theta", "original_max_position_embeddings", "partial_rotary_factor"}
 
 
@@ -79,6 +81,9 @@ def read_rope(
         theta = _rope_theta(fields, source, block)
     longest = fields.integer("max_position_embeddings")
     original, outside = block.get("original_max_position_embeddings"), fields.get("original_max_position_embeddings")
+    for length in (original, outside):
+        if length is not None:
+            _check_number(fields, source, "original_max_position_embeddings", length)
     if kind in ("llama3", "yarn", "longrope"):  # without scaling it has no part in anything
         original = outside or original
     width = head_dim if rotated is None else int(head_dim * _rotated_share(fields, source, block, rotated))
@@ -97,13 +102,20 @@ def read_rope(
     )
 
 
+def _check_number(fields: ConfigFields, source: str, name: str, value: Any) -> None:
+    """Raises UserError for what is no finite number, or none above zero where the name is POSITIVE."""
+    least = 0 if name in POSITIVE else -sys.float_info.max
+    if not isinstance(value, int | float) or not least <= value <= sys.float_info.max or (not value and not least):
+        raise fields.error(source, f"{name} is {value!r}, not a number" + " above zero" * (not least))
+
+
 def _rope_kind(fields: ConfigFields, source: str, block: dict[str, Any]) -> RopeKind:
     kind = block.get("rope_type", block.get("type", "default"))
     if kind == "su" or (kind in ("yarn", "longrope") and "short_factor" in block):
         return "longrope"  # older names of Phi-3's
     if kind == "dynamic" and block.get("alpha"):
         return "ntk"  # Hunyuan's: whatever the length
-    if kind not in ROPE_NUMBERS or kind == "ntk":
+    if not isinstance(kind, str) or kind not in ROPE_NUMBERS or kind == "ntk":
         known = ", ".join(name for name in ROPE_NUMBERS if name != "ntk")
         raise fields.error(
             source, f"rope type {kind!r} is not implemented", f"{nearest(str(kind), ROPE_NUMBERS)}known: {known}"
@@ -120,6 +132,8 @@ def _rope_theta(fields: ConfigFields, source: str, block: dict[str, Any]) -> flo
             f"keep the one the model was trained with, in {source}",
         )
     theta = block.get("rope_theta", theta)
+    if theta is not None:
+        _check_number(fields, source, "rope_theta", theta)
     if theta is None:
         raise fields.error(
             "rope_theta", "rope_theta is missing", "add it; the family's published value is in its model card"
@@ -150,9 +164,12 @@ def _rope_parameters(
         if value is None:
             continue
         if name not in LONGROPE_FACTORS:
+            _check_number(fields, source, name, value)
             numbers[name] = float(value)
             continue
         if not isinstance(value, list) or len(value) != width // 2:
             raise fields.error(source, f"{source}.{name} must list {width // 2} numbers, one for each rotated pair")
+        for number in value:
+            _check_number(fields, source, name, number)
         numbers[name] = tuple(map(float, value))
     return tuple(numbers.items())

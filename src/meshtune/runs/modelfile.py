@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from meshtune.data.compiled_template import CompiledTemplate
 from meshtune.data.tokenizer import chat_templates
 
 if TYPE_CHECKING:
@@ -101,10 +102,10 @@ def _render_of(tokenizer: PreTrainedTokenizerFast) -> Render:
     begins = tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]
     bos = str(tokenizer.bos_token) if begins else ""
 
+    template = CompiledTemplate(tokenizer, str(tokenizer.get_chat_template()))
+
     def render(messages: Sequence[Message], opened: bool) -> str:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opened)
-        assert isinstance(text, str)
-        return text.removeprefix(bos)
+        return template.render(messages, generation_prompt=opened).removeprefix(bos)
 
     return render
 
