@@ -3,23 +3,44 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from meshtune.serve.errors import ApiError
 
+MOST_AT_ONCE = 256 * 2**20  # bytes of all bodies that are being read
+DEPTH = 100  # levels of a body
+
+_being_read = 0
+
 
 async def json_body(request: Request, max_body: int) -> dict[str, Any]:
-    """The body. Raises ApiError for one that is too long (bytes), and one that is not a JSON object in UTF-8."""
+    """The body. Raises ApiError for one that is too long (bytes) or nested too deeply, that is not a JSON object in
+    UTF-8, or that has a name twice."""
+    global _being_read
     content = bytearray()
-    async for part in request.stream():
-        content += part
-        if len(content) > max_body:
-            raise ApiError(413, f"the body is longer than the {max_body} bytes that are read")
     try:
-        body = json.loads(content.decode("utf-8"))
-        if b"\\u" in content:
+        async for part in request.stream():
+            content += part
+            _being_read += len(part)
+            if len(content) > max_body:
+                raise ApiError(413, f"the body is longer than the {max_body} bytes that are read")
+            if _being_read > max(MOST_AT_ONCE, max_body):
+                raise ApiError(429, "the server is reading as many bodies as it can; try again in a while")
+        return await run_in_threadpool(_parsed, content)
+    finally:
+        _being_read -= len(content)
+
+
+def _parsed(content: bytearray) -> dict[str, Any]:
+    try:
+        text = content.decode("utf-8")
+        body = json.loads(text, object_pairs_hook=_object)
+        _check_depth(body)
+        if "\\u" in text:
             json.dumps(body, ensure_ascii=False).encode()
     except UnicodeDecodeError as problem:
         raise ApiError(400, f"the body is not UTF-8: {problem.reason} at byte {problem.start}") from problem
@@ -32,3 +53,25 @@ async def json_body(request: Request, max_body: int) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
     return body
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ApiError(400, f"'{twice[:100]}' is there twice", param=twice[:100])
+    return value
+
+
+def _check_depth(body: Any) -> None:
+    level = [body]
+    for _ in range(DEPTH):
+        level = [
+            inner
+            for value in level
+            for inner in (value.values() if isinstance(value, dict) else value)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise ApiError(400, "the body is nested too deeply")

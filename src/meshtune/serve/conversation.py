@@ -115,6 +115,7 @@ def prepared(request: ChatRequest, served: Served) -> Conversation:
             )
         if form is None:
             raise ApiError(400, "how this model's chat template writes calls of tools is not known", param="tools")
+    served.check_text(text, "messages")
     think, thinks = _thinking(template, text)
     if form is not HARMONY and not tools:
         form = None
@@ -132,9 +133,9 @@ def _options(request: ChatRequest, template: str) -> dict[str, Any]:
     """Variables of the template. Raises ApiError for one that it does not read."""
     options = dict(request.chat_template_kwargs or {})
     for name in options:
-        if name in _RESERVED or not re.search(rf"\b{re.escape(name)}\b", template):
-            message = f"the chat template of this model has no option '{name}'"
-            raise ApiError(400, message, param=f"chat_template_kwargs.{name}")
+        if name in _RESERVED or len(name) > 100 or not re.search(rf"\b{re.escape(name)}\b", template):
+            message = f"the chat template of this model has no option '{name[:100]}'"
+            raise ApiError(400, message, param=f"chat_template_kwargs.{name[:100]}")
     if (effort := request.reasoning_effort) is not None:
         switch = next((name for name in ("enable_thinking", "thinking") if re.search(rf"\b{name}\b", template)), None)
         if re.search(r"\breasoning_effort\b", template):
