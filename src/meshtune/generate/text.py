@@ -40,6 +40,12 @@ class Detokenizer:
             width *= 2
         self._ids = list(before[-width:])
         self._start, self._shown = 0, len(self._ids)
+        for end in range(len(self._ids), max(0, len(self._ids) - CHARACTER), -1):
+            if not self._decode(self._ids[:end]).endswith(
+                UNFINISHED
+            ):  # a character that the prompt begins is shown whole
+                self._shown = end
+                break
         self.unfinished = False  # whether the newest tokens are the first bytes of a character
 
     @property
