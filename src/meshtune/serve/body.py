@@ -12,7 +12,7 @@ from starlette.requests import Request
 from meshtune.serve.errors import ApiError
 
 MOST_AT_ONCE = 256 * 2**20  # bytes of all bodies that are being read
-DEPTH = 100  # levels of a body
+DEPTH = 100  # levels of a value
 
 _being_read = 0
 
@@ -35,21 +35,27 @@ async def json_body(request: Request, max_body: int) -> dict[str, Any]:
         _being_read -= len(content)
 
 
+def parse_json(text: str) -> Any:
+    """A JSON value. Raises ValueError for what is none, is nested too deeply, or has a name twice."""
+    try:
+        value = json.loads(text, object_pairs_hook=_object)
+        _check_depth(value)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as problem:
+        raise ValueError("there is half of a surrogate pair, which is no character") from problem
+    except RecursionError as problem:
+        raise ValueError("it is nested too deeply") from problem
+    return value
+
+
 def _parsed(content: bytearray) -> dict[str, Any]:
     try:
-        text = content.decode("utf-8")
-        body = json.loads(text, object_pairs_hook=_object)
-        _check_depth(body)
-        if "\\u" in text:
-            json.dumps(body, ensure_ascii=False).encode()
+        body = parse_json(content.decode("utf-8"))
     except UnicodeDecodeError as problem:
         raise ApiError(400, f"the body is not UTF-8: {problem.reason} at byte {problem.start}") from problem
-    except UnicodeEncodeError as problem:
-        raise ApiError(400, "the body has half of a surrogate pair, which is no character") from problem
-    except RecursionError as problem:
-        raise ApiError(400, "the body is nested too deeply") from problem
     except ValueError as problem:
-        raise ApiError(400, f"the body is not JSON: {problem}") from problem
+        raise ApiError(400, f"the body is not JSON that is read: {problem}") from problem
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
     return body
@@ -59,19 +65,19 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ApiError(400, f"'{twice[:100]}' is there twice", param=twice[:100])
+        raise ValueError(f"'{twice[:100]}' is there twice")
     return value
 
 
-def _check_depth(body: Any) -> None:
-    level = [body]
+def _check_depth(value: Any) -> None:
+    level = [value] if isinstance(value, dict | list) else []
     for _ in range(DEPTH):
-        level = [
-            inner
-            for value in level
-            for inner in (value.values() if isinstance(value, dict) else value)
-            if isinstance(inner, dict | list)
-        ]
         if not level:
             return
-    raise ApiError(400, "the body is nested too deeply")
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+    raise ValueError("it is nested too deeply")

@@ -28,7 +28,10 @@ def _prompts(value: Any) -> Any:
     """A text, token ids, or a list of those, as a list of them. Pydantic would collect an error for each one."""
     several = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
     for prompt in several:
-        if not (isinstance(prompt, str) or (isinstance(prompt, list) and all(type(id_) is int for id_ in prompt))):
+        if not (
+            isinstance(prompt, str)
+            or (isinstance(prompt, list) and all(type(id_) is int and -1 < id_ < 2**31 for id_ in prompt))
+        ):
             raise ValueError("give a text, a list of token ids, or a list of those")
     if several == [[]]:
         raise ValueError("there is no prompt")
