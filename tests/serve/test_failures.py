@@ -105,7 +105,7 @@ def test_a_grammar_that_raises_ends_its_own_request(client, monkeypatch, failure
             return self
 
     def compiled(self, grammar, where):
-        return LLGrammar(Matcher(), 16, frozenset())  # pyright: ignore[reportArgumentType]
+        return LLGrammar(Matcher(), np.full(16, 2**32 - 1, np.uint32))  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(Grammars, "_compiled", compiled)
     other: list[str] = []
@@ -115,7 +115,7 @@ def test_a_grammar_that_raises_ends_its_own_request(client, monkeypatch, failure
         )
     )
     thread.start()
-    with pytest.raises(openai.BadRequestError, match="grammar cannot be followed"):
+    with pytest.raises(openai.BadRequestError, match="schema cannot be followed"):
         client.chat.completions.create(
             model="stories",
             messages=[{"role": "user", "content": "x"}],

@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
-
 from meshtune.errors import UserError
 from meshtune.generate.config import Sampling
 from meshtune.generate.constraint import Constraint, Grammar
@@ -84,22 +82,23 @@ class Generation:
 
 def check_prompt(prompt: Sequence[int], vocab: int, context: int, where: str | None = None) -> tuple[int, ...]:
     """The ids of a prompt. Raises UserError for an empty or over-long one, and for ids that the model does not have."""
-    row = np.asarray(prompt, np.int64).reshape(-1)
-    if row.size == 0:
+    ids = tuple(map(int, prompt))
+    if not ids:
         raise UserError("the prompt is empty", where=where, fix="give at least one token to continue from")
-    if row.min() < 0 or row.max() >= vocab:
+    if min(ids) < 0 or max(ids) >= vocab:
+        unknown = next(id_ for id_ in ids if not 0 <= id_ < vocab)
         raise UserError(
-            f"token id {row[(row < 0) | (row >= vocab)][0]} is outside the model's vocabulary of {vocab}",
+            f"token id {unknown:d} is outside the model's vocabulary of {vocab}",
             where=where,
             fix="use the tokenizer that belongs to the model",
         )
-    if row.size >= context:
+    if len(ids) >= context:
         raise UserError(
-            f"the prompt's {row.size} tokens leave no room in the model's context of {context} tokens",
+            f"the prompt's {len(ids)} tokens leave no room in the model's context of {context} tokens",
             where=where,
             fix="shorten the prompt",
         )
-    return tuple(row.tolist())
+    return ids
 
 
 def check_max_tokens(max_tokens: int, prompt: int, context: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -79,10 +79,14 @@ class Scheduler:
         assert request.adapter is None or request.adapter < self._rows.adapters, f"no adapter {request.adapter}"
         with self._lock:
             if self.room is not None and self.room < 1:
-                raise QueueFull(f"{len(self._waiting)} requests wait already", fix="try again in a while")
+                self.refuse()
             generation = Generation(request)
             self._waiting.append(generation)
             return generation
+
+    def refuse(self) -> NoReturn:
+        """Raises QueueFull."""
+        raise QueueFull(f"{len(self._waiting)} requests wait already", fix="try again in a while")
 
     def cancel(self, generation: Generation) -> None:
         """Ends a generation before its next step, for reasons that only its reader sees."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshtune.errors import UserError
 from meshtune.generate.config import Sampling
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 UNFINISHED = "�"  # what decoding gives for the first bytes of a character whose last are yet to come
 CONTEXT = 8  # tokens of the prompt that decide how the first new token is written
+CHARACTER = 4  # bytes, and so tokens, of a character at most
 
 
 class Detokenizer:
@@ -37,6 +40,18 @@ class Detokenizer:
             width *= 2
         self._ids = list(before[-width:])
         self._start, self._shown = 0, len(self._ids)
+        for end in range(len(self._ids), max(0, len(self._ids) - CHARACTER), -1):
+            if not self._decode(self._ids[:end]).endswith(
+                UNFINISHED
+            ):  # a character that the prompt begins is shown whole
+                self._shown = end
+                break
+        self.unfinished = False  # whether the newest tokens are the first bytes of a character
+
+    @property
+    def unshown(self) -> int:
+        """The number of newest tokens that no text was given for."""
+        return len(self._ids) - self._shown
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that these tokens complete."""
@@ -49,10 +64,22 @@ class Detokenizer:
 
     def _more(self, flush: bool) -> str:
         shown = self._decode(self._ids[self._start : self._shown])
-        text = self._decode(self._ids[self._start :])
-        if len(text) <= len(shown) or (text.endswith(UNFINISHED) and not flush):
+        for end in range(len(self._ids), max(self._shown, len(self._ids) - CHARACTER), -1):
+            text = self._decode(self._ids[self._start : end])
+            whole = flush or not text.endswith(UNFINISHED) or len(text) <= len(shown)
+            if end == len(self._ids):
+                self.unfinished = not whole
+            if whole:  # without a last character that is yet to be finished
+                return self._show(text, shown, end)
+        if self.unshown > 4 * CHARACTER:  # bytes that are no text, but for the last ones
+            end = len(self._ids) - CHARACTER
+            return self._show(self._decode(self._ids[self._start : end]), shown, end)
+        return ""
+
+    def _show(self, text: str, shown: str, end: int) -> str:
+        if len(text) <= len(shown):
             return ""
-        self._start, self._shown = self._shown, len(self._ids)
+        self._start, self._shown = self._shown, end
         return text[len(shown) :]
 
     def _decode(self, ids: list[int]) -> str:
@@ -63,18 +90,121 @@ class Detokenizer:
         return text
 
 
+class TokenBytes:
+    """The bytes that each token stands for by itself, with its space; those of a part of a character are not text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._tokenizer = tokenizer
+        self._known: dict[int, bytes] = {}
+
+    def __getitem__(self, id_: int) -> bytes:
+        if id_ not in self._known:
+            self._known[id_] = self._read(id_)
+        return self._known[id_]
+
+    def _read(self, id_: int) -> bytes:
+        added = self._tokenizer.added_tokens_decoder.get(id_)
+        if added is not None:
+            return added.content.encode()
+        token = self._tokenizer.convert_ids_to_tokens(id_)
+        if not isinstance(token, str):  # an id that the model has and the tokenizer lacks
+            return b""
+        if "ByteLevel" in self._decoders:
+            if all(character in self._byte_of for character in token):
+                return bytes(self._byte_of[character] for character in token)
+            return token.encode()
+        if "ByteFallback" in self._decoders and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes.fromhex(token[3:5])
+        if self._decoders & {"Metaspace", "Replace"}:
+            return token.replace("▁", " ").encode()
+        return str(self._tokenizer.decode([id_])).encode()
+
+    @cached_property
+    def _decoders(self) -> frozenset[str]:
+        """The kinds of steps by which tokens become text."""
+        decoder = self._tokenizer.backend_tokenizer.decoder  # pyright: ignore[reportAttributeAccessIssue]
+        form = json.loads(decoder.__getstate__()) if decoder is not None else {}
+        return frozenset(step["type"] for step in form.get("decoders", [form]) if "type" in step)
+
+    @cached_property
+    def _byte_of(self) -> dict[str, int]:
+        """The bytes behind GPT-2's visible characters: those that are none stand from U+0100 on."""
+        visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        hidden = [byte for byte in range(256) if byte not in visible]
+        return {chr(byte): byte for byte in visible} | {chr(0x100 + n): byte for n, byte in enumerate(hidden)}
+
+
+class Place(NamedTuple):
+    """The bytes of a token in its text (None: the text does not show it), and the character that they begin in. A token
+    that `begins` a text has nothing before it."""
+
+    content: bytes | None
+    offset: int
+    begins: bool
+
+
+class Alignment:
+    """Text that grows token by token, with the place of each token in it.
+
+    The bytes of all tokens, joined, are the text's, as long as the text is whole characters.
+    """
+
+    def __init__(self, decoder: Detokenizer, token_bytes: TokenBytes, hidden: frozenset[int], continued: bool):
+        self._decoder, self._bytes, self._hidden, self._continued = decoder, token_bytes, hidden, continued
+        self._pending: list[int] = []
+        self.length = 0
+
+    def push(self, id_: int) -> tuple[str, list[Place]]:
+        """The text that a token completes, and the places of the tokens that it is of."""
+        self._pending.append(id_)
+        text = self._decoder.push([id_])
+        if text:
+            count = len(self._pending) - self._decoder.unshown
+            return text, self._places(text, max(1, count))
+        return text, [] if self._decoder.unfinished else self._places(text, len(self._pending))
+
+    def finish(self) -> tuple[str, list[Place]]:
+        """What was held back, when no more tokens come."""
+        text = self._decoder.finish()
+        return text, self._places(text, len(self._pending))
+
+    def _places(self, text: str, count: int) -> list[Place]:
+        ids, self._pending = self._pending[:count], self._pending[count:]
+        shown, whole = [id_ for id_ in ids if id_ not in self._hidden], text.encode()
+        parts = [self._bytes[id_] for id_ in shown]
+        if shown and whole.startswith(
+            before := b"".join(parts[:-1])
+        ):  # a space may be gone, at the beginning of a text
+            parts[-1] = whole[len(before) :]
+        places, before = [], b""
+        for id_ in ids:
+            part = None if id_ in self._hidden else parts.pop(0)
+            characters = sum(byte & 0xC0 != 0x80 for byte in before)
+            within = bool(before and part and part[0] & 0xC0 == 0x80)
+            offset = self.length + min(max(0, characters - within), len(text))
+            places.append(Place(part, offset, not self._continued and offset == 0))
+            before += part or b""
+        self.length += len(text)
+        return places
+
+
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The ids of all tokens that are left out of decoded text."""
     return frozenset(id_ for id_, added in tokenizer.added_tokens_decoder.items() if added.special)
+
+
+def check_stops(strings: Sequence[str]) -> tuple[str, ...]:
+    """The stop strings. Raises UserError for an empty one."""
+    if "" in strings:
+        raise UserError("a stop string is empty", where="stop", fix="leave it out")
+    return tuple(strings)
 
 
 class StopStrings:
     """Ends a text before the first of some strings; holds back what may be the beginning of one."""
 
     def __init__(self, strings: Sequence[str]):
-        if "" in strings:
-            raise UserError("a stop string is empty", where="stop", fix="leave it out")
-        self._strings, self._held, self.found = tuple(strings), "", False
+        self._strings, self._held, self.found = check_stops(strings), "", False
 
     def push(self, text: str) -> str:
         """The text that is safe to show."""

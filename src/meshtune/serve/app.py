@@ -8,8 +8,9 @@ import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -27,9 +28,20 @@ from meshtune.serve.gate import Gate
 from meshtune.serve.guard import Guard
 from meshtune.serve.metrics import metrics_text
 from meshtune.serve.models import Models, Served
-from meshtune.serve.schema import ChatRequest, CompletionRequest, GenerationRequest, ScoreRequest, parsed
+from meshtune.serve.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    ScoreRequest,
+    TokenizeRequest,
+    parsed,
+)
+from meshtune.serve.threads import Threads, until_gone
 
 MAX_BODY = 16 * 2**20  # bytes
+WAITING = 128  # requests that wait to be read, at most
+R = TypeVar("R", bound=BaseModel)
 
 
 def create_app(
@@ -51,6 +63,7 @@ def create_app(
         yield
         for worker in models.workers:
             await run_in_threadpool(worker.stop)
+        api.stop()
 
     routes = [
         Route("/health", api.health),
@@ -76,6 +89,13 @@ def create_app(
 class _Api:
     def __init__(self, models: Models, max_body: int):
         self._models, self._max_body = models, max_body
+        self._reading = Threads(2, WAITING, "read")
+        self._scoring = Threads(1, models.capacity, "score")
+
+    def stop(self) -> None:
+        """Begins nothing more."""
+        self._reading.stop()
+        self._scoring.stop()
 
     async def health(self, _: Request) -> Response:
         failed = [served.id for served in self._models if served.worker.failed]
@@ -91,55 +111,74 @@ class _Api:
         return JSONResponse(_described(self._models[request.path_params["name"]]))
 
     async def chat(self, request: Request) -> Response:
-        query: ChatRequest = parsed(ChatRequest, await self._json(request))
+        query = await self._query(ChatRequest, request)
+        query.check()
         served = self._models.writer(query.model)
         head = _head(chat.PREFIX, served) | {"object": chat.CHUNK_NAME if query.stream else chat.NAME}
-        answers = await run_in_threadpool(chat.ChatAnswers, query, served)
-        return await _answered(request, query, served, answers, head)
+        answers = await self._reading.run(request, chat.ChatAnswers, query, served)
+        return await self._answered(request, query, served, answers, head)
 
     async def completions(self, request: Request) -> Response:
-        query: CompletionRequest = parsed(CompletionRequest, await self._json(request))
+        query = await self._query(CompletionRequest, request)
         served = self._models.writer(query.model)
+        query.check(served.worker.scheduler.capacity)
         head = _head(completions.PREFIX, served) | {"object": completions.NAME}
-        return await _answered(request, query, served, completions.CompletionAnswers(query, served), head)
+        return await self._answered(request, query, served, completions.CompletionAnswers(query, served), head)
 
     async def score(self, request: Request) -> Response:
-        query: ScoreRequest = parsed(ScoreRequest, await self._json(request))
+        query = await self._query(ScoreRequest, request)
         served = self._models[query.model]
-        values = await run_in_threadpool(scores.evaluated, query, served)
+        rows = await self._reading.run(request, scores.rows, query, served)
+        values = await self._scoring.run(request, scores.evaluated, rows, served)
         return JSONResponse(_head(scores.PREFIX, served) | {"object": scores.NAME, "scores": values})
 
     async def tokenize(self, request: Request) -> Response:
-        body = await self._json(request)
-        text, special = body.get("prompt"), body.get("add_special_tokens", True)
-        if not isinstance(text, str):
-            raise ApiError(400, "prompt must be a string", param="prompt")
-        served = self._named(body)
-        ids: list[int] = served.model.tokenizer(text, add_special_tokens=bool(special))["input_ids"]  # pyright: ignore
+        query = await self._query(TokenizeRequest, request)
+        served = self._named(query.model)
+        ids = await self._reading.run(request, served.ids, query.prompt, query.add_special_tokens)
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": served.model.engine.context})
 
     async def detokenize(self, request: Request) -> Response:
-        body = await self._json(request)
-        ids, served = body.get("tokens"), self._named(body)
-        vocab = served.model.spec.vocab
-        if not isinstance(ids, list) or not all(type(id_) is int and 0 <= id_ < vocab for id_ in ids):
-            raise ApiError(400, f"tokens must be a list of token ids below {vocab}", param="tokens")
-        return JSONResponse({"prompt": served.model.tokenizer.decode(ids, skip_special_tokens=False)})
+        query = await self._query(DetokenizeRequest, request)
+        served = self._named(query.model)
+        return JSONResponse({"prompt": await self._reading.run(request, served.text, query.tokens)})
 
     async def tokenizer_info(self, _: Request) -> Response:
         tokenizer = self._models.first.model.tokenizer
         names = ("bos_token", "eos_token", "pad_token", "chat_template")
         return JSONResponse({name: getattr(tokenizer, name, None) for name in names})
 
-    def _named(self, body: dict[str, Any]) -> Served:
-        return self._models[body["model"]] if isinstance(body.get("model"), str) else self._models.first
+    def _named(self, name: str | None) -> Served:
+        return self._models.first if name is None else self._models[name]
 
-    async def _json(self, request: Request) -> dict[str, Any]:
-        return await json_body(request, self._max_body)
+    async def _query(self, kind: type[R], request: Request) -> R:
+        body = await json_body(request, self._max_body)
+        return await self._reading.run(request, parsed, kind, body)
+
+    async def _answered(
+        self, request: Request, query: GenerationRequest, served: Served, answers: Answers, head: dict[str, Any]
+    ) -> Response:
+        if served.worker.scheduler.room == 0:
+            served.worker.scheduler.refuse()
+        questions = await self._reading.run(request, answers.questions, _client(request), _seed())
+        if query.stream:
+            return await _streamed(request, query, served, questions, head, answers)
+        several = await until_gone(request, asyncio.ensure_future(_whole(served, questions)))
+        threads = self._scoring if answers.scores else self._reading
+        choices = [
+            await threads.run(request, answers.choice, question, pieces)
+            for question, pieces in zip(questions, several, strict=True)
+        ]
+        return JSONResponse(head | {"choices": choices, "usage": _usage(questions, several)})
 
 
 class Answers(Protocol):
     """What a kind of request is asked, and how its answers are written."""
+
+    @property
+    def scores(self) -> bool:
+        """Whether a whole answer has scores that are still to be computed."""
+        ...
 
     def questions(self, client: str, seed: int) -> list[Question]:
         """What the engine is asked."""
@@ -158,51 +197,32 @@ class Answers(Protocol):
         ...
 
 
-async def _answered(
-    request: Request, query: GenerationRequest, served: Served, answers: Answers, head: dict[str, Any]
-) -> Response:
-    questions = await run_in_threadpool(answers.questions, _client(request), _seed())
-    if query.stream:
-        return await _streamed(query, served, questions, head, answers)
-    several = await _whole(request, served, questions)
-    choices = [
-        await run_in_threadpool(answers.choice, question, pieces)
-        for question, pieces in zip(questions, several, strict=True)
-    ]
-    return JSONResponse(head | {"choices": choices, "usage": _usage(questions, several)})
-
-
-async def _whole(request: Request, served: Served, questions: list[Question]) -> list[list[Piece]]:
-    """All answers; they are cancelled where the client goes away."""
+async def _whole(served: Served, questions: list[Question]) -> list[list[Piece]]:
+    """All answers."""
 
     async def read(question: Question) -> list[Piece]:
         return [piece async for piece in answer(served, question)]
 
-    reading = asyncio.gather(*(read(question) for question in questions))
-    gone = asyncio.create_task(_disconnected(request))
+    tasks = [asyncio.create_task(read(question)) for question in questions]
     try:
-        await asyncio.wait({asyncio.ensure_future(reading), gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not reading.done():
-            raise ApiError(499, "the client has gone")
-        return reading.result()
+        return await asyncio.gather(*tasks)
     finally:
-        gone.cancel()
-        reading.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await reading
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _streamed(
-    query: GenerationRequest, served: Served, questions: list[Question], head: dict[str, Any], answers: Answers
+    request: Request,
+    query: GenerationRequest,
+    served: Served,
+    questions: list[Question],
+    head: dict[str, Any],
+    answers: Answers,
 ) -> Response:
     """The answers as server-sent events. What is wrong before the first token is an error of the request itself."""
     pieces = _merged(served, questions)
-    first = await anext(pieces, None)
+    first = await until_gone(request, asyncio.ensure_future(anext(pieces, None)))
     no_usage = {"usage": None} if query.includes_usage else {}
 
     def event(**fields: Any) -> str:
@@ -215,7 +235,7 @@ async def _streamed(
                 yield event(choices=[opening], **no_usage)
             piece = first
             while piece is not None:
-                generated += len(piece.tokens)
+                generated += piece.generated
                 for chunk in answers.chunks(piece):
                     yield event(choices=[chunk], **no_usage)
                 piece = await anext(pieces, None)
@@ -265,13 +285,13 @@ def _head(prefix: str, served: Served) -> dict[str, Any]:
 
 
 def _usage(questions: list[Question], answers: list[list[Piece]]) -> dict[str, int]:
-    return _usage_of(questions, sum(len(piece.tokens) for pieces in answers for piece in pieces))
+    return _usage_of(questions, sum(piece.generated for pieces in answers for piece in pieces))
 
 
 def _usage_of(questions: list[Question], generated: int) -> dict[str, int]:
     """Tokens of the prompts, each counted once however many choices it has, and of the answers."""
-    prompts = {question.request.prompt for question in questions}
-    read = sum(map(len, prompts))
+    prompts = {id(question.request.prompt): question.request.prompt for question in questions}
+    read = sum(map(len, prompts.values()))
     return {"prompt_tokens": read, "completion_tokens": generated, "total_tokens": read + generated}
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from meshtune.generate.request import Token
-from meshtune.serve.answer import Piece, Question
+from meshtune.generate.text import Place, check_stops
+from meshtune.serve.answer import Piece, PlacedToken, Question
 from meshtune.serve.conversation import Conversation, prepared
 from meshtune.serve.models import Served
 from meshtune.serve.responses.call import ToolCall, new_id
@@ -21,11 +22,15 @@ class ChatAnswers:
 
     def __init__(self, request: ChatRequest, served: Served):
         """Renders the conversation. Raises ApiError and UserError for what cannot be answered."""
-        request.check()
         self._request, self._served = request, served
         self._conversation: Conversation = prepared(request, served)
         self._readers = [self._conversation.reader() for _ in range(request.n)]
         self._calls = [0] * request.n
+
+    @property
+    def scores(self) -> bool:
+        """Nothing is scored after an answer."""
+        return False
 
     def questions(self, client: str, seed: int) -> list[Question]:
         """The same conversation for every choice, each drawn with a seed of its own. Raises UserError."""
@@ -33,19 +38,21 @@ class ChatAnswers:
         stop_ids, turn_strings = self._served.chat_stops
         room = max(1, model.engine.context - len(conversation.ids))
         grammar = conversation.grammar()
+        sampling = request.sampling(seed, model.spec.vocab)
+        first = model.engine.request(
+            conversation.ids,
+            max_tokens=request.max_completion_tokens or request.max_tokens or room,
+            stop_ids=stop_ids,
+            alternatives=request.alternatives,
+            client=client,
+            grammar=grammar,
+        )
+        stops = check_stops((*request.stops, *turn_strings))
         return [
             Question(
                 choice,
-                model.engine.request(
-                    conversation.ids,
-                    request.sampling(seed, model.spec.vocab).of_row(choice),
-                    max_tokens=request.max_completion_tokens or request.max_tokens or room,
-                    stop_ids=stop_ids,
-                    alternatives=request.alternatives,
-                    client=client,
-                    grammar=grammar,
-                ),
-                (*request.stops, *turn_strings),
+                dataclasses.replace(first, sampling=sampling.of_row(choice)),
+                stops,
                 continued=False,
                 visible=conversation.visible,
             )
@@ -115,13 +122,18 @@ class ChatAnswers:
         return "tool_calls" if called and piece.finish_reason == "stop" else piece.finish_reason
 
 
-def _log_probabilities(served: Served, tokens: Sequence[Token]) -> dict[str, Any]:
-    def entry(id_: int, probability: float | None) -> dict[str, Any]:
-        text = served.token_text(id_)
-        return {"token": text, "logprob": probability, "bytes": list(text.encode())}
+def _log_probabilities(served: Served, tokens: Sequence[PlacedToken]) -> dict[str, Any]:
+    """Entries whose `bytes`, joined, are the text's; null: the text does not show the token."""
+
+    def entry(id_: int, probability: float | None, content: bytes | None) -> dict[str, Any]:
+        shown = None if content is None else list(content)
+        return {"token": served.token_text(id_, content), "logprob": probability, "bytes": shown}
+
+    def others(likeliest: Sequence[tuple[int, float]], place: Place) -> list[dict[str, Any]]:
+        return [entry(id_, value, served.alternative(id_, place)) for id_, value in likeliest]
 
     content = [
-        entry(token.id, token.log_probability) | {"top_logprobs": [entry(*other) for other in token.likeliest]}
-        for token in tokens
+        entry(token.id, token.log_probability, place.content) | {"top_logprobs": others(token.likeliest, place)}
+        for token, place in tokens
     ]
     return {"content": content, "refusal": None}

@@ -10,7 +10,7 @@ from typing import Any
 from meshtune.generate.prompts import chat_text, encoded_chat
 from meshtune.generate.text import special_ids
 from meshtune.serve.errors import ApiError
-from meshtune.serve.grammar import LLGrammar
+from meshtune.serve.grammar import LLGrammar, check_size
 from meshtune.serve.models import Served
 from meshtune.serve.responses.call import Tool
 from meshtune.serve.responses.formats import HARMONY, CallFormat, call_format
@@ -65,19 +65,20 @@ class Conversation:
         schema = None if form is None else form.schema_of_answer
         if schema is None and not self.demanded:
             return None
+        where = "tools" if self.demanded else "response_format"
+        check_size([tool.parameters for tool in self.demanded] or [schema or {}], where)
         grammars = self.served.chat_grammars
         if schema is not None and self.plain:
-            return grammars.json(schema, "response_format")
+            return grammars.json(schema, where)
         lark = Lark(grammars.special)
         if self.demanded:
             assert self.form is not None
             several = len(self.demanded) == len(self.tools) and self.request.parallel_tool_calls is not False
             body = self.form.grammar(lark, self.demanded, several and self.request.tool_choice == "required")
-            where = "tools"
         else:
             assert schema is not None
             head = lark.literal("<|channel|>final<|message|>") if self.form is HARMONY else ""
-            body, where = f"{head} {lark.json(schema)}", "response_format"
+            body = f"{head} {lark.json(schema)}"
         return grammars.lark(lark.whole(f"{self._reasoning(lark)} {body}"), where)
 
     def _reasoning(self, lark: Lark) -> str:
@@ -115,6 +116,7 @@ def prepared(request: ChatRequest, served: Served) -> Conversation:
             )
         if form is None:
             raise ApiError(400, "how this model's chat template writes calls of tools is not known", param="tools")
+    served.check_text(text, "messages")
     think, thinks = _thinking(template, text)
     if form is not HARMONY and not tools:
         form = None
@@ -132,9 +134,9 @@ def _options(request: ChatRequest, template: str) -> dict[str, Any]:
     """Variables of the template. Raises ApiError for one that it does not read."""
     options = dict(request.chat_template_kwargs or {})
     for name in options:
-        if name in _RESERVED or not re.search(rf"\b{re.escape(name)}\b", template):
-            message = f"the chat template of this model has no option '{name}'"
-            raise ApiError(400, message, param=f"chat_template_kwargs.{name}")
+        if name in _RESERVED or len(name) > 100 or not re.search(rf"\b{re.escape(name)}\b", template):
+            message = f"the chat template of this model has no option '{name[:100]}'"
+            raise ApiError(400, message, param=f"chat_template_kwargs.{name[:100]}")
     if (effort := request.reasoning_effort) is not None:
         switch = next((name for name in ("enable_thinking", "thinking") if re.search(rf"\b{name}\b", template)), None)
         if re.search(r"\breasoning_effort\b", template):

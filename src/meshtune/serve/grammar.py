@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # Between the parts of a JSON text: nothing, a space, or a new line with its indentation. Any number of them would let a
 # model that does not know what to say write spaces up to its limit.
 WHITESPACE = r"( |\n[ \t]{0,20})?"
+MOST_OBJECTS = 2_000  # in the schemas of a request: the time to compile grows with their number's square
+ONE_OF = "oneOf constraints are not supported"
 JSON_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -30,20 +32,18 @@ class LLGrammar:
     """A grammar in llguidance's form, compiled. Implements `generate.constraint.Grammar`."""
 
     matcher: llguidance.LLMatcher
-    words: int
-    stop_ids: frozenset[int]
+    first: UInt32[np.ndarray, "V/32"]  # the tokens that may begin an answer, which take the longest to compute
 
     def start(self) -> LLConstraint:
         """The constraint of an answer that has no token yet."""
-        return LLConstraint(self.matcher.deep_copy(), self.words)
+        return LLConstraint(self.matcher.deep_copy(), self.first)
 
 
 class LLConstraint:
     """How far an answer has come in a grammar. Implements `generate.constraint.Constraint`."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, words: int):
-        self._matcher, self._words = matcher, words
-        self._mask = self._next_mask()
+    def __init__(self, matcher: llguidance.LLMatcher, first: UInt32[np.ndarray, "V/32"]):
+        self._matcher, self._mask = matcher, first
 
     def mask(self) -> UInt32[np.ndarray, "V/32"]:
         """The tokens that may follow: bit i % 32 of word i // 32 is set where token i may."""
@@ -51,16 +51,9 @@ class LLConstraint:
 
     def accept(self, token: int) -> None:
         """Advances by a token that the mask allowed. Raises UserError where the grammar has grown too large."""
-        with _as_user_error():
+        with _failures():
             self._matcher.consume_token(token)
-        self._mask = self._next_mask()
-
-    def _next_mask(self) -> UInt32[np.ndarray, "V/32"]:
-        with _as_user_error():
-            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
-        if self._matcher.is_error():
-            raise UserError(f"the grammar cannot be followed on: {_first_line(self._matcher.get_error())}")
-        return bits[: self._words]
+        self._mask = _next_mask(self._matcher, len(self._mask))
 
     @property
     def finished(self) -> bool:
@@ -76,7 +69,9 @@ class Grammars:
 
     def json(self, schema: Mapping[str, Any], where: str) -> LLGrammar:
         """A JSON text of a schema. Raises UserError for a schema that cannot be compiled; `where` names it."""
-        return self._compiled(json_grammar(schema), where)
+        with _failures(where):
+            grammar = json_grammar(schema)
+        return self._compiled(grammar, where)
 
     def lark(self, grammar: str, where: str) -> LLGrammar:
         """A text of a grammar in llguidance's dialect of Lark. Raises UserError as `json` does."""
@@ -93,10 +88,14 @@ class Grammars:
     def _compiled(self, grammar: str, where: str) -> LLGrammar:
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._vocabulary, grammar, log_level=0)
+        with _failures(where):
+            matcher = LLMatcher(self._vocabulary, grammar, log_level=0)
         if matcher.is_error():
-            raise UserError(f"the schema cannot be compiled: {_first_line(matcher.get_error())}", where=where)
-        return LLGrammar(matcher, mask_words(self._vocab), self._stop_ids)
+            message = _first_line(matcher.get_error())
+            fix = "write anyOf in its place, or forms of which a value can fit one alone" if ONE_OF in message else None
+            message = ONE_OF if ONE_OF in message else message
+            raise UserError(f"the schema cannot be compiled: {message}", where=where, fix=fix)
+        return LLGrammar(matcher, _next_mask(matcher, mask_words(self._vocab), where))
 
     @cached_property
     def _vocabulary(self) -> llguidance.LLTokenizer:
@@ -116,14 +115,42 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": WHITESPACE})
 
 
+def check_size(schemas: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Raises UserError for schemas that would take too long to compile."""
+    count, values = 0, list[Any](schemas)
+    while values:
+        value = values.pop()
+        if isinstance(value, Mapping):
+            count += 1
+            values += value.values()
+        elif isinstance(value, list):
+            values += value
+    if count > MOST_OBJECTS:
+        fix = f"give at most {MOST_OBJECTS}, each property being one"
+        raise UserError(f"there are {count} objects in the schema", where=where, fix=fix)
+
+
+def _next_mask(matcher: llguidance.LLMatcher, words: int, where: str | None = None) -> UInt32[np.ndarray, "V/32"]:
+    with _failures(where):
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint32)
+    if matcher.is_error():
+        raise UserError(f"the schema cannot be followed: {_first_line(matcher.get_error())}", where=where)
+    return bits[:words]
+
+
 @contextlib.contextmanager
-def _as_user_error() -> Iterator[None]:
-    """Names the grammar of a request as what llguidance failed on."""
+def _failures(where: str | None = None) -> Iterator[None]:
+    """Names the schema of a request as what llguidance failed on."""
     try:
         yield
+    except UserError:
+        raise
     except BaseException as problem:  # a panic in Rust is no Exception
-        raise UserError(f"the grammar cannot be followed on: {_first_line(str(problem))}") from problem
+        raise UserError(f"the schema cannot be followed: {_first_line(str(problem))}", where=where) from problem
 
 
 def _first_line(message: str) -> str:
-    return message.split("\n", 1)[0]
+    first, *others = message.split("\n") or [""]
+    if first.endswith(":"):  # the reason comes below what is wrong
+        first += " " + next((line.removeprefix("error: ") for line in others if line.startswith("error: ")), "")
+    return (first if " " in first else f"no text fits it ({first})")[:500]

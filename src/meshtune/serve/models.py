@@ -16,6 +16,7 @@ from meshtune.errors import UserError
 from meshtune.generate.api import Model, load_variants
 from meshtune.generate.config import Sampling
 from meshtune.generate.prompts import turn_end
+from meshtune.generate.text import Place, TokenBytes, special_ids
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.model_cache import describe_cache
@@ -71,9 +72,64 @@ class Served:
         """Compiles what answers in conversations must be like."""
         return Grammars(self.model.tokenizer, self.model.spec.vocab, self.chat_stops[0])
 
-    def token_text(self, id_: int) -> str:
-        """A token by itself, special tokens included."""
-        return self.model.tokenizer.decode([id_], skip_special_tokens=False)  # pyright: ignore[reportReturnType]
+    @cached_property
+    def longest_text(self) -> int:
+        """Characters that the context can hold, at most: each token as long as the longest."""
+        return self.model.engine.context * max(map(len, self.model.tokenizer.get_vocab()))
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """The bytes of each token."""
+        return TokenBytes(self.model.tokenizer)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that texts leave out."""
+        return special_ids(self.model.tokenizer)
+
+    def token_text(self, id_: int, content: bytes | None, escaped: str = "") -> str:
+        """A token as clients read it: its text, its name where texts leave it out (None), or `escaped` and the bytes
+        of a part of a character."""
+        if content is None:
+            return str(self.model.tokenizer.convert_ids_to_tokens(id_))
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return escaped + "".join(f"\\x{byte:02x}" for byte in content)
+
+    def alternative(self, id_: int, place: Place) -> bytes | None:
+        """The bytes that another token would have at a place."""
+        if id_ in self.special_ids:
+            return None
+        content = self.token_bytes[id_]
+        if not (place.begins and content.startswith(b" ")):
+            return content
+        return str(self.model.tokenizer.decode([id_], clean_up_tokenization_spaces=False)).encode()
+
+    def check_text(self, text: str, param: str) -> None:
+        """Raises ApiError for a text that no tokens of the context can hold, before it is tokenised."""
+        if len(text) > self.longest_text:
+            context = self.model.engine.context
+            message = (
+                f"a text of {len(text)} characters is longer than the model's context of {context} tokens can hold"
+            )
+            raise ApiError(400, f"{message} (at most {self.longest_text}); shorten it", param=param)
+
+    def ids(self, text: str, special: bool) -> list[int]:
+        """The ids of a text, with `special` tokens at its beginning. Raises ApiError for one that is too long."""
+        self.check_text(text, "prompt")
+        return list(self.model.tokenizer(text, add_special_tokens=special)["input_ids"])  # pyright: ignore
+
+    def text(self, ids: list[int]) -> str:
+        """The text of ids, special tokens included. Raises ApiError for too many and for unknown ones."""
+        vocab = self.model.spec.vocab
+        if len(ids) > self.longest_text:
+            raise ApiError(
+                400, f"there are {len(ids)} tokens, and {self.longest_text} are read at most", param="tokens"
+            )
+        if max(ids, default=0) >= vocab:
+            raise ApiError(400, f"tokens must be a list of token ids below {vocab}", param="tokens")
+        return self.model.tokenizer.decode(ids, skip_special_tokens=False)  # pyright: ignore[reportReturnType]
 
 
 class Models:
@@ -110,10 +166,8 @@ class Models:
     def __getitem__(self, name: str) -> Served:
         """The model of this id. Raises ApiError (404)."""
         if name not in self._served:
-            known = ", ".join(self._served)
-            raise ApiError(
-                404, f"the model '{name}' does not exist; there are: {known}", param="model", code="model_not_found"
-            )
+            message = f"the model '{name[:200]}' does not exist; there are: {', '.join(self._served)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
         return self._served[name]
 
     def writer(self, name: str) -> Served:
@@ -122,6 +176,11 @@ class Models:
         if served.model.spec.scored:
             raise ApiError(400, f"'{name}' is a reward model: it scores texts (/v1/score/evaluation)", param="model")
         return served
+
+    @property
+    def capacity(self) -> int:
+        """Requests that are taken at once, at most."""
+        return sum(worker.scheduler.capacity or 0 for worker in self.workers)
 
     @property
     def batches(self) -> list[str]:

@@ -2,26 +2,68 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError
 
 from meshtune.generate.config import Sampling
 from meshtune.serve.errors import ApiError
 from meshtune.serve.grammar import JSON_OBJECT
 from meshtune.serve.tools import EarlierCall, ToolDefinition
 
+GREATEST = 2**31 - 1  # a whole number that the devices compute with
+MESSAGES, PARTS, CALLS, TOOLS, STOPS, BIASES = 10_000, 1_000, 128, 128, 16, 512  # in a request, at most
+
+
+def _whole(least: int, most: int = GREATEST) -> Any:
+    return Annotated[int, Field(strict=True, ge=least, le=most)]
+
+
+def _number(least: float, most: float) -> Any:
+    return Annotated[float, Field(strict=True, ge=least, le=most, allow_inf_nan=False)]
+
+
+def _prompts(value: Any) -> Any:
+    """A text, token ids, or a list of those, as a list of them. Pydantic would collect an error for each one."""
+    several = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
+    for prompt in several:
+        if not (
+            isinstance(prompt, str)
+            or (isinstance(prompt, list) and all(type(id_) is int and -1 < id_ < 2**31 for id_ in prompt))
+        ):
+            raise ValueError("give a text, a list of token ids, or a list of those")
+    if several == [[]]:
+        raise ValueError("there is no prompt")
+    return several
+
+
+def _biases(value: Any) -> Any:
+    """The keys as numbers."""
+    if value is None:
+        return None
+    if not isinstance(value, dict) or len(value) > BIASES:
+        raise ValueError(f"give an object of at most {BIASES} token ids with what is added to their logits")
+    if wrong := next((key for key in value if not (key.isascii() and key.isdigit() and len(key) < 11)), None):
+        raise ValueError(f"'{wrong[:40]}' is no token id")
+    return {int(key): bias for key, bias in value.items()}
+
+
+_BRANCH = re.compile(r"str|constrained-str|(list|function-\w+)[\[(].*")  # of a union, as pydantic names them
+Text = Annotated[str, Field(max_length=1_000)]
+
+
 # Said by clients, and without a meaning for what is generated here.
 HARMLESS = {
     "user", "store", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-    "verbosity", "suffix", "best_of",
+    "verbosity",
 }  # fmt: skip
 
 
 class Content(BaseModel):
     """A part of a message's content."""
 
-    type: str
+    type: Text
     text: str | None = None
 
 
@@ -30,8 +72,8 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Content] | None = None
-    tool_calls: list[EarlierCall] | None = None
+    content: str | Annotated[list[Content], Field(max_length=PARTS, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[EarlierCall], Field(max_length=CALLS, fail_fast=True)] | None = None
 
     def rendered(self, where: str) -> dict[str, Any]:
         """The message as chat templates read it. Raises ApiError for content that is not text."""
@@ -55,32 +97,33 @@ class Message(BaseModel):
 class StreamOptions(BaseModel):
     """What a stream ends with."""
 
-    include_usage: bool = False
+    include_usage: StrictBool = False
 
 
 class GenerationRequest(BaseModel):
     """The fields that both kinds of request share."""
 
     model_config = ConfigDict(extra="allow")
-    model: str
-    n: Annotated[int, Field(ge=1, le=64)] = 1
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    logit_bias: Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=512)] | None = None
-    seed: int | None = None
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
-    stream: bool = False
+    model: Text
+    n: _whole(1, 64) = 1
+    max_tokens: _whole(0) | None = None
+    temperature: _number(0, 100) | None = None
+    top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
+    top_k: _whole(-1) | None = None
+    min_p: _number(0, 1) | None = None
+    presence_penalty: _number(-2, 2) | None = None
+    frequency_penalty: _number(-2, 2) | None = None
+    repetition_penalty: _number(0.01, 100) | None = None
+    logit_bias: Annotated[dict[int, _number(-100, 100)] | None, BeforeValidator(_biases)] = None
+    seed: _whole(-(2**63), 2**63 - 1) | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=STOPS, fail_fast=True)] | None = None
+    stream: StrictBool = False
     stream_options: StreamOptions | None = None
 
     def sampling(self, drawn_seed: int, vocab: int) -> Sampling:
         """How tokens are drawn: OpenAI's defaults (temperature 1), `drawn_seed` where no seed is given."""
-        if unknown := next((token for token in self.logit_bias or {} if not 0 <= token < vocab), None):
+        unknown = next((token for token in self.logit_bias or {} if token >= vocab), None)
+        if unknown is not None:
             raise ApiError(400, f"token id {unknown} is outside the vocabulary of {vocab}", param="logit_bias")
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -109,7 +152,7 @@ class JsonSchema(BaseModel):
     """A JSON schema that an answer follows."""
 
     model_config = ConfigDict(extra="allow")
-    name: str
+    name: Text
     form: Annotated[dict[str, Any], Field(alias="schema")] = Field(default_factory=lambda: dict(JSON_OBJECT))
 
 
@@ -133,20 +176,21 @@ class ResponseFormat(BaseModel):
 class ChatRequest(GenerationRequest):
     """A conversation to answer."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGES, fail_fast=True)]
+    max_tokens: _whole(1) | None = None
+    max_completion_tokens: _whole(1) | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: _whole(0, 20) | None = None
     response_format: ResponseFormat | None = None
     tool_choice: Any = None
-    tools: Annotated[list[ToolDefinition], Field(max_length=128)] | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=TOOLS, fail_fast=True)] | None = None
+    parallel_tool_calls: StrictBool | None = None
+    reasoning_effort: Text | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> None:
         """Raises ApiError for what is asked for and cannot be given."""
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
 
     @property
@@ -158,27 +202,56 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """A text to continue, as words or token ids; or several."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: bool = False
+    prompt: Annotated[list[Any], BeforeValidator(_prompts)]
+    logprobs: _whole(0, 20) | None = None
+    echo: StrictBool = False
+    best_of: _whole(1) | None = None
+    suffix: str | None = None
 
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """Every prompt. Raises ApiError where there is none."""
-        prompt = self.prompt
-        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
-            return [prompt]  # pyright: ignore[reportReturnType]
-        if not prompt:
-            raise ApiError(400, "there is no prompt", param="prompt")
-        return list(prompt)  # pyright: ignore[reportReturnType]
+    def check(self, capacity: int | None) -> None:
+        """Raises ApiError for what cannot be given by a server that takes `capacity` answers at once."""
+        if self.stream and self.echo:
+            raise ApiError(400, "echo cannot be streamed", param="echo")
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(400, "max_tokens: 0 needs echo: true, to score the prompt alone", param="max_tokens")
+        if self.suffix:
+            raise ApiError(400, "a suffix is not supported: this model continues texts", param="suffix")
+        if self.best_of not in (None, self.n):
+            raise ApiError(400, "best_of other than n is not supported", param="best_of")
+        answers = len(self.prompt) * self.n
+        if capacity is not None and answers > capacity:
+            message = (
+                f"{len(self.prompt)} prompts with n = {self.n} are {answers} answers, and {capacity} at most are taken"
+            )
+            raise ApiError(400, f"{message}; give fewer at once", param="prompt")
 
 
 class ScoreRequest(BaseModel):
     """Texts, or whole conversations, that a reward model is to judge."""
 
     model_config = ConfigDict(extra="allow")
-    model: str
-    messages: Annotated[list[str | list[Message]], Field(min_length=1, max_length=256)]
+    model: Text
+    messages: Annotated[
+        list[str | Annotated[list[Message], Field(max_length=MESSAGES, fail_fast=True)]],
+        Field(min_length=1, max_length=256, fail_fast=True),
+    ]
+
+
+class TokenizeRequest(BaseModel):
+    """A text to cut into tokens, in the form of vLLM's API."""
+
+    model_config = ConfigDict(extra="allow")
+    model: Text | None = None
+    prompt: str
+    add_special_tokens: StrictBool = True
+
+
+class DetokenizeRequest(BaseModel):
+    """Token ids to write as text."""
+
+    model_config = ConfigDict(extra="allow")
+    model: Text | None = None
+    tokens: Annotated[list[_whole(0)], Field(fail_fast=True)]
 
 
 def parsed(kind: type[BaseModel], body: Any) -> Any:
@@ -186,11 +259,12 @@ def parsed(kind: type[BaseModel], body: Any) -> Any:
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
     try:
-        request = kind.model_validate(body)
+        request = kind.model_validate({name: value for name, value in body.items() if value is not None})
     except ValidationError as problem:
-        first = problem.errors()[0]
-        field = ".".join(str(part) for part in first["loc"][:3] if not str(part).startswith(("str", "list", "constr")))
-        raise ApiError(400, f"{field}: {first['msg']}", param=field) from problem
+        first = problem.errors(include_url=False, include_input=False)[0]
+        parts = [str(part)[:100] for part in first["loc"][:3] if not _BRANCH.fullmatch(str(part))]
+        field, message = ".".join(parts), first["msg"].removeprefix("Value error, ")
+        raise ApiError(400, f"{field}: {message}", param=field) from problem
     if unknown := sorted((request.model_extra or {}).keys() - HARMLESS):
-        raise ApiError(400, f"'{unknown[0]}' is not known here", param=unknown[0])
+        raise ApiError(400, f"'{unknown[0][:100]}' is not known here", param=unknown[0][:100])
     return request

@@ -11,25 +11,31 @@ from meshtune.serve.schema import Message, ScoreRequest
 NAME, PREFIX = "score.evaluation", "scoreval"
 
 
-def evaluated(request: ScoreRequest, served: Served) -> list[float]:
-    """A score for each text or conversation: that of its last token.
+def rows(request: ScoreRequest, served: Served) -> list[tuple[int, ...]]:
+    """The ids of each text or conversation.
 
-    Raises ApiError for a model that gives none, UserError for a text that is empty or longer than the context.
+    Raises ApiError for a model that gives no scores, UserError for a text that is empty or longer than the context.
     """
     model = served.model
     if not model.spec.scored:
         raise ApiError(400, f"'{served.id}' is no reward model: it writes texts, and gives no scores", param="model")
-    rows = []
+    several = []
     for n, entry in enumerate(request.messages):
         where = f"messages[{n}]"
         ids = _ids(served, entry, where)
-        rows.append(check_prompt(ids, model.spec.vocab, model.engine.context + 1, where))
-    return [float(model.logits(row)[0, -1, 0]) for row in rows]
+        several.append(check_prompt(ids, model.spec.vocab, model.engine.context + 1, where))
+    return several
+
+
+def evaluated(rows: list[tuple[int, ...]], served: Served) -> list[float]:
+    """The score of each text: that of its last token."""
+    return [float(served.model.logits(row)[0, -1, 0]) for row in rows]
 
 
 def _ids(served: Served, entry: str | list[Message], where: str) -> list[int]:
     tokenizer = served.model.tokenizer
     if isinstance(entry, str):
+        served.check_text(entry, where)
         return list(tokenizer(entry)["input_ids"])  # pyright: ignore[reportArgumentType]
     messages = [message.rendered(f"{where}[{n}]") for n, message in enumerate(entry)]
     chat = chat_template(tokenizer)
@@ -37,4 +43,5 @@ def _ids(served: Served, entry: str | list[Message], where: str) -> list[int]:
         text = chat.render(messages)
     except chat.failures as problem:
         raise ApiError(400, f"the chat template cannot render this: {problem}", param=where) from problem
+    served.check_text(text, where)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,57 @@
+"""Threads for what the event loop must not do: cutting texts into tokens, rendering templates, compiling grammars."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from meshtune.serve.errors import ApiError
+
+T = TypeVar("T")
+
+
+class Threads:
+    """A few threads, for which at most `waiting` pieces of work wait. A piece whose client has gone is not begun."""
+
+    def __init__(self, threads: int, waiting: int, name: str):
+        self._pool = ThreadPoolExecutor(threads, name)
+        self._most, self._under_way = threads + waiting, 0
+
+    async def run(self, request: Request, function: Callable[..., T], *args: object) -> T:
+        """What the function returns. Raises ApiError (429) where too much waits, and 499 once the client has gone."""
+        if self._under_way >= self._most:
+            raise ApiError(429, "too many requests wait to be read; try again in a while", code="queue_full")
+        self._under_way += 1
+        try:
+            return await until_gone(request, asyncio.get_running_loop().run_in_executor(self._pool, function, *args))
+        finally:
+            self._under_way -= 1
+
+    def stop(self) -> None:
+        """Begins nothing more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+async def until_gone(request: Request, work: asyncio.Future[T]) -> T:
+    """The result of `work`, which is cancelled once the client has gone. Raises ApiError (499) then."""
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ApiError(499, "the client has gone")
+        return work.result()
+    finally:
+        gone.cancel()
+        work.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await work
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
