@@ -43,7 +43,8 @@ class JobRequest:
     """`arguments` are those of `meshtune`, run in `root`. `output` is the run's folder, if the kind has one.
 
     `devices` is a choice as board.devices reads it. `name` is shown. `is_slurm`: the arguments submit it to Slurm.
-    `is_attached`: the run was started without the board, and the arguments would go on with it.
+    `is_attached`: the run was started without the board, and the arguments would go on with it. `readable` are the
+    folders besides `root` that the job may read; None in jobs of earlier versions, which are not checked as they start.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class JobRequest:
     devices: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_slurm: bool = False
     is_attached: bool = False
+    readable: tuple[str, ...] | None = None
     created: str = dataclasses.field(default_factory=lambda: datetime.datetime.now().astimezone().isoformat())
 
     def to_json(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from meshtune.board.answers import body_of
-from meshtune.board.kinds.train import check_paths
+from meshtune.board.paths import check_paths
 from meshtune.board.recipe_text import content_of
 from meshtune.board.routes.recipe import text_of
 from meshtune.board.state import BoardState

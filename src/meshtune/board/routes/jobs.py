@@ -19,8 +19,8 @@ from meshtune.board.devices import checked_choice
 from meshtune.board.follow import START, log_end, read_text
 from meshtune.board.job import RECIPE, Job, JobRequest
 from meshtune.board.kinds import KINDS
-from meshtune.board.kinds.train import checked_recipe
 from meshtune.board.kinds.train import command as command_of_recipe
+from meshtune.board.paths import checked_recipe
 from meshtune.board.state import BoardState
 from meshtune.errors import UserError
 from meshtune.runs.branch import branch
@@ -39,8 +39,10 @@ def routes(state: BoardState) -> list[BaseRoute]:
 
     def prepared(body: dict[str, Any]) -> tuple[JobRequest, Mapping[str, str]]:
         kind = body.get("kind", "train")
-        if kind not in KINDS:
-            raise UserError(f"'{kind}' is no kind of job", where="kind", fix=f"give one of {', '.join(KINDS)}")
+        if not isinstance(kind, str) or kind not in KINDS:
+            raise UserError(
+                f"{str(kind)[:100]!r} is no kind of job", where="kind", fix=f"give one of {', '.join(KINDS)}"
+            )
         devices = checked_choice(body.get("devices"))
         is_slurm = bool(body.get("slurm"))
         if kind != "train" and (is_slurm or devices.get("processes", 1) > 1):
@@ -64,7 +66,7 @@ def routes(state: BoardState) -> list[BaseRoute]:
         return JSONResponse(state.describe(job), 201)
 
     async def attach(request: Request) -> Response:
-        output = workspace.to_read(str((await body_of(request)).get("output") or ""), "output")
+        output = workspace.to_read((await body_of(request)).get("output"), "output")
         return JSONResponse(state.describe(await run_in_threadpool(queue.attach, workspace, output)), 201)
 
     async def list_jobs(_: Request) -> Response:
@@ -103,7 +105,7 @@ def routes(state: BoardState) -> list[BaseRoute]:
         step, overrides = body.get("step"), body.get("overrides", [])
         if type(step) is not int or not isinstance(overrides, list) or job.output is None:
             raise UserError("give the update of a checkpoint, and overrides as a list", where="step", fix="as 100")
-        output = workspace.to_write(str(body.get("output") or ""), "output")
+        output = workspace.to_write(body.get("output"), "output")
         text = _recipe_of(job)
         earlier = [argument for argument in job.request.arguments if re.match(r"[\w.]+=", argument)]
         replaced = ("output=", "resume=", "overwrite=", "accept_changes=")

@@ -14,6 +14,7 @@ from starlette.routing import BaseRoute, Route
 
 from meshtune.board.answers import body_of
 from meshtune.board.catalogue import catalogue
+from meshtune.board.paths import check_references
 from meshtune.board.state import BoardState
 from meshtune.errors import UserError
 
@@ -38,10 +39,9 @@ def routes(state: BoardState) -> list[BaseRoute]:
         path = body.get("path")
         if not isinstance(path, str) or not path.strip():
             raise UserError("the model is missing", where="path", fix="give a folder, a GGUF file or a hub id")
-        if path.startswith(("/", "~", ".")) or (workspace.root / path).exists():
-            workspace.to_read(path, "path")
+        source = await run_in_threadpool(lambda: check_references(workspace, workspace.source(path, "path"), "path"))
         page = str(body.get("page") or "")[:100]
-        answer = await state.planner.ask({"work": "methods", "path": path.strip()}, f"memory {page}")
+        answer = await state.planner.ask({"work": "methods", "path": source}, f"memory {page}")
         return JSONResponse(answer, 400 if answer.get("problems") else 200)
 
     return [

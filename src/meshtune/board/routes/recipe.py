@@ -13,8 +13,8 @@ from starlette.routing import BaseRoute, Route
 
 from meshtune.board import recipe_text
 from meshtune.board.answers import body_of, problems_of
-from meshtune.board.kinds.train import checked_recipe
 from meshtune.board.naming import free_output
+from meshtune.board.paths import check_foreign, checked_recipe
 from meshtune.board.planning import LOCAL
 from meshtune.board.presets import SECTIONS, presets
 from meshtune.board.recipe_text import NAME, Change, change_of, changed, content_of, dumped
@@ -74,7 +74,11 @@ def routes(state: BoardState) -> list[BaseRoute]:
             path = pathlib.Path(folder) / NAME
             path.write_text(text_of(body, "text"), encoding="utf-8")
             translation = translate(
-                str(path), devices=devices, is_trl=bool(body.get("trl")), trainer=body.get("trainer")
+                str(path),
+                devices=devices,
+                is_trl=bool(body.get("trl")),
+                trainer=body.get("trainer"),
+                check=lambda content: check_foreign(workspace, "", content),
             )
             findings = [
                 {"key": item.key, "verdict": item.verdict, "to": item.to, "note": item.note, "fix": item.fix}
