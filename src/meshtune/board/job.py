@@ -107,7 +107,7 @@ class Job:
             "created": request.created,
             "output": request.output,
             "devices": dict(request.devices),
-            "attached": request.is_attached,
+            "attached": request.is_attached and self.state in ACTIVE,
             "attempt": self.attempt,
             "exit": dict(self.exit),
             "slurm": slurm.facts(self.slurm),
@@ -149,7 +149,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     """A JSON object; {} where there is none, or it is broken."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 from meshtune.board.job import RECIPE, Job, read_json
+from meshtune.board.recipe_text import content_of
 from meshtune.board.workspace import HUB_ID, Workspace
-from meshtune.config import yaml_text
 from meshtune.config.foreign.detect import is_foreign
 from meshtune.config.load import load_recipe, silent
 from meshtune.config.recipe import Recipe
@@ -23,9 +23,7 @@ OVERRIDE = re.compile(r"[\w.]+=")
 
 def checked_recipe(workspace: Workspace, text: str, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe in a YAML text, whose local paths lie inside the workspace. Raises: UserError."""
-    content = yaml_text.read(text, RECIPE).value
-    if not isinstance(content, dict):
-        raise UserError("a recipe is a mapping of keys to values", where=RECIPE, fix="start with `model: ...`")
+    content = content_of(text)
     if (tool := is_foreign(content)) is not None:
         raise UserError(f"this is a recipe of {tool}", where=RECIPE, fix="import it")
     recipe = load_recipe(content, overrides, notify=silent)
@@ -59,11 +57,10 @@ def check_references(workspace: Workspace, source: str, where: str) -> str:
                     _check_resolved(workspace, path, f"{where}: base_model_name_or_path")
     if (folder / RECIPE).is_file():
         try:
-            content = yaml_text.read((folder / RECIPE).read_text(encoding="utf-8"), RECIPE).value
-            recipe = load_recipe(content, notify=silent) if isinstance(content, dict) else None
+            recipe = load_recipe(content_of((folder / RECIPE).read_text(encoding="utf-8")), notify=silent)
         except (OSError, UnicodeDecodeError, UserError):
             return source  # its reader says what is wrong
-        for key, path in _models(recipe) if recipe is not None else []:
+        for key, path in _models(recipe):
             if not HUB_ID.fullmatch(path) and (workspace.root / path).exists():
                 _check_resolved(workspace, workspace.root / path, f"{where}: {key}")
     return source
