@@ -32,7 +32,8 @@ def checked_recipe(workspace: Workspace, text: str, overrides: Sequence[str] = (
 
 
 def check_paths(workspace: Workspace, recipe: Recipe) -> None:
-    """Raises: UserError for a path of a recipe, or of what its paths refer to, that lies outside the workspace."""
+    """Raises: UserError for a path of a recipe, or in what its paths lead to, that lies outside the workspace."""
+    workspace.to_write(recipe.output, "output")
     for where, path in _models(recipe):
         check_references(workspace, workspace.source(path, where), where)
     for where, path in _data(recipe):
@@ -94,7 +95,7 @@ def check_foreign(workspace: Workspace, key: str, value: object) -> None:
     elif isinstance(value, str) and value.strip() and "\n" not in value:
         parts = value.strip().split("/")
         if (
-            value.strip().startswith(("/", "~/", "file:"))
+            value.strip().startswith(("/", "~", "file:"))
             or ".." in parts
             or os.path.lexists(workspace.root / value[:1000])
         ):

@@ -12,6 +12,7 @@ from meshtune.errors import UserError
 
 FOLDER = "meshtune-board"  # below the root
 MAX_PATH, MAX_NAME = 4000, 255  # characters; bytes of one name in a path
+MAX_ID = 200  # characters of an id on the hub
 HUB_ID = re.compile(r"(modelscope:)?[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 
 
@@ -61,7 +62,12 @@ class Workspace:
     def source(self, text: object, where: str | None = None) -> str:
         """A model or data set as commands take it: a path as `to_read` resolves it, shown as people write it, or an id
         of the hub that no local path hides. Raises: UserError."""
-        if isinstance(text, str) and HUB_ID.fullmatch(text) and not os.path.lexists(self.root / text):
+        if (
+            isinstance(text, str)
+            and len(text) <= MAX_ID
+            and HUB_ID.fullmatch(text)
+            and not os.path.lexists(self.root / text)
+        ):
             return text
         path = self.to_read(text, where)
         shown = self.shown(path)

@@ -13,6 +13,7 @@ from starlette.routing import BaseRoute, Route
 
 from meshtune.board import recipe_text
 from meshtune.board.answers import Answer, body_of, problems_of
+from meshtune.board.kinds.model_argument import choice_of
 from meshtune.board.naming import free_output
 from meshtune.board.paths import check_foreign, checked_recipe
 from meshtune.board.planning import LOCAL
@@ -21,6 +22,7 @@ from meshtune.board.recipe_text import NAME, Change, change_of, changed, content
 from meshtune.board.state import BoardState
 from meshtune.config.foreign.detect import is_foreign
 from meshtune.config.foreign.importer import translate
+from meshtune.config.foreign.trl import OTHER_TRAINERS, TRAINERS
 from meshtune.config.load import silent
 from meshtune.config.renamed import with_current_names
 from meshtune.config.schema import json_schema
@@ -82,7 +84,7 @@ def routes(state: BoardState) -> list[BaseRoute]:
                 str(path),
                 devices=devices,
                 is_trl=bool(body.get("trl")),
-                trainer=body.get("trainer"),
+                trainer=choice_of(body, "trainer", (*TRAINERS, *OTHER_TRAINERS)),
                 check=lambda content: check_foreign(workspace, "", content),
             )
             findings = [
