@@ -16,7 +16,7 @@ from meshtune.quickstart import MODEL, recipe
 from meshtune.train.run import train
 
 pytestmark = pytest.mark.slow
-DEATHS = 6
+DEATHS = 4
 SMALL = ("train.steps=2", "sample.prompts=[]", "data.max_length=128", "data.validation=null", "eval.every=null")
 
 

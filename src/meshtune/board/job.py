@@ -34,6 +34,7 @@ JOB, RECIPE, LOG, PROCESS, STOP, EXIT = "job.json", "recipe.yaml", "log.txt", "p
 PROGRESS = "progress.json"
 ATTEMPTS = "attempts"
 JOB_ID = re.compile(r"[0-9]{5,9}-[a-z0-9-]{1,40}")
+MOST_NAME = 200  # characters of a name that are shown
 ACTIVE = ("running", "stopping")
 STOP_CODES = {-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGINT}
 
@@ -102,7 +103,7 @@ class Job:
         return {
             "id": self.id,
             "kind": request.kind,
-            "name": request.name,
+            "name": request.name if len(request.name) <= MOST_NAME else f"{request.name[:MOST_NAME]}…",
             "state": self.state,
             "created": request.created,
             "output": request.output,

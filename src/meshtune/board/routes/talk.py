@@ -78,7 +78,7 @@ async def _described(job: Job) -> dict[str, Any]:
     """A served model as JSON; `ids` are those of its API once it answers."""
     fields = {
         "job": job.id,
-        "name": job.request.name,
+        "name": job.to_json()["name"],
         "model": job.request.arguments[1],
         "state": job.state,
         "ids": [],
