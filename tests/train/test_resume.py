@@ -169,8 +169,8 @@ def test_a_clock_that_jumps_changes_nothing(live, tmp_path, whole, monkeypatch):
     assert what_was_learned(tmp_path / "jumps") == whole
     for line in (tmp_path / "jumps/metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
-        assert all(0 <= row[key] < 10_000_000 for key in TIMINGS if isinstance(row.get(key), int | float)), row
         assert 0 <= row.get("seconds", 0) < 600, row
+        assert 0 <= row.get("tokens_per_second", 0) < 10_000_000, row
     kept = sorted(int(path.name) for path in (tmp_path / "jumps/checkpoints").iterdir() if path.name.isdigit())
     assert kept == sorted(int(path.name) for path in (tmp_path / "whole/checkpoints").iterdir() if path.name.isdigit())
 
