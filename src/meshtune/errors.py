@@ -8,6 +8,9 @@ import re
 from collections.abc import Iterable
 
 
+MAX_NAME = 200  # characters of a name that is compared with others
+
+
 class UserError(ValueError):
     """A mistake that the person running Meshtune can correct.
 
@@ -56,6 +59,8 @@ def nearest(name: str, valid: Iterable[str]) -> str:
         prefix = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(name, candidate, strict=False))
         return candidate.startswith(name), ratio, len(list(prefix))
 
+    if len(name) > MAX_NAME:
+        return ""
     matches = difflib.get_close_matches(name, list(valid), n=5, cutoff=0.6)
     return f"did you mean '{max(matches, key=similarity)}'? " if matches else ""
 

@@ -79,7 +79,7 @@ def test_a_run_goes_on_as_one_of_the_board(board, root: pathlib.Path):
 
 def test_what_is_no_run_is_refused(board, root: pathlib.Path):
     (root / "empty").mkdir()
-    for output, problem in (("empty", "there is no run"), ("/etc", "outside"), ("", "there is no run")):
+    for output, problem in (("empty", "there is no run"), ("/etc", "outside"), ("", "it is empty")):
         answer = board.post("/api/jobs/attach", json={"output": output})
         assert answer.status_code == 400
         assert problem in answer.text

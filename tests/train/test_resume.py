@@ -147,6 +147,34 @@ def test_deaths_at_any_time(live, tmp_path, whole):
     assert what_was_learned(tmp_path / "killed") == whole
 
 
+# A clock of the machine that is ten years behind, right, and ten years ahead, a second each.
+CLOCK = """
+import time
+_time, _time_ns = time.time, time.time_ns
+_offset = lambda: (int(time.monotonic()) % 3 - 1) * 315360000
+time.time = lambda: _time() + _offset()
+time.time_ns = lambda: _time_ns() + _offset() * 10**9
+"""
+
+
+@pytest.mark.slow
+def test_a_clock_that_jumps_changes_nothing(live, tmp_path, whole, monkeypatch):
+    """Neither what is learned, nor which checkpoints are kept and gone on from, nor the times that are written."""
+    (tmp_path / "clock").mkdir()
+    (tmp_path / "clock/sitecustomize.py").write_text(CLOCK)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "clock"), os.environ.get("PYTHONPATH", "")]))
+    assert live("jumps", "step:7", **PACKED) == KILLED
+    assert live("jumps", "save:10", **PACKED) == KILLED
+    assert live("jumps", "never", **PACKED) == 0
+    assert what_was_learned(tmp_path / "jumps") == whole
+    for line in (tmp_path / "jumps/metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        assert 0 <= row.get("seconds", 0) < 600, row
+        assert 0 <= row.get("tokens_per_second", 0) < 10_000_000, row
+    kept = sorted(int(path.name) for path in (tmp_path / "jumps/checkpoints").iterdir() if path.name.isdigit())
+    assert kept == sorted(int(path.name) for path in (tmp_path / "whole/checkpoints").iterdir() if path.name.isdigit())
+
+
 # LoRA has the base with its adapters off for a reference, full tuning the start's log-probabilities on disk.
 STAGES = {
     "dpo": {"stage": {"kind": "dpo", "ld_alpha": 0.5}, "method": "full"},

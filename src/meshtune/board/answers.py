@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -9,12 +11,32 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from meshtune.board.queue import NoSuchJob
+from meshtune.board.records import plain
 from meshtune.config.problems import RecipeError
 from meshtune.errors import UserError
 from meshtune.serve.body import json_body
 from meshtune.serve.errors import ApiError, as_api_error
 
+BAD_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.EILSEQ)
 MAX_BODY = 4 * 2**20  # bytes of a request in JSON
+
+
+def json_bytes(content: Any) -> bytes:
+    """JSON as `Answer` describes it."""
+    options: dict[str, Any] = {"separators": (",", ":")}
+    try:
+        return json.dumps(content, ensure_ascii=False, allow_nan=False, **options).encode()
+    except (ValueError, TypeError):  # rare: what is as usual is not looked through twice
+        return json.dumps(plain(content), default=str, skipkeys=True, **options).encode()
+
+
+class Answer(JSONResponse):
+    """JSON that every browser reads, whatever files and recipes hold: NaN becomes null, halves of surrogate pairs are
+    escaped, and what JSON has no form for is text."""
+
+    def render(self, content: Any) -> bytes:
+        """The bytes of an answer."""
+        return json_bytes(content)
 
 
 async def body_of(request: Request) -> dict[str, Any]:
@@ -36,15 +58,28 @@ def problems_of(error: Exception) -> list[dict[str, str | None]]:
 async def refused(_: Request, error: Exception) -> Response:
     """The answer to a request that cannot be done."""
     status = 404 if isinstance(error, NoSuchJob) else as_api_error(error).status
-    return JSONResponse({"problems": problems_of(error)}, status)
+    return Answer({"problems": problems_of(error)}, status)
+
+
+async def malformed(_: Request, error: Exception) -> Response:
+    """The answer to input that Python cannot hold: nested deeper than it recurses, a number beyond its range, text that
+    is no Unicode."""
+    kinds = {RecursionError: "it is nested too deeply", OverflowError: "a number in it is too large"}
+    reason = next(
+        (reason for kind, reason in kinds.items() if isinstance(error, kind)), "its text is not valid Unicode"
+    )
+    return await refused(_, ApiError(400, f"the request cannot be read: {reason}"))
 
 
 async def unwritable(_: Request, error: Exception) -> Response:
-    """The answer where the disk refused: it is full, or a file is not this user's."""
+    """The answer where the disk refused: it is full, or a file is not this user's; 400 where the path is the cause."""
     assert isinstance(error, OSError)
+    if error.errno in BAD_PATH:
+        problem = {"path": None, "message": f"the path cannot be used: {error.strerror}", "fix": "give another one"}
+        return Answer({"problems": [problem]}, 400)
     fix = "make room or make it writable, and try again"
     problem = {"path": str(error.filename or "") or None, "message": error.strerror or str(error), "fix": fix}
-    return JSONResponse({"problems": [problem]}, 507)
+    return Answer({"problems": [problem]}, 507)
 
 
 async def unknown(request: Request, error: Exception) -> Response:

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from meshtune.board.answers import refused, unknown, unwritable
+from meshtune.board.answers import malformed, refused, unknown, unwritable
 from meshtune.board.routes import all_routes
 from meshtune.board.routes.session import SESSION
 from meshtune.board.state import BoardState
@@ -22,6 +22,12 @@ from meshtune.serve.guard import Guard
 MAX_UPLOAD = 2 * 2**30  # bytes
 # Bodies come as JSON, files as bytes: a form of another site can send neither.
 CONTENT_TYPES = ("application/json", "application/octet-stream")
+HANDLERS = {
+    **dict.fromkeys((ApiError, UserError), refused),
+    **dict.fromkeys((RecursionError, OverflowError, UnicodeError), malformed),
+    HTTPException: unknown,
+    OSError: unwritable,
+}
 HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "object-src 'none'",
@@ -56,7 +62,7 @@ def create_app(
     app = Starlette(
         routes=all_routes(state),
         middleware=[Middleware(_Headers), guard],
-        exception_handlers={ApiError: refused, UserError: refused, HTTPException: unknown, OSError: unwritable},
+        exception_handlers=HANDLERS,
     )
     app.state.board = state
     return app

@@ -34,6 +34,7 @@ JOB, RECIPE, LOG, PROCESS, STOP, EXIT = "job.json", "recipe.yaml", "log.txt", "p
 PROGRESS = "progress.json"
 ATTEMPTS = "attempts"
 JOB_ID = re.compile(r"[0-9]{5,9}-[a-z0-9-]{1,40}")
+MOST_NAME = 200  # characters of a name that are shown
 ACTIVE = ("running", "stopping")
 STOP_CODES = {-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGINT}
 
@@ -43,7 +44,8 @@ class JobRequest:
     """`arguments` are those of `meshtune`, run in `root`. `output` is the run's folder, if the kind has one.
 
     `devices` is a choice as board.devices reads it. `name` is shown. `is_slurm`: the arguments submit it to Slurm.
-    `is_attached`: the run was started without the board, and the arguments would go on with it.
+    `is_attached`: the run was started without the board, and the arguments would go on with it. `readable` are the
+    folders besides `root` that the job may read; None in jobs of earlier versions, which are not checked as they start.
     """
 
     kind: str
@@ -54,6 +56,7 @@ class JobRequest:
     devices: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_slurm: bool = False
     is_attached: bool = False
+    readable: tuple[str, ...] | None = None
     created: str = dataclasses.field(default_factory=lambda: datetime.datetime.now().astimezone().isoformat())
 
     def to_json(self) -> dict[str, Any]:
@@ -100,12 +103,12 @@ class Job:
         return {
             "id": self.id,
             "kind": request.kind,
-            "name": request.name,
+            "name": request.name if len(request.name) <= MOST_NAME else f"{request.name[:MOST_NAME]}…",
             "state": self.state,
             "created": request.created,
             "output": request.output,
             "devices": dict(request.devices),
-            "attached": request.is_attached,
+            "attached": request.is_attached and self.state in ACTIVE,
             "attempt": self.attempt,
             "exit": dict(self.exit),
             "slurm": slurm.facts(self.slurm),
@@ -147,7 +150,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     """A JSON object; {} where there is none, or it is broken."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

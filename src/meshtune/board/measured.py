@@ -9,7 +9,7 @@ from typing import Any
 
 from meshtune.board.follow import read_lines
 from meshtune.board.job import read_json
-from meshtune.board.records import plain
+from meshtune.board.records import is_number, plain
 from meshtune.evaluate.folder import PREDICTIONS, TASKS, TOTALS
 
 MOST_ROWS = 50
@@ -39,18 +39,15 @@ def measured(output: pathlib.Path) -> dict[str, Any]:
 def _figures(folder: pathlib.Path) -> dict[str, float]:
     """The numbers of a model's records by metric, and of its tasks by task and metric."""
     totals = plain(read_json(folder / TOTALS))
-    figures = {name: value for name, value in totals.items() if _is_number(value)}
+    figures = {name: value for name, value in totals.items() if is_number(value)}
     tasks = read_json(folder / TASKS).get("tasks")
     for task in tasks if isinstance(tasks, list) else []:
-        metrics = plain(task.get("metrics", {}))
+        if not isinstance(task, dict) or not isinstance(metrics := plain(task.get("metrics")), dict):
+            continue
         figures |= {
-            f"{task.get('name')} {name.removesuffix(',none')}": v for name, v in metrics.items() if _is_number(v)
+            f"{task.get('name')} {name.removesuffix(',none')}": v for name, v in metrics.items() if is_number(v)
         }
     return figures
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _predictions(path: pathlib.Path) -> Iterator[dict[str, Any]]:
@@ -58,7 +55,7 @@ def _predictions(path: pathlib.Path) -> Iterator[dict[str, Any]]:
     for line in read_lines(path).content.splitlines()[:MOST_ROWS]:
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict):
             yield plain(row)

@@ -36,6 +36,7 @@ from meshtune.board.job import (
     read_jobs,
     replace_json,
 )
+from meshtune.board.paths import check_job
 from meshtune.board.process import SECRET, end_processes_of
 from meshtune.board.records import is_run
 from meshtune.board.workspace import Workspace
@@ -163,13 +164,16 @@ def resume(workspace: Workspace, job_id: str) -> Job:
             raise UserError(
                 f"job {writer.id} writes to its output and has not ended", where="output", fix="wait for it"
             )
-        if job.output is not None:
-            workspace.to_write(str(job.output), "output")
+        check_job(workspace, job)
         attempts = job.folder / ATTEMPTS
         attempts.mkdir(exist_ok=True)
         again = ("resume=true",) if job.request.is_slurm else ("--resume",)
         arguments = [argument for argument in job.request.arguments if argument not in (*again, "--overwrite")]
-        fields = job.request.to_json() | {"arguments": [*arguments, *again], "is_attached": False}
+        fields = job.request.to_json() | {
+            "arguments": [*arguments, *again],
+            "is_attached": False,
+            "readable": _readable(workspace),
+        }
         replace_json(job.folder / JOB, fields)
         aside = attempts / str(job.attempt)
         aside.mkdir(exist_ok=True)
@@ -205,12 +209,16 @@ def _write(workspace: Workspace, jobs: list[Job], request: JobRequest, recipe: s
         if recipe is not None:
             (draft / RECIPE).write_text(recipe, encoding="utf-8")
         (draft / LOG).touch()
-        replace_json(draft / JOB, request.to_json() | {"arguments": arguments})
+        replace_json(draft / JOB, request.to_json() | {"arguments": arguments, "readable": _readable(workspace)})
     except OSError:
         shutil.rmtree(draft, ignore_errors=True)
         raise
     os.rename(draft, folder)
     return folder
+
+
+def _readable(workspace: Workspace) -> list[str]:
+    return [str(folder) for folder in workspace.readable]
 
 
 def _submit(job: Job) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from typing import Any
 
 import yaml
@@ -14,6 +15,7 @@ from meshtune.errors import UserError
 
 NAME = "recipe.yaml"
 INDENT = 2
+MAX_DEPTH = 12  # keys in the path of a change
 UNSET = object()
 
 
@@ -32,15 +34,25 @@ def change_of(fields: object) -> Change:
     """
     if not isinstance(fields, dict) or not isinstance(fields.get("path"), str) or not fields["path"]:
         raise UserError("a change is an object with a path", where="changes", fix='send {"path": "seed", "value": 1}')
-    path = tuple(int(part) if part.isdigit() else part for part in fields["path"].split("."))
+    parts = fields["path"].split(".")
+    if len(parts) > MAX_DEPTH:
+        problem = f"the path has {len(parts)} keys, more than any key of a recipe"
+        raise UserError(problem, where="changes", fix=f"give at most {MAX_DEPTH}")
+    path = tuple(int(part) if re.fullmatch(r"[0-9]{1,9}", part) else part for part in parts)
     if isinstance(fields.get("text"), str):
         return Change(path, yaml_text.scalar(fields["text"], fields["path"]))
     return Change(path, fields.get("value", UNSET))
 
 
 def content_of(text: str) -> dict[str, Any]:
-    """The mapping in a YAML text, {} in an empty one. Raises: UserError."""
-    content = yaml_text.read(text, NAME).value
+    """The mapping in a YAML text, {} in an empty one. Raises: UserError, whatever YAML's reader raises."""
+    try:
+        content = yaml_text.read(text, NAME).value
+    except UserError:
+        raise
+    except (ValueError, TypeError, LookupError, RecursionError, OverflowError) as error:
+        problem = f"this is not YAML that can be read: {str(error)[:200]}"
+        raise UserError(problem, where=NAME, fix="write plain keys and values") from error
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 from meshtune.board.follow import START, News, read_lines
 from meshtune.board.job import read_json
+from meshtune.errors import UserError
 from meshtune.runs.output import CHECKPOINTS, RECIPE, RUN
 from meshtune.train.report.metrics_log import METRICS, parse_line
+from meshtune.train.report.smoothing import SmoothedLoss
 
+MAX_DEPTH = 100  # of values in the files of a run
 TAIL = 1 << 13  # bytes in which the last update is looked for
 
 
@@ -21,13 +26,13 @@ def rows_of(news: News) -> tuple[list[dict[str, Any]], int]:
     return [{key: plain(value) for key, value in row.items()} for row in rows], len(lines) - len(rows)
 
 
-def plain(value: Any) -> Any:
-    """A value without numbers that JSON does not have (NaN, infinities), which become null."""
-    if isinstance(value, float) and not math.isfinite(value):
+def plain(value: Any, depth: int = 0) -> Any:
+    """A value without what browsers do not read: NaN, infinities and what is nested deeper than MAX_DEPTH are null."""
+    if depth > MAX_DEPTH or (isinstance(value, float) and not math.isfinite(value)):
         return None
     if isinstance(value, dict):
-        return {key: plain(inner) for key, inner in value.items()}
-    return [plain(inner) for inner in value] if isinstance(value, list) else value
+        return {key: plain(inner, depth + 1) for key, inner in value.items()}
+    return [plain(inner, depth + 1) for inner in value] if isinstance(value, list) else value
 
 
 def all_rows(output: pathlib.Path, name: str, cursor: str = START) -> dict[str, Any]:
@@ -52,6 +57,54 @@ def last_update(output: pathlib.Path) -> dict[str, Any]:
         return {}
     rows, _ = rows_of(read_lines(path, f"{inode}-{max(0, size - TAIL)}"))
     return next((row for row in reversed(rows) if row.get("kind") == "train"), {})
+
+
+@contextlib.contextmanager
+def reading_run(output: pathlib.Path) -> Iterator[None]:
+    """Raises UserError where the files of a run hold other kinds of values than a run writes, as a stranger's may."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise UserError(
+            f"its files hold what no run writes ({type(error).__name__}: {str(error)[:200]})",
+            where=str(output),
+            fix="look at run.json and metrics.jsonl",
+        ) from error
+
+
+class Progress:
+    """How far the run in `output` has come, read on from where it was read to: its last update and smoothed loss."""
+
+    def __init__(self, output: pathlib.Path):
+        self._output, self._cursor, self._mean = output, START, SmoothedLoss(0)
+        self._losses: list[float] = []
+        self._last: dict[str, Any] = {}
+
+    def read(self, total: object) -> dict[str, Any]:
+        """{"step", "loss", "smoothed_loss"}: the loss of the last update alone, and the mean that charts show."""
+        while (news := read_lines(self._output / METRICS, self._cursor)).content or news.reset:
+            if news.reset:
+                self._losses, self._last, self._mean = [], {}, SmoothedLoss(self._mean.total)
+            self._cursor = news.cursor
+            for row in rows_of(news)[0]:
+                if row.get("kind") == "train":
+                    self._last = row
+                    if is_number(row.get("loss")):
+                        self._losses.append(row["loss"])
+                        self._mean.update(row["loss"])
+            if not news.content:
+                break
+        updates = total if is_number(total) else len(self._losses)
+        if updates != self._mean.total:
+            self._mean = SmoothedLoss(updates, self._losses)
+        return {"step": self._last.get("step"), "loss": self._last.get("loss"), "smoothed_loss": self._mean.value}
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a number, which true and false are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def checkpoints(output: pathlib.Path) -> list[int]:

@@ -66,6 +66,10 @@ def _run(job: Job, secrets: Mapping[str, str]) -> int | None:
     """Runs the command; returns its exit code, negative for a signal, or None where it was stopped before it began."""
     if (job.folder / STOP).exists():
         return None
+    if (problem := _paths_problem(job)) is not None:
+        with (job.folder / LOG).open("ab") as log:
+            log.write(f"error: {problem}\n".encode())
+        return 2
     command = [sys.executable, "-m", "meshtune", *job.request.arguments]
     env = environment(job.request.devices) | {JOB_VARIABLE: str(job.folder), "PYTHONUNBUFFERED": "1"}
     env |= {VARIABLE: str(job.folder / PROGRESS), **secrets}
@@ -84,6 +88,21 @@ def _run(job: Job, secrets: Mapping[str, str]) -> int | None:
     if child is not None and (job.folder / STOP).exists():  # asked for before anybody could know the child
         child.send(signal.SIGTERM)
     return process.wait()
+
+
+def _paths_problem(job: Job) -> str | None:
+    """Why the paths of a job may not be opened: they led into the workspace when it was asked for, and no longer do."""
+    from meshtune.board.paths import check_job
+    from meshtune.board.workspace import Workspace
+    from meshtune.errors import UserError
+
+    request = job.request
+    try:
+        if request.readable is not None:
+            check_job(Workspace(pathlib.Path(request.root), tuple(map(pathlib.Path, request.readable))), job)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def _write_exit(folder: pathlib.Path, fields: dict[str, object]) -> None:

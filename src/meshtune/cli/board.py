@@ -51,6 +51,7 @@ def board(
     from meshtune.serve.server import Server
 
     workspace = workspace_at(root, (quickstart.DIRECTORY, *(read or [])))
+    os.chdir(workspace.root)  # relative paths of a request are those that were checked
     local = host in LOOPBACK
     if token is None and not local:
         token = _kept_token(workspace.folder / TOKEN)

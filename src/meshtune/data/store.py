@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from meshtune.cache import cache_folder
+from meshtune.cache import cache_folder, is_locked, lock
 from meshtune.data.conversation import Origin
 from meshtune.data.tokens import Example
 from meshtune.errors import UserError
@@ -127,8 +127,9 @@ def open_or_build(
         _remove_abandoned(path.parent)
         draft = pathlib.Path(tempfile.mkdtemp(dir=path.parent, prefix=".building-"))
     try:
-        examples, meta = build()
-        _write(draft, examples, meta)
+        with lock(draft):
+            examples, meta = build()
+            _write(draft, examples, meta)
         with _cache_errors(path.parent):
             _publish(draft, path)
     finally:
@@ -292,5 +293,6 @@ def _remove_abandoned(directory: pathlib.Path) -> None:
     for pattern, days in _ABANDONED.items():
         for draft in directory.glob(pattern):
             with contextlib.suppress(OSError):
-                if time.time() - draft.stat().st_mtime > days * 86400:
+                # A clock may have jumped: a draft that is being written is none that was abandoned.
+                if time.time() - draft.stat().st_mtime > days * 86400 and not is_locked(draft):
                     shutil.rmtree(draft, ignore_errors=True)

@@ -28,7 +28,7 @@ from meshtune.weights.ends import read_ends
 from meshtune.weights.fingerprint import base_hash
 from meshtune.weights.gguf.file import header, read_gguf
 from meshtune.weights.load import load_spec
-from meshtune.weights.publish import disk_errors
+from meshtune.weights.publish import disk_errors, new_file
 from meshtune.weights.safetensors_files import LINK
 
 
@@ -73,8 +73,7 @@ def export_lora_gguf(
     partial = dest.with_name(f".{dest.name}.partial-{os.getpid()}")
     tokenizer = load_tokenizer(source.tokenizer, source.chat_template)
     try:
-        with disk_errors(dest):
-            dest.parent.mkdir(parents=True, exist_ok=True)
+        with disk_errors(dest), new_file(partial, dest):
             with partial.open("wb") as stream:
                 stream.write(start)
                 for number, (name, array) in enumerate(tensors.items(), 1):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import pathlib
 import shutil
 from collections.abc import Iterator
 
+from meshtune.cache import is_locked, lock
 from meshtune.errors import UserError
 from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
@@ -26,11 +28,14 @@ def published(dest: pathlib.Path, mark: str, job: Job = SINGLE_PROCESS) -> Itera
     """
     number = job.exchange("publish: number", os.getpid())[0]
     partial, old = (dest.with_name(f".{dest.name}.{suffix}-{number}") for suffix in ("partial", "old"))
+    locked = contextlib.ExitStack()
     try:
         with raise_collectively(job, "publish: begin"), disk_errors(dest):
             if job.is_main_process:
+                tidy(dest)
                 _check(dest, mark)
                 partial.mkdir(parents=True)
+                locked.enter_context(lock(partial))
         with raise_collectively(job, "publish: shared"):
             if not partial.is_dir():
                 raise UserError(
@@ -49,11 +54,37 @@ def published(dest: pathlib.Path, mark: str, job: Job = SINGLE_PROCESS) -> Itera
                 partial.rename(dest)
                 _to_disk(dest.parent)
     finally:
+        locked.close()
         if job.is_main_process:
             if old.exists() and not dest.exists():
                 old.rename(dest)
             shutil.rmtree(partial, ignore_errors=True)
             shutil.rmtree(old, ignore_errors=True)
+
+
+def tidy(dest: pathlib.Path) -> None:
+    """Removes what processes that were killed have left beside `dest`, and brings back a `dest` that one was replacing.
+
+    Raises: OSError.
+    """
+    for old in dest.parent.glob(f".{glob.escape(dest.name)}.old-*"):
+        if not dest.exists():
+            old.rename(dest)
+        elif not is_locked(old):
+            shutil.rmtree(old, ignore_errors=True)
+    for partial in dest.parent.glob(f".{glob.escape(dest.name)}.partial-*"):
+        if not is_locked(partial):
+            shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
+
+
+@contextlib.contextmanager
+def new_file(partial: pathlib.Path, dest: pathlib.Path) -> Iterator[None]:
+    """Creates the file `partial`, which is to be renamed to `dest`, and locks it. Raises: OSError."""
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    tidy(dest)
+    partial.touch()
+    with lock(partial):
+        yield
 
 
 def _check(dest: pathlib.Path, mark: str) -> None:

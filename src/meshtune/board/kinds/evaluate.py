@@ -26,9 +26,12 @@ def prepare_eval(workspace: Workspace, body: dict[str, Any]) -> Prepared:
     for task in tasks:
         if not isinstance(task, str) or not TASK.fullmatch(task) or "{job}" in task or "," in task:
             raise UserError(f"{task!r} is not a task", where="tasks", fix="write NAME or NAME=PATH, one a line")
-        _, equals, path = task.partition("=")
-        if equals and not workspace.to_read(path, "tasks").exists():
-            raise UserError(f"there is nothing at {path}", where="tasks", fix="give a file below the root")
+        name, equals, path = task.partition("=")
+        if equals:
+            source = workspace.to_read(path, "tasks")
+            if not source.exists():
+                raise UserError(f"there is nothing at {path}", where="tasks", fix="give a file below the root")
+            task = f"{name}={workspace.shown(source)}"
         arguments += ["--tasks", task]
     data = body.get("data")
     if data not in (None, ""):

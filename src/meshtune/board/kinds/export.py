@@ -72,6 +72,6 @@ def _form(workspace: Workspace, model: str, body: dict[str, Any]) -> tuple[str, 
 
 def _is_whole(workspace: Workspace, model: str) -> bool:
     """Whether a folder holds a whole model; False for an adapter, a run whose result is one, and an id on the hub."""
-    path = workspace.to_read(model, "model")
+    path = workspace.root / model
     result = records.run_json(path).get("result") if records.is_run(path) else None
     return result == MODEL or ((path / "config.json").is_file() and not (path / "adapter_config.json").exists())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-from meshtune.board.workspace import Workspace
+from meshtune.board.paths import check_references
+from meshtune.board.workspace import HUB_ID, Workspace
 from meshtune.errors import UserError
 
-HUB_ID = re.compile(r"(modelscope:)?[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 FIX = "give a folder below the root, or an id on the hub"
 
 
@@ -20,18 +19,12 @@ def checked_model(workspace: Workspace, body: dict[str, Any], key: str) -> str:
     text = body.get(key)
     if not isinstance(text, str) or not text.strip():
         raise UserError("no model is given", where=key, fix=FIX)
-    text = text.strip()
     if text.startswith("-") or "{job}" in text:
         raise UserError(f"{text!r} is not a model", where=key, fix=FIX)
-    local = text.startswith(("/", "~", ".")) or (workspace.root / text).exists()
-    if local:
-        path = workspace.to_read(text, key)
-        if not path.exists():
-            raise UserError(f"there is nothing at {path}", where=key, fix=FIX)
-        return text
-    if not HUB_ID.fullmatch(text):
-        raise UserError(f"there is nothing at {text!r}, and it is no id on the hub", where=key, fix=FIX)
-    return text
+    source = check_references(workspace, workspace.source(text, key), key)
+    if not HUB_ID.fullmatch(source) and not (workspace.root / source).exists():
+        raise UserError(f"there is nothing at {source!r}, and it is no id on the hub", where=key, fix=FIX)
+    return source
 
 
 def choice_of(body: dict[str, Any], key: str, options: tuple[str, ...]) -> str | None:
@@ -39,7 +32,7 @@ def choice_of(body: dict[str, Any], key: str, options: tuple[str, ...]) -> str |
     value = body.get(key)
     if value in (None, ""):
         return None
-    if value not in options:
+    if not isinstance(value, str) or value not in options:
         raise UserError(f"{value!r} is none of {', '.join(options)}", where=key, fix="give one of these")
     return value
 

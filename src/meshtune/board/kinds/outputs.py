@@ -18,10 +18,7 @@ def output_of(workspace: Workspace, body: dict[str, Any], default: str) -> pathl
     if given not in (None, ""):
         if not isinstance(given, str) or given.startswith("-") or "{job}" in given:
             raise UserError(f"{given!r} is not a folder", where="output", fix=FIX)
-        path = workspace.to_write(given, "output")
-        if path == workspace.root or path.is_relative_to(workspace.folder):
-            raise UserError("this folder is the board's own", where="output", fix=FIX)
-        return path
+        return workspace.to_write(given, "output")
     number = 1
     while (path := workspace.to_write(default if number == 1 else f"{default}-{number}", "output")).exists():
         number += 1

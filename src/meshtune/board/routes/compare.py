@@ -8,13 +8,14 @@ from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from meshtune.board import queue, records
+from meshtune.board.answers import Answer
 from meshtune.board.job import RECIPE, Job
+from meshtune.board.recipe_text import content_of
 from meshtune.board.state import BoardState
-from meshtune.config import yaml_text
 from meshtune.errors import UserError
 from meshtune.train.report.metrics_log import METRICS
 
@@ -41,7 +42,7 @@ def routes(state: BoardState) -> list[BaseRoute]:
 
     async def compare(request: Request) -> Response:
         names = request.query_params.getlist("job")
-        return JSONResponse(await run_in_threadpool(compared, names))
+        return Answer(await run_in_threadpool(compared, names))
 
     return [Route("/api/compare", compare)]
 
@@ -51,11 +52,9 @@ def _recipe(job: Job) -> dict[str, Any]:
     places = [*([job.output / RECIPE] if job.output is not None else []), job.folder / RECIPE]
     for path in places:
         try:
-            content = yaml_text.read(path.read_text(encoding="utf-8"), path.name).value
+            return dict(_flat(content_of(path.read_text(encoding="utf-8"))))
         except (OSError, UnicodeDecodeError, UserError):
             continue
-        if isinstance(content, dict):
-            return dict(_flat(content))
     return {}
 
 
@@ -69,9 +68,14 @@ def _figures(job: Job) -> dict[str, Any]:
     """What a run has come to: losses, updates, seconds; absent where it has not yet."""
     if job.output is None:
         return {}
-    run = records.run_json(job.output)
+    with records.reading_run(job.output):
+        return _figures_of(job.output, job.exit.get("seconds"))
+
+
+def _figures_of(output: pathlib.Path, seconds: Any) -> dict[str, Any]:
+    run = records.run_json(output)
     best, measured = run.get("best"), (run.get("prediction") or {}).get("measured") or {}
-    rows = _evaluations(job.output)
+    rows = _evaluations(output)
     return {
         "step": run.get("step"),
         "loss": run.get("smoothed_loss", run.get("loss")),
@@ -81,7 +85,7 @@ def _figures(job: Job) -> dict[str, Any]:
         "trained_tokens": (run.get("trained_on") or {}).get("trained_tokens"),
         "device_bytes": measured.get("device_bytes"),
         "step_seconds": measured.get("step_seconds"),
-        "seconds": job.exit.get("seconds"),
+        "seconds": seconds,
     }
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from meshtune.board.answers import body_of
-from meshtune.board.kinds.train import check_paths
+from meshtune.board.answers import Answer, body_of
+from meshtune.board.paths import check_paths
 from meshtune.board.recipe_text import content_of
 from meshtune.board.routes.recipe import text_of
 from meshtune.board.state import BoardState
@@ -22,11 +22,11 @@ def routes(state: BoardState) -> list[BaseRoute]:
     workspace = state.workspace
 
     async def files(_: Request) -> Response:
-        return JSONResponse({"files": await run_in_threadpool(data_files, workspace)})
+        return Answer({"files": await run_in_threadpool(data_files, workspace)})
 
     async def upload(request: Request) -> Response:
         path = await receive(workspace, request.query_params.get("name", ""), request.stream())
-        return JSONResponse({"path": workspace.shown(path), "bytes": path.stat().st_size}, 201)
+        return Answer({"path": workspace.shown(path), "bytes": path.stat().st_size}, 201)
 
     def checked(text: str) -> str:
         content = written_out(content_of(text))
@@ -37,7 +37,7 @@ def routes(state: BoardState) -> list[BaseRoute]:
         body = await body_of(request)
         text = await run_in_threadpool(checked, text_of(body, "recipe"))
         answer = await state.planner.ask({"work": "data", "recipe": text}, str(body.get("page") or "")[:100])
-        return JSONResponse(answer, 400 if answer.get("problems") else 200)
+        return Answer(answer, 400 if answer.get("problems") else 200)
 
     return [
         Route("/api/data/files", files),

@@ -7,24 +7,27 @@ was loaded again (`cursor`) goes on exactly there, whatever was written meanwhil
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
 
 from meshtune.board import queue, records
+from meshtune.board.answers import json_bytes
 from meshtune.board.follow import CHUNK, START, TAIL, News, read_lines, read_text
 from meshtune.board.job import Job
 from meshtune.board.state import BoardState
 from meshtune.errors import UserError
+from meshtune.serve.errors import ApiError
 from meshtune.train.report.metrics_log import METRICS, SAMPLES
 
 POLL_SECONDS = 0.5
 PING_SECONDS = 15.0
+MOST_STREAMS = 100  # each reads files twice a second
 
 
 def routes(state: BoardState) -> list[BaseRoute]:
@@ -36,10 +39,31 @@ def routes(state: BoardState) -> list[BaseRoute]:
         if job_id:
             await run_in_threadpool(queue.find, state.workspace, job_id)
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        stream = _stream(state, job_id, _positions(cursor))
-        return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+        if state.streams >= MOST_STREAMS:
+            fix = "close pages of the board that nobody looks at"
+            raise ApiError(503, f"{MOST_STREAMS} pages are open, and no more are kept up to date; {fix}")
+        return _Stream(state, _stream(state, job_id, _positions(cursor)), headers=headers)
 
     return [Route("/api/events", events)]
+
+
+class _Stream(StreamingResponse):
+    """A stream that counts while it is open, however it ends."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, state: BoardState, events: AsyncGenerator[str], **options: Any):
+        super().__init__(events, **options)
+        self._state, self._events = state, events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends events until the page is gone, or the server ends."""
+        self._state.streams += 1
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._state.streams -= 1
+            await self._events.aclose()
 
 
 def _positions(cursor: str) -> dict[str, str]:
@@ -52,7 +76,7 @@ def _positions(cursor: str) -> dict[str, str]:
     return positions
 
 
-async def _stream(state: BoardState, job_id: str | None, positions: dict[str, str]) -> AsyncIterator[str]:
+async def _stream(state: BoardState, job_id: str | None, positions: dict[str, str]) -> AsyncGenerator[str]:
     jobs: list[dict[str, Any]] | None = None
     silent = 0.0
     yield "retry: 1000\n\n"
@@ -113,4 +137,4 @@ def _log_news(job: Job, position: str) -> News:
 
 def _event(name: str, data: dict[str, Any], identity: str | None = None) -> str:
     head = f"id: {identity}\n" if identity is not None else ""
-    return f"{head}event: {name}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n"
+    return f"{head}event: {name}\ndata: {json_bytes(data).decode()}\n\n"

@@ -10,17 +10,17 @@ from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from meshtune.board import queue, records
-from meshtune.board.answers import body_of
+from meshtune.board.answers import Answer, body_of
 from meshtune.board.devices import checked_choice
 from meshtune.board.follow import START, log_end, read_text
 from meshtune.board.job import RECIPE, Job, JobRequest
 from meshtune.board.kinds import KINDS
-from meshtune.board.kinds.train import checked_recipe
 from meshtune.board.kinds.train import command as command_of_recipe
+from meshtune.board.paths import checked_recipe
 from meshtune.board.state import BoardState
 from meshtune.errors import UserError
 from meshtune.runs.branch import branch
@@ -39,8 +39,10 @@ def routes(state: BoardState) -> list[BaseRoute]:
 
     def prepared(body: dict[str, Any]) -> tuple[JobRequest, Mapping[str, str]]:
         kind = body.get("kind", "train")
-        if kind not in KINDS:
-            raise UserError(f"'{kind}' is no kind of job", where="kind", fix=f"give one of {', '.join(KINDS)}")
+        if not isinstance(kind, str) or kind not in KINDS:
+            raise UserError(
+                f"{str(kind)[:100]!r} is no kind of job", where="kind", fix=f"give one of {', '.join(KINDS)}"
+            )
         devices = checked_choice(body.get("devices"))
         is_slurm = bool(body.get("slurm"))
         if kind != "train" and (is_slurm or devices.get("processes", 1) > 1):
@@ -54,21 +56,21 @@ def routes(state: BoardState) -> list[BaseRoute]:
 
     async def check(request: Request) -> Response:
         job_request, _ = await run_in_threadpool(prepared, await body_of(request))
-        return JSONResponse({"problems": [], "command": command(*_shown(job_request.arguments))})
+        return Answer({"problems": [], "command": command(*_shown(job_request.arguments))})
 
     async def create(request: Request) -> Response:
         body = await body_of(request)
         job_request, secrets = await run_in_threadpool(prepared, body)
         recipe = body.get("recipe") if isinstance(body.get("recipe"), str) else None
         job = await run_in_threadpool(queue.add, workspace, job_request, recipe, secrets)
-        return JSONResponse(state.describe(job), 201)
+        return Answer(state.describe(job), 201)
 
     async def attach(request: Request) -> Response:
-        output = workspace.to_read(str((await body_of(request)).get("output") or ""), "output")
-        return JSONResponse(state.describe(await run_in_threadpool(queue.attach, workspace, output)), 201)
+        output = workspace.to_read((await body_of(request)).get("output"), "output")
+        return Answer(state.describe(await run_in_threadpool(queue.attach, workspace, output)), 201)
 
     async def list_jobs(_: Request) -> Response:
-        return JSONResponse({"jobs": await run_in_threadpool(state.jobs)})
+        return Answer({"jobs": await run_in_threadpool(state.jobs)})
 
     def show(job: Job, _: Request) -> Response:
         output = job.output
@@ -79,10 +81,10 @@ def routes(state: BoardState) -> list[BaseRoute]:
             "run": {} if output is None else records.run_json(output),
             "checkpoints": [] if output is None else records.checkpoints(output),
         }
-        return JSONResponse(fields)
+        return Answer(fields)
 
     def recipe(job: Job, _: Request) -> Response:
-        return JSONResponse({"recipe": _recipe_of(job)})
+        return Answer({"recipe": _recipe_of(job)})
 
     def log(job: Job, request: Request) -> Response:
         after = request.query_params.get("after", "0")
@@ -92,18 +94,19 @@ def routes(state: BoardState) -> list[BaseRoute]:
             inode = 0
         news = read_text(job.log, f"{inode}-{after}" if after.isdigit() else START)
         end = int(news.cursor.partition("-")[2])
-        return JSONResponse({"text": news.content.decode("utf-8", "replace"), "next": end})
+        return Answer({"text": news.content.decode("utf-8", "replace"), "next": end})
 
     def report(job: Job, _: Request) -> Response:
         if job.output is None or not records.is_run(job.output):
             raise UserError(f"job {job.id} has no run", fix="wait for its first update")
-        return HTMLResponse(report_html(job.output), headers={"content-security-policy": REPORT_POLICY})
+        with records.reading_run(job.output):
+            return HTMLResponse(report_html(job.output), headers={"content-security-policy": REPORT_POLICY})
 
     def branch_run(job: Job, body: dict[str, Any]) -> Job:
         step, overrides = body.get("step"), body.get("overrides", [])
         if type(step) is not int or not isinstance(overrides, list) or job.output is None:
             raise UserError("give the update of a checkpoint, and overrides as a list", where="step", fix="as 100")
-        output = workspace.to_write(str(body.get("output") or ""), "output")
+        output = workspace.to_write(body.get("output"), "output")
         text = _recipe_of(job)
         earlier = [argument for argument in job.request.arguments if re.match(r"[\w.]+=", argument)]
         replaced = ("output=", "resume=", "overwrite=", "accept_changes=")
@@ -124,13 +127,13 @@ def routes(state: BoardState) -> list[BaseRoute]:
     async def start_branch(request: Request) -> Response:
         body = await body_of(request)
         job = await run_in_threadpool(queue.find, workspace, request.path_params["job"])
-        return JSONResponse(state.describe(await run_in_threadpool(branch_run, job, body)), 201)
+        return Answer(state.describe(await run_in_threadpool(branch_run, job, body)), 201)
 
     def rows(name: str) -> Callable[[Job, Request], Response]:
         def answer(job: Job, request: Request) -> Response:
             if job.output is None:
-                return JSONResponse({"rows": [], "broken": 0, "cursor": START, "reset": False})
-            return JSONResponse(records.all_rows(job.output, name, request.query_params.get("after", START)))
+                return Answer({"rows": [], "broken": 0, "cursor": START, "reset": False})
+            return Answer(records.all_rows(job.output, name, request.query_params.get("after", START)))
 
         return answer
 
@@ -143,14 +146,14 @@ def routes(state: BoardState) -> list[BaseRoute]:
 
     async def stop(request: Request) -> Response:
         now = bool((await body_of(request)).get("now"))
-        return JSONResponse(state.describe(await _on_job(request, queue.stop, now=now)))
+        return Answer(state.describe(await _on_job(request, queue.stop, now=now)))
 
     async def resume(request: Request) -> Response:
-        return JSONResponse(state.describe(await _on_job(request, queue.resume)))
+        return Answer(state.describe(await _on_job(request, queue.resume)))
 
     async def remove(request: Request) -> Response:
         await _on_job(request, queue.remove)
-        return JSONResponse({})
+        return Answer({})
 
     async def _on_job(request: Request, change: Callable[..., Any], **options: Any) -> Any:
         return await run_in_threadpool(change, workspace, request.path_params["job"], **options)

@@ -9,10 +9,11 @@ import shutil
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from meshtune.board import slurm
+from meshtune.board.answers import Answer
 from meshtune.board.devices import devices
 from meshtune.board.state import BoardState
 
@@ -22,7 +23,7 @@ def routes(state: BoardState) -> list[BaseRoute]:
 
     async def machine(_: Request) -> Response:
         usage = shutil.disk_usage(state.workspace.root)
-        return JSONResponse(
+        return Answer(
             {
                 "version": importlib.metadata.version("meshtune"),
                 "host": platform.node(),

@@ -9,11 +9,12 @@ from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from meshtune.board.answers import body_of
+from meshtune.board.answers import Answer, body_of
 from meshtune.board.catalogue import catalogue
+from meshtune.board.paths import check_references
 from meshtune.board.state import BoardState
 from meshtune.errors import UserError
 
@@ -26,23 +27,23 @@ def routes(state: BoardState) -> list[BaseRoute]:
 
     async def list_models(_: Request) -> Response:
         local = [entry for entry in await run_in_threadpool(catalogue, workspace) if entry["kind"] != "adapter"]
-        return JSONResponse({"hub": listed(), "local": local})
+        local.sort(key=lambda entry: entry["kind"] == "run")
+        return Answer({"hub": listed(), "local": local})
 
     async def machine(request: Request) -> Response:
         page = request.query_params.get("page", "")[:100]
         answer = await state.planner.ask({"work": "machine"}, f"machine {page}")
-        return JSONResponse(answer, 400 if answer.get("problems") else 200)
+        return Answer(answer, 400 if answer.get("problems") else 200)
 
     async def memory(request: Request) -> Response:
         body = await body_of(request)
         path = body.get("path")
         if not isinstance(path, str) or not path.strip():
             raise UserError("the model is missing", where="path", fix="give a folder, a GGUF file or a hub id")
-        if path.startswith(("/", "~", ".")) or (workspace.root / path).exists():
-            workspace.to_read(path, "path")
+        source = await run_in_threadpool(lambda: check_references(workspace, workspace.source(path, "path"), "path"))
         page = str(body.get("page") or "")[:100]
-        answer = await state.planner.ask({"work": "methods", "path": path.strip()}, f"memory {page}")
-        return JSONResponse(answer, 400 if answer.get("problems") else 200)
+        answer = await state.planner.ask({"work": "methods", "path": source}, f"memory {page}")
+        return Answer(answer, 400 if answer.get("problems") else 200)
 
     return [
         Route("/api/models", list_models),
@@ -53,5 +54,6 @@ def routes(state: BoardState) -> list[BaseRoute]:
 
 @functools.cache
 def listed() -> list[dict[str, Any]]:
-    """{name, id, family, bytes by method} of models that are often tuned."""
-    return json.loads(LIST.read_text(encoding="utf-8"))
+    """{name, id, family, bytes by method} of models that are often tuned, the smallest first."""
+    models = json.loads(LIST.read_text(encoding="utf-8"))
+    return sorted(models, key=lambda model: min(model["bytes"].values()))

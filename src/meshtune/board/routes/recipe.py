@@ -8,19 +8,21 @@ from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from meshtune.board import recipe_text
-from meshtune.board.answers import body_of, problems_of
-from meshtune.board.kinds.train import checked_recipe
+from meshtune.board.answers import Answer, body_of, problems_of
+from meshtune.board.kinds.model_argument import choice_of
 from meshtune.board.naming import free_output
+from meshtune.board.paths import check_foreign, checked_recipe
 from meshtune.board.planning import LOCAL
 from meshtune.board.presets import SECTIONS, presets
 from meshtune.board.recipe_text import NAME, Change, change_of, changed, content_of, dumped
 from meshtune.board.state import BoardState
 from meshtune.config.foreign.detect import is_foreign
 from meshtune.config.foreign.importer import translate
+from meshtune.config.foreign.trl import OTHER_TRAINERS, TRAINERS
 from meshtune.config.load import silent
 from meshtune.config.renamed import with_current_names
 from meshtune.config.schema import json_schema
@@ -29,6 +31,8 @@ from meshtune.errors import UserError
 from meshtune.plan.hardware import known_devices
 
 RECIPE_FILES = 200  # shown of the root
+MAX_CHANGES = 200
+MAX_PRICE = 10**6
 MAX_TEXT = 2**20  # characters of a recipe
 
 
@@ -38,7 +42,7 @@ def routes(state: BoardState) -> list[BaseRoute]:
 
     async def form(_: Request) -> Response:
         devices = {name: device.memory for name, device in known_devices().items()}
-        return JSONResponse({"schema": json_schema(), "presets": presets(), "devices": devices})
+        return Answer({"schema": json_schema(), "presets": presets(), "devices": devices})
 
     def parsed(body: dict[str, Any]) -> dict[str, Any]:
         text = text_of(body, "recipe")
@@ -46,7 +50,10 @@ def routes(state: BoardState) -> list[BaseRoute]:
             if preset := body.get("preset"):
                 text = with_preset(text, str(preset))
             changes = body.get("changes") or []
-            text = changed(text, [change_of(fields) for fields in changes if isinstance(changes, list)])
+            if not isinstance(changes, list) or len(changes) > MAX_CHANGES:
+                problem = f"the changes are not a list of at most {MAX_CHANGES}"
+                raise UserError(problem, where="changes", fix='send [{"path": "seed", "value": 1}]')
+            text = changed(text, list(map(change_of, changes)))
             content = content_of(text)
             values = written_out(with_current_names(content, silent))
             if body.get("name_output") and "output" not in content and not is_foreign(content):
@@ -64,7 +71,7 @@ def routes(state: BoardState) -> list[BaseRoute]:
         return answer
 
     async def edit(request: Request) -> Response:
-        return JSONResponse(await run_in_threadpool(parsed, await body_of(request)))
+        return Answer(await run_in_threadpool(parsed, await body_of(request)))
 
     def imported(body: dict[str, Any]) -> dict[str, Any]:
         devices = body.get("devices", 1)
@@ -74,7 +81,11 @@ def routes(state: BoardState) -> list[BaseRoute]:
             path = pathlib.Path(folder) / NAME
             path.write_text(text_of(body, "text"), encoding="utf-8")
             translation = translate(
-                str(path), devices=devices, is_trl=bool(body.get("trl")), trainer=body.get("trainer")
+                str(path),
+                devices=devices,
+                is_trl=bool(body.get("trl")),
+                trainer=choice_of(body, "trainer", (*TRAINERS, *OTHER_TRAINERS)),
+                check=lambda content: check_foreign(workspace, "", content),
             )
             findings = [
                 {"key": item.key, "verdict": item.verdict, "to": item.to, "note": item.note, "fix": item.fix}
@@ -93,7 +104,7 @@ def routes(state: BoardState) -> list[BaseRoute]:
             return answer | {"recipe": text}
 
     async def import_(request: Request) -> Response:
-        return JSONResponse(await run_in_threadpool(imported, await body_of(request)))
+        return Answer(await run_in_threadpool(imported, await body_of(request)))
 
     def listed() -> list[str]:
         files = [path for pattern in ("*.yaml", "*.yml", "*/*.yaml") for path in workspace.root.glob(pattern)]
@@ -101,7 +112,7 @@ def routes(state: BoardState) -> list[BaseRoute]:
         return sorted(workspace.shown(path) for path in recipes)[:RECIPE_FILES]
 
     async def files(_: Request) -> Response:
-        return JSONResponse({"files": await run_in_threadpool(listed)})
+        return Answer({"files": await run_in_threadpool(listed)})
 
     def opened(name: str) -> dict[str, Any]:
         path = workspace.to_read(name, "file")
@@ -113,23 +124,22 @@ def routes(state: BoardState) -> list[BaseRoute]:
             raise UserError(f"the file cannot be read: {error}", where=name, fix="name a recipe in YAML") from error
 
     async def open_(request: Request) -> Response:
-        return JSONResponse(await run_in_threadpool(opened, request.query_params.get("name", "")))
+        return Answer(await run_in_threadpool(opened, request.query_params.get("name", "")))
 
     async def plan(request: Request) -> Response:
         body = await body_of(request)
         text = text_of(body, "recipe")
         await run_in_threadpool(checked_recipe, workspace, text)
-        price = body.get("price")
         fields = {
             "work": "plan",
             "recipe": text,
             "target": str(body.get("target") or LOCAL),
             "compile": bool(body.get("compile")),
             "count": bool(body.get("count")),
-            "price": float(price) if isinstance(price, int | float) and price >= 0 else None,
+            "price": price_of(body),
         }
         answer = await planner.ask(fields, str(body.get("page") or "")[:100])
-        return JSONResponse(answer, 400 if answer.get("problems") else 200)
+        return Answer(answer, 400 if answer.get("problems") else 200)
 
     return [
         Route("/api/recipe", edit, methods=["POST"]),
@@ -147,6 +157,16 @@ def text_of(body: dict[str, Any], name: str) -> str:
     if not isinstance(text, str) or len(text) > MAX_TEXT:
         raise UserError(f"{name} is not a text of at most {MAX_TEXT} characters", where=name, fix="send a recipe")
     return text
+
+
+def price_of(body: dict[str, Any]) -> float | None:
+    """The price of a device-hour; None where it is absent. Raises: UserError for what is no amount of money."""
+    price = body.get("price")
+    if price in (None, ""):
+        return None
+    if type(price) not in (int, float) or not 0 <= price <= MAX_PRICE:
+        raise UserError("the price is not a number", where="price", fix=f"give one from 0 to {MAX_PRICE}")
+    return float(price)
 
 
 def with_preset(text: str, name: str) -> str:

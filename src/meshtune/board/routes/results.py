@@ -9,10 +9,11 @@ from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from meshtune.board import queue
+from meshtune.board.answers import Answer
 from meshtune.board.job import Job
 from meshtune.board.measured import measured
 from meshtune.board.state import BoardState
@@ -36,7 +37,7 @@ def routes(state: BoardState) -> list[BaseRoute]:
             "files": _files(output),
             "folder": workspace.shown(output),
         }
-        return JSONResponse(fields)
+        return Answer(fields)
 
     def report(job: Job, _: Request) -> Response:
         file = _confined(_output(job), HTML)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hmac
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from meshtune.board.answers import body_of
+from meshtune.board.answers import Answer, body_of
 from meshtune.board.state import BoardState
 from meshtune.serve.errors import ApiError
 from meshtune.serve.guard import cookie_of
@@ -33,7 +33,7 @@ def routes(state: BoardState) -> list[BaseRoute]:
 
     async def sign_in(request: Request) -> Response:
         check((await body_of(request)).get("token"))
-        return signed_in(JSONResponse({}))
+        return signed_in(Answer({}))
 
     async def follow_link(request: Request) -> Response:
         check(request.query_params.get("token"))

@@ -10,10 +10,11 @@ from typing import Any
 import httpx
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from meshtune.board import queue
+from meshtune.board.answers import Answer
 from meshtune.board.catalogue import catalogue
 from meshtune.board.follow import log_end
 from meshtune.board.job import Job, read_jobs
@@ -35,14 +36,12 @@ def routes(state: BoardState) -> list[BaseRoute]:
     workspace = state.workspace
 
     async def list_catalogue(_: Request) -> Response:
-        return JSONResponse({"entries": await run_in_threadpool(catalogue, workspace)})
+        return Answer({"entries": await run_in_threadpool(catalogue, workspace)})
 
     async def list_served(_: Request) -> Response:
         jobs = await run_in_threadpool(read_jobs, workspace.jobs)
         served = [job for job in jobs if job.request.kind == "serve"]
-        return JSONResponse(
-            {"models": await asyncio.gather(*map(_described, served)), "chat_templates": template_names()}
-        )
+        return Answer({"models": await asyncio.gather(*map(_described, served)), "chat_templates": template_names()})
 
     async def find(request: Request) -> Address:
         job = await run_in_threadpool(queue.find, workspace, request.path_params["job"])
@@ -53,7 +52,7 @@ def routes(state: BoardState) -> list[BaseRoute]:
     async def models(request: Request) -> Response:
         try:
             address = await find(request)
-            return JSONResponse({"object": "list", "data": await _models(address)})
+            return Answer({"object": "list", "data": await _models(address)})
         except (ApiError, UserError) as error:
             return _refusal(error)
 
@@ -79,7 +78,7 @@ async def _described(job: Job) -> dict[str, Any]:
     """A served model as JSON; `ids` are those of its API once it answers."""
     fields = {
         "job": job.id,
-        "name": job.request.name,
+        "name": job.to_json()["name"],
         "model": job.request.arguments[1],
         "state": job.state,
         "ids": [],
@@ -139,4 +138,4 @@ def _refusal(error: ApiError | UserError) -> Response:
     if isinstance(error, UserError):
         status = 404 if isinstance(error, queue.NoSuchJob) else 400
         error = ApiError(status, error.what, param=error.where)
-    return JSONResponse(error.body, error.status)
+    return Answer(error.body, error.status)

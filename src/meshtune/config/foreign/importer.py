@@ -79,10 +79,18 @@ def _devices(draft: Draft) -> str:
     return f"{draft.devices} device{'s' * (draft.devices != 1)} (--devices)"
 
 
-def translate(source: str, *, devices: int = 1, is_trl: bool = False, trainer: str | None = None) -> Translation:
+def translate(
+    source: str,
+    *,
+    devices: int = 1,
+    is_trl: bool = False,
+    trainer: str | None = None,
+    check: Callable[[dict[str, Any]], None] | None = None,
+) -> Translation:
     """Translates the file `source`, which was written for `devices` devices.
 
     `is_trl`: it holds arguments of TRL, whatever else they look like; `trainer` is TRL's, where the file does not say.
+    `check` is given the content before any file that it names is read, and may raise.
     Raises UserError for a file that cannot be read, is not YAML, or is of no tool that is known.
     """
     if devices < 1:
@@ -114,6 +122,8 @@ def translate(source: str, *, devices: int = 1, is_trl: bool = False, trainer: s
             fix="import the training file; processes are started as docs/launch.md says",
         )
     raw, unresolved = _resolved(raw, tool)
+    if check is not None:
+        check(raw)
     verb, draft = _translated(tool, raw, devices, trainer)
     if len(commands) > 1:
         draft.remark(

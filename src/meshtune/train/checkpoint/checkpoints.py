@@ -42,6 +42,8 @@ __all__ = ["Best", "Checkpoints", "Record", "disk_reason", "versions"]
 
 MARGIN = 256 * 1024  # bytes of a checkpoint that are not arrays
 TIMEOUT = 3600  # seconds the slowest process's writing may take; a process that is lost ends the others at once
+# Orbax measures by the clock of the machine, which may jump by years: what was never set begins in 1970.
+ORBAX_TIMEOUT = 100 * 365 * 86400
 FIX = "delete this directory, or move it away, to continue from the checkpoint before it"
 
 
@@ -73,7 +75,7 @@ class Checkpoints:
         # operation on the devices, which from its background thread could come between those of the training step.
         among = set(range(job.process_count)) if job.process_count > 1 else None
         barrier = None if among is None else self._barrier(ocp.multihost.get_barrier_sync_fn(processes=among))
-        asynchronous = ocp.options.AsyncOptions(timeout_secs=TIMEOUT, barrier_sync_fn=barrier)
+        asynchronous = ocp.options.AsyncOptions(timeout_secs=ORBAX_TIMEOUT, barrier_sync_fn=barrier)
         several = ocp.options.MultiprocessingOptions(primary_host=0, active_processes=among)
         with disk_errors(self.directory):
             self._manager = ocp.CheckpointManager(
@@ -240,7 +242,7 @@ class Checkpoints:
             # will: they wait for this process's part. So it goes on, and the job ends with its error.
             self._failed = self._failed or sys.exc_info()[1]
             if self._failed is None:
-                wait(key=key, timeout_ms=timeout_ms)
+                wait(key=key, timeout_ms=min(timeout_ms, TIMEOUT * 1000))
 
         return barrier
 

@@ -24,7 +24,7 @@ CHECKSUM = "crc32"
 # Columns that differ between identical runs.
 TIMINGS = frozenset({"seconds", "tokens_per_second", "memory", "machine", CHECKSUM})
 LAST_COLUMNS = frozenset({"memory", "machine", "seconds", "text"})  # of lines of versions that wrote no checksums
-_CHECKED = re.compile(rb'(.*), "crc32": ([0-9]+)\}\n', re.DOTALL)
+_CHECKED = re.compile(rb'(.*), "crc32": ([0-9]{1,10})\}\n', re.DOTALL)
 
 
 class MetricsLog:
@@ -154,11 +154,10 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
         return None
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if checked:
-        del row[CHECKSUM]
-        return row
+        return {key: value for key, value in row.items() if key != CHECKSUM} if isinstance(row, dict) else None
     return row if isinstance(row, dict) and row and list(row)[-1] in LAST_COLUMNS else None
 
 
