@@ -216,7 +216,7 @@ function scaleOf(paint, series, width, height, xAxis, logarithmic) {
   const y = axisOf(isLogarithmic ? least : y0, y1, Math.max(3, Math.floor(tall / 44)), { logarithmic: isLogarithmic, locale: language });
   const left = GAP + 2 + Math.max(...y.ticks.map((tick) => paint.measureText(tick.text).width));
   const inner = width - left - RIGHT;
-  const x = axisOf(x0, x1, Math.max(2, Math.floor(inner / 90)), { whole: xAxis.whole, end: true, locale: language });
+  const x = axisOf(x0, x1, Math.max(2, Math.floor(inner / 60)), { whole: xAxis.whole, end: true, locale: language });
   const transform = isLogarithmic ? Math.log10 : (value) => value;
   const [bottom, top] = [transform(y.low), transform(y.high)];
   return {

@@ -14,7 +14,7 @@ const LINES = 10;
 
 // A list of the jobs of `kinds`, newest first. `open` is the id of one that is shown unfolded.
 export function jobResults(kinds) {
-  const list = h('div', { class: 'list' });
+  const list = h('div', { class: 'list' }, h('p', { class: 'empty' }, t('results.none')));
   const element = h('section', {}, h('h2', {}, t('results.title')), list);
   const cards = new Map();
   let opened = null;
@@ -26,7 +26,7 @@ export function jobResults(kinds) {
       cards.get(job.id).set(job);
     }
     const elements = shown.map((job) => cards.get(job.id).element);
-    if (elements.length !== list.children.length || elements.some((one, index) => list.children[index] !== one)) {
+    if (!elements.length || elements.length !== list.children.length || elements.some((one, index) => list.children[index] !== one)) {
       fill(list, elements.length ? elements : h('p', { class: 'empty' }, t('results.none')));
     }
     unfold();

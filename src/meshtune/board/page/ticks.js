@@ -4,7 +4,7 @@
 // tick at both ends, or with `end` keeps its range and has its last value as a tick. `whole`: of whole numbers alone.
 export function axisOf(low, high, count, { logarithmic = false, whole = false, end = false, locale = 'en' } = {}) {
   [low, high] = spread(low, high, whole);
-  if (logarithmic && low > 0 && high / low >= 10) return decades(low, high, count, locale);
+  if (logarithmic && low > 0 && high / low >= 4) return decades(low, high, count, locale);
   let step = round((high - low) / count);
   if (whole) step = Math.max(1, step);
   while (logarithmic && low > 0 && low < step) step = round(step / 2.5); // an axis of logarithms has no 0

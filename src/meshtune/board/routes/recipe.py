@@ -144,7 +144,6 @@ def routes(state: BoardState) -> list[BaseRoute]:
     ]
 
 
-
 def _defaults(content: dict[str, Any]) -> dict[str, str]:
     """Defaults that depend on other keys, as a form shows them; {} for a recipe that is not right yet."""
     try:
@@ -154,6 +153,7 @@ def _defaults(content: dict[str, Any]) -> dict[str, str]:
         return {}
     epochs = {"train.epochs": f"{DEFAULT_EPOCHS:g}"} if recipe.train.steps is None else {}
     return {"optimizer.learning_rate": f"{learning_rate_of(recipe):g}", **epochs}
+
 
 def text_of(body: dict[str, Any], name: str) -> str:
     """A text of a request. Raises: UserError."""
