@@ -108,8 +108,8 @@ export function chart(title, { unit = '', inBytes = false } = {}) {
       paint.fillText(text, left + 16, 52);
       left += paint.measureText(text).width + 36;
     }
-    paint.translate(0, head);
-    plot(paint, width, height);
+    paint.translate(16, head);
+    plot(paint, width - 32, height - 8);
     sheet.toBlob((blob) => download(blob, 'png'), 'image/png');
   }
 
