@@ -187,15 +187,20 @@ def attention_requests(compute: Compute, spec: ModelSpec, rows: int, length: int
 
 def optimizer_of(recipe: Recipe, precision: Precision) -> OptimizerConfig:
     """Converts the recipe's optimizer section, with learning rate, state dtype and seed resolved."""
+    resolved = {
+        "learning_rate": learning_rate_of(recipe),
+        "state_dtype": precision.state if precision.trainable != "float32" else None,
+        "seed": recipe.seed,
+    }
+    return OptimizerConfig(**vars(recipe.optimizer) | resolved)
+
+
+def learning_rate_of(recipe: Recipe) -> float:
+    """The recipe's learning rate, or the default of its method and stage."""
     options, stage = recipe.optimizer, STAGES[recipe.stage.kind]
     rate = LEARNING_RATES[recipe.method.kind] * ADAPTER_RATES.get(getattr(recipe.method, "adapter", ""), 1.0)
     if options.name == "prodigy":
         rate = 1.0
     elif stage.dataset_type != "documents" and not stage.has_score_head:
         rate *= GENTLER
-    resolved = {
-        "learning_rate": options.learning_rate or rate,
-        "state_dtype": precision.state if precision.trainable != "float32" else None,
-        "seed": recipe.seed,
-    }
-    return OptimizerConfig(**vars(options) | resolved)
+    return options.learning_rate or rate

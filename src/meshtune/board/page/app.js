@@ -62,8 +62,10 @@ function route() {
   leave();
   leave = () => {};
   for (const link of document.querySelectorAll('nav a')) {
-    if (link.dataset.view === view.name) link.setAttribute('aria-current', 'page');
-    else link.removeAttribute('aria-current');
+    if (link.dataset.view === view.name) {
+      link.setAttribute('aria-current', 'page');
+      link.scrollIntoView({ block: 'nearest', inline: 'center' });
+    } else link.removeAttribute('aria-current');
   }
   document.title = `${t(`${view.name}.title`)} – Meshtune`;
   fill(place);

@@ -11,9 +11,15 @@ export function number(value, digits = 4) {
 
 export function bytes(value) {
   if (!value) return '–';
+  const { name, size } = byteUnit(value);
+  return `${number(value / size, 3)} ${name}`;
+}
+
+// The unit for a number of bytes: {name, size}.
+export function byteUnit(value) {
   const units = ['B', 'KiB', 'MiB', 'GiB', 'TiB'];
   const power = Math.min(units.length - 1, Math.floor(Math.log2(Math.max(1, value)) / 10));
-  return `${number(value / 1024 ** power, 3)} ${units[power]}`;
+  return { name: units[power], size: 1024 ** power };
 }
 
 export const percent = (share) => new Intl.NumberFormat(language, { style: 'percent', maximumFractionDigits: 0 }).format(share);

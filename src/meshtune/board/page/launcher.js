@@ -49,9 +49,10 @@ export function deviceChoice(trains = true) {
   const count = numberField(1);
   const beside = h('input', { type: 'checkbox' });
   const fields = { nodes: numberField(1), gpus: numberField(8, 0), time: textField('4:00:00'), partition: textField(''), account: textField('') };
-  const here = h('div', {}, boxes, h('div', { class: 'row' },
+  const rest = h('div', { class: 'row' },
     trains && [h('label', {}, t('launcher.processes'), ' ', processes), h('label', {}, t('launcher.count'), ' ', count)],
-    h('label', {}, beside, ' ', t('launcher.beside'))));
+    h('label', {}, beside, ' ', t('launcher.beside')));
+  const here = h('div', {}, boxes, h('details', {}, h('summary', {}, t('launcher.more')), rest));
   const slurm = h('div', { class: 'row', hidden: true },
     Object.entries(fields).map(([name, field]) => h('label', {}, t(`launcher.${name}`), ' ', field)));
   const where = h('select', { onchange: () => {
@@ -61,7 +62,8 @@ export function deviceChoice(trains = true) {
   const element = h('fieldset', {}, h('legend', {}, t('launcher.devices')), h('label', { hidden: true }, t('launcher.where'), ' ', where), here, slurm);
 
   get('api/machine').then((machine) => {
-    fill(boxes, machine.devices.map((device) => h('label', {},
+    if (machine.devices.length < 2) fill(boxes, h('span', { class: 'quiet' }, machine.devices.map((device) => device.name)));
+    else fill(boxes, machine.devices.map((device) => h('label', {},
       h('input', { type: 'checkbox', name: 'device', value: device.key }), ' ', device.name)),
     h('span', { class: 'quiet' }, t('launcher.all')));
     if (!machine.slurm || !trains) return;

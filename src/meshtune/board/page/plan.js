@@ -18,20 +18,25 @@ export function planPanel(devices, apply, chosen) {
   const target = h('input', { type: 'text', id: 'target', list: 'targets', value: localStorage.getItem('target') ?? '', placeholder: t('plan.here'), onchange: changed });
   const names = h('datalist', { id: 'targets' }, Object.keys(devices).filter((name) => name !== 'CPU')
     .flatMap((name) => [1, 8].map((count) => h('option', { value: `${count}x${name}` }))));
+  const priced = h('span', { class: 'together' });
   const price = h('input', { type: 'text', inputmode: 'decimal', id: 'price', class: 'short', value: localStorage.getItem('price') ?? '', onchange: changed });
   const wrong = h('div');
   const result = h('div', { class: 'estimate', 'aria-live': 'polite' });
   const compile = action(t('plan.compile'), () => ask({ compile: true, count: true }), wrong, { class: 'small' });
   const element = h('section', { class: 'card plan', 'aria-labelledby': 'plan-title' },
     h('h2', { id: 'plan-title' }, t('plan.title')),
-    h('div', { class: 'row' }, h('label', { for: 'target' }, t('plan.target')), target, names, h('span', { class: 'together' }, h('label', { for: 'price' }, t('plan.price')), price)),
+    h('div', { class: 'row' }, h('label', { for: 'target' }, t('plan.target')), target, names, priced),
     result, wrong, h('div', { class: 'row' }, compile, h('span', { class: 'quiet' }, t('plan.about'))));
   let recipe = '';
   let known = [''];
   let timer = null;
   let asked = 0;
 
+  priced.append(h('label', { for: 'price' }, t('plan.price')), price);
+  priced.hidden = !target.value.trim(); // this machine is not rented
+
   function changed() {
+    priced.hidden = !target.value.trim();
     localStorage.setItem('target', target.value.trim());
     localStorage.setItem('price', price.value.trim());
     update(...known);
@@ -62,7 +67,7 @@ export function planPanel(devices, apply, chosen) {
     clearTimeout(timer); // a count that is due would end what is asked now
     element.classList.add('stale');
     try {
-      const answer = await post('api/plan', { recipe, target: target.value.trim() || 'here', price: Number(price.value) || null, page: PAGE, ...options });
+      const answer = await post('api/plan', { recipe, target: target.value.trim() || 'here', price: (!priced.hidden && Number(price.value)) || null, page: PAGE, ...options });
       if (current !== asked) return null;
       fill(wrong);
       fill(result, drawn(answer.plan, apply), choiceTable(answer.choices));

@@ -9,10 +9,12 @@ import { copyable, problems, stageBar } from './widgets.js';
 const ENDED = ['finished', 'stopped', 'failed', 'lost'];
 const LOG_CHARACTERS = 4000;
 const LOG_SECONDS = 1;
+const LONG = 400; // characters, or LINES, of a cell that is folded
+const LINES = 10;
 
 // A list of the jobs of `kinds`, newest first. `open` is the id of one that is shown unfolded.
 export function jobResults(kinds) {
-  const list = h('div', { class: 'list' });
+  const list = h('div', { class: 'list' }, h('p', { class: 'empty' }, t('results.none')));
   const element = h('section', {}, h('h2', {}, t('results.title')), list);
   const cards = new Map();
   let opened = null;
@@ -24,7 +26,7 @@ export function jobResults(kinds) {
       cards.get(job.id).set(job);
     }
     const elements = shown.map((job) => cards.get(job.id).element);
-    if (elements.length !== list.children.length || elements.some((one, index) => list.children[index] !== one)) {
+    if (!elements.length || elements.length !== list.children.length || elements.some((one, index) => list.children[index] !== one)) {
       fill(list, elements.length ? elements : h('p', { class: 'empty' }, t('results.none')));
     }
     unfold();
@@ -102,7 +104,7 @@ function shown(id, { report, models, rows, files, folder }) {
     figuresOf(models),
     report && h('iframe', { class: 'report', sandbox: '', src: `api/results/${id}/report`, title: t('results.report') }),
     rows.length > 0 && wide(t('results.answers'), 'answers-table', [t('results.prompt'), t('results.reference'), ...models.map(({ name }) => modelName(name))],
-      rows.map((row) => h('tr', {}, [row.prompt, row.reference, ...row.answers].map((text) => h('td', { class: 'answer' }, said(text)))))),
+      rows.map((row) => h('tr', {}, [row.prompt, row.reference, ...row.answers].map((text) => h('td', { class: 'answer' }, folded(said(text))))))),
     files.length > 0 && h('details', { open: !rows.length && !report }, h('summary', {}, t('results.files', { n: files.length, folder })),
       h('ul', { class: 'files' }, files.map((file) => h('li', {},
         h('a', { href: `api/results/${id}/files/${file.path.split('/').map(encodeURIComponent).join('/')}`, download: file.path.split('/').pop() }, file.path), ' ',
@@ -122,6 +124,17 @@ function figuresOf(models) {
 function wide(label, name, heads, rows) {
   return h('div', { class: 'scroll', tabindex: 0, role: 'region', 'aria-label': label }, h('table', { class: name },
     h('thead', {}, h('tr', {}, heads.map((head) => h('th', { scope: 'col' }, head)))), h('tbody', {}, rows)));
+}
+
+// A long text shows its first lines, and the rest when it is asked for.
+function folded(text) {
+  if (text.length <= LONG && text.split('\n').length <= LINES) return text;
+  const body = h('div', { class: 'clamped' }, text);
+  return [body, h('button', { type: 'button', class: 'small plain', 'aria-expanded': 'false', onclick: ({ target }) => {
+    const open = !body.classList.toggle('clamped');
+    target.setAttribute('aria-expanded', String(open));
+    target.textContent = t(open ? 'results.fold' : 'results.whole');
+  } }, t('results.whole'))];
 }
 
 const modelName = (name) => (has(`results.of.${name}`) ? t(`results.of.${name}`) : t('results.answer'));

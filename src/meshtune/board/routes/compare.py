@@ -6,6 +6,7 @@ import json
 import pathlib
 from typing import Any
 
+from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,11 +17,13 @@ from meshtune.board.answers import Answer
 from meshtune.board.job import RECIPE, Job
 from meshtune.board.recipe_text import content_of
 from meshtune.board.state import BoardState
+from meshtune.config.data import SourceSection
 from meshtune.errors import UserError
 from meshtune.train.report.metrics_log import METRICS
 
 MOST = 8
 UNINTERESTING = ("output",)
+SOURCES = ("data.train", "data.validation")
 
 
 def routes(state: BoardState) -> list[BaseRoute]:
@@ -33,7 +36,7 @@ def routes(state: BoardState) -> list[BaseRoute]:
         recipes = [_recipe(job) for job in jobs]
         keys = sorted({key for recipe in recipes for key in recipe} - set(UNINTERESTING))
         differing = [
-            {"key": key, "values": [recipe.get(key) for recipe in recipes]}
+            {"key": key, "values": [_without_defaults(key, recipe.get(key)) for recipe in recipes]}
             for key in keys
             if len({json.dumps(recipe.get(key), sort_keys=True, default=str) for recipe in recipes}) > 1
         ]
@@ -62,6 +65,17 @@ def _flat(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
     if isinstance(value, dict) and value:
         return [pair for key, inner in value.items() for pair in _flat(inner, f"{prefix}.{key}".strip("."))]
     return [(prefix, value)]
+
+
+def _without_defaults(key: str, value: Any) -> Any:
+    """A source of records by its path and the keys that are not at their defaults; other values as they are."""
+    if key not in SOURCES or not isinstance(value, list):
+        return value
+    try:
+        sources = [SourceSection.model_validate(entry).model_dump(exclude_defaults=True) for entry in value]
+    except ValidationError:
+        return value
+    return [source["path"] if set(source) == {"path"} else source for source in sources]
 
 
 def _figures(job: Job) -> dict[str, Any]:

@@ -23,12 +23,14 @@ from meshtune.board.state import BoardState
 from meshtune.config.foreign.detect import is_foreign
 from meshtune.config.foreign.importer import translate
 from meshtune.config.foreign.trl import OTHER_TRAINERS, TRAINERS
-from meshtune.config.load import silent
+from meshtune.config.load import load_recipe, silent
+from meshtune.config.recipe import DEFAULT_EPOCHS
 from meshtune.config.renamed import with_current_names
 from meshtune.config.schema import json_schema
 from meshtune.config.short_forms import written_out
 from meshtune.errors import UserError
 from meshtune.plan.hardware import known_devices
+from meshtune.setup.choices import learning_rate_of
 
 RECIPE_FILES = 200  # shown of the root
 MAX_CHANGES = 200
@@ -63,6 +65,7 @@ def routes(state: BoardState) -> list[BaseRoute]:
         except UserError as error:
             return {"recipe": text, "values": None, "problems": problems_of(error)}
         answer: dict[str, Any] = {"recipe": text, "values": values, "problems": [], "foreign": is_foreign(content)}
+        answer["defaults"] = _defaults(content)
         try:
             if content and not answer["foreign"]:
                 checked_recipe(workspace, text)
@@ -149,6 +152,17 @@ def routes(state: BoardState) -> list[BaseRoute]:
         Route("/api/recipe/import", import_, methods=["POST"]),
         Route("/api/plan", plan, methods=["POST"]),
     ]
+
+
+def _defaults(content: dict[str, Any]) -> dict[str, str]:
+    """Defaults that depend on other keys, as a form shows them; {} for a recipe that is not right yet."""
+    try:
+        needed = {"model": "none", "data": {"train": "none"}, "output": "none"}
+        recipe = load_recipe(written_out(needed | content), notify=silent)
+    except UserError:
+        return {}
+    epochs = {"train.epochs": f"{DEFAULT_EPOCHS:g}"} if recipe.train.steps is None else {}
+    return {"optimizer.learning_rate": f"{learning_rate_of(recipe):g}", **epochs}
 
 
 def text_of(body: dict[str, Any], name: str) -> str:

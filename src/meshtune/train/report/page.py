@@ -4,18 +4,44 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import yaml
+
+from meshtune.config.load import load_recipe, silent
 from meshtune.digests import DamagedError
+from meshtune.errors import UserError
 from meshtune.runs.output import RECIPE, read_run
 from meshtune.train.report.metrics_log import METRICS, SAMPLES, TIMINGS, read
 from meshtune.train.report.smoothing import SmoothedLoss
-from meshtune.train.report.svg_plot import Curve, svg_plot
+from meshtune.train.report.svg_plot import LARGE, SMALL, Curve, svg_plot
 
 REPORT = "report.html"
+# The words of the board's page, in English.
+METRIC_NAMES = {
+    "loss": "Loss",
+    "accuracy": "Accuracy",
+    "learning_rate": "Learning rate",
+    "grad_norm": "Gradient norm",
+    "tokens_per_second": "Tokens per second",
+    "memory": "Memory",
+    "rewards/margins": "Reward margin",
+    "rewards/chosen": "Reward of chosen answers",
+    "rewards/rejected": "Reward of rejected answers",
+    "rewards/accuracies": "Pairs with the better answer ahead",
+    "logps/chosen": "Log-probability of chosen answers",
+    "logps/rejected": "Log-probability of rejected answers",
+    "log_odds": "Log-odds of chosen answers",
+    "nll": "Cross-entropy of chosen answers",
+    "kl": "KL from the reference",
+    "aux_loss": "Loss of the router",
+}
+EXACT = {"learning_rate", "memory"}  # are drawn as they are
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 NO_CURVES = {"kind", "step", "epoch", "loss", "tokens", "learned_tokens", "best", *TIMINGS} - {
     "tokens_per_second",
     "memory",
@@ -30,16 +56,16 @@ body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
 h1, h2, h3 { line-height: 1.2; overflow-wrap: anywhere; } h3 { font-size: 1rem; margin-bottom: .2rem; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }
 .plots > :first-child { grid-column: 1 / -1; }
-svg { width: 100%; height: auto; } svg text { font-size: 11px; fill: var(--quiet); } .grid { stroke: var(--line); }
+.plots > div { overflow-x: auto; } .plots > :first-child svg { min-width: 36rem; }
+svg { width: 100%; height: auto; } svg text { font-size: 12px; fill: var(--quiet); } .grid { stroke: var(--line); }
 polyline { fill: none; stroke-width: 2; stroke-linejoin: round; stroke: var(--train); }
 .raw { opacity: .35; stroke-width: 1; } polyline.validation { stroke: var(--validation); }
-circle { fill: var(--validation); }
-.key { color: var(--quiet); font-size: .9rem; }
-.key b { color: var(--train); } .key i { color: var(--validation);
-  font-style: normal; }
+circle.training { fill: var(--train); } circle.validation { fill: var(--validation); }
+.key { color: var(--quiet); font-size: .9rem; margin: 0 0 .3rem; } .key b { color: var(--train); }
+.key i { color: var(--validation); font-style: normal; font-weight: 600; }
 table { border-collapse: collapse; } td, th { text-align: left; padding: .2rem 1rem .2rem 0;
   border-bottom: 1px solid var(--line); }
-td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+td:first-child { white-space: nowrap; } td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 pre { background: var(--code); padding: .8rem; overflow: auto; white-space: pre-wrap; overflow-wrap: anywhere; }
 .quiet { color: var(--quiet); }
 """
@@ -67,7 +93,7 @@ def report_html(output: pathlib.Path) -> str:
     parts = [f"<h1>{title}</h1>", _table(_facts(run, rows)), *_compared(run.get("prediction"))]
     parts += ["<h2>Curves</h2>", *_curves(rows, run.get("total"))] if rows else []
     parts += ["<h2>Samples</h2>", *_samples(samples)] if samples else []
-    parts += ["<h2>Recipe</h2>", f"<pre>{html.escape(recipe)}</pre>"] if recipe else []
+    parts += _recipe(recipe)
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     head += f"<title>{title}</title><style>{STYLE}</style>"
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
@@ -104,7 +130,7 @@ def _compared(prediction: Mapping[str, Any] | None) -> list[str]:
     predicted, measured = prediction.get("predicted") or {}, prediction.get("measured") or {}
     rows = [
         ("memory of the fullest device", _mebibytes(predicted, "device_bytes"), _mebibytes(measured, "device_bytes")),
-        ("seconds an update", _number(predicted.get("step_seconds")), _number(measured.get("step_seconds"))),
+        ("seconds an update", *(_number(side.get("step_seconds")) or "unknown" for side in (predicted, measured))),
     ]
     body = "".join(f"<tr><td>{name}</td><td>{planned}</td><td>{real}</td></tr>" for name, planned, real in rows)
     device = html.escape(str(predicted.get("device", "")))
@@ -116,23 +142,74 @@ def _curves(rows: Sequence[Mapping[str, Any]], total: object) -> list[str]:
     """A plot of the loss, then one of every other figure."""
     train = [row for row in rows if row.get("kind") == "train"]
     validation = [row for row in rows if row.get("kind") == "eval"]
-    smoothed = SmoothedLoss(total if isinstance(total, int) else len(train))
-    mean = [smoothed.update(row["loss"]) for row in train]
-    loss = [
-        Curve("each update", _column(train, "step"), _column(train, "loss"), "raw"),
-        Curve("training", _column(train, "step"), mean, "training"),
-        Curve("validation", _column(validation, "step"), _column(validation, "loss"), "validation"),
-    ]
-    key = '<p class="key"><b>training</b>, smoothed and by update; <i>validation</i></p>'
-    plots = [f"<div><h3>Loss</h3>{key}{svg_plot('Loss', loss)}</div>"]
-    for name in dict.fromkeys(key for row in rows for key in row if key not in NO_CURVES):
-        curves = [
-            Curve("training", _column(train, "step"), _column(train, name), "training"),
-            Curve("validation", _column(validation, "step"), _column(validation, name), "validation"),
-        ]
-        plot = svg_plot(name, curves)
-        plots += [f"<div><h3>{html.escape(name)}</h3>{plot}</div>"] if plot else []
+    updates = total if isinstance(total, int) else len(train)
+    keys = dict.fromkeys(key for row in rows for key in row)
+    plots = [_plot("loss", train, validation, updates, _loss_unit(keys), LARGE)]
+    plots += [_plot(name, train, validation, updates, "", SMALL) for name in keys if name not in NO_CURVES]
     return ['<div class="plots">', *plots, "</div>"]
+
+
+def _plot(
+    name: str,
+    train: Sequence[Mapping[str, Any]],
+    validation: Sequence[Mapping[str, Any]],
+    total: int,
+    unit: str,
+    size: tuple[int, int],
+) -> str:
+    """A figure under its name, with a key that has the last value of each curve; "" where there is no number."""
+    sides = {"training": _column(train, name), "validation": _column(validation, name)}
+    if name == "memory":
+        largest = max((value for values in sides.values() for value in values if value is not None), default=0)
+        power = min(len(UNITS) - 1, int(math.log2(max(1, largest)) // 10))
+        unit = UNITS[power]
+        sides = {side: [None if value is None else value / 1024**power for value in sides[side]] for side in sides}
+    steps = {"training": _column(train, "step"), "validation": _column(validation, "step")}
+    curves, smoothed = [], SmoothedLoss(total)
+    if name not in EXACT and smoothed.final_span > 1:
+        curves.append(Curve("", steps["training"], sides["training"], "raw"))
+        sides["training"] = [smoothed.value if value is None else smoothed.update(value) for value in sides["training"]]
+        label = "smoothed"
+    else:
+        label = "training" if any(value is not None for value in sides["validation"]) else "last"
+    curves += [Curve(side, steps[side], values, side) for side, values in sides.items()]
+    title = METRIC_NAMES.get(name, name)
+    plot = svg_plot(title, curves, unit=unit, size=size)
+    last = {
+        side: next((value for value in reversed(values) if value is not None), None) for side, values in sides.items()
+    }
+    marks = {"training": (label, "b"), "validation": ("validation", "i")}
+    suffix = f" {unit}" if unit in UNITS else ""
+    key = "; ".join(
+        f"<{marks[side][1]}>{marks[side][0]}</{marks[side][1]}> {_number(value)}{suffix}"
+        for side, value in last.items()
+        if value is not None
+    )
+    return f'<div><h3>{html.escape(title)}</h3><p class="key">{key}</p>{plot}</div>' if plot else ""
+
+
+def _loss_unit(keys: Collection[str]) -> str:
+    """What a loss is averaged over, by the metrics beside it."""
+    if "kl" in keys:
+        return "per answer"
+    return "per pair" if any(key.startswith("rewards/") for key in keys) else "nats per token"
+
+
+def _recipe(text: str) -> list[str]:
+    """The keys of a recipe that are not at their defaults; all of them folded."""
+    if not text:
+        return []
+    whole = f"<pre>{html.escape(text)}</pre>"
+    try:
+        recipe = load_recipe(yaml.safe_load(text), notify=silent)
+    except (UserError, yaml.YAMLError, ValueError):
+        return ["<h2>Recipe</h2>", whole]
+    changed = recipe.model_dump(mode="json", exclude_defaults=True)
+    for name in ("stage", "method"):  # whose keys are those of a kind
+        changed[name] = {"kind": getattr(recipe, name).kind, **changed.get(name, {})}
+    short = yaml.safe_dump(changed, sort_keys=False, allow_unicode=True)
+    folded = f"<details><summary>all keys, with the defaults</summary>{whole}</details>"
+    return ["<h2>Recipe</h2>", f"<pre>{html.escape(short)}</pre>", folded]
 
 
 def _column(rows: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
@@ -163,4 +240,6 @@ def _mebibytes(values: Mapping[str, Any], name: str) -> str:
 
 
 def _number(value: object) -> str | None:
-    return f"{value:.4g}" if isinstance(value, int | float) else (None if value is None else json.dumps(value))
+    if not isinstance(value, int | float):
+        return None if value is None else json.dumps(value)
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e7 else f"{value:.4g}"

@@ -20,7 +20,7 @@ class SmoothedLoss:
 
     def __init__(self, total: int, history: Iterable[float] = ()):
         self.total = total
-        self._span = max(1.0, min(MAX_SPAN, total * SHARE_OF_RUN))
+        self.final_span = max(1.0, min(MAX_SPAN, total * SHARE_OF_RUN))
         self._count = 0
         self.value: float | None = None
         self.history = [self.update(loss) for loss in history]
@@ -28,7 +28,7 @@ class SmoothedLoss:
     @property
     def span(self) -> float:
         """Approximate number of updates that the mean covers; 1 means that it equals the last loss."""
-        return min(self._span, 1.0 + self._count / 4)
+        return min(self.final_span, 1.0 + self._count / 4)
 
     def update(self, loss: float) -> float:
         """Adds the loss of one update and returns the new mean."""

@@ -1,4 +1,4 @@
-"""Curves as SVG text, for pages that work without scripts."""
+"""Curves as SVG text with axes, for pages that work without scripts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-WIDTH, HEIGHT = 720, 260
-LEFT, TOP, RIGHT, BOTTOM = 62, 12, 12, 26
+LARGE, SMALL = (960, 320), (460, 230)  # of a page's pixels, so that type has its size
+TOP, RIGHT, BOTTOM, GAP = 26, 14, 42, 6
+CHARACTER = 7.2  # pixels of a digit at most, at 12 pixels
 DOTS = 60  # measurements that are fewer than this are also drawn as dots, if not every update has one
 COLUMNS = 600  # of pixels that a curve is reduced to, each by its lowest and highest value
 
@@ -22,39 +23,99 @@ class Curve(NamedTuple):
     style: str
 
 
-def svg_plot(title: str, curves: Sequence[Curve]) -> str:
-    """An SVG element with axes and curves; "" where no value is a number."""
+class Tick(NamedTuple):
+    """A place on an axis, and its text."""
+
+    value: float
+    text: str
+
+
+def svg_plot(title: str, curves: Sequence[Curve], *, unit: str = "", size: tuple[int, int] = SMALL) -> str:
+    """An SVG element with curves over updates, `unit` above their axis; "" where no value is a number."""
     points = [_finite(curve) for curve in curves]
     steps = [step for series in points for step, _ in series]
     values = [value for series in points for _, value in series]
     if not values:
         return ""
-    low, high = min(values), max(values)
-    pad = 0.06 * ((high - low) or abs(high) or 1.0)
-    x_range, y_range = (min(steps), max(max(steps), min(steps) + 1)), (low - pad, high + pad)
+    width, height = size
+    low, high, y_ticks = axis(min(values), max(values), max(3, (height - TOP - BOTTOM) // 44))
+    left = GAP + CHARACTER * max(len(tick.text) for tick in y_ticks)
+    first, last = min(steps), max(max(steps), min(steps) + 1)
+    _, _, x_ticks = axis(first, last, max(2, int((width - left - RIGHT) // 60)), whole=True, end=True)
 
-    def at(step: float, value: float) -> str:
-        x = LEFT + (step - x_range[0]) / (x_range[1] - x_range[0]) * (WIDTH - LEFT - RIGHT)
-        y = TOP + (y_range[1] - value) / (y_range[1] - y_range[0]) * (HEIGHT - TOP - BOTTOM)
-        return f"{x:.1f},{y:.1f}"
+    def at(step: float, value: float) -> tuple[float, float]:
+        x = left + (step - first) / (last - first) * (width - left - RIGHT)
+        return x, TOP + (high - value) / (high - low) * (height - TOP - BOTTOM)
 
-    parts = [f"<title>{html.escape(title)}</title>"]
-    for tick in _ticks(*y_range, 4):
-        y = at(x_range[0], tick).partition(",")[2]
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y}" dy="4" text-anchor="end">{tick:.4g}</text>')
-    for tick in _ticks(*x_range, 6):
-        x = at(tick, low).partition(",")[0]
-        parts.append(f'<text x="{x}" y="{HEIGHT - 7}" text-anchor="middle">{tick:.6g}</text>')
+    parts = [f"<title>{html.escape(title)}</title>", f'<text x="0" y="12">{html.escape(unit)}</text>']
+    for tick in y_ticks:
+        y = at(first, tick.value)[1]
+        parts.append(f'<line class="grid" x1="{left:.1f}" x2="{width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{left - GAP:.1f}" y="{y:.1f}" dy="4" text-anchor="end">{tick.text}</text>')
+    for tick in x_ticks:
+        half = CHARACTER * len(tick.text) / 2
+        x = min(at(tick.value, low)[0], width - half)
+        parts.append(f'<text x="{x:.1f}" y="{height - BOTTOM + 18}" text-anchor="middle">{tick.text}</text>')
+    middle = (left + width - RIGHT) / 2
+    parts.append(f'<text x="{middle:.1f}" y="{height - 5}" text-anchor="middle">update</text>')
     for curve, series in zip(curves, points, strict=True):
-        line = " ".join(at(step, value) for step, value in reduced(series))
+        line = [at(step, value) for step, value in reduced(series)]
         style = html.escape(curve.style)
-        parts.append(f'<polyline class="{style}" points="{line}"/>')
-        if len(series) < DOTS and len(series) < len(points[0]):
-            centres = [at(step, value).split(",") for step, value in series]
-            parts += [f'<circle class="{style}" cx="{x}" cy="{y}" r="3.5"/>' for x, y in centres]
-    size = f'viewBox="0 0 {WIDTH} {HEIGHT}"'
-    return f'<svg {size} role="img" aria-label="{html.escape(title)}">{"".join(parts)}</svg>'
+        places = " ".join(f"{x:.1f},{y:.1f}" for x, y in line)
+        parts.append(f'<polyline class="{style}" points="{places}"/>')
+        dotted = line if len(series) < DOTS and len(series) < len(points[0]) else line[-1:]
+        if style != "raw":
+            parts += [f'<circle class="{style}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in dotted]
+    label = html.escape(title)
+    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+
+
+def axis(
+    low: float, high: float, count: int, *, whole: bool = False, end: bool = False
+) -> tuple[float, float, list[Tick]]:
+    """The range of an axis and its ticks: round numbers in about `count` steps, whose texts all differ.
+
+    It reaches out to a tick at both ends; with `end` it keeps its range, and `high` is a tick. `whole`: of whole
+    numbers alone. board/page/ticks.js makes the same.
+    """
+    size = max(abs(low), abs(high))
+    if whole:
+        high = max(high, low + 1)
+    elif high - low <= size * 1e-9:
+        pad = size * 0.05 or 1.0
+        low, high = low - pad, high + pad
+    raw = (high - low) / count
+    power = math.floor(math.log10(raw))
+    mantissa = next((factor for factor in (1, 2, 5) if factor * 10.0**power >= raw * (1 - 1e-9)), 10)
+    step = float(f"{mantissa}e{power}")
+    step = max(1.0, step) if whole else step
+    if end:
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    else:
+        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    values = [float(f"{number * step:.15g}") for number in range(first, last + 1)]
+    if not end:
+        return values[0], values[-1], [Tick(value, _written(value, step, values)) for value in values]
+    inner = [Tick(value, _written(value, step, values)) for value in values if high - value > 0.6 * step]
+    last_tick = Tick(high, _written(high, 1.0 if whole else step / 10, [*values, high], trim=True))
+    return low, high, [*inner, last_tick]
+
+
+def _written(value: float, step: float, values: Sequence[float], *, trim: bool = False) -> str:
+    """A value with as many digits as a step needs; `trim` leaves out zeros at the end."""
+    largest, power = max(map(abs, values)), math.floor(math.log10(step) + 1e-9)
+    if largest >= 1e7 or (power < -4 and largest < 0.01):
+        if value == 0:
+            return "0"
+        digits = max(0, math.floor(math.log10(abs(value)) + 1e-9) - power)
+        mantissa, exponent = f"{value:.{digits}e}".split("e")
+        return f"{_trimmed(mantissa)}e{int(exponent)}"
+    text = f"{value + 0.0:,.{max(0, -power)}f}"
+    return _trimmed(text) if trim else text
+
+
+def _trimmed(text: str) -> str:
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def reduced(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -76,11 +137,3 @@ def reduced(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 def _finite(curve: Curve) -> list[tuple[float, float]]:
     pairs = zip(curve.steps, curve.values, strict=True)
     return [(step, value) for step, value in pairs if value is not None and math.isfinite(value)]
-
-
-def _ticks(low: float, high: float, count: int) -> list[float]:
-    raw = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
-    first = math.ceil(low / step)
-    return [tick * step for tick in range(first, math.floor(high / step) + 1)]

@@ -1,10 +1,11 @@
 // An answer as it stands: thinking folded, text as text, calls of tools, and how it ended.
 
 import { h } from '../dom.js';
-import { number } from '../format.js';
+import { duration, number } from '../format.js';
 import { t } from '../text.js';
 import { problems } from '../widgets.js';
 
+const SHORTEST = 0.05; // seconds of which a speed can be told
 const OPEN = '<think>';
 const CLOSE = '</think>';
 
@@ -30,8 +31,11 @@ function parts({ thinking, text }) {
   return { thinking: start.slice(OPEN.length, end).trim(), text: start.slice(end + CLOSE.length).trimStart(), open: false };
 }
 
-function figures({ tokens, seconds, finish, stopped }) {
-  const speed = tokens && seconds ? t('talk.speed', { tokens: number(tokens), rate: number(tokens / seconds, 3) }) : null;
+// The speed is that of the tokens after the first.
+function figures({ tokens, first, seconds, finish, stopped }) {
+  const speed = tokens && t('talk.counted', { n: tokens, tokens: number(tokens) });
+  const rate = tokens > 2 && seconds > SHORTEST && t('talk.speed', { rate: number((tokens - 1) / seconds, 3) });
+  const wait = typeof first === 'number' && t('talk.first', { time: first < 10 ? t('unit.seconds', { seconds: number(first, 2) }) : duration(first) });
   const end = stopped ? t('talk.stopped') : finish === 'length' ? t('talk.length') : null;
-  return [speed, end].filter(Boolean).join(' · ');
+  return [speed, rate, wait, end].filter(Boolean).join(' · ');
 }

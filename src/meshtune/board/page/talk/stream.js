@@ -2,11 +2,15 @@
 
 import { Refused } from '../api.js';
 
+const MANY = 16; // pieces
+
 // Asks the model `id` of a job. `take` is called with the answer so far after each piece:
-// {text, thinking, calls: [{id, name, arguments}], finish, tokens, seconds}. Returns the last of them.
+// {text, thinking, calls: [{id, name, arguments}], finish, tokens, first, seconds}, where `first` is when its first piece came and
+// `seconds` the time since then. Of many pieces the longest wait is left out: a program may have been compiled in it.
 export async function ask(job, body, signal, take) {
   const started = performance.now();
-  const answer = { text: '', thinking: '', calls: [], finish: null, tokens: null, seconds: 0 };
+  const answer = { text: '', thinking: '', calls: [], finish: null, tokens: null, first: null, seconds: 0 };
+  let [last, longest, pieces] = [started, 0, 0];
   const response = await fetch(`api/talk/${encodeURIComponent(job)}/v1/chat/completions`, {
     method: 'POST', headers: { 'content-type': 'application/json' }, signal,
     body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
@@ -16,7 +20,16 @@ export async function ask(job, body, signal, take) {
     if (event.error) throw refusal(502, event);
     if (event.usage) answer.tokens = event.usage.completion_tokens;
     for (const choice of event.choices ?? []) add(answer, choice);
-    answer.seconds = (performance.now() - started) / 1000;
+    if (event.choices?.length) {
+      const now = performance.now();
+      if (answer.first === null) answer.first = (now - started) / 1000;
+      else {
+        longest = Math.max(longest, now - last);
+        answer.seconds = (now - started - (pieces > MANY ? longest : 0)) / 1000 - answer.first;
+      }
+      last = now;
+      pieces += 1;
+    }
     take(answer);
   }
   return answer;

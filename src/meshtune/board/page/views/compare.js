@@ -2,9 +2,10 @@
 
 import { get } from '../api.js';
 import { chart, smoothed } from '../chart.js';
+import { axisFor, chartSettings, lossUnit, placed } from '../curves.js';
 import { fill, h } from '../dom.js';
 import { bytes, duration, number } from '../format.js';
-import { t } from '../text.js';
+import { has, t } from '../text.js';
 import { problems } from '../widgets.js';
 
 export const name = 'compare';
@@ -20,8 +21,9 @@ export function show(place, path) {
   const chosen = new Set(path);
   const choices = h('fieldset', { class: 'card run-choices' });
   const body = h('div');
-  const loss = chart(t('compare.loss'));
-  const validation = chart(t('compare.validation'));
+  const settings = chartSettings(() => plot());
+  const charts = new Map(); // by kind of loss
+  let drawn = null;
   let timer = null;
   let over = false;
   fill(place, h('h1', {}, t('compare.title')), choices, body);
@@ -58,10 +60,13 @@ export function show(place, path) {
       const metrics = ids.map((_, index) => rows[2 * index].rows);
       const samples = ids.map((_, index) => rows[2 * index + 1].rows);
       const labels = runs.map((run) => `${run.name} (${Number(run.id.split('-')[0])})`);
-      if (!body.contains(loss.element)) fill(body, h('div', { class: 'scroll table', tabindex: 0, role: 'region', 'aria-label': t('compare.table') }), h('div', { class: 'charts pair' }, loss.element, validation.element), h('div', { class: 'samples' }));
+      if (!body.querySelector('.table')) {
+        fill(body, h('div', { class: 'scroll table', tabindex: 0, role: 'region', 'aria-label': t('compare.table') }), settings.element, h('div', { class: 'charts pair' }), h('div', { class: 'samples' }));
+      }
+      runs.forEach((run, index) => measure(run.figures, metrics[index]));
       fill(body.querySelector('.table'), table(runs, keys, labels));
-      loss.set(metrics.map((list, index) => curve(list.filter((row) => row.kind !== 'eval'), labels[index], index, true)));
-      validation.set(metrics.map((list, index) => ({ ...curve(list.filter((row) => row.kind === 'eval'), labels[index], index, false), dots: true })));
+      drawn = { metrics, labels, stages: keys.find(({ key }) => key === 'stage.kind')?.values };
+      plot();
       fill(body.querySelector('.samples'), sideBySide(samples, labels));
       if (runs.some((run) => run.state === 'running')) timer = setTimeout(draw, SECONDS * 1000);
     } catch (error) {
@@ -69,30 +74,61 @@ export function show(place, path) {
     }
   }
 
+  // Losses of different stages are not of one size: each stage has charts of its own.
+  function plot() {
+    if (!drawn) return;
+    const { metrics, labels, stages } = drawn;
+    const places = metrics.map((rows) => placed(rows).map((one) => one[settings.place]));
+    const axis = axisFor(settings.place, Math.max(0, ...places.map((one) => one[one.length - 1] ?? 0)));
+    const elements = [];
+    for (const stage of new Set(stages ?? [null])) {
+      for (const kind of ['loss', 'validation']) {
+        const series = [];
+        metrics.forEach((rows, index) => {
+          if (stages && stages[index] !== stage) return;
+          const chosen = rows.map((row, at) => [row, places[index][at] / axis.size]).filter(([row]) => (row.kind === 'eval') === (kind === 'validation'));
+          const [x, y] = [chosen.map(([, place]) => place), chosen.map(([row]) => row.loss ?? null)];
+          const span = settings.span(chosen[chosen.length - 1]?.[0].step ?? 0);
+          series.push({ label: labels[index], colour: index, x, y: kind === 'loss' ? smoothed(y, span) : y, dots: kind === 'validation', rows });
+        });
+        if (!series.some((one) => one.x.length)) continue;
+        const key = `${kind} ${stage}`;
+        const title = [t(`compare.${kind}`), stages && (has(`recipe.kind.${stage}`) ? t(`recipe.kind.${stage}`) : stage)].filter(Boolean).join(': ');
+        if (!charts.has(key)) charts.set(key, chart(title, { unit: lossUnit(series.flatMap((one) => one.rows).find((row) => row.kind !== 'eval')) }));
+        charts.get(key).set(series, axis, settings.logarithmic);
+        elements.push(charts.get(key).element);
+      }
+    }
+    const place = body.querySelector('.charts');
+    if (elements.length !== place.children.length || elements.some((one, index) => place.children[index] !== one)) fill(place, elements);
+  }
+
   list();
   draw();
   return () => {
     over = true;
     clearTimeout(timer);
-    loss.close();
-    validation.close();
+    charts.forEach((one) => one.close());
   };
 }
 
-function curve(rows, label, colour, smooth) {
-  const x = rows.map((row) => row.step);
-  const y = rows.map((row) => row.loss ?? null);
-  return { label, colour, x, y: smooth ? smoothed(y, x[x.length - 1] ?? 0) : y };
+// What the log of a run says where its end has not: the middle of the seconds of its updates, and their sum.
+function measure(figures, rows) {
+  const seconds = rows.filter((row) => row.kind !== 'eval').map((row) => row.seconds).filter((one) => typeof one === 'number').sort((one, two) => one - two);
+  if (!seconds.length) return;
+  figures.step_seconds ??= seconds[Math.floor(seconds.length / 2)];
+  figures.seconds ??= placed(rows)[rows.length - 1].time;
 }
 
 function table(runs, keys, labels) {
+  const ofStages = keys.some(({ key }) => key === 'stage.kind'); // whose losses say nothing about one another
   const figures = Object.keys(FIGURES).filter((key) => runs.some((run) => typeof run.figures[key] === 'number'));
   return h('table', {},
     h('thead', {}, h('tr', {}, h('th', { scope: 'col' }, t('compare.key')), runs.map((run, index) => h('th', { scope: 'col' },
       h('span', { class: `swatch curve-${index}` }), h('a', { href: `#/runs/${run.id}` }, labels[index]))))),
     h('tbody', {},
-      figures.map((key) => row(t(`compare.${key}`), runs.map((run) => FIGURES[key](run.figures[key])), best(key, runs))),
-      h('tr', { class: 'divider' }, h('th', { scope: 'colgroup', colspan: runs.length + 1 }, keys.length ? t('compare.keys') : t('compare.same'))),
+      figures.map((key) => row(t(`compare.${key}`), runs.map((run) => FIGURES[key](run.figures[key])), ofStages ? -1 : best(key, runs))),
+      runs.length > 1 && h('tr', { class: 'divider' }, h('th', { scope: 'colgroup', colspan: runs.length + 1 }, keys.length ? t('compare.keys') : t('compare.same'))),
       keys.map(({ key, values }) => row(h('code', {}, key), values.map(written), -1))));
 }
 
@@ -107,9 +143,12 @@ function best(key, runs) {
   return values.indexOf(Math.min(...values));
 }
 
+// A value without JSON's marks: parts of a list below one another.
 function written(value) {
   if (value === null || value === undefined) return '–';
-  return typeof value === 'object' ? JSON.stringify(value) : String(value);
+  if (Array.isArray(value)) return value.map((part) => h('div', {}, written(part)));
+  if (typeof value === 'object') return Object.entries(value).map(([key, inner]) => `${key}: ${typeof inner === 'object' ? JSON.stringify(inner) : inner}`).join(', ');
+  return typeof value === 'number' ? number(value, 6) : String(value);
 }
 
 // The newest sample of each run, by prompt.

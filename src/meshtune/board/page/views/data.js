@@ -13,6 +13,8 @@ export const name = 'data';
 const FORMATS = ['alpaca', 'sharegpt', 'messages', 'prompt_completion', 'text', 'preference', 'openai', 'hh', 'stanford_alpaca', 'hermes', 'xlam'];
 const MIXINGS = ['concat', 'interleave_under', 'interleave_over'];
 const PAGE = String(Math.random());
+const QUESTION_AND_ANSWER = [['alpaca', 'instruction', 'output'], ['prompt_completion', 'prompt', 'completion']];
+const [UPDATES, BATCH] = [4, 16]; // an epoch has at least so many updates; the batch where a recipe names none
 const TYPES = '.json,.jsonl,.csv,.tsv,.txt';
 
 export function show(place) {
@@ -25,6 +27,8 @@ export function show(place) {
   const sources = h('div');
   const options = h('div', { class: 'form-grid options' });
   const result = h('div', { 'aria-live': 'polite' });
+  const reading = h('p', { class: 'quiet', role: 'status' });
+  const guesses = new Map(); // columns that a person has chosen of a source whose format is not known, by its name
   const picker = h('input', { type: 'file', multiple: true, accept: TYPES, id: 'upload', class: 'hidden', tabindex: -1, 'aria-label': t('data.choose'), onchange: () => send([...picker.files]) });
   const drop = h('div', { class: 'drop' },
   h('p', {}, t('data.drop')), h('button', { type: 'button', onclick: () => picker.click() }, t('data.choose')), picker,
@@ -35,8 +39,8 @@ export function show(place) {
     h('div', { class: 'split' },
       h('div', {},
         h('section', { class: 'card' }, h('h2', {}, t('data.sources')), sources, options,
-          h('div', { class: 'row' }, h('a', { class: 'button primary', href: '#/recipe' }, t('data.use')))),
-        h('section', { class: 'card' }, h('h2', {}, t('data.seen')), result)),
+          h('div', { class: 'row' }, h('a', { class: 'button primary', href: '#/recipe', onclick: toRecipe }, t('data.use')))),
+        h('section', { class: 'card' }, h('h2', {}, t('data.seen')), reading, result)),
       h('div', { class: 'side' }, h('section', { class: 'card' }, h('h2', {}, t('data.files')), drop,
         h('form', { class: 'row', onsubmit: (event) => { event.preventDefault(); if (hub.value.trim()) { add(hub.value.trim()); hub.value = ''; } } },
           h('label', { for: 'hub' }, t('data.hub')), hub, h('button', {}, t('data.add'))), files))));
@@ -74,6 +78,17 @@ export function show(place) {
   }
 
   const current = () => values?.data?.train ?? [];
+  const nameOf = (source) => source.path ?? source.name;
+
+  // Few records get so small a batch that an epoch has some updates, where the recipe names none.
+  async function toRecipe(event) {
+    const rows = seen?.reports?.find((report) => report.split === 'train')?.rows ?? Infinity;
+    if (rows >= UPDATES * BATCH || values?.train?.batch_size !== undefined) return;
+    event.preventDefault();
+    await change([{ path: 'train.batch_size', value: 2 ** Math.max(0, Math.floor(Math.log2(rows / UPDATES))) }]);
+    location.hash = '#/recipe';
+  }
+
   const add = (path) => change(() => (current().some((source) => source.path === path) ? null : [{ path: 'data.train', value: [...current(), { path }] }]));
   // `fields` of a source, or a function that gives them for what the source is by then.
   const replace = (index, fields) => change(() => {
@@ -104,6 +119,7 @@ export function show(place) {
       values = answer.values;
       const own = answer.problems.filter((problem) => problem.path?.startsWith('data.'));
       fill(wrong, own.length ? problems({ problems: own }) : null);
+      if (seen) seen.stale = true; // its problems may be mended
       draw();
       if (!own.length) look();
     } catch (error) {
@@ -113,7 +129,13 @@ export function show(place) {
 
   async function look() {
     const number_ = ++asked;
-    if (!current().length) { fill(result, h('p', { class: 'empty' }, t('data.none'))); return; }
+    if (!current().length) {
+      fill(reading);
+      fill(result, h('p', { class: 'empty' }, t('data.none')));
+      return;
+    }
+    fill(reading, t('data.reading', { name: current().map(nameOf).join(', ') }));
+    if (result.querySelector('.empty')) fill(result);
     result.classList.add('stale');
     try {
       const answer = await post('api/data/preview', { recipe: readDraft(), page: PAGE });
@@ -124,7 +146,10 @@ export function show(place) {
     } catch (error) {
       if (number_ === asked && error.status !== 409) fill(result, problems(error));
     } finally {
-      if (number_ === asked) result.classList.remove('stale');
+      if (number_ === asked) {
+        result.classList.remove('stale');
+        fill(reading);
+      }
     }
   }
 
@@ -160,21 +185,23 @@ export function show(place) {
   }
 
   function sourceCard(source, index) {
-    const known = seen?.sources?.find((entry) => entry.name === (source.path ?? source.name));
-    const format = source.format ?? known?.format;
+    const read = seen?.sources?.find((entry) => entry.name === nameOf(source));
+    const known = read && seen.stale ? { ...read, problems: [] } : read;
+    const format = source.format ?? known?.format ?? FORMATS.find((entry) => seen?.formats && entry in seen.formats);
+    const unclear = Boolean(known?.problems?.length && known.fields.length && !source.format && !source.columns);
     const fields = seen?.formats?.[format]?.fields ?? [];
     const mapped = source.columns ?? {};
     return h('fieldset', { class: 'source-card' }, h('legend', {}, source.path ?? source.name),
       h('p', { class: 'quiet' }, known?.count != null && t('data.records', { n: known.count, count: number(known.count, 9) }), known?.format && !source.format && ' · ',
         known?.format && !source.format && t('data.detected', { format: known.format })),
-      known?.problems?.length ? problems({ problems: known.problems }) : null,
+      unclear ? unclearColumns(source, index, known) : known?.problems?.length ? problems({ problems: known.problems }) : null,
       h('div', { class: 'row' },
         labelled('data.format', h('select', { onchange: (event) => replace(index, { format: event.target.value }) },
           h('option', { value: '' }, t('data.auto')), FORMATS.filter((entry) => !seen?.formats || entry in seen.formats).map((entry) => h('option', { value: entry, selected: entry === source.format }, entry)))),
         labelled('data.weight', h('input', { type: 'text', class: 'short', inputmode: 'decimal', value: source.weight ?? '', onchange: (event) => replace(index, { weight: event.target.value ? Number(event.target.value) : '' }) })),
         labelled('data.cap', h('input', { type: 'text', class: 'short', inputmode: 'numeric', value: source.cap ?? '', onchange: (event) => replace(index, { cap: event.target.value ? Number(event.target.value) : '' }) })),
         h('button', { type: 'button', 'aria-label': `${t('data.remove')}: ${source.path ?? source.name}`, onclick: () => replace(index, { path: '', name: '' }) }, t('data.remove'))),
-      fields.length > 0 && h('details', { open: Boolean(source.format || known?.problems?.length) }, h('summary', {}, t('data.columns')),
+      fields.length > 0 && known && h('details', { open: Boolean(source.format || known?.problems?.length) && !unclear }, h('summary', {}, t('data.columns')),
         h('p', { class: 'quiet', lang: 'en' }, seen.formats[format].expects),
         h('div', { class: 'form-grid' }, fields.map((field) => {
           const select = h('select', { onchange: ({ target: { value } }) => replace(index, (latest) => ({ format: latest.format ?? format, columns: tidyColumns({ ...latest.columns, [field]: value }) })) },
@@ -184,6 +211,21 @@ export function show(place) {
         }))),
       known?.records?.length > 0 && h('details', {}, h('summary', {}, t('data.raw')), known.records.map((record) => h('dl', { class: 'record' },
         Object.entries(record).map(([key, value]) => [h('dt', {}, h('code', {}, key)), h('dd', {}, value)])))));
+  }
+
+  // A source whose columns fit no format: which is the question, and which the answer.
+  function unclearColumns(source, index, known) {
+    const roles = QUESTION_AND_ANSWER.find(([entry]) => entry in (seen.formats ?? {}));
+    const why = h('details', {}, h('summary', {}, t('data.why')), problems({ problems: known.problems }));
+    const message = h('p', { class: 'warning' }, t('data.unclear', { columns: known.fields.join(', ') }));
+    if (!roles) return [message, why];
+    const [entry, ...fields] = roles;
+    const chosen = guesses.get(nameOf(source)) ?? {};
+    return [message, h('div', { class: 'row' }, fields.map((field, at) => labelled(['data.question', 'data.answer'][at], h('select', { onchange: ({ target: { value } }) => {
+      guesses.set(nameOf(source), { ...guesses.get(nameOf(source)), [field]: value });
+      const columns = guesses.get(nameOf(source));
+      if (fields.every((one) => columns[one])) replace(index, { format: entry, columns });
+    } }, h('option', { value: '' }, t('data.column')), known.fields.map((column) => h('option', { value: column, selected: chosen[field] === column }, column)))))), why];
   }
 
   const tidyColumns = (columns) => Object.fromEntries(Object.entries(columns).filter(([, column]) => column));

@@ -22,7 +22,8 @@ export function show(place) {
   const local = h('div');
   const answer = h('div', { class: 'sideways', 'aria-live': 'polite' });
   const search = h('input', { type: 'search', id: 'model-search', placeholder: t('model.searchhint'), oninput: draw });
-  const fits = h('input', { type: 'checkbox', id: 'model-fits', onchange: draw });
+  const fits = h('input', { type: 'checkbox', id: 'model-fits', checked: true, onchange: draw });
+  const marks = h('span');
   const path = h('input', { type: 'text', id: 'model-path', placeholder: t('model.pathhint') });
 
   const estimate = (value, where) => async () => {
@@ -37,7 +38,7 @@ export function show(place) {
         action(t('model.use'), () => useInRecipe([{ path: 'model.path', value: path.value.trim() }]), wrong, { class: 'primary' })), answer),
     h('section', { class: 'card' }, h('h2', {}, t('model.local')), local),
     h('section', { class: 'card' }, h('div', { class: 'row' }, h('h2', {}, h('label', { for: 'model-search' }, t('model.hub'))), search,
-      h('label', { for: 'model-fits' }, fits, ' ', t('model.onlyfits'))), h('p', { class: 'quiet' }, t('model.basis')), hub));
+      h('label', { for: 'model-fits' }, fits, ' ', t('model.onlyfits'))), h('p', { class: 'quiet' }, t('model.basis'), ' ', marks), hub));
 
   function head() {
     return h('thead', {}, h('tr', {}, h('th', {}, t('model.model')),
@@ -55,11 +56,14 @@ export function show(place) {
       h('td', {}, h('button', { type: 'button', class: 'small', 'aria-label': `${t('model.use')}: ${model.id}`, onclick: () => useInRecipe([{ path: 'model.path', value: model.id }]) }, t('model.use'))));
   }
 
+  const least = (model) => Math.min(...Object.values(model.bytes).filter((size) => typeof size === 'number'));
+
   function draw() {
     const words = search.value.trim().toLowerCase().split(/\s+/);
     const chosen = models.hub.filter((model) => words.every((word) => `${model.name} ${model.id} ${model.family}`.toLowerCase().includes(word))
-      && (!fits.checked || limit === null || Math.min(...Object.values(model.bytes)) <= limit));
-    const families = [...new Set(chosen.map((model) => model.family))].sort();
+      && (!fits.checked || limit === null || least(model) <= limit));
+    chosen.sort((one, two) => least(one) - least(two));
+    const families = [...new Set(chosen.map((model) => model.family))]; // that of the smallest model first
     fill(hub, chosen.length ? h('table', { class: 'models' }, head(), families.map((family) => h('tbody', {},
       h('tr', {}, h('th', { colspan: 5, scope: 'rowgroup', class: 'family' }, family)),
       chosen.filter((model) => model.family === family).map(row)))) : h('p', { class: 'empty' }, t('model.none')));
@@ -67,7 +71,8 @@ export function show(place) {
 
   // Apart from the hub's list, which every key in its search draws anew: a measured model keeps its figures.
   function drawLocal() {
-    fill(local, models.local.length ? h('ul', { class: 'plain-list' }, models.local.map((entry) => {
+    const entries = [...models.local].sort((one, two) => (one.kind === 'run') - (two.kind === 'run'));
+    fill(local, entries.length ? h('ul', { class: 'plain-list' }, entries.map((entry) => {
       const memory = h('div', { class: 'memory-of sideways' });
       const [key, use] = entry.kind === 'run' ? ['model.adapter', t('model.continue')] : ['model.path', t('model.use')];
       return h('li', { class: 'local' }, h('span', { class: 'path' }, entry.path), h('span', { class: 'quiet' }, t(`model.kind.${entry.kind}`)),
@@ -81,6 +86,7 @@ export function show(place) {
     if (!open) return;
     limit = found.memory;
     fill(here, t('model.here', { name: found.name, memory: bytes(found.memory) }));
+    fill(marks, t('model.marks'));
     draw();
   }, (error) => { if (open) fill(here, problems(error)); });
   return () => { open = false; };

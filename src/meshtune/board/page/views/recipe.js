@@ -29,6 +29,7 @@ function page(place, { schema, presets, devices }) {
   let values = {};
   let fields = [];
   let shape = '';
+  let defaults = {};
   let timer = null;
   let queue = Promise.resolve();
   const first = h('div', { class: 'form-grid' });
@@ -40,8 +41,8 @@ function page(place, { schema, presets, devices }) {
     clearTimeout(timer);
     timer = setTimeout(() => send({ recipe: area.value }), CALM);
   } });
-  const plan = planPanel(devices, change, (choices) => fields.forEach((field) =>
-    field.suggest(choices.find((choice) => choice.name === field.path)?.value)));
+  const suggest = (choices) => fields.forEach((field) => field.suggest(choices.find((choice) => choice.name === field.path)?.value ?? defaults[field.path]));
+  const plan = planPanel(devices, change, suggest);
   const panel = launcher(() => ({ kind: 'train', recipe: text }), (found) => complain(found));
 
   fill(place,
@@ -101,7 +102,9 @@ function page(place, { schema, presets, devices }) {
     }
     fill(wrong);
     values = answer.values;
+    defaults = answer.defaults ?? {};
     draw();
+    suggest([]);
     complain(answer.problems);
     plan.update(text, answer.problems, values);
     if (text.trim() && !answer.problems.length) panel.check();

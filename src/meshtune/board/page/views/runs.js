@@ -51,7 +51,7 @@ function attachable() {
 function summary(job) {
   return h('a', { class: 'card run', href: `#/runs/${job.id}` },
     h('span', { class: 'name' }, job.name), stateMark(job.state),
-    h('span', { class: 'quiet' }, t(`kind.${job.kind}`), ' · ', job.id), progress(job),
+    h('span', { class: 'quiet' }, t(`kind.${job.kind}`), ' · ', t('runs.number', { number: Number(job.id.split('-')[0]) })), progress(job),
     h('span', { class: 'quiet' }, moment(job.created)));
 }
 
@@ -64,7 +64,7 @@ function progress(job) {
   if (!step) return stageBar(job) ?? h('span', { class: 'progress' });
   return h('span', { class: 'progress' },
     total && h('progress', { value: step, max: total, 'aria-label': t('runs.updates') }),
-    t('runs.step', { step: number(step), total: number(total) }), ' ', t('runs.loss', { loss: number(loss) }));
+    t('runs.step', { step: number(step), total: number(total) }), ' · ', t('runs.loss', { loss: number(loss) }));
 }
 
 function connected() {
@@ -173,7 +173,7 @@ function headline(job, existed) {
   const keys = job.devices.keys ?? [];
   return [h('p', {}, progress(job), ' ', h('span', { class: 'quiet' }, [t(`kind.${job.kind}`), spent, job.slurm && [t('runs.slurm', { id: job.slurm.id }), job.slurm.reason].filter(Boolean).join(': '),
     keys.join(', '), job.output].filter(Boolean).join(' · '))),
-  job.attached && h('p', { class: 'quiet' }, t('runs.attached')),
+  job.attached && !ENDED.includes(job.state) && h('p', { class: 'quiet' }, t('runs.attached')),
   missing && h('p', { class: 'warning' }, t('runs.missing', { folder: job.output })),
   job.reason && h('pre', { class: 'problems' }, job.reason)];
 }
