@@ -7,6 +7,7 @@ from typing import Any
 
 from meshtune.board.workspace import Workspace
 from meshtune.errors import UserError
+from meshtune.runs.states import BEST
 
 HUB_ID = re.compile(r"(modelscope:)?[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 FIX = "give a folder below the root, or an id on the hub"
@@ -23,6 +24,12 @@ def checked_model(workspace: Workspace, body: dict[str, Any], key: str) -> str:
     text = text.strip()
     if text.startswith("-") or "{job}" in text:
         raise UserError(f"{text!r} is not a model", where=key, fix=FIX)
+    run, mark, state = text.rpartition("@")
+    if mark and (state == BEST or state.isdecimal()):  # a state of a run, which its folder keeps
+        path = workspace.to_read(run, key)
+        if not path.is_dir():
+            raise UserError(f"there is no run at {path}", where=key, fix=FIX)
+        return text
     local = text.startswith(("/", "~", ".")) or (workspace.root / text).exists()
     if local:
         path = workspace.to_read(text, key)
