@@ -7,7 +7,6 @@ import itertools
 import re
 from collections.abc import Iterable
 
-
 MAX_NAME = 200  # characters of a name that is compared with others
 
 

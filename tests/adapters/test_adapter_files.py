@@ -9,11 +9,16 @@ from typing import Any
 
 import jax
 import numpy as np
+import peft
 import pytest
+import torch
+import transformers
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from twins import base, moved, our_logits, trained_logits
 
+import meshtune
+from gguf_models import model_of
 from meshtune.adapters import verify
 from meshtune.adapters.config import LoraConfig
 from meshtune.adapters.merge import merged
@@ -23,6 +28,7 @@ from meshtune.adapters.verify import export_adapter, verify_adapter
 from meshtune.arrays.tree import merge
 from meshtune.errors import UserError
 from meshtune.model.spec import ModelSpec
+from meshtune.runs.export import export
 
 CONFIG = LoraConfig(rank=4, alpha=6, targets=("q_proj", "down_proj"), train_modules=("norm",))
 BASE = BaseRecord("org/base", "sha256:aa")
@@ -195,7 +201,43 @@ def test_merging_gives_the_logits_of_what_was_trained(made: PreparedModel):
     assert np.abs(our_logits(flat, made.spec) - expected).max() < 1e-4
 
 
-def test_a_tied_heads_adapter_cannot_be_merged():
-    made = prepare(LoraConfig(rank=4, targets=("lm_head",)), *base("llama_tied"), jax.random.key(0))
-    with pytest.raises(UserError, match="tied to its embedding"):
-        merged(merge(made.trainable, made.frozen))
+def test_an_adapter_of_a_tied_head_is_merged_into_a_head_of_its_own(tmp_path):
+    """Into safetensors and GGUF alike; beside it are peft's logits, whose head alone is adapted too."""
+    directory = model_of("llama_tied")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(directory), config).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    ids = [[1, 5, 7, 9]]
+    with torch.no_grad():
+        expected = model(torch.tensor(ids)).logits[0].numpy()
+    export(tmp_path / "adapter", tmp_path / "merged", merge=True, base=directory)
+    assert not json.loads((tmp_path / "merged/config.json").read_text())["tie_word_embeddings"]
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        assert np.abs(whole(torch.tensor(ids)).logits[0].numpy() - expected).max() < 1e-4
+    export(tmp_path / "adapter", tmp_path / "merged.gguf", merge=True, base=directory, gguf="F32")
+    assert np.abs(meshtune.load(tmp_path / "merged.gguf").logits(ids)[0] - expected).max() < 1e-4
+    assert np.abs(meshtune.load(directory, adapter=tmp_path / "adapter").logits(ids)[0] - expected).max() < 1e-4
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_lora_of_an_embedding_is_named_and_what_is_offered_works(tied, tmp_path):
+    directory = model_of("llama_tied" if tied else "llama_bias")
+    config = peft.LoraConfig(
+        r=2, target_modules=["embed_tokens", "q_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(directory), config).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    ids = [[1, 5, 7, 9]]
+    with torch.no_grad():
+        expected = model(torch.tensor(ids)).logits[0].numpy()
+    with pytest.raises(UserError, match="LoRA on an embedding is not supported") as error:
+        meshtune.load(directory, adapter=tmp_path / "adapter")
+    assert ("after giving the head a weight of its own" in error.value.fix) == tied
+    page = (pathlib.Path(__file__).parents[2] / "docs/adapters.md").read_text()
+    lines = page.split("LoRA on embeddings")[1].split("```python\n")[1].split("```")[0]
+    names = {"BASE": str(directory), "ADAPTER": str(tmp_path / "adapter"), "MERGED": str(tmp_path / "merged")}
+    for name, path in names.items():
+        lines = lines.replace(f'"{name}"', repr(path))
+    exec(lines, {})
+    assert np.abs(meshtune.load(tmp_path / "merged").logits(ids)[0] - expected).max() < 1e-4

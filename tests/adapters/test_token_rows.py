@@ -86,3 +86,25 @@ def test_rows_that_cannot_be_are_refused(tmp_path: pathlib.Path):
     small = dataclasses.replace(base("llama3")[0], vocab=90)
     with pytest.raises(UserError, match="rows of tokens up to 96, and the base has 90"):
         load_adapter(saved, small)
+
+
+TIED, SOME = list(IDS), [int(IDS[0])]
+
+
+@pytest.mark.parametrize(
+    "indices", [{"embed_tokens": TIED, "lm_head": TIED}, {"embed_tokens": TIED, "lm_head": SOME}, {"lm_head": TIED}]
+)
+@pytest.mark.parametrize("name", ["qwen3", "llama3"])
+def test_rows_of_embedding_and_head_are_pefts_tied_or_not(name: str, indices, tmp_path: pathlib.Path):
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=indices, init_lora_weights=False)
+    model = peft.get_peft_model(torch_model(name), config).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if "trainable_tokens" in path:
+                parameter += 0.3 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "theirs")
+    expected = torch_logits(in_peft(torch_model(name), tmp_path / "theirs"))
+    spec, params = base(name)
+    spec, params = attach(params, spec, load_adapter(tmp_path / "theirs", spec))
+    assert np.abs(our_logits(params, spec) - expected).max() < 1e-4

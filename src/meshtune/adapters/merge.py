@@ -10,7 +10,6 @@ from jaxtyping import PyTree
 from meshtune.adapters.kind import Adapter
 from meshtune.adapters.method import SHARED, used_up
 from meshtune.arrays.tree import Tree, unflatten
-from meshtune.errors import UserError
 from meshtune.model.token_rows import ROWS, TokenRows
 from meshtune.quantize.weight import QuantisedWeight
 
@@ -20,17 +19,12 @@ def merged(params: Tree) -> Tree:
 
     The sum is made in float32, one stacked weight at a time and in the weight's own memory, and kept in its dtype.
     Quantised weights, adapted or not, become plain ones: the numbers that their codes stand for.
-    Raises UserError for an adapter on the head of a tied model, which has no weight of its own to hold the sum.
+    A tied head has no weight to hold the sum: its adapter comes with one (LoadedAdapter.mergeable).
     """
     weights = used_up(params)
     for path in [path for path in weights if path.endswith("/adapter")]:
         node = path.removesuffix("/adapter")
-        if f"{node}/weight" not in weights:
-            raise UserError(
-                "the adapter on lm_head cannot be merged: the model's head is tied to its embedding",
-                where="lm_head",
-                fix="export the adapter instead of the merged model, or train without lm_head in method.targets",
-            )
+        assert f"{node}/weight" in weights, f"{node} is tied and has an adapter"
         weight, shared = weights.pop(f"{node}/weight"), weights.get(SHARED)
         fixed = weights.pop(f"{node}/fixed", None) if shared is None else shared.cut(weight.shape)
         weights[f"{node}/weight"] = _fold(weight, weights.pop(path), fixed)

@@ -14,6 +14,7 @@ import pathlib
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import safetensors
 from jaxtyping import PyTree
@@ -81,6 +82,13 @@ class LoadedAdapter:
     base: BaseRecord
     copies: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     frozen: Tree = dataclasses.field(default_factory=dict)
+
+    @property
+    def mergeable(self) -> LoadedAdapter:
+        """The adapter for a model to merge it into: a tied head that it adapts gets a weight of its own."""
+        if not (self.spec.tied and "head/adapter" in flatten(self.trainable)):
+            return self
+        return dataclasses.replace(self, spec=dataclasses.replace(self.spec, tied=False))
 
 
 def save_adapter(
@@ -190,7 +198,7 @@ def attach(params: Tree, spec: ModelSpec, adapter: LoadedAdapter) -> tuple[Model
     if adapter.spec.scored:
         weights.pop("head/weight", None)
     elif spec.tied and not adapter.spec.tied:
-        weights["head/weight"] = weights["embed/weight"]
+        weights["head/weight"] = jnp.copy(weights["embed/weight"])  # merging uses weights up
     for path in flatten(adapter.trainable):
         weights.pop(path, None)
     kind = ADAPTERS[adapter.config.adapter]
@@ -228,6 +236,8 @@ def check_base(adapter: LoadedAdapter, path: str, hash: str) -> None:
 def _unties(content: Content, peft: PeftConfig, spec: ModelSpec, file: safetensors.safe_open) -> bool:
     """Whether peft, with this adapter, would use a head that differs from the embedding."""
     names = names_of_nodes(spec)
+    if names["head"][0] in content.rows:
+        return True
     table, head = (content.full.get(names[node][0]) for node in ("embed", "head"))
     if table and head:
         return not np.array_equal(file.get_tensor(table["weight"]), file.get_tensor(head["weight"]))

@@ -16,7 +16,7 @@ from meshtune.adapters.kind import Adapter
 from meshtune.adapters.lora import LoRA
 from meshtune.adapters.peft_config import PeftConfig
 from meshtune.adapters.peft_experts import PREFIX, read_experts, written_experts
-from meshtune.adapters.peft_misfits import check_shape, misfit, missing
+from meshtune.adapters.peft_misfits import OF_EMBEDDINGS, check_shape, misfit, missing, on_embedding
 from meshtune.adapters.placement import placed
 from meshtune.adapters.registry import ADAPTERS
 from meshtune.adapters.rows import FIELD, TENSOR
@@ -135,6 +135,8 @@ def sort(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, peft: PeftConfi
         suffix = next((s for s in suffixes if inner.endswith(s)), None)
         if suffix is not None and inner.removesuffix(suffix) in routers:  # by its name in transformers' memory
             inner = f"{routers[inner.removesuffix(suffix)]}{suffix}"
+        if inner.endswith(OF_EMBEDDINGS):
+            raise on_embedding(inner.rpartition(".")[0], where, tied=spec.tied)
         module, _, leaf = inner.rpartition(".")
         if suffix is not None and inner.removesuffix(suffix) in among:
             module = inner.removesuffix(suffix)
@@ -165,8 +167,13 @@ def sort(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, peft: PeftConfi
     for module in peft.config.train_modules:
         if not any(name.endswith(module) for name in (*content.full, *_containers(content.full))):
             raise missing(f"{PREFIX}{module}.weight", where)
-    for module in {*content.rows, *peft.rows(list(among))}:
-        _check_rows(among[module], content, peft.rows(list(among)), shapes, where)
+    rows = peft.rows(list(among))
+    if spec.tied:  # peft saves the rows that both have once, under the embedding's name
+        of_table = [ids for name, ids in rows.items() if among[name].node == "embed"]
+        shared = {name for name, ids in rows.items() if among[name].node == "head" and ids in of_table}
+        rows = {name: ids for name, ids in rows.items() if name in content.rows or name not in shared}
+    for module in {*content.rows, *rows}:
+        _check_rows(among[module], content, rows, shapes, where)
     if not content.adapted and not content.full and not content.rows:
         raise UserError("the adapter holds no tensors", where=where, fix="write the adapter again")
     _check_shared(among, content, shapes, peft, where)

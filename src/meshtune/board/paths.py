@@ -16,6 +16,7 @@ from meshtune.config.recipe import Recipe
 from meshtune.data.chat_templates import template_names
 from meshtune.data.registry import FILE, Registry
 from meshtune.errors import UserError
+from meshtune.runs.states import MARK
 
 ADAPTER_CONFIG = "adapter_config.json"
 OVERRIDE = re.compile(r"[\w.]+=")
@@ -80,8 +81,9 @@ def check_job(workspace: Workspace, job: Job) -> None:
         return
     for argument in arguments:
         text = argument.partition("=")[2] or argument
-        if os.path.lexists(workspace.root / text):
-            check_references(workspace, workspace.source(text), text)
+        for path in dict.fromkeys((text, text.rpartition(MARK)[0])):  # RUN@best is a state of RUN
+            if path and os.path.lexists(workspace.root / path):
+                check_references(workspace, workspace.source(path), path)
 
 
 def check_foreign(workspace: Workspace, key: str, value: object) -> None:

@@ -13,7 +13,14 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 
 def export(
-    source: Annotated[str, typer.Argument(metavar="RUN|ADAPTER|MODEL", help="What to export.", show_default=False)],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|ADAPTER|MODEL",
+            help="What to export. RUN@best and RUN@STEP are states that a run keeps.",
+            show_default=False,
+        ),
+    ],
     to: Annotated[
         str, typer.Option("--to", help="The directory (with --gguf: the file) to write.", show_default=False)
     ],

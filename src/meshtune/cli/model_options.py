@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 ModelPath = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="A model directory, a GGUF file, a hub id, an adapter, or a run.", show_default=False
+        metavar="MODEL",
+        help="A model directory, a GGUF file, a hub id, an adapter, or a run (RUN@best, RUN@STEP: a state of it).",
+        show_default=False,
     ),
 ]
 

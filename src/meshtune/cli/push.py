@@ -10,7 +10,12 @@ from meshtune.errors import UserError
 
 
 def push(
-    source: Annotated[str, typer.Argument(metavar="RUN|ADAPTER|MODEL|GGUF", help="What to push.", show_default=False)],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|ADAPTER|MODEL|GGUF", help="What to push, RUN@best and RUN@STEP among it.", show_default=False
+        ),
+    ],
     repository: Annotated[str, typer.Argument(metavar="USER/NAME", help="Where to.", show_default=False)],
     public: Annotated[bool, typer.Option("--public", help="Everybody may see it (default: private).")] = False,
     merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter first and push a whole model.")] = False,

@@ -137,7 +137,16 @@ class CheckpointSection(Section):
         default=None, description="Steps between saves; default: about ten a run, and at the end."
     )
     keep: PositiveInt = Field(default=3, description="Newest checkpoints kept.")
-    keep_best: bool = Field(default=True, description="Also keep the one with the lowest validation loss.")
+    keep_best: bool = Field(
+        default=True,
+        description="Also keep the one with the lowest validation loss, RUN@best for export, generate and the other "
+        "commands.",
+    )
+    result: Literal["last", "best"] | None = Field(
+        default=None,
+        description="Which state becomes the result: the last, or the best by its validation loss; null: the best "
+        "where eval.early_stopping is set, else the last.",
+    )
 
 
 class Recipe(Section):

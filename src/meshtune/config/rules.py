@@ -35,6 +35,13 @@ def _check_evaluation(recipe: Recipe) -> None:
                 raise ValueError(f"{key} needs validation data: give data.validation, or leave {key} out")
     if recipe.eval.early_stopping is not None and recipe.eval.every is None:
         raise ValueError("eval.early_stopping needs eval.every: with null nothing is evaluated")
+    if recipe.checkpoint.result == "best":
+        if recipe.data.validation is None or recipe.eval.every is None:
+            raise ValueError(
+                "checkpoint.result: best needs data.validation and eval.every: without them nothing is best"
+            )
+        if not recipe.checkpoint.keep_best:
+            raise ValueError("checkpoint.result: best needs checkpoint.keep_best: true, which keeps that state")
     if recipe.sample.every is not None and not recipe.sample.prompts:
         raise ValueError("sample.every needs sample.prompts: there is nothing to continue")
 

@@ -6,6 +6,7 @@ import pathlib
 
 from meshtune.digests import digest_files
 from meshtune.runs.sources import find, is_run
+from meshtune.runs.states import split_state
 from meshtune.weights.fingerprint import base_hash
 
 
@@ -26,7 +27,7 @@ def adapter_hash(adapter: pathlib.Path) -> str:
 def default_output(model: str, kind: str, subject: str) -> pathlib.Path:
     """In a run: its own folder `kind`; else a folder `kind` here. Both by the name of what is evaluated."""
     name = pathlib.Path(subject).stem or "data"
-    directory = pathlib.Path(model).expanduser()
+    directory, state = split_state(model)
     if is_run(directory):
-        return directory / kind / name
+        return directory / kind / (name if state is None else f"{name}-{state}")
     return pathlib.Path(kind) / f"{directory.resolve().name if directory.exists() else directory.name}-{name}"

@@ -28,6 +28,7 @@ from meshtune.generate.driver import run_on_all
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.runs.sources import Source, find, is_run
+from meshtune.runs.states import split_state
 from meshtune.weights.hub import locate
 
 BASE = "base"
@@ -164,7 +165,7 @@ def variants(subject: Subject, job: Job = SINGLE_PROCESS) -> dict[str, Loader]:
         return {"base": lambda beside=(): shared()["base"], "tuned": lambda beside=(): shared()["tuned"]}
     if subject.compare != BASE:
         return {"before": whole(find(subject.compare)), "after": whole(source)}
-    directory = pathlib.Path(subject.path).expanduser()
+    directory, _ = split_state(subject.path)
     if not is_run(directory):
         raise UserError(
             "this is a whole model, which does not say what it was made from",
@@ -179,7 +180,7 @@ def variants(subject: Subject, job: Job = SINGLE_PROCESS) -> dict[str, Loader]:
 def run_data(path: str) -> tuple[list[Record], Sequence[Sample]]:
     """(held-out records, training samples) of a run; none of what it has not, or of what is no run. The samples of a
     stream, which may be larger than memory, are left out."""
-    directory = pathlib.Path(path).expanduser()
+    directory, _ = split_state(path)
     if not is_run(directory) or not (directory / "recipe.yaml").is_file():
         return [], ()
     recipe = load_recipe(str(directory / "recipe.yaml"))

@@ -17,6 +17,7 @@ from meshtune.runs.export import export
 from meshtune.runs.output import read_run
 from meshtune.runs.progress import StageProgress
 from meshtune.runs.sources import START, Source, find, is_run
+from meshtune.runs.states import split_state, state_step
 from meshtune.weights.load import load_config
 
 
@@ -25,7 +26,8 @@ class Package:
     """A result to push.
 
     `kind` is adapter, model, merged or gguf, `path` its folder or file (None until it is exported), `run` the directory
-    of the run that made it, and `directory` that of its base.
+    of the run that made it, and `directory` that of its base. `step` is the update after which it is pushed, where that
+    is not the run's result.
     """
 
     kind: str
@@ -34,6 +36,7 @@ class Package:
     run: Path | None
     directory: Path | None
     scored: bool = False
+    step: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +61,23 @@ def resolve(source: str | os.PathLike[str], options: ExportOptions, base_model: 
         _refuse_merge(options, source)
         maker = _finished(Path(run).expanduser()) if run else None
         return Package("gguf", path, run_base(maker, base_model) if maker else _named(base_model), maker, None)
-    if is_run(path):
-        _finished(path)
-        maker = path
+    made, state = split_state(path)
+    step = None if state is None else state_step(made, state)
+    if is_run(made):
+        maker = made if state is not None else _finished(made)
     else:
         maker = _finished(Path(run).expanduser()) if run else None
+    package = _of_source(path, source, options, base_model, maker)
+    return dataclasses.replace(package, step=step)
+
+
+def _of_source(
+    path: Path,
+    source: str | os.PathLike[str],
+    options: ExportOptions,
+    base_model: str | None,
+    maker: Path | None,
+) -> Package:
     resolved = find(path) if options.base is None else find(options.base, path)
     scored = bool(_architecture(resolved).endswith("ForSequenceClassification"))
     if resolved.adapter is None:
@@ -97,7 +112,7 @@ def packed(
     if package.path is not None:
         return package
     if options.gguf is not None:
-        file = folder / f"{Path(source).expanduser().absolute().name}-{options.gguf.upper()}.gguf"
+        file = folder / f"{Path(source).expanduser().absolute().name.replace('@', '-')}-{options.gguf.upper()}.gguf"
         export(
             source,
             file,

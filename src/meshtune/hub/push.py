@@ -103,6 +103,8 @@ def send(
     paths, left_out = stage(package.path, staged, names)
     files: dict[str, Path | bytes] = dict(paths)
     run = run_facts(package.run, base) if package.run and base else None
+    if run and package.step is not None:
+        run = dataclasses.replace(run, steps=package.step)
     if run and run.plot:
         files[PLOT] = run.plot
     if base and base.licence and base.licence.file and package.kind != "adapter" and LICENCE not in files:

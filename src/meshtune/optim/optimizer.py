@@ -25,7 +25,7 @@ class Optimizer:
 
     `specs(abstract)` is the state of a tree of ArraySpecs as ArraySpecs of the same structure, read by initialisation,
     layout and memory estimates. `schedule` gives the learning rate of an update. `eval_params(trainable, state)` are
-    the parameters to evaluate and to export.
+    the parameters to evaluate and to export, where these are not the trained ones (None).
     `update_param(path, gradient, state, parameter, count, layer)` updates one parameter of one layer and returns
     (parameter, state); None where an update needs all gradients. It accepts some rows of a matrix for the paths in
     `row_separable`; the paths in `stacked` are those of parameters with a layers axis.
@@ -39,13 +39,17 @@ class Optimizer:
     update: Callable[..., tuple[Tree, State]]
     specs: Callable[[Tree], State]
     schedule: Schedule
-    eval_params: Callable[[Tree, State], Tree] = lambda trainable, state: trainable
+    eval_params: Callable[[Tree, State], Tree] | None = None
     update_param: Callable[..., tuple[Array, State]] | None = None
     row_separable: frozenset[str] = frozenset()
     stacked: frozenset[str] = frozenset()
     in_backward: bool = False
     blocks: BlockSchedule | None = None
     needs_hessian: bool = False
+
+    def evaluated(self, trainable: Tree, state: State) -> Tree:
+        """The parameters to evaluate and to export."""
+        return trainable if self.eval_params is None else self.eval_params(trainable, state)
 
     def gradients(self, abstract: Tree) -> dict[str, ArraySpec]:
         """The gradients that exist at once, float32, by path."""

@@ -109,7 +109,7 @@ def export(
     expected, record, base_note, of = None, None, "", "trained"
     reading = of_stage(progress, "reading")
     if resolved.adapter is not None:
-        added = load_adapter(resolved.adapter, spec)
+        added = load_adapter(resolved.adapter, spec).mergeable
         fingerprint = base_hash(resolved.base)
         if not any_base:
             check_base(added, str(resolved.base), fingerprint)
@@ -265,7 +265,7 @@ def _as_published(
             fix="give a run with an adapter, or an adapter, and leave --into and --dtype out",
         )
     spec, _ = load_spec(resolved.base, "float32")
-    added = load_adapter(resolved.adapter, spec)
+    added = load_adapter(resolved.adapter, spec).mergeable
     fingerprint = base_hash(resolved.base)
     if not any_base:
         check_base(added, str(resolved.base), fingerprint)

@@ -62,6 +62,7 @@ def export_quantised(
     adapter, hash = None, base_hash(resolved.base)
     if resolved.adapter is not None:
         adapter = load_adapter(resolved.adapter, spec)
+        adapter = adapter.mergeable if merge else adapter
         if not any_base:
             check_base(adapter, str(resolved.base), hash)
     config = _config(adapter, writer)

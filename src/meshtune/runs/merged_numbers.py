@@ -82,7 +82,7 @@ def merged_numbers(source: Source, base: Numbers, into: str | None, any_base: bo
     """
     assert source.adapter is not None
     spec, _ = load_spec(source.base, "float32")
-    adapter = load_adapter(source.adapter, spec)
+    adapter = load_adapter(source.adapter, spec).mergeable
     if not any_base:
         check_base(adapter, str(source.base), base_hash(source.base))
     return adapter.spec, MergedNumbers(source, spec, adapter, base, merged_into(adapter.base, into))

@@ -25,6 +25,11 @@ DIGEST, RESULT_DIGEST = "digest", "result_digest"  # keys of run.json: of the re
 LOGS = "logs"  # what the processes print, written by what launches them: before the run begins
 
 
+def is_run(directory: pathlib.Path) -> bool:
+    """Whether a directory is the output of `meshtune train`."""
+    return any((directory / name).is_file() for name in (RECIPE, RUN))
+
+
 def check_output(output: pathlib.Path, *, resume: bool, overwrite: bool) -> None:
     """Raises UserError if a run cannot or may not be written to `output`.
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pathlib
 
 from meshtune.config.load import load_recipe
 from meshtune.errors import UserError
 from meshtune.mesh.config import MeshConfig
-from meshtune.runs.sources import is_run
+from meshtune.runs.output import is_run
+from meshtune.runs.states import split_state
 
 
 def run_mesh(path: str | os.PathLike[str]) -> MeshConfig:
@@ -18,7 +18,7 @@ def run_mesh(path: str | os.PathLike[str]) -> MeshConfig:
 
     Raises UserError where `path` is no run with a recipe, or its recipe leaves the mesh open.
     """
-    directory = pathlib.Path(path).expanduser()
+    directory, _ = split_state(path)
     if not (is_run(directory) and (directory / "recipe.yaml").is_file()):
         raise UserError(
             "only a run says which mesh it was tuned on, and this is none",

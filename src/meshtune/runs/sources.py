@@ -9,7 +9,8 @@ from typing import Any
 
 from meshtune.errors import UserError
 from meshtune.json_text import read_json
-from meshtune.runs.output import RESULT_DIGEST, read_run
+from meshtune.runs.output import RESULT_DIGEST, is_run, read_run
+from meshtune.runs.states import split_state, state_result
 from meshtune.runs.verify import check_result
 from meshtune.weights.ends import read_ends
 from meshtune.weights.hub import HUB_ID, MODEL, locate
@@ -17,7 +18,6 @@ from meshtune.weights.modelscope import modelscope_id
 
 ADAPTER_CONFIG = "adapter_config.json"
 TOKENIZER = "tokenizer.json"
-RUN_FILES = ("recipe.yaml", "run.json")
 START = "base"  # in a run: the model it started from, where that was made by the run itself
 
 
@@ -46,6 +46,8 @@ def find(
 ) -> Source:
     """Resolves a model directory, hub id, adapter directory or run directory, optionally with a separate adapter.
 
+    RUN@best and RUN@STEP are a run in the state with the lowest validation loss, and after an update.
+
     `chat_template` and `tokenizer` (a directory or hub id) replace the model's own.
 
     Directories with digests (results of runs and exports, the base that a run wrote) are verified.
@@ -68,8 +70,9 @@ def _find(
         chosen = Path(adapter).expanduser()
         if not chosen.exists() and _is_hub_id(os.fspath(adapter)):
             chosen = _pushed_adapter(os.fspath(adapter), None) or chosen
+        chosen, state = split_state(chosen)
         if is_run(chosen):
-            chosen = _result(chosen)
+            chosen = _result(chosen) if state is None else state_result(chosen, state)
         if not (chosen / ADAPTER_CONFIG).is_file():
             raise UserError(
                 f"there is no adapter at '{adapter}': "
@@ -82,11 +85,13 @@ def _find(
         return Source(base, chosen, _tokenizer(chosen, base), chat_template)
     if not directory.exists() and _is_hub_id(os.fspath(path)):
         directory = _pushed_adapter(os.fspath(path), revision) or directory
+    directory, state = split_state(directory)
     if is_run(directory):
-        result, model = _result(directory), _recipe(directory).get("model") or {}
+        result = _result(directory) if state is None else state_result(directory, state)
+        model = _recipe(directory).get("model") or {}
         adapted = (result / ADAPTER_CONFIG).is_file()
-        if (directory / START).is_dir():
-            model = model | {"path": str(directory / START), "revision": None}
+        if own := next((folder / START for folder in (directory, result.parent) if (folder / START).is_dir()), None):
+            model = model | {"path": str(own), "revision": None}
         base = _base(result, model.get("path"), revision or model.get("revision")) if adapted else _locate(result)
         if (result / TOKENIZER).is_file():  # as it was trained with, chat template included
             return Source(base, result if adapted else None, str(result), chat_template)
@@ -116,11 +121,6 @@ def _locate(path: str | os.PathLike[str], revision: str | None = None) -> Path:
     if directory.is_dir():
         check_result(directory)
     return locate(path, revision)
-
-
-def is_run(directory: Path) -> bool:
-    """Whether a directory is the output of `meshtune train`."""
-    return any((directory / name).is_file() for name in RUN_FILES)
 
 
 def _result(run: Path) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -45,12 +45,13 @@ class InitializedRun:
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """Creates a run's parameters. The `processes_a_host` processes of a host share the reading of each file."""
+    """Creates a run's parameters. The `processes_a_host` processes of a host share the reading of each file.
+    `data` may be None for methods without calibration."""
 
     recipe: Recipe
     resolved: ResolvedRun
     compute: Compute
-    data: PreparedData
+    data: PreparedData | None
     total: int
     job: Job
     processes_a_host: int
@@ -58,14 +59,9 @@ class Parameters:
 
     def initialize(self) -> InitializedRun:
         """Loads the base and creates the initial state. Collective: all processes of the job call this."""
-        recipe, resolved = self.recipe, self.resolved
-        optimizer, schedule = optimizer_for(recipe, resolved, self.total)
-        params = with_score(self._loaded(waiting_weights(resolved, optimizer)), resolved.spec, resolved.layout)
-        goes_on = getattr(resolved.method, "continued", None)
-        if goes_on is None:
-            model = self._split(params)
-        else:
-            model = resume_adapter(goes_on, resolved.arrays, resolved.spec, params, resolved.layout)
+        resolved = self.resolved
+        optimizer, schedule = optimizer_for(self.recipe, resolved, self.total)
+        model = self.prepared(waiting_weights(resolved, optimizer))
         like = None if resolved.layout is None and not resolved.offload else state_like(resolved, optimizer)
         if like is not None and not {"weights", "tables"}.isdisjoint(resolved.offload):
             trainable = offload_arrays(model.trainable, like.trainable)
@@ -73,6 +69,16 @@ class Parameters:
             model = dataclasses.replace(model, trainable=trainable, frozen=frozen)
         state = init_state(model.trainable, optimizer, like, model.buffers)
         return InitializedRun(model, state, optimizer, schedule)
+
+    def prepared(self, waiting: Sequence[str] = ()) -> PreparedModel:
+        """Loads the base and splits it into what is trained and what is not. Weights that are `waiting` in the host's
+        memory are left there. Collective."""
+        resolved = self.resolved
+        params = with_score(self._loaded(list(waiting)), resolved.spec, resolved.layout)
+        goes_on = getattr(resolved.method, "continued", None)
+        if goes_on is None:
+            return self._split(params)
+        return resume_adapter(goes_on, resolved.arrays, resolved.spec, params, resolved.layout)
 
     def _loaded(self, waiting: list[str]) -> Tree:
         resolved = self.resolved
@@ -127,6 +133,7 @@ class Parameters:
 
     def _rows(self, count: int) -> Iterator[Tree]:
         """Yields the first `count` rows of the training data in micro-batches, placed on the devices."""
+        assert self.data is not None
         layout, loader = self.compute.layout, self.data.train
         cp = 1 if layout is None else layout.size("cp")
         length = min(loader.row_length, CALIBRATED // (2 * cp) * (2 * cp))

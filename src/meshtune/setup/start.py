@@ -22,6 +22,7 @@ from meshtune.model.spec import ModelSpec
 from meshtune.objectives.stages import STAGES
 from meshtune.runs.output import ADAPTER
 from meshtune.runs.sources import is_run
+from meshtune.runs.states import split_state, state_result
 from meshtune.runs.verify import check_result
 from meshtune.setup.start_spec import Start
 from meshtune.weights.load import load_config, spec_of
@@ -88,8 +89,10 @@ def staged(spec: ModelSpec, recipe: Recipe) -> ModelSpec:
 
 
 def adapter_directory(named: str) -> pathlib.Path:
-    """The directory of an adapter that a recipe names: itself, or its run's."""
-    path = pathlib.Path(named)
+    """The directory of an adapter that a recipe names: itself, its run's, or that of a state of its run."""
+    path, state = split_state(named)
+    if state is not None:
+        return state_result(path, state)
     return path / ADAPTER if is_run(path) else path
 
 

@@ -238,6 +238,8 @@ def _facts(setup: RunSetup, record: Record, status: str) -> dict[str, object]:
     }
     facts: dict[str, object] = {
         "status": status,
+        "platform": setup.resolved.machine.platform,
+        "ends": list(setup.ends),
         "total": setup.total_steps,
         RESULT_DIGEST: None,
         "versions": record.versions,
@@ -265,6 +267,12 @@ def _interrupted(setup: RunSetup, ended: Ended, loss: SmoothedLoss) -> Result:
     return _result(setup, ended, loss, None, ended.interrupted)
 
 
+def _is_result_best(recipe: Recipe) -> bool:
+    """Whether the result is the state with the lowest validation loss, and not the last."""
+    by_default = recipe.eval.early_stopping is not None and recipe.checkpoint.keep_best
+    return by_default if recipe.checkpoint.result is None else recipe.checkpoint.result == "best"
+
+
 def _finished(
     setup: RunSetup,
     ended: Ended,
@@ -276,7 +284,7 @@ def _finished(
 ) -> Result:
     state, best = ended.state, ended.early_stopping.best
     exported_step = ended.step
-    if ended.early_stopping.patience and setup.recipe.checkpoint.keep_best and best and best.step != ended.step:
+    if _is_result_best(setup.recipe) and best and best.step != ended.step:
         state, exported_step = checkpoints.restore(best.step, state), best.step
     with setup.console.status("writing and verifying the result"):
         path = export_result(

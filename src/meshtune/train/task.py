@@ -68,7 +68,7 @@ def make_task(parts: Parts, record: Record, state: TrainState) -> Task:
         frozen=parts.model.frozen,
         batches=LoadedBatches(loader.iterate, record.step, parts.total),
         place=place,
-        shown=lambda state: merge(parts.optimizer.eval_params(state.trainable, state.opt_state), state.buffers),
+        shown=lambda state: merge(parts.optimizer.evaluated(state.trainable, state.opt_state), state.buffers),
         learning_rate=lambda number: float(rates[number]),
         epoch_at=lambda number: _epoch_at(parts, number),
         cadence=Cadence(

@@ -7,6 +7,7 @@ from typing import Any
 from meshtune.board.paths import check_references
 from meshtune.board.workspace import HUB_ID, Workspace
 from meshtune.errors import UserError
+from meshtune.runs.states import BEST, MARK
 
 FIX = "give a folder below the root, or an id on the hub"
 
@@ -21,10 +22,12 @@ def checked_model(workspace: Workspace, body: dict[str, Any], key: str) -> str:
         raise UserError("no model is given", where=key, fix=FIX)
     if text.startswith("-") or "{job}" in text:
         raise UserError(f"{text!r} is not a model", where=key, fix=FIX)
-    source = check_references(workspace, workspace.source(text, key), key)
-    if not HUB_ID.fullmatch(source) and not (workspace.root / source).exists():
+    run, mark, state = text.rpartition(MARK)
+    is_state = bool(mark) and (state == BEST or (state.isascii() and state.isdecimal()))
+    source = check_references(workspace, workspace.source(run if is_state else text, key), key)
+    if not (workspace.root / source).exists() and (is_state or not HUB_ID.fullmatch(source)):
         raise UserError(f"there is nothing at {source!r}, and it is no id on the hub", where=key, fix=FIX)
-    return source
+    return f"{source}{MARK}{state}" if is_state else source
 
 
 def choice_of(body: dict[str, Any], key: str, options: tuple[str, ...]) -> str | None:

@@ -53,8 +53,9 @@ def saving(draft: Draft) -> None:
     else:
         draft.idle("save_steps", "checkpoints are about ten a run; results are the same")
     best = _loads_best(draft)
-    note = "the result is the best checkpoint there and the last state here, beside which the best is kept" * best
-    draft.put("checkpoint.keep_best", best, "load_best_model_at_end", note=note, differs=best)
+    draft.put("checkpoint.keep_best", best, "load_best_model_at_end")
+    if best:
+        draft.put("checkpoint.result", "best", "load_best_model_at_end", note="the best of all evaluations")
     if draft.get("hub_model_id"):
         upload(draft)
     if draft.get("auto_resume_from_checkpoints"):

@@ -212,8 +212,10 @@ def _saving(draft: Draft) -> None:
     if draft.get("save_total_limit"):
         draft.put("checkpoint.keep", draft.get("save_total_limit"), "save_total_limit")
     if draft.get("load_best_model_at_end"):
-        note = "the best state is kept as a checkpoint, and the result is that of the last step"
-        draft.put("checkpoint.keep_best", True, "load_best_model_at_end", note=note, differs=True)
+        draft.put("checkpoint.keep_best", True, "load_best_model_at_end")
+        if "eval.every" in draft.settings and draft.settings["eval.every"].value is not None:
+            note = "the best of all evaluations"
+            draft.put("checkpoint.result", "best", "load_best_model_at_end", note=note)
     else:
         draft.put("checkpoint.keep_best", False, "load_best_model_at_end")
 

@@ -1,0 +1,155 @@
+"""Writes a state that a checkpoint keeps as a result: the adapter or model that the run was after so many updates."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import pathlib
+import shutil
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+
+from meshtune import terminal
+from meshtune.adapters.peft_format import BaseRecord
+from meshtune.arrays.paths import named_leaves
+from meshtune.arrays.tree import Tree, merge
+from meshtune.config.load import load_recipe
+from meshtune.config.recipe import Recipe
+from meshtune.data.prepare import PreparedData, prepare_data
+from meshtune.digests import FILE
+from meshtune.errors import UserError
+from meshtune.mesh.processes import SINGLE_PROCESS
+from meshtune.model.compute import Compute
+from meshtune.runs.output import ADAPTER, BASE, CHECKPOINTS, MODEL, RECIPE, read_run
+from meshtune.runs.verify import check_result
+from meshtune.setup.assemble import optimizer_for, state_like
+from meshtune.setup.machine import this_machine
+from meshtune.setup.parameters import Parameters
+from meshtune.setup.resolved import ResolvedRun, resolve_run
+from meshtune.setup.start import tokenizer_of
+from meshtune.train.checkpoint.read_state import read_arrays
+from meshtune.train.result.final import export_result
+from meshtune.train.step.state import TrainState
+from meshtune.weights.publish import disk_errors
+
+RESULTS = "results"  # in a run: what its states are as results, by their updates
+WHOLE = "state.json"  # in such a folder, written last: the digest of the checkpoint that it was made from
+
+
+def write_state(run: pathlib.Path, step: int) -> pathlib.Path:
+    """Writes the state after update `step` of a run to its folder results/STEP, verified like the run's result, and
+    returns the directory of the adapter or model; one that is there already is used again.
+
+    Only the base and the checkpoint are read, on one device, whatever mesh the run has: the data too where an adapter's
+    start was measured on them. Raises UserError as training does, and DamagedError for a damaged checkpoint.
+    """
+    checkpoint, folder = run / CHECKPOINTS / str(step), run / RESULTS / str(step)
+    digest = _digest(checkpoint)
+    with disk_errors(folder), _locked(run / RESULTS):
+        if (there := _written(folder, digest)) is not None:
+            return there
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        console = terminal.console(stderr=True)
+        console.print(f"writing the state after update {step} to {folder}", markup=False, soft_wrap=True)
+        path = _export(run, checkpoint, folder, console)
+        (folder / WHOLE).write_text(json.dumps({"checkpoint": digest}), encoding="utf-8")
+        return path
+
+
+def _export(run: pathlib.Path, checkpoint: pathlib.Path, folder: pathlib.Path, console: Console) -> pathlib.Path:
+    fields = read_run(run)
+    recipe = load_recipe(str(run / RECIPE), ["mesh={}", "compute.offload=[]", "compute.attention=auto"])
+    machine = this_machine()
+    machine = dataclasses.replace(machine, devices=machine.devices[:1])
+    resolved = _with_start(resolve_run(recipe, machine), run)
+    _check_platform(resolved, fields.get("platform"), run)
+    tokenizer = tokenizer_of(recipe, resolved.source)
+    total = fields["total"]
+    model = Parameters(
+        recipe=recipe,
+        resolved=resolved,
+        compute=Compute(),
+        data=_calibration_data(recipe, resolved),
+        total=total,
+        job=SINGLE_PROCESS,
+        processes_a_host=1,
+        console=Console(quiet=True),
+    ).prepared()
+    model = dataclasses.replace(model, trainable=_saved(recipe, resolved, checkpoint, total), buffers={})
+    base = BaseRecord(**fields["base"])
+    ends = tuple(fields.get("ends") or ())
+    return export_result(folder, model, resolved.method, resolved.source, base, tokenizer, ends=ends)
+
+
+def _with_start(resolved: ResolvedRun, run: pathlib.Path) -> ResolvedRun:
+    """The run with the base that it made for itself, where it did."""
+    if resolved.start is None or not resolved.start.changed:
+        return resolved
+    check_result(run / BASE)
+    return dataclasses.replace(resolved, source=run / BASE)
+
+
+def _check_platform(resolved: ResolvedRun, platform: str | None, run: pathlib.Path) -> None:
+    """Raises UserError where the run's adapters began at a decomposition that another kind of device computed."""
+    adapters = resolved.method.adapters
+    here = resolved.machine.platform
+    if adapters is not None and adapters.adapter in ("pissa", "loftq") and platform not in (None, here):
+        raise UserError(
+            f"{adapters.adapter} began at a decomposition of the base that {platform} computed, and that of {here} "
+            "differs in its last bits",
+            where=str(run),
+            fix=f"write the state where there is {platform}: meshtune export RUN@STEP --to FOLDER",
+        )
+
+
+def _calibration_data(recipe: Recipe, resolved: ResolvedRun) -> PreparedData | None:
+    if not resolved.method.calibration_rows:
+        return None
+    return prepare_data(recipe, tokenizer_of(recipe, resolved.source), vocab=resolved.spec.vocab)
+
+
+def _saved(recipe: Recipe, resolved: ResolvedRun, checkpoint: pathlib.Path, total: int) -> Tree:
+    """The parameters of a checkpoint that the run evaluates, samples from and exports, buffers among them."""
+    optimizer, _ = optimizer_for(recipe, resolved, total)
+    like = state_like(resolved, optimizer)
+    if optimizer.eval_params is None:  # the optimizer's state is large, and nothing of it is in a result
+        like = dataclasses.replace(like, opt_state={})
+    arrays = read_arrays(checkpoint / "state", {name: tuple(leaf.shape) for name, leaf in named_leaves(like)})
+    leaves = [jnp.asarray(arrays.pop(name)) for name, _ in named_leaves(like)]
+    state: TrainState = jax.tree.unflatten(jax.tree.structure(like), leaves)
+    return merge(optimizer.evaluated(state.trainable, state.opt_state), state.buffers)
+
+
+def _digest(checkpoint: pathlib.Path) -> str:
+    """What identifies a checkpoint: a hash of the digests of its files."""
+    content = (checkpoint / "state" / FILE).read_bytes() if (checkpoint / "state" / FILE).is_file() else b""
+    return hashlib.sha256(content).hexdigest()
+
+
+def _written(folder: pathlib.Path, digest: str) -> pathlib.Path | None:
+    """The result in a folder if it was written, as a whole, of this very checkpoint, else None."""
+    try:
+        if json.loads((folder / WHOLE).read_bytes())["checkpoint"] != digest:
+            return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    path = next((folder / name for name in (ADAPTER, MODEL) if (folder / name).is_dir()), None)
+    if path is not None:
+        check_result(path)
+    return path
+
+
+@contextlib.contextmanager
+def _locked(folder: pathlib.Path) -> Iterator[None]:
+    """Keeps other processes from writing states of the same run, and waits for one that does."""
+    folder.mkdir(exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
