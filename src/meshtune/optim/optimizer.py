@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from meshtune.arrays.paths import named_leaves
 from meshtune.arrays.spec import LAYERS, ArraySpec
@@ -16,12 +17,13 @@ from meshtune.arrays.tree import Tree
 from meshtune.model.gather import to_device
 from meshtune.optim.blocks import BlockSchedule
 from meshtune.optim.param_optimizer import COUNT, PARAM_STATE, ParamOptimizer, State, UpdateContext
+from meshtune.optim.rounding import Rounding, to_nearest
 from meshtune.optim.schedules import Schedule
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """An optimizer as a train step uses it; `init` and `update` as in optax, updates to be added.
+    """An optimizer as a train step uses it; `init` and `update` as in optax, updates to be added by `apply_updates`.
 
     `specs(abstract)` is the state of a tree of ArraySpecs as ArraySpecs of the same structure, read by initialisation,
     layout and memory estimates. `schedule` gives the learning rate of an update. `eval_params(trainable, state)` are
@@ -46,6 +48,22 @@ class Optimizer:
     in_backward: bool = False
     blocks: BlockSchedule | None = None
     needs_hessian: bool = False
+    rounding: Rounding = to_nearest
+
+    def apply_updates(self, tree: Tree, updates: Tree, count: Int[Array, ""]) -> Tree:
+        """Adds float32 updates to parameters, rounded to their dtypes; `count` updates were made before."""
+
+        def add(parameter: Array, update: Array, path: str, layer: Array) -> Array:
+            return self.rounding(to_float32(parameter) + update, parameter.dtype, path, layer, count)
+
+        new = []
+        for (path, parameter), update in zip(named_leaves(tree), jax.tree.leaves(updates), strict=True):
+            if path in self.stacked:
+                by_layer = jax.vmap(functools.partial(add, path=path))
+                new.append(by_layer(parameter, update, layer=jnp.arange(parameter.shape[0])))
+            else:
+                new.append(add(parameter, update, path, jnp.int32(0)))
+        return jax.tree.unflatten(jax.tree.structure(tree), new)
 
     def gradients(self, abstract: Tree) -> dict[str, ArraySpec]:
         """The gradients that exist at once, float32, by path."""
@@ -62,6 +80,7 @@ def by_parameter(
     schedule: Schedule,
     decay: Mapping[str, float],
     factors: Mapping[str, float] | None = None,
+    rounding: Rounding = to_nearest,
 ) -> Optimizer:
     """An optimizer that updates every parameter of every layer separately, by the ParamOptimizer of its path.
 
@@ -73,7 +92,7 @@ def by_parameter(
 
     def update_param(path: str, gradient: Array, state: State, parameter: Array, count: Array, layer: Array):
         change, state = _change(path, gradient, state, parameter, count, layer)
-        return (parameter + change).astype(parameter.dtype), state
+        return rounding(to_float32(parameter) + change, parameter.dtype, path, layer, count), state
 
     def _change(path: str, gradient: Array, state: State, parameter: Array, count: Array, layer: Array):
         rate = schedule(count) if factors is None else schedule(count) * factors[path]
@@ -114,9 +133,17 @@ def by_parameter(
             states[path] = after
         return jax.tree.unflatten(jax.tree.structure(gradients), changes), {COUNT: count + 1, PARAM_STATE: states}
 
-    row_separable = frozenset(path for path, optimizer in optimizers.items() if optimizer.by_rows)
+    # Random bits are drawn for whole matrices: parts of one would draw the same ones.
+    separable = rounding is to_nearest
     return Optimizer(
-        init, update, specs, schedule, update_param=update_param, row_separable=row_separable, stacked=stacked
+        init,
+        update,
+        specs,
+        schedule,
+        update_param=update_param,
+        row_separable=frozenset(path for path, optimizer in optimizers.items() if separable and optimizer.by_rows),
+        stacked=stacked,
+        rounding=rounding,
     )
 
 

@@ -25,8 +25,9 @@ from meshtune.train.evaluation.cadence import Cadence
 from meshtune.train.evaluation.early_stopping import EarlyStopping
 from meshtune.train.evaluation.evaluate import Evaluation
 from meshtune.train.interrupt import Interrupt
+from meshtune.train.lost_updates import LostUpdates
 from meshtune.train.report.device_metrics import DeviceMetrics
-from meshtune.train.report.events import Evaluated, Event, Events, Sampled, Saved, Started, Stepped, Stopped
+from meshtune.train.report.events import Evaluated, Event, Events, Note, Sampled, Saved, Started, Stepped, Stopped
 from meshtune.train.step.state import Metrics, TrainState
 
 MOST_RECORDS = 12  # records named in an error message
@@ -55,7 +56,8 @@ class Task:
     `record` is the checkpoint record to start from and `epoch_at(step)` the fractional epoch. `place` puts a batch's
     arrays on the devices. `shown(state)` returns the parameters to evaluate, sample from and export, which for some
     optimizers are not the trained ones. `evaluate(trainable)` and `sample(trainable)`, which returns (prompt, text)
-    pairs, are optional, as is `saved(trainable, step)`, which is called after each save.
+    pairs, are optional, as are `saved(trainable, step)`, which is called after each save, and `lost_updates`, which
+    warns of updates that are rounded away.
     """
 
     step: Callable[[TrainState, Tree, PlacedBatch, np.int32], tuple[TrainState, Metrics]]
@@ -73,6 +75,7 @@ class Task:
     evaluate_at_start: bool = False
     sample: Callable[[Tree], Iterable[tuple[str, str]]] | None = None
     saved: Callable[[Tree, int], None] | None = None
+    lost_updates: LostUpdates | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +132,8 @@ class _Loop:
             while done < total and not self._stopping() and not self.early_stopping.stop:
                 batch = next(batches)
                 arrays = self.task.place(batch.arrays)
+                if self.task.lost_updates is not None:
+                    self.task.lost_updates.before(self.state.trainable, done)
                 self.state, metrics = self.task.step(self.state, self.task.frozen, arrays, self.seed)
                 self.checkpoints.check()
                 self.stop_flag.submit(self.interrupt.received, self.seconds)
@@ -136,6 +141,7 @@ class _Loop:
                     self._report(*pending)
                 pending = (batch, metrics)
                 done += 1
+                self._warn(done)
                 if self._something_due(done):
                     self._report(*pending)
                     pending = None
@@ -148,6 +154,11 @@ class _Loop:
         if done > start and self.saved != done:
             self._save(done)
         return done
+
+    def _warn(self, done: int) -> None:
+        warning = None if self.task.lost_updates is None else self.task.lost_updates.after(self.state.trainable, done)
+        if warning is not None:
+            self._emit(Note(warning))
 
     def _stopping(self) -> bool:
         """A single process stops at once. Several agree on the update to stop after, one update later."""

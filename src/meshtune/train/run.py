@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import pathlib
 import time
@@ -23,6 +24,7 @@ from meshtune.objectives.stages import STAGES
 from meshtune.runs.output import CHECKPOINTS, RESULT_DIGEST, claimed, read_run, write_recipe, write_run
 from meshtune.setup.attention_check import checked_attention
 from meshtune.setup.parameters import InitializedRun, Parameters
+from meshtune.setup.shortage import MemoryShortage, as_shortage, explained, ran_out
 from meshtune.train.checkpoint.checkpoints import Checkpoints, Record, disk_reason
 from meshtune.train.checkpoint.resume import COMMANDS, Resumed, find_resume
 from meshtune.train.evaluation.reference import Reference
@@ -37,7 +39,8 @@ from meshtune.train.report.progress import ProgressBar
 from meshtune.train.report.smoothing import SmoothedLoss
 from meshtune.train.result.final import export_result
 from meshtune.train.result.result import Result
-from meshtune.train.run_setup import RunSetup, set_up_run, with_base
+from meshtune.train.run_setup import RunSetup, set_up_run, with_base, with_micro_batch
+from meshtune.train.shrink import CompiledShortage, runtime_fix, smaller_micro_batches
 from meshtune.train.task import Parts, make_task
 
 
@@ -74,9 +77,14 @@ def train(recipe: Recipe, *, console: Console | None = None, job: Job | None = N
             fix="make room or make it writable; then the same command with resume=true goes on from what was saved",
         ) from error
     if result.interrupted is None:
-        evaluate_run(recipe, console, job)
+        with explained(lambda: f"the result is written; measure it with {_evaluation_command(output)} --rows 4"):
+            evaluate_run(recipe, console, job)
         push_result(recipe, output, console, job)
     return result
+
+
+def _evaluation_command(output: pathlib.Path) -> str:
+    return terminal.command("eval", str(output), "--compare", "base")
 
 
 def _is_deleted(output: pathlib.Path, error: OSError) -> bool:
@@ -90,7 +98,33 @@ def _run(recipe: Recipe, output: pathlib.Path, console: Console, log: ConsoleLog
     setup = set_up_run(recipe, output, console, log, job)
     keep = setup.recipe.checkpoint.keep
     with _claim_output(setup), Checkpoints(output / CHECKPOINTS, keep=keep, job=job) as checkpoints:
-        return _train(with_base(setup), checkpoints)
+        setup = with_base(setup)
+        while True:
+            with explained(lambda setup=setup: runtime_fix(setup, checkpoints.latest())):
+                result = _train_or_shrink(setup, checkpoints)
+            if isinstance(result, Result):
+                return result
+            setup = result
+            gc.collect()  # the weights of the attempt before
+
+
+def _train_or_shrink(setup: RunSetup, checkpoints: Checkpoints) -> Result | RunSetup:
+    """The result or, where a micro-batch that was left open did not fit, the setup with a smaller one.
+
+    Of several processes one alone may run out while it computes: then all end. With a checkpoint the run can go on.
+    """
+    try:
+        return _train(setup, checkpoints)
+    except (RuntimeError, MemoryError, MemoryShortage) as error:
+        agreed = isinstance(error, CompiledShortage)
+        if not ran_out(error) or not setup.halves or (not agreed and setup.job.process_count > 1):
+            raise
+        rows = error.rows if isinstance(error, CompiledShortage) else next(iter(smaller_micro_batches(setup)), None)
+        if rows is None or checkpoints.latest() is not None:
+            raise
+        what = error.what if isinstance(error, MemoryShortage) else as_shortage(error, "").what
+    setup.console.print(f"[yellow]{what}: trying a micro-batch of {rows} rows[/]", highlight=False)
+    return with_micro_batch(setup, rows)
 
 
 @contextlib.contextmanager
@@ -196,6 +230,8 @@ def _parts(setup: RunSetup, initialized: InitializedRun) -> Parts:
         model=initialized.model,
         optimizer=initialized.optimizer,
         schedule=initialized.schedule,
+        job=setup.job,
+        memory=setup.memory,
     )
 
 

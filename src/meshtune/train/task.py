@@ -18,10 +18,12 @@ from meshtune.config.recipe import Recipe
 from meshtune.data.prepare import PreparedData
 from meshtune.kernels.attention import zigzag_order
 from meshtune.mesh.placement import place_batch
+from meshtune.mesh.processes import Job
 from meshtune.model.compute import Compute
 from meshtune.objectives.score import Batch
 from meshtune.optim.optimizer import Optimizer
 from meshtune.optim.schedules import Schedule
+from meshtune.plan.fit import MemoryCheck
 from meshtune.setup.assemble import step_for
 from meshtune.setup.memory import size_in_words
 from meshtune.setup.resolved import ResolvedRun
@@ -31,6 +33,8 @@ from meshtune.train.evaluation.cadence import Cadence, at_interval, evaluations,
 from meshtune.train.evaluation.early_stopping import EarlyStopping
 from meshtune.train.evaluation.evaluate import Evaluation, evaluate
 from meshtune.train.loop import Task
+from meshtune.train.lost_updates import LostUpdates
+from meshtune.train.shrink import check_compiled
 from meshtune.train.step.build import make_eval_step
 from meshtune.train.step.state import TrainState
 
@@ -52,6 +56,8 @@ class Parts:
     model: PreparedModel
     optimizer: Optimizer
     schedule: Schedule
+    job: Job
+    memory: MemoryCheck
 
 
 def make_task(parts: Parts, record: Record, state: TrainState) -> Task:
@@ -83,6 +89,10 @@ def make_task(parts: Parts, record: Record, state: TrainState) -> Task:
         evaluate=_evaluator(parts, place),
         evaluate_at_start=early.at_start,
         sample=_sampler(parts),
+        # Block-coordinate updates keep a float32 copy of the layer that they train; random rounding loses nothing.
+        lost_updates=None
+        if parts.optimizer.blocks is not None or recipe.optimizer.stochastic_rounding
+        else LostUpdates(parts.resolved.arrays.trainable, rates, record.step),
     )
 
 
@@ -106,10 +116,12 @@ def _compiled(parts: Parts, step: jax.stages.Wrapped, state: TrainState, batch: 
     facts = compiled.memory_analysis()
     memory = ""
     if facts is not None:
-        resident = facts.argument_size_in_bytes + facts.output_size_in_bytes - facts.alias_size_in_bytes
+        temporary = facts.output_size_in_bytes - facts.alias_size_in_bytes + facts.temp_size_in_bytes
         where = "of device memory" if parts.compute.layout is None else "of memory on each device"
-        memory = f"; it needs {size_in_words(resident + facts.temp_size_in_bytes)} {where}"
+        memory = f"; it needs {size_in_words(facts.argument_size_in_bytes + temporary)} {where}"
     parts.console.print(f"[bold]compiled[/] the training step in {time.monotonic() - started:.1f} s{memory}")
+    if facts is not None and parts.recipe.compute.memory_check:
+        check_compiled(parts.memory, facts.argument_size_in_bytes, temporary, parts.job)
     return compiled
 
 

@@ -6,11 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jaxtyping import Array, Int
 
@@ -136,6 +134,6 @@ def _updated(
         return TrainState(jnp.where(finite, state.step + 1, state.step), trainable, opt_state)
     extra = {"curvature": hessian} if optimizer.needs_hessian else {}
     updates, opt_state = optimizer.update(gradient, state.opt_state, state.trainable, **extra)
-    trainable = cast(Tree, optax.apply_updates(state.trainable, updates))
+    trainable = optimizer.apply_updates(state.trainable, updates, state.step)
     new = TrainState(state.step + 1, trainable, opt_state)
     return jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
