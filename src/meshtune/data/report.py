@@ -74,8 +74,9 @@ class DataReport:
 
     @property
     def noun(self) -> str:
-        """What `samples` counts, in the plural."""
-        return "labelled answers" if self.dataset_type == "labelled" else self.dataset_type
+        """What `samples` counts: in the singular if it is 1."""
+        noun = "labelled answers" if self.dataset_type == "labelled" else self.dataset_type
+        return noun.removesuffix("s") if self.samples == 1 else noun
 
     @property
     def notes(self) -> list[str]:
@@ -272,7 +273,7 @@ def _inefficiencies(report: DataReport) -> list[str]:
         warnings.append(f"{1 - report.efficiency:.0%} of the positions are padding; {remedy}")
     if report.split == "train" and report.rows < report.batch_rows:
         warnings.append(
-            f"an epoch has {report.rows} rows, fewer than the {report.batch_rows} of a batch: a smaller "
+            f"an epoch has {counted(report.rows, 'row')}, fewer than the {report.batch_rows} of a batch: a smaller "
             "train.batch_size wastes less"
         )
     return warnings

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from meshtune.config.recipe import Recipe
-from meshtune.errors import UserError
+from meshtune.errors import UserError, counted
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.layout import Layout
 from meshtune.plan.autotune import autotune
@@ -50,7 +50,7 @@ class MemoryCheck:
     def tried(self) -> str:
         """The rows that are computed at once, for messages."""
         rows = self.resolved.train.batch_size // self.resolved.train.accumulation
-        return f"train.micro_batch: {rows} rows of {self.length} positions at once"
+        return f"train.micro_batch: {counted(rows, 'row')} of {self.length} positions at once"
 
     def before_loading(self) -> MemoryShortage | None:
         """The shortage that the estimate expects; None where it expects none, or knows nothing of the device."""

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from meshtune.mesh.processes import Job
 from meshtune.setup.shortage import host_memory, size_in_words
 
-__all__ = ["FreeMemory", "bytes_on_each", "free_memory", "memory_in_use", "size_in_words"]
+__all__ = ["FreeMemory", "bytes_on_each", "free_memory", "memory_in_use", "memory_kind", "size_in_words"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +43,11 @@ def memory_in_use() -> int:
     if stats and "bytes_in_use" in stats:
         return int(stats["bytes_in_use"])
     return int(psutil.Process().memory_info().rss)
+
+
+def memory_kind() -> str:
+    """What `memory_in_use` counts: device, or host where the devices tell nothing."""
+    return "device" if "bytes_in_use" in (jax.local_devices()[0].memory_stats() or {}) else "host"
 
 
 def bytes_on_each(tree: PyTree, itemsize: int | None = None) -> int:

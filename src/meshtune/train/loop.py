@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from meshtune.arrays.tree import Tree
-from meshtune.errors import UserError
+from meshtune.errors import UserError, counted
 from meshtune.mesh.stop_flag import StopFlag
 from meshtune.setup.memory import memory_in_use
 from meshtune.train.checkpoint.checkpoints import Checkpoints, Record
@@ -57,7 +57,7 @@ class Task:
     arrays on the devices. `shown(state)` returns the parameters to evaluate, sample from and export, which for some
     optimizers are not the trained ones. `evaluate(trainable)` and `sample(trainable)`, which returns (prompt, text)
     pairs, are optional, as are `saved(trainable, step)`, which is called after each save, and `lost_updates`, which
-    warns of updates that are rounded away.
+    warns of updates that are rounded away. `announce(done)` says what makes the next update slower than others, if so.
     """
 
     step: Callable[[TrainState, Tree, PlacedBatch, np.int32], tuple[TrainState, Metrics]]
@@ -76,6 +76,7 @@ class Task:
     sample: Callable[[Tree], Iterable[tuple[str, str]]] | None = None
     saved: Callable[[Tree, int], None] | None = None
     lost_updates: LostUpdates | None = None
+    announce: Callable[[int], str | None] = lambda done: None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +133,9 @@ class _Loop:
             while done < total and not self._stopping() and not self.early_stopping.stop:
                 batch = next(batches)
                 arrays = self.task.place(batch.arrays)
+                announcement = self.task.announce(done)
+                if announcement is not None:
+                    self._emit(Note(announcement))
                 if self.task.lost_updates is not None:
                     self.task.lost_updates.before(self.state.trainable, done)
                 self.state, metrics = self.task.step(self.state, self.task.frozen, arrays, self.seed)
@@ -139,7 +143,7 @@ class _Loop:
                 self.stop_flag.submit(self.interrupt.received, self.seconds)
                 if pending is not None:
                     self._report(*pending)
-                pending = (batch, metrics)
+                pending = (batch, metrics, announcement is not None)
                 done += 1
                 self._warn(done)
                 if self._something_due(done):
@@ -185,7 +189,7 @@ class _Loop:
         if due.save(done) or (best and self.task.keep_best):
             self._save(done)
 
-    def _report(self, batch: TrainBatch, metrics: Metrics) -> None:
+    def _report(self, batch: TrainBatch, metrics: Metrics, slow: bool) -> None:
         values = jax.device_get(metrics)
         decision = self.stop_flag.decision()
         self.stop = self.stop or decision.signal
@@ -209,6 +213,7 @@ class _Loop:
                 learned=int(np.count_nonzero(batch.arrays["weights"])),
                 seconds=seconds,
                 memory=memory_in_use(),
+                slow=slow,
                 machine=self.devices.read() | ({"skew": decision.skew} if self.stop_flag.multi_process else {}),
             )
         )
@@ -249,7 +254,7 @@ class _Loop:
         if self.early_stopping.stop:
             best, stale = self.early_stopping.best, self.early_stopping.stale
             best_text = f"the best was {best.loss:.4f} after {best.step}" if best else "none was a number"
-            return f"no improvement in {stale} evaluations; {best_text}"
+            return f"no improvement in {counted(stale, 'evaluation')}; {best_text}"
         return ""
 
 

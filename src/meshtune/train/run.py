@@ -16,7 +16,7 @@ from meshtune import terminal
 from meshtune.adapters.method import PreparedModel
 from meshtune.config.recipe import Recipe
 from meshtune.digests import DamagedError, read_digests
-from meshtune.errors import UserError
+from meshtune.errors import UserError, counted
 from meshtune.evaluate.recipe import check_evaluation, evaluate_run
 from meshtune.mesh.processes import Job
 from meshtune.mesh.rendezvous import ProcessInfo
@@ -100,12 +100,35 @@ def _run(recipe: Recipe, output: pathlib.Path, console: Console, log: ConsoleLog
     with _claim_output(setup), Checkpoints(output / CHECKPOINTS, keep=keep, job=job) as checkpoints:
         setup = with_base(setup)
         while True:
-            with explained(lambda setup=setup: runtime_fix(setup, checkpoints.latest())):
+            with (
+                explained(lambda setup=setup: runtime_fix(setup, checkpoints.latest())),
+                _way_to_go_on(setup, checkpoints),
+            ):
                 result = _train_or_shrink(setup, checkpoints)
             if isinstance(result, Result):
                 return result
             setup = result
             gc.collect()  # the weights of the attempt before
+
+
+@contextlib.contextmanager
+def _way_to_go_on(setup: RunSetup, checkpoints: Checkpoints) -> Iterator[None]:
+    """Says how a run that a second Ctrl-C ended at once goes on from what was saved."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        saved = checkpoints.latest()
+        if saved is None:
+            setup.console.print("[bold]ended at once[/], before anything was saved")
+        else:
+            _say_how_to_go_on(setup, f"[bold]ended at once[/]; saved is update {saved} of {setup.total_steps}")
+        raise
+
+
+def _say_how_to_go_on(setup: RunSetup, status: str) -> None:
+    setup.console.print(f"{status}; to go on:")
+    line = terminal.command("train", f"{setup.output}/recipe.yaml", "--resume")
+    setup.console.print(f"  {line}", markup=False, soft_wrap=True)
 
 
 def _train_or_shrink(setup: RunSetup, checkpoints: Checkpoints) -> Result | RunSetup:
@@ -123,7 +146,7 @@ def _train_or_shrink(setup: RunSetup, checkpoints: Checkpoints) -> Result | RunS
         if rows is None or checkpoints.latest() is not None:
             raise
         what = error.what if isinstance(error, MemoryShortage) else as_shortage(error, "").what
-    setup.console.print(f"[yellow]{what}: trying a micro-batch of {rows} rows[/]", highlight=False)
+    setup.console.print(f"[yellow]{what}: trying a micro-batch of {counted(rows, 'row')}[/]", highlight=False)
     return with_micro_batch(setup, rows)
 
 
@@ -157,6 +180,8 @@ def _train(setup: RunSetup, checkpoints: Checkpoints) -> Result:
         state = checkpoints.restore(resumed.step, state)
         record = dataclasses.replace(record, step=resumed.step, best=resumed.best, stale=resumed.stale)
     banner.show_plan(console, setup.plan(model, state), setup.decisions)
+    if record.step < setup.total_steps:
+        checkpoints.check_room(state)
     if setup.job.is_main_process:
         step, interval = resumed.step if resumed else None, setup.recipe.log.every
         for note in metrics_log.cut_back(setup.output, step, interval=interval):
@@ -295,9 +320,7 @@ def _write_report(setup: RunSetup) -> None:
 def _interrupted(setup: RunSetup, ended: Ended, loss: SmoothedLoss) -> Result:
     _write_run(setup, {"status": "interrupted", "step": ended.step})
     _write_report(setup)
-    setup.console.print(f"[bold]saved[/] after update {ended.step} of {setup.total_steps}; to go on:")
-    line = terminal.command("train", f"{setup.output}/recipe.yaml", "--resume")
-    setup.console.print(f"  {line}", markup=False, soft_wrap=True)
+    _say_how_to_go_on(setup, f"[bold]saved[/] after update {ended.step} of {setup.total_steps}")
     return _result(setup, ended, loss, None, ended.interrupted)
 
 

@@ -17,7 +17,7 @@ from meshtune.config.load import load_recipe, silent
 from meshtune.config.recipe import DEFAULT_EPOCHS, Recipe
 from meshtune.data.prepare import PreparedData, prepare_data
 from meshtune.data.progress import ProgressClock
-from meshtune.errors import UserError
+from meshtune.errors import UserError, counted
 from meshtune.mesh.agreement import code_version, first_of_each_host, require_agreement
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.processes import Job
@@ -149,6 +149,8 @@ def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: Cons
         check_batch(MeshConfig(**resolved.layout.mesh.shape), rows, length)
     compute, decisions = compute_of(recipe, resolved.spec, resolved.precision, rows, length, resolved.layout)
     decisions += [] if reference is None else [reference]
+    total = recipe.train.steps or data.train.total_steps(recipe.train.epochs or DEFAULT_EPOCHS)
+    decisions += [*warm_up_warning(recipe, total), *baseline_warning(recipe, data, rows)]
     base = BaseRecord(recipe.model.path, base_hash(resolved.source), recorded(resolved.quantize))
     adapter = resumed_adapter(recipe, resolved, base)
     inputs = {"base model": base.hash, "training data": data.fingerprint, "adapter": adapter}
@@ -164,7 +166,7 @@ def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: Cons
         target=target,
         tokenizer=tokenizer,
         data=data,
-        total_steps=recipe.train.steps or data.train.total_steps(recipe.train.epochs or DEFAULT_EPOCHS),
+        total_steps=total,
         compute=compute,
         base=base,
         adapter=adapter,
@@ -174,6 +176,26 @@ def set_up_run(recipe: Recipe, output: pathlib.Path, console: Console, log: Cons
         memory=MemoryCheck(given, recipe, target, resolved.layout, length, free_memory(job, target.per_host)),
     )
     return _fitting(setup)
+
+
+def warm_up_warning(recipe: Recipe, total: int) -> list[Decision]:
+    """A warning where a warm-up takes a tenth of the updates and more, of which the first changes nothing."""
+    warmup = recipe.optimizer.warmup(total)
+    if not warmup or 10 * warmup < total or recipe.optimizer.warmup_steps is not None:
+        return []
+    what = f"the first of {counted(total, 'update')} has a learning rate of 0"
+    why = "a warm-up begins there, as in transformers; optimizer.warmup_steps=0 begins at the full rate"
+    return [Decision(WARNING, what, why)]
+
+
+def baseline_warning(recipe: Recipe, data: PreparedData, rows: int) -> list[Decision]:
+    """A warning where KTO would estimate the KL divergence of a micro-batch from a single answer."""
+    report = data.report
+    if recipe.stage.kind != "kto" or rows * report.samples >= 2 * report.rows:
+        return []
+    what = "a micro-batch has one answer, from which KTO's baseline (the KL divergence) is estimated"
+    fix = "train.batch_size=8" if recipe.train.batch_size == 1 else f"train.micro_batch={recipe.train.batch_size}"
+    return [Decision(WARNING, what, f"too few for an estimate, and trl refuses it: set {fix}")]
 
 
 def with_saved_micro_batch(recipe: Recipe, output: pathlib.Path, job: Job) -> Recipe:
@@ -204,7 +226,7 @@ def _fitting(setup: RunSetup) -> RunSetup:
         return setup
     what, where, fix, rows = fields
     if rows is not None:
-        setup.console.print(f"[yellow]{what}: trying a micro-batch of {rows} rows[/]", highlight=False)
+        setup.console.print(f"[yellow]{what}: trying a micro-batch of {counted(rows, 'row')}[/]", highlight=False)
         return _fitting(with_micro_batch(setup, rows))
     if setup.recipe.compute.memory_check:
         raise MemoryShortage(what, where=where, fix=fix)
@@ -220,7 +242,7 @@ def with_micro_batch(setup: RunSetup, rows: int) -> RunSetup:
     arguments = recipe, setup.resolved.spec, setup.resolved.precision, rows, data.train.row_length
     compute, decisions = compute_of(*arguments, setup.resolved.layout)
     fresh = {choice.name: choice for choice in decisions}
-    chosen = Decision("micro_batch", f"{rows} rows", "auto: made smaller until it fits")
+    chosen = Decision("micro_batch", counted(rows, "row"), "auto: made smaller until it fits")
     decisions = [fresh.get(choice.name, choice) for choice in setup.decisions if choice.name != chosen.name]
     return dataclasses.replace(
         setup,
