@@ -13,6 +13,7 @@ from meshtune.data.loader import Loader
 from meshtune.data.stream import Stream
 from meshtune.data.tokens import TokenCounts
 from meshtune.data.window_rows import WindowRows
+from meshtune.errors import counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from meshtune.arrays.paths import named_leaves
 from meshtune.arrays.spec import LAYERS, ArraySpec
@@ -23,7 +22,7 @@ from meshtune.optim.schedules import Schedule
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """An optimizer as a train step uses it; `init` and `update` as in optax, updates to be added by `apply_updates`.
+    """An optimizer as a train step uses it; `init` and `update` as in optax, updates to be added as `rounding` says.
 
     `specs(abstract)` is the state of a tree of ArraySpecs as ArraySpecs of the same structure, read by initialisation,
     layout and memory estimates. `schedule` gives the learning rate of an update. `eval_params(trainable, state)` are
@@ -49,21 +48,6 @@ class Optimizer:
     blocks: BlockSchedule | None = None
     needs_hessian: bool = False
     rounding: Rounding = to_nearest
-
-    def apply_updates(self, tree: Tree, updates: Tree, count: Int[Array, ""]) -> Tree:
-        """Adds float32 updates to parameters, rounded to their dtypes; `count` updates were made before."""
-
-        def add(parameter: Array, update: Array, path: str, layer: Array) -> Array:
-            return self.rounding(to_float32(parameter) + update, parameter.dtype, path, layer, count)
-
-        new = []
-        for (path, parameter), update in zip(named_leaves(tree), jax.tree.leaves(updates), strict=True):
-            if path in self.stacked:
-                by_layer = jax.vmap(functools.partial(add, path=path))
-                new.append(by_layer(parameter, update, layer=jnp.arange(parameter.shape[0])))
-            else:
-                new.append(add(parameter, update, path, jnp.int32(0)))
-        return jax.tree.unflatten(jax.tree.structure(tree), new)
 
     def gradients(self, abstract: Tree) -> dict[str, ArraySpec]:
         """The gradients that exist at once, float32, by path."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, BFloat16, Float, Int, Key
 
+from meshtune.arrays.paths import named_leaves
+from meshtune.arrays.tree import Tree
 from meshtune.optim.param_optimizer import UpdateContext
 
 # (updated value in float32, dtype to store it in, path, layer, updates made before) -> the stored value
@@ -36,6 +38,24 @@ def stochastic(seed: int) -> Rounding:
         return round_stochastically(value, jax.random.fold_in(context.key(seed, count), ROUNDS))
 
     return rounded
+
+
+def add_updates(
+    tree: Tree, updates: Tree, count: Int[Array, ""], stacked: Collection[str], rounding: Rounding = to_nearest
+) -> Tree:
+    """Adds float32 updates to parameters; `stacked` are the paths of those with a layers axis."""
+
+    def add(path: str, parameter: Array, update: Array) -> Array:
+        value = parameter.astype(jnp.float32) + update
+
+        def rounded(value: Array, layer: Array) -> Array:
+            return rounding(value, parameter.dtype, path, layer, count)
+
+        return jax.vmap(rounded)(value, jnp.arange(len(value))) if path in stacked else rounded(value, jnp.int32(0))
+
+    pairs = zip(named_leaves(tree), jax.tree.leaves(updates), strict=True)
+    added = [add(path, parameter, update) for (path, parameter), update in pairs]
+    return jax.tree.unflatten(jax.tree.structure(tree), added)
 
 
 def round_stochastically(value: Float[Array, "..."], key: Key[Array, ""]) -> BFloat16[Array, "..."]:

@@ -12,7 +12,7 @@ import psutil
 from jax.stages import Compiled
 
 from meshtune.config.recipe import Recipe
-from meshtune.errors import UserError, counted
+from meshtune.errors import UserError
 from meshtune.mesh.config import MeshConfig
 from meshtune.mesh.layout import Layout
 from meshtune.plan.candidate import workload_of
@@ -162,7 +162,7 @@ def predicted_vs_measured(prediction: Prediction, measured: MeasuredStep) -> lis
             times = "too short to compare"
         lines.append(
             f"{prediction.step_seconds:.3g} s per update, {measured.step_seconds:.3g} s measured "
-            f"({times}; the median of {counted(measured.updates, 'update')})"
+            f"({times}; the median of {measured.updates})"
         )
     return lines
 
