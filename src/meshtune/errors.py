@@ -1,4 +1,4 @@
-"""UserError: a mistake that the user can correct, with where it is and what to do."""
+"""UserError: a mistake that the user can correct, with where it is and what to do; and words of messages."""
 
 from __future__ import annotations
 
@@ -44,6 +44,11 @@ def _printable(text: str) -> str:
 
 def _rebuild(error_type: type[UserError], what: str, where: str | None, fix: str | None) -> UserError:
     return error_type(what, where=where, fix=fix)
+
+
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """'1 row', '2,048 rows': a number with its noun, given in the singular."""
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

@@ -79,7 +79,7 @@ def test_triton_can_be_forced_for_float32():
 def test_the_choice_lists_the_reasons_against_the_backends_before_it():
     _, reason = choose_backend(request_of("cuda", "sm_90a"))
     assert "not direct: 4096 x 4096 scores" in reason
-    assert "not splash: its kernels are for TPUs, not for cuda" in reason
+    assert "splash" not in reason, "of hardware that is not there nothing is said"
     assert "not cudnn: it cannot tell the documents of a packed row apart" in reason
 
 

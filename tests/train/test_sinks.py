@@ -210,9 +210,9 @@ def test_what_is_printed_is_kept_without_colours_and_bars(tmp_path):
     lines = (tmp_path / "console.log").read_text().splitlines()
     assert [line.rstrip() for line in lines if line.strip()] == [
         "before the output is known",
-        "update 1/2  smoothed loss 2.0000  200 tok/s  1.0 GiB",
+        "update 1/2  smoothed loss 2.0000  200 tok/s  host 1.0 GiB",
         "validation after 1: loss 1.5000, accuracy 50.0%  best so far",
-        "update 2/2  smoothed loss 2.0000  200 tok/s  1.0 GiB",
+        "update 2/2  smoothed loss 2.0000  200 tok/s  host 1.0 GiB",
         path,
         "UserError: the disk is full",
     ]
@@ -290,7 +290,7 @@ def test_the_screen_shows_loss_speed_memory_evaluation_and_sample(terminal):
     for part in ("loss 1.5000", "accuracy 50.0%", "best so far", "prompt", "[bold]text"):
         assert part in text
     if not terminal:
-        assert "update 2/2  smoothed loss 2.0000  200 tok/s  1.0 GiB" in text
+        assert "update 2/2  smoothed loss 2.0000  200 tok/s  host 1.0 GiB" in text
 
 
 def test_the_banner_counts_the_base_without_adapters_and_never_cuts_a_path():

@@ -118,7 +118,7 @@ def _check_folder(workspace: Workspace, source: str, where: str) -> None:
 
 
 def _models(recipe: Recipe) -> list[tuple[str, str]]:
-    """(key, value) of every model, adapter and tokenizer in a recipe."""
+    """(key, value) of every model, adapter and tokenizer in a recipe; of a state (RUN@best) the run as well."""
     model = recipe.model
     paths = [
         ("model.path", model.path),
@@ -127,7 +127,7 @@ def _models(recipe: Recipe) -> list[tuple[str, str]]:
         *(("model.merge_adapters", path) for path in model.merge_adapters),
         ("stage.reference", getattr(recipe.stage, "reference", None)),
     ]
-    return [(where, path) for where, path in paths if path]
+    return [(where, part) for where, path in paths if path for part in (path, path.rpartition(MARK)[0]) if part]
 
 
 def _data(recipe: Recipe) -> list[tuple[str, str]]:

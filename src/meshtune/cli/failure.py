@@ -7,6 +7,7 @@ import platform
 import sys
 import tempfile
 import traceback
+from collections.abc import Sequence
 from importlib import metadata
 from types import TracebackType
 
@@ -16,6 +17,29 @@ from rich.text import Text
 from meshtune.errors import UserError
 
 REPORT = "open an issue with the command, this message and that file"
+
+
+# By verb, what takes less memory, the mildest first.
+SMALLER_MODEL = "--quantize int8 or nf4, or more devices (mesh.tp=2)"
+LESS_MEMORY = {
+    "train": "a smaller train.micro_batch (the result stays the same), compute.remat=full, a smaller data.max_length",
+    "generate": f"fewer prompts at once, fewer --max-tokens, --cache int8, {SMALLER_MODEL}",
+    "chat": f"fewer --max-tokens, --cache int8, {SMALLER_MODEL}",
+    "serve": f"fewer --rows, --cache int8, {SMALLER_MODEL}",
+    "predict": f"fewer --rows, fewer --max-tokens, {SMALLER_MODEL}",
+    "eval": f"fewer --rows, fewer --max-tokens, {SMALLER_MODEL}",
+}
+ELSE = "end other programs on this machine, or use one with more memory"
+
+
+def explain(error: BaseException, arguments: Sequence[str]) -> UserError | None:
+    """The error as one that the user can correct, also where memory ran out in the command `arguments`; else None."""
+    if isinstance(error, UserError):
+        return error
+    from meshtune.setup.shortage import as_shortage, ran_out
+
+    verb = next((argument for argument in arguments if not argument.startswith("-")), "")
+    return as_shortage(error, "; ".join(filter(None, [LESS_MEMORY.get(verb), ELSE]))) if ran_out(error) else None
 
 
 def show(error: UserError) -> None:

@@ -104,10 +104,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.excepthook = failure.report_defect
     try:
         typer.main.get_command(app)(arguments, prog_name="meshtune")
-    except UserError as error:
-        if debug:
+    except (UserError, MemoryError, RuntimeError, OSError) as error:
+        explained = failure.explain(error, arguments)
+        if debug or explained is None:
             raise
-        failure.show(error)
+        failure.show(explained)
         sys.exit(2)
 
 

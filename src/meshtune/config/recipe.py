@@ -37,7 +37,7 @@ class TrainSection(Section):
     micro_batch: PositiveInt | Literal["auto"] | None = Field(
         default=None,
         description="Rows computed at once; batch_size must divide by it. Default: the whole batch; "
-        "auto: what is fastest and fits (see meshtune plan).",
+        "auto: what is fastest and fits, made smaller if it turns out not to fit.",
     )
 
     @model_validator(mode="after")
@@ -75,6 +75,11 @@ class ComputeSection(Section):
     attention_chunk: PositiveInt | Literal["auto"] | None = declared(ComputeOptions, "attention_chunk")
     offload: tuple[OffloadName, ...] = declared(ComputeOptions, "offload")
     expert_exchange: ExchangeName = declared(ComputeOptions, "expert_exchange")
+    memory_check: bool = Field(
+        default=True,
+        description="Refuse a run that does not fit the memory that is free, before loading and after compiling; "
+        "false: try it all the same.",
+    )
     scan_layers: bool = Field(
         default=True, description="Scan over layers (compile time does not grow with depth) or unroll."
     )

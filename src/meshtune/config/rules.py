@@ -95,6 +95,16 @@ def _check_optimizer(recipe: Recipe) -> None:
             f"optimizer.lora_plus_ratio sets the rates of an adapter's A and B, and method {method} has no adapters: "
             "use method: lora, or leave it out"
         )
+    if optimizer.stochastic_rounding and (recipe.compute.precision != "bfloat16" or optimizer.name == "badam"):
+        raise ValueError(
+            "optimizer.stochastic_rounding rounds weights that are trained in bfloat16, and "
+            + (
+                "badam has a float32 copy of the layer that it trains: leave it out"
+                if optimizer.name == "badam"
+                else f"compute.precision is {recipe.compute.precision}, whose trained weights are float32 (auto too): "
+                "leave it out, or set compute.precision: bfloat16"
+            )
+        )
     if "weights" in recipe.compute.offload and method == "full" and not optimizer.in_backward:
         raise ValueError(
             "compute.offload: [weights] has no frozen weights to offload: method full trains them all, and trained "

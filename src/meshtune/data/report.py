@@ -81,7 +81,7 @@ class DataReport:
 
     @property
     def noun(self) -> str:
-        """What `samples` counts, in the plural unless it is one."""
+        """The name of what `samples` counts, in the singular for one."""
         noun = "labelled answers" if self.dataset_type == "labelled" else self.dataset_type
         return noun.removesuffix("s") if self.samples == 1 else noun
 

@@ -36,6 +36,7 @@ from meshtune.optim.per_expert import per_expert
 from meshtune.optim.prodigy import prodigy
 from meshtune.optim.projection import is_projected
 from meshtune.optim.roles import refuse_role
+from meshtune.optim.rounding import stochastic, to_nearest
 from meshtune.optim.schedule_free import averaged_params, schedule_free
 from meshtune.optim.schedules import SCHEDULES, Schedule, make_schedule
 from meshtune.optim.sophia import sophia
@@ -116,18 +117,21 @@ def make_optimizer(
         if array.role not in PARAMETER_ROLES:
             raise refuse_role(config.name, path, array)
     _check_options(config, chosen)
+    rounding = stochastic(config.seed) if config.stochastic_rounding else to_nearest
     if chosen.by_block is not None:
         assert spec is not None, "the layers to train in turns are the model's"
         return chosen.by_block(config, schedule, trainable, spec, decay), schedule
     if chosen.by_gradients is not None:
         optimizer = from_optax_global(chosen.by_gradients(config, schedule, decayed), schedule, config.state_dtype)
+        stacked = frozenset(path for path, array in parameters.items() if array.is_stacked)
+        optimizer = dataclasses.replace(optimizer, stacked=stacked, rounding=rounding)
         return dataclasses.replace(optimizer, needs_hessian=chosen.needs_hessian), schedule
     assert chosen.by_parameter is not None
     if chosen.projects:
         _check_rank(config, parameters)
     optimizers = _choose(chosen.by_parameter(config), parameters)
     factors = None if config.lora_plus_ratio is None else rate_factors(config, parameters)
-    optimizer = by_parameter(optimizers, parameters, schedule, decay, factors)
+    optimizer = by_parameter(optimizers, parameters, schedule, decay, factors, rounding)
     if chosen.eval_params is not None:
         optimizer = dataclasses.replace(optimizer, eval_params=chosen.eval_params(config))
     return dataclasses.replace(optimizer, in_backward=config.in_backward), schedule

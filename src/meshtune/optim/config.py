@@ -78,6 +78,11 @@ class OptimizerOptions:
     lora_plus_embedding_rate: float | None = option(
         None, "LoRA+: the learning rate of embeddings; default: that of A.", gt=0
     )
+    stochastic_rounding: bool = option(
+        False,
+        "With compute.precision bfloat16: round trained weights up or down at random, so that on average no update is "
+        "lost, however small.",
+    )
     max_grad_norm: float | None = option(1.0, "Clip the global gradient norm; null: never.", gt=0)
 
     @property

@@ -16,12 +16,13 @@ from meshtune.arrays.tree import Tree
 from meshtune.model.gather import to_device
 from meshtune.optim.blocks import BlockSchedule
 from meshtune.optim.param_optimizer import COUNT, PARAM_STATE, ParamOptimizer, State, UpdateContext
+from meshtune.optim.rounding import Rounding, to_nearest
 from meshtune.optim.schedules import Schedule
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """An optimizer as a train step uses it; `init` and `update` as in optax, updates to be added.
+    """An optimizer as a train step uses it; `init` and `update` as in optax, updates to be added as `rounding` says.
 
     `specs(abstract)` is the state of a tree of ArraySpecs as ArraySpecs of the same structure, read by initialisation,
     layout and memory estimates. `schedule` gives the learning rate of an update. `eval_params(trainable, state)` are
@@ -46,6 +47,7 @@ class Optimizer:
     in_backward: bool = False
     blocks: BlockSchedule | None = None
     needs_hessian: bool = False
+    rounding: Rounding = to_nearest
 
     def evaluated(self, trainable: Tree, state: State) -> Tree:
         """The parameters to evaluate and to export."""
@@ -66,6 +68,7 @@ def by_parameter(
     schedule: Schedule,
     decay: Mapping[str, float],
     factors: Mapping[str, float] | None = None,
+    rounding: Rounding = to_nearest,
 ) -> Optimizer:
     """An optimizer that updates every parameter of every layer separately, by the ParamOptimizer of its path.
 
@@ -77,7 +80,7 @@ def by_parameter(
 
     def update_param(path: str, gradient: Array, state: State, parameter: Array, count: Array, layer: Array):
         change, state = _change(path, gradient, state, parameter, count, layer)
-        return (parameter + change).astype(parameter.dtype), state
+        return rounding(to_float32(parameter) + change, parameter.dtype, path, layer, count), state
 
     def _change(path: str, gradient: Array, state: State, parameter: Array, count: Array, layer: Array):
         rate = schedule(count) if factors is None else schedule(count) * factors[path]
@@ -118,9 +121,17 @@ def by_parameter(
             states[path] = after
         return jax.tree.unflatten(jax.tree.structure(gradients), changes), {COUNT: count + 1, PARAM_STATE: states}
 
-    row_separable = frozenset(path for path, optimizer in optimizers.items() if optimizer.by_rows)
+    # Random bits are drawn for whole matrices: parts of one would draw the same ones.
+    separable = rounding is to_nearest
     return Optimizer(
-        init, update, specs, schedule, update_param=update_param, row_separable=row_separable, stacked=stacked
+        init,
+        update,
+        specs,
+        schedule,
+        update_param=update_param,
+        row_separable=frozenset(path for path, optimizer in optimizers.items() if separable and optimizer.by_rows),
+        stacked=stacked,
+        rounding=rounding,
     )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from meshtune.config.recipe import Recipe
-from meshtune.errors import UserError
+from meshtune.errors import UserError, counted
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.plan.hardware import Target
 from meshtune.plan.search import MESH, MICRO, REMAT, ScoredCandidate, apply_overrides, open_keys, rank_candidates
@@ -47,7 +47,7 @@ def merge_decisions(autotuned: Sequence[Decision], decisions: Sequence[Decision]
 
 def _value(key: str, best: ScoredCandidate) -> str:
     candidate = best.candidate
-    return {MESH: str(best.mesh), MICRO: f"{candidate.rows} rows", REMAT: candidate.remat}[key]
+    return {MESH: str(best.mesh), MICRO: counted(candidate.rows, "row"), REMAT: candidate.remat}[key]
 
 
 def _reason(key: str, best: ScoredCandidate, ranked: list[ScoredCandidate]) -> str:

@@ -9,21 +9,23 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-import psutil
 
 from meshtune.plan.hardware import Device, Target, known_devices
 from meshtune.setup.machine import Machine
+from meshtune.setup.shortage import host_memory
 
 ROUNDS = 4  # of each measurement; the fastest counts
 
 
 def local_target(machine: Machine, hosts: int = 1) -> Target:
     """The devices of this job, spread evenly over `hosts`, as a target."""
-    return Target(hosts, max(1, len(machine.devices) // hosts), local_device(machine))
+    per_host = max(1, len(machine.devices) // hosts)
+    return Target(hosts, per_host, local_device(machine, per_host))
 
 
-def local_device(machine: Machine) -> Device:
-    """The device type of this machine as hardware.toml describes it, with the memory that the device reports.
+def local_device(machine: Machine, per_host: int = 1) -> Device:
+    """The device type of this machine as hardware.toml describes it, with the memory that the device reports;
+    a CPU's is the host's, shared by the `per_host` devices that it simulates.
 
     CPUs are measured. An unknown device type gets the speeds of the known one of its platform with the closest memory:
     ranking candidates needs the ratios of the speeds alone.
@@ -37,7 +39,7 @@ def local_device(machine: Machine) -> Device:
         flops, bandwidth = (speed / processes for speed in measure_cpu())
         return dataclasses.replace(
             cpu,
-            memory=psutil.virtual_memory().total // processes,
+            memory=host_memory().total // per_host,
             flops_bf16=flops,
             flops_f32=flops,
             bandwidth=bandwidth,

@@ -8,11 +8,11 @@ import platform
 from collections.abc import Sequence
 
 import jax
-import psutil
 from rich.table import Table
 
 from meshtune.errors import UserError
 from meshtune.mesh.processes import Job
+from meshtune.setup.shortage import host_memory
 
 GIB = 2**30
 
@@ -121,7 +121,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def _describe(device: jax.Device) -> tuple[str, str]:
     if device.platform == "cpu":
-        memory = psutil.virtual_memory()
+        memory = host_memory()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         simulated = ", simulated" if jax.local_device_count() > 1 else ""
         return (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from meshtune.adapters.training_method import Method
@@ -20,6 +22,15 @@ PLANNED_LENGTH = 128  # tokens of an answer with its prompt, where there are no 
 def objective_of(recipe: Recipe) -> Objective:
     """Builds the objective that the step differentiates."""
     return STAGES[recipe.stage.kind].make(recipe.stage)
+
+
+def evaluation_objective_of(recipe: Recipe) -> Objective:
+    """Builds the objective of validation: of supervised tuning, the plain loss of every target. Smoothed labels and
+    weights by probability would hide it from early stopping and from the choice of the best checkpoint."""
+    stage = recipe.stage
+    if isinstance(stage, SftConfig):
+        stage = dataclasses.replace(stage, loss="nll", label_smoothing=0.0)
+    return STAGES[stage.kind].make(stage)
 
 
 def draws(recipe: Recipe, method: Method) -> bool:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from meshtune.arrays.tree import Tree
-from meshtune.errors import UserError
+from meshtune.errors import UserError, counted
 from meshtune.mesh.stop_flag import StopFlag
 from meshtune.setup.memory import memory_in_use
 from meshtune.train.checkpoint.checkpoints import Checkpoints, Record
@@ -25,8 +25,9 @@ from meshtune.train.evaluation.cadence import Cadence
 from meshtune.train.evaluation.early_stopping import EarlyStopping
 from meshtune.train.evaluation.evaluate import Evaluation
 from meshtune.train.interrupt import Interrupt
+from meshtune.train.lost_updates import LostUpdates
 from meshtune.train.report.device_metrics import DeviceMetrics
-from meshtune.train.report.events import Evaluated, Event, Events, Sampled, Saved, Started, Stepped, Stopped
+from meshtune.train.report.events import Evaluated, Event, Events, Note, Sampled, Saved, Started, Stepped, Stopped
 from meshtune.train.step.state import Metrics, TrainState
 
 MOST_RECORDS = 12  # records named in an error message
@@ -88,7 +89,8 @@ class Task:
     `record` is the checkpoint record to start from and `epoch_at(step)` the fractional epoch. `place` puts a batch's
     arrays on the devices. `shown(state)` returns the parameters to evaluate, sample from and export, which for some
     optimizers are not the trained ones. `evaluate(trainable)` and `sample(trainable)`, which returns (prompt, text)
-    pairs, are optional, as is `saved(trainable, step)`, which is called after each save.
+    pairs, are optional, as are `saved(trainable, step)`, which is called after each save, and `lost_updates`, which
+    warns of updates that are rounded away. `announce(done)` says what makes the next update slower than others, if so.
     """
 
     step: Callable[[TrainState, Tree, PlacedBatch, np.int32], tuple[TrainState, Metrics]]
@@ -106,6 +108,8 @@ class Task:
     evaluate_at_start: bool = False
     sample: Callable[[Tree], Iterable[tuple[str, str]]] | None = None
     saved: Callable[[Tree, int], None] | None = None
+    lost_updates: LostUpdates | None = None
+    announce: Callable[[int], str | None] = lambda done: None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,13 +165,19 @@ class _Loop:
             while done < total and not self._stopping() and not self.early_stopping.stop:
                 batch = self.task.batches.next(done, self.state)
                 arrays = self.task.place(batch.arrays)
+                announcement = self.task.announce(done)
+                if announcement is not None:
+                    self._emit(Note(announcement))
+                if self.task.lost_updates is not None:
+                    self.task.lost_updates.before(self.state.trainable, done)
                 self.state, metrics = self.task.step(self.state, self.task.frozen, arrays, self.seed)
                 self.checkpoints.check()
                 self.stop_flag.submit(self.interrupt.received, self.seconds)
                 if pending is not None:
                     self._report(*pending)
-                pending = (batch, metrics)
+                pending = (batch, metrics, announcement is not None)
                 done += 1
+                self._warn(done)
                 if self._something_due(done):
                     self._report(*pending)
                     pending = None
@@ -180,6 +190,11 @@ class _Loop:
         if done > start and self.saved != done:
             self._save(done)
         return done
+
+    def _warn(self, done: int) -> None:
+        warning = None if self.task.lost_updates is None else self.task.lost_updates.after(self.state.trainable, done)
+        if warning is not None:
+            self._emit(Note(warning))
 
     def _stopping(self) -> bool:
         """A single process stops at once. Several agree on the update to stop after, one update later."""
@@ -206,7 +221,7 @@ class _Loop:
         if due.save(done) or (best and self.task.keep_best):
             self._save(done)
 
-    def _report(self, batch: TrainBatch, metrics: Metrics) -> None:
+    def _report(self, batch: TrainBatch, metrics: Metrics, slow: bool) -> None:
         values = jax.device_get(metrics)
         decision = self.stop_flag.decision()
         self.stop = self.stop or decision.signal
@@ -230,6 +245,7 @@ class _Loop:
                 learned=int(np.count_nonzero(batch.arrays["weights"])),
                 seconds=seconds,
                 memory=memory_in_use(),
+                slow=slow,
                 machine=self.devices.read() | ({"skew": decision.skew} if self.stop_flag.multi_process else {}),
             )
         )
@@ -270,7 +286,7 @@ class _Loop:
         if self.early_stopping.stop:
             best, stale = self.early_stopping.best, self.early_stopping.stale
             best_text = f"the best was {best.loss:.4f} after {best.step}" if best else "none was a number"
-            return f"no improvement in {stale} evaluations; {best_text}"
+            return f"no improvement in {counted(stale, 'evaluation')}; {best_text}"
         return ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import pathlib
 import time
@@ -15,7 +16,7 @@ from meshtune import terminal
 from meshtune.adapters.method import PreparedModel
 from meshtune.config.recipe import Recipe
 from meshtune.digests import DamagedError, read_digests
-from meshtune.errors import UserError
+from meshtune.errors import UserError, counted
 from meshtune.evaluate.recipe import check_evaluation, evaluate_run
 from meshtune.mesh.processes import Job
 from meshtune.mesh.rendezvous import ProcessInfo
@@ -23,6 +24,7 @@ from meshtune.objectives.stages import STAGES
 from meshtune.runs.output import CHECKPOINTS, RESULT_DIGEST, claimed, read_run, write_recipe, write_run
 from meshtune.setup.attention_check import checked_attention
 from meshtune.setup.parameters import InitializedRun, Parameters
+from meshtune.setup.shortage import MemoryShortage, as_shortage, explained, ran_out
 from meshtune.train.checkpoint.checkpoints import Checkpoints, Record, disk_reason
 from meshtune.train.checkpoint.resume import COMMANDS, Resumed, find_resume
 from meshtune.train.evaluation.reference import Reference
@@ -37,7 +39,8 @@ from meshtune.train.report.progress import ProgressBar
 from meshtune.train.report.smoothing import SmoothedLoss
 from meshtune.train.result.final import export_result
 from meshtune.train.result.result import Result
-from meshtune.train.run_setup import RunSetup, set_up_run, with_base
+from meshtune.train.run_setup import RunSetup, set_up_run, with_base, with_micro_batch
+from meshtune.train.shrink import CompiledShortage, runtime_fix, smaller_micro_batches
 from meshtune.train.task import Parts, make_task
 
 
@@ -74,9 +77,14 @@ def train(recipe: Recipe, *, console: Console | None = None, job: Job | None = N
             fix="make room or make it writable; then the same command with resume=true goes on from what was saved",
         ) from error
     if result.interrupted is None:
-        evaluate_run(recipe, console, job)
+        with explained(lambda: f"the result is written; measure it with {_evaluation_command(output)} --rows 4"):
+            evaluate_run(recipe, console, job)
         push_result(recipe, output, console, job)
     return result
+
+
+def _evaluation_command(output: pathlib.Path) -> str:
+    return terminal.command("eval", str(output), "--compare", "base")
 
 
 def _is_deleted(output: pathlib.Path, error: OSError) -> bool:
@@ -90,7 +98,56 @@ def _run(recipe: Recipe, output: pathlib.Path, console: Console, log: ConsoleLog
     setup = set_up_run(recipe, output, console, log, job)
     keep = setup.recipe.checkpoint.keep
     with _claim_output(setup), Checkpoints(output / CHECKPOINTS, keep=keep, job=job) as checkpoints:
-        return _train(with_base(setup), checkpoints)
+        setup = with_base(setup)
+        while True:
+            with (
+                explained(lambda setup=setup: runtime_fix(setup, checkpoints.latest())),
+                _way_to_go_on(setup, checkpoints),
+            ):
+                result = _train_or_shrink(setup, checkpoints)
+            if isinstance(result, Result):
+                return result
+            setup = result
+            gc.collect()  # the weights of the attempt before
+
+
+@contextlib.contextmanager
+def _way_to_go_on(setup: RunSetup, checkpoints: Checkpoints) -> Iterator[None]:
+    """Says how a run that a second Ctrl-C ended at once goes on from what was saved."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        saved = checkpoints.latest()
+        if saved is None:
+            setup.console.print("[bold]ended at once[/], before anything was saved")
+        else:
+            _say_how_to_go_on(setup, f"[bold]ended at once[/]; saved is update {saved} of {setup.total_steps}")
+        raise
+
+
+def _say_how_to_go_on(setup: RunSetup, status: str) -> None:
+    setup.console.print(f"{status}; to go on:")
+    line = terminal.command("train", f"{setup.output}/recipe.yaml", "--resume")
+    setup.console.print(f"  {line}", markup=False, soft_wrap=True)
+
+
+def _train_or_shrink(setup: RunSetup, checkpoints: Checkpoints) -> Result | RunSetup:
+    """The result or, where a micro-batch that was left open did not fit, the setup with a smaller one.
+
+    Of several processes one alone may run out while it computes: then all end. With a checkpoint the run can go on.
+    """
+    try:
+        return _train(setup, checkpoints)
+    except (RuntimeError, MemoryError, MemoryShortage) as error:
+        agreed = isinstance(error, CompiledShortage)
+        if not ran_out(error) or not setup.halves or (not agreed and setup.job.process_count > 1):
+            raise
+        rows = error.rows if isinstance(error, CompiledShortage) else next(iter(smaller_micro_batches(setup)), None)
+        if rows is None or checkpoints.latest() is not None:
+            raise
+        what = error.what if isinstance(error, MemoryShortage) else as_shortage(error, "").what
+    setup.console.print(f"[yellow]{what}: trying a micro-batch of {counted(rows, 'row')}[/]", highlight=False)
+    return with_micro_batch(setup, rows)
 
 
 @contextlib.contextmanager
@@ -123,6 +180,8 @@ def _train(setup: RunSetup, checkpoints: Checkpoints) -> Result:
         state = checkpoints.restore(resumed.step, state)
         record = dataclasses.replace(record, step=resumed.step, best=resumed.best, stale=resumed.stale)
     banner.show_plan(console, setup.plan(model, state), setup.decisions)
+    if record.step < setup.total_steps:
+        checkpoints.check_room(state)
     if setup.job.is_main_process:
         step, interval = resumed.step if resumed else None, setup.recipe.log.every
         for note in metrics_log.cut_back(setup.output, step, interval=interval):
@@ -196,6 +255,8 @@ def _parts(setup: RunSetup, initialized: InitializedRun) -> Parts:
         model=initialized.model,
         optimizer=initialized.optimizer,
         schedule=initialized.schedule,
+        job=setup.job,
+        memory=setup.memory,
     )
 
 
@@ -261,9 +322,7 @@ def _write_report(setup: RunSetup) -> None:
 def _interrupted(setup: RunSetup, ended: Ended, loss: SmoothedLoss) -> Result:
     _write_run(setup, {"status": "interrupted", "step": ended.step})
     _write_report(setup)
-    setup.console.print(f"[bold]saved[/] after update {ended.step} of {setup.total_steps}; to go on:")
-    line = terminal.command("train", f"{setup.output}/recipe.yaml", "--resume")
-    setup.console.print(f"  {line}", markup=False, soft_wrap=True)
+    _say_how_to_go_on(setup, f"[bold]saved[/] after update {ended.step} of {setup.total_steps}")
     return _result(setup, ended, loss, None, ended.interrupted)
 
 

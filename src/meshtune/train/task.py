@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -13,24 +15,29 @@ import numpy as np
 from rich.console import Console
 
 from meshtune.adapters.method import PreparedModel
-from meshtune.arrays.tree import Tree, merge
+from meshtune.arrays.tree import Tree, flatten, merge
 from meshtune.config.recipe import Recipe
 from meshtune.data.prepare import PreparedData
+from meshtune.errors import counted
 from meshtune.kernels.attention import zigzag_order
 from meshtune.mesh.placement import place_batch
+from meshtune.mesh.processes import Job
 from meshtune.model.compute import Compute
 from meshtune.objectives.score import Batch
 from meshtune.optim.optimizer import Optimizer
 from meshtune.optim.schedules import Schedule
+from meshtune.plan.fit import MemoryCheck
 from meshtune.setup.assemble import step_for
 from meshtune.setup.memory import size_in_words
 from meshtune.setup.resolved import ResolvedRun
-from meshtune.setup.stage import objective_of
+from meshtune.setup.stage import evaluation_objective_of
 from meshtune.train.checkpoint.checkpoints import Record
 from meshtune.train.evaluation.cadence import Cadence, at_interval, evaluations, save_interval
 from meshtune.train.evaluation.early_stopping import EarlyStopping
 from meshtune.train.evaluation.evaluate import Evaluation, evaluate
 from meshtune.train.loop import LoadedBatches, Task
+from meshtune.train.lost_updates import LostUpdates
+from meshtune.train.shrink import check_compiled
 from meshtune.train.step.build import make_eval_step
 from meshtune.train.step.state import TrainState
 
@@ -52,6 +59,8 @@ class Parts:
     model: PreparedModel
     optimizer: Optimizer
     schedule: Schedule
+    job: Job
+    memory: MemoryCheck
 
 
 def make_task(parts: Parts, record: Record, state: TrainState) -> Task:
@@ -83,7 +92,27 @@ def make_task(parts: Parts, record: Record, state: TrainState) -> Task:
         evaluate=_evaluator(parts, place),
         evaluate_at_start=early.at_start,
         sample=_sampler(parts),
+        announce=functools.partial(_announcement, recipe, _matrices(parts), record.step),
+        # Block-coordinate updates keep a float32 copy of the layer that they train; random rounding loses nothing.
+        lost_updates=None
+        if parts.optimizer.blocks is not None or recipe.optimizer.stochastic_rounding
+        else LostUpdates(parts.resolved.arrays.trainable, rates, record.step),
     )
+
+
+def _announcement(recipe: Recipe, matrices: int, start: int, done: int) -> str | None:
+    """What makes the update after `done` ones slower than others."""
+    if recipe.optimizer.name == "galore" and done % recipe.optimizer.update_gap == 0:
+        return f"computing the projectors of {counted(matrices, 'matrix', 'matrices')}: this update takes longer"
+    if recipe.optimizer.name == "muon" and done == start:
+        return f"every update orthogonalises {counted(matrices, 'matrix', 'matrices')}: the first one may take a while"
+    return None
+
+
+def _matrices(parts: Parts) -> int:
+    """Matrices that are trained in the layers, each expert's among them."""
+    arrays = flatten(parts.resolved.arrays.trainable).values()
+    return sum(math.prod(array.shape[:-2]) for array in arrays if array.role in ("matrix", "experts"))
 
 
 def _placing(parts: Parts) -> Callable[[dict[str, np.ndarray]], Batch]:
@@ -106,10 +135,12 @@ def _compiled(parts: Parts, step: jax.stages.Wrapped, state: TrainState, batch: 
     facts = compiled.memory_analysis()
     memory = ""
     if facts is not None:
-        resident = facts.argument_size_in_bytes + facts.output_size_in_bytes - facts.alias_size_in_bytes
+        temporary = facts.output_size_in_bytes - facts.alias_size_in_bytes + facts.temp_size_in_bytes
         where = "of device memory" if parts.compute.layout is None else "of memory on each device"
-        memory = f"; it needs {size_in_words(resident + facts.temp_size_in_bytes)} {where}"
+        memory = f"; it needs {size_in_words(facts.argument_size_in_bytes + temporary)} {where}"
     parts.console.print(f"[bold]compiled[/] the training step in {time.monotonic() - started:.1f} s{memory}")
+    if facts is not None and parts.recipe.compute.memory_check:
+        check_compiled(parts.memory, facts.argument_size_in_bytes, temporary, parts.job)
     return compiled
 
 
@@ -124,7 +155,7 @@ def _evaluator(parts: Parts, place: Callable[[dict[str, np.ndarray]], Batch]) ->
     loader = parts.data.validation
     if loader is None or parts.recipe.eval.every is None:
         return None
-    step = make_eval_step(objective_of(parts.recipe), parts.model.spec, parts.compute)
+    step = make_eval_step(evaluation_objective_of(parts.recipe), parts.model.spec, parts.compute)
 
     def run(trainable: Tree) -> Evaluation:
         with contextlib.closing(loader.iterate(0, loader.steps_per_epoch(0))) as batches:  # pyright: ignore[reportArgumentType]

@@ -42,7 +42,7 @@ BACKENDS: list[Backend] = [
 
 
 def choose_backend(request: AttentionRequest, backend: str = "auto") -> tuple[Backend, str]:
-    """The backend for `request`, and the reason for the choice (for the run's banner).
+    """The backend for `request`, and the reason for the choice (for the run's banner): what is against those before it.
 
     Raises: UserError if a forced backend is unknown or cannot serve the request, or if none can, with every backend's
     reason.
@@ -62,14 +62,15 @@ def choose_backend(request: AttentionRequest, backend: str = "auto") -> tuple[Ba
             f"attention backend '{backend}' cannot serve this model or batch: {_reasons(request)}",
             fix=f"choose auto{''.join(', ' + name for name in serving)}",
         )
-    reason = Translatable("first choice")
-    for position, entry in enumerate(BACKENDS):
+    reason = None
+    for entry in BACKENDS:
         refusal = entry.refusal(request) or entry.suits(request)
         if refusal is None:
-            return entry, reason
-        rejected = Translatable("not {backend}: {reason}", backend=entry.name, reason=refusal)
-        reason = Translatable("{first}; {rest}", first=reason, rest=rejected) if position else rejected
-    raise UserError(f"no attention backend can serve this model or batch: {reason}")
+            return entry, reason or Translatable("first choice")
+        if entry.hardware(request):  # of hardware that is not there, nobody can change anything
+            rejected = Translatable("not {backend}: {reason}", backend=entry.name, reason=refusal)
+            reason = rejected if reason is None else Translatable("{first}; {rest}", first=reason, rest=rejected)
+    raise UserError(f"no attention backend can serve this model or batch: {_reasons(request)}")
 
 
 def _reasons(request: AttentionRequest) -> str:

@@ -40,6 +40,7 @@ class Backend:
 
     `supports` returns the reason a request cannot be served, or None; a forced backend obeys it too.
     `suits` returns the reason the automatic choice should prefer another backend, or None.
+    `hardware` says whether it runs on such devices at all.
     `run` computes on one device; on a mesh every device runs it on its own rows and heads.
     `run_sharded` is for backends that handle the mesh themselves; without it a backend cannot serve a ring.
     """
@@ -49,6 +50,7 @@ class Backend:
     supports: Callable[[AttentionRequest], str | None] = _no_reason
     suits: Callable[[AttentionRequest], str | None] = _no_reason
     run_sharded: AttendSharded | None = None
+    hardware: Callable[[AttentionRequest], bool] = lambda request: True
 
     def refusal(self, request: AttentionRequest) -> str | None:
         """The reason it cannot serve the request, or None."""

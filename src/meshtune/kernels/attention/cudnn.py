@@ -80,4 +80,4 @@ def run(inputs: AttentionInputs, request: AttentionRequest) -> jax.Array:
     return jnp.where(single_document[:, None, None, None], out, jnp.nan)
 
 
-CUDNN = Backend("cudnn", run, supports)
+CUDNN = Backend("cudnn", run, supports, hardware=lambda request: request.platform in ("cuda", "gpu"))

@@ -136,4 +136,4 @@ def _padded_length_and_block(T: int) -> tuple[int, int]:
     return -(-T // block) * block, block
 
 
-SPLASH = Backend("splash", run, supports)
+SPLASH = Backend("splash", run, supports, hardware=lambda request: request.platform == "tpu")

@@ -84,4 +84,11 @@ def _attend_backward(request: AttentionRequest, interpret: bool, residuals, d_ou
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
-TRITON = Backend("triton", run, supports, suits, run_sharded=triton_ring.run)
+TRITON = Backend(
+    "triton",
+    run,
+    supports,
+    suits,
+    run_sharded=triton_ring.run,
+    hardware=lambda request: request.platform in ("cuda", "rocm", "gpu"),
+)

@@ -117,8 +117,7 @@ class Checkpoints:
         with disk_errors(self.directory):
             # Not `together`: where this process's part of the previous save failed, the others still wait for it.
             self._manager.wait_until_finished()
-        with raise_collectively(self._job, "room for a checkpoint"), disk_errors(self.directory):
-            self._check_room(state)
+        self.check_room(state)
         with disk_errors(self.directory):
             self._best = keep
             self._manager.save(
@@ -129,6 +128,11 @@ class Checkpoints:
                 ),
                 force=True,
             )
+
+    def check_room(self, state: TrainState) -> None:
+        """Raises: UserError, on all processes alike, where the disk has no room for a checkpoint of `state`."""
+        with raise_collectively(self._job, "room for a checkpoint"), disk_errors(self.directory):
+            self._check_room(state)
 
     def check(self) -> None:
         """Raises: UserError if a save in the background has failed on this process. Waits for nothing."""

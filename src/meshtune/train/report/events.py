@@ -28,7 +28,8 @@ class Stepped:
     the update. `tokens` counts positions that are not padding, `learned` those with a loss. `seconds` is the time since
     the previous update, `memory` the bytes in use (of the device if it reports them, else of the process). `machine`
     holds the figures of each local device (train.report.device_metrics) and, with several processes, `skew`: the
-    seconds between the fastest and the slowest process.
+    seconds between the fastest and the slowest process. `slow` says that the update did more than others, and that its
+    seconds are not those of an update.
     """
 
     step: int
@@ -42,6 +43,7 @@ class Stepped:
     seconds: float
     memory: int
     machine: dict[str, float] = dataclasses.field(default_factory=dict)
+    slow: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

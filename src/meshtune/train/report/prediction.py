@@ -25,6 +25,7 @@ from meshtune.setup.memory import size_in_words
 from meshtune.train.report.events import Evaluated, Event, Sampled, Saved, Stepped
 
 MIN_COMPARED_BYTES = 256 << 20  # of smaller steps, the process's other allocations are as large as the step
+MIN_COMPARED_SECONDS = 0.1  # of shorter steps, what surrounds the arithmetic takes as long as the arithmetic
 WARM_UP = 2  # updates that are not timed: the first ones wait for data, caches and libraries
 
 
@@ -102,7 +103,7 @@ class StepProbe:
             case Stepped():
                 if self._only_updates:
                     self._peak = self._peak_bytes()
-                if not self._after_pause:
+                if not self._after_pause and not event.slow:
                     self._seconds.append(event.seconds)
                 self._after_pause = False
             case Evaluated() | Sampled() | Saved():
@@ -156,10 +157,12 @@ def predicted_vs_measured(prediction: Prediction, measured: MeasuredStep) -> lis
         compared = f"{100 * ratio:+.0f}%" if prediction.device_bytes > MIN_COMPARED_BYTES else "too small to compare"
         lines.append(f"{sizes} ({compared})")
     if prediction.step_seconds and measured.step_seconds:
-        ratio = measured.step_seconds / prediction.step_seconds
+        times = f"{measured.step_seconds / prediction.step_seconds:.2f} times as long"
+        if prediction.step_seconds < MIN_COMPARED_SECONDS:
+            times = "too short to compare"
         lines.append(
             f"{prediction.step_seconds:.3g} s per update, {measured.step_seconds:.3g} s measured "
-            f"({ratio:.2f} times as long; the median of {measured.updates})"
+            f"({times}; the median of {measured.updates})"
         )
     return lines
 

@@ -19,7 +19,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from meshtune.setup.memory import size_in_words
+from meshtune.setup.memory import memory_kind, size_in_words
 from meshtune.train.report.console_log import ConsoleLog
 from meshtune.train.report.events import Evaluated, Event, Note, Sampled, Started, Stepped, Stopped
 from meshtune.train.report.smoothing import SmoothedLoss
@@ -119,15 +119,15 @@ class ProgressBar:
         )
 
     def _fields(self) -> dict[str, str]:
-        seconds = sum(event.seconds for event in self._recent) or 1.0
-        rate = sum(event.tokens for event in self._recent) / seconds
+        timed = [event for event in self._recent if not event.slow]
+        rate = sum(event.tokens for event in timed) / (sum(event.seconds for event in timed) or 1.0)
         loss = self._loss.value
         metrics = {"metrics": self._headline_means()} if self._headline else {}
         return {
             "loss": "-" if loss is None else f"{loss:.4f}",
             **metrics,
-            "rate": f"{rate:,.0f} tok/s",
-            "memory": size_in_words(self._recent[-1].memory),
+            "rate": f"{rate:,.0f} tok/s" if timed else "- tok/s",
+            "memory": f"{memory_kind()} {size_in_words(self._recent[-1].memory)}",
         }
 
     def _headline_means(self) -> str:

@@ -6,11 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jaxtyping import Array, Int
 
@@ -21,6 +19,7 @@ from meshtune.model.spec import ModelSpec
 from meshtune.objectives.curvature import curvature
 from meshtune.objectives.score import Batch, Objective, Score
 from meshtune.optim.optimizer import Optimizer
+from meshtune.optim.rounding import add_updates
 from meshtune.train.step.accumulate import mean_gradient
 from meshtune.train.step.block_coordinate import active_block
 from meshtune.train.step.buffers import SummedStep, with_buffers
@@ -136,6 +135,6 @@ def _updated(
         return TrainState(jnp.where(finite, state.step + 1, state.step), trainable, opt_state)
     extra = {"curvature": hessian} if optimizer.needs_hessian else {}
     updates, opt_state = optimizer.update(gradient, state.opt_state, state.trainable, **extra)
-    trainable = cast(Tree, optax.apply_updates(state.trainable, updates))
+    trainable = add_updates(state.trainable, updates, state.step, optimizer.stacked, optimizer.rounding)
     new = TrainState(state.step + 1, trainable, opt_state)
     return jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)

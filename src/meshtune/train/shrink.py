@@ -1,0 +1,71 @@
+"""A run that does not fit: the check after compiling, and smaller micro-batches for one that ran out of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshtune.errors import UserError
+from meshtune.mesh.config import MeshConfig
+from meshtune.mesh.processes import Job
+from meshtune.model.sharding import check_batch
+from meshtune.plan.fit import MemoryCheck
+from meshtune.setup.memory import free_memory
+from meshtune.setup.shortage import MemoryShortage, size_in_words
+from meshtune.train.run_setup import RunSetup
+
+
+class CompiledShortage(MemoryShortage):
+    """A compiled step does not fit. All processes raise it; `rows` is the micro-batch that does, if any."""
+
+    rows: int | None = None
+
+
+def check_compiled(memory: MemoryCheck, arguments: int, temporary: int, job: Job) -> None:
+    """Raises CompiledShortage, on all processes alike, for a step whose temporary arrays do not fit what is free on a
+    device. Its arguments are there already, but for what a CPU's estimate counts of the host."""
+    free = free_memory(job, memory.target.per_host).device
+    figures = job.exchange("compiled memory", [arguments, temporary])
+    arguments, temporary = max(figures, key=sum)
+    if temporary <= free:
+        return
+    rows, fix = memory.micro_batch(arguments + temporary), memory.fix(arguments + temporary)
+    rows, fix = job.exchange("compiled memory: fix", [rows, fix])[0]
+    error = CompiledShortage(
+        f"the compiled step needs {size_in_words(arguments + temporary)} of memory on each device, "
+        f"{size_in_words(temporary)} of them beside what is loaded, and {size_in_words(free)} are free",
+        where=memory.tried,
+        fix=fix,
+    )
+    error.rows = rows
+    raise error
+
+
+def smaller_micro_batches(setup: RunSetup) -> Iterator[int]:
+    """Micro-batches of at most half the rows that batch and mesh allow, largest first."""
+    recipe, layout = setup.recipe, setup.resolved.layout
+    if recipe.optimizer.in_backward:
+        return
+    for rows in range(setup.rows // 2, 0, -1):
+        if recipe.train.batch_size % rows:
+            continue
+        try:
+            if layout is not None:
+                check_batch(MeshConfig(**layout.mesh.shape), rows, setup.data.train.row_length)
+        except UserError:
+            continue
+        yield rows
+
+
+def runtime_fix(setup: RunSetup, saved: int | None) -> str:
+    """What to do about memory that ran out while a run loaded or computed; `saved` is its last checkpoint."""
+    recipe, compute, length = setup.recipe, setup.compute, setup.data.train.row_length
+    fixes = [f"train.micro_batch={rows} (the result stays the same)" for rows in smaller_micro_batches(setup)][:1]
+    if compute.remat != "full":
+        fixes.append("compute.remat=full")
+    if "residual" not in compute.offload and compute.platform != "cpu":
+        fixes.append("compute.offload=[residual]")
+    if recipe.method.adapters is not None and recipe.quantize is None:
+        fixes.append("quantize=nf4")
+    fixes.append(f"data.max_length below {length}")
+    go_on = f"resume=true accept_changes=true goes on from update {saved}; " if saved is not None else ""
+    return f"{go_on}from the mildest to the strongest: {', '.join(fixes)}"

@@ -1,0 +1,94 @@
+"""Updates that bfloat16 rounds away are warned of, on every optimizer, and not where they are kept."""
+
+from __future__ import annotations
+
+import io
+import pathlib
+import re
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import meshtune
+from meshtune.config.load import load_recipe
+from meshtune.optim.build import OPTIMIZERS
+from meshtune.train.lost_updates import LostUpdates
+from meshtune.train.run import train
+
+QUICKSTART = pathlib.Path(meshtune.__file__).parent / "quickstart"
+WARNING = r"warning: only (\d+(?:\.\d+)?)% of the weights in bfloat16 changed in updates 1 to 3: at a rate of"
+BY_OPTIMIZER = {
+    "galore": ("optimizer.rank=8",),
+    "apollo": ("optimizer.rank=8",),
+    "prodigy": ("optimizer.learning_rate=1",),
+    "in backward": ("optimizer.name=adamw8bit", "optimizer.in_backward=true", "optimizer.max_grad_norm=null"),
+}
+
+
+def run(folder: pathlib.Path, *changes: str) -> str:
+    """What a run of four updates says."""
+    data = folder / "lesson.jsonl"
+    data.write_text("".join((QUICKSTART / "lesson.jsonl").read_text().splitlines(keepends=True)[:12]))
+    fields = {
+        "model": str(QUICKSTART / "model"),
+        "data": {"train": str(data), "max_length": 256},
+        "output": str(folder / "out"),
+        "method": "full",
+        "train": {"steps": 4, "batch_size": 2},
+        "compute": {"precision": "bfloat16"},
+        "optimizer": {"learning_rate": 2e-6, "schedule": "constant", "warmup_steps": 0},
+    }
+    text = io.StringIO()
+    train(load_recipe(fields, list(changes)), console=Console(file=text, width=400))
+    return text.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MESHTUNE_CACHE", str(tmp_path / "cache"))
+
+
+def test_a_rate_that_bfloat16_rounds_away_is_warned_of_with_what_to_do(tmp_path):
+    said = run(tmp_path)
+    found = re.search(WARNING, said)
+    assert found, said
+    assert float(found[1]) < 5
+    assert "compute.precision=mixed" in said
+    assert "optimizer.stochastic_rounding=true" in said
+
+
+NAMES = [name for name in OPTIMIZERS if name not in ("adamw", "badam")] + ["in backward"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_every_optimizer_is_watched(tmp_path, name):
+    chosen = BY_OPTIMIZER.get(name, ())
+    named = () if name == "in backward" else (f"optimizer.name={name}",)
+    assert re.search(WARNING, run(tmp_path, *named, *chosen))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("compute.precision=mixed",),
+        ("compute.precision=float32",),
+        ("optimizer.stochastic_rounding=true",),
+        ("optimizer.learning_rate=1e-2",),
+        ("optimizer.name=badam", "optimizer.switch_every=2"),  # its layer has a float32 copy
+        ("method=lora", "optimizer.learning_rate=2e-4"),
+    ],
+    ids=lambda changes: changes[0],
+)
+def test_each_way_out_ends_the_warning(tmp_path, changes):
+    assert "warning: only" not in run(tmp_path, *changes)
+
+
+def test_updates_of_a_warm_up_are_not_watched():
+    """During it even updates are lost that will be large enough at the full rate."""
+    rates = np.concatenate([np.linspace(0, 1e-3, 10, endpoint=False), np.full(10, 1e-3)])
+    watch = LostUpdates({}, rates, 0)
+    assert (watch._first, watch._last) == (5, 8)
+    assert LostUpdates({}, rates, 12)._first == 12, "a resumed run begins where it is"

@@ -1,0 +1,88 @@
+"""Whole runs in too little memory (`ulimit -v`): refused, explained where they run out, or made smaller by themselves."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import resource
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from real_runs import environment
+from safetensors.numpy import load_file
+
+import meshtune
+
+QUICKSTART = pathlib.Path(meshtune.__file__).parent / "quickstart"
+GIB = 2**30
+
+
+def train(folder: pathlib.Path, output: str, *changes: str, memory: float | None = None):
+    """(exit code, what was said) of a run in so many GiB of address space."""
+    limit = None if memory is None else (int(memory * GIB),) * 2
+    recipe = [
+        f"model={QUICKSTART / 'model'}", f"data.train={QUICKSTART / 'lesson.jsonl'}", "data.max_length=256",
+        f"output={folder / output}", "train.steps=2", "train.batch_size=512", "compute.remat=selective",
+        "optimizer.warmup_steps=0", *changes,
+    ]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "meshtune", "train", *recipe],
+        env=environment(folder / "cache"),
+        capture_output=True,
+        text=True,
+        timeout=500,
+        preexec_fn=None if limit is None else lambda: resource.setrlimit(resource.RLIMIT_AS, limit),
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def adapter(folder: pathlib.Path, output: str) -> dict[str, np.ndarray]:
+    return load_file(folder / output / "adapter/adapter_model.safetensors")
+
+
+@pytest.mark.slow
+def test_a_batch_that_does_not_fit_is_refused_and_the_offered_micro_batch_gives_the_same_result(tmp_path):
+    code, said = train(tmp_path, "refused", memory=4)
+    assert code == 2
+    assert "are free" in said
+    assert "loaded" not in said, "nothing is loaded before"
+    assert not (tmp_path / "refused").exists()
+    change = re.search(r"fix: (train\.micro_batch=\d+) is expected to fit", said)
+    assert change, said
+    code, said = train(tmp_path, "smaller", change[1], memory=4)
+    assert code == 0, said
+    code, said = train(tmp_path, "whole")
+    assert code == 0, said
+    whole, smaller = adapter(tmp_path, "whole"), adapter(tmp_path, "smaller")
+    for name, value in whole.items():
+        np.testing.assert_allclose(smaller[name], value, rtol=0, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.slow
+def test_memory_that_runs_out_while_a_step_runs_is_explained_and_each_fix_is_a_change_that_runs(tmp_path):
+    code, said = train(tmp_path, "ran-out", "compute.memory_check=false", memory=4)
+    assert code == 2
+    assert "this is not expected to fit" in said
+    assert "the device has no room for another" in said
+    assert "defect" not in said
+    change = re.search(r"train\.micro_batch=\d+", said.partition("fix:")[2])
+    assert change, said
+    code, said = train(tmp_path, "ran-out", "compute.memory_check=false", "overwrite=true", change[0], memory=4)
+    assert code == 0, said
+
+
+@pytest.mark.slow
+def test_an_open_micro_batch_is_made_smaller_until_it_fits(tmp_path):
+    """By the estimate, and without it when the first update runs out; what it became is in the recipe of the run."""
+    for output, more in (("estimated", ()), ("ran-out", ("compute.memory_check=false",))):
+        code, said = train(tmp_path, output, "train.micro_batch=auto", *more, memory=4)
+        assert code == 0, said
+        assert "trying a micro-batch of 256 rows" in said
+        rows = [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows] == [1, 2]
+        assert "micro_batch: 256" in (tmp_path / output / "recipe.yaml").read_text()
+    code, said = train(tmp_path, "ran-out", "train.micro_batch=auto", "resume=true")
+    assert code == 0, "a resumed run takes the micro-batch that it had: " + said
