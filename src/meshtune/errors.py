@@ -67,8 +67,3 @@ def nearest(name: str, valid: Iterable[str]) -> str:
         return ""
     matches = difflib.get_close_matches(name, list(valid), n=5, cutoff=0.6)
     return f"did you mean '{max(matches, key=similarity)}'? " if matches else ""
-
-
-def counted(count: int, noun: str, plural: str | None = None) -> str:
-    """A number of things in words: 1 record, 2 records."""
-    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
