@@ -70,7 +70,7 @@ def _export(run: pathlib.Path, checkpoint: pathlib.Path, folder: pathlib.Path, c
     machine = dataclasses.replace(machine, devices=machine.devices[:1])
     resolved = _with_start(resolve_run(recipe, machine), run)
     _check_platform(resolved, fields.get("platform"), run)
-    tokenizer = tokenizer_of(recipe, resolved.source)
+    tokenizer, _ = tokenizer_of(recipe.model, resolved.source)
     total = fields["total"]
     model = Parameters(
         recipe=recipe,
@@ -112,7 +112,7 @@ def _check_platform(resolved: ResolvedRun, platform: str | None, run: pathlib.Pa
 def _calibration_data(recipe: Recipe, resolved: ResolvedRun) -> PreparedData | None:
     if not resolved.method.calibration_rows:
         return None
-    return prepare_data(recipe, tokenizer_of(recipe, resolved.source), vocab=resolved.spec.vocab)
+    return prepare_data(recipe, tokenizer_of(recipe.model, resolved.source)[0], vocab=resolved.spec.vocab)
 
 
 def _saved(recipe: Recipe, resolved: ResolvedRun, checkpoint: pathlib.Path, total: int) -> Tree:
