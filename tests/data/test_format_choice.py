@@ -57,7 +57,9 @@ def test_ambiguous_records_name_the_formats():
     error = chosen("auto", [EXAMPLES["alpaca"] | EXAMPLES["messages"]], "data.json")
     assert "alpaca, messages" in error.what
     assert "instruction, output, messages" in error.what
-    assert error.fix.endswith("format: alpaca")
+    assert error.fix == "name the one you mean: format: alpaca, or format: messages"
+    broken = EXAMPLES["alpaca"] | EXAMPLES["messages"] | {"output": ""}
+    assert chosen("auto", [broken], "data.json").fix == "name the one you mean: format: messages"
 
 
 def test_preferences_are_refused():
