@@ -137,7 +137,8 @@ def _candidates(
     ]
     if not fitting:
         keys = ", ".join([*columns, *tags])
-        raise UserError(f"no format has all of these columns and tags: {keys}", where=where, fix="name the format")
+        problem = f"no format has all of these columns and tags: {keys}"
+        raise UserError(problem, where=where, fix="leave those out that the format of the records does not have")
     return fitting
 
 
