@@ -7,7 +7,6 @@ where it should call, to call what it was not offered, or to answer what it was 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -27,11 +26,12 @@ def render_conversation(chat: ChatTemplate, conversation: Conversation) -> Rende
     where it cannot render it, and for what it leaves out: but for calls, which are looked for in their turns."""
     where = str(conversation.origin)
     check_template_can_write(chat, conversation)
-    view = Rendered(chat, conversation, chat.messages(conversation), "")
+    messages = chat.messages(conversation)
     try:
-        view = dataclasses.replace(view, text=view.render_strictly(view.messages))
+        text = chat.render(messages, conversation.tools, options=conversation.variables)
     except chat.failures as problem:
         raise template_error(problem, where=where, fix=_fix(chat, conversation)) from problem
+    view = Rendered(chat, conversation, messages, text)
     check_variables_are_read(chat, conversation)
     check_messages_are_written(view)
     _check_tools_are_written(view)
@@ -116,12 +116,11 @@ def check_messages_are_written(view: Rendered, *, generation_prompt: bool = Fals
 def _unwritten(view: Rendered, generation_prompt: bool) -> frozenset[int]:
     """The messages that the template does not write in conversations of this shape, found once for each shape by
     rendering unique words in their places."""
+    conversation = view.conversation
     shape = (
-        tuple(
-            (message["role"], "tool_calls" in message, bool(message["content"]), *message) for message in view.messages
-        ),
-        bool(view.conversation.tools),
-        repr(view.conversation.variables),
+        *[(message["role"], not message["content"], *message) for message in view.messages],
+        not conversation.tools,
+        repr(conversation.variables) if conversation.variables else "",
         generation_prompt,
     )
     lost = view.chat.unwritten.get(shape)
