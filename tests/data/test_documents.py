@@ -165,7 +165,7 @@ def test_holding_out_everything_is_an_error(tmp_path):
     assert "holding out 4 of 4 records" in error.what
     assert error.where == "data.validation"
     assert "hold out at most 3" in error.fix
-    assert "a share of 0.5 of 1 records" in fails(train=[numbered(tmp_path / "b.jsonl", 1)], validation=0.5).what
+    assert "a share of 0.5 of 1 record (" in fails(train=[numbered(tmp_path / "b.jsonl", 1)], validation=0.5).what
 
 
 def test_validation_may_have_separate_sources(tmp_path):

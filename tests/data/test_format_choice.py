@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import re
 import typing
 
 import pytest
+import yaml
 
-from meshtune.config.data import SourceSection
+from meshtune.config.data import DataSection, SourceSection
+from meshtune.data.conversation import Origin
+from meshtune.data.documents import load_documents
 from meshtune.data.formats import DOCUMENT_FORMATS, FORMATS_BY_TYPE, select_format
+from meshtune.data.formats.meanings import read_record
 from meshtune.errors import UserError
 
 EXAMPLES = {
@@ -57,7 +64,112 @@ def test_ambiguous_records_name_the_formats():
     error = chosen("auto", [EXAMPLES["alpaca"] | EXAMPLES["messages"]], "data.json")
     assert "alpaca, messages" in error.what
     assert "instruction, output, messages" in error.what
-    assert error.fix.endswith("format: alpaca")
+    assert error.fix == "name the one you mean: format: alpaca, or format: messages"
+    broken = EXAMPLES["alpaca"] | EXAMPLES["messages"] | {"output": ""}
+    assert chosen("auto", [broken], "data.json").fix == "name the one you mean: format: messages"
+
+
+OWN = {
+    "documents": [
+        {"frage": "q", "antwort": "a"},
+        {"answer": "a", "question": "q"},
+        {"id": "7", "question": "q", "answer": "a", "source": "s"},
+        {"dialogue": EXAMPLES["messages"]["messages"]},
+        {"dialogue": EXAMPLES["sharegpt"]["conversations"], "id": 3},
+        {"Inhalt mit Zeichen: {x}": "t"},
+    ],
+    "pairs": [
+        {"q": "q", "good": "a", "bad": "b"},
+        {"better": EXAMPLES["messages"]["messages"], "worse": [{"role": "user", "content": "q"},
+                                                              {"role": "assistant", "content": "b"}]},
+    ],
+    "labelled": [{"question": "q", "answer": "a", "good": True}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "record"), [(kind, record) for kind, records in OWN.items() for record in records])
+def test_records_with_names_of_their_own_get_a_source_to_paste(kind, record, tmp_path):
+    file = tmp_path / "own data.jsonl"
+    file.write_text(json.dumps(record))
+    error = chosen("auto", [record], str(file), dataset_type=kind)
+    source = yaml.safe_load(re.search(r"'data\.train=(\{.*\})'", error.fix)[1])
+    section = DataSection.model_validate({"train": source})
+    assert len(load_documents(section, seed=0, dataset_type=kind).train) == 1
+
+
+def test_the_question_is_told_from_the_answer_by_its_name():
+    error = chosen("auto", [{"answer": "a", "question": "q"}], "x")
+    assert "{instruction: question, output: answer}" in error.fix
+    assert "'data.train" not in chosen("auto", [{"a": "x", "b": "y", "c": "z"}], "x").fix
+
+
+AMBIGUOUS = [
+    ("documents", EXAMPLES[first] | EXAMPLES[second]) for first, second in itertools.combinations(sorted(EXAMPLES), 2)
+]
+PAIR = {"chosen": "a", "rejected": "b"}
+AMBIGUOUS += [
+    ("pairs", {"prompt": "q", "instruction": "q", **PAIR}),
+    ("pairs", {"instruction": "q", "conversations": EXAMPLES["sharegpt"]["conversations"][:1], **PAIR}),
+    ("pairs", {"messages": EXAMPLES["messages"]["messages"][:1], "prompt": "q",
+               "chosen": [EXAMPLES["messages"]["messages"][1]], "rejected": [{"role": "assistant", "content": "b"}]}),
+    ("labelled", EXAMPLES["alpaca"] | EXAMPLES["prompt_completion"] | {"label": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "record"), AMBIGUOUS)
+def test_every_format_that_is_offered_reads_the_records(kind, record):
+    try:
+        assert select_format("auto", [record], "x", dataset_type=kind)
+    except UserError as error:
+        offered = re.findall(r"format: (\w+)", error.fix)
+    else:
+        return
+    assert offered
+    for name in offered:
+        form = select_format(name, [], "x", dataset_type=kind)
+        assert read_record(form, record, form.resolve({}), {}, Origin("x", 0))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        PAIR,
+        {"prompt": "q", **PAIR},
+        {"chosen": EXAMPLES["messages"]["messages"], "rejected": EXAMPLES["messages"]["messages"]},
+        {"instruction": "q", **PAIR},
+        {"messages": EXAMPLES["messages"]["messages"], **PAIR},
+        EXAMPLES["prompt_completion"] | {"label": False},
+        EXAMPLES["alpaca"] | {"label": True},
+        EXAMPLES["messages"] | {"label": True},
+    ],
+)
+def test_the_ways_out_for_preferences_work(record):
+    fix = chosen("auto", [record], "x").fix
+    form, columns = re.search(r"format: (\w+)", fix), re.search(r"columns: (\{.*?\})", fix)
+    columns = yaml.safe_load(columns[1])
+    form = select_format(form[1] if form else "auto", [record], "x", columns)
+    assert read_record(form, record, form.resolve(columns), {}, Origin("x", 0))
+    if "label" in record:
+        assert select_format("auto", [record], "x", dataset_type="labelled")
+
+
+def test_a_stage_that_is_named_reads_the_records():
+    pair = {"messages": EXAMPLES["messages"]["messages"][:1], "chosen": EXAMPLES["messages"]["messages"][1]}
+    pair["rejected"] = {"role": "assistant", "content": "b"}
+    for record, kind, stage in (
+        (EXAMPLES["alpaca"], "pairs", "sft"),
+        (EXAMPLES["alpaca"] | {"label": True}, "pairs", "kto"),
+        (pair, "labelled", "dpo"),
+    ):
+        assert f"they would fit stage {stage}" in chosen("auto", [record], "x", dataset_type=kind).what
+
+
+def test_a_column_of_null_is_not_read_in_any_format():
+    both = EXAMPLES["alpaca"] | EXAMPLES["messages"]
+    assert select_format("auto", [both], "x", {"messages": None}).name == "alpaca"
+    assert select_format("auto", [both], "x", {"output": None}).name == "messages"
+    assert select_format("messages", [], "x", {"images": None, "instruction": None}).name == "messages"
+    assert "did you mean 'images'" in chosen("messages", [], "x", {"imges": None}).fix
 
 
 def test_preferences_are_refused():

@@ -20,7 +20,7 @@ from meshtune.errors import UserError
 
 ORIGIN = Origin("chat.jsonl", 7)
 TRIMS = {"meta-llama-Llama-3.1-8B-Instruct", "meta-llama-Llama-3.2-3B-Instruct", "google-gemma-2-2b-it"}
-NO_SYSTEM = {"google-gemma-2-2b-it"}
+NO_SYSTEM = {"google-gemma-2-2b-it", "mistralai-Mistral-Nemo-Instruct-2407"}
 
 
 @pytest.fixture(params=list(STOCK))
@@ -85,14 +85,13 @@ def test_trained_tokens_decode_to_the_answer_and_its_end_of_turn(stock, case):
 def test_every_assistant_turn_is_trained_on(stock, system):
     name, tokenizer, end = stock
     if system and name in NO_SYSTEM:
-        pytest.skip("this template has no system role (its refusal is tested below)")
+        pytest.skip("this template writes no system prompt before answers (its refusal is tested below)")
     answers = ["Paris", "Paris", "Paris", " no\n", "Paris is in France 🇫🇷"]
     turns = [words for answer in answers for words in ("Paris", answer)]
     example, counts = encoded(tokenizer, chat(*turns, system=system))
     want = [expected(name, words, end, last=place == len(answers) - 1) for place, words in enumerate(answers)]
     assert learned_pieces(tokenizer, example) == want
-    # Mistral-Nemo shows the system prompt only while the last message is the user's.
-    assert counts.prompts_differ == (len(answers) if system and "Nemo" in name else 0)
+    assert counts.prompts_differ == 0
 
 
 @pytest.mark.parametrize("case", list(HARD))

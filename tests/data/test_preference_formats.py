@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
+import yaml
 
 from meshtune.config.data import DataSection
 from meshtune.data.conversation import Labelled, Origin, Pair
@@ -90,6 +92,58 @@ def test_every_format_gives_the_same_pair(record, form, tmp_path):
     pair = train[0]
     assert [(m.role, m.content) for m in pair.chosen.messages] == [("user", "hi"), ("assistant", "hello")]
     assert [(m.role, m.content) for m in pair.rejected.messages] == [("user", "hi"), ("assistant", "go")]
+
+
+WHOLE = {"chosen": [*PROMPT, GOOD], "rejected": [*PROMPT, BAD]}
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    ("record", "source"),
+    [
+        ({"prompt": "hi", "messages": [*PROMPT, GOOD], **WHOLE}, {}),  # ultrafeedback_binarized's shape
+        ({"prompt": "hi", "prompt_id": "1", **WHOLE, "score_chosen": 8.5}, {}),
+        ({"prompt": " hi ", "chosen": [SYSTEM, *WHOLE["chosen"]], "rejected": [SYSTEM, *WHOLE["rejected"]]}, {}),
+        ({"prompt": "other", **WHOLE}, {"columns": {"prompt": None}}),
+        ({"prompt": PROMPT, **WHOLE}, {"columns": {"prompt": None}}),
+        ({"prompt": PROMPT, "messages": PROMPT, **WHOLE}, {"format": "preference", "columns": {"prompt": None}}),
+        (WHOLE, {}),
+    ],
+)
+def test_whole_conversations_beside_a_prompt_are_read_as_trl_does(record, source, tmp_path):
+    data_utils = pytest.importorskip("trl.data_utils")
+    (pair,) = read(tmp_path, [record], "pairs", **source)[0]
+    theirs = data_utils.maybe_extract_prompt({**record, "prompt": "text"} if "prompt" in record else record)
+    for side, document in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+        messages = [{"role": message.role, "content": message.content} for message in document.messages]
+        assert messages == [*theirs["prompt"], *theirs[side]]
+
+
+@pytest.mark.parametrize(
+    ("record", "source"),
+    [
+        ({"prompt": "hi", "messages": [*PROMPT, GOOD], **WHOLE}, {"format": "messages"}),
+        ({"prompt": PROMPT, "messages": [*PROMPT, GOOD], **WHOLE}, {"format": "messages"}),
+        ({"prompt": "other", **WHOLE}, {}),
+        ({"prompt": PROMPT, **WHOLE}, {}),
+        ({"prompt": "hi", "chosen": "a", "rejected": "b"}, {"format": "preference", "columns": {"prompt": None}}),
+    ],
+)
+def test_a_prompt_that_does_not_fit_the_answers_says_how_they_are_read(record, source, tmp_path):
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, [record], "pairs", **source)
+    fix = caught.value.fix
+    form = re.search(r"format: (\w+)", fix)
+    columns = re.search(r"columns: (\{.*?\})", fix)
+    options = {"format": form[1] if form else source.get("format", "auto")}
+    options["columns"] = yaml.safe_load(columns[1].replace("NAME", "prompt")) if columns else {}
+    (pair,) = read(tmp_path, [record], "pairs", **options)[0]
+    assert isinstance(pair, Pair)
+
+
+def test_a_field_that_a_format_needs_cannot_be_left_out(tmp_path):
+    with pytest.raises(UserError, match="cannot do without chosen"):
+        read(tmp_path, [WHOLE], "pairs", format="preference", columns={"chosen": None})
 
 
 def test_plain_texts_keep_their_prompt_and_margin(tmp_path):

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import pathlib
+import re
+import shutil
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from meshtune.config.data_options import TokenOptions
+from meshtune.config.load import load_recipe
 from meshtune.data.checked_source import SkippedRecord
 from meshtune.data.conversation import Conversation, Message, Origin, Text
 from meshtune.data.inspection import coloured_tokens
 from meshtune.data.loader import Loader
+from meshtune.data.parts import add_counts
+from meshtune.data.prepare import prepare_data
 from meshtune.data.report import TemplateInfo, histogram, make_report, render
 from meshtune.data.store import open_or_build
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.data.tokens import Example, TokenCounts, Tokenize
+from meshtune.errors import UserError
 
 
 def report_of(tmp_path, lengths=(10, 20, 30), counts=None, skipped=(), template=None, batch_size=1, **loader):
@@ -59,6 +67,7 @@ def test_histogram_bins_hold_everything():
         ("double_bos", "two beginning-of-sequence"),
         ("straddling", "spans the end of a prompt"),
         ("special_in_text", "special tokens in their own text"),
+        ("placeholders", "a placeholder in an answer"),
     ],
 )
 def test_each_count_has_its_warning(tmp_path, field, words):
@@ -66,6 +75,110 @@ def test_each_count_has_its_warning(tmp_path, field, words):
     (warning,) = report_of(tmp_path, counts=counts).warnings
     assert words in warning
     assert "2" in warning or field == "without_eos"
+
+
+COUNTED = [field.name for field in dataclasses.fields(TokenCounts)][6:-3]
+
+
+def test_one_of_anything_is_in_the_singular(tmp_path):
+    """No warning of a data set of one document says "1 documents", "1 rows" or "1 records"."""
+    counts = TokenCounts(1, 1, 1, 0, 1, 1, **dict.fromkeys(COUNTED, 1))
+    skipped = [SkippedRecord("f, record 0", "no answer")]
+    report = report_of(tmp_path, (30,), counts=counts, skipped=skipped, batch_size=2)
+    report = dataclasses.replace(report, copies=1, max_length=1, row_length=1, steps_per_epoch=1)
+    for kind in ("documents", "pairs", "labelled"):
+        shown = text_of(render(dataclasses.replace(report, dataset_type=kind)))
+        assert not re.findall(r"\b1 (?:\w+ ){0,2}?\w+s (?:are|have|were|follow|contain|begin|each|in all)\b", shown)
+        assert not re.search(r"\b1 (documents|answers|records|rows|tokens|conversations|positions|pairs)\b", shown)
+    assert len(report.warnings) > 12
+
+
+def test_a_warning_names_the_first_record_and_what_is_in_it(shared):
+    tokenizer = load_tokenizer(shared / "assets/tokenizers/smollm2")
+    tokenize = Tokenize(tokenizer, TokenOptions(40))
+
+    def chat(number, question, answer):
+        return Conversation((Message("user", question), Message("assistant", answer)), Origin("f.jsonl", number))
+
+    records = [
+        chat(0, "q", "a"),
+        chat(1, "q", "by <|im_end|>"),
+        chat(2, "q", "I am {{ name }}."),
+        chat(3, "q " * 50, "a"),
+    ]
+    records += [chat(4, "{{name}}", "{ {x} }"), Text("{{name}} <|im_start|>", Origin("g.txt", 0))]
+    list(tokenize(records))
+    assert tokenize.counts.first["special_in_text"] == "f.jsonl, record 1, message 1: <|im_end|>"
+    assert tokenize.counts.first["placeholders"] == "f.jsonl, record 2: {{ name }}"
+    assert tokenize.counts.first["nothing_after_truncation"] == "f.jsonl, record 3"
+    assert (tokenize.counts.special_in_text, tokenize.counts.placeholders) == (2, 1)
+
+
+def test_counts_of_parts_keep_the_first_of_each():
+    total, later = TokenCounts(), TokenCounts()
+    total.count("dropped", Origin("f", 1))
+    later.count("dropped", Origin("f", 5))
+    later.count("unended", Origin("f", 6))
+    add_counts(total, later)
+    assert (total.dropped, total.first) == (2, {"dropped": "f, record 1", "unended": "f, record 6"})
+
+
+@pytest.mark.parametrize(("repeats", "copies"), [(1, 0), (2, 8)])
+def test_copies_are_of_answers_and_pairs_not_of_what_is_made_of_them(shared, tmp_path, repeats, copies):
+    """Companions repeat answers to the same question, and prompts repeat, but nothing is a copy."""
+    records = [
+        {"prompt": f"q{n}", "completion": f"{n} {good}", "label": good} for n in range(4) for good in (True, False)
+    ]
+    pairs = [{"prompt": f"q{n}", "chosen": "same", "rejected": f"{n} {m}"} for n in range(4) for m in range(2)]
+    for stage, lines in (("kto", records), ("dpo", pairs)):
+        file = tmp_path / f"{stage}.jsonl"
+        file.write_text("\n".join(map(json.dumps, lines * repeats)))
+        report = report_of_recipe(shared, tmp_path, f"stage={stage}", f"data.train={file}")
+        assert (report.samples, report.copies) == (8 * repeats, copies)
+        assert any("copies of others" in warning for warning in report.warnings) == bool(copies)
+
+
+def report_of_recipe(shared, tmp_path, *overrides):
+    model = shared / "assets/tokenizers/smollm2"
+    recipe = load_recipe(None, [f"model={model}", f"output={tmp_path}/out", *overrides])
+    tokenizer = load_tokenizer(model, recipe.model.chat_template)
+    return prepare_data(recipe, tokenizer, cache=tmp_path / "cache").report
+
+
+def test_a_template_without_an_end_token_says_which_to_set(shared, tmp_path):
+    file = tmp_path / "chat.jsonl"
+    file.write_text(json.dumps({"instruction": "q", "output": "a", "id": 1}))
+    report = report_of_recipe(shared, tmp_path, f"data.train={file}", "model.chat_template=llama3")
+    assert "leave model.chat_template out: the tokenizer has its own" in report.warnings[0]
+    assert f"fields of {file} that are not read: id" in report.notes
+    assert report_of_recipe(shared, tmp_path, f"data.train={file}").template.end_is_token
+    model = pathlib.Path(shutil.copytree(shared / "assets/tokenizers/smollm2", tmp_path / "bare"))
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    bare = report_of_recipe(shared, tmp_path, f"model={model}", f"data.train={file}", "model.chat_template=llama3")
+    name = re.search(r"set model\.chat_template: (\w+)", bare.warnings[0])[1]
+    set_so = report_of_recipe(shared, tmp_path, f"model={model}", f"data.train={file}", f"model.chat_template={name}")
+    assert set_so.template.end_is_token
+
+
+def test_a_system_prompt_without_a_place_is_an_error(shared, tmp_path):
+    file = tmp_path / "text.jsonl"
+    file.write_text(json.dumps({"text": "t"}))
+    for overrides in (("stage=pt",), ()):
+        with pytest.raises(UserError, match="system"):
+            report_of_recipe(shared, tmp_path, f"data.train={file}", "data.system=Be brief.", *overrides)
+
+
+def test_without_colours_tokens_are_separated_within_lines_alone(shared):
+    tokenizer = load_tokenizer(shared / "assets/tokenizers/smollm2")
+    conversation = Conversation((Message("user", "hi there"), Message("assistant", "yes sir\n\nno")), Origin("f", 0))
+    (example,) = Tokenize(tokenizer, TokenOptions(100))([conversation])
+    shown = coloured_tokens(tokenizer, example, 100, brackets=True).plain
+    assert not [line for line in shown.splitlines() if line.strip("⟦⟧") == "·" or line.startswith("·")]
+    assert not shown.endswith("·")
+    assert "⟦yes· sir" in shown
 
 
 def test_a_replaced_damaged_store_is_reported(tmp_path):

@@ -19,7 +19,7 @@ from meshtune.data.progress import Progress
 from meshtune.data.readers.records import Records
 from meshtune.data.sources import DataSource, open_source
 from meshtune.data.store import DIGEST_BYTES, sample_digest
-from meshtune.errors import UserError, counted
+from meshtune.errors import UserError
 
 if TYPE_CHECKING:
     from meshtune.objectives.stages import DatasetType
@@ -115,7 +115,7 @@ def check_source(
         example = f", the first because: {skipped[-malformed].reason}" if malformed else ""
         raise UserError(
             f"no record of this source can be used as format {checked.format.name}: "
-            f"{counted(malformed, 'record was', 'records were')} skipped{example}",
+            f"{'the only one was' if malformed == 1 else f'all {malformed:,} were'} skipped{example}",
             where=source.path,
             fix="correct the records, or name another format",
         )

@@ -71,7 +71,7 @@ def legend(console: Console) -> Text:
     if console.color_system is None:
         return Text(
             "⟦ trained on ⟧ (⟦0.5: trained on with a weight of 0.5⟧), the rest is prompt; ↵ is a newline, "
-            "· stands between the tokens of a line"
+            "· separates tokens"
         )
     parts = [(" trained on ", _TRAINED[0]), "  ", (" trained on with a weight other than 1 ", _SCALED[0]), "  "]
     return Text.assemble(*parts, (" prompt ", _PROMPT[0]), "  shades change at every token; ↵ is a newline")

@@ -7,14 +7,13 @@ where it should call, to call what it was not offered, or to answer what it was 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Mapping
 
 from meshtune.data.chat import ChatTemplate, template_error
 from meshtune.data.conversation import Conversation, Document, JsonObject, Text
-from meshtune.data.reasoning import reasoning_of, split_reasoning
+from meshtune.data.reasoning import reasoning_of, split_reasoning, with_reasoning
 from meshtune.data.tool_calls import argument_texts, tool_name
 from meshtune.data.turns import Rendered
 from meshtune.errors import UserError
@@ -27,11 +26,12 @@ def render_conversation(chat: ChatTemplate, conversation: Conversation) -> Rende
     where it cannot render it, and for what it leaves out: but for calls, which are looked for in their turns."""
     where = str(conversation.origin)
     check_template_can_write(chat, conversation)
-    view = Rendered(chat, conversation, chat.messages(conversation), "")
+    messages = chat.messages(conversation)
     try:
-        view = dataclasses.replace(view, text=view.render_strictly(view.messages))
+        text = chat.render(messages, conversation.tools, options=conversation.variables)
     except chat.failures as problem:
         raise template_error(problem, where=where, fix=_fix(chat, conversation)) from problem
+    view = Rendered(chat, conversation, messages, text)
     check_variables_are_read(chat, conversation)
     check_messages_are_written(view)
     _check_tools_are_written(view)
@@ -70,8 +70,22 @@ def check_template_can_write(chat: ChatTemplate, conversation: Conversation) -> 
         raise UserError(
             "the chat template does not write reasoning, which the record has",
             where=where,
-            fix="set data.reasoning: inline to write it as <think> text before the answer, or drop to leave it out",
+            fix=_reasoning_fix(chat, conversation),
         )
+
+
+def _reasoning_fix(chat: ChatTemplate, conversation: Conversation) -> str:
+    """What to do about reasoning that the template does not write: the choices that were tried on the conversation."""
+    fixes, in_field = [], any(map(reasoning_of, conversation.messages))
+    for choice, effect in (("inline", "write it as <think> text before the answer"), ("drop", "leave it out")):
+        if choice == "inline" and not in_field:
+            continue  # it is such text already
+        try:
+            render_conversation(chat, with_reasoning(conversation, choice, None))
+        except UserError:
+            continue
+        fixes.append(f"set data.reasoning: {choice} to {effect}")
+    return "; or ".join([*fixes, _fix(chat, conversation)])
 
 
 def check_variables_are_read(chat: ChatTemplate, conversation: Conversation) -> None:
@@ -102,12 +116,11 @@ def check_messages_are_written(view: Rendered, *, generation_prompt: bool = Fals
 def _unwritten(view: Rendered, generation_prompt: bool) -> frozenset[int]:
     """The messages that the template does not write in conversations of this shape, found once for each shape by
     rendering unique words in their places."""
+    conversation = view.conversation
     shape = (
-        tuple(
-            (message["role"], "tool_calls" in message, bool(message["content"]), *message) for message in view.messages
-        ),
-        bool(view.conversation.tools),
-        repr(view.conversation.variables),
+        *[(message["role"], not message["content"], *message) for message in view.messages],
+        not conversation.tools,
+        repr(conversation.variables) if conversation.variables else "",
         generation_prompt,
     )
     lost = view.chat.unwritten.get(shape)
@@ -172,7 +185,8 @@ def _message_error(view: Rendered, index: int, words: str) -> UserError:
             f"the chat template takes words of message {index} (assistant) for reasoning, at the </think> in them: "
         )
         problem += repr(words[:60])
-        fix = "write the tag in other words; or, if what is before it is reasoning, put <think> before that; or " + fix
+        marked = "if what is before it is reasoning, put <think> before that; or "
+        fix = f"write the tag in other words; or {marked if view.chat.dialect.reasoning_key else ''}{fix}"
     elif message.role == "system":
         fix = f"move its words into the first message of the user (or leave out data.system, if it is that); or {fix}"
     return UserError(problem, where=str(view.conversation.origin), fix=fix)
@@ -249,7 +263,7 @@ def _check_reasoning_is_written(view: Rendered) -> None:
         raise UserError(
             "the chat template leaves out the reasoning of the last turn",
             where=str(view.conversation.origin),
-            fix=f"set data.reasoning: drop; or {_fix(view.chat, view.conversation)}",
+            fix=_reasoning_fix(view.chat, view.conversation),
         )
 
 

@@ -307,10 +307,14 @@ def _training_problems(report: DataReport) -> list[str]:
             f"answer, and is trained on as part of the answer{_named(report, 'straddling')}"
         )
     if counts.special_in_text:
-        documents = counted(counts.special_in_text, "document has", "documents have")
+        documents = counted(
+            counts.special_in_text,
+            "document contains special tokens in its own text",
+            "documents contain special tokens in their own text",
+        )
         warnings.append(
-            f"{documents} special tokens in their own text, which are read as such{_named(report, 'special_in_text')}: "
-            "remove them, unless they are meant"
+            f"{documents}, which are read as such{_named(report, 'special_in_text')}: remove them, unless they are "
+            "meant"
         )
     return warnings
 

@@ -173,20 +173,14 @@ class Tokenize:
             return None
         counts.count("prompts_differ", document.origin, number=masked.prompts_differ)
         counts.count("unended", document.origin, number=masked.unended)
-        special = ((index, self._special_pattern.search(message.content)) for index, message in enumerate(messages))
-        if special := next(((index, match[0]) for index, match in special if match), None):
-            counts.count("special_in_text", document.origin, f", message {special[0]}: {special[1]}")
-        placeholder = next(
-            (
-                match[0]
-                for message in messages
-                if message.role == "assistant"
-                if (match := _placeholder(message.content))
-            ),
-            None,
-        )
-        if placeholder:
-            counts.count("placeholders", document.origin, f": {placeholder}")
+        for index, message in enumerate(messages):
+            if special := self._special_pattern.search(message.content):
+                counts.count("special_in_text", document.origin, f", message {index}: {special[0]}")
+                break
+        for message in messages:
+            if message.role == "assistant" and (placeholder := _placeholder(message.content)):
+                counts.count("placeholders", document.origin, f": {placeholder[0]}")
+                break
         return masked
 
     def _mask_text(self, document: Text) -> MaskedText:

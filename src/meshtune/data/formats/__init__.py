@@ -127,16 +127,18 @@ def _candidates(
     owner = "any format" if name == "auto" else f"format {name}"
     known_columns = list(dict.fromkeys(key for form in formats for key in (*form.fields, *form.aliases)))
     anywhere = [key for kinds in FORMATS_BY_TYPE.values() for form in kinds.values() for key in form.fields]
-    unread = {key for key, value in columns.items() if value is None and (key in FIELDS or key in anywhere)}
+    left_out = [key for key, value in columns.items() if value is None and key not in anywhere]
     known_tags = list(dict.fromkeys(key for form in formats for key in form.tags))
-    _check_keys([key for key in columns if key not in unread], known_columns, "columns", owner, where)
+    _check_keys([key for key, value in columns.items() if value is not None], known_columns, "columns", owner, where)
+    _check_keys(left_out, [*known_columns, *FIELDS], "columns", owner, where)
     _check_keys(tags, known_tags, "tags", owner, where)
     fitting = [
         form for form in formats if (form.accepts(columns) or name != "auto") and all(tag in form.tags for tag in tags)
     ]
     if not fitting:
         keys = ", ".join([*columns, *tags])
-        raise UserError(f"no format has all of these columns and tags: {keys}", where=where, fix="name the format")
+        problem = f"no format has all of these columns and tags: {keys}"
+        raise UserError(problem, where=where, fix="leave those out that the format of the records does not have")
     return fitting
 
 

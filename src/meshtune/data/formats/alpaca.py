@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from meshtune.data.conversation import Conversation, Message, Origin
 from meshtune.data.formats.context import CONTEXT, read_variables, with_system
+from meshtune.data.formats.meanings import is_blank
 from meshtune.data.formats.record import check_text, describe, field_error, list_field, text_field
 from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
 from meshtune.data.formats.tools import parse_tools
@@ -21,7 +22,7 @@ def detect(record: Record, fields: FieldNames, tags: Mapping[str, str]) -> int:
 
 def convert(record: Record, fields: FieldNames, tags: Mapping[str, str], origin: Origin) -> Conversation:
     messages = with_system([], record, fields, origin)
-    if fields["history"] and record.get(fields["history"]):
+    if fields["history"] and not is_blank(record.get(fields["history"])):
         messages += _history(record, fields["history"], origin)
     instruction = _optional(record, fields["instruction"], origin)
     extra = _optional(record, fields["input"], origin)

@@ -23,7 +23,12 @@ def with_system(messages: Sequence[Message], record: Record, fields: FieldNames,
     """The messages after the system prompt that stands beside them, if there is one. Raises UserError where they begin
     with another."""
     field = fields.get("system")
-    system = text_field(record, field, origin, required=False) if field else ""
+    value = record.get(field) if field else None
+    system = (
+        ""
+        if not field or (not isinstance(value, str) and is_blank(value))
+        else text_field(record, field, origin, required=False)
+    )
     if not field or not system:
         return list(messages)
     if messages and messages[0].role == "system":

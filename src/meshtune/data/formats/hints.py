@@ -13,8 +13,8 @@ from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
 from meshtune.errors import UserError
 
 # Names that others give to the two sides of a record, where it has more than two texts.
-_QUESTIONS = ("question", "query", "prompt", "instruction", "input", "user", "human", "problem", "source")
-_ANSWERS = ("answer", "response", "output", "completion", "assistant", "reply", "solution", "target")
+_QUESTIONS = ("question", "query", "prompt", "instruction", "input", "user", "human", "problem")
+_ANSWERS = ("answer", "response", "output", "completion", "assistant", "reply", "solution")
 
 
 def first_problem(
@@ -50,7 +50,7 @@ def columns_line(records: Sequence[Record], formats: Mapping[str, RecordFormat],
         if form is not None and form.accepts(columns) and first_problem(form, records, columns, {}) is None:
             listed = ", ".join(f"{field}: {_quoted(column)}" for field, column in columns.items())
             source = f"{{path: {_quoted(where)}, format: {name}, columns: {{{listed}}}}}"
-            return f"if that is what they hold, data.train={source}"
+            return f"if that is what they hold, 'data.train={source}'"
     return ""
 
 

@@ -74,12 +74,14 @@ def is_blank(value: object) -> bool:
     return value is None
 
 
-def check_fields(record: Record, form: RecordFormat, fields: FieldNames, origin: Origin) -> None:
+def check_fields(
+    record: Record, form: RecordFormat, fields: FieldNames, tags: Mapping[str, str], origin: Origin
+) -> None:
     """Raises UserError for a field that means something elsewhere and that the format does not read, unless `fields`
     says that it is not to be read."""
     for name in record.keys() & FIELDS.keys():
         if name not in fields.values() and not _is_left_out(name, form, fields) and _has_meaning(name, record[name]):
-            raise unread_field_error(record, name, origin, _remedy(name, form))
+            raise unread_field_error(record, name, origin, _remedy(name, record, form, fields, tags, origin))
 
 
 def read_record(
@@ -87,7 +89,7 @@ def read_record(
 ) -> Sample:
     """The sample of a record. Raises UserError for a field that is not read though it means something, and as the
     format does."""
-    check_fields(record, form, fields, origin)
+    check_fields(record, form, fields, tags, origin)
     return form.convert(record, fields, tags, origin)
 
 
@@ -104,16 +106,20 @@ def _has_meaning(name: str, value: object) -> bool:
     return not is_blank(value)
 
 
-def _remedy(name: str, form: RecordFormat) -> str:
-    if name in ("label", "kto_tag") and "label" not in form.fields and form.name in LABELLED:
+def _remedy(
+    name: str, record: Record, form: RecordFormat, fields: FieldNames, tags: Mapping[str, str], origin: Origin
+) -> str:
+    """A way to read the field, "" where there is none: under another name if the record can be read so."""
+    if name in ("label", "kto_tag") and form.name in LABELLED and not {"chosen", "label"} & form.fields.keys():
         return "set stage: kto, which learns from labels" + (f", and columns: {{label: {name}}}" * (name != "label"))
-    if name == "system_prompt" and "system" in form.fields:
-        return f"columns: {{system: {name}}} reads it"
-    if name == "functions" and "tools" in form.fields:
-        return f"columns: {{tools: {name}}} reads it"
-    if name == "kto_tag" and "label" in form.fields:
-        return f"columns: {{label: {name}}} reads it"
-    return ""
+    column = {"system_prompt": "system", "functions": "tools"}.get(name)
+    if column not in form.fields or column in record:
+        return ""
+    try:
+        form.convert(record, {**fields, column: name}, tags, origin)
+    except UserError:
+        return ""
+    return f"columns: {{{column}: {name}}} reads it"
 
 
 def unread_field_error(
@@ -123,6 +129,8 @@ def unread_field_error(
     without it. `column` is the format's name of the field."""
     column = column or name
     fix = f"columns: {{{column}: null}} trains without it"
+    if name == "kto_tag" and "label" in record:
+        fix = "remove one of label and kto_tag"
     problem = f"the field is not read, and {FIELDS[column]}: {describe(record[name])}"
     return field_error(problem, origin, name, f"{remedy}; or {fix}" if remedy else fix)
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 
 from meshtune.data.conversation import Origin
+from meshtune.data.formats.meanings import is_blank
 from meshtune.data.formats.parameters import as_schema, is_schema
 from meshtune.data.formats.record import describe, field_error, parse_json
 from meshtune.data.formats.record_format import Record
@@ -19,10 +20,10 @@ def parse_tools(record: Record, field: str | None, origin: Origin) -> tuple[Mapp
     have no such field, or it is null or blank. Raises UserError where it is malformed.
     """
     value = record.get(field) if field else None
-    if isinstance(value, str):
-        value = parse_json(value, origin, field or "") if value.strip() else None
-    if value is None or not field:
+    if not field or is_blank(value):
         return ()
+    if isinstance(value, str):
+        value = parse_json(value, origin, field)
     if not isinstance(value, list):
         problem = f"expected a list of tools, found {describe(value)}"
         raise field_error(problem, origin, field, "write a JSON list of function schemas")
