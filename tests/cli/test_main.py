@@ -40,7 +40,7 @@ def meshtune(capsys: pytest.CaptureFixture[str]):
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch):
-    """Stands in for training: keeps the recipes it was given."""
+    """Stands in for training and its first checks, of files that are not there: keeps the recipes it was given."""
     recipes = []
 
     class Result:
@@ -51,6 +51,7 @@ def trained(monkeypatch: pytest.MonkeyPatch):
         return Result()
 
     monkeypatch.setattr(importlib.import_module("meshtune.train.run"), "train", train)
+    monkeypatch.setattr(importlib.import_module("meshtune.setup.early"), "check_run", lambda recipe: None)
     train.result, train.recipes = Result, recipes  # pyright: ignore[reportFunctionMemberAccess]
     return train
 

@@ -29,6 +29,11 @@ def inspect(
 ) -> None:
     """Show tokens, which of them are learned, packing efficiency, lengths, and every warning."""
     from meshtune.config.load import load_recipe
+    from meshtune.setup.early import check_inputs
+
+    recipe = load_recipe(*split(arguments))
+    check_inputs(recipe)
+
     from meshtune.data.inspection import inspect_data
 
-    inspect_data(load_recipe(*split(arguments)), records=records, tokens=tokens)
+    inspect_data(recipe, records=records, tokens=tokens)

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from meshtune.cli.evaluation_options import Writing, source_section
+from meshtune.cli.evaluation_options import Writing, check_data, source_section
 from meshtune.cli.expand import expanded
-from meshtune.cli.model_options import Loading, MeshSizes, ModelPath, parse_mesh
+from meshtune.cli.model_options import Loading, MeshSizes, ModelPath, check_source, parse_mesh
 from meshtune.errors import UserError
 from meshtune.options import option
 
@@ -66,6 +66,11 @@ def evaluate(
 ) -> None:
     """Measure a model on benchmarks and on held-out records, and what tuning gained and lost."""
     os.environ.setdefault("TQDM_DISABLE", "1")  # one bar is enough
+    check_source(model, loading.adapter)
+    if compare not in (None, "base"):
+        check_source(compare)
+    if data not in (None, "none"):
+        check_data(data)
     from meshtune import terminal
     from meshtune.evaluate.harness import parse_tasks
     from meshtune.evaluate.identity import default_output

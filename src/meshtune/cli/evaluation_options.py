@@ -33,6 +33,13 @@ class Writing:
     overwrite: bool = option(False, "Move results that are in the folder aside.", flags=("--overwrite",))
 
 
+def check_data(path: str) -> None:
+    """Raises UserError for data that are neither here nor perhaps on a hub: before JAX is imported."""
+    from meshtune.data.sources import check_source_path
+
+    check_source_path(path)
+
+
 def source_section(path: str, **fields: str | None) -> SourceSection:
     """A source of records from the command line's words. Raises UserError for those that make none."""
     from pydantic import ValidationError

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from meshtune.cli.model_options import check_source
 from meshtune.errors import UserError
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -60,6 +61,8 @@ def export(
 ) -> None:
     """Write a PEFT adapter or a whole model for transformers, or a GGUF file, and verify it by reading it back."""
     size = shard_bytes(max_shard_size)
+    for path in filter(None, (source, base)):
+        check_source(path)
     from meshtune.runs.export import export as write
     from meshtune.runs.export_gguf import modelfile_of
     from meshtune.runs.progress import shown_progress

@@ -33,6 +33,7 @@ from meshtune.cli import (
     train,
     weights,
 )
+from meshtune.data.without_torch import leave_torch_out
 from meshtune.errors import UserError
 
 app = typer.Typer(
@@ -94,11 +95,13 @@ def _global_options(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit: 0 done, 1 a defect in Meshtune, 2 a mistake the user can correct, 130 Ctrl-C."""
+    if arguments is None:  # the program, not a caller in Python
+        leave_torch_out()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
     debug = "--debug" in options or os.environ.get("MESHTUNE_DEBUG", "") not in ("", "0")
     arguments = [argument for argument in options if argument != "--debug"] + arguments[len(options) :]
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # torch is not needed
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # torch is not needed, and said to be missing
     if not debug:
         # A hook instead of a broad except: Python ends the program as usual, but prints less.
         sys.excepthook = failure.report_defect

@@ -77,8 +77,6 @@ class Limits:
 def parse_mesh(arguments: list[str] | None, run: str) -> MeshConfig | None:
     """The mesh that arguments such as mesh.tp=2 give, or that of `run` for mesh=run; None without any. Raises UserError
     for anything else."""
-    from meshtune.generate.variants import mesh_of
-
     if arguments == ["mesh=run"]:
         from meshtune.runs.run_mesh import run_mesh
 
@@ -100,7 +98,21 @@ def parse_mesh(arguments: list[str] | None, run: str) -> MeshConfig | None:
             raise UserError(
                 f"'{value}' is no number of devices", where=argument, fix=f"write {name}=2, or -1 for all that are left"
             ) from None
-    return mesh_of(sizes) if sizes else None
+    if not sizes:
+        return None
+    from meshtune.generate.variants import mesh_of
+
+    return mesh_of(sizes)
+
+
+def check_source(path: str, *adapters: str | None) -> None:
+    """Raises UserError for a model or run, or adapters, that are neither here nor perhaps on a hub: before JAX is
+    imported, which takes seconds."""
+    from meshtune.weights.hub import check_adapter, check_path
+
+    check_path(path.partition("@")[0])
+    for adapter in filter(None, adapters):
+        check_adapter(adapter.partition("@")[0])
 
 
 def use_model(
@@ -115,6 +127,7 @@ def use_model(
     Where several processes were launched, all of them load their part of the model, and process 0 uses it. Raises
     UserError as meshtune.load and mesh.processes.start do.
     """
+    check_source(path, loading.adapter)
     config = parse_mesh(mesh, loading.adapter or path)
 
     from meshtune.generate.api import load_variants

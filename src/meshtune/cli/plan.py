@@ -62,11 +62,13 @@ def plan(
     """Compile the step of `train` for machines that are not present; show what memory and time it needs."""
     from meshtune.config.load import load_recipe
     from meshtune.plan.hardware import find_target
+    from meshtune.setup.early import check_model
 
     if cache is not None and not serve:
         raise UserError("training has no cache", where="--cache", fix="give --serve as well, or leave it out")
     targets = [find_target(name) for name in target]
     recipe = load_recipe(*split(arguments))
+    check_model(recipe)
     if serve:
         _plan_serving(recipe, targets, rows or [1, 8, 32, 128], length, reserve, cache, as_json)
         return

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshtune.cli.evaluation_options import DataOptions, Writing, source_section
+from meshtune.cli.evaluation_options import DataOptions, Writing, check_data, source_section
 from meshtune.cli.expand import expanded
-from meshtune.cli.model_options import Limits, Loading, MeshSizes, ModelPath, use_model
+from meshtune.cli.model_options import Limits, Loading, MeshSizes, ModelPath, check_source, use_model
 from meshtune.generate.config import Sampling
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ def predict(
     loading: Loading,
 ) -> None:
     """Answer every record of a data set, and compare the answers with its own."""
+    check_source(model, loading.adapter)
+    check_data(data.data)
+
     from meshtune import terminal
     from meshtune.evaluate import predict as evaluation
     from meshtune.evaluate.identity import default_output, identity

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from meshtune.cli.model_options import check_source
 from meshtune.errors import UserError
 
 
@@ -34,6 +35,8 @@ def push(
     ] = False,
 ) -> None:
     """Push an adapter, a model or GGUF files to the Hugging Face hub as one commit, with a model card."""
+    check_source(source)
+
     from huggingface_hub.utils import disable_progress_bars
 
     from meshtune.hub.push import push as send

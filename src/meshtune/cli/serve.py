@@ -13,7 +13,7 @@ import typer
 
 from meshtune.cli.expand import expanded
 from meshtune.cli.listen import KEEP_ALIVE, LOOPBACK, LOOPBACK_HOSTS, listener_at, url
-from meshtune.cli.model_options import BaseLoading, Caching, MeshSizes, ModelPath, parse_mesh
+from meshtune.cli.model_options import BaseLoading, Caching, MeshSizes, ModelPath, check_source, parse_mesh
 from meshtune.errors import UserError
 
 EXTRA = "install it: pip install 'meshtune[serve]'"
@@ -61,6 +61,8 @@ def serve(
         import uvicorn
     except ImportError as problem:
         raise UserError("serving needs starlette and uvicorn", fix=EXTRA) from problem
+    named = _named(adapters or [])
+    check_source(model, *named.values())
     from meshtune.generate.driver import run_on_all
     from meshtune.generate.program_cache import keep_programs
     from meshtune.mesh.processes import start
@@ -81,7 +83,7 @@ def serve(
     origins = set(cors_origin or [])
     for origin in origins:
         parse_site(origin)
-    sizes, named = parse_mesh(mesh, model), _named(adapters or [])
+    sizes = parse_mesh(mesh, model)
     options = {"log_level": logging.INFO if log_requests else logging.WARNING, "access_log": log_requests}
 
     with start() as job:

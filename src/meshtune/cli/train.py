@@ -18,8 +18,13 @@ def train(arguments: Arguments, resume: Resume = False, overwrite: Overwrite = F
     recipe_file, overrides = split(arguments)
     overrides = with_flags(overrides, resume=resume, overwrite=overwrite)
     process = detect_process_info()
-    if process.process_count == 1:
-        load_recipe(recipe_file, overrides, notify=silent)  # reports a mistake at once: importing JAX takes seconds
+    if process.process_count == 1:  # mistakes are reported at once: importing JAX takes seconds
+        from meshtune.setup.early import check_run
+        from meshtune.train.report.trackers import check_installed
+
+        early = load_recipe(recipe_file, overrides, notify=silent)
+        check_run(early)
+        check_installed(list(early.log.trackers))
 
     from meshtune.mesh.processes import start
 

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 PROCESSES = "MESHTUNE_DATA_PROCESSES"
+_PROGRAM = (
+    "from meshtune.data.without_torch import leave_torch_out; leave_torch_out(); "
+    "from meshtune.data.part_process import main; main()"
+)
 _MOST = 8  # processes, unless PROCESSES says otherwise: one process has to take in what they make
 
 
@@ -57,7 +61,7 @@ class PartProcess:
             "TOKENIZERS_PARALLELISM": "false",
             "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
         }
-        command = [sys.executable, "-P", "-m", "meshtune.data.part_process"]
+        command = [sys.executable, "-P", "-c", _PROGRAM]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=1 << 20
         )
@@ -129,7 +133,3 @@ def main() -> None:
             reply = problem
         pickle.dump(reply, replies, pickle.HIGHEST_PROTOCOL)
         replies.flush()
-
-
-if __name__ == "__main__":
-    main()

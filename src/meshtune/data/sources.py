@@ -78,6 +78,20 @@ def open_path(path: pathlib.Path, name: str, *, split: str = "train") -> Records
     """
     if path.is_dir():
         return _open_folder(path, name, split)
+    return _reader(path, name)(path, name)
+
+
+def check_source_path(path: str) -> None:
+    """Raises UserError, without reading a file, for a path that is neither a file of a type that is read, a folder nor
+    perhaps the id of a data set on a hub."""
+    local = pathlib.Path(path).expanduser()
+    missing = not local.exists()
+    if not local.is_dir() and not (missing and (modelscope_id(path) is not None or _may_be_hub_id(path))):
+        _reader(local, path)
+
+
+def _reader(path: pathlib.Path, name: str) -> Callable[[pathlib.Path, str], Records]:
+    """What reads a file. Raises UserError if there is no such file, or nothing reads its type."""
     if not path.exists():
         raise missing_path_error(path, name)
     if not path.is_file():
@@ -89,7 +103,7 @@ def open_path(path: pathlib.Path, name: str, *, split: str = "train") -> Records
         raise UserError(
             f"cannot read this type of file ({extension})", where=name, fix=f"{unpack}supported: {SUPPORTED}"
         )
-    return READERS[suffix](path, name)
+    return READERS[suffix]
 
 
 def file_type(path: pathlib.Path) -> str:

@@ -11,10 +11,7 @@ from urllib.parse import urlparse
 
 from meshtune.cache import cache_folder
 from meshtune.errors import UserError
-from meshtune.weights.gguf.directory import open_gguf
-from meshtune.weights.load import load_config
 from meshtune.weights.modelscope import download_model, modelscope_id
-from meshtune.weights.safetensors_files import headers
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError
@@ -40,40 +37,66 @@ def locate(path_or_id: str | os.PathLike[str], revision: str | None = None, *, a
     """
     text = os.fspath(path_or_id)
     path = Path(text).expanduser()
+    check_path(text, revision)
     if path.is_dir():
-        if revision is not None:
-            raise UserError(
-                f"revision '{revision}' was given, but '{text}' is a local directory, which has no revisions",
-                fix="remove the revision, or give a hub id",
-            )
         directory = path
-    elif path.is_file() and path.suffix == ".gguf":
-        directory = open_gguf(path, cache_folder())
     elif path.exists():
+        from meshtune.weights.gguf.directory import open_gguf
+
+        directory = open_gguf(path, cache_folder())
+    elif (repository := modelscope_id(text)) is not None:
+        directory = download_model(repository, revision, allow, NOT_OURS)
+    else:
+        directory = _download(text, revision, allow)
+    if allow == MODEL:
+        from meshtune.weights.load import load_config
+        from meshtune.weights.safetensors_files import headers
+
+        load_config(directory)
+        headers(directory)
+    return directory
+
+
+def check_path(text: str, revision: str | None = None) -> None:
+    """Raises UserError if `text` is neither a directory, a GGUF file nor the form of a hub id. Does not import JAX."""
+    path = Path(text).expanduser()
+    if path.is_dir() and revision is not None:
+        raise UserError(
+            f"revision '{revision}' was given, but '{text}' is a local directory, which has no revisions",
+            fix="remove the revision, or give a hub id",
+        )
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return
+    if path.exists():
         raise UserError(
             f"'{text}' is a file; a model is a directory with config.json and *.safetensors, or a GGUF file",
             fix=f"give the folder: {path.parent}",
         )
-    elif (repository := modelscope_id(text)) is not None:
-        directory = download_model(repository, revision, allow, NOT_OURS)
-    elif path.suffix == ".gguf":
+    if modelscope_id(text) is not None:
+        return
+    if path.suffix == ".gguf":
         raise UserError(
             f"there is no GGUF file '{text}'",
             where=str(path.absolute()),
             fix=f"{near_paths(path)}give the path of a file on this machine; one on the hub is downloaded first",
         )
-    elif HUB_ID.match(text) and not _is_plainly_a_path(text):
-        directory = _download(text, revision, allow)
-    else:
+    if not HUB_ID.match(text) or _is_plainly_a_path(text):
         raise UserError(
             f"model path '{text}' does not exist",
             where=str(path.absolute()),
             fix=f"{near_paths(path)}a hub id looks like organisation/name, as in HuggingFaceTB/SmolLM2-135M",
         )
-    if allow == MODEL:
-        load_config(directory)
-        headers(directory)
-    return directory
+
+
+def check_adapter(text: str) -> None:
+    """Raises UserError if `text` is neither a directory nor the form of a hub id. Does not import JAX."""
+    path = Path(text).expanduser()
+    if not path.exists() and (_is_plainly_a_path(text) or not HUB_ID.match(text)):
+        raise UserError(
+            f"there is no adapter at '{text}': no such directory",
+            where=str(path.absolute()),
+            fix="give the directory with adapter_config.json and adapter_model.safetensors",
+        )
 
 
 def _is_plainly_a_path(text: str) -> bool:

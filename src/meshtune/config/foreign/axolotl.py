@@ -232,7 +232,9 @@ TRAIN: Table = {
     **idle("only grokfast reads it", "grokfast_lamb"),
     "max_grad_norm": part("optimizer.max_grad_norm", number, 1.0),
     "neftune_noise_alpha": part("stage.neftune_alpha", number),
-    "noisy_embedding_alpha": part("stage.neftune_alpha", number, ABSENT, "neftune_noise_alpha is given"),
+    "noisy_embedding_alpha": part(
+        "stage.neftune_alpha", number, ABSENT, "neftune_noise_alpha is given, or the stage has no noise"
+    ),
     "auto_find_batch_size": refused("a batch is part of what is learned", "leave it out"),
     "bf16": part("compute.precision", anything, "auto", "another key says the precision"),
     "fp16": part("compute.precision", flag, ABSENT, "another key says the precision"),

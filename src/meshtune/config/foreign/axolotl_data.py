@@ -10,6 +10,7 @@ from meshtune.config.foreign.draft import Draft
 from meshtune.config.foreign.rules import UnfitValueError, entries, text
 from meshtune.config.foreign.templates import AXOLOTL, TOKENIZERS_OWN, template
 
+# Keys of a data set that a type of prompt reads here, and those that change nothing here.
 READ = frozenset(
     """path name split data_files type revision field field_messages field_chosen field_rejected field_instruction
     field_input field_output field_tools message_property_mappings message_field_role message_field_content roles
@@ -19,38 +20,82 @@ IDLE = frozenset("""trust_remote_code preprocess_shards logprobs_field temperatu
 ROLES = {"user": "user_tag", "assistant": "assistant_tag", "system": "system_tag", "tool": "observation_tag"}
 # The speakers that axolotl understands where `roles` is left out.
 SPEAKERS = {"user": ("human", "user"), "assistant": ("gpt", "assistant"), "system": ("system",), "tool": ("tool",)}
+ONE_TEMPLATE = "use one chat_template for all, or train on them one after another"
 WRITTEN = "written out"  # the name of a type that is a mapping
 NO_PROMPT = "no_prompt"  # a column that records do not have: both answers are whole conversations
 
 
-def sources(draft: Draft, key: str, to: str, kind: str) -> list[str]:
-    """Translates the data sets of `key` to the list `to` for our stage `kind`. Returns their types."""
+ENDINGS = {
+    "json": (".json", ".jsonl"),
+    "csv": (".csv",),
+    "parquet": (".parquet",),
+    "arrow": (".arrow",),
+    "text": (".txt",),
+}
+
+
+class Entry(dict[str, Any]):
+    """A data set of a file, which remembers in `read` the keys that were looked at."""
+
+    def __init__(self, values: dict[str, Any]):
+        super().__init__({name: value for name, value in values.items() if value not in (None, False)})
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self.read.add(str(name))
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
+
+
+def sources(draft: Draft, key: str, to: str, kind: str) -> list[tuple[str, str | None]]:
+    """Translates the data sets of `key` to the list `to` for our stage `kind`. Returns the type of each, and the chat
+    template that it names."""
     value = draft.get(key)
     listed = [value] if isinstance(value, dict | str) else value or []
     if key == "pretraining_dataset" and len(listed) > 1:
         draft.differ(key, f"{draft.tool} reads the first of its {len(listed)} data sets alone, and so is it here")
         listed = listed[:1]
-    types: list[str] = []
+    types: list[tuple[str, str | None]] = []
     for number, entry in enumerate(listed):
         entry = {"path": entry} if isinstance(entry, str) else entry
         if not isinstance(entry, dict):
             draft.refuse(key, f"entry {number} is not a mapping", "give path and type")
             continue
-        present = {name: value for name, value in entry.items() if value not in (None, False)}
+        present = Entry(entry)
         try:
-            types.append(_source(draft, key, f"{to}.{number}", present, kind))
+            prompts = _source(draft, key, f"{to}.{number}", present, kind)
+            named = present.get("chat_template") if "chat_template" in prompts else None
+            types.append((prompts, None if named is None else text(named)))
         except RefusedError as problem:
             draft.refuse(key, f"{present.get('path')}: {problem.why}", problem.fix)
         except UnfitValueError as problem:
             draft.refuse(key, f"{present.get('path')}: {problem}", "correct that data set")
+        else:
+            if "ds_type" in present:
+                draft.mention(key, f"ds_type: {present['ds_type']}: files are read by their ending")
+            if unread := [name for name in present if name not in present.read]:
+                draft.mention(key, f"without an effect with this type: {', '.join(unread)}")
     return types
 
 
-def _source(draft: Draft, key: str, to: str, entry: dict[str, Any], kind: str) -> str:
+def _source(draft: Draft, key: str, to: str, entry: Entry, kind: str) -> str:
     unknown = [name for name in entry if name not in READ | IDLE]
     if unknown:
         _unread(entry, unknown)
-    draft.put(f"{to}.path", _path(entry), key)
+    path = _path(entry)
+    draft.put(f"{to}.path", path, key)
+    stored, suffix = entry.get("ds_type"), os.path.splitext(path)[1]
+    if stored in ENDINGS and os.path.isfile(path) and suffix not in ENDINGS[stored]:
+        raise RefusedError(
+            f"ds_type: {stored}: files are read by their ending here", f"name it {path}{ENDINGS[stored][0]}"
+        )
     for theirs, ours in (("name", "subset"), ("split", "split"), ("revision", "revision")):
         if theirs in entry:
             draft.put(f"{to}.{ours}", text(entry[theirs]), key)
@@ -61,7 +106,10 @@ def _source(draft: Draft, key: str, to: str, entry: dict[str, Any], kind: str) -
     if not isinstance(prompts, str):
         raise RefusedError("a prompt written out in type is for supervised tuning alone", "name a type")
     form, columns, tags = _form(draft, key, prompts, entry, kind)
-    draft.put(f"{to}.format", form, key, note=f"type: {prompts}")
+    named = (
+        f", chat_template: {entry['chat_template']}" if "chat_template" in prompts and "chat_template" in entry else ""
+    )
+    draft.put(f"{to}.format", form, key, note=f"type: {prompts}{named}")
     if columns:
         draft.put(f"{to}.columns", columns, key)
     if tags and prompts in LITERAL:
@@ -71,7 +119,7 @@ def _source(draft: Draft, key: str, to: str, entry: dict[str, Any], kind: str) -
     return prompts
 
 
-def _unread(entry: dict[str, Any], unknown: list[str]) -> None:
+def _unread(entry: Entry, unknown: list[str]) -> None:
     field = entry.get("field_thinking", "reasoning_content")
     key = entry.get("template_thinking_key", "reasoning_content")
     if field == key:  # fields of a message go to the template as they are
@@ -87,7 +135,7 @@ def _unread(entry: dict[str, Any], unknown: list[str]) -> None:
     raise RefusedError(f"{', '.join(unknown)}: nothing here does that", f"leave out {', '.join(unknown)}")
 
 
-def _path(entry: dict[str, Any]) -> str:
+def _path(entry: Entry) -> str:
     path, files = text(entry.get("path", "")), entry.get("data_files")
     if not path:
         raise RefusedError("the data set has no path", "add its path")
@@ -105,7 +153,7 @@ def _path(entry: dict[str, Any]) -> str:
     )
 
 
-def _form(draft: Draft, key: str, prompts: str, entry: dict[str, Any], kind: str) -> tuple[str, Any, Any]:
+def _form(draft: Draft, key: str, prompts: str, entry: Entry, kind: str) -> tuple[str, Any, Any]:
     """(format, columns, tags) of a type of prompt."""
     if kind == "sft":
         return _documents(draft, key, prompts, entry)
@@ -122,7 +170,7 @@ def _form(draft: Draft, key: str, prompts: str, entry: dict[str, Any], kind: str
     raise RefusedError(f"the prompts of type '{prompts}' are not written here", "write records as messages or texts")
 
 
-def _documents(draft: Draft, key: str, prompts: str, entry: dict[str, Any]) -> tuple[str, Any, Any]:
+def _documents(draft: Draft, key: str, prompts: str, entry: Entry) -> tuple[str, Any, Any]:
     if prompts == "alpaca":
         renamed = {"instruction": "field_instruction", "input": "field_input", "output": "field_output"}
         return "stanford_alpaca", {ours: entry[theirs] for ours, theirs in renamed.items() if theirs in entry}, {}
@@ -155,7 +203,7 @@ def _documents(draft: Draft, key: str, prompts: str, entry: dict[str, Any]) -> t
     return _turns(entry)
 
 
-def _turns(entry: dict[str, Any]) -> tuple[str, Any, Any]:
+def _turns(entry: Entry) -> tuple[str, Any, Any]:
     """A list of turns: messages where they are OpenAI's, else sharegpt with the names of keys and speakers."""
     mapped = dict(_mapping(entry, "message_property_mappings"))
     role = mapped.pop("role", entry.get("message_field_role", "role"))
@@ -172,7 +220,7 @@ def _turns(entry: dict[str, Any]) -> tuple[str, Any, Any]:
     return "sharegpt", ({"conversations": field} if field != "conversations" else {}) | tools, tags
 
 
-def _mapping(entry: dict[str, Any], name: str) -> dict[str, Any]:
+def _mapping(entry: Entry, name: str) -> dict[str, Any]:
     value = entry.get(name) or {}
     if not isinstance(value, dict):
         raise UnfitValueError(f"{name} must be a mapping of keys to values")
@@ -191,7 +239,7 @@ def _speakers(roles: dict[str, Any]) -> dict[str, str]:
     return renamed
 
 
-def _pairs(draft: Draft, key: str, prompts: str, entry: dict[str, Any]) -> tuple[str, Any, Any]:
+def _pairs(draft: Draft, key: str, prompts: str, entry: Entry) -> tuple[str, Any, Any]:
     if prompts in ("chat_template.default", "chat_template"):
         form, columns, tags = _turns(entry)
         answers = {side: entry[f"field_{side}"] for side in ("chosen", "rejected") if f"field_{side}" in entry}
@@ -209,22 +257,38 @@ def _answers_template(draft: Draft, key: str, prompts: str) -> None:
         draft.put("model.chat_template", name, key, note=f"type: {prompts}")
 
 
-def chat_template(draft: Draft, types: list[str]) -> None:
-    """The template of conversations. axolotl's own by name are copies of the models', which are used here."""
-    name = draft.get("chat_template")
-    if not any("chat_template" in prompts for prompts in types) or "model.chat_template" in draft.settings:
+def chat_template(draft: Draft, types: list[tuple[str, str | None]]) -> None:
+    """The template of conversations: that of the data sets, else of the file. axolotl's own by name are copies of the
+    models', which are used here."""
+    own, written = draft.get("chat_template"), draft.settings.get("model.chat_template")
+    chosen = list(dict.fromkeys(named or own for prompts, named in types if "chat_template" in prompts))
+    if written is not None and chosen:
+        chosen = list(dict.fromkeys([written.value, *chosen]))
+    if len(chosen) > 1:
+        listed = " and ".join(name or "the tokenizer's own" for name in chosen)
+        draft.refuse("datasets", f"data sets are rendered with {listed}, and a run has one chat template", ONE_TEMPLATE)
+        return
+    if not chosen or written is not None:
         for key in ("chat_template", "chat_template_jinja", "eot_tokens"):
             draft.idle(key, "no data set here is rendered with it")
         return
     draft.idle("eot_tokens", "the end of a turn is learned as the template writes it")
+    (name,) = chosen
+    key = "chat_template" if name == own else "datasets"
+    if key == "datasets":
+        draft.idle("chat_template", "every data set names its own")
     if name is None:
         return
-    if name == "jinja":
+    if name == "jinja" and key == "datasets":
+        draft.refuse(
+            key, "chat_template: jinja of a data set", "write chat_template and chat_template_jinja for the file"
+        )
+    elif name == "jinja":
         _jinja(draft)
     elif name.startswith("tokenizer_default_fallback_"):
-        draft.differ("chat_template", TOKENIZERS_OWN)
+        draft.differ(key, TOKENIZERS_OWN)
     else:
-        template(draft, "chat_template", name, AXOLOTL)
+        template(draft, key, name, AXOLOTL)
 
 
 def _jinja(draft: Draft) -> None:

@@ -38,6 +38,9 @@ def method(draft: Draft) -> None:
         draft.put("method.train_modules", draft.get("lora_modules_to_save"), "lora_modules_to_save")
     if draft.get("loraplus_lr_ratio"):
         draft.put("optimizer.lora_plus_ratio", draft.get("loraplus_lr_ratio"), "loraplus_lr_ratio")
+        if draft.get("lora_modules_to_save") or "loraplus_lr_embedding" in draft.given:
+            rate = draft.get("loraplus_lr_embedding")
+            draft.put("optimizer.lora_plus_embedding_rate", rate, "loraplus_lr_embedding")
     if draft.get("lora_model_dir"):
         draft.put("model.adapter", draft.get("lora_model_dir"), "lora_model_dir", note="its training goes on")
 

@@ -154,8 +154,9 @@ def _data(draft: Draft, kind: str) -> bool:
         draft.idle("val_set_size", "test_datasets are given")
     elif share:
         draft.put("data.validation", share if share < 1 else int(share), "val_set_size")
-    if kind == "sft" and draft.get("neftune_noise_alpha"):
-        draft.put("stage.neftune_alpha", draft.get("neftune_noise_alpha"), "neftune_noise_alpha")
+    noise = "neftune_noise_alpha" if "neftune_noise_alpha" in draft.given else "noisy_embedding_alpha"
+    if kind == "sft" and draft.get(noise):
+        draft.put("stage.neftune_alpha", draft.get(noise), noise)
     return bool(share or draft.get("test_datasets"))
 
 

@@ -104,6 +104,24 @@ class Draft:
         if key in self.given and key not in self._findings:
             self._findings[key] = Finding(key, "no effect", note=note)
 
+    def mention(self, key: str, note: str) -> None:
+        """Adds a sentence to what became of a key that has not been refused."""
+        earlier = self._findings.get(key)
+        if earlier is None or earlier.verdict == "no effect":
+            self.idle(key, note)
+        elif earlier.verdict != "refused":
+            self._note(Finding(key, "translated", note=note))
+
+    def refuse_unread(self, key: str, remaining: dict[str, Any], *harmless: str) -> None:
+        """Refuses `key` for what is left in it that nothing has read, and names what of it is without an effect."""
+        given = [name for name, value in remaining.items() if value is not None and not name.startswith("_")]
+        unread = [name for name in given if name not in harmless and remaining[name] is not False]
+        if unread:
+            listed = ", ".join(unread)
+            self.refuse(key, f"{listed} in it: nothing here does that", f"leave out {listed}")
+        if idle := [name for name in given if name not in unread]:
+            self.mention(key, f"without an effect here: {', '.join(idle)}")
+
     def differ(self, key: str, note: str) -> None:
         """Reports a difference of a key that writes nothing."""
         if key in self.given:

@@ -37,7 +37,9 @@ LORA: Table = {
     "use_rslora": part("method.rslora", flag, False, NOT_THIS_METHOD),
     "use_dora": part("method.adapter", flag, False, NOT_THIS_METHOD),
     "loraplus_lr_ratio": part("optimizer.lora_plus_ratio", number, ABSENT, NOT_THIS_METHOD),
-    "loraplus_lr_embedding": part("optimizer.lora_plus_embedding_rate", number, 1e-6, "without loraplus_lr_ratio"),
+    "loraplus_lr_embedding": part(
+        "optimizer.lora_plus_embedding_rate", number, 1e-6, "only loraplus_lr_ratio with additional_target reads it"
+    ),
     "pissa_init": part("method.adapter", flag, False, NOT_THIS_METHOD),
     "pissa_iter": part("method.svd_iterations", integer, 16, "without pissa_init"),
     "pissa_convert": part("method.pissa_convert", flag, False, "without pissa_init"),

@@ -97,7 +97,7 @@ def export(draft: Draft) -> None:
     draft.put("--max-shard-size", f"{peft.pop('export_size', 5)}GB", "peft_config")
     if (dtype := peft.pop("infer_dtype", "auto")) in ("float32", "bfloat16"):
         draft.put("--dtype", dtype, "peft_config")
-    _refuse_unread(draft, "peft_config", peft, ("name", "export_legacy_format", *LORA))
+    draft.refuse_unread("peft_config", peft, "name", "export_legacy_format", *LORA)
 
 
 def train(draft: Draft) -> None:
@@ -185,7 +185,7 @@ def _source(draft: Draft, to: str, key: str, name: str, entry: dict[str, Any]) -
             draft.put(f"{to}.{ours}", entry.pop(theirs), key)
     if entry.pop("streaming", False):
         draft.refuse(key, f"{name}: {draft.tool} stops at streaming, which it does not have yet", "leave it out")
-    _refuse_unread(draft, key, entry, ("source",))
+    draft.refuse_unread(key, entry, "source")
 
 
 def _stage(draft: Draft, kind: str) -> None:
@@ -228,15 +228,15 @@ def _method(draft: Draft) -> None:
             draft.put("method.train_modules", saved, "peft_config")
         if adapter := peft.pop("adapter_name_or_path", None):
             draft.put("model.adapter", adapter, "peft_config")
-        _refuse_unread(draft, "peft_config", peft, EXPORT)
+        draft.refuse_unread("peft_config", peft, *EXPORT)
     elif name == "freeze":
         layers = draft.pop("peft_config", peft, "freeze_trainable_layers", integer, 2)
         draft.put("method.kind", "freeze", "peft_config")
         draft.put(f"method.{'last' if layers > 0 else 'first'}_layers", abs(layers), "peft_config")
-        chosen = [*_names(peft.get("freeze_trainable_modules")), *_names(peft.get("freeze_extra_modules"))]
+        chosen = [*_names(peft.pop("freeze_trainable_modules", None)), *_names(peft.pop("freeze_extra_modules", None))]
         if chosen:
             draft.put("method.modules", chosen, "peft_config")
-        _refuse_unread(draft, "peft_config", peft, (*FREEZE, "cast_trainable_params_to_fp32"))
+        draft.refuse_unread("peft_config", peft, *FREEZE, "cast_trainable_params_to_fp32")
     else:
         draft.refuse("peft_config", f"there is no method {name} here", "use lora or freeze")
 
@@ -246,13 +246,13 @@ def _quantize(draft: Draft) -> None:
     if not config:
         return
     name, bits = config.pop("name", "auto"), config.pop("quantization_bit", 4)
-    if name not in ("bnb", "auto") or bits not in (4, 8) or config.get("quantization_type", "nf4") != "nf4":
+    if name not in ("bnb", "auto") or bits not in (4, 8) or config.pop("quantization_type", "nf4") != "nf4":
         draft.refuse("quant_config", f"{draft.get('quant_config')} is not written here", "use bnb with 4 or 8 bits")
         return
     draft.put("quantize.format", "nf4" if bits == 4 else "int8", "quant_config")
     if bits == 4:
         draft.put("quantize.double", config.pop("double_quantization", True), "quant_config")
-    _refuse_unread(draft, "quant_config", config, ("quantization_type", "compute_dtype"))
+    draft.refuse_unread("quant_config", config, "compute_dtype")
 
 
 def _optimizer(draft: Draft) -> None:
@@ -293,17 +293,10 @@ def _optimizer(draft: Draft) -> None:
         return
     draft.put("optimizer.beta1", beta1, "optim_config")
     draft.put("optimizer.beta2", beta2, "optim_config")
-    _refuse_unread(draft, "optim_config", config, ("lr", "ns_steps", "nesterov"))
+    draft.refuse_unread("optim_config", config, "lr", "ns_steps", "nesterov")
 
 
 def _names(value: object) -> list[str]:
     if value in (None, "all", ["all"]):
         return []
     return [str(entry) for entry in value] if isinstance(value, list) else [n.strip() for n in str(value).split(",")]
-
-
-def _refuse_unread(draft: Draft, key: str, remaining: dict[str, Any], harmless: tuple[str, ...]) -> None:
-    """Refuses `key` for what is left in it that nothing has read."""
-    unread = [name for name, value in remaining.items() if name not in harmless and value not in (None, False)]
-    if unread:
-        draft.refuse(key, f"{', '.join(unread)} in it: nothing here does that", f"leave out {', '.join(unread)}")

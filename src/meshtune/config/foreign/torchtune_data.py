@@ -16,15 +16,6 @@ def component_of(draft: Draft, key: str) -> str:
     return str(value.get(COMPONENT, "")) if isinstance(value, dict) else ""
 
 
-def refuse_unread(draft: Draft, key: str, config: dict[str, Any], *harmless: str) -> None:
-    """Refuses `key` for what is left in it that nothing has read."""
-    unread = [
-        name for name, value in config.items() if name not in (COMPONENT, *harmless) and value not in (None, False)
-    ]
-    if unread:
-        draft.refuse(key, f"{', '.join(unread)} in it: nothing here does that", f"leave out {', '.join(unread)}")
-
-
 def sources(draft: Draft, kind: str, model: str) -> bool:
     """Translates the data of stage `kind`. Returns whether there are validation data."""
     configs = draft.get("dataset")
@@ -48,7 +39,7 @@ def sources(draft: Draft, kind: str, model: str) -> bool:
     if "llama4" in model:
         tokenizer.pop("max_num_tiles", None)
         tokenizer.pop("image_size", None)
-    refuse_unread(draft, "tokenizer", tokenizer, "path", "merges_file", "vocab_path", "merges_path")
+    draft.refuse_unread("tokenizer", tokenizer, "path", "merges_file", "vocab_path", "merges_path")
     if kind != "pt":
         llama3 = "llama3" in component_of(draft, "tokenizer")
         note = (
@@ -72,9 +63,8 @@ def _source(draft: Draft, key: str, to: str, config: dict[str, Any], kind: str) 
         draft.refuse(key, "column_map: must be a mapping of names", "correct column_map")
         return
     path, fields, on_prompt = reader(config)
-    files = config.pop("data_files", None)
-    if path in ("json", "csv", "parquet", "text") and files is not None:
-        path = files
+    if path in ("json", "csv", "parquet", "text") and config.get("data_files") is not None:
+        path = config.pop("data_files")
     draft.put(f"{to}.path", path, key, note=name)
     for ours, value in fields.items():
         draft.put(f"{to}.{ours}", value, key)
@@ -90,7 +80,9 @@ def _source(draft: Draft, key: str, to: str, config: dict[str, Any], kind: str) 
     if key == "dataset":
         note = "rows are filled in another order" if packed else "one document a row"
         draft.put("data.packing", packed, key, note=note, differs=packed)
-    refuse_unread(draft, key, config, "train_on_input", "split_across_pack", "add_eos")
+    if config.get("add_eos") is False:
+        draft.refuse(key, "add_eos: false: an end of text follows every document here", "leave add_eos out")
+    draft.refuse_unread(key, config, "train_on_input", "split_across_pack", "add_eos")
 
 
 def _alpaca(config: dict[str, Any], source: str) -> tuple[str, dict[str, Any], bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshtune.config.foreign import torchtune_data
 from meshtune.config.foreign.draft import Draft
 from meshtune.config.foreign.rules import flag, integer, names, number, text, two_numbers
-from meshtune.config.foreign.torchtune_data import COMPONENT, component_of, refuse_unread
+from meshtune.config.foreign.torchtune_data import COMPONENT, component_of
 from meshtune.config.foreign.trainer import TRACKERS, batch_settings
 
 ATTENTION = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
@@ -68,8 +68,8 @@ def _start(draft: Draft, component: str) -> None:
         "checkpointer",
         note="checkpoint_dir",
     )
-    refuse_unread(
-        draft, "checkpointer", checkpointer, "checkpoint_files", "output_dir", "model_type", "safe_serialization",
+    draft.refuse_unread(
+        "checkpointer", checkpointer, "checkpoint_files", "output_dir", "model_type", "safe_serialization",
         "keep_last_n_checkpoints",
     )  # fmt: skip
 
@@ -82,14 +82,20 @@ def _stage(draft: Draft) -> str:
         draft.put("stage.beta", float(draft.pop("loss", loss, "beta", number, 0.1)), "loss")
         if smoothing := draft.pop("loss", loss, "label_smoothing", number, 0):
             draft.put("stage.label_smoothing", smoothing, "loss")
-        refuse_unread(draft, "loss", loss, "label_smoothing")
+        reference, start = (
+            dict(draft.get("ref_checkpointer") or {}).get("checkpoint_dir"),
+            draft.settings.get("model.path"),
+        )
+        if reference is not None and start is not None and reference != start.value:
+            draft.put("stage.reference", reference, "ref_checkpointer", note="checkpoint_dir")
+        draft.refuse_unread("loss", loss, "label_smoothing")
         return "dpo"
     if name not in LOSSES:
         draft.refuse("loss", f"{name or 'no loss'}: there is no such loss here", f"use DPOLoss or {LOSSES[0]}")
     written = component_of(draft, "dataset").rpartition(".")[2]
     kind = "pt" if written in ("text_completion_dataset", "wikitext_dataset") else "sft"
     draft.put("stage.kind", kind, "loss", note="plain text" if kind == "pt" else "")
-    refuse_unread(draft, "loss", loss, "num_output_chunks", "ignore_index", "tp_enabled", "mask_ignored_tokens")
+    draft.refuse_unread("loss", loss, "num_output_chunks", "ignore_index", "tp_enabled", "mask_ignored_tokens")
     return kind
 
 
@@ -100,7 +106,7 @@ def _method(draft: Draft, component: str) -> None:
             config.pop(part, None)  # the others are of images, and data sets with images are refused
     if not name.startswith(("lora_", "qlora_")):
         draft.put("method.kind", "full", "model", note=name)
-        refuse_unread(draft, "model", config)
+        draft.refuse_unread("model", config)
         return
     draft.put("method.kind", "lora", "model", note=name)
     draft.put("method.adapter", "dora" if config.pop("use_dora", False) else "lora", "model")
@@ -122,7 +128,7 @@ def _method(draft: Draft, component: str) -> None:
     if name.startswith("qlora_") or config.pop("quantize_base", False):
         draft.put("quantize.format", "nf4", "model", note=name)
         draft.put("quantize.double", True, "model", note="NF4 of torchao: scales in 8 bits")
-    refuse_unread(draft, "model", config, "quantize_base")
+    draft.refuse_unread("model", config, "quantize_base")
 
 
 def _length(draft: Draft) -> None:
@@ -158,7 +164,7 @@ def _optimizer(draft: Draft) -> None:
         ("eps", draft.pop("optimizer", config, "eps", number, 1e-8)),
     ):
         draft.put(f"optimizer.{name}", float(value), "optimizer")
-    refuse_unread(draft, "optimizer", config, "fused", "foreach", "capturable")
+    draft.refuse_unread("optimizer", config, "fused", "foreach", "capturable")
     schedule = dict(draft.get("lr_scheduler") or {})
     name = str(schedule.pop(COMPONENT, "")).rpartition(".")[2]
     if not draft.get("lr_scheduler"):
@@ -173,7 +179,7 @@ def _optimizer(draft: Draft) -> None:
             draft.pop("lr_scheduler", schedule, "num_warmup_steps", integer, 0),
             "lr_scheduler",
         )
-        refuse_unread(draft, "lr_scheduler", schedule)
+        draft.refuse_unread("lr_scheduler", schedule)
     if draft.get("optimizer_in_bwd"):
         draft.put("optimizer.in_backward", True, "optimizer_in_bwd")
     draft.put("optimizer.max_grad_norm", draft.get("clip_grad_norm"), "clip_grad_norm", note="null: never clipped")
