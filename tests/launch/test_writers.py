@@ -253,7 +253,7 @@ def test_no_option_may_hold_a_control_character(options, character):
         if "str" not in str(field.type) or (field.name == "setup" and character == "\n"):
             continue
         text = f"a{character}#SBATCH --wrap=true"
-        with pytest.raises(UserError, match="control character|is not a"):
+        with pytest.raises(UserError, match=r"control character|is not a"):
             options(**LAUNCHERS[options] | {field.name: (text,) if "tuple" in str(field.type) else text})
 
 
