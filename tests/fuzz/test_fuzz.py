@@ -1,4 +1,4 @@
-"""Files that nobody would write, at every reader of strangers' files: a result or a sentence, soon and in little memory.
+"""Files that nobody would write, at every reader of strangers' files: a result or a sentence, soon, in little memory.
 
 `make test-fuzz SEED=7` takes other cases; `python tests/fuzz/fuzz.py READER SEED CASES SECONDS` runs some by hand.
 """
@@ -12,6 +12,7 @@ import subprocess
 import sys
 
 import pytest
+
 from fuzz import READERS
 
 PROGRAM = pathlib.Path(__file__).with_name("fuzz.py")
