@@ -27,7 +27,7 @@ COMPILERS := .compilers
 PEERS := .peers
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install test test-slow test-peers test-board test-gpu test-deviceless check lint format types lock wheel clean
+.PHONY: help quickstart install test test-slow test-peers test-board test-gpu test-deviceless test-fuzz check lint format types lock lock-images wheel clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-22s %s\n", $$1, $$2}'
@@ -59,6 +59,9 @@ test-gpu: $(TEST) ## Tests that need an accelerator
 test-deviceless: $(TEST) $(COMPILERS)/.installed ## Compile for accelerators that are not here
 	MESHTUNE_COMPILERS=$(CURDIR)/$(COMPILERS) $(PYTEST) -m deviceless
 
+test-fuzz: $(TEST) ## Thousands of damaged and hostile files at every reader, ten minutes at most; SEED=1 for others
+	MESHTUNE_FUZZ_SEED=$(or $(SEED),0) $(PYTEST) -n $(JOBS) -m fuzz tests/fuzz
+
 check: lint types test ## All that CI runs: format, lint, types, fast tests
 
 lint: $(TEST) ## Formatting and lint, changing nothing
@@ -76,6 +79,11 @@ lock: $(TEST) ## Write the versions in .venv to constraints.txt
 	@{ sed -n '/^#/p' constraints.txt; $(PY) -m pip freeze --disable-pip-version-check --exclude-editable 2>/dev/null \
 	  | grep -E '^[A-Za-z0-9._-]+==' | sed 's/+.*//'; } > constraints.new
 	@mv constraints.new constraints.txt
+
+lock-images: $(TEST) ## Write the hashes of the images' packages to docker/requirements-*.txt (Python 3.11, x86-64)
+	$(PY) docker/lock.py cpu serve,evaluate,gguf
+	$(PY) docker/lock.py cuda cuda13,serve,evaluate,gguf
+	$(PY) docker/lock.py tpu tpu,serve,evaluate,gguf
 
 wheel: $(TEST) ## Build the wheel into dist/
 	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .

@@ -2,10 +2,16 @@
 # The CUDA libraries come with JAX's wheels; the host needs the driver and the container toolkit alone.
 # Run with: docker run --gpus all --ipc host meshtune:cuda meshtune env
 # To put Meshtune on NVIDIA's own JAX image use docker/on-jax.Dockerfile.
-FROM python:3.11-slim
-ARG EXTRA=cuda13
+# To pin the base: --build-arg BASE=python:3.11-slim@sha256:..., as `docker buildx imagetools inspect python:3.11-slim` says.
+ARG BASE=python:3.11-slim
+FROM ${BASE}
 COPY . /src
-RUN pip install --no-cache-dir -c /src/constraints.txt "/src[${EXTRA}]" nvidia-ml-py && rm -rf /src
+# Every package with the hash of its wheel; Meshtune itself is built with what is among them.
+RUN pip install --no-cache-dir --require-hashes -r /src/docker/requirements-cuda.txt \
+ && pip install --no-cache-dir --no-deps --no-build-isolation "/src[cuda13,serve,evaluate,gguf]" \
+ && rm -rf /src && useradd --create-home --uid 1000 meshtune && install -d -o meshtune /work
+USER meshtune
 WORKDIR /work
 ENV PYTHONUNBUFFERED=1
+# No shell in between: SIGTERM reaches the process that saves.
 CMD ["meshtune", "--help"]

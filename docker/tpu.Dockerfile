@@ -1,8 +1,15 @@
 # Meshtune on Cloud TPUs: docker build -f docker/tpu.Dockerfile -t meshtune:tpu .
-# On a TPU VM: docker run --privileged --net host meshtune:tpu meshtune env
-FROM python:3.11-slim
+# On a TPU VM, whose devices belong to root: docker run --user root --privileged --net host meshtune:tpu meshtune env
+# To pin the base: --build-arg BASE=python:3.11-slim@sha256:..., as `docker buildx imagetools inspect python:3.11-slim` says.
+ARG BASE=python:3.11-slim
+FROM ${BASE}
 COPY . /src
-RUN pip install --no-cache-dir -c /src/constraints.txt "/src[tpu]" && rm -rf /src
+# Every package with the hash of its wheel; Meshtune itself is built with what is among them.
+RUN pip install --no-cache-dir --require-hashes -r /src/docker/requirements-tpu.txt \
+ && pip install --no-cache-dir --no-deps --no-build-isolation "/src[tpu,serve,evaluate,gguf]" \
+ && rm -rf /src && useradd --create-home --uid 1000 meshtune && install -d -o meshtune /work
+USER meshtune
 WORKDIR /work
 ENV PYTHONUNBUFFERED=1
+# No shell in between: SIGTERM reaches the process that saves.
 CMD ["meshtune", "--help"]

@@ -22,7 +22,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # The core runs on any image that has JAX.
 CORE = {
     "arrays", "families", "model", "kernels", "adapters", "quantize", "mesh", "weights", "objectives", "optim",
-    "json_text", "options", "train.step", "translatable",
+    "json_text", "options", "patterns", "train.step", "translatable",
 }  # fmt: skip
 # The hubs, and what a package decodes that is an extra.
 OUTSIDE_THE_CORE = {"weights/hub.py", "weights/modelscope.py", "quantize/gguf/codebooks.py"}
@@ -31,7 +31,7 @@ CORE_PACKAGES = {"jax", "optax", "numpy", "ml_dtypes", "jaxtyping", "safetensors
 # Arrows point down: a room imports only rooms that come later in this list.
 ROOMS = """__main__ cli board serve launch __init__ api train evaluate plan setup train.step generate quickstart hub
 runs data config objectives adapters weights families optim model quantize mesh kernels arrays digests cache terminal
-options translatable json_text errors""".split()
+options translatable json_text patterns errors""".split()
 DOES_NOT_SAY = {"utils", "util", "helpers", "helper", "common", "manager", "base", "misc"}
 
 

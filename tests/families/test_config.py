@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
+import json
 import pathlib
+import random
 import re
+import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -223,3 +230,53 @@ def test_docs_list_every_family():
     assert page.read_text(encoding="utf-8") == markdown_page(), (
         "write it again: meshtune families --markdown > docs/families.md"
     )
+
+
+VALUES = (
+    [], [1], ["x"], {}, {"a": 1}, {"a": {"b": []}}, "x", "", -1, 0, 1, 2.5, float("nan"), float("inf"), 10**6, 10**9,
+    10**300, True, False, [[]], [None], None,
+)  # fmt: skip
+
+
+def places(config: dict[str, Any], *above: str) -> Iterator[tuple[str, ...]]:
+    for name, value in config.items():
+        yield (*above, name)
+        if isinstance(value, dict) and name in (
+            "text_config",
+            "quantization_config",
+            "rope_parameters",
+            "rope_scaling",
+        ):
+            yield from places(value, *above, name)
+
+
+@pytest.mark.parametrize("case", FIRST, ids=lambda case: case.name)
+def test_a_field_of_any_other_type_or_size_is_read_or_refused_at_once(case: Case):
+    """Every field of every family's config is given other kinds of values: the spec is made, or the reason is said."""
+    name, config = case.name, json.loads(case.torch_config().to_json_string(use_diff=False))
+    started = time.process_time()
+    for place in places(config):
+        for value in random.Random(f"{name} {place}").sample(VALUES, 3):
+            changed = copy.deepcopy(config)
+            node = changed
+            for key in place[:-1]:
+                node = node[key]
+            node[place[-1]] = value
+            with contextlib.suppress(UserError):
+                model_spec(changed)
+    assert time.process_time() - started < 10
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_hidden_layers", 10**6), ("num_hidden_layers", 10**9), ("rope_theta", float("nan")), 
+        ("hidden_size", 10**12), ("attention_bias", [1]), ("model_type", ["llama"]), ("architectures", [7]),
+        ("rms_norm_eps", float("inf")),
+        ("head_dim", True), ("rope_theta", 10**300 * 10**9), ("tie_word_embeddings", "no"),
+        ("rope_parameters", [1]),
+    ],
+)  # fmt: skip
+def test_the_field_that_cannot_be_is_named(field: str, value: object):
+    with pytest.raises(UserError, match=field):
+        model_spec(LLAMA | {field: value})

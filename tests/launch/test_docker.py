@@ -20,8 +20,20 @@ def test_there_is_a_dockerfile_for_each_kind_of_device():
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_a_dockerfile_installs_extras_that_exist_and_runs_no_shell(path: pathlib.Path):
     text = path.read_text()
-    defaults = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE))
-    named = [defaults.get(word.strip("${}"), word) for word in re.findall(r"/src\[([^\]]+)\]", text)]
-    assert set(named) <= EXTRAS
+    named = [name for words in re.findall(r"/src\[([^\]]+)\]", text) for name in words.split(",")]
+    assert {"serve", "evaluate", "gguf"} <= set(named) <= EXTRAS
+    assert re.search(r"^USER (?!root|0\b)", text, re.MULTILINE)
+    assert re.search(r"^FROM \$\{\w+\}$", text, re.MULTILINE), "the base can be given with its digest"
     assert re.search(r'^CMD \["meshtune"', text, re.MULTILINE)
     assert f"-f docker/{path.name}" in text.splitlines()[0] + text.splitlines()[1]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docker").glob("requirements-*.txt")), ids=lambda path: path.name)
+def test_every_package_of_an_image_has_its_hash_and_the_version_that_is_tested(path: pathlib.Path):
+    lines = path.read_text().splitlines()[1:]
+    locked = dict(re.fullmatch(r"(\S+)==(\S+) --hash=sha256:[0-9a-f]{64}", line).groups() for line in lines)
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    assert len(locked) > 100
+    assert {"jax", "transformers", "starlette", "hatchling"} <= {name.lower() for name in locked}
+    assert {name: version for name, version in locked.items() if pins.get(name, version) != version} == {}
+    assert f"docker/{path.name}" in (ROOT / f"docker/{path.stem.partition('-')[2]}.Dockerfile").read_text()

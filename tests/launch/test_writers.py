@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
+import re
 import subprocess
 from typing import Any
 
@@ -145,7 +147,7 @@ def test_the_pods_of_a_jobset_agree_on_count_and_coordinator(recipe: str):
     written = jobset(kubernetes.manifest(remote([recipe]), jobset_options()))
     job = written["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert job["completions"] == job["parallelism"] == 2
-    env = {entry["name"]: entry["value"] for entry in job["template"]["spec"]["containers"][0]["env"]}
+    env = {entry["name"]: entry.get("value", "a secret") for entry in job["template"]["spec"]["containers"][0]["env"]}
     infos = [detect_process_info(env | {"JOB_COMPLETION_INDEX": str(number)}) for number in range(2)]
     assert [(info.process_index, info.process_count) for info in infos] == [(0, 2), (1, 2)]
     # jobset's name for pod 0 of job 0: <set>-<replicated job>-<job>-<pod>.<subdomain, the set's name>
@@ -234,3 +236,35 @@ def test_a_recipe_outside_the_current_directory_is_refused(recipe: str, tmp_path
 )
 def test_job_names_are_dns_labels(name: str, label: str):
     assert dns_label(name) == label
+
+
+LAUNCHERS = {
+    slurm.SlurmOptions: {},
+    kubernetes.JobSetOptions: {"image": "i", "claim": "c"},
+    skypilot.TaskOptions: {},
+}
+
+
+@pytest.mark.parametrize("character", ["\n", "\r", "\x00", "\x1b", "\u2028"])
+@pytest.mark.parametrize("options", LAUNCHERS, ids=lambda options: options.__name__)
+def test_no_option_may_hold_a_control_character(options, character):
+    """It would begin a line of its own in a generated file. Only a script for SkyPilot's machines may have lines."""
+    for field in dataclasses.fields(options):
+        if "str" not in str(field.type) or (field.name == "setup" and character == "\n"):
+            continue
+        text = f"a{character}#SBATCH --wrap=true"
+        with pytest.raises(UserError, match=r"control character|is not a"):
+            options(**LAUNCHERS[options] | {field.name: (text,) if "tuple" in str(field.type) else text})
+
+
+def test_every_launcher_hands_over_a_secret_of_its_own(recipe):
+    """Slurm's is made on the node that runs the script."""
+    pods, tasks = (
+        {text for _ in range(2) for text in re.findall(r"\b[0-9a-f]{64}\b", write())}
+        for write in (
+            lambda: kubernetes.manifest(remote([recipe, "output=/s/x"]), jobset_options()),
+            lambda: skypilot.task_yaml(remote([recipe, "output=/shared/x"]), skypilot.TaskOptions(volume="v")),
+        )
+    )
+    assert len(pods) == len(tasks) == 2
+    assert 'export MESHTUNE_SECRET="$(od' in slurm.TEMPLATE.read_text()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import pathlib
 import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,13 +20,14 @@ from job import Processes, free_port
 from meshtune.errors import UserError
 from meshtune.mesh.agreement import first_of_each_host, source_digest
 from meshtune.mesh.client import Client
-from meshtune.mesh.coordinator import Coordinator, find_second_coordinator
+from meshtune.mesh.coordinator import Coordinator, addresses, find_second_coordinator
 from meshtune.mesh.processes import Job, start
+from meshtune.mesh.protocol import PROTOCOL_VERSION, send
 from meshtune.mesh.rendezvous import ProcessInfo
 
 
-def info_of(port: int, index: int = 0, count: int = 2, job: str = "") -> ProcessInfo:
-    return ProcessInfo(index, count, f"localhost:{port}", "test", job=job)
+def info_of(port: int, index: int = 0, count: int = 2, job: str = "", secret: str = "") -> ProcessInfo:
+    return ProcessInfo(index, count, f"localhost:{port}", "test", job=job, secret=secret)
 
 
 def connect(info: ProcessInfo, timeout: float = 5) -> Client:
@@ -160,6 +165,7 @@ def test_a_connection_that_does_not_speak_the_protocol_is_closed():
     Coordinator(info_of(port, count=1))
     with socket.create_connection(("localhost", port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert b"challenge" in stranger.recv(1000)
         assert stranger.recv(100) == b""
     assert connect(info_of(port, 0, 1)).exchange("start", 1, 5) == [1]
 
@@ -199,3 +205,105 @@ def test_the_first_process_of_each_host_works_before_the_others(hosts, shares):
     assert [received[index] for index in range(3)] == shares
     first = {hosts.index(name) for name in hosts}
     assert set(order[: len(first)]) == first
+
+
+HELLO = {
+    "type": "hello", "version": PROTOCOL_VERSION, "process_index": 7, "process_count": 9, "job": "", "host": "stranger",
+    "pid": 1, "nonce": "0", "proof": "0" * 64,
+}  # fmt: skip
+ATTEMPTS = {
+    "a hello of other sizes": json.dumps(HELLO).encode() + b"\n",
+    "a hello without fields": b'{"type": "hello", "version": "meshtune-3"}\n',
+    "fields of other types": json.dumps(HELLO | {"process_index": [], "proof": None}).encode() + b"\n",
+    "deep": b"[" * 10_000 + b"\n",
+    "a line that does not end": b"x" * 100_000,
+    "nothing": b"",
+    "a failure": b'{"type": "failed", "job_end": {"cause": "lost", "message": "x"}}\n',
+}
+
+
+@pytest.mark.parametrize("attempt", ATTEMPTS)
+def test_a_stranger_never_ends_a_job(attempt: str):
+    port = free_port()
+    coordinator = Coordinator(info_of(port, secret="s"))
+    with socket.create_connection(("localhost", port)) as stranger:
+        stranger.sendall(ATTEMPTS[attempt])
+        clients = [connect(info_of(port, index, secret="s")) for index in range(2)]
+        threading.Thread(target=clients[1].exchange, args=("x", 1, 5), daemon=True).start()
+        assert clients[0].exchange("x", 0, 5) == [0, 1]
+        assert not coordinator.ended
+    coordinator.close(0)
+
+
+def test_connections_that_say_nothing_take_no_place(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("meshtune.mesh.coordinator.MAX_STRANGERS", 8)
+    port = free_port()
+    coordinator = Coordinator(info_of(port, secret="s"))
+    silent = [socket.create_connection(("localhost", port)) for _ in range(40)]
+    clients = [connect(info_of(port, index, secret="s")) for index in range(2)]
+    assert coordinator.missing() == []
+    assert len(coordinator.strangers) <= 8
+    for connection in [*silent, *(client._connection for client in clients)]:
+        connection.close()
+    coordinator.close(0)
+
+
+def test_a_process_with_another_secret_is_told_and_the_job_goes_on():
+    port = free_port()
+    coordinator = Coordinator(info_of(port, secret="right"))
+    client = connect(info_of(port, 1, secret="wrong"))
+    with pytest.raises(UserError, match=r"process 1 on .* does not know the secret of this job"):
+        client.exchange("x", 0, 5)
+    assert not coordinator.ended
+    coordinator.close(0)
+
+
+def test_a_coordinator_that_does_not_know_the_secret_is_refused():
+    port = free_port()
+    coordinator = Coordinator(info_of(port))
+    coordinator._handshake = _welcome_all  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(UserError, match="no process of this job: it does not know the job's secret"):
+        connect(info_of(port, 1, secret="s"))
+    coordinator.close(0)
+
+
+def _welcome_all(accepted: socket.socket, messages: Iterator[dict[str, object]]) -> None:
+    send(accepted, threading.Lock(), {"type": "challenge", "version": PROTOCOL_VERSION, "nonce": "1", "identity": "2"})
+    next(messages)
+    send(accepted, threading.Lock(), {"type": "welcome", "proof": "0" * 64})
+
+
+def test_a_coordinator_on_this_machine_alone_is_not_reached_from_outside():
+    port = free_port()
+    coordinator = Coordinator(info_of(port))
+    assert coordinator.bound_host in ("127.0.0.1", "::1")
+    coordinator.close(0)
+
+
+def test_a_host_that_knows_itself_by_a_loopback_address_listens_for_the_others(monkeypatch: pytest.MonkeyPatch):
+    """As Debian's /etc/hosts has it."""
+    entry = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [entry])
+    assert addresses("node7") == []
+    assert addresses("localhost") == [(socket.AF_INET, "127.0.1.1")]
+
+
+def test_real_processes_start_and_end_while_strangers_knock(tmp_path: pathlib.Path):
+    port = free_port()
+    common = {"MESHTUNE_COORDINATOR": f"localhost:{port}", "MESHTUNE_SECRET": "s"}
+    processes = Processes(tmp_path, "short", environments=[{"MESHTUNE_PROCESS": str(n), **common} for n in range(2)])
+    stop = threading.Event()
+
+    def knock() -> None:
+        for attempt in itertools.cycle(ATTEMPTS.values()):
+            if stop.wait(0.05):
+                return
+            with contextlib.suppress(OSError), socket.create_connection(("localhost", port), 1) as stranger:
+                stranger.sendall(attempt)
+
+    knocking = threading.Thread(target=knock, daemon=True)
+    knocking.start()
+    for process in processes.exits():
+        assert process.code == 0, process.errors
+    stop.set()
+    knocking.join()

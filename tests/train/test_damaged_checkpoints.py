@@ -120,6 +120,27 @@ def test_no_damage_to_the_newest_checkpoint_goes_unnoticed(directory, seed):
     assert resumed.step == 2 or resumed.notes, done
 
 
+@pytest.mark.parametrize("part", ["state", "record", "."])
+def test_a_part_of_another_checkpoint_is_noticed(directory, part):
+    """Each part has its own digests, which are right: what it is of is compared too."""
+    shutil.rmtree(directory / "2" / part)
+    shutil.copytree(directory / "1" / part, directory / "2" / part)
+    with (
+        Checkpoints(directory, keep=3) as checkpoints,
+        pytest.raises(DamagedError, match=r"(state|record/metadata) is damaged: it is of update 1"),
+    ):
+        checkpoints.restore(2, jax.tree.map(jnp.zeros_like, state_of(1)))
+
+
+@pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "commit_success.txt", "state/commit_success.txt"])
+@pytest.mark.parametrize("content", [b"", b"\xff\x00[[[", b"Ch"])
+def test_a_damaged_marker_of_orbax_is_named_and_the_checkpoint_used(directory, name, content):
+    (directory / "2" / name).write_bytes(content)
+    resumed = resume(directory)
+    assert resumed.step == 2
+    assert [note.partition(" of the checkpoint")[0] for note in resumed.notes] == [name]
+
+
 def test_damage_to_the_shard_of_any_process_is_found_by_all(tmp_path):
     """Two processes, of which one alone compares the damaged file: both end with the error, and neither waits."""
     run_well("sharded_checkpoint_cases.py", str(tmp_path), "save", "fsdp=2", "full", "1", processes=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 
@@ -200,3 +201,30 @@ def test_an_unknown_dtype_in_the_config_is_refused(make_model, edit_config):
     message = refused(load_spec, directory)
     assert "dtype 'int8' is not supported" in message
     assert "field dtype" in message
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [2**64], "data_offsets": [0, 0]},
+        {"dtype": "F32", "shape": [2**32, 2**32], "data_offsets": [0, 0]},
+        {"dtype": "F32", "shape": [2**62, 4], "data_offsets": [0, 0]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [0, 2**64]},
+        {"dtype": ["F32"], "shape": [0], "data_offsets": [0, 0]},
+        {"dtype": "F32", "shape": "12", "data_offsets": [0, 48]},
+        {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [3, 4], "data_offsets": [8, 56]},
+        [], None, "x", {},
+    ],
+)  # fmt: skip
+def test_an_entry_that_does_not_say_where_a_tensor_is_names_it(file, entry):
+    with_header(file, lambda header: header.update(a=entry))
+    assert re.search("tensor '[ab]'", refused(headers, file.parent))
+
+
+def test_a_name_given_twice_and_a_deep_header_are_refused(file):
+    for header in (b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},"a":{}}', b'{"a":' + b"[" * 200_000):
+        file.write_bytes(struct.pack("<Q", len(header)) + header)
+        assert "its header is not JSON that can be read" in refused(headers, file.parent)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshtune.adapters.config import ALL_LINEAR, AdapterName, LoraConfig
@@ -20,6 +20,7 @@ from meshtune.adapters.rows import FIELD
 from meshtune.adapters.targets import Module
 from meshtune.errors import UserError
 from meshtune.families.tensors import View
+from meshtune.patterns import pattern_problem
 
 # Last parts of the names of modules that peft, in models with experts, takes to mean the experts' matrices.
 TAKEN_FOR_EXPERTS = (".gate_proj", ".up_proj", ".down_proj", ".w1", ".w2", ".w3")
@@ -127,6 +128,7 @@ def read_config(fields: dict[str, Any], where: str) -> PeftConfig:
     def refuse(field: str, why: str, fix: str = "train or export the adapter without it") -> UserError:
         return UserError(f"{field} is {fields.get(field)!r}: {why}", where=f"{where}, field {field}", fix=fix)
 
+    _check_types(fields, refuse)
     kinds: list[AdapterName] = [
         name for name, kind in ADAPTERS.items() if all(_equal(fields, kind, field) for field in kind.PEFT_FIELDS)
     ]
@@ -143,20 +145,90 @@ def read_config(fields: dict[str, Any], where: str) -> PeftConfig:
             raise refuse(field, "this is not implemented and would change the result")
     if fields.get("task_type") not in (None, *TASKS):
         raise refuse("task_type", "only adapters of causal language models and of reward models are supported")
-    for field in ("rank_pattern", "alpha_pattern"):
-        for pattern in fields.get(field) or {}:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise refuse(field, f"'{pattern}' is not a regular expression ({error})", "mend the pattern") from error
+    for field in PATTERNS:
+        patterns = fields.get(field) or ()
+        for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+            if problem := pattern_problem(pattern):
+                raise refuse(field, f"'{pattern}' {problem}", "mend the pattern")
+    for field in ("target_modules", "exclude_modules"):
+        if isinstance(pattern := fields.get(field), str) and (problem := pattern_problem(pattern)):
+            raise refuse(field, f"it {problem}", "mend the pattern")
     targets = fields.get("target_modules")
-    config = LoraConfig(
-        **ADAPTERS[kind].options(fields, where),
-        targets=targets if isinstance(targets, str) else tuple(targets or ()),
-        train_modules=tuple(fields.get("modules_to_save") or ()),
-        adapter=kind,
-    )
+    try:
+        config = LoraConfig(
+            **ADAPTERS[kind].options(fields, where),
+            targets=targets if isinstance(targets, str) else tuple(targets or ()),
+            train_modules=tuple(fields.get("modules_to_save") or ()),
+            adapter=kind,
+        )
+    except UserError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(
+            f"the fields of this {fields['peft_type']} adapter do not fit together ({type(error).__name__}: {error})",
+            where=where,
+            fix="save the adapter again",
+        ) from error
     return PeftConfig(fields, kind, config)
+
+
+def _check_types(fields: dict[str, Any], refuse: Callable[..., UserError]) -> None:
+    """Raises UserError for a field that is read and has a value of another type, or a number beyond every bound."""
+    for field, value in fields.items():
+        kind = KINDS.get(field)
+        if kind is not None and value is not None and not FITS[kind](value):
+            raise refuse(field, f"it must be {kind}", "save the adapter again")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
+def _is_index(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= LARGEST
+
+
+def _all(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def _by_name(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+LARGEST = 1 << 31
+FITS: dict[str, Callable[[Any], bool]] = {
+    "text": _is_text,
+    "true or false": lambda value: isinstance(value, bool),
+    "a whole number above zero": lambda value: _is_index(value) and value > 0,
+    "a whole number": _is_index,
+    "a number": _is_number,
+    "a name, or a list of names": lambda value: _is_text(value) or _all(_is_text)(value),
+    "a list of names": _all(_is_text),
+    "a layer's number, or a list of them": lambda value: _is_index(value) or _all(_is_index)(value),
+    "ranks by name": _by_name(lambda value: _is_index(value) and value > 0),
+    "numbers by name": _by_name(_is_number),
+    "a list of ids, or one for each module": lambda value: _all(_is_index)(value) or _by_name(_all(_is_index))(value),
+}
+KINDS: dict[str, str] = {
+    **dict.fromkeys("peft_type task_type base_model_name_or_path".split(), "text"),
+    **dict.fromkeys("use_rslora use_dora fan_in_fan_out save_projection".split(), "true or false"),
+    **dict.fromkeys(("r",), "a whole number above zero"),
+    **dict.fromkeys("projection_prng_key oft_block_size num_cayley_neumann_terms".split(), "a whole number"),
+    **dict.fromkeys("lora_alpha lora_dropout vera_dropout d_initial module_dropout eps".split(), "a number"),
+    **dict.fromkeys("target_modules exclude_modules".split(), "a name, or a list of names"),
+    **dict.fromkeys("modules_to_save target_parameters".split(), "a list of names"),
+    "layers_to_transform": "a layer's number, or a list of them",
+    "rank_pattern": "ranks by name",
+    "alpha_pattern": "numbers by name",
+    FIELD: "a list of ids, or one for each module",
+}
+# Fields whose texts are matched as regular expressions; lists of target_modules and exclude_modules are plain names.
+PATTERNS = ("rank_pattern", "alpha_pattern", "modules_to_save")
 
 
 def write_config(

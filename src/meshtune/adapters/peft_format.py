@@ -31,6 +31,7 @@ from meshtune.arrays.spec import ArraySpec
 from meshtune.arrays.tree import Tree, flatten, merge, unflatten
 from meshtune.errors import UserError
 from meshtune.families import scored_spec
+from meshtune.json_text import parse_json, read_json
 from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
@@ -160,8 +161,7 @@ def load_adapter(source: str | os.PathLike[str], spec: ModelSpec, layout: Layout
     if peft.scored and not spec.scored:
         spec = scored_spec(spec)
     with opened(source / WEIGHTS) as file:
-        metadata = json.loads((file.metadata() or {}).get("meshtune", "{}"))
-        peft = dataclasses.replace(peft, expert_parts=metadata.get("experts", {}))
+        peft = dataclasses.replace(peft, expert_parts=_expert_parts(file, source / WEIGHTS))
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         content = sort(shapes, spec, peft, str(source / WEIGHTS))
         if spec.tied and _unties(content, peft, spec, file):
@@ -247,25 +247,40 @@ def _unties(content: Content, peft: PeftConfig, spec: ModelSpec, file: safetenso
 def record_of(metadata: dict[str, str], peft: PeftConfig) -> BaseRecord:
     """What an adapter's file says of its base, from the metadata of its tensors and its config."""
     if "meshtune" in metadata:
-        return BaseRecord(**json.loads(metadata["meshtune"])["base"])
+        try:
+            return BaseRecord(**parse_json(metadata["meshtune"], WEIGHTS)["base"])
+        except (KeyError, TypeError) as error:
+            raise UserError(
+                "the metadata do not say what the adapter's base is", where=f"{WEIGHTS}, metadata", fix=SAVE_AGAIN
+            ) from error
     return BaseRecord(peft.fields.get("base_model_name_or_path") or "unknown")
+
+
+def _expert_parts(file: safetensors.safe_open, path: pathlib.Path) -> dict[str, list[str]]:
+    metadata = parse_json((file.metadata() or {}).get("meshtune", "{}"), f"{path}, metadata")
+    parts = metadata.get("experts", {}) if isinstance(metadata, dict) else None
+    if not isinstance(parts, dict) or not all(isinstance(names, list) for names in parts.values()):
+        raise UserError("the metadata of experts are malformed", where=f"{path}, metadata", fix=SAVE_AGAIN)
+    return parts
+
+
+SAVE_AGAIN = "save the adapter again"
 
 
 def read_fields(source: pathlib.Path) -> dict[str, object]:
     """The fields of an adapter directory's adapter_config.json. Raises UserError if they are not there."""
     path = source / CONFIG
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+    if not path.exists():
         message = f"no adapter at {source}: " + (
             "the directory does not exist" if not source.exists() else f"no {CONFIG}"
         )
-        raise UserError(message, where=str(path), fix="give a directory with a PEFT adapter") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{CONFIG} is not JSON: {error}", where=str(path), fix="save the adapter again") from error
-    if not isinstance(fields, dict):
-        raise UserError(f"{CONFIG} is not a JSON object", where=str(path), fix="save the adapter again")
-    return fields
+        raise UserError(message, where=str(path), fix="give a directory with a PEFT adapter")
+    try:
+        return read_json(path)
+    except UserError as error:
+        raise UserError(
+            f"{CONFIG} is not JSON: {error.what}", where=error.where, fix="save the adapter again"
+        ) from error
 
 
 def opened(path: pathlib.Path) -> safetensors.safe_open:

@@ -117,7 +117,7 @@ OUTER = re.compile(
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config of the text model: that inside a composite's, or the config itself."""
     inner = config.get(TEXT)
-    return inner if config.get("model_type") in WRAPPERS and isinstance(inner, Mapping) else config
+    return inner if str(config.get("model_type")) in WRAPPERS and isinstance(inner, Mapping) else config
 
 
 def with_text_fields(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def read_composite(
             fix="give the config.json that was published with the model",
         )
     inner = {"model_type": wrapper.texts[0], **inner}
-    if inner["model_type"] not in wrapper.texts:
+    if inner.get("model_type") not in wrapper.texts:
         return None
     for field in wrapper.ignored:
         if inner.get(field) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 import yaml
@@ -9,7 +10,7 @@ import yaml
 from meshtune.errors import UserError
 from meshtune.launch.options import RESOURCES, JobSetOptions
 from meshtune.launch.train_command import TrainCommand, dns_label
-from meshtune.mesh.rendezvous import COORDINATOR, JOB, PORT, PROCESSES
+from meshtune.mesh.rendezvous import COORDINATOR, JOB, PORT, PROCESSES, SECRET
 
 MAX_RESTARTS = 20
 WORKERS = "workers"
@@ -40,18 +41,18 @@ def jobset(command: TrainCommand, options: JobSetOptions) -> Manifest:
 
 
 def manifest(command: TrainCommand, options: JobSetOptions) -> str:
-    """The YAML file for kubectl: a ConfigMap with the recipe, if it is a file, and the JobSet."""
+    """The YAML file for kubectl: a ConfigMap with the recipe, if it is a file, a Secret and the JobSet."""
     name = dns_label(options.name or command.name)
     header = [
         "# Written by meshtune launch k8s. Needs the JobSet controller (https://jobset.sigs.k8s.io).",
         "# Start: kubectl apply -f THIS_FILE",
         f"# Watch: kubectl logs -f -l jobset.sigs.k8s.io/jobset-name={name},batch.kubernetes.io/job-completion-index=0",
         f"# Stop:  kubectl delete jobset {name}",
+        "# It holds the secret that the pods know each other by: keep it to yourself.",
     ]
     config_map = [_config_map(command, options, name)] if command.recipe_file else []
-    documents = yaml.dump_all(
-        [*config_map, jobset(command, options)], Dumper=_LiteralDumper, sort_keys=False, width=120
-    )
+    objects = [*config_map, _secret(options, name), jobset(command, options)]
+    documents = yaml.dump_all(objects, Dumper=_LiteralDumper, sort_keys=False, width=120)
     return "\n".join(header) + "\n" + documents
 
 
@@ -70,6 +71,12 @@ def _config_map(command: TrainCommand, options: JobSetOptions, name: str) -> Man
     metadata = {"name": name} | ({"namespace": options.namespace} if options.namespace else {})
     recipe = command.recipe_file.read_text(encoding="utf-8")
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"recipe.yaml": recipe}}
+
+
+def _secret(options: JobSetOptions, name: str) -> Manifest:
+    """What the pods of this set alone know, without which nobody joins them."""
+    metadata = {"name": name} | ({"namespace": options.namespace} if options.namespace else {})
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {"job": secrets.token_hex(32)}}
 
 
 def _job(command: TrainCommand, options: JobSetOptions, name: str) -> Manifest:
@@ -108,7 +115,10 @@ def _pod(command: TrainCommand, options: JobSetOptions, name: str) -> Manifest:
         # Without a shell in between, so that SIGTERM reaches the process itself.
         "command": ["meshtune", "train", *recipe, *command.overrides],
         "workingDir": options.mount,
-        "env": [{"name": key, "value": value} for key, value in environment.items()],
+        "env": [
+            *({"name": key, "value": value} for key, value in environment.items()),
+            {"name": SECRET, "valueFrom": {"secretKeyRef": {"name": name, "key": "job"}}},
+        ],
         "ports": [{"containerPort": PORT}],
         "resources": {"requests": requests, "limits": limits},
         "volumeMounts": [

@@ -10,6 +10,7 @@ import os
 import pathlib
 import pty
 import re
+import secrets
 import selectors
 import shlex
 import signal
@@ -38,6 +39,7 @@ from meshtune.mesh.rendezvous import (
     LOCAL_PROCESSES,
     PROCESS,
     PROCESSES,
+    SECRET,
 )
 
 TAIL_LINES = 15  # of a failed worker's log
@@ -80,9 +82,9 @@ def launch(command: TrainCommand | ModelCommand, processes: int, devices: int | 
     """
     check_gpus(processes, devices, visible_gpus())
     command.logs.mkdir(parents=True, exist_ok=True)
-    port = _free_port()
+    port, secret = _free_port(), secrets.token_hex(32)
     with contextlib.ExitStack() as stack:
-        workers = [_start(command, index, processes, devices, port, stack) for index in range(processes)]
+        workers = [_start(command, index, processes, devices, (port, secret), stack) for index in range(processes)]
         with _forwarded_signals(workers):
             _wait(workers)
         failed = _first_failure(workers)
@@ -120,9 +122,10 @@ def _start(
     index: int,
     processes: int,
     devices: int | None,
-    port: int,
+    meeting: tuple[int, str],
     stack: contextlib.ExitStack,
 ) -> Worker:
+    port, secret = meeting
     env = dict(os.environ) | {
         COORDINATOR: f"127.0.0.1:{port}",
         PROCESSES: str(processes),
@@ -130,6 +133,7 @@ def _start(
         LOCAL_PROCESS: str(index),
         LOCAL_PROCESSES: str(processes),
         JOB: str(os.getpid()),
+        SECRET: secret,
         "PYTHONUNBUFFERED": "1",
     }
     if devices is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import unicodedata
+from typing import Any
 
 from meshtune.errors import UserError, nearest
 from meshtune.options import option, required
@@ -14,6 +16,25 @@ RUNTIMES = ("pyxis", "apptainer")
 RESOURCES = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu", "tpu": "google.com/tpu"}
 QUANTITY = r"\d+(\.\d+)?(m|[KMGTP]i?)?"
 ACCELERATORS = r"[A-Za-z0-9.\-]+(:\d+)?"
+
+
+def check_text(name: str, text: str, allowed: str = "") -> None:
+    """Raises UserError for a control character, such as a line break, which would begin a line of its own in a file."""
+    for character in text:
+        if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") and character not in allowed:
+            raise UserError(
+                f"{text!r} has the control character {character!r}", where=name, fix="write it without this character"
+            )
+
+
+def _check_texts(options: Any) -> None:
+    """Checks every text among the options of a command; a shell script may have several lines."""
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        flag = (field.metadata.get("flags") or (f"--{field.name.replace('_', '-')}",))[0]
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str):
+                check_text(flag, text, allowed="\n\t" if field.name == "setup" else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +68,7 @@ class SlurmOptions:
     )
 
     def __post_init__(self):
+        _check_texts(self)
         if self.time is not None and not re.fullmatch(TIME, self.time):
             raise UserError(f"'{self.time}' is not a time", where="--time", fix="write it as 4:00:00 or 2-00:00:00")
         if self.gpus and self.gpus % self.processes:
@@ -100,6 +122,7 @@ class JobSetOptions:
     warning: int = option(120, "Seconds to save in when stopped.", ge=30)
 
     def __post_init__(self):
+        _check_texts(self)
         if self.devices and self.vendor not in RESOURCES:
             raise UserError(
                 f"'{self.vendor}' is not a supported vendor of accelerators",
@@ -138,6 +161,7 @@ class TaskOptions:
     setup: str = option("pip install 'meshtune[cuda13]'", "The command that installs Meshtune on a machine.")
 
     def __post_init__(self):
+        _check_texts(self)
         if self.accelerators is not None and not re.fullmatch(ACCELERATORS, self.accelerators):
             raise UserError(
                 f"'{self.accelerators}' is not an accelerator", where="--accelerators", fix="write it as H100:8"

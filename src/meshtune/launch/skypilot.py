@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shlex
 
 import yaml
@@ -9,6 +10,7 @@ import yaml
 from meshtune.errors import UserError
 from meshtune.launch.options import TaskOptions
 from meshtune.launch.train_command import TrainCommand, dns_label
+from meshtune.mesh.rendezvous import SECRET
 
 RECOVERABLE_CODES = [75, 137, 143]  # a process was lost, was killed, or stopped and saved
 
@@ -30,8 +32,8 @@ def task(command: TrainCommand, options: TaskOptions) -> dict[str, object]:
         "resources": resources,
         "workdir": ".",
     }
-    if not options.accelerators:
-        spec["envs"] = {"JAX_PLATFORMS": "cpu"}
+    # Known to the machines of this task alone: others cannot join it.
+    spec["envs"] = {SECRET: secrets.token_hex(32)} | ({} if options.accelerators else {"JAX_PLATFORMS": "cpu"})
     if options.bucket:
         spec["file_mounts"] = {options.mount: {"source": options.bucket, "mode": "MOUNT"}}
     if options.volume:
@@ -44,7 +46,8 @@ def task_yaml(command: TrainCommand, options: TaskOptions) -> str:
     """The YAML file for `sky`."""
     header = [
         "# Written by meshtune launch skypilot. Start: sky jobs launch THIS_FILE (restarts after preemption),",
-        "# or: sky launch THIS_FILE. The processes find each other through SKYPILOT_NODE_RANK and SKYPILOT_NODE_IPS.",
+        "# or: sky launch THIS_FILE. It holds the secret that the machines know each other by: keep it to yourself.",
+        "# The processes find each other through SKYPILOT_NODE_RANK and SKYPILOT_NODE_IPS.",
     ]
     return "\n".join(header) + "\n" + yaml.safe_dump(task(command, options), sort_keys=False, width=120)
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 
 from meshtune.errors import UserError
-from meshtune.launch.options import SlurmOptions
+from meshtune.launch.options import SlurmOptions, check_text
 from meshtune.launch.train_command import TrainCommand, dns_label, meshtune_executable
 from meshtune.mesh.protocol import EXIT_PROCESS_LOST
 
@@ -33,18 +33,19 @@ def submit(path: pathlib.Path) -> str:
 
 
 def _header(command: TrainCommand, options: SlurmOptions) -> list[str]:
+    check_text("the current folder", str(pathlib.Path.cwd()))
     directives = [
         f"--job-name={dns_label(options.name or command.name)}",
         f"--nodes={options.nodes}",
         f"--ntasks-per-node={options.processes}",
         f"--gpus-per-node={options.gpus}" if options.gpus else None,
         f"--cpus-per-task={options.cpus}" if options.cpus else None,
-        f"--mem={options.memory}" if options.memory else None,
+        f"--mem={shlex.quote(options.memory)}" if options.memory else None,
         f"--time={options.time}" if options.time else None,
-        f"--partition={options.partition}" if options.partition else None,
-        f"--account={options.account}" if options.account else None,
-        f"--qos={options.qos}" if options.qos else None,
-        f"--mail-user={options.mail}" if options.mail else None,
+        f"--partition={shlex.quote(options.partition)}" if options.partition else None,
+        f"--account={shlex.quote(options.account)}" if options.account else None,
+        f"--qos={shlex.quote(options.qos)}" if options.qos else None,
+        f"--mail-user={shlex.quote(options.mail)}" if options.mail else None,
         f"--mail-type={options.mail_type}" if options.mail else None,
         *options.extra,
     ]

@@ -21,6 +21,8 @@ srun --ntasks-per-node=1 --ntasks="$SLURM_JOB_NUM_NODES" bash -c '
 ' check "$TOKEN" @FILES@ || { rm -f "$TOKEN"; exit 2; }
 rm -f "$TOKEN"
 
+# Known to the processes of this job alone: others cannot join it.
+export MESHTUNE_SECRET="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')"
 # The processes find each other through Slurm's own variables. resume=true starts anew in an empty output.
 srun @SRUN@ --wait=120 \
   --open-mode=append --output="$LOGS/process-%t.log" \

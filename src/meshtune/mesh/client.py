@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import hmac
+import itertools
 import os
 import queue
+import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from meshtune.errors import UserError
@@ -20,10 +23,11 @@ from meshtune.mesh.protocol import (
     Message,
     configure_socket,
     process_lost,
+    proof,
     receive_messages,
     send,
 )
-from meshtune.mesh.rendezvous import COORDINATOR, ProcessInfo
+from meshtune.mesh.rendezvous import COORDINATOR, SECRET, ProcessInfo
 
 
 class Client:
@@ -41,18 +45,7 @@ class Client:
         self.leaving = False
         self._lock, self._received = threading.Lock(), queue.Queue[Message]()
         self._exchanging = False
-        self._connection = connect(info, address, timeout)
-        # The process count is sent so that the coordinator can compare it with its own.
-        hello = {
-            "type": "hello",
-            "version": PROTOCOL_VERSION,
-            "process_index": info.process_index,
-            "process_count": info.process_count,
-            "job": info.job,
-            "host": self.host,
-            "pid": os.getpid(),
-        }
-        send(self._connection, self._lock, hello)
+        self._connection, self._messages = join(info, address, timeout)
         threading.Thread(target=self._receive, name="meshtune-client", daemon=True).start()
         threading.Thread(target=self._send_heartbeats, name="meshtune-heartbeat", daemon=True).start()
 
@@ -95,7 +88,7 @@ class Client:
 
     def _receive(self) -> None:
         self._connection.settimeout(SILENCE_TIMEOUT)
-        for message in receive_messages(self._connection):
+        for message in self._messages:
             if message["type"] == "values":
                 self._received.put(message)
             elif message["type"] == "end":
@@ -118,8 +111,12 @@ class Client:
             send(self._connection, self._lock, {"type": "heartbeat"})
 
 
-def connect(info: ProcessInfo, address: tuple[str, int], timeout: float) -> socket.socket:
-    """Connects to the coordinator, retrying for `timeout` seconds. Raises: UserError if it cannot be reached."""
+def join(info: ProcessInfo, address: tuple[str, int], timeout: float) -> tuple[socket.socket, Iterator[Message]]:
+    """Connects to the coordinator and proves that this is a process of the job, retrying for `timeout` seconds; returns
+    the connection and what it receives.
+
+    Raises: UserError if the coordinator cannot be reached, or does not know the job's secret.
+    """
     started, pause, reason = time.monotonic(), 0.1, "no attempt was made"
     while True:
         remaining = timeout - (time.monotonic() - started)
@@ -128,7 +125,11 @@ def connect(info: ProcessInfo, address: tuple[str, int], timeout: float) -> sock
         try:
             connection = socket.create_connection(address, timeout=min(10.0, remaining))
             configure_socket(connection)
-            return connection
+            messages = _greet(info, connection)
+            if messages is not None:
+                return connection, messages
+            connection.close()
+            reason = "what answers there is no coordinator of this version of Meshtune"
         except OSError as error:
             reason = error.strerror or str(error)
         time.sleep(max(0.0, min(pause, timeout - (time.monotonic() - started))))
@@ -141,3 +142,41 @@ def connect(info: ProcessInfo, address: tuple[str, int], timeout: float) -> sock
         fix=f"check that process 0 was started on {host}, that this host resolves that name (getent hosts {host}) and "
         f"that no firewall closes port {port} between them; {COORDINATOR}=host:port sets another address",
     )
+
+
+def _greet(info: ProcessInfo, connection: socket.socket) -> Iterator[Message] | None:
+    """Answers the coordinator's challenge; returns the messages that follow, or None where it sends none that is valid.
+
+    Raises: UserError if what answers does not know the job's secret.
+    """
+    messages = receive_messages(connection)
+    challenge = next(messages, None)
+    if not challenge or challenge["type"] != "challenge" or challenge.get("version") != PROTOCOL_VERSION:
+        return None
+    # The process count is sent so that the coordinator can compare it with its own.
+    hello: Message = {
+        "type": "hello",
+        "version": PROTOCOL_VERSION,
+        "process_index": info.process_index,
+        "process_count": info.process_count,
+        "job": info.job,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "nonce": secrets.token_hex(16),
+    }
+    signed = hello | {"proof": proof(info.secret, "client", str(challenge.get("nonce")), hello)}
+    if not send(connection, threading.Lock(), signed):
+        return None
+    answer = next(messages, None)
+    if answer is None:
+        return None
+    if answer["type"] == "welcome":
+        expected = proof(info.secret, "coordinator", hello["nonce"], {})
+        if not hmac.compare_digest(str(answer.get("proof")), expected):
+            raise UserError(
+                f"what answers at {info.coordinator} is no process of this job: it does not know the job's secret",
+                where=f"process {info.process_index} of {info.process_count} on {socket.gethostname()}",
+                fix=f"give every process the same {SECRET}, or another port",
+            )
+        return messages
+    return itertools.chain([answer], messages)

@@ -3,26 +3,36 @@ job ends."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
+import errno
+import hmac
+import ipaddress
 import secrets
 import socket
 import threading
 import time
+from collections.abc import Iterator
 
 from meshtune.errors import UserError
 from meshtune.mesh.protocol import (
     HEARTBEAT_INTERVAL,
+    HELLO_TIMEOUT,
+    MAX_HELLO_BYTES,
     PROTOCOL_VERSION,
     SILENCE_TIMEOUT,
     JobEnd,
     Message,
     configure_socket,
     process_lost,
+    proof,
     receive_messages,
     send,
 )
-from meshtune.mesh.rendezvous import COORDINATOR, ProcessInfo
+from meshtune.mesh.rendezvous import COORDINATOR, SECRET, ProcessInfo
+
+MAX_STRANGERS = 256  # connections without a proof yet; of more the oldest is closed
 
 
 @dataclasses.dataclass
@@ -41,14 +51,15 @@ class _Connection:
 class Coordinator:
     """Listens at `info.address` and serves every process of the job from background threads.
 
-    Raises: UserError if the port is in use.
+    A connection has HELLO_TIMEOUT to prove that it is a process of this job; whatever else it sends, it is closed and
+    nothing happens to the job. Raises: UserError if the port is in use.
     """
 
     def __init__(self, info: ProcessInfo):
-        self.info, self.secret = info, secrets.token_hex(8)
+        self.info, self.identity = info, secrets.token_hex(8)
         host, port = info.address
         try:
-            self.server = socket.create_server(("", port), dualstack_ipv6=socket.has_dualstack_ipv6(), family=_family())
+            self.server = _listen(host, port)
         except OSError as error:
             raise UserError(
                 f"process 0 cannot listen on port {port}: {error.strerror}",
@@ -57,11 +68,23 @@ class Coordinator:
                 f"{COORDINATOR} to another port for every process",
             ) from None
         self.lock = threading.Lock()
+        self.strangers: collections.deque[socket.socket] = collections.deque()
         self.connections: dict[int, _Connection] = {}
         self.values: dict[str, dict[int, object]] = {}
         self.started = self.ended = False
         threading.Thread(target=self._accept, name="meshtune-coordinator", daemon=True).start()
         threading.Thread(target=self._send_heartbeats, name="meshtune-coordinator-heartbeat", daemon=True).start()
+
+    @property
+    def bound_host(self) -> str | None:
+        """The address that it listens at; None for all of this machine."""
+        host = self.server.getsockname()[0]
+        return None if host in ("::", "0.0.0.0") else host
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where process 0 reaches it."""
+        return self.bound_host or "localhost", self.server.getsockname()[1]
 
     def missing(self) -> list[int]:
         """Indices of the processes that have not connected yet."""
@@ -91,17 +114,32 @@ class Coordinator:
             try:
                 accepted, _ = self.server.accept()
             except OSError:
-                return
+                if self.ended or self.server.fileno() < 0:
+                    return
+                time.sleep(0.1)  # too many open files, or a connection that is gone already
+                continue
+            with self.lock:
+                self.strangers.append(accepted)
+                oldest = self.strangers.popleft() if len(self.strangers) > MAX_STRANGERS else None
+            if oldest is not None:
+                _shut(oldest)
             threading.Thread(target=self._serve, args=(accepted,), daemon=True).start()
 
     def _serve(self, accepted: socket.socket) -> None:
         with contextlib.closing(accepted):
-            accepted.settimeout(SILENCE_TIMEOUT)
-            configure_socket(accepted)
-            messages = receive_messages(accepted)
-            connection = self._handshake(accepted, next(messages, None))
+            try:
+                accepted.settimeout(HELLO_TIMEOUT)
+                configure_socket(accepted)
+                connection = self._handshake(accepted, messages := receive_messages(accepted, MAX_HELLO_BYTES))
+            except OSError:  # it was closed meanwhile
+                connection = None
+            finally:
+                with self.lock:
+                    if accepted in self.strangers:
+                        self.strangers.remove(accepted)
             if connection is None:
                 return
+            accepted.settimeout(SILENCE_TIMEOUT)
             for message in messages:
                 connection.last_message = time.monotonic()
                 if message["type"] == "put":
@@ -114,14 +152,23 @@ class Coordinator:
                 self._lose(connection, "its connection closed: it was killed, crashed, or its host went down")
             connection.closed = True
 
-    def _handshake(self, accepted: socket.socket, hello: Message | None) -> _Connection | None:
-        """Answers the first message of a connection; None if the connection is not a client of this job."""
-        lock = threading.Lock()
-        if not hello or hello["type"] not in ("hello", "identify") or hello.get("version") != PROTOCOL_VERSION:
+    def _handshake(self, accepted: socket.socket, messages: Iterator[Message]) -> _Connection | None:
+        """Challenges a connection and answers its hello; None if it is not a process of this job."""
+        lock, nonce = threading.Lock(), secrets.token_hex(16)
+        challenge = {"type": "challenge", "version": PROTOCOL_VERSION, "nonce": nonce, "identity": self.identity}
+        started = time.monotonic()
+        if not send(accepted, lock, challenge):
             return None
-        if hello["type"] == "identify":
-            send(accepted, lock, {"type": "identity", "secret": self.secret})
+        hello = next(messages, None)
+        if not hello or time.monotonic() - started > HELLO_TIMEOUT or not _is_hello(hello):
             return None
+        claimed = hello.pop("proof")
+        if not hmac.compare_digest(claimed, proof(self.info.secret, "client", nonce, hello)):
+            message = f"process {hello['process_index']} on {hello['host']} does not know the secret of this job"
+            fix = f"give every process the same {SECRET}, which launchers of Meshtune make by themselves"
+            send(accepted, lock, _end_message(JobEnd("start", message, fix=fix, exit_code=2)))
+            return None
+        send(accepted, lock, {"type": "welcome", "proof": proof(self.info.secret, "coordinator", hello["nonce"], {})})
         connection = _Connection(
             hello["process_index"], hello["host"], hello["pid"], accepted, time.monotonic(), lock=lock
         )
@@ -166,6 +213,9 @@ class Coordinator:
                 )
                 fix = "give every process its own index (MESHTUNE_PROCESS), counted from 0"
                 return JobEnd("start", message, fix=fix, exit_code=2), True
+            if not 0 <= client.process_index < count:
+                message = f"process {client.process_index} on {sender} is none of the {count} processes of this job"
+                return JobEnd("start", message, fix="count processes from 0", exit_code=2), False
             self.connections[client.process_index] = client
         return None
 
@@ -205,17 +255,70 @@ def _end_message(job_end: JobEnd) -> Message:
     return {"type": "end", "job_end": dataclasses.asdict(job_end)}
 
 
-def find_second_coordinator(info: ProcessInfo, secret: str, timeout: float = 3.0) -> str | None:
-    """The coordinator's address, if another process 0 answers there: one whose secret differs from `secret`."""
+def _is_hello(message: Message) -> bool:
+    """Whether a message has the fields of a hello, each of its type."""
+    types = {
+        "process_index": int,
+        "process_count": int,
+        "pid": int,
+        "job": str,
+        "host": str,
+        "nonce": str,
+        "proof": str,
+    }
+    return (
+        message["type"] == "hello"
+        and message.get("version") == PROTOCOL_VERSION
+        and all(type(message.get(name)) is kind for name, kind in types.items())
+    )
+
+
+def find_second_coordinator(info: ProcessInfo, identity: str, timeout: float = 3.0) -> str | None:
+    """The coordinator's address, if another process 0 answers there: one whose identity differs from `identity`."""
     try:
         with socket.create_connection(info.address, timeout=timeout) as connection:
-            connection.settimeout(timeout)
-            send(connection, threading.Lock(), {"type": "identify", "version": PROTOCOL_VERSION})
-            answer = next(receive_messages(connection), None)
+            challenge = next(receive_messages(connection, MAX_HELLO_BYTES), None)
     except OSError:
         return None  # a process may be unable to reach its own name, as in a pod that is not ready yet
-    return None if not answer or answer.get("secret") == secret else info.coordinator
+    if not challenge or challenge["type"] != "challenge" or challenge.get("identity") == identity:
+        return None
+    return info.coordinator
 
 
-def _family() -> socket.AddressFamily:
-    return socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+def _shut(connection: socket.socket) -> None:
+    """Ends a connection that another thread waits for."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A server at the address of `host`, which other networks of this machine do not reach. At all addresses where the
+    name leads elsewhere from here: /etc/hosts gives many machines a loopback address for their own name, and a service
+    may stand in front. Raises: OSError.
+    """
+    for family, address in addresses(host):
+        try:
+            return socket.create_server((address, port), family=family)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    return socket.create_server(("", port), dualstack_ipv6=dual, family=family)
+
+
+def addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
+    """(family, address) of a host's name, but for loopback addresses of a name that other hosts know too."""
+    try:
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    local = host == "localhost" or _is_loopback(host)
+    return [(family, str(sock[0])) for family, _, _, _, sock in entries if local or not _is_loopback(str(sock[0]))]
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False

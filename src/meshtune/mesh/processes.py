@@ -105,8 +105,8 @@ def start(info: ProcessInfo | None = None, *, timeout: float | None = None) -> J
     started = time.monotonic()
     host, port = info.address
     coordinator = Coordinator(info) if info.process_index == 0 else None
-    client = Client(info, ("localhost", port) if coordinator else (host, port), timeout)
-    if coordinator is not None and (second := find_second_coordinator(info, coordinator.secret)):
+    client = Client(info, coordinator.address if coordinator else (host, port), timeout)
+    if coordinator is not None and (second := find_second_coordinator(info, coordinator.identity)):
         raise UserError(
             f"two processes have the index 0: one on {socket.gethostname()}, and one at {second}",
             where=f"launched by {info.launcher}",
@@ -117,7 +117,9 @@ def start(info: ProcessInfo | None = None, *, timeout: float | None = None) -> J
     hellos = _gather_hellos(coordinator, client, hello, timeout - (time.monotonic() - started))
     _check_same_environment(hellos)
     faults.exit_on_job_end(client, _wait_for_others(coordinator))
-    _initialize_jax(info, f"{host}:{hellos[0]['port']}", device_ids, timeout)
+    bound = coordinator.bound_host if coordinator is not None else None
+    bind_address = bound and (f"[{bound}]:{jax_port}" if ":" in bound else f"{bound}:{jax_port}")
+    _initialize_jax(info, f"{host}:{hellos[0]['port']}", device_ids, timeout, bind_address)
     return Job(info, client, coordinator)
 
 
@@ -168,7 +170,9 @@ def _check_same_environment(hellos: list[dict[str, object]]) -> None:
         )
 
 
-def _initialize_jax(info: ProcessInfo, address: str, device_ids: list[int] | None, timeout: float) -> None:
+def _initialize_jax(
+    info: ProcessInfo, address: str, device_ids: list[int] | None, timeout: float, bind_address: str | None
+) -> None:
     host = address.rpartition(":")[0].strip("[]")
     if any(name.lower() in ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy") for name in os.environ):
         for name in ("no_proxy", "NO_PROXY"):  # gRPC would connect even to a neighbour through a proxy
@@ -179,6 +183,7 @@ def _initialize_jax(info: ProcessInfo, address: str, device_ids: list[int] | Non
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         coordinator_address=address,
+        coordinator_bind_address=bind_address,
         num_processes=info.process_count,
         process_id=info.process_index,
         local_device_ids=device_ids,

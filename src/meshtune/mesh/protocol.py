@@ -11,6 +11,8 @@ a task number, its key-value store is not public API, and it cannot report that 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import hmac
 import json
 import socket
 import threading
@@ -22,7 +24,9 @@ from meshtune.errors import UserError
 HEARTBEAT_INTERVAL = 5.0  # seconds
 SILENCE_TIMEOUT = 40.0  # seconds without a message after which a process counts as lost
 MAX_MESSAGE_BYTES = 1 << 26
-PROTOCOL_VERSION = "meshtune-2"
+MAX_HELLO_BYTES = 1 << 14  # of a connection that has not yet proved that it is a process of this job
+HELLO_TIMEOUT = 10.0  # seconds that it has for that
+PROTOCOL_VERSION = "meshtune-3"
 EXIT_PROCESS_LOST = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong with the run, the same command resumes it
 
 Message = dict[str, Any]  # JSON; "type" says which of its other keys are present
@@ -75,23 +79,31 @@ def send(connection: socket.socket, lock: threading.Lock, message: Message) -> b
     return True
 
 
-def receive_messages(connection: socket.socket) -> Iterator[Message]:
-    """Complete messages, until the connection closes, times out, or sends bytes that are not of this protocol."""
-    buffer = b""
+def proof(secret: str, role: str, nonce: str, hello: Message) -> str:
+    """The HMAC of a greeting, which only a process that knows the job's secret can make; `role` is whose it is."""
+    greeting = json.dumps([role, nonce, hello], sort_keys=True)
+    return hmac.new(secret.encode(), greeting.encode(), hashlib.sha256).hexdigest()
+
+
+def receive_messages(connection: socket.socket, first_bytes: int = MAX_MESSAGE_BYTES) -> Iterator[Message]:
+    """Complete messages, until the connection closes, times out, or sends bytes that are not of this protocol; the
+    first may have `first_bytes`."""
+    buffer, limit = b"", first_bytes
     while True:
         try:
             received = connection.recv(1 << 16)
         except OSError:
             return
         buffer += received
-        if not received or len(buffer) > MAX_MESSAGE_BYTES:
+        if not received or len(buffer) > limit:
             return
         *lines, buffer = buffer.split(b"\n")
         for line in lines:
             try:
                 message = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return
             if not isinstance(message, dict) or "type" not in message:
                 return
             yield message
+            limit = MAX_MESSAGE_BYTES

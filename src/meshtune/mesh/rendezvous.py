@@ -16,7 +16,7 @@ from meshtune.errors import UserError
 
 COORDINATOR, PROCESSES, PROCESS = "MESHTUNE_COORDINATOR", "MESHTUNE_PROCESSES", "MESHTUNE_PROCESS"
 LOCAL_PROCESS, LOCAL_PROCESSES = "MESHTUNE_LOCAL_PROCESS", "MESHTUNE_LOCAL_PROCESSES"
-LOCAL_DEVICES, JOB = "MESHTUNE_LOCAL_DEVICES", "MESHTUNE_JOB"
+LOCAL_DEVICES, JOB, SECRET = "MESHTUNE_LOCAL_DEVICES", "MESHTUNE_JOB", "MESHTUNE_SECRET"
 PORT = 61400  # the default: above the ephemeral ports that operating systems assign
 FIRST_PORT, PORTS = 61440, 4096  # for jobs that share nodes: the port is chosen by the job's number
 
@@ -30,7 +30,8 @@ class ProcessInfo:
     `launcher` is who launched the processes. `local_index` of `local_count` counts the processes of this host, where
     that is known. `local_devices` is how many of the visible GPUs this process uses, if that is not an even share.
     `devices_isolated` says that the launcher shows each process only its own devices, so that none have to be divided.
-    `job` is the launcher's name of the job: processes of another job are rejected.
+    `job` is the launcher's name of the job: processes of another job are rejected. `secret` is known to the processes
+    of this job alone; without one nobody has to prove that he belongs to it.
     """
 
     process_index: int = 0
@@ -42,6 +43,7 @@ class ProcessInfo:
     local_devices: int | None = None
     devices_isolated: bool = False
     job: str = ""
+    secret: str = dataclasses.field(default="", repr=False)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -66,6 +68,8 @@ def detect_process_info(env: Environment = os.environ) -> ProcessInfo:
     info = next((info for detect in LAUNCHERS if (info := detect(env)) is not None), ProcessInfo())
     if info.process_count > 1 and (address := env.get(COORDINATOR)):
         info = dataclasses.replace(info, coordinator=address)
+    if secret := env.get(SECRET):
+        info = dataclasses.replace(info, secret=secret)
     if info.process_count < 1 or not 0 <= info.process_index < max(1, info.process_count):
         raise UserError(
             f"process {info.process_index} of {info.process_count} is impossible: indices run from 0 to the count less "

@@ -119,3 +119,38 @@ def test_an_unknown_type_is_named(file: Path):
     file.write_bytes(bytes(content))
     with pytest.raises(UserError, match=r"tensor 'a\.weight' has type 99"):
         read_gguf(file)
+
+
+@pytest.mark.parametrize("alignment", [0, 3, 33, 2**31, -8, "32", 32.0, True, [32]])
+def test_an_alignment_that_is_no_power_of_two_is_refused(tmp_path: Path, alignment):
+    """llama.cpp refuses it as well: another one would read the tensors from elsewhere than they were written."""
+    start, _ = header(METADATA | {"general.alignment": alignment}, {})
+    (tmp_path / "m.gguf").write_bytes(start)
+    with pytest.raises(UserError, match=r"general\.alignment is"):
+        read_gguf(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("count", ["2", 2.0, -1, [1], 2**40])
+def test_a_number_of_parts_that_is_none_is_refused(tmp_path: Path, count):
+    (tmp_path / "m.gguf").write_bytes(header(METADATA | {"split.count": count}, {})[0])
+    with pytest.raises(UserError, match=r"split\.count is|is one of the|metadata"):
+        read_gguf(tmp_path / "m.gguf")
+
+
+def test_names_given_twice_overlaps_and_gaps_are_refused(file: Path):
+    content, key = file.read_bytes(), b"llama.block_count"
+    (file).write_bytes(content.replace(b"tokenizer.ggml.scores", b"tokenizer.ggml.tokens"))
+    with pytest.raises(UserError, match=r"its metadata have 'tokenizer\.ggml\.tokens' twice"):
+        read_gguf(file)
+    file.write_bytes(content.replace(b"b.weight", b"a.weight"))
+    with pytest.raises(UserError, match=r"the tensor 'a\.weight' twice"):
+        read_gguf(file)
+    assert key in content
+    at = content.index(b"b.weight") + len(b"b.weight") + 4 + 8 + 4  # of the offset of the second tensor
+    for offset in (0, 64, 2**63, 2**64 - 32):
+        file.write_bytes(content[:at] + offset.to_bytes(8, "little") + content[at + 8 :] + bytes(200))
+        with pytest.raises(UserError, match=r"starts at byte|ends at"):
+            read_gguf(file)
+    file.write_bytes(content[:at] + (33).to_bytes(8, "little") + content[at + 8 :])
+    with pytest.raises(UserError, match="not a multiple of 32"):
+        read_gguf(file)

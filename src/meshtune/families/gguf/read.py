@@ -48,7 +48,9 @@ def config_of(
             where=where,
             fix="convert the model again with a current converter",
         ) from error
-    except ValueError as error:
+    except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"the file's model is not one that Meshtune computes: {error}", where=where) from error
     _check(config, architecture, metadata, where)
     return config

@@ -40,7 +40,7 @@ def read_scheme(config: Mapping[str, Any], where: str) -> tuple[Scheme | None, d
     if not isinstance(fields, Mapping):
         raise UserError(f"{FIELD} is {fields!r}, not a mapping", where=where)
     method = fields.get("quant_method")
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise UserError(
             f"quant_method {method!r} is not read: weights that are already quantised must be in a known format",
             where=where,
@@ -48,7 +48,16 @@ def read_scheme(config: Mapping[str, Any], where: str) -> tuple[Scheme | None, d
             f"{', '.join(METHODS)}",
         )
     module = importlib.import_module(f"{__name__}.{METHODS[method]}")
-    return module.read(dict(fields), where), plain
+    try:
+        return module.read(dict(fields), where), plain
+    except UserError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(
+            f"the fields of {FIELD} do not fit together ({type(error).__name__}: {error})",
+            where=where,
+            fix="give the config.json that was published with the model",
+        ) from error
 
 
 def without_scheme(config: Mapping[str, Any]) -> dict[str, Any]:

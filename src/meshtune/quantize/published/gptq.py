@@ -31,7 +31,7 @@ from meshtune.quantize.published.integers import (
     packed_range,
     unpacked,
 )
-from meshtune.quantize.published.scheme import Box, Parts, Shape, check_known, is_skipped
+from meshtune.quantize.published.scheme import Box, Parts, Shape, check_known, check_patterns, is_skipped
 
 KNOWN = """bits group_size desc_act sym checkpoint_format format method is_marlin_format dynamic lm_head damp_percent
 damp_auto_increment static_groups true_sequential model_name_or_path model_file_base_name meta pack_dtype
@@ -144,4 +144,6 @@ def _excluded(dynamic: Mapping[str, Any], where: str) -> tuple[str, ...]:
                 where=f"{where}, dynamic",
                 fix=f"use a checkpoint in which all modules have the same bits and groups, or {FULL_PRECISION}",
             )
-    return tuple(rule.removeprefix("-:") for rule in dynamic if rule.startswith("-:"))
+    excluded = tuple(rule.removeprefix("-:") for rule in dynamic if rule.startswith("-:"))
+    check_patterns(excluded, f"{where}, dynamic")
+    return excluded

@@ -12,6 +12,7 @@ from jaxtyping import Float
 
 from meshtune.arrays.spec import ArraySpec
 from meshtune.errors import UserError
+from meshtune.patterns import pattern_problem
 from meshtune.quantize.config import BlockSize, StoredFormatName
 
 Shape = tuple[int, ...]
@@ -129,7 +130,15 @@ def skip_list(fields: Mapping[str, Any], where: str, *names: str) -> tuple[str, 
     value = next((fields[name] for name in names if fields.get(name) is not None), ())
     if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
         raise UserError(f"{names[0]} is {value!r}, not a list of module names", where=where)
+    check_patterns(value, where)
     return tuple(value)
+
+
+def check_patterns(patterns: Iterable[str], where: str) -> None:
+    """Raises UserError for names of modules that are no regular expressions, or may take for ever to match."""
+    for pattern in patterns:
+        if problem := pattern_problem(pattern):
+            raise UserError(f"'{pattern}' {problem}", where=where, fix="give the checkpoint as it was published")
 
 
 def check_known(fields: Mapping[str, Any], known: Iterable[str], where: str) -> None:

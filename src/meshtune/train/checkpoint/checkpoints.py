@@ -14,7 +14,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import errno
-import json
 import logging
 import pathlib
 import shutil
@@ -29,6 +28,7 @@ from meshtune.arrays.paths import named_leaves
 from meshtune.arrays.tree import Leaves
 from meshtune.digests import DamagedError, damaged
 from meshtune.errors import UserError
+from meshtune.json_text import read_bytes, read_json
 from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.runs.verify import find_damage_collectively, find_local_damage
@@ -44,6 +44,7 @@ MARGIN = 256 * 1024  # bytes of a checkpoint that are not arrays
 TIMEOUT = 3600  # seconds the slowest process's writing may take; a process that is lost ends the others at once
 # Orbax measures by the clock of the machine, which may jump by years: what was never set begins in 1970.
 ORBAX_TIMEOUT = 100 * 365 * 86400
+METADATA, COMMITTED = "_CHECKPOINT_METADATA", b"Checkpoint commit was successful"  # Orbax's own
 FIX = "delete this directory, or move it away, to continue from the checkpoint before it"
 
 
@@ -151,9 +152,9 @@ class Checkpoints:
         """The record of a step's checkpoint. Raises: DamagedError where it is not what was written."""
         path = self.path(step) / "record" / "metadata"
         try:
-            return Record.from_json(json.loads(path.read_bytes()))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = "it is missing" if isinstance(error, FileNotFoundError) else "it is not what was written"
+            return Record.from_json(read_json(path))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = "it is not what was written" if path.exists() else "it is missing"
             raise damaged(self.path(step), {"record/metadata": reason}, FIX) from error
 
     def verify(self, step: int) -> bool:
@@ -164,7 +165,10 @@ class Checkpoints:
         damage: dict[str, str] = {}
         has_digests = True
         try:
-            has_digests = self.record(step).has_digests
+            record = self.record(step)
+            has_digests = record.has_digests
+            if record.step != step:
+                damage["record/metadata"] = f"it is of update {record.step}"
         except DamagedError as error:
             damage["record/metadata"] = error.reason
         for process_damage in self._job.exchange(f"checkpoint {step}: record", damage):
@@ -178,6 +182,20 @@ class Checkpoints:
             raise damaged(self.path(step), damage, FIX)
         self._verified.add(step)
         return has_digests
+
+    def damaged_markers(self, step: int) -> list[str]:
+        """Files that tell Orbax that a checkpoint is whole, and no longer do; nothing is restored from them."""
+        folder, names = self.path(step), list[str]()
+        for name in ("commit_success.txt", "record/commit_success.txt", "state/commit_success.txt"):
+            if (folder / name).is_file() and not read_bytes(folder / name).startswith(COMMITTED):
+                names.append(name)
+        try:
+            handlers = read_json(folder / METADATA).get("item_handlers")
+        except UserError:
+            handlers = None
+        if not isinstance(handlers, dict) or handlers.keys() != {"record", "state"}:
+            names.append(METADATA)
+        return names
 
     def set_aside(self, step: int) -> pathlib.Path:
         """Moves a damaged checkpoint out of the directory, and returns where it is now; all processes call this."""
@@ -208,6 +226,9 @@ class Checkpoints:
                     )
                 ),
             )
+        saved_step = int(restored["state"]["step"])
+        if saved_step != step:
+            raise damaged(self.path(step), {"state": f"it is of update {saved_step}"}, FIX)
         leaves = [restored["state"][name] for name, _ in named_leaves(like)]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 

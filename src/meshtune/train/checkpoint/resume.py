@@ -67,8 +67,15 @@ def _newest_undamaged(checkpoints: Checkpoints) -> tuple[int, dict[int, DamagedE
         except DamagedError as error:
             damage[step] = error
             continue
-        note = f"the checkpoint of update {step} is of a version that wrote no digests: it was read unchecked"
-        return step, damage, [] if has_digests else [note]
+        notes = [
+            f"{name} of the checkpoint of update {step} is damaged: it is not what Orbax wrote; nothing is read from it"
+            for name in checkpoints.damaged_markers(step)
+        ]
+        if not has_digests:
+            notes.append(
+                f"the checkpoint of update {step} is of a version that wrote no digests: it was read unchecked"
+            )
+        return step, damage, notes
     listed = "; ".join(f"update {step}: {error.what}" for step, error in damage.items())
     raise UserError(
         f"no checkpoint of this run is whole: {listed}",
