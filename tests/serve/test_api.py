@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
 import time
@@ -160,7 +161,7 @@ def test_tokens_of_a_completion_stand_in_its_text(client, text):
     """Parts of characters, spaces, and the token that begins a text, which the text does not show."""
     asked = {"model": "stories", "prompt": text, "temperature": 0, "max_tokens": 6, "logprobs": 5}
     (choice,) = client.completions.create(**asked, echo=True).choices
-    assert choice.text.startswith(text.removeprefix(" "))
+    assert choice.text.lstrip(" ").startswith(text.lstrip(" "))
     tokens, offsets = choice.logprobs.tokens, choice.logprobs.text_offset
     assert joined(tokens) == choice.text.encode()
     for token, offset in zip(tokens, offsets, strict=True):
@@ -171,7 +172,7 @@ def test_tokens_of_a_completion_stand_in_its_text(client, text):
     streamed = [chunk.choices[0] for chunk in client.completions.create(**asked, stream=True)]
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         pieces = [getattr(chunk.logprobs, name) for chunk in streamed if chunk.logprobs is not None]
-        assert sum(pieces, []) == getattr(whole.logprobs, name)
+        assert list(itertools.chain(*pieces)) == getattr(whole.logprobs, name)
 
 
 def test_likeliest_tokens_that_read_alike_are_all_there(client, model):
@@ -191,7 +192,7 @@ def test_the_tokens_of_a_stop_string_are_not_listed(client, model):
     (choice,) = client.completions.create(**asked, logprobs=0).choices
     streamed = [chunk.choices[0] for chunk in client.completions.create(**asked, logprobs=0, stream=True)]
     assert choice.text == whole[: whole.index(stop)]
-    for tokens in (choice.logprobs.tokens, sum((chunk.logprobs.tokens for chunk in streamed), [])):
+    for tokens in (choice.logprobs.tokens, [token for chunk in streamed for token in chunk.logprobs.tokens]):
         assert "".join(tokens).startswith(choice.text)
         assert "".join(tokens[:-1]) != choice.text  # the last token ends in it, or begins before the stop string
 
@@ -200,9 +201,9 @@ def test_the_tokens_of_a_stop_string_are_not_listed(client, model):
 def test_the_bytes_of_a_chat_join_to_its_text(client, model, stream):
     """Bytes of split characters, as the model is made to write them."""
     ids = model.tokenizer("語😀é", add_special_tokens=False)["input_ids"]
-    bias = {str(id_): 100 for id_ in ids}
+    bias = {str(id_): 100 for id_ in ids if model.tokenizer.convert_ids_to_tokens(id_).startswith("<0x")}
     asked = {"model": "stories", "messages": QUESTION, "logit_bias": bias, "max_tokens": 40, "seed": 3}
-    asked |= {"logprobs": True, "top_logprobs": 4, "temperature": 2}
+    asked |= {"logprobs": True, "top_logprobs": 4}
     answer = client.chat.completions.create(**asked, stream=stream)
     if stream:
         chunks = [chunk.choices[0] for chunk in answer]
