@@ -191,8 +191,9 @@ def test_rows_go_to_clients_in_turn(stories, golden):
 
 def test_a_full_queue_refuses(stories, golden):
     scheduler = stories.scheduler(rows=1, queue=1)
-    scheduler.submit(stories.request(golden[:5]))
-    with pytest.raises(QueueFull, match="1 requests wait already"):
+    for _ in range(2):  # one for the row, one for the queue
+        scheduler.submit(stories.request(golden[:5]))
+    with pytest.raises(QueueFull, match="2 requests wait already"):
         scheduler.submit(stories.request(golden[:5]))
 
 

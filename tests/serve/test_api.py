@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
 import time
@@ -143,6 +144,80 @@ def test_chat_log_probabilities(client):
         )
         assert entry.top_logprobs[0].logprob == entry.logprob
         assert len(entry.top_logprobs) == 3
+
+
+def joined(tokens: list[str]) -> bytes:
+    """The bytes that tokens of a completion stand for."""
+    named = [token.removeprefix("bytes:").encode("latin-1") if token.startswith("bytes:") else None for token in tokens]
+    return b"".join(
+        token.encode() if name is None else name.decode("unicode_escape").encode("latin-1")
+        for token, name in zip(tokens, named, strict=True)
+        if token != "<s>"
+    )
+
+
+@pytest.mark.parametrize("text", ["a 😀 b", "Once upon a time", " two  spaces", "語😀é", "\n\nx"])
+def test_tokens_of_a_completion_stand_in_its_text(client, text):
+    """Parts of characters, spaces, and the token that begins a text, which the text does not show."""
+    asked = {"model": "stories", "prompt": text, "temperature": 0, "max_tokens": 6, "logprobs": 5}
+    (choice,) = client.completions.create(**asked, echo=True).choices
+    assert choice.text.lstrip(" ").startswith(text.lstrip(" "))
+    tokens, offsets = choice.logprobs.tokens, choice.logprobs.text_offset
+    assert joined(tokens) == choice.text.encode()
+    for token, offset in zip(tokens, offsets, strict=True):
+        assert token.startswith("bytes:") or token == "<s>" or choice.text[offset:].startswith(token)
+    assert all(len(top) == 5 for top in choice.logprobs.top_logprobs[1:])
+    whole = client.completions.create(**asked).choices[0]
+    assert joined(whole.logprobs.tokens) == whole.text.encode()
+    streamed = [chunk.choices[0] for chunk in client.completions.create(**asked, stream=True)]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        pieces = [getattr(chunk.logprobs, name) for chunk in streamed if chunk.logprobs is not None]
+        assert list(itertools.chain(*pieces)) == getattr(whole.logprobs, name)
+
+
+def test_likeliest_tokens_that_read_alike_are_all_there(client, model):
+    """A space is a token and a byte; neither overwrites the other."""
+    ids = [model.tokenizer.convert_tokens_to_ids(token) for token in ("<0x20>", "▁")]
+    bias = {str(id_): 100 for id_ in ids}
+    asked = {"model": "stories", "prompt": "Once", "max_tokens": 1, "temperature": 0, "logit_bias": bias}
+    (choice,) = client.completions.create(**asked, logprobs=20).choices
+    assert len(choice.logprobs.top_logprobs[0]) == 20
+    assert choice.text == " "
+
+
+def test_the_tokens_of_a_stop_string_are_not_listed(client, model):
+    whole = model.generate("Once upon a time", max_tokens=40)
+    stop = whole[20:26]
+    asked = {"model": "stories", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 40, "stop": stop}
+    (choice,) = client.completions.create(**asked, logprobs=0).choices
+    streamed = [chunk.choices[0] for chunk in client.completions.create(**asked, logprobs=0, stream=True)]
+    assert choice.text == whole[: whole.index(stop)]
+    for tokens in (choice.logprobs.tokens, [token for chunk in streamed for token in chunk.logprobs.tokens]):
+        assert "".join(tokens).startswith(choice.text)
+        assert "".join(tokens[:-1]) != choice.text  # the last token ends in it, or begins before the stop string
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_bytes_of_a_chat_join_to_its_text(client, model, stream):
+    """Bytes of split characters, as the model is made to write them."""
+    ids = model.tokenizer("語😀é", add_special_tokens=False)["input_ids"]
+    bias = {str(id_): 100 for id_ in ids if model.tokenizer.convert_ids_to_tokens(id_).startswith("<0x")}
+    asked = {"model": "stories", "messages": QUESTION, "logit_bias": bias, "max_tokens": 40, "seed": 3}
+    asked |= {"logprobs": True, "top_logprobs": 4}
+    answer = client.chat.completions.create(**asked, stream=stream)
+    if stream:
+        chunks = [chunk.choices[0] for chunk in answer]
+        text = "".join(chunk.delta.content or "" for chunk in chunks)
+        entries = [entry for chunk in chunks if chunk.logprobs for entry in chunk.logprobs.content]
+    else:
+        text, entries = answer.choices[0].message.content, answer.choices[0].logprobs.content
+    content = b"".join(bytes(entry.bytes) for entry in entries)
+    assert len(entries) == 40
+    assert any(entry.token.startswith("\\x") for entry in entries)
+    assert content.decode("utf-8", "replace").replace("�", "").strip() == text.replace("�", "").strip()
+    for entry in entries:
+        for other in entry.top_logprobs:
+            assert other.bytes is None or other.token.startswith("\\x") or bytes(other.bytes).decode() == other.token
 
 
 def test_a_biased_token_is_all_there_is(client, model):

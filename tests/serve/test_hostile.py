@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -187,6 +188,29 @@ def test_the_way_out_of_one_of_is_taken(http):
     for schema in ({"anyOf": options}, {"oneOf": apart}):
         answer = http.post("/v1/chat/completions", json=CHAT | {"response_format": form(schema)})
         assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong", "offer", "right"),
+    [
+        ("/v1/completions", {"max_tokens": 512}, r"give max_tokens = (\d+) at most", {"max_tokens": "FOUND"}),
+        ("/v1/completions", {"max_tokens": 0}, "needs (echo: true)", {"max_tokens": 0, "echo": True}),
+        ("/v1/completions", {"n": 9}, "8 at most are taken; give (fewer) at once", {"n": 8}),
+        ("/v1/chat/completions", {"top_logprobs": 2}, "needs (logprobs: true)", {"top_logprobs": 2, "logprobs": True}),
+        ("/v1/chat/completions", {"top_k": 2**31}, "less than or equal to (2147483647)", {"top_k": "FOUND"}),
+        ("/tokenize", {"prompt": "a" * 9_000}, r"\(at most (\d+)\); shorten it", {"prompt": "FOUND"}),
+        ("/v1/completions", {"stop": [""]}, "a stop string is empty; (leave it out)", {"stop": []}),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_a_message_offers_works(http, path, wrong, offer, right):
+    found = re.search(offer, refused(http.post(path, json=ENDPOINTS[path] | wrong)))
+    assert found
+    value = "a" * int(found[1]) if path == "/tokenize" else found[1]
+    fixed = {name: value if given == "FOUND" else given for name, given in right.items()}
+    fixed = {name: int(given) if name in ("max_tokens", "top_k") else given for name, given in fixed.items()}
+    answer = http.post(path, json=ENDPOINTS[path] | fixed | ({"stop": ["."]} if path == "/v1/completions" else {}))
+    assert answer.status_code == 200, answer.text
 
 
 def test_prompts_times_n_are_bounded_before_anything_is_built(http, models):

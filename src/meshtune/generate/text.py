@@ -122,8 +122,8 @@ class TokenBytes:
     @cached_property
     def _decoders(self) -> frozenset[str]:
         """The kinds of steps by which tokens become text."""
-        decoder = self._tokenizer.backend_tokenizer.decoder  # pyright: ignore[reportAttributeAccessIssue]
-        form = json.loads(decoder.__getstate__()) if decoder is not None else {}
+        decoder = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "decoder", None)
+        form = {} if decoder is None else json.loads(decoder.__getstate__())
         return frozenset(step["type"] for step in form.get("decoders", [form]) if "type" in step)
 
     @cached_property

@@ -87,14 +87,13 @@ class Connection(H11Protocol):
             return
         if self.flow.read_paused:  # the server is slow, not the client
             self._since += elapsed
-        seconds = self._limits.header_seconds
-        if self.conn.their_state is h11.SEND_BODY:
-            seconds = self._limits.body_seconds + self._received / self._limits.body_rate
+        if self.conn.their_state is not h11.SEND_BODY:
+            if now - self._since > self._limits.header_seconds:
+                self.transport.close()  # there is no request yet that could be answered
+            return
+        seconds = self._limits.body_seconds + self._received / self._limits.body_rate
         if now - self._since > seconds:
-            if self._received:
-                self._respond(408, f"the request was not complete after {seconds:.0f} seconds")
-            else:
-                self.transport.close()
+            self._respond(408, f"the body was not complete after {seconds:.0f} seconds")
 
     def send_400_response(self, msg: str) -> None:
         """Answers what is not HTTP."""
