@@ -46,6 +46,7 @@ def attached(board) -> dict:
 
 def test_a_run_is_attached_once_and_shows_what_it_wrote(board):
     job = attached(board)
+    assert job["attached"] is False, "it has ended, and can be gone on with as one of the board's"
     assert attached(board)["id"] == job["id"]
     assert [listed["id"] for listed in board.get("/api/jobs").json()["jobs"]] == [job["id"]]
     assert job["state"] == "stopped"

@@ -3,7 +3,8 @@
 python die_at_files.py FOLDER COUNT ARGUMENT... runs `meshtune ARGUMENT...` in copies of FOLDER/start: to its end in
 FOLDER/whole, then in FOLDER/0, FOLDER/1 and so on, where it dies at another of the events at which it opens a file for
 writing, renames, removes or makes one, and runs again to its end. FOLDER/N.json says how both ended. `prepare FILE` in
-place of arguments tokenises the data of a recipe. Each run is a fork of this process, which has imported everything.
+place of arguments tokenises the data of a recipe. `{folder}` in an argument is whole, 0, 1 and so on. Each run is a
+fork of this process, which has imported everything.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ def run(folder: pathlib.Path, arguments: list[str], death: int) -> tuple[int, st
         count = die_at(death, folder)
         try:
             with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+                arguments = [argument.replace("{folder}", folder.name) for argument in arguments]
                 if arguments[0] == "prepare":
                     prepare(arguments[1])
                     code = 0

@@ -96,9 +96,13 @@ def test_a_push_that_is_killed(finished, tmp_path):
     shutil.copytree(finished, tmp_path / "start/run")
     with running_hub() as hub:
         settings = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-        ended = deaths(tmp_path, "push", "run", "ann/lesson", "--base-model", "org/stories", count=4, **settings)
+        ended = deaths(
+            tmp_path, "push", "run", "ann/lesson-{folder}", "--base-model", "org/stories", count=4, **settings
+        )
         assert [end["second"] for end in ended] == [0] * 4, ended
-        files = hub.repositories["ann/lesson"].files
-        assert files["adapter_model.safetensors"] == (finished / "adapter/adapter_model.safetensors").read_bytes()
+        pushed = {name: repository.files for name, repository in hub.repositories.items()}
+    numbers = (finished / "adapter/adapter_model.safetensors").read_bytes()[-4096:]
     for number in range(4):
+        assert pushed[f"ann/lesson-{number}"].keys() == pushed["ann/lesson-whole"].keys()
+        assert pushed[f"ann/lesson-{number}"]["adapter_model.safetensors"][-4096:] == numbers
         assert contents(tmp_path / str(number) / "run") == contents(tmp_path / "start/run")

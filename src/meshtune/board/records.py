@@ -13,7 +13,6 @@ from meshtune.board.job import read_json
 from meshtune.errors import UserError
 from meshtune.runs.output import CHECKPOINTS, RECIPE, RUN
 from meshtune.train.report.metrics_log import METRICS, parse_line
-from meshtune.train.report.smoothing import SmoothedLoss
 
 MAX_DEPTH = 100  # of values in the files of a run
 TAIL = 1 << 13  # bytes in which the last update is looked for
@@ -72,34 +71,6 @@ def reading_run(output: pathlib.Path) -> Iterator[None]:
             where=str(output),
             fix="look at run.json and metrics.jsonl",
         ) from error
-
-
-class Progress:
-    """How far the run in `output` has come, read on from where it was read to: its last update and smoothed loss."""
-
-    def __init__(self, output: pathlib.Path):
-        self._output, self._cursor, self._mean = output, START, SmoothedLoss(0)
-        self._losses: list[float] = []
-        self._last: dict[str, Any] = {}
-
-    def read(self, total: object) -> dict[str, Any]:
-        """{"step", "loss", "smoothed_loss"}: the loss of the last update alone, and the mean that charts show."""
-        while (news := read_lines(self._output / METRICS, self._cursor)).content or news.reset:
-            if news.reset:
-                self._losses, self._last, self._mean = [], {}, SmoothedLoss(self._mean.total)
-            self._cursor = news.cursor
-            for row in rows_of(news)[0]:
-                if row.get("kind") == "train":
-                    self._last = row
-                    if is_number(row.get("loss")):
-                        self._losses.append(row["loss"])
-                        self._mean.update(row["loss"])
-            if not news.content:
-                break
-        updates = total if is_number(total) else len(self._losses)
-        if updates != self._mean.total:
-            self._mean = SmoothedLoss(updates, self._losses)
-        return {"step": self._last.get("step"), "loss": self._last.get("loss"), "smoothed_loss": self._mean.value}
 
 
 def is_number(value: object) -> bool:

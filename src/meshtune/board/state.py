@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 import threading
 import time
 from typing import Any
@@ -25,8 +24,6 @@ class BoardState:
         self._lock = threading.Lock()
         self._jobs: list[dict[str, Any]] = []
         self._read_at = float("-inf")
-        self._reading = threading.Lock()
-        self._progress: dict[pathlib.Path, records.Progress] = {}
         self.streams = 0  # of events, under way
 
     def jobs(self) -> list[dict[str, Any]]:
@@ -47,16 +44,7 @@ class BoardState:
         if job.output is None:
             return fields
         run = records.run_json(job.output) if job.state != "queued" else {}
-        progress = self._progress_of(job.output, run) | {"total": run.get("total")}
+        last = records.last_update(job.output) if run else {}
+        progress = {"step": last.get("step"), "loss": last.get("loss"), "total": run.get("total")}
         shown = self.workspace.shown(job.output)
         return fields | {"output": shown, "progress": progress, "exists": job.output.is_dir()}
-
-    def _progress_of(self, output: pathlib.Path, run: dict[str, Any]) -> dict[str, Any]:
-        """Where a run is. One that has finished has written its smoothed loss; of others it is that of their charts."""
-        if not run or run.get("smoothed_loss") is not None:
-            self._progress.pop(output, None)
-            last = records.last_update(output) if run else {}
-            smoothed = run.get("smoothed_loss")
-            return {"step": last.get("step"), "loss": last.get("loss"), "smoothed_loss": smoothed}
-        with self._reading:
-            return self._progress.setdefault(output, records.Progress(output)).read(run.get("total"))

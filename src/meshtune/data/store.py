@@ -21,10 +21,11 @@ from typing import IO, Any
 
 import numpy as np
 
-from meshtune.cache import cache_folder, is_locked, lock
+from meshtune.cache import cache_folder
 from meshtune.data.conversation import Origin
 from meshtune.data.tokens import Example
 from meshtune.errors import UserError
+from meshtune.weights.file_lock import is_locked, lock
 
 # Of everything that turns documents into tokens. It is part of every fingerprint: raising it makes earlier runs
 # impossible to resume. Stores with other metadata are recognised by their digest.

@@ -224,6 +224,8 @@ def _names_another_process(worker: Worker) -> bool:
 
 def _show_failure(worker: Worker, processes: int, console: Console) -> None:
     how = f"was ended by {worker.signal.name}" if worker.signal else f"failed with exit code {worker.exit_code}"
+    if worker.signal == signal.SIGKILL:
+        how += " (as the kernel ends a process when the host runs out of memory)"
     console.print(
         f"process {worker.index} of {processes} {how}; the end of {worker.log}:", style="bold red", markup=False
     )

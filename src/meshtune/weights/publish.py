@@ -9,10 +9,10 @@ import pathlib
 import shutil
 from collections.abc import Iterator
 
-from meshtune.cache import is_locked, lock
 from meshtune.errors import UserError
 from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
+from meshtune.weights.file_lock import is_locked, lock
 
 MARGIN = 1 << 20  # bytes beside those of the tensors
 

@@ -27,7 +27,6 @@ def routes(state: BoardState) -> list[BaseRoute]:
 
     async def list_models(_: Request) -> Response:
         local = [entry for entry in await run_in_threadpool(catalogue, workspace) if entry["kind"] != "adapter"]
-        local.sort(key=lambda entry: entry["kind"] == "run")
         return Answer({"hub": listed(), "local": local})
 
     async def machine(request: Request) -> Response:
@@ -54,6 +53,5 @@ def routes(state: BoardState) -> list[BaseRoute]:
 
 @functools.cache
 def listed() -> list[dict[str, Any]]:
-    """{name, id, family, bytes by method} of models that are often tuned, the smallest first."""
-    models = json.loads(LIST.read_text(encoding="utf-8"))
-    return sorted(models, key=lambda model: min(model["bytes"].values()))
+    """{name, id, family, bytes by method} of models that are often tuned."""
+    return json.loads(LIST.read_text(encoding="utf-8"))

@@ -19,7 +19,6 @@ class SmoothedLoss:
     """
 
     def __init__(self, total: int, history: Iterable[float] = ()):
-        self.total = total
         self.final_span = max(1.0, min(MAX_SPAN, total * SHARE_OF_RUN))
         self._count = 0
         self.value: float | None = None
