@@ -44,7 +44,7 @@ def draw_differences(
     axes.axvline(0, color=INK, linewidth=1)
     axes.set_yticks(range(len(named)), [f"{name}: {item.metric}" for name, item in named])
     axes.set_ylim(len(named) - 0.5, -0.5)
-    interval = "" if all(item.verdict == TOO_FEW for _, item in named) else ", with the 95% interval"
+    interval = "" if all(item.verdict == TOO_FEW for _, item in named) else ", with the 98% interval"
     axes.set_xlabel(f"worse or better than before, % of the larger value{interval}", color=INK)
     axes.grid(axis="x", color=GRID, linewidth=0.8)
     present = [verdict for verdict in COLORS if any(item.verdict == verdict for _, item in named)]

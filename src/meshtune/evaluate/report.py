@@ -69,7 +69,7 @@ def write_report(
             tables.append(_differences("Tasks", before_name, after_name, named))
         findings += sentences(professional, general)
         findings.append(
-            f"Intervals of 95%: {RESAMPLES:,} draws of the samples. Unclear: the interval holds 0, or p is above 0.05."
+            f"Intervals of 98%: {RESAMPLES:,} draws of the samples. Unclear: the interval holds 0, or p is above 0.05."
         )
         draw_differences(folder / DIFFERENCES, professional, general)
         pictures.insert(0, DIFFERENCES)
@@ -110,11 +110,11 @@ def sentences(professional: Sequence[Difference], general: Mapping[str, Sequence
 
 def _interval(item: Difference) -> str:
     p = "" if item.p is None else f", McNemar p = {item.p:.2g}"
-    return f"difference {item.change:+.4g}, 95% interval {item.low:+.4g} to {item.high:+.4g}{p}"
+    return f"difference {item.change:+.4g}, 98% interval {item.low:+.4g} to {item.high:+.4g}{p}"
 
 
 def _differences(title: str, before: str, after: str, named: Sequence[tuple[str, Difference]]) -> Table:
-    head = ("metric", "verdict", before, after, "difference", "95% interval", "better / worse / samples", "McNemar p")
+    head = ("metric", "verdict", before, after, "difference", "98% interval", "better / worse / samples", "McNemar p")
     rows = [
         (
             f"{name} {item.metric} {'↑' if item.higher_is_better else '↓'}".strip(),

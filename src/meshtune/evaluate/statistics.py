@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 RESAMPLES = 10_000
-LEVEL = 0.95
+LEVEL = 0.98  # more than 95%, so that a verdict holds for skewed differences of few samples too
 LIKELY = 0.05  # below it a McNemar test speaks of a difference
 TINY = 1e-6  # of a value, and of a spread: no spread at all but for rounding
 ENOUGH = 20  # samples; of fewer there is no verdict
