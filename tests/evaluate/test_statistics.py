@@ -73,7 +73,7 @@ def wrong_verdicts(counts, trials: int, rng: np.random.Generator) -> dict[str, f
 
 
 def test_gained_and_lost_are_wrong_in_at_most_five_per_cent(monkeypatch):
-    """Of 20 to 60 samples; the percentile bootstrap of 95% is wrong in 13% of the skewed and 10% of the heavy-tailed."""
+    """Of 20 to 60 samples; a percentile bootstrap of 95% is wrong in 13% of the skewed and 10% of the heavy-tailed."""
     monkeypatch.setattr(statistics, "RESAMPLES", 600)
     shares = wrong_verdicts(np.geomspace(20, 60, 6), 200, np.random.default_rng(0))
     assert max(shares.values()) <= 0.05, shares
