@@ -22,7 +22,7 @@ def test_an_interval_ends_where_scipys_permutation_test_of_that_difference_has_t
     rng = np.random.default_rng(0)
     before, after = rng.normal(0, 1, 60), rng.normal(0.4, 1, 60)
     ones_before, ones_after = np.array(ones(before)), np.array(ones(after))
-    for end in statistics._of_subsets(ones_before, ones_after, np.random.default_rng(1)):
+    for end in statistics._subset_interval(ones_before, ones_after, np.random.default_rng(1)):
         test = stats.permutation_test((after - before - end,), np.mean, permutation_type="samples", rng=2)
         assert test.pvalue == pytest.approx(1 - statistics.LEVEL, abs=0.006)
 
@@ -45,7 +45,7 @@ def without_difference(kind: str, count: int, rng: np.random.Generator):
     if kind == "loss":
         weights, hard = rng.integers(1, 200, count), rng.lognormal(size=count)
         sides = (weights * hard * rng.lognormal(size=count) for _ in range(2))
-        return tuple(np.stack([sums, weights], 1) for sums in sides)
+        return tuple(list(zip(sums.tolist(), weights.tolist(), strict=True)) for sums in sides)
     values = {
         "normal": rng.normal(size=count),
         "heavy tails": rng.standard_cauchy(count),

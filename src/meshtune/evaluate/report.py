@@ -229,7 +229,7 @@ def page(report: Report, folder: pathlib.Path) -> str:
     for table in report.tables:
         head = "".join(f"<th>{html.escape(text)}</th>" for text in table.head)
         rows = "".join(
-            "<tr>" + "".join(f"<td{_class(text, cell=True)}>{_folded(text)}</td>" for text in row) + "</tr>"
+            "<tr>" + "".join(f"<td{_class(text, cell=True)}>{_fold(text)}</td>" for text in row) + "</tr>"
             for row in table.rows
         )
         parts.append(f'<h2>{html.escape(table.title)}</h2><div class="wide"><table><tr>{head}</tr>{rows}</table></div>')
@@ -240,7 +240,7 @@ def page(report: Report, folder: pathlib.Path) -> str:
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
 
 
-def _folded(text: str) -> str:
+def _fold(text: str) -> str:
     """The text of a cell; of a long one the first LINES lines, and a way to unfold it."""
     content = html.escape(text)
     if len(text) <= LONG and text.count("\n") < LINES:
