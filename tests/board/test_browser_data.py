@@ -51,34 +51,44 @@ def test_a_file_is_dropped_and_its_columns_are_mapped_by_hand(tmp_path: pathlib.
     with running(root) as board, chromium() as driver:
         driver.get(board.address)
         pick_model(driver, str(MODEL))
+        if place == ".drop":
+            put(driver, "model.chat_template", "plain")  # questions and answers are a chat
         follow(driver, "data")
         eventually(lambda: texts(driver, ".drop"))
         drop(driver, file, place)
-        eventually(lambda: "no format fits" in "".join(texts(driver, ".source-card .problems")))
+        eventually(lambda: "The columns are nummer, frage, antwort" in "".join(texts(driver, ".source-card .warning")))
+        assert "no format fits" not in driver.find_element("css selector", ".source-card").text  # until it is unfolded
         assert (root / "data/fragen.csv").read_bytes() == file.read_bytes()
         assert not driver.find_elements("css selector", ".drop.over")
         assert texts(driver, ".document") == []
         press(driver, "First records")
         eventually(lambda: {"nummer", "frage", "antwort"} <= set(texts(driver, ".record dt code")))
 
-        pick(driver, "Format", "prompt_completion")
-        pick(driver, "prompt", "frage")
-        pick(driver, "completion", "antwort")
-        eventually(lambda: driver.switch_to.active_element.tag_name == "select")
-        eventually(lambda: "prompt: frage" in driver.execute_script("return localStorage.getItem('recipe')"))
+        if place == ".drop":
+            question_field, answer_field = "instruction", "output"
+            pick(driver, "Question", "frage")
+            pick(driver, "Answer", "antwort")
+        else:
+            question_field, answer_field = "prompt", "completion"
+            pick(driver, "Format", "prompt_completion")
+            pick(driver, "prompt", "frage")
+            pick(driver, "completion", "antwort")
+            eventually(lambda: driver.switch_to.active_element.tag_name == "select")
+        eventually(lambda: f"{question_field}: frage" in driver.execute_script("return localStorage.getItem('recipe')"))
         marks = eventually(lambda: texts(driver, ".document mark.trained"))
         assert len(marks) == len(CHATS)
-        prompts = texts(driver, ".document .prompt")
-        for (question, answer), mark, prompt in zip(CHATS, marks, prompts, strict=True):
+        documents = texts(driver, ".document .tokens")
+        for (question, answer), mark, document in zip(CHATS, marks, documents, strict=True):
             assert answer in mark
-            assert question in prompt
+            assert question in document
             assert question not in mark
         assert "3 records" in "".join(texts(driver, ".source-card"))
         assert texts(driver, ".source-card .problems") == []
         assert axe(driver) == []
 
         driver.find_element("link text", "To the recipe").click()
-        eventually(lambda: "prompt: frage" in yaml(driver) and "completion: antwort" in yaml(driver))
+        eventually(lambda: f"{question_field}: frage" in yaml(driver) and f"{answer_field}: antwort" in yaml(driver))
+        assert "batch_size: 1" in yaml(driver)  # of three records
         assert complaints(driver) == []
         if place != ".drop":
             return

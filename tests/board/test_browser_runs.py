@@ -158,6 +158,40 @@ def test_ten_thousand_updates_are_drawn_without_a_stutter(shown):
     eventually(lambda: any("update" in text for text in texts(driver, ".readout")))
 
 
+def test_a_chart_is_drawn_over_tokens_and_saved_as_a_table(shown):
+    """Smoothed by as many updates as the slider says; the browser keeps the choice."""
+    board, driver, job = shown
+    driver.get(f"{board.address}/#/runs/{job.id}")
+    driver.refresh()
+    eventually(lambda: len(texts(driver, "figure")) >= 6)
+    automatic = texts(driver, ".chart:first-child .legend")
+    assert texts(driver, ".chart:first-child .save button") == ["PNG", "CSV"]
+    driver.find_element("css selector", "#chart-x option[value=tokens]").click()
+    change = (
+        "const range = document.getElementById('chart-span'); range.value = 1; range.dispatchEvent(new Event('input'))"
+    )
+    driver.execute_script(change)
+    eventually(lambda: texts(driver, ".chart-settings output") == ["over 1 update"])
+    eventually(lambda: texts(driver, ".chart:first-child .legend") != automatic)
+    driver.find_element("id", "chart-log").click()
+    driver.execute_script(
+        "const real = URL.createObjectURL;"
+        "URL.createObjectURL = (blob) => { window.saved = blob; return real.call(URL, blob); }"
+    )
+    press(driver, "CSV")
+    table = driver.execute_async_script("window.saved.text().then(arguments[0])").splitlines()
+    assert table[0].split(",") == ["tokens", "Loss training (nats per token)", "Loss validation (nats per token)"]
+    assert table[1].split(",") == ["9", f"{2 + 1 / 50}", ""]
+    assert len(table) == 10_001
+    press(driver, "PNG")
+    eventually(lambda: driver.execute_script("return window.saved.type") == "image/png")
+    driver.refresh()
+    eventually(lambda: texts(driver, ".chart-settings output") == ["over 1 update"])
+    assert driver.find_element("id", "chart-log").is_selected()
+    driver.execute_script("localStorage.clear()")
+    assert complaints(driver) == []
+
+
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_every_language_from_end_to_end(shown, language: str):
     board, driver, job = shown

@@ -18,23 +18,23 @@ def ones(values) -> list[tuple[float, float]]:
     return [(float(value), 1.0) for value in values]
 
 
-def test_an_interval_ends_where_scipys_permutation_test_of_that_difference_has_five_per_cent():
+def test_an_interval_ends_where_scipys_permutation_test_of_that_difference_has_two_per_cent():
     rng = np.random.default_rng(0)
     before, after = rng.normal(0, 1, 60), rng.normal(0.4, 1, 60)
     ones_before, ones_after = np.array(ones(before)), np.array(ones(after))
-    for end in statistics._of_subsets(ones_before, ones_after, np.random.default_rng(1)):
+    for end in statistics._subset_interval(ones_before, ones_after, np.random.default_rng(1)):
         test = stats.permutation_test((after - before - end,), np.mean, permutation_type="samples", rng=2)
-        assert test.pvalue == pytest.approx(0.05, abs=0.01)
+        assert test.pvalue == pytest.approx(1 - statistics.LEVEL, abs=0.006)
 
 
 def test_the_interval_of_normal_differences_is_that_of_scipys_t_test():
     rng = np.random.default_rng(0)
     before, after = rng.normal(0, 1, 200), rng.normal(0.4, 1, 200)
     ours = difference("f1", ones(before), ones(after), higher_is_better=True)
-    theirs = stats.ttest_1samp(after - before, 0).confidence_interval()
+    theirs = stats.ttest_1samp(after - before, 0).confidence_interval(statistics.LEVEL)
     # Quantiles of 10,000 draws differ by a few hundredths of the standard error (0.1).
-    assert ours.low == pytest.approx(theirs.low, abs=0.02)
-    assert ours.high == pytest.approx(theirs.high, abs=0.02)
+    assert ours.low == pytest.approx(theirs.low, abs=0.03)
+    assert ours.high == pytest.approx(theirs.high, abs=0.03)
     assert ours.change == pytest.approx(np.mean(after - before))
 
 
@@ -45,7 +45,7 @@ def without_difference(kind: str, count: int, rng: np.random.Generator):
     if kind == "loss":
         weights, hard = rng.integers(1, 200, count), rng.lognormal(size=count)
         sides = (weights * hard * rng.lognormal(size=count) for _ in range(2))
-        return tuple(np.stack([sums, weights], 1) for sums in sides)
+        return tuple(list(zip(sums.tolist(), weights.tolist(), strict=True)) for sums in sides)
     values = {
         "normal": rng.normal(size=count),
         "heavy tails": rng.standard_cauchy(count),
@@ -73,11 +73,10 @@ def wrong_verdicts(counts, trials: int, rng: np.random.Generator) -> dict[str, f
 
 
 def test_gained_and_lost_are_wrong_in_at_most_five_per_cent(monkeypatch):
-    """For 20 to 60 samples. Three standard errors of 1,200 trials are 1.9%; the percentile bootstrap has 7.5%."""
+    """Of 20 to 60 samples; a percentile bootstrap of 95% is wrong in 13% of the skewed and 10% of the heavy-tailed."""
     monkeypatch.setattr(statistics, "RESAMPLES", 600)
     shares = wrong_verdicts(np.geomspace(20, 60, 6), 200, np.random.default_rng(0))
-    assert np.mean(list(shares.values())) <= 0.05 + 0.019, shares
-    assert max(shares.values()) <= 0.05 + 0.046, shares
+    assert max(shares.values()) <= 0.05, shares
 
 
 @pytest.mark.slow
@@ -85,7 +84,7 @@ def test_gained_and_lost_are_wrong_in_at_most_five_per_cent(monkeypatch):
 def test_gained_and_lost_are_wrong_in_at_most_five_per_cent_of_any_number(count, monkeypatch):
     monkeypatch.setattr(statistics, "RESAMPLES", 2000)
     shares = wrong_verdicts([count], 1500, np.random.default_rng(count))
-    assert max(shares.values()) <= 0.05 + 0.017, shares
+    assert max(shares.values()) <= 0.05, shares
 
 
 @pytest.mark.parametrize("count", range(1, statistics.ENOUGH))

@@ -45,7 +45,7 @@ def test_every_tick_has_another_text_and_no_value_lies_beyond_them(pair, count):
 @settings(deadline=None)
 @given(st.integers(0, 10**9), st.integers(0, 10**7), st.integers(2, 20))
 def test_updates_are_whole_and_the_last_can_be_read(first, more, count):
-    _, _, ticks = axis(first, first + more, count, whole=True, end=True)
+    _, _, ticks = axis(first, first + more, count, integer=True, end=True)
     texts = [tick.text for tick in ticks]
     assert len(set(texts)) == len(texts)
     assert all(tick.value == int(tick.value) and first <= tick.value for tick in ticks)
@@ -58,7 +58,7 @@ def test_a_nearly_constant_loss_and_a_falling_one_have_ticks_around_them():
         "0.693142", "0.693144", "0.693146", "0.693148"
     ]  # fmt: skip
     assert [tick.text for tick in axis(2.3, 5.0, 4)[2]] == ["2", "3", "4", "5"]
-    assert [tick.text for tick in axis(1, 10, 6, whole=True, end=True)[2]] == ["2", "4", "6", "8", "10"]
+    assert [tick.text for tick in axis(1, 10, 6, integer=True, end=True)[2]] == ["2", "4", "6", "8", "10"]
 
 
 def test_a_plot_names_its_axes_and_marks_the_last_value():

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLORS = {"gained": "#1b7f4b", "lost": "#d9480f", "unclear": "#8896a5", "same": "#8896a5", TOO_FEW: "#c3cbd3"}
+FILLS = COLORS | {TOO_FEW: "white"}
 POINT = "#2f6fde"
 
 
@@ -35,21 +36,23 @@ def draw_differences(
     figure, axes = _axes(height=1.4 + 0.32 * len(named))
     for place, (_, item) in enumerate(named):
         sign = (1 if item.higher_is_better else -1) * 100 / (max(abs(item.before), abs(item.after)) or 1.0)
-        color, filled = COLORS[item.verdict], item.verdict != TOO_FEW
-        if filled:
+        color = COLORS[item.verdict]
+        if item.verdict != TOO_FEW:
             ends = sorted((sign * item.low, sign * item.high))
             axes.plot(np.clip(ends, -100, 100), [place, place], color=color, linewidth=2, solid_capstyle="butt")
         middle = float(np.clip(sign * item.change, -100, 100))
-        axes.plot([middle], [place], "o", color=color, markersize=6, fillstyle="full" if filled else "none")
+        axes.plot([middle], [place], "o", color=color, markersize=6, markerfacecolor=FILLS[item.verdict])
     axes.axvline(0, color=INK, linewidth=1)
     axes.set_yticks(range(len(named)), [f"{name}: {item.metric}" for name, item in named])
     axes.set_ylim(len(named) - 0.5, -0.5)
-    interval = "" if all(item.verdict == TOO_FEW for _, item in named) else ", with the 95% interval"
+    interval = "" if all(item.verdict == TOO_FEW for _, item in named) else ", with the 98% interval"
     axes.set_xlabel(f"worse or better than before, % of the larger value{interval}", color=INK)
     axes.grid(axis="x", color=GRID, linewidth=0.8)
     present = [verdict for verdict in COLORS if any(item.verdict == verdict for _, item in named)]
-    fill = {verdict: "none" if verdict == TOO_FEW else "full" for verdict in present}
-    handles = [Line2D([], [], color=COLORS[v], marker="o", linestyle="", fillstyle=fill[v], label=v) for v in present]
+    handles = [
+        Line2D([], [], color=COLORS[verdict], marker="o", linestyle="", markerfacecolor=FILLS[verdict], label=verdict)
+        for verdict in present
+    ]
     axes.legend(
         handles=handles, frameon=False, labelcolor=INK, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(present)
     )

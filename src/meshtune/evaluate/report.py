@@ -69,7 +69,7 @@ def write_report(
             tables.append(_differences("Tasks", before_name, after_name, named))
         findings += sentences(professional, general)
         findings.append(
-            f"Intervals of 95%: {RESAMPLES:,} draws of the samples. Unclear: the interval holds 0, or p is above 0.05."
+            f"Intervals of 98%: {RESAMPLES:,} draws of the samples. Unclear: the interval holds 0, or p is above 0.05."
         )
         draw_differences(folder / DIFFERENCES, professional, general)
         pictures.insert(0, DIFFERENCES)
@@ -110,11 +110,11 @@ def sentences(professional: Sequence[Difference], general: Mapping[str, Sequence
 
 def _interval(item: Difference) -> str:
     p = "" if item.p is None else f", McNemar p = {item.p:.2g}"
-    return f"difference {item.change:+.4g}, 95% interval {item.low:+.4g} to {item.high:+.4g}{p}"
+    return f"difference {item.change:+.4g}, 98% interval {item.low:+.4g} to {item.high:+.4g}{p}"
 
 
 def _differences(title: str, before: str, after: str, named: Sequence[tuple[str, Difference]]) -> Table:
-    head = ("metric", "verdict", before, after, "difference", "95% interval", "better / worse / samples", "McNemar p")
+    head = ("metric", "verdict", before, after, "difference", "98% interval", "better / worse / samples", "McNemar p")
     rows = [
         (
             f"{name} {item.metric} {'↑' if item.higher_is_better else '↓'}".strip(),
@@ -229,7 +229,7 @@ def page(report: Report, folder: pathlib.Path) -> str:
     for table in report.tables:
         head = "".join(f"<th>{html.escape(text)}</th>" for text in table.head)
         rows = "".join(
-            "<tr>" + "".join(f"<td{_class(text, cell=True)}>{_folded(text)}</td>" for text in row) + "</tr>"
+            "<tr>" + "".join(f"<td{_class(text, cell=True)}>{_fold(text)}</td>" for text in row) + "</tr>"
             for row in table.rows
         )
         parts.append(f'<h2>{html.escape(table.title)}</h2><div class="wide"><table><tr>{head}</tr>{rows}</table></div>')
@@ -240,7 +240,7 @@ def page(report: Report, folder: pathlib.Path) -> str:
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
 
 
-def _folded(text: str) -> str:
+def _fold(text: str) -> str:
     """The text of a cell; of a long one the first LINES lines, and a way to unfold it."""
     content = html.escape(text)
     if len(text) <= LONG and text.count("\n") < LINES:

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 RESAMPLES = 10_000
-LEVEL = 0.95
+LEVEL = 0.98  # more than 95%, so that a verdict holds for skewed differences of few samples too
 LIKELY = 0.05  # below it a McNemar test speaks of a difference
 TINY = 1e-6  # of a value, and of a spread: no spread at all but for rounding
 ENOUGH = 20  # samples; of fewer there is no verdict
@@ -73,7 +73,7 @@ def difference(
     transform = TRANSFORMS.get(metric, lambda mean: mean)
     old, new = (pairs[:, 0].sum() / pairs[:, 1].sum() for pairs in (first, second))
     rng = np.random.default_rng(seed)
-    intervals = np.array([_of_subsets(first, second, rng), _studentized(first, second, rng)])
+    intervals = np.array([_subset_interval(first, second, rng), _studentized_interval(first, second, rng)])
     ends = old + np.array([intervals[:, 0].min(), intervals[:, 1].max()])
     low, high = sorted(float(transform(end) - transform(old)) for end in ends)
     change = (second[:, 0] / second[:, 1] - first[:, 0] / first[:, 1]) * (1 if metric not in TRANSFORMS else -1)
@@ -94,7 +94,7 @@ def difference(
     return Difference(metric, *values, low, high, len(first), wins, losses, p, higher_is_better, verdict)
 
 
-def _of_subsets(first: np.ndarray, second: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def _subset_interval(first: np.ndarray, second: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """The interval of the differences of random subsets, each sample in it or not by a coin (Hartigan 1969).
 
     It leaves out 0 exactly where swapping the models within samples at random rarely gives as large a difference:
@@ -107,7 +107,7 @@ def _of_subsets(first: np.ndarray, second: np.ndarray, rng: np.random.Generator)
     return _quantiles(sums[:, 2] / sums[:, 3] - sums[:, 0] / sums[:, 1])
 
 
-def _studentized(first: np.ndarray, second: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def _studentized_interval(first: np.ndarray, second: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """The studentised bootstrap interval of the difference, which follows a skewed distribution."""
     old, new = (pairs[:, 0].sum() / pairs[:, 1].sum() for pairs in (first, second))
     parts = [(pairs[:, 0] - mean * pairs[:, 1]) / pairs[:, 1].mean() for pairs, mean in ((first, old), (second, new))]

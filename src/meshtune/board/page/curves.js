@@ -55,8 +55,8 @@ export function placed(rows) {
   return rows.map((row) => {
     const updates = row.kind === 'eval' ? 1 : Math.max(1, row.step - step);
     if (row.kind !== 'eval') step = row.step;
-    tokens += (row.tokens ?? 0) * updates;
-    time += (row.seconds ?? 0) * updates;
+    tokens += (Number.isFinite(row.tokens) ? row.tokens : 0) * updates;
+    time += (Number.isFinite(row.seconds) ? row.seconds : 0) * updates;
     return { updates: row.step, tokens, time };
   });
 }
@@ -90,7 +90,7 @@ export function curves(total = () => 0) {
     for (const row of rows) last[row.kind === 'eval' ? 'eval' : 'train'] = row.step;
     for (const row of news) {
       const kind = row.kind === 'eval' ? 'eval' : 'train';
-      if (row.step <= last[kind]) continue; // a row that came twice
+      if (!Number.isFinite(row.step) || row.step <= last[kind]) continue; // damaged, or a row that came twice
       last[kind] = row.step;
       rows.push(row);
     }
@@ -100,7 +100,7 @@ export function curves(total = () => 0) {
 
   function take(row, x) {
     const group = row.kind === 'eval' ? 'eval' : 'train';
-    push(`${group}.loss`, x, row.loss);
+    push(`${group}.loss`, x, Number.isFinite(row.loss) ? row.loss : null);
     for (const [key, value] of Object.entries(row)) {
       if (!PLAIN.includes(key) && (typeof value === 'number' || value === null)) push(`${group}.${key}`, x, value);
     }

@@ -6,7 +6,6 @@ import json
 import pathlib
 from typing import Any
 
-from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
@@ -73,7 +72,7 @@ def _without_defaults(key: str, value: Any) -> Any:
         return value
     try:
         sources = [SourceSection.model_validate(entry).model_dump(exclude_defaults=True) for entry in value]
-    except ValidationError:
+    except ValueError:  # of pydantic
         return value
     return [source["path"] if set(source) == {"path"} else source for source in sources]
 

@@ -41,7 +41,7 @@ def svg_plot(title: str, curves: Sequence[Curve], *, unit: str = "", size: tuple
     low, high, y_ticks = axis(min(values), max(values), max(3, (height - TOP - BOTTOM) // 44))
     left = GAP + CHARACTER * max(len(tick.text) for tick in y_ticks)
     first, last = min(steps), max(max(steps), min(steps) + 1)
-    _, _, x_ticks = axis(first, last, max(2, int((width - left - RIGHT) // 60)), whole=True, end=True)
+    _, _, x_ticks = axis(first, last, max(2, int((width - left - RIGHT) // 60)), integer=True, end=True)
 
     def at(step: float, value: float) -> tuple[float, float]:
         x = left + (step - first) / (last - first) * (width - left - RIGHT)
@@ -71,15 +71,15 @@ def svg_plot(title: str, curves: Sequence[Curve], *, unit: str = "", size: tuple
 
 
 def axis(
-    low: float, high: float, count: int, *, whole: bool = False, end: bool = False
+    low: float, high: float, count: int, *, integer: bool = False, end: bool = False
 ) -> tuple[float, float, list[Tick]]:
     """The range of an axis and its ticks: round numbers in about `count` steps, whose texts all differ.
 
-    It reaches out to a tick at both ends; with `end` it keeps its range, and `high` is a tick. `whole`: of whole
+    It reaches out to a tick at both ends; with `end` it keeps its range, and `high` is a tick. `integer`: of whole
     numbers alone. board/page/ticks.js makes the same.
     """
     size = max(abs(low), abs(high))
-    if whole:
+    if integer:
         high = max(high, low + 1)
     elif high - low <= size * 1e-9:
         pad = size * 0.05 or 1.0
@@ -88,20 +88,20 @@ def axis(
     power = math.floor(math.log10(raw))
     mantissa = next((factor for factor in (1, 2, 5) if factor * 10.0**power >= raw * (1 - 1e-9)), 10)
     step = float(f"{mantissa}e{power}")
-    step = max(1.0, step) if whole else step
+    step = max(1.0, step) if integer else step
     if end:
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     else:
         first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     values = [float(f"{number * step:.15g}") for number in range(first, last + 1)]
     if not end:
-        return values[0], values[-1], [Tick(value, _written(value, step, values)) for value in values]
-    inner = [Tick(value, _written(value, step, values)) for value in values if high - value > 0.6 * step]
-    last_tick = Tick(high, _written(high, 1.0 if whole else step / 10, [*values, high], trim=True))
+        return values[0], values[-1], [Tick(value, _format(value, step, values)) for value in values]
+    inner = [Tick(value, _format(value, step, values)) for value in values if high - value > 0.6 * step]
+    last_tick = Tick(high, _format(high, 1.0 if integer else step / 10, [*values, high], trim=True))
     return low, high, [*inner, last_tick]
 
 
-def _written(value: float, step: float, values: Sequence[float], *, trim: bool = False) -> str:
+def _format(value: float, step: float, values: Sequence[float], *, trim: bool = False) -> str:
     """A value with as many digits as a step needs; `trim` leaves out zeros at the end."""
     largest, power = max(map(abs, values)), math.floor(math.log10(step) + 1e-9)
     if largest >= 1e7 or (power < -4 and largest < 0.01):
@@ -109,12 +109,12 @@ def _written(value: float, step: float, values: Sequence[float], *, trim: bool =
             return "0"
         digits = max(0, math.floor(math.log10(abs(value)) + 1e-9) - power)
         mantissa, exponent = f"{value:.{digits}e}".split("e")
-        return f"{_trimmed(mantissa)}e{int(exponent)}"
+        return f"{_trim_zeros(mantissa)}e{int(exponent)}"
     text = f"{value + 0.0:,.{max(0, -power)}f}"
-    return _trimmed(text) if trim else text
+    return _trim_zeros(text) if trim else text
 
 
-def _trimmed(text: str) -> str:
+def _trim_zeros(text: str) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
