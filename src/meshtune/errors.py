@@ -31,6 +31,14 @@ def _rebuild(error_type: type[UserError], what: str, where: str | None, fix: str
     return error_type(what, where=where, fix=fix)
 
 
+PROJECT = "."  # what pip installs, from the folder of Meshtune's source; "meshtune" once an index has it
+
+
+def how_to_install(extra: str) -> str:
+    """What to type for the packages of an extra of pyproject.toml."""
+    return f"in the folder of Meshtune's source: pip install '{PROJECT}[{extra}]'"
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """`did you mean 'x'? ` for the valid name nearest to `name`, or an empty string.
 

@@ -22,6 +22,7 @@ from meshtune.evaluate.results import Sample, TaskResult
 from meshtune.evaluate.subjects import subject_of
 from meshtune.evaluate.task_files import FROM_FILES, SPLITS, TaskFiles, read_task
 from meshtune.generate.api import Model
+from meshtune.weights.hub import is_hub_reachable
 
 # Where lm-eval has the task that a file replaces the data of; of subjects, the template behind them.
 CONFIGS = {
@@ -103,7 +104,10 @@ def prepare(suite: Suite, folder: pathlib.Path) -> Tasks:
     Raises UserError for an unknown task, and as read_task does.
     """
     optional("lm_eval", "lm-eval's tasks")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1" if len(suite.files) == len(suite.tasks) else "0")
+    if len(suite.files) == len(suite.tasks):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    elif not is_hub_reachable():
+        _keep_offline()
     import lm_eval.tasks
 
     installed = pathlib.Path(str(lm_eval.tasks.__file__)).parent
@@ -128,6 +132,16 @@ def prepare(suite: Suite, folder: pathlib.Path) -> Tasks:
             raise UserError(f"there is no task '{name}'", where="--tasks", fix=fix)
         _check_data(name, manager)
     return Tasks(names, manager, subjects)
+
+
+def _keep_offline() -> None:
+    """Keeps this process to what is cached: without a network each file would be asked for again and again."""
+    import datasets
+    import huggingface_hub
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    huggingface_hub.constants.HF_HUB_OFFLINE = True  # which were read as they were imported
+    datasets.config.HF_HUB_OFFLINE = True
 
 
 def _check_data(name: str, manager: Any) -> None:

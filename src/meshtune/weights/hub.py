@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlparse
@@ -165,14 +167,31 @@ def _endpoint() -> str:
     return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
 
 
+def is_hub_reachable(seconds: float = 5.0) -> bool:
+    """Whether the hub answers at all, through the proxies of the environment."""
+    request = urllib.request.Request(_endpoint(), method="HEAD")
+    try:
+        urllib.request.urlopen(request, timeout=seconds).close()
+    except urllib.error.HTTPError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def _not_cached(repo: str, where: str, near: str) -> UserError:
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
     reason = (
         "HF_HUB_OFFLINE is set" if offline else f"the hub ({urlparse(_endpoint()).netloc}) cannot be reached from here"
     )
+    misspelt, here = near, f"; no directory '{repo}' exists here"
+    what = f"'{repo}' is not (or not wholly) in the hub's cache, and {reason}"
+    if (parent := Path(repo).parent) != Path() and parent.is_dir():  # a path that is misspelt, rather than an id
+        what = f"there is no '{Path(repo).name}' in the folder '{parent}' here; as an id of the hub, {what}"
+        misspelt, here = near or "check the spelling of the path; for a model of the hub ", ""
     return UserError(
-        f"'{repo}' is not (or not wholly) in the hub's cache, and {reason}",
+        what,
         where=where,
-        fix=f"{near}{'unset HF_HUB_OFFLINE' if offline else 'check the network'}; or download it elsewhere with "
-        f"`hf download {repo}` and give the path of the folder; no directory '{repo}' exists here",
+        fix=f"{misspelt}{'unset HF_HUB_OFFLINE' if offline else 'check the network'}; or download it elsewhere with "
+        f"`hf download {repo}` and give the path of the folder{here}",
     )

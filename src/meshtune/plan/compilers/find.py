@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 
 from meshtune.cache import cache_folder
 from meshtune.errors import UserError
+from meshtune.errors import how_to_install as install_extra
 from meshtune.plan.compilers.linker import find_linker
 from meshtune.plan.compilers.stand_ins import build_stand_ins, library_folders
 
@@ -76,7 +77,7 @@ def require_compiler(platform: str) -> Compiler:
 
 
 def how_to_install(platform: str) -> str:
-    return f"run `meshtune doctor --install {platform}`, or pip install 'meshtune[plan-{platform}]'"
+    return f"run `meshtune doctor --install {platform}`, or {install_extra(f'plan-{platform}')}"
 
 
 def _cuda(folder: pathlib.Path | None, env: Mapping[str, str]) -> Compiler | MissingCompiler:
