@@ -15,6 +15,7 @@ import numpy as np
 import yaml
 from rich.console import Console
 
+from meshtune.data.readers.hub import is_reachable
 from meshtune.errors import UserError, nearest
 from meshtune.evaluate.extras import optional
 from meshtune.evaluate.folder import replace, write_lines
@@ -22,7 +23,6 @@ from meshtune.evaluate.results import Sample, TaskResult
 from meshtune.evaluate.subjects import subject_of
 from meshtune.evaluate.task_files import FROM_FILES, SPLITS, TaskFiles, read_task
 from meshtune.generate.api import Model
-from meshtune.weights.hub import is_hub_reachable
 
 # Where lm-eval has the task that a file replaces the data of; of subjects, the template behind them.
 CONFIGS = {
@@ -106,8 +106,8 @@ def prepare(suite: Suite, folder: pathlib.Path) -> Tasks:
     optional("lm_eval", "lm-eval's tasks")
     if len(suite.files) == len(suite.tasks):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    elif not is_hub_reachable():
-        _keep_offline()
+    else:
+        _keep_offline_without_hub()
     import lm_eval.tasks
 
     installed = pathlib.Path(str(lm_eval.tasks.__file__)).parent
@@ -134,13 +134,15 @@ def prepare(suite: Suite, folder: pathlib.Path) -> Tasks:
     return Tasks(names, manager, subjects)
 
 
-def _keep_offline() -> None:
-    """Keeps this process to what is cached: without a network each file would be asked for again and again."""
+def _keep_offline_without_hub() -> None:
+    """Keeps this process to what is cached where no hub can be reached: each file would be tried for many times."""
     import datasets
     import huggingface_hub
 
+    if is_reachable(huggingface_hub.constants.ENDPOINT):
+        return
     os.environ["HF_HUB_OFFLINE"] = "1"
-    huggingface_hub.constants.HF_HUB_OFFLINE = True  # which were read as they were imported
+    huggingface_hub.constants.HF_HUB_OFFLINE = True  # both were read as they were imported
     datasets.config.HF_HUB_OFFLINE = True
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlparse
@@ -165,18 +163,6 @@ def _refused(repo: str, where: str, error: HfHubHTTPError) -> UserError:
 
 def _endpoint() -> str:
     return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-
-
-def is_hub_reachable(seconds: float = 5.0) -> bool:
-    """Whether the hub answers at all, through the proxies of the environment."""
-    request = urllib.request.Request(_endpoint(), method="HEAD")
-    try:
-        urllib.request.urlopen(request, timeout=seconds).close()
-    except urllib.error.HTTPError:
-        return True
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def _not_cached(repo: str, where: str, near: str) -> UserError:
