@@ -34,7 +34,7 @@ def _rebuild(error_type: type[UserError], what: str, where: str | None, fix: str
 PROJECT = "."  # what pip installs, from the folder of Meshtune's source; "meshtune" once an index has it
 
 
-def how_to_install(extra: str) -> str:
+def pip_install(extra: str) -> str:
     """What to type for the packages of an extra of pyproject.toml."""
     return f"in the folder of Meshtune's source: pip install '{PROJECT}[{extra}]'"
 

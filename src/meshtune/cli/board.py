@@ -12,9 +12,9 @@ from typing import Annotated
 import typer
 
 from meshtune.cli.listen import KEEP_ALIVE, LOOPBACK, LOOPBACK_HOSTS, listener_at, url
-from meshtune.errors import UserError, how_to_install
+from meshtune.errors import UserError, pip_install
 
-EXTRA = how_to_install("serve")
+EXTRA = pip_install("serve")
 TOKEN = "token"  # the file of a token that was drawn, so that browsers stay signed in over a restart
 
 

@@ -14,9 +14,9 @@ import typer
 from meshtune.cli.expand import expanded
 from meshtune.cli.listen import KEEP_ALIVE, LOOPBACK, LOOPBACK_HOSTS, listener_at, url
 from meshtune.cli.model_options import BaseLoading, Caching, MeshSizes, ModelPath, parse_mesh
-from meshtune.errors import UserError, how_to_install
+from meshtune.errors import UserError, pip_install
 
-EXTRA = how_to_install("serve")
+EXTRA = pip_install("serve")
 
 
 @expanded()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from meshtune.errors import UserError, how_to_install
+from meshtune.errors import UserError, pip_install
 
-FIX = how_to_install("evaluate")
+FIX = pip_install("evaluate")
 
 
 def optional(module: str, purpose: str, *, otherwise: str = "") -> ModuleType:

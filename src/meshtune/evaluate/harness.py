@@ -136,14 +136,14 @@ def prepare(suite: Suite, folder: pathlib.Path) -> Tasks:
 
 def _keep_offline_without_hub() -> None:
     """Keeps this process to what is cached where no hub can be reached: each file would be tried for many times."""
-    import datasets
     import huggingface_hub
+    from datasets import config
 
     if is_reachable(huggingface_hub.constants.ENDPOINT):
         return
     os.environ["HF_HUB_OFFLINE"] = "1"
     huggingface_hub.constants.HF_HUB_OFFLINE = True  # both were read as they were imported
-    datasets.config.HF_HUB_OFFLINE = True
+    config.HF_HUB_OFFLINE = True
 
 
 def _check_data(name: str, manager: Any) -> None:

@@ -13,15 +13,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from meshtune.errors import UserError, how_to_install
+from meshtune.errors import UserError, pip_install
 from meshtune.train.report.events import Evaluated, Event, Sampled, Sink, Stepped
 
 # (module, how to install it) by tracker.
 NEEDS = {
     "tensorboard": ("tensorboard", "pip install tensorboard"),
-    "wandb": ("wandb", how_to_install("wandb")),
-    "trackio": ("trackio", how_to_install("trackio")),
-    "mlflow": ("mlflow", how_to_install("mlflow")),
+    "wandb": ("wandb", pip_install("wandb")),
+    "trackio": ("trackio", pip_install("trackio")),
+    "mlflow": ("mlflow", pip_install("mlflow")),
 }
 
 
