@@ -23,7 +23,7 @@ from meshtune.weights.gguf.numbers import FileNumbers, Numbers
 from meshtune.weights.gguf.tokens_out import SpecialTokens, tokenizer_metadata
 from meshtune.weights.gguf.writer import Written, write_gguf
 from meshtune.weights.load import load_spec
-from meshtune.weights.publish import disk_errors
+from meshtune.weights.publish import disk_errors, remove_leftovers
 from meshtune.weights.tensor_reader import TensorReader
 from meshtune.weights.verify import ExportError
 
@@ -69,6 +69,7 @@ def export_gguf(
         try:
             with disk_errors(dest):
                 dest.parent.mkdir(parents=True, exist_ok=True)
+                remove_leftovers(dest)
                 written = write_gguf(partial, layout, numbers, mixture, metadata, progress)
                 _verify(partial, len(layout.shapes) + len(layout.computed))
                 partial.rename(dest)

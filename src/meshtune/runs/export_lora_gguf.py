@@ -29,7 +29,7 @@ from meshtune.weights.fingerprint import base_hash
 from meshtune.weights.gguf.file import header, read_gguf
 from meshtune.weights.gguf.writer import encoded
 from meshtune.weights.load import load_spec
-from meshtune.weights.publish import disk_errors
+from meshtune.weights.publish import disk_errors, remove_leftovers
 from meshtune.weights.safetensors_files import LINK
 
 
@@ -76,6 +76,7 @@ def export_lora_gguf(
     try:
         with disk_errors(dest):
             dest.parent.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(dest)
             with partial.open("wb") as stream:
                 stream.write(start)
                 for number, (name, array) in enumerate(tensors.items(), 1):

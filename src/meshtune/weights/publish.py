@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import pathlib
 import shutil
@@ -29,6 +30,7 @@ def published(dest: pathlib.Path, mark: str, job: Job = SINGLE_PROCESS) -> Itera
     try:
         with raise_collectively(job, "publish: begin"), disk_errors(dest):
             if job.is_main_process:
+                remove_leftovers(dest)
                 _check(dest, mark)
                 partial.mkdir(parents=True)
         with raise_collectively(job, "publish: shared"):
@@ -54,6 +56,32 @@ def published(dest: pathlib.Path, mark: str, job: Job = SINGLE_PROCESS) -> Itera
                 old.rename(dest)
             shutil.rmtree(partial, ignore_errors=True)
             shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_leftovers(dest: pathlib.Path) -> None:
+    """Removes what processes that were killed have left beside `dest`, and gives back the name of what one had moved
+    aside to replace it. What belongs to a process that runs is left alone."""
+    for kind in ("old", "partial"):
+        for left in dest.parent.glob(f".{glob.escape(dest.name)}.{kind}-*"):
+            number = left.name.rpartition("-")[2]
+            if not number.isdecimal() or _is_running(int(number)):
+                continue
+            if kind == "old" and not dest.exists():
+                left.rename(dest)
+            elif left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # another user's
+        return True
+    return True
 
 
 def _check(dest: pathlib.Path, mark: str) -> None:
