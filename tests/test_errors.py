@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pathlib
 import pickle
+import re
+import tomllib
 
 import pytest
 
 from meshtune.cli.failure import show
-from meshtune.errors import UserError, nearest
+from meshtune.errors import UserError, nearest, pip_install
 
 
 @pytest.mark.parametrize("fix", [None, ""])
@@ -34,3 +37,17 @@ def test_the_nearest_name_extends_what_was_written():
     names = ["badam", "adamw", "adafactor"]
     assert nearest("adam", names) == nearest("adamv", names) == "did you mean 'adamw'? "
     assert nearest("zzz", names) == ""
+
+
+def test_extras_that_messages_and_pages_name_are_ones_of_the_project_and_no_index_is_asked_for_them():
+    root = pathlib.Path(__file__).parents[1]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    texts = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.rglob("examples/**/*.yaml"), *root.glob("src/**/*.py")]
+    texts += [path for path in root.glob("src/meshtune/board/page/**/*") if path.suffix in (".js", ".json", ".html")]
+    for path in texts:
+        text = path.read_text(encoding="utf-8")
+        history = path.name == "CHANGELOG.md"
+        assert history or not re.search(r"pip install ['\"]?meshtune\b", text), path
+        named = re.findall(r"pip_install\(\"([\w-]+)\"\)|pip install '\.\[([\w-]+)\]'", text)
+        assert {first or second for first, second in named} <= set(extras), path
+    assert pip_install("serve").endswith("pip install '.[serve]'")

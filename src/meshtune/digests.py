@@ -19,6 +19,7 @@ import xxhash
 from meshtune.errors import UserError
 
 FILE = "digests.json"
+EDITED = ("config.json", ".jinja", "README.md", "Modelfile")  # ends of the names of files that people change
 ALGORITHM = "xxh3_128"
 BLOCK_BYTES = 64 << 20  # hashed by one thread; a file's digest is that of its blocks' digests
 BUFFER_BYTES = 256 << 10  # stays in a core's cache between reading and hashing
@@ -171,7 +172,19 @@ def damaged(directory: Path, damage: Mapping[str, str], fix: str) -> DamagedErro
     summary = (
         f" ({len(further)} more: {', '.join(further[:3])}{', ...' if len(further) > 3 else ''})" if further else ""
     )
-    return DamagedError(f"{first} is damaged: {damage[first]}{summary}", where=str(directory / first), fix=fix)
+    verb = "was changed since it was written" if _is_edited(directory / first) else "is damaged"
+    return DamagedError(f"{first} {verb}: {damage[first]}{summary}", where=str(directory / first), fix=fix)
+
+
+def _is_edited(path: Path) -> bool:
+    """Whether a file that is not what was written is one that people edit, and still whole."""
+    if not path.name.endswith(EDITED):
+        return False
+    try:
+        text = path.read_text(encoding="utf-8")
+        return not path.name.endswith(".json") or isinstance(json.loads(text), dict)
+    except (OSError, ValueError, RecursionError):
+        return False
 
 
 def share(digests: Mapping[str, FileDigest], index: int, count: int) -> dict[str, FileDigest]:

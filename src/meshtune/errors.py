@@ -51,6 +51,14 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 
+PROJECT = "."  # what pip installs, from the folder of Meshtune's source; "meshtune" once an index has it
+
+
+def pip_install(extra: str) -> str:
+    """What to type for the packages of an extra of pyproject.toml."""
+    return f"in the folder of Meshtune's source: pip install '{PROJECT}[{extra}]'"
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """`did you mean 'x'? ` for the valid name nearest to `name`, or an empty string.
 

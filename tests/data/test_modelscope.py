@@ -18,7 +18,7 @@ from data.reading import fails
 from meshtune.config.load import load_recipe
 from meshtune.data.registry import Registry
 from meshtune.data.sources import DataSource, open_source
-from meshtune.errors import UserError
+from meshtune.errors import UserError, pip_install
 from meshtune.runs.sources import find
 from meshtune.weights.hub import MODEL, locate
 from meshtune.weights.modelscope import modelscope_id
@@ -114,5 +114,5 @@ def test_what_modelscope_refuses_and_a_missing_package_are_one_message(package, 
     with pytest.raises(UserError) as error:
         locate("modelscope:ann/stories")
     assert "not installed" in error.value.what
-    assert error.value.fix == "install it: pip install 'meshtune[modelscope]'"
+    assert error.value.fix == pip_install("modelscope")
     assert "not installed" in fails(None, "modelscope:ann/lesson").what

@@ -67,4 +67,4 @@ def test_a_missing_package_is_named(suite, tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=package) as error:
         prepare(suite, tmp_path / "tasks")
-    assert "meshtune[evaluate]" in str(error.value.fix)
+    assert ".[evaluate]" in str(error.value.fix)

@@ -56,7 +56,7 @@ def test_a_missing_compiler_comes_with_the_way_to_install_it(tmp_path):
         assert isinstance(answer, MissingCompiler)
         assert "is not installed" in answer.reason
         assert f"meshtune doctor --install {platform}" in answer.fix
-        assert f"meshtune[plan-{platform}]" in answer.fix
+        assert f".[plan-{platform}]" in answer.fix
 
 
 def test_the_extras_in_the_advice_exist():

@@ -6,7 +6,11 @@ import json
 import pathlib
 import shutil
 
+import numpy as np
 import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file
 
 import meshtune
 from meshtune.config.load import load_recipe
@@ -112,26 +116,41 @@ def weights(folder: pathlib.Path) -> pathlib.Path:
 
 KINDS = {
     "dora": ("method.adapter=dora",),
-    "rslora and rows": ("model.new_special_tokens=['<|one|>']", "method.rank=2"),
+    "rows": ("model.new_special_tokens=['<|one|>', '<|two|>']", "method.rank=2"),
     "pissa": ("method.adapter=pissa", "method.rank=2"),
     "vera": ("method.adapter=vera",),
-    "oft": ("method.adapter=oft", "method.oft_block_size=8"),
+    "oft": ("method.adapter=oft", "method.oft_block_size=4"),
     "nf4": ("quantize.format=nf4", "method.rank=2"),
     "loftq": ("quantize.format=nf4", "method.adapter=loftq", "method.loftq_iterations=2", "method.rank=2"),
+    "loftq, calibrated": ("quantize.format=nf4", "method.adapter=loftq", "method.loftq_calibration=2", "method.rank=2"),
     "modules in full": ("method.train_modules=[lm_head]", "method.rank=2"),
     "full": ("method=full",),
-    "full, averaged": ("method=full", "optimizer.name=schedule_free"),
-    "full, galore": ("method=full", "optimizer.name=galore"),
+    "full, averaged": ("method=full", "optimizer={name: schedule_free, schedule: constant}"),
+    "full, galore": ("method=full", "optimizer={name: galore, rank: 8}"),
     "freeze": ("method=freeze", "method.last_layers=1"),
-    "llama_pro": ("method=llama_pro",),
+    "llama_pro": ("method={kind: llama_pro, blocks: 1}",),
     "bfloat16": ("method=full", "compute.precision=bfloat16"),
     "rm": ("stage=rm", "method.rank=2"),
 }
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> pathlib.Path:
+    """A model whose matrices are divided by blocks of 64."""
+    directory = tmp_path_factory.mktemp("wide")
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL / name, directory)
+    return directory
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_last_state_of_every_kind_of_run_is_its_result_byte_for_byte(kind, tmp_path):
+def test_the_last_state_of_every_kind_of_run_is_its_result_byte_for_byte(kind, wide, tmp_path):
     if kind == "rm":
         pairs = [
             {"prompt": "Say hi.", "chosen": "Hi.", "rejected": "No."},
@@ -141,7 +160,7 @@ def test_the_last_state_of_every_kind_of_run_is_its_result_byte_for_byte(kind, t
         (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs * 2))
     else:
         extra = ()
-    folder = run(tmp_path / "run", *KINDS[kind], *extra)
+    folder = run(tmp_path / "run", f"model.path={wide}", *KINDS[kind], *extra)
     source = find(f"{folder}@4")
     result = folder / read_run(folder)["result"]
     state = source.adapter or source.base
@@ -149,10 +168,11 @@ def test_the_last_state_of_every_kind_of_run_is_its_result_byte_for_byte(kind, t
     assert names == {path.name for path in state.iterdir()} - {"digests.json"}
     differing = [name for name in names if (result / name).read_bytes() != (state / name).read_bytes()]
     if kind == "loftq":  # which records the base that lies beside it
-        assert differing in (
-            ["adapter_config.json"],
-            ["adapter_model.safetensors", "adapter_config.json"][::-1],
-        ) or set(differing) <= {"adapter_config.json", "adapter_model.safetensors"}
+        assert set(differing) == {"adapter_config.json", "adapter_model.safetensors"}
+        ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (state, result))
+        assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+        bases = (folder / "base", state.parent / "base")
+        assert len({(base / "model.safetensors").read_bytes() for base in bases}) == 1
     else:
         assert differing == []
 

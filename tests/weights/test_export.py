@@ -303,7 +303,9 @@ def test_numbers_that_are_not_finite_are_refused(make_model, tmp_path):
     source = make_model("llama")
     params, spec = loaded(source)
     params["norm"]["weight"] = params["norm"]["weight"].at[3].set(jnp.nan)
-    assert "logits are not finite" in refused(ExportError, params, spec, source, tmp_path / "out")
+    assert "model.norm.weight' has numbers that are not finite" in refused(
+        UserError, params, spec, source, tmp_path / "out"
+    )
 
 
 @pytest.mark.parametrize("family", EVERY)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import pathlib
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from meshtune.adapters.registry import ADAPTERS
 from meshtune.errors import UserError
+from meshtune.model.spec import ModelSpec
 
+if TYPE_CHECKING:
+    from meshtune.adapters.peft_config import PeftConfig
+    from meshtune.adapters.targets import Module
+
+LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 OF_EMBEDDINGS = (".lora_embedding_A", ".lora_embedding_B")  # ends of the names that peft gives a LoRA of an embedding
 
 
@@ -19,6 +28,26 @@ def check_shape(
             where=where,
             fix="give the base this adapter was trained on (base_model_name_or_path), and its own adapter_config.json",
         )
+
+
+def check_layers(
+    names: Iterable[str], among: Mapping[str, Module], spec: ModelSpec, peft: PeftConfig, where: str
+) -> None:
+    """Raises UserError for an adapter of a model with another number of layers."""
+    if spec.composite is not None:  # whose other parts have layers too
+        return
+    numbers = {int(match[1]) for name in names if (match := LAYER.search(name))}
+    count = max(numbers, default=-1) + 1
+    lacking = [m for m in among.values() if m.layer is not None and m.layer >= count and peft.targeted(m)]
+    if count <= spec.layers and not (lacking and numbers == set(range(count)) and count):
+        return
+    base = peft.fields.get("base_model_name_or_path")
+    name = pathlib.PurePath(str(base)).name if base else "another model"
+    raise UserError(
+        f"this adapter was trained on {name} ({count} layers), and the model has {spec.layers}",
+        where=where,
+        fix=f"give the base that it was trained on{f', {base}' if base else ''}",
+    )
 
 
 def misfit(name: str, where: str, why: str) -> UserError:

@@ -16,7 +16,7 @@ from meshtune.adapters.kind import Adapter
 from meshtune.adapters.lora import LoRA
 from meshtune.adapters.peft_config import PeftConfig
 from meshtune.adapters.peft_experts import PREFIX, read_experts, written_experts
-from meshtune.adapters.peft_misfits import OF_EMBEDDINGS, check_shape, misfit, missing, on_embedding
+from meshtune.adapters.peft_misfits import OF_EMBEDDINGS, check_layers, check_shape, misfit, missing, on_embedding
 from meshtune.adapters.placement import placed
 from meshtune.adapters.registry import ADAPTERS
 from meshtune.adapters.rows import FIELD, TENSOR
@@ -121,6 +121,7 @@ def sort(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, peft: PeftConfi
     Raises UserError naming the tensor that is unknown, missing, or of a shape that does not fit.
     """
     among = modules(spec)
+    check_layers(shapes, among, spec, peft, where)
     suffixes = {f".{suffix}": field for field, suffix in ADAPTERS[peft.kind].PEFT_TENSORS.items()}
     routers = {m.parameter.removesuffix(".weight"): name for name, m in among.items() if m.role == "router"}
     experts, of_experts = read_experts(shapes, among, peft, where)

@@ -12,9 +12,9 @@ from typing import Annotated
 import typer
 
 from meshtune.cli.listen import KEEP_ALIVE, LOOPBACK, LOOPBACK_HOSTS, listener_at, url
-from meshtune.errors import UserError
+from meshtune.errors import UserError, pip_install
 
-EXTRA = "install it: pip install 'meshtune[serve]'"
+EXTRA = pip_install("serve")
 TOKEN = "token"  # the file of a token that was drawn, so that browsers stay signed in over a restart
 
 

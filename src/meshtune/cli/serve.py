@@ -14,9 +14,9 @@ import typer
 from meshtune.cli.expand import expanded
 from meshtune.cli.listen import KEEP_ALIVE, LOOPBACK, LOOPBACK_HOSTS, listener_at, url
 from meshtune.cli.model_options import BaseLoading, Caching, MeshSizes, ModelPath, check_source, parse_mesh
-from meshtune.errors import UserError
+from meshtune.errors import UserError, pip_install
 
-EXTRA = "install it: pip install 'meshtune[serve]'"
+EXTRA = pip_install("serve")
 
 
 @expanded()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from meshtune.errors import UserError
+from meshtune.errors import UserError, pip_install
 
-FIX = "install it: pip install 'meshtune[evaluate]'"
+FIX = pip_install("evaluate")
 
 
 def optional(module: str, purpose: str, *, otherwise: str = "") -> ModuleType:

@@ -15,6 +15,7 @@ import numpy as np
 import yaml
 from rich.console import Console
 
+from meshtune.data.readers.hub import is_reachable
 from meshtune.errors import UserError, nearest
 from meshtune.evaluate.extras import optional
 from meshtune.evaluate.folder import replace, write_lines
@@ -103,7 +104,10 @@ def prepare(suite: Suite, folder: pathlib.Path) -> Tasks:
     Raises UserError for an unknown task, and as read_task does.
     """
     optional("lm_eval", "lm-eval's tasks")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1" if len(suite.files) == len(suite.tasks) else "0")
+    if len(suite.files) == len(suite.tasks):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    else:
+        _keep_offline_without_hub()
     import lm_eval.tasks
 
     installed = pathlib.Path(str(lm_eval.tasks.__file__)).parent
@@ -128,6 +132,18 @@ def prepare(suite: Suite, folder: pathlib.Path) -> Tasks:
             raise UserError(f"there is no task '{name}'", where="--tasks", fix=fix)
         _check_data(name, manager)
     return Tasks(names, manager, subjects)
+
+
+def _keep_offline_without_hub() -> None:
+    """Keeps this process to what is cached where no hub can be reached: each file would be tried for many times."""
+    import huggingface_hub
+    from datasets import config
+
+    if is_reachable(huggingface_hub.constants.ENDPOINT):
+        return
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    huggingface_hub.constants.HF_HUB_OFFLINE = True  # both were read as they were imported
+    config.HF_HUB_OFFLINE = True
 
 
 def _check_data(name: str, manager: Any) -> None:

@@ -7,7 +7,7 @@ import re
 import unicodedata
 from typing import Any
 
-from meshtune.errors import UserError, nearest
+from meshtune.errors import PROJECT, UserError, nearest
 from meshtune.options import option, required
 
 TIME = r"\d+(:[0-5]?\d){0,2}|\d+-\d+(:[0-5]?\d){0,2}"  # sbatch: minutes, h:m[:s], days-hours[:m[:s]]
@@ -158,7 +158,7 @@ class TaskOptions:
     volume: str | None = option(None, "A SkyPilot volume, mounted on every machine.")
     bucket: str | None = option(None, "s3://name or gs://name, mounted on every machine.")
     mount: str = option("/shared", "Where volume or bucket are mounted; the output must be inside.")
-    setup: str = option("pip install 'meshtune[cuda13]'", "The command that installs Meshtune on a machine.")
+    setup: str = option(f"pip install '{PROJECT}[cuda13]'", "The command that installs Meshtune on a machine.")
 
     def __post_init__(self):
         _check_texts(self)

@@ -33,6 +33,7 @@ from meshtune.weights.load import load_params, load_spec
 from meshtune.weights.publish import published
 from meshtune.weights.republish import republish
 from meshtune.weights.rewrite import Publication
+from meshtune.weights.safetensors_files import LINK, headers
 from meshtune.weights.verify import ExportError, probe_logits
 
 FORMATS = ("published", *WRITERS)
@@ -104,8 +105,8 @@ def export(
     if format is not None:
         return _as_published(resolved, dest, format, into, dtype, any_base, overwrite, max_shard_bytes, progress)
     spec, _ = load_spec(resolved.base)
-    if resolved.adapter is not None and dtype not in (None, spec.dtype):
-        spec, _ = load_spec(resolved.base, "float32")  # add in float32 and round once, to `dtype`
+    if dtype not in (None, spec.dtype) and (resolved.adapter is not None or _has_float32(resolved.base)):
+        spec, _ = load_spec(resolved.base, "float32")  # round once, to `dtype`, and add adapters in float32
     expected, record, base_note, of = None, None, "", "trained"
     reading = of_stage(progress, "reading")
     if resolved.adapter is not None:
@@ -186,6 +187,11 @@ def _as_gguf(
             progress=of_stage(progress, "writing"),
         )
     return ExportResult(what, dest, verified)
+
+
+def _has_float32(model: Path) -> bool:
+    """Whether a model's files hold float32, whatever its config says."""
+    return (model / LINK).exists() or any(info.dtype == "F32" for info in headers(model).values())
 
 
 def _nothing_to_merge(resolved: Source) -> UserError:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 SUFFIX = ".gguf"
 QUANTIZATION_VERSION = 2
+SHOWN = 4  # names in a message
 
 
 def export_gguf(
@@ -150,4 +151,12 @@ def _verify(file: Path, tensors: int) -> None:
 def _verified(written: Written) -> str:
     kinds = ", ".join(f"{count} {name}" for name, count in sorted(written.types.items()))
     error = f"numbers within {written.error:.2%} of the model's (root mean square; {written.worst} is the worst)"
-    return f"{kinds} tensors, {error if written.error else 'numbers exactly those of the model'}"
+    text = f"{kinds} tensors, {error if written.error else 'numbers exactly those of the model'}"
+    if written.lost:
+        names = ", ".join(f"{name} in {kind}" for name, kind in written.lost[:SHOWN])
+        more = f" and {len(written.lost) - SHOWN} more" * (len(written.lost) > SHOWN)
+        text += (
+            f"; but the numbers of {names}{more} are too small for their type, and the file has zeros in their place: "
+            "--gguf BF16 keeps them"
+        )
+    return text

@@ -19,7 +19,7 @@ from meshtune.families import module_names
 from meshtune.families.gguf import GgufLayout, GgufPart, gguf_layout
 from meshtune.families.gguf.architecture import UNADAPTED
 from meshtune.families.tensors import View
-from meshtune.quantize.gguf import TYPES, encode
+from meshtune.quantize.gguf import TYPES
 from meshtune.quantize.gguf.mixture import FLOATS, check_file_type
 from meshtune.runs.export_gguf import check_file, end_texts, modelfile_of
 from meshtune.runs.modelfile import modelfile
@@ -27,6 +27,7 @@ from meshtune.runs.sources import Source
 from meshtune.weights.ends import read_ends
 from meshtune.weights.fingerprint import base_hash
 from meshtune.weights.gguf.file import header, read_gguf
+from meshtune.weights.gguf.writer import encoded
 from meshtune.weights.load import load_spec
 from meshtune.weights.publish import disk_errors, new_file
 from meshtune.weights.safetensors_files import LINK
@@ -78,7 +79,7 @@ def export_lora_gguf(
                 stream.write(start)
                 for number, (name, array) in enumerate(tensors.items(), 1):
                     stream.seek(offsets[name])
-                    stream.write(encode(file_type, array.reshape(-1, array.shape[-1])).tobytes())
+                    stream.write(encoded(name, file_type, array.reshape(-1, array.shape[-1]))[0].tobytes())
                     if progress:
                         progress(number, len(tensors))
                 stream.flush()

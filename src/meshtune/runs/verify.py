@@ -15,7 +15,8 @@ def check_result(directory: Path, expected: str | None = None) -> None:
 
     `expected` is the digest of digests.json itself, if the run recorded it.
     """
-    check_directory(directory, expected=expected, fix=FIX)
+    own = "" if expected is None else f", and give {directory} itself in place of its run"
+    check_directory(directory, expected=expected, fix=FIX + own)
 
 
 def check_source(directory: Path, job: Job) -> None:

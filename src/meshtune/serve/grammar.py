@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import UInt32
 
-from meshtune.errors import UserError
+from meshtune.errors import UserError, pip_install
 from meshtune.generate.constraint import mask_words
 
 if TYPE_CHECKING:
@@ -102,9 +102,7 @@ class Grammars:
         try:
             from llguidance.hf import from_tokenizer
         except ImportError as problem:
-            raise UserError(
-                "answers of a given form need llguidance", fix="install it: pip install 'meshtune[serve]'"
-            ) from problem
+            raise UserError("answers of a given form need llguidance", fix=pip_install("serve")) from problem
         return from_tokenizer(self._tokenizer, n_vocab=self._vocab, eos_token=sorted(self._stop_ids) or None)
 
 

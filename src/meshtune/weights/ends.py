@@ -21,7 +21,10 @@ def read_ends(*directories: Path | None) -> tuple[int, ...]:
 
 def generation_with_ends(source: Path, ends: Iterable[int]) -> dict[str, Any] | None:
     """The generation_config.json of the model in `source` with further ends; None where it has them all."""
-    fields, ends = _fields(source), tuple(ends)
+    ends = tuple(ends)
+    if not ends:
+        return None
+    fields = _fields(source)
     read = read_json(source / GENERATION) if (source / GENERATION).is_file() else fields  # by other programs
     return None if set(ends) <= set(_ids(read.get(KEY))) else fields | {KEY: list(_joined(_ids(fields.get(KEY)), ends))}
 

@@ -32,8 +32,9 @@ from meshtune.weights.file_tensors import FileTensor, StoredTensor, header, tens
 from meshtune.weights.load import MODEL_DTYPES, Progress, load_config, spec_of, stored_dtype
 from meshtune.weights.passed_through import passed_tensors
 from meshtune.weights.publish import check_room, disk_errors, published
+from meshtune.weights.ranges import check_range
 from meshtune.weights.safetensors_files import INDEX, SINGLE
-from meshtune.weights.verify import ExportError, Verified, verify_export
+from meshtune.weights.verify import ExportError, RoundingError, Verified, check_logits, probe_logits, verify_export
 from meshtune.weights.writer import write_file
 
 METADATA = {"format": "pt"}
@@ -99,8 +100,8 @@ def export_model(
     `layout` says how `params` lie on a mesh. With several processes all of `job` call this; what one of them raises all
     raise.
 
-    Raises UserError for a destination that holds something, a full disk or a bad dtype, ExportError if what was
-    written differs from what was trained.
+    Raises UserError for a destination that holds something, a full disk, a bad dtype, and numbers that it cannot hold;
+    ExportError if what was written differs from what was trained.
     """
     source, dest = Path(source), Path(dest)
     config = load_config(source)
@@ -109,7 +110,9 @@ def export_model(
         raise UserError(f"dtype '{dtype}' cannot be exported", fix=f"one of {', '.join(MODEL_DTYPES)}")
     metadata = METADATA | ({} if record is None else {"meshtune": json.dumps(record)})
     passed = passed_tensors(source, spec, job)
-    files = plan_shards([*tensors_of(tensors(spec), flatten(params), dtype), *passed], max_shard_bytes)
+    made = tensors_of(tensors(spec), flatten(params), dtype)
+    check_range(made, dtype)
+    files = plan_shards([*made, *passed], max_shard_bytes)
     total = sum(tensor.nbytes for shard in files.values() for tensor in shard)
     copies = list(_copies(source, MODEL_FILES)) + list(_copies(tokenizer or source, TOKENIZER_FILES))
     with raise_collectively(job, "export: destination"):
@@ -117,6 +120,8 @@ def export_model(
             check_destination(dest, (source, *([tokenizer] if tokenizer else [])), overwrite)
             _check_room(dest, files, copies, metadata)
 
+    expected = probe_logits(params, spec, layout) if expected is None else expected
+    check_logits(expected, str(source))
     with published(dest, "config.json", job) as folder:
         done = 0
         for number, (name, shard) in enumerate(files.items()):
@@ -181,6 +186,8 @@ def _verified(
             passed=passed,
             progress=checking,
         )
+    except RoundingError as error:
+        raise RoundingError(error.what, where=str(dest), fix=error.fix) from error
     except UserError as error:
         failed = dest.with_name(f"{dest.name}.failed-verification")
         if job.is_main_process:

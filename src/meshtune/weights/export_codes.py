@@ -23,7 +23,7 @@ from meshtune.quantize.weight import QuantisedWeight
 from meshtune.weights.codes_layout import CodesTensor, codes_tensors, experts_as_codes
 from meshtune.weights.load import load_config
 from meshtune.weights.read_into import Progress
-from meshtune.weights.rewrite import NewTensor, Publication, publish_model, whole_tensor
+from meshtune.weights.rewrite import NewTensor, Publication, publish_model, rounded, whole_tensor
 from meshtune.weights.safetensors_files import DTYPES, headers
 from meshtune.weights.tensor_reader import TensorReader
 
@@ -180,4 +180,4 @@ def _only(entries: Sequence[TensorMap]) -> TensorMap | None:
 
 def _numbers(tensor: CodesTensor, params: Leaves, dtype: str) -> np.ndarray:
     numbers = whole_tensor(tensor.entries, params, tensor.shape)
-    return numbers.astype(np.dtype(dtype) if dtype != "bfloat16" else DTYPES["BF16"])
+    return rounded(numbers, np.dtype(dtype) if dtype != "bfloat16" else DTYPES["BF16"], tensor.name)

@@ -193,9 +193,14 @@ def _not_cached(repo: str, where: str, near: str) -> UserError:
     reason = (
         "HF_HUB_OFFLINE is set" if offline else f"the hub ({urlparse(_endpoint()).netloc}) cannot be reached from here"
     )
+    misspelt, here = near, f"; no directory '{repo}' exists here"
+    what = f"'{repo}' is not (or not wholly) in the hub's cache, and {reason}"
+    if (parent := Path(repo).parent) != Path() and parent.is_dir():  # a path that is misspelt, rather than an id
+        what = f"there is no '{Path(repo).name}' in the folder '{parent}' here; as an id of the hub, {what}"
+        misspelt, here = near or "check the spelling of the path; for a model of the hub ", ""
     return UserError(
-        f"'{repo}' is not (or not wholly) in the hub's cache, and {reason}",
+        what,
         where=where,
-        fix=f"{near}{'unset HF_HUB_OFFLINE' if offline else 'check the network'}; or download it elsewhere with "
-        f"`hf download {repo}` and give the path of the folder; no directory '{repo}' exists here",
+        fix=f"{misspelt}{'unset HF_HUB_OFFLINE' if offline else 'check the network'}; or download it elsewhere with "
+        f"`hf download {repo}` and give the path of the folder{here}",
     )

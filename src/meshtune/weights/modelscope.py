@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshtune.errors import UserError
+from meshtune.errors import UserError, pip_install
 
 PREFIX = "modelscope:"
 VARIABLE = "USE_MODELSCOPE_HUB"
 REPOSITORY = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
-INSTALL = "install it: pip install 'meshtune[modelscope]'"
+INSTALL = pip_install("modelscope")
 
 
 def modelscope_id(name: str) -> str | None:

@@ -32,7 +32,7 @@ def published(dest: pathlib.Path, mark: str, job: Job = SINGLE_PROCESS) -> Itera
     try:
         with raise_collectively(job, "publish: begin"), disk_errors(dest):
             if job.is_main_process:
-                tidy(dest)
+                remove_leftovers(dest)
                 _check(dest, mark)
                 partial.mkdir(parents=True)
                 locked.enter_context(lock(partial))
@@ -62,7 +62,7 @@ def published(dest: pathlib.Path, mark: str, job: Job = SINGLE_PROCESS) -> Itera
             shutil.rmtree(old, ignore_errors=True)
 
 
-def tidy(dest: pathlib.Path) -> None:
+def remove_leftovers(dest: pathlib.Path) -> None:
     """Removes what processes that were killed have left beside `dest`, and brings back a `dest` that one was replacing.
 
     Raises: OSError.
@@ -81,7 +81,7 @@ def tidy(dest: pathlib.Path) -> None:
 def new_file(partial: pathlib.Path, dest: pathlib.Path) -> Iterator[None]:
     """Creates the file `partial`, which is to be renamed to `dest`, and locks it. Raises: OSError."""
     dest.parent.mkdir(parents=True, exist_ok=True)
-    tidy(dest)
+    remove_leftovers(dest)
     partial.touch()
     with lock(partial):
         yield

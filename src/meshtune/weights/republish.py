@@ -22,7 +22,7 @@ from meshtune.quantize.published.scheme import Box, Parts, Rewritable
 from meshtune.weights.load import load_config
 from meshtune.weights.packed import model_tensors
 from meshtune.weights.read_into import Progress
-from meshtune.weights.rewrite import NewTensor, Publication, publish_model, whole_tensor
+from meshtune.weights.rewrite import NewTensor, Publication, publish_model, rounded, whole_tensor
 from meshtune.weights.safetensors_files import DTYPES, STORED_DTYPES, TensorInfo, headers
 from meshtune.weights.tensor_reader import TensorReader
 from meshtune.weights.verify import ExportError
@@ -159,4 +159,4 @@ def _tensors(
 
 
 def _rounded(entries: Sequence[TensorMap], leaves: Leaves, info: TensorInfo) -> np.ndarray:
-    return whole_tensor(entries, leaves, info.shape).astype(DTYPES[info.dtype])
+    return rounded(whole_tensor(entries, leaves, info.shape), DTYPES[info.dtype], entries[0].name)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float
 
+from meshtune.errors import UserError
 from meshtune.families.tensors import Shape, TensorMap
 from meshtune.weights.check import check
 from meshtune.weights.ends import config_with_ends
@@ -24,6 +25,7 @@ from meshtune.weights.export import (
     write_json,
 )
 from meshtune.weights.file_tensors import ST_DTYPES, Tensor, header
+from meshtune.weights.finite import all_finite
 from meshtune.weights.load import load_spec
 from meshtune.weights.packed import model_tensors
 from meshtune.weights.publish import disk_errors, published
@@ -101,6 +103,19 @@ def whole_tensor(entries: Sequence[TensorMap], leaves: Mapping[str, np.ndarray],
     for entry in entries:
         entry.view.write(np.asarray(leaves[entry.path][entry.index], np.float32), numbers)
     return numbers
+
+
+def rounded(numbers: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    """Finite numbers in another dtype. Raises UserError, naming the tensor, where they are beyond it."""
+    with np.errstate(over="ignore"):
+        result = numbers.astype(dtype)
+    if not all_finite(result) and all_finite(numbers):
+        raise UserError(
+            f"tensor '{name}' has numbers up to {np.abs(numbers).max():.4g}, beyond {dtype}'s range",
+            where=name,
+            fix="leave --format out, and give --dtype float32",
+        )
+    return result
 
 
 def write_model(

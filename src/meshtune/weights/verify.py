@@ -54,6 +54,10 @@ class ExportError(UserError):
     """What was written is not what was trained."""
 
 
+class RoundingError(UserError):
+    """What was written is what was trained, rounded to a dtype in which the model computes something else."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Verified:
     """What was compared: tensors, bit for bit, and logits; the difference is relative, as TOLERANCE states it."""
@@ -165,7 +169,15 @@ def verify_export(
         expected = probe_logits(params, spec, layout)
     got = written_logits(dest, layout)
     with raise_collectively(job, "verify: logits"):
-        return Verified(compared, _compare_logits(expected, got, dest, dtype), TOLERANCE[dtype])
+        difference = relative_difference(expected, got)
+        if difference <= TOLERANCE[dtype]:
+            return Verified(compared, difference, TOLERANCE[dtype])
+    unrounded = probe_logits(
+        params, spec, layout
+    )  # its tensors are equal: was it merging that went wrong, or rounding?
+    by_rounding = relative_difference(expected, unrounded) <= TOLERANCE["float32"] and dtype != "float32"
+    with raise_collectively(job, "verify: rounding"):
+        raise _logits_error(difference, dest, dtype, by_rounding)
 
 
 def _spec_difference(spec: ModelSpec, written: ModelSpec) -> str | None:
@@ -287,14 +299,27 @@ def relative_difference(expected: np.ndarray, got: np.ndarray) -> float:
     return float(np.sqrt(np.mean((expected - got) ** 2) / max(float(np.mean(expected**2)), 1e-30)))
 
 
-def _compare_logits(expected: np.ndarray, got: np.ndarray, dest: Path, dtype: str) -> float:
-    if not np.isfinite(expected).all():
-        raise ExportError("the trained model's logits are not finite", where=str(dest))
-    difference = relative_difference(expected, got)
-    if not difference <= TOLERANCE[dtype]:
-        raise ExportError(
-            f"the logits of the written model differ from those of what was trained by {difference:.2e} (relative), "
-            f"and {dtype} allows {TOLERANCE[dtype]:.0e}",
-            where=str(dest),
+def check_logits(logits: np.ndarray, where: str) -> None:
+    """Raises UserError for logits of the probe that are not finite: there is nothing to compare an export with."""
+    if not np.isfinite(logits).all():
+        raise UserError(
+            "the model's logits are not finite, so that what is written of it cannot be verified",
+            where=where,
+            fix="its training diverged, or the model is damaged: export an earlier state (RUN@best, RUN@STEP), or "
+            "train again with a lower rate",
         )
-    return difference
+
+
+def _logits_error(difference: float, dest: Path, dtype: str, by_rounding: bool) -> UserError:
+    if by_rounding:
+        return RoundingError(
+            f"rounding the weights to {dtype} moves this model's logits by {difference:.2e} (relative), and "
+            f"{TOLERANCE[dtype]:.0e} is allowed: it would be another model",
+            where=str(dest),
+            fix="write it with --dtype float32",
+        )
+    return ExportError(
+        f"the logits of the written model differ from those of what was trained by {difference:.2e} (relative), "
+        f"and {dtype} allows {TOLERANCE[dtype]:.0e}",
+        where=str(dest),
+    )

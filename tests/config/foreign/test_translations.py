@@ -68,7 +68,7 @@ def test_axolotl_takes_the_best_checkpoint_where_every_save_has_an_evaluation(im
     """1 / (1 x 4) of the run between saves is four times 1 / (4 x 4) between evaluations."""
     often = {"val_set_size": 0.1, "num_epochs": 4, "saves_per_epoch": 1, "evals_per_epoch": 4}
     recipe = recipe_of(AXOLOTL | often)
-    assert (recipe.checkpoint.keep_best, recipe.eval.at_start) == (True, True)
+    assert (recipe.checkpoint.keep_best, recipe.checkpoint.result, recipe.eval.at_start) == (True, "best", True)
     assert not recipe_of(AXOLOTL | often | {"evals_per_epoch": 3, "saves_per_epoch": 2}).checkpoint.keep_best
     assert not recipe_of(AXOLOTL | often | {"load_best_model_at_end": False}).checkpoint.keep_best
 

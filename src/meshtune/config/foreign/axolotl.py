@@ -261,7 +261,7 @@ TRAIN: Table = {
     "save_strategy": part("checkpoint.every", text, ABSENT, "checkpoints are about ten a run; results are the same"),
     "save_first_step": part("checkpoint.every", flag, ABSENT, "checkpoints are about ten a run; results are the same"),
     "save_total_limit": direct("checkpoint.keep", integer),
-    "load_best_model_at_end": part("checkpoint.keep_best", flag, False),
+    "load_best_model_at_end": part("checkpoint.result", flag, False),
     "resume_from_checkpoint": refused("its checkpoints hold torch's own state", "start from its result", ()),
     "auto_resume_from_checkpoints": part("resume", flag, False),
     "wandb_project": part("log.project", text),

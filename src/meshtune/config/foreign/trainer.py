@@ -61,7 +61,7 @@ TRAINER: Table = {
     "save_strategy": part("checkpoint.every", text, "steps"),
     "save_steps": part("checkpoint.every", number, 500, "nothing is saved by steps"),
     "save_total_limit": part("checkpoint.keep", integer),
-    "load_best_model_at_end": part("checkpoint.keep_best", flag, False),
+    "load_best_model_at_end": part("checkpoint.result", flag, False),
     "resume_from_checkpoint": part("resume", anything, ABSENT, "false: nothing is resumed"),
     "overwrite_output_dir": part("overwrite", flag, False, "false: an output that is not empty is an error here too"),
     "push_to_hub": part("hub.repository", flag, False, "false: nothing is pushed"),

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 from meshtune.cache import cache_folder
-from meshtune.errors import UserError
+from meshtune.errors import UserError, pip_install
 from meshtune.plan.compilers.linker import find_linker
 from meshtune.plan.compilers.stand_ins import build_stand_ins, library_folders
 
@@ -76,7 +76,7 @@ def require_compiler(platform: str) -> Compiler:
 
 
 def how_to_install(platform: str) -> str:
-    return f"run `meshtune doctor --install {platform}`, or pip install 'meshtune[plan-{platform}]'"
+    return f"run `meshtune doctor --install {platform}`, or {pip_install(f'plan-{platform}')}"
 
 
 def _cuda(folder: pathlib.Path | None, env: Mapping[str, str]) -> Compiler | MissingCompiler:

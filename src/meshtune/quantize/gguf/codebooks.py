@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from meshtune.errors import UserError
+from meshtune.errors import UserError, pip_install
 
 
 def decode(name: str, blocks: UInt8[np.ndarray, "n bytes"]) -> Float[np.ndarray, "n numbers"]:
@@ -15,6 +15,6 @@ def decode(name: str, blocks: UInt8[np.ndarray, "n bytes"]) -> Float[np.ndarray,
     except ImportError as error:
         raise UserError(
             f"tensors of type {name} are decoded by the package gguf, which is not installed",
-            fix="pip install 'meshtune[gguf]'",
+            fix=pip_install("gguf"),
         ) from error
     return quants.dequantize(blocks, GGMLQuantizationType[name])

@@ -28,7 +28,7 @@ def read_arrays(state: pathlib.Path, shapes: Mapping[str, tuple[int, ...]]) -> d
     logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of a file that a whole checkpoint has elsewhere
     reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
     try:
-        saved = reader.metadata(state).item_metadata.tree
+        saved = reader.metadata(state).item_metadata.tree  # pyright: ignore[reportOptionalMemberAccess]
         for name, shape in shapes.items():
             if name not in saved or tuple(saved[name].shape) != shape:
                 found = tuple(saved[name].shape) if name in saved else "absent"

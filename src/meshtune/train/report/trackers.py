@@ -13,26 +13,24 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from meshtune.errors import UserError
+from meshtune.errors import UserError, pip_install
 from meshtune.train.report.events import Evaluated, Event, Sampled, Sink, Stepped
 
-# (module, package to install) by tracker.
+# (module, how to install it) by tracker.
 NEEDS = {
-    "tensorboard": ("tensorboard", "tensorboard"),
-    "wandb": ("wandb", "'meshtune[wandb]'"),
-    "trackio": ("trackio", "'meshtune[trackio]'"),
-    "mlflow": ("mlflow", "'meshtune[mlflow]'"),
+    "tensorboard": ("tensorboard", "pip install tensorboard"),
+    "wandb": ("wandb", pip_install("wandb")),
+    "trackio": ("trackio", pip_install("trackio")),
+    "mlflow": ("mlflow", pip_install("mlflow")),
 }
 
 
 def check_installed(names: list[str]) -> None:
     """Raises UserError for the first tracker that is not installed."""
     for name in names:
-        module, package = NEEDS[name]
+        module, fix = NEEDS[name]
         if importlib.util.find_spec(module) is None:
-            raise UserError(
-                f"the tracker '{name}' is not installed", where="log.trackers", fix=f"pip install {package}"
-            )
+            raise UserError(f"the tracker '{name}' is not installed", where="log.trackers", fix=fix)
 
 
 def scalars(event: Event) -> tuple[int, dict[str, float]] | None:

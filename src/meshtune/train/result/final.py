@@ -11,20 +11,34 @@ from meshtune.adapters.method import PreparedModel
 from meshtune.adapters.peft_format import BaseRecord
 from meshtune.adapters.training_method import Method
 from meshtune.adapters.verify import export_adapter
-from meshtune.arrays.tree import flatten, unflatten
+from meshtune.arrays.tree import Tree, flatten, unflatten
 from meshtune.data.tokenizer import padding_id
 from meshtune.digests import write_digests
+from meshtune.families import tensors
 from meshtune.mesh.collective_errors import raise_collectively
 from meshtune.mesh.layout import Layout
 from meshtune.mesh.processes import SINGLE_PROCESS, Job
 from meshtune.model.compute import Compute
+from meshtune.model.spec import ModelSpec
 from meshtune.quantize.weight import QuantisedWeight
 from meshtune.runs.output import ADAPTER, MODEL
 from meshtune.train.result.own_base import own_base
 from meshtune.weights.export import export_model, write_generation
+from meshtune.weights.file_tensors import tensors_of
+from meshtune.weights.load import load_config, stored_dtype
+from meshtune.weights.ranges import find_overflow
+from meshtune.weights.verify import RoundingError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+def _dtype(params: Tree, spec: ModelSpec, source: pathlib.Path) -> str:
+    """The source's dtype, or float32 where training has moved numbers beyond it, as it may beyond float16."""
+    dtype = stored_dtype(source, load_config(source))
+    if dtype != "float16" or find_overflow(tensors_of(tensors(spec), flatten(params), dtype)) is None:
+        return dtype
+    return "float32"
 
 
 def export_result(
@@ -58,17 +72,11 @@ def export_result(
         params = model.parameters
         if any(isinstance(leaf, QuantisedWeight) for leaf in flatten(model.frozen).values()):
             params = merged(unflatten(flatten(params)))  # a copy of the dicts, which are used up
-        export_model(
-            params,
-            model.spec,
-            source,
-            dest,
-            overwrite=True,
-            layout=layout,
-            job=job,
-            pad=padding_id(tokenizer),
-            ends=ends,
-        )
+        options = {"overwrite": True, "layout": layout, "job": job, "pad": padding_id(tokenizer), "ends": ends}
+        try:
+            export_model(params, model.spec, source, dest, dtype=_dtype(params, model.spec, source), **options)
+        except RoundingError:  # the base's dtype cannot hold what was learned
+            export_model(params, model.spec, source, dest, dtype="float32", **options)
     with raise_collectively(job, "export: tokenizer"):
         if job.is_main_process:
             for file in (*dest.glob("chat_template.*"), *dest.glob("additional_chat_templates/*")):

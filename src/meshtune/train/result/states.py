@@ -10,6 +10,7 @@ import json
 import pathlib
 import shutil
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,9 @@ from meshtune.train.checkpoint.read_state import read_arrays
 from meshtune.train.result.final import export_result
 from meshtune.train.step.state import TrainState
 from meshtune.weights.publish import disk_errors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 RESULTS = "results"  # in a run: what its states are as results, by their updates
 WHOLE = "state.json"  # in such a folder, written last: the digest of the checkpoint that it was made from
@@ -68,15 +72,16 @@ def _export(run: pathlib.Path, checkpoint: pathlib.Path, folder: pathlib.Path, c
     recipe = load_recipe(str(run / RECIPE), ["mesh={}", "compute.offload=[]", "compute.attention=auto"])
     machine = this_machine()
     machine = dataclasses.replace(machine, devices=machine.devices[:1])
-    resolved = _with_start(resolve_run(recipe, machine), run)
+    resolved = resolve_run(recipe, machine)
     _check_platform(resolved, fields.get("platform"), run)
-    tokenizer, _ = tokenizer_of(recipe.model, resolved.source)
+    tokenizer, _ = tokenizer_of(recipe.model, resolved.source)  # of the model as published: new tokens are added to it
+    resolved = _with_start(resolved, run)
     total = fields["total"]
     model = Parameters(
         recipe=recipe,
         resolved=resolved,
         compute=Compute(),
-        data=_calibration_data(recipe, resolved),
+        data=_calibration_data(recipe, resolved, tokenizer),
         total=total,
         job=SINGLE_PROCESS,
         processes_a_host=1,
@@ -109,10 +114,10 @@ def _check_platform(resolved: ResolvedRun, platform: str | None, run: pathlib.Pa
         )
 
 
-def _calibration_data(recipe: Recipe, resolved: ResolvedRun) -> PreparedData | None:
+def _calibration_data(recipe: Recipe, resolved: ResolvedRun, tokenizer: PreTrainedTokenizerFast) -> PreparedData | None:
     if not resolved.method.calibration_rows:
         return None
-    return prepare_data(recipe, tokenizer_of(recipe.model, resolved.source)[0], vocab=resolved.spec.vocab)
+    return prepare_data(recipe, tokenizer, vocab=resolved.spec.vocab)
 
 
 def _saved(recipe: Recipe, resolved: ResolvedRun, checkpoint: pathlib.Path, total: int) -> Tree:

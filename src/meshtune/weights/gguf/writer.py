@@ -20,17 +20,20 @@ from meshtune.weights.gguf.numbers import Numbers
 from meshtune.weights.publish import check_room
 
 PART_NUMBERS = 1 << 22  # that are read, encoded and written together
+LOST = 0.5  # error of a tensor from which its type holds next to nothing of it; the coarsest are at 0.15
 
 
 @dataclasses.dataclass(frozen=True)
 class Written:
     """What was written: tensors by type, bytes, and the error of what is stored relative to the numbers it was made
-    from, of the worst tensor (root mean square)."""
+    from, of the worst tensor (root mean square). `lost` are the names and types of tensors whose numbers are too small
+    for their type, which stores zeros or next to nothing of them."""
 
     types: Mapping[str, int]
     nbytes: int
     error: float
     worst: str
+    lost: tuple[tuple[str, str], ...] = ()
 
 
 def write_gguf(
@@ -53,7 +56,7 @@ def write_gguf(
     nbytes = -(-max(ends) // ALIGNMENT) * ALIGNMENT
     check_room(file, nbytes)
     total = sum(math.prod(shape) for _, shape in chosen.values())
-    done, worst, counts = 0, (0.0, ""), dict[str, int]()
+    done, worst, counts, lost = 0, (0.0, ""), dict[str, int](), list[tuple[str, str]]()
     with file.open("wb") as stream:
         stream.write(start)
         for name, array in layout.computed.items():
@@ -67,19 +70,22 @@ def write_gguf(
             stream.seek(offsets[name])
             squares = differences = 0.0
             for rows in _rows(tensor_parts, numbers):
-                content = encode(kind, rows)
-                _check(name, kind, rows, content)
+                content, stored = encoded(name, kind, rows)
                 stream.write(content.tobytes())
                 squares += float(np.square(rows, dtype=np.float64).sum())
-                differences += float(np.square(decode(kind, content) - rows, dtype=np.float64).sum())
+                differences += float(np.square(stored - rows, dtype=np.float64).sum())
                 done += rows.size
                 if progress:
                     progress(done, total)
-            worst = max(worst, ((differences / squares) ** 0.5 if squares else 0.0, name))
+            error = (differences / squares) ** 0.5 if squares else 0.0
+            if error < LOST:
+                worst = max(worst, (error, name))
+            else:
+                lost.append((name, kind))
         stream.truncate(nbytes)
         stream.flush()
         os.fsync(stream.fileno())
-    return Written(counts, nbytes, *worst)
+    return Written(counts, nbytes, *worst, tuple(lost))
 
 
 def _listed(layout: GgufLayout, numbers: Numbers) -> dict[str, list[float]]:
@@ -112,12 +118,21 @@ def _rows(parts: Sequence[GgufPart], numbers: Numbers) -> Iterator[np.ndarray]:
         yield np.repeat(first, min(step, part.padding - start), axis=0).reshape(-1, shape[-1])
 
 
-def _check(name: str, kind: str, rows: np.ndarray, content: np.ndarray) -> None:
+def encoded(name: str, kind: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(rows of a tensor in a type, the numbers that this stands for). Raises UserError for numbers that are not finite,
+    and for ones beyond the type."""
     _check_finite(f"tensor '{name}'", rows)
-    if kind == "F16" and not np.isfinite(content.view(np.float16)).all():
+    with np.errstate(over="ignore", invalid="ignore"):
+        content = encode(kind, rows)
+        stored = decode(kind, content)
+    if not np.isfinite(stored).all():
+        within = "float16's range" if kind == "F16" else f"what {kind} holds, whose scales are float16"
         raise UserError(
-            f"tensor '{name}' has numbers beyond float16's range", where=name, fix="write it with --gguf BF16"
+            f"tensor '{name}' has numbers up to {np.abs(rows).max():.4g}, beyond {within}",
+            where=name,
+            fix="write it with --gguf BF16",
         )
+    return content, stored
 
 
 def _check_finite(subject: str, numbers: np.ndarray) -> None:
