@@ -1,4 +1,4 @@
-"""Whole runs in too little memory (`ulimit -v`): refused, explained where they run out, or made smaller by themselves."""
+"""Whole runs in too little memory (`ulimit -v`): refused, explained where they run out, or made smaller."""
 
 from __future__ import annotations
 
