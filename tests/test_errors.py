@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from meshtune.cli.failure import show
-from meshtune.errors import UserError, nearest
+from meshtune.errors import UserError, counted, nearest
 
 
 @pytest.mark.parametrize("fix", [None, ""])
@@ -34,3 +34,8 @@ def test_the_nearest_name_extends_what_was_written():
     names = ["badam", "adamw", "adafactor"]
     assert nearest("adam", names) == nearest("adamv", names) == "did you mean 'adamw'? "
     assert nearest("zzz", names) == ""
+
+
+def test_a_number_agrees_with_its_noun():
+    assert [counted(n, "row") for n in (0, 1, 2048)] == ["0 rows", "1 row", "2,048 rows"]
+    assert [counted(n, "matrix", "matrices") for n in (1, 2)] == ["1 matrix", "2 matrices"]

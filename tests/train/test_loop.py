@@ -17,7 +17,7 @@ from meshtune.train.evaluation.early_stopping import EarlyStopping
 from meshtune.train.evaluation.evaluate import Evaluation
 from meshtune.train.interrupt import Interrupt, interruptible
 from meshtune.train.loop import Task, run_loop
-from meshtune.train.report.events import Evaluated, Events, Sampled, Saved, Started, Stepped, Stopped
+from meshtune.train.report.events import Evaluated, Events, Note, Sampled, Saved, Started, Stepped, Stopped
 from meshtune.train.step.state import TrainState
 
 
@@ -104,6 +104,15 @@ def test_every_update_is_reported_once_in_order_with_its_own_numbers(tmp_path):
     assert saved == [2, 4, 5]
     assert float(ended.state.trainable["w"]) == 5
     assert ended.last_loss == 6.0
+
+
+def test_a_slow_update_is_announced_before_it_and_is_not_one_of_those_that_tell_the_speed(tmp_path):
+    work = task(total=5, announce=lambda done: "computing the projectors" if done in (0, 3) else None)
+    _, events, _ = run(tmp_path, work)
+    assert [event.slow for event in events if isinstance(event, Stepped)] == [True, False, False, True, False]
+    notes = [place for place, event in enumerate(events) if isinstance(event, Note)]
+    assert [events[place].text for place in notes] == ["computing the projectors"] * 2  # pyright: ignore[reportAttributeAccessIssue]
+    assert isinstance(events[notes[0] - 1], Started)
 
 
 def test_what_is_evaluated_and_sampled_from_is_what_the_optimizer_shows(tmp_path):
