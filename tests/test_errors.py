@@ -10,7 +10,7 @@ import tomllib
 import pytest
 
 from meshtune.cli.failure import show
-from meshtune.errors import UserError, nearest, pip_install
+from meshtune.errors import UserError, counted, nearest, pip_install
 
 
 @pytest.mark.parametrize("fix", [None, ""])
@@ -51,3 +51,8 @@ def test_extras_that_messages_and_pages_name_are_ones_of_the_project_and_no_inde
         named = re.findall(r"pip_install\(\"([\w-]+)\"\)|pip install '\.\[([\w-]+)\]'", text)
         assert {first or second for first, second in named} <= set(extras), path
     assert pip_install("serve").endswith("pip install '.[serve]'")
+
+
+def test_a_number_agrees_with_its_noun():
+    assert [counted(n, "row") for n in (0, 1, 2048)] == ["0 rows", "1 row", "2,048 rows"]
+    assert [counted(n, "matrix", "matrices") for n in (1, 2)] == ["1 matrix", "2 matrices"]

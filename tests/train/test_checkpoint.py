@@ -116,6 +116,15 @@ def big(step: int) -> TrainState:
     return TrainState(jnp.int32(step), {"w": jnp.asarray(noise)}, ())
 
 
+def test_a_disk_without_room_is_named_before_anything_is_trained(small_disk):
+    noise = TrainState(jnp.int32(0), {"w": jnp.zeros(3_000_000)}, ())
+    with Checkpoints(small_disk / "checkpoints", keep=3) as checkpoints:
+        checkpoints.check_room(big(0))
+        with pytest.raises(UserError, match="no space left on the device") as caught:
+            checkpoints.check_room(noise)
+    assert "make room" in (caught.value.fix or "")
+
+
 def test_a_full_disk_is_one_message_and_loses_nothing_saved(small_disk):
     place = small_disk / "checkpoints"
 

@@ -17,7 +17,7 @@ from meshtune.train.evaluation.early_stopping import EarlyStopping
 from meshtune.train.evaluation.evaluate import Evaluation
 from meshtune.train.interrupt import Interrupt, interruptible
 from meshtune.train.loop import LoadedBatches, Task, run_loop
-from meshtune.train.report.events import Evaluated, Events, Sampled, Saved, Started, Stepped, Stopped
+from meshtune.train.report.events import Evaluated, Events, Note, Sampled, Saved, Started, Stepped, Stopped
 from meshtune.train.step.state import TrainState
 
 
@@ -120,6 +120,15 @@ def test_a_source_of_batches_sees_the_state_that_its_batch_updates(tmp_path):
 
     run(tmp_path, task(total=5, start=2, batches=FromState()))
     assert seen == [(2, 2.0), (3, 3.0), (4, 4.0), "closed"]
+
+
+def test_a_slow_update_is_announced_before_it_and_is_not_one_of_those_that_tell_the_speed(tmp_path):
+    work = task(total=5, announce=lambda done: "computing the projectors" if done in (0, 3) else None)
+    _, events, _ = run(tmp_path, work)
+    assert [event.slow for event in events if isinstance(event, Stepped)] == [True, False, False, True, False]
+    notes = [place for place, event in enumerate(events) if isinstance(event, Note)]
+    assert [events[place].text for place in notes] == ["computing the projectors"] * 2  # pyright: ignore[reportAttributeAccessIssue]
+    assert isinstance(events[notes[0] - 1], Started)
 
 
 def test_what_is_evaluated_and_sampled_from_is_what_the_optimizer_shows(tmp_path):

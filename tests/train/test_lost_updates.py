@@ -6,11 +6,13 @@ import io
 import pathlib
 import re
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
 
 import meshtune
+from meshtune.arrays.spec import ArraySpec
 from meshtune.config.load import load_recipe
 from meshtune.optim.build import OPTIMIZERS
 from meshtune.train.lost_updates import LostUpdates
@@ -49,6 +51,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MESHTUNE_CACHE", str(tmp_path / "cache"))
 
 
+@pytest.mark.slow
 def test_a_rate_that_bfloat16_rounds_away_is_warned_of_with_what_to_do(tmp_path):
     said = run(tmp_path)
     found = re.search(WARNING, said)
@@ -84,6 +87,24 @@ def test_every_optimizer_is_watched(tmp_path, name):
 )
 def test_each_way_out_ends_the_warning(tmp_path, changes):
     assert "warning: only" not in run(tmp_path, *changes)
+
+
+def test_the_share_is_of_matrices_in_narrow_dtypes():
+    """Of an embedding, and of what is float32, unchanged numbers mean nothing."""
+    roles = {"matrix": ("matrix", "bfloat16"), "embed": ("table", "bfloat16"), "wide": ("matrix", "float32")}
+    abstract = {
+        name: {"weight": ArraySpec((64, 64), dtype, ("out", "in"), role=role)} for name, (role, dtype) in roles.items()
+    }
+    before = {name: {"weight": jnp.ones((64, 64), dtype)} for name, (_, dtype) in roles.items()}
+    rates = np.full(5, 1e-3)
+    for rows, expected in ((2, "only 3.1% of the weights in bfloat16 changed in updates 1 to 3"), (40, None)):
+        watch = LostUpdates(abstract, rates, 0)
+        watch.before(before, 0)
+        after = before | {"matrix": {"weight": before["matrix"]["weight"].at[:rows].add(0.5)}}
+        assert watch.after(after, 2) is None
+        said = watch.after(after, 3)
+        assert said is None if expected is None else expected in (said or "")
+        assert watch.after(before, 4) is None, "it is said once"
 
 
 def test_updates_of_a_warm_up_are_not_watched():

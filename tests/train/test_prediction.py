@@ -97,3 +97,5 @@ def test_prediction_and_measurement_are_compared_only_where_both_are_known():
     assert memory == "10.0 GiB of memory per device, 11.0 GiB measured (+10%)"
     assert time == "0.5 s per update, 0.75 s measured (1.50 times as long; the median of 40)"
     assert predicted_vs_measured(prediction, MeasuredStep(None, None, 0)) == []
+    (time,) = predicted_vs_measured(Prediction(None, None, 0.0242, None, "CPU"), MeasuredStep(None, 0.2, 150))
+    assert time == "0.0242 s per update, 0.2 s measured (too short to compare; the median of 150)"

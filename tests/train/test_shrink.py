@@ -25,7 +25,7 @@ def train(folder: pathlib.Path, output: str, *changes: str, memory: float | None
     limit = None if memory is None else (int(memory * GIB),) * 2
     recipe = [
         f"model={QUICKSTART / 'model'}", f"data.train={QUICKSTART / 'lesson.jsonl'}", "data.max_length=256",
-        f"output={folder / output}", "train.steps=2", "train.batch_size=512", "compute.remat=selective",
+        f"output={folder / output}", "train.steps=1", "train.batch_size=512", "compute.remat=selective",
         "optimizer.warmup_steps=0", *changes,
     ]  # fmt: skip
     done = subprocess.run(
@@ -33,7 +33,7 @@ def train(folder: pathlib.Path, output: str, *changes: str, memory: float | None
         env=environment(folder / "cache"),
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=1200,
         preexec_fn=None if limit is None else lambda: resource.setrlimit(resource.RLIMIT_AS, limit),
     )
     return done.returncode, done.stdout + done.stderr
@@ -82,7 +82,7 @@ def test_an_open_micro_batch_is_made_smaller_until_it_fits(tmp_path):
         assert code == 0, said
         assert "trying a micro-batch of 256 rows" in said
         rows = [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
-        assert [row["step"] for row in rows] == [1, 2]
+        assert [row["step"] for row in rows] == [1]
         assert "micro_batch: 256" in (tmp_path / output / "recipe.yaml").read_text()
     code, said = train(tmp_path, "ran-out", "train.micro_batch=auto", "resume=true")
     assert code == 0, "a resumed run takes the micro-batch that it had: " + said

@@ -15,7 +15,8 @@ import numpy as np
 from rich.console import Console
 
 from meshtune.adapters.method import PreparedModel
-from meshtune.arrays.tree import Tree, flatten, merge
+from meshtune.arrays.paths import named_leaves
+from meshtune.arrays.tree import Tree, merge
 from meshtune.config.recipe import Recipe
 from meshtune.data.prepare import PreparedData
 from meshtune.errors import counted
@@ -111,7 +112,7 @@ def _announcement(recipe: Recipe, matrices: int, start: int, done: int) -> str |
 
 def _matrices(parts: Parts) -> int:
     """Matrices that are trained in the layers, each expert's among them."""
-    arrays = flatten(parts.resolved.arrays.trainable).values()
+    arrays = (array for _, array in named_leaves(parts.resolved.arrays.trainable))
     return sum(math.prod(array.shape[:-2]) for array in arrays if array.role in ("matrix", "experts"))
 
 
