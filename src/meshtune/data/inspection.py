@@ -123,6 +123,6 @@ def _vocabulary(path: str) -> int | None:
     file = pathlib.Path(path).expanduser() / "config.json"
     try:
         vocab = json.loads(file.read_text(encoding="utf-8")).get("vocab_size")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return None  # a tokenizer can be inspected without a model
     return vocab if isinstance(vocab, int) else None

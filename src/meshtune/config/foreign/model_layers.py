@@ -113,7 +113,7 @@ def layers_of_model(path: str) -> Layers | None:
     if file.is_file():
         try:
             config = dict(json.loads(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):  # check_model has refused it
+        except (OSError, ValueError, TypeError, RecursionError):  # check_model has refused it
             return None
         name = BY_TYPE.get(str(config.get("model_type")), path)
         if name.startswith("DeepSeek") and config.get("q_lora_rank") is None:

@@ -55,7 +55,7 @@ def _of_config(file: pathlib.Path) -> str | None:
         model_spec(json.loads(file.read_text(encoding="utf-8")), str(file))
     except UserError as problem:
         return problem.what
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         return f"its config.json cannot be read: {problem}"
     return None
 
@@ -65,5 +65,8 @@ def layers_of(path: str) -> int | None:
     file = pathlib.Path(path).expanduser() / "config.json"
     if not file.is_file():
         return None
-    layers = json.loads(file.read_text(encoding="utf-8")).get("num_hidden_layers")
+    try:
+        layers = json.loads(file.read_text(encoding="utf-8")).get("num_hidden_layers")
+    except (OSError, ValueError, AttributeError, RecursionError):  # check_model has refused it
+        return None
     return layers if isinstance(layers, int) else None
