@@ -208,6 +208,42 @@ def test_what_is_not_text_is_refused_by_name_where_text_is_read(cache, name):
     assert "completion" in (caught.value.where or "")
 
 
+DEEP = "[" * 100_000 + "]" * 100_000
+STATE = (
+    '{"_data_files": [%s], "_fingerprint": "x", "_format_columns": null, "_format_kwargs": {}, "_format_type": null}'
+)
+WRONG = ["[]", "{}", "3", DEEP, "\udcff", '{"features": 3}', '{"splits": 3}', STATE % "", STATE % "3", STATE % "{}"]
+
+
+def records_or_error(path):
+    try:
+        return read(path)
+    except UserError as error:
+        return error.where, error.what.partition(":")[0]
+
+
+@pytest.mark.parametrize("file", ["state.json", "dataset_info.json"])
+@pytest.mark.parametrize("content", WRONG)
+def test_a_saved_data_set_of_wrong_json_is_an_error_of_its_folder(cache, file, content):
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(cache / "saved")
+    (cache / "saved" / file).write_bytes(content.encode("utf-8", "surrogateescape"))
+    records = records_or_error(cache / "saved")  # what it does not need may be anything
+    assert records in ([{"text": "a"}], ("saved", "cannot read the saved data set"))
+
+
+@pytest.mark.parametrize("content", [*WRONG, '{"info": 3}', '{"info": {"features": 3}}', "{"])
+def test_metadata_of_wrong_json_is_an_error_of_the_file(cache, content):
+    metadata = {"huggingface": content.encode("utf-8", "surrogateescape")}
+    table = pyarrow.table({"text": ["a"]}).replace_schema_metadata(metadata)
+    pyarrow.parquet.write_table(table, cache / "a.parquet")
+    write_arrow(table, cache)
+    for file in ("a.parquet", "file.arrow", "stream.arrow"):
+        assert records_or_error(cache / file) in (
+            [{"text": "a"}],
+            (file, f"cannot read the {file.partition('.')[2]} file"),
+        )
+
+
 @pytest.mark.parametrize(
     "kind", ["parquet", "arrow", "stream", "saved", "jsonl", "json", "csv", "tsv", "txt", "jsonl.gz"]
 )

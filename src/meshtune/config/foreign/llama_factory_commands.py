@@ -150,7 +150,11 @@ def _file(draft: Draft, name: str) -> str | None:
             "run this where that folder is",
         )
         return None
-    entry = json.loads(listed.read_text(encoding="utf-8")).get(name)
+    try:
+        entry = json.loads(listed.read_text(encoding="utf-8")).get(name)
+    except (OSError, ValueError, AttributeError, RecursionError) as problem:
+        draft.refuse("eval_dataset", f"the registry {listed} cannot be read: {problem}", "correct that file")
+        return None
     if not isinstance(entry, dict) or not (entry.get("file_name") or entry.get("hf_hub_url")):
         draft.refuse("eval_dataset", f"{listed} has no file or hub data set for '{name}'", "name the file")
         return None

@@ -154,6 +154,8 @@ def _data(draft: Draft) -> str:
 
 def _listing(draft: Draft, key: str, name: str) -> dict[str, dict[str, Any]]:
     """The data sets that a file names, by name."""
+    from meshtune.config.load import recipe_file_text  # which imports this module
+
     if not name.endswith((".yaml", ".yml")):
         return {name: {"path": name}}
     file = pathlib.Path(name).expanduser()
@@ -161,8 +163,8 @@ def _listing(draft: Draft, key: str, name: str) -> dict[str, dict[str, Any]]:
         draft.refuse(key, f"{name}, which lists the data, cannot be read", "run this where that file lies")
         return {}
     try:
-        value = yaml_text.read(file.read_text(encoding="utf-8"), name).value
-    except (UserError, OSError, UnicodeDecodeError) as problem:
+        value = yaml_text.read(recipe_file_text(file), name).value
+    except UserError as problem:
         draft.refuse(key, f"{name}: {problem}", "correct that file")
         return {}
     if not isinstance(value, dict) or not all(isinstance(entry, dict) and "path" in entry for entry in value.values()):

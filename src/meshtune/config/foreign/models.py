@@ -63,5 +63,8 @@ def layers_of(path: str) -> int | None:
     file = pathlib.Path(path).expanduser() / "config.json"
     if not file.is_file():
         return None
-    layers = read_json(file).get("num_hidden_layers")
+    try:
+        layers = read_json(file).get("num_hidden_layers")
+    except UserError:  # check_model has refused it
+        return None
     return layers if isinstance(layers, int) else None

@@ -261,10 +261,10 @@ def _fields(path: str | None) -> set[str] | None:
     file = pathlib.Path(path).expanduser() if path else None
     if file is None or not file.is_file() or file.suffix not in (".json", ".jsonl"):
         return None
-    text = file.read_text(encoding="utf-8").lstrip()
     try:
+        text = file.read_text(encoding="utf-8").lstrip()
         record = json.loads(text)[0] if text.startswith("[") else json.loads(text.partition("\n")[0])
-    except (ValueError, IndexError):
+    except (OSError, ValueError, IndexError, RecursionError):
         return None
     return set(record) if isinstance(record, dict) else None
 

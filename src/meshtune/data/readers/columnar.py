@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import pyarrow
 
 Reader = Callable[[Any], object]
+# What `datasets` raises for JSON of the wrong types in a data set's own files, or in the metadata of its tables.
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 BLOCK = 256  # records converted to Python objects at once in a sweep: fast, and small even if each is megabytes
 
 
@@ -139,7 +141,7 @@ def open_arrow(path: pathlib.Path, name: str) -> ColumnarRecords:
         return ColumnarRecords(datasets.Dataset.from_file(str(path)), name, path)
     except UserError:
         raise
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
+    except (pyarrow.ArrowException, OSError, *MALFORMED) as error:
         fix = "write it again with datasets' save_to_disk, or pyarrow.ipc"
         raise UserError(f"cannot read the arrow file: {root_cause(error)}", where=name, fix=fix) from error
 
@@ -160,8 +162,9 @@ def open_saved(path: pathlib.Path, name: str, split: str) -> ColumnarRecords:
         path = path / split
     try:
         return ColumnarRecords(datasets.Dataset.load_from_disk(str(path)), name)
-    except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
-        raise UserError(f"cannot read the saved data set: {root_cause(error)}", where=name) from error
+    except (pyarrow.ArrowException, OSError, *MALFORMED) as error:
+        fix = "write it again with datasets' save_to_disk"
+        raise UserError(f"cannot read the saved data set: {root_cause(error)}", where=name, fix=fix) from error
 
 
 def check_types(schema: pyarrow.Schema, name: str) -> None:

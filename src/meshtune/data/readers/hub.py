@@ -14,7 +14,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 
-from meshtune.data.readers.columnar import ColumnarRecords, quiet_datasets, root_cause
+from meshtune.data.readers.columnar import MALFORMED, ColumnarRecords, quiet_datasets, root_cause
 from meshtune.errors import UserError
 
 CONNECT_SECONDS = 1.5  # for name resolution and a TCP connection; beyond it the hub counts as unreachable
@@ -49,7 +49,7 @@ def open_hub(
             raise UserError(f"the data set has no data files: {root_cause(error)}", where=where) from error
         except ConnectionError as error:
             raise _unreachable_error(name, where) from error
-        except (exceptions.DatasetsError, ValueError, RuntimeError, OSError) as error:
+        except (exceptions.DatasetsError, RuntimeError, OSError, *MALFORMED) as error:
             if _is_connection_error(error):
                 raise _unreachable_error(name, where) from error
             raise UserError(

@@ -94,7 +94,8 @@ def _holds_array(file: MappedFile) -> bool:
 
 
 def _looks_like_lines(file: MappedFile) -> bool:
-    """Whether the first line of a .json file is a complete object, and more text follows."""
+    """Whether the first line of a .json file is a complete object, and more text follows. Raises UserError where it is
+    nested too deeply to tell."""
     first = TOKEN.search(file.view, file.start)
     if first is None or first.group() != b"{":
         return False
@@ -105,8 +106,10 @@ def _looks_like_lines(file: MappedFile) -> bool:
         return False
     try:
         return isinstance(json.loads(file.view[first.start() : end]), dict)
-    except (ValueError, RecursionError):
+    except ValueError:
         return False
+    except RecursionError:  # which layout it has cannot be told
+        raise _malformed(file, first.start(), "nested too deeply") from None
 
 
 def _spans(file: MappedFile) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import pathlib
 
-from meshtune.data.readers.columnar import ColumnarRecords, quiet_datasets, root_cause
+from meshtune.data.readers.columnar import MALFORMED, ColumnarRecords, quiet_datasets, root_cause
 from meshtune.data.readers.parquet import contents_hash
 from meshtune.errors import UserError
 from meshtune.weights.modelscope import PREFIX, download_data
@@ -24,7 +24,7 @@ def open_modelscope(
     with quiet_datasets(progress_bars=True):
         try:
             table = datasets.load_dataset(str(directory), name=subset, split=split, data_dir=folder, cache_dir=cache)
-        except (exceptions.DatasetsError, ValueError, RuntimeError, OSError) as error:
+        except (exceptions.DatasetsError, RuntimeError, OSError, *MALFORMED) as error:
             where = f"data set {name}" + (f", subset {subset}" if subset else "") + f", split {split}"
             raise UserError(
                 f"cannot load the data set: {root_cause(error)}", where=where, fix="check subset, split and revision"

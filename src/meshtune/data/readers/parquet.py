@@ -14,7 +14,7 @@ import pathlib
 import tempfile
 from collections.abc import Callable
 
-from meshtune.data.readers.columnar import ColumnarRecords, check_not_empty, check_types, root_cause
+from meshtune.data.readers.columnar import MALFORMED, ColumnarRecords, check_not_empty, check_types, root_cause
 from meshtune.data.readers.mapped import DISK_FULL, check_same_file, file_status, unpacked_error, unpacked_limit
 from meshtune.errors import UserError
 
@@ -43,7 +43,7 @@ def open_parquet(path: pathlib.Path, name: str) -> ColumnarRecords:
         return ColumnarRecords(datasets.Dataset.from_file(str(copy)), name)
     except UserError:
         raise
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
+    except (pyarrow.ArrowException, OSError, *MALFORMED) as error:
         if isinstance(error, OSError) and (error.errno in DISK_FULL or error.filename not in (None, str(path))):
             problem = f"the file cannot be copied into the cache of data sets: {error.strerror}"
             fix = "free space there, or set HF_HOME to a directory that can be written"
