@@ -119,7 +119,7 @@ def _remedy(
     if name in ("label", "kto_tag") and form.name in LABELLED and not {"chosen", "label"} & form.fields.keys():
         return "set stage: kto, which learns from labels" + (f", and columns: {{label: {name}}}" * (name != "label"))
     column = {"system_prompt": "system", "functions": "tools"}.get(name)
-    if column not in form.fields or column in record:
+    if column is None or column not in form.fields or column in record:
         return ""
     try:
         form.convert(record, {**fields, column: name}, tags, origin)
