@@ -303,3 +303,28 @@ def test_text_is_one_document_per_record():
     assert convert("text", {"body": "once"}, {"text": "body"}) == Text("once", ORIGIN)
     assert field(refuses("text", {"text": " "})) == "text"
     assert "body" in refuses("text", {"body": "once"}).what
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "fix"),
+    [
+        ("messages", {"messages": [{"role": "user", "contnet": "q"}]}, "rename 'contnet' to content"),
+        (
+            "messages",
+            messages(("user", "q"))
+            | {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "contnet": "a"}]},
+            "rename 'contnet' to content",
+        ),
+        ("messages", {"messages": [{"rolle": "user", "content": "q"}]}, "rename 'rolle' to role"),
+        ("sharegpt", {"conversations": [{"from": "human", "vlaue": "q"}]}, "rename 'vlaue' to value"),
+        ("alpaca", {"instruction": "i", "ouput": "o"}, "did you mean 'ouput'"),
+    ],
+)
+def test_a_misspelt_field_is_named(name, record, fix):
+    assert refuses(name, record).fix.startswith(fix)
+
+
+def test_a_system_prompt_that_is_given_twice_is_read_once():
+    record = messages(("system", "s"), ("user", "q"), ("assistant", "a"), system="s")
+    assert turns(convert("messages", record)) == [("system", "s"), ("user", "q"), ("assistant", "a")]
+    assert "remove one of the two" in refuses("messages", record | {"system": "other"}).fix

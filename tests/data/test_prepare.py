@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pathlib
 
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from meshtune.cli.data import app
 from meshtune.config.recipe import Recipe
 from meshtune.data.prepare import prepare_data
+from meshtune.data.store import META
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
 
@@ -231,3 +233,15 @@ def test_the_first_batch_has_the_contents_of_its_records(smol, alpaca, tmp_path)
         assert row["tokens"][span].tolist() == ids[:-1]
         assert row["targets"][span].tolist() == ids[1:]
         assert np.array_equal(row["positions"][span], np.arange(len(ids) - 1))
+
+
+def test_a_store_of_a_version_that_did_not_look_for_lost_words_is_made_again(smol, tmp_path):
+    section = recipe(write(tmp_path / "a.jsonl", [pair()]))
+    store = prepare_data(section, smol, cache=tmp_path).train.store
+    content = json.loads((store.path / META).read_text())
+    del content["digest"], content["notes"]["counts"]["first"]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (store.path / META).write_text(json.dumps({**content, "digest": digest}))
+    again = prepare_data(section, smol, cache=tmp_path).train.store
+    assert again.path == store.path
+    assert "first" in again.meta["counts"]

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 
+from meshtune.config.data_options import Reasoning
 from meshtune.data.chat import ChatTemplate, template_error
 from meshtune.data.conversation import Conversation, Document, JsonObject, Text
 from meshtune.data.reasoning import reasoning_of, split_reasoning, with_reasoning
@@ -77,7 +78,8 @@ def check_template_can_write(chat: ChatTemplate, conversation: Conversation) -> 
 def _reasoning_fix(chat: ChatTemplate, conversation: Conversation) -> str:
     """What to do about reasoning that the template does not write: the choices that were tried on the conversation."""
     fixes, in_field = [], any(map(reasoning_of, conversation.messages))
-    for choice, effect in (("inline", "write it as <think> text before the answer"), ("drop", "leave it out")):
+    effects: dict[Reasoning, str] = {"inline": "write it as <think> text before the answer", "drop": "leave it out"}
+    for choice, effect in effects.items():
         if choice == "inline" and not in_field:
             continue  # it is such text already
         try:

@@ -109,8 +109,9 @@ def open_or_build(
     key: str,
     build: Callable[[], tuple[Iterable[Example], Callable[[], dict[str, object]]]],
     cache: str | os.PathLike[str] | None = None,
+    is_current: Callable[[Mapping[str, Any]], bool] = lambda meta: True,
 ) -> Store:
-    """The store of `key`, built if it does not exist or is damaged.
+    """The store of `key`, built if it does not exist or is damaged, or if its metadata is not current.
 
     `build()` returns the examples and a function that is called after the last of them, for the metadata to record. A
     store becomes visible only once it is complete. Raises UserError if the cache cannot be written.
@@ -121,7 +122,7 @@ def open_or_build(
         store = open_store(path)
     except DamagedStore as problem:
         store, damage = None, f"the tokenised data in {path} are damaged ({problem})"
-    if store is not None:
+    if store is not None and is_current(store.meta):
         return store
     with _cache_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,6 +133,8 @@ def open_or_build(
             examples, meta = build()
             _write(draft, examples, meta)
         with _cache_errors(path.parent):
+            if store is not None:
+                shutil.rmtree(path, ignore_errors=True)
             _publish(draft, path)
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -99,7 +99,8 @@ def tokenised_store(
     key = fingerprint(samples.content_hash(), *parts)
     directory = cache_directory(cache) / f".parts-{key}" if len(samples) > PART else None
     with contextlib.ExitStack() as processes:
-        store = open_or_build(key, build, cache)
+        # Stores of versions that did not look for the words of every message have no places of what they counted.
+        store = open_or_build(key, build, cache, is_current=lambda meta: "first" in meta["counts"])
     if directory is not None:
         shutil.rmtree(directory, ignore_errors=True)
     stored, template = store.meta["counts"], store.meta["template"]

@@ -31,6 +31,8 @@ def with_system(messages: Sequence[Message], record: Record, fields: FieldNames,
     )
     if not field or not system:
         return list(messages)
+    if messages and messages[0].role == "system" and messages[0].content.strip() == system.strip():
+        return list(messages)
     if messages and messages[0].role == "system":
         problem = "there is a system prompt here and another as the first turn"
         fix = "remove one of the two; or columns: {system: null} trains without this one"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshtune.data.conversation import Origin, Sample
-from meshtune.data.formats.record import describe, field_error
+from meshtune.data.formats.record import SWITCHES, WEIGHTS, describe, field_error
 from meshtune.data.formats.record_format import FieldNames, Record, RecordFormat
 from meshtune.errors import UserError
 
@@ -38,6 +38,8 @@ FIELDS: dict[str, str] = {
     # ms-swift's pairs.
     "rejected_response": _PREFERENCE,
     "rejected_messages": _PREFERENCE,
+    # Of a whole record, in the words that other tools have for turns.
+    **dict.fromkeys((*WEIGHTS, *SWITCHES), "it is a weight in the loss, which whole records do not have here"),
     # NeMo: the speaker that is not trained on. TRL: masks of tokens.
     "mask": "it says what is not trained on",
     "completion_mask": _NO_TOKENS,
@@ -101,6 +103,10 @@ def _is_left_out(name: str, form: RecordFormat, fields: FieldNames) -> bool:
 def _has_meaning(name: str, value: object) -> bool:
     if name in ("label", "kto_tag"):
         return isinstance(value, bool)
+    if name in SWITCHES:
+        return value is False
+    if name in WEIGHTS:
+        return isinstance(value, bool | int | float) and value != 1
     if name == "labels":
         return isinstance(value, list | tuple) and not is_blank(value)
     return not is_blank(value)
@@ -113,7 +119,7 @@ def _remedy(
     if name in ("label", "kto_tag") and form.name in LABELLED and not {"chosen", "label"} & form.fields.keys():
         return "set stage: kto, which learns from labels" + (f", and columns: {{label: {name}}}" * (name != "label"))
     column = {"system_prompt": "system", "functions": "tools"}.get(name)
-    if column not in form.fields or column in record:
+    if column is None or column not in form.fields or column in record:
         return ""
     try:
         form.convert(record, {**fields, column: name}, tags, origin)

@@ -115,6 +115,8 @@ def _role(turn: Mapping[str, object], origin: Origin, field: str) -> Role:
         return role
     if "role" not in turn:
         problem = f"the message has no role; its fields are: {', '.join(turn) or 'none'}"
+        if misspelt := _misspelt(turn, ("role",)):
+            raise field_error(problem, origin, f"{field}.role", misspelt)
     else:
         problem = f"unknown role {json.dumps(name, ensure_ascii=False, default=str)}"
     hint = nearest(name, ROLES) if isinstance(name, str) else ""

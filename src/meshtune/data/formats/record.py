@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from meshtune.data.conversation import Message, Origin
 from meshtune.data.formats.record_format import Record
-from meshtune.errors import UserError
+from meshtune.errors import UserError, nearest
 
 JSON_TYPES = {str: "text", bool: "true/false", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
@@ -50,7 +50,7 @@ def missing_field_error(record: Record, field: str, origin: Origin) -> UserError
         return field_error("the field is null", origin, field, "fill it, or remove the record")
     names = ", ".join(map(str, record)) or "none"
     problem = f"the field is missing; the record's fields are: {names}"
-    return field_error(problem, origin, field, f"map it: columns: {{{field}: NAME}}")
+    return field_error(problem, origin, field, f"{nearest(field, map(str, record))}map it: columns: {{{field}: NAME}}")
 
 
 def check_text(value: object, origin: Origin, field: str, *, required: bool = True) -> str:
