@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshtune.data.chat import ChatTemplate, template_error
 from meshtune.errors import UserError, nearest
+from meshtune.json_text import read_json, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -97,13 +97,10 @@ def text_end(directory: Path, config: Mapping[str, Any], tokenizer: PreTrainedTo
     generation: Mapping[str, Any] = {}
     file = directory / "generation_config.json"
     if file.is_file():
-        try:
-            generation = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as problem:
-            raise UserError(f"the file is not JSON: {problem}", where=str(file), fix="copy it again") from problem
+        generation = read_json(file)
     stop_ids = generation.get("eos_token_id")
     stop_ids = config.get("eos_token_id") if stop_ids is None else stop_ids
-    ids = frozenset(stop_ids if isinstance(stop_ids, list) else [] if stop_ids is None else [stop_ids])
+    ids = frozenset(token_ids(stop_ids, f"{directory}, field eos_token_id"))
     return ids if tokenizer is None else ids | tokenizer_end(tokenizer)
 
 

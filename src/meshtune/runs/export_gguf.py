@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from meshtune.data.tokenizer import load_tokenizer
 from meshtune.errors import UserError
 from meshtune.families.gguf import gguf_layout
-from meshtune.json_text import read_json
+from meshtune.json_text import read_json, token_ids
 from meshtune.model.spec import ModelSpec
 from meshtune.quantize.gguf.mixture import FILE_TYPES, Mixture, check_file_type
 from meshtune.runs.merged_numbers import merged_numbers
@@ -144,8 +144,9 @@ def _tokenizer_metadata(tokenizer: PreTrainedTokenizerFast, ends: tuple[int, ...
 def _ends(base: Path) -> tuple[int, ...]:
     """The ids at which the model's generation config ends an answer."""
     file = base / "generation_config.json"
-    ids = read_json(file).get("eos_token_id") if file.is_file() else None
-    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+    return (
+        tuple(token_ids(read_json(file).get("eos_token_id"), f"{file}, field eos_token_id")) if file.is_file() else ()
+    )
 
 
 def _verify(file: Path, tensors: int) -> None:
