@@ -153,7 +153,7 @@ def text(value: Any, rng: random.Random) -> bytes:
     return damage(content, rng) if rng.random() < 0.15 else content
 
 
-def copied(folder: pathlib.Path, name: str, content: bytes) -> pathlib.Path:
+def copy_model(folder: pathlib.Path, name: str, content: bytes) -> pathlib.Path:
     """The model with one other file."""
     for file in MODEL.iterdir():
         if file.name != name:
@@ -176,7 +176,7 @@ def model_config(folder: pathlib.Path, rng: random.Random) -> None:
             model_spec(config)
             mathematics(config)
         return
-    directory = locate(copied(folder, "config.json", text(json.loads((MODEL / "config.json").read_text()), rng)))
+    directory = locate(copy_model(folder, "config.json", text(json.loads((MODEL / "config.json").read_text()), rng)))
     spec, _ = load_spec(directory)
     check(directory, spec, headers(directory))
 
@@ -192,7 +192,7 @@ def safetensors(folder: pathlib.Path, rng: random.Random) -> None:
         content = struct.pack("<Q", len(header)) + header + content[8 + length :]
     else:
         content = damage(content[: 8 + length], rng) + content[8 + length :]
-    load_spec(locate(copied(folder, "model.safetensors", content)))
+    load_spec(locate(copy_model(folder, "model.safetensors", content)))
 
 
 def index(folder: pathlib.Path, rng: random.Random) -> None:
@@ -310,7 +310,7 @@ def tokenizer(folder: pathlib.Path, rng: random.Random) -> None:
     )
     if name == "generation_config.json":
         value |= {"eos_token_id": [1, 2], "temperature": 0.5}
-    copied(folder, name, text(value, rng))
+    copy_model(folder, name, text(value, rng))
     loaded = load_tokenizer(folder)
     text_end(folder, {}, loaded)
     if loaded.chat_template:
