@@ -156,7 +156,7 @@ def test_a_missing_file_or_tensor_is_named(saved: pathlib.Path):
     with pytest.raises(UserError, match="a pickle, which Meshtune never opens"):
         load_adapter(saved, spec)
     (saved / "adapter_config.json").write_text('{"r": 4,')
-    with pytest.raises(UserError, match=r"not JSON.*line 1"):
+    with pytest.raises(UserError, match=r"(?s)not JSON.*line 1"):
         load_adapter(saved, spec)
     with pytest.raises(UserError, match="the directory does not exist"):
         load_adapter(saved / "nowhere", spec)

@@ -11,6 +11,7 @@ import pytest
 from meshtune.data.chat_templates import template_names, template_text
 from meshtune.data.tokenizer import check_vocabulary, load_tokenizer
 from meshtune.errors import UserError
+from meshtune.quickstart import MODEL
 
 
 @pytest.mark.parametrize(
@@ -109,3 +110,22 @@ def test_a_vocabulary_larger_than_the_embedding_is_refused(shared):
     check_vocabulary(tokenizer, 512)
     with pytest.raises(UserError, match="ids up to 511, but the model's embedding has 511 entries"):
         check_vocabulary(tokenizer, 511)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", '{"model_max_length": "x"}'),
+        ("tokenizer_config.json", "[" * 100_000),
+        ("tokenizer.json", '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": -1}, "merges": [["a"]]}}'),
+        ("tokenizer.json", "[]"),
+        ("special_tokens_map.json", '{"eos_token": [[1]]}'),
+    ],
+)
+def test_a_damaged_file_of_a_tokenizer_is_a_sentence(tmp_path, name, content):
+    for file in MODEL.iterdir():
+        if file.name != name:
+            (tmp_path / file.name).symlink_to(file)
+    (tmp_path / name).write_text(content)
+    with contextlib.suppress(UserError):
+        load_tokenizer(tmp_path).encode("a")

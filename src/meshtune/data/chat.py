@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import json
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from meshtune.data.conversation import Conversation, JsonObject
 from meshtune.data.dialect import Dialect, Messages, as_dict, call_and_results, measure, needs_adapting
 from meshtune.data.template_environment import TemplateLimitError
 from meshtune.errors import UserError
+from meshtune.json_text import read_json, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -227,11 +227,11 @@ def stop_tokens(tokenizer: PreTrainedTokenizerFast) -> frozenset[str]:
     stops = {tokenizer.eos_token} if isinstance(tokenizer.eos_token, str) else set()
     file = pathlib.Path(str(tokenizer.name_or_path)) / "generation_config.json"
     try:
-        ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError, AttributeError):
-        ids = None
-    for id_ in ids if isinstance(ids, list) else [ids]:
-        token = tokenizer.added_tokens_decoder.get(id_) if isinstance(id_, int) else None
+        ids = token_ids(read_json(file).get("eos_token_id"), str(file))
+    except UserError:  # reported where the ids are needed
+        ids = []
+    for id_ in ids:
+        token = tokenizer.added_tokens_decoder.get(id_)
         if token is not None:
             stops.add(token.content)
     return frozenset(stops)

@@ -53,7 +53,7 @@ class CompiledTemplate:
         """The text of some messages. Raises as templates do, and TemplateLimitError."""
         plain = not tools and not options and is_plain(messages)
         variables: dict[str, Any] = {
-            "messages": [dict(message) for message in messages] if plain else _normalised(messages),
+            "messages": [dict(message) for message in messages] if plain else _normalise(messages),
             "tools": _plain(list(tools)) if tools else None,
             "documents": None,
             "add_generation_prompt": generation_prompt,
@@ -73,7 +73,7 @@ def _plain(value: Any) -> Any:
     return value if rebuild is None else rebuild(value)
 
 
-def _normalised(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+def _normalise(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
     """Messages as the installed transformers hands them to templates: newer versions give reasoning under the names
     that other templates read it by."""
     plain = _plain([dict(message) for message in messages])

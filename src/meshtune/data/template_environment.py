@@ -28,8 +28,8 @@ SECONDS = 5.0  # of processor time for one rendering; the longest conversations 
 CHARACTERS = 256_000_000  # made in one rendering, intermediate texts included
 PER_INPUT = 64  # and as many for each character of a very long conversation
 LONGEST_TEMPLATE = 1 << 20
-NODE = 64  # what a list, a mapping or a number in one counts as, in characters, and a text in one beside its own
-ENTRY = 16
+NODE = 64  # characters that a list, a mapping or a number counts as
+ENTRY = 16  # and a text in one of them, added to its own
 WIDTH = 10_000  # of a field in a format; wider ones are refused
 BITS = 4096  # of a whole number
 CHECK = 64  # steps between two looks at the clock
@@ -88,32 +88,32 @@ class _Generator(CodeGenerator):
         super().visit_For(node, frame)
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        self.write("environment.joined((")
+        self.write("environment.join_values((")
         for part in node.nodes:
             self.visit(part, frame)
             self.write(", ")
         self.write("))")
 
-    def _weighed(self, visit: Callable[[Any, Frame], None], node: nodes.Node, frame: Frame) -> None:
-        self.write("environment.weighed(")
+    def _visit_charged(self, visit: Callable[[Any, Frame], None], node: nodes.Node, frame: Frame) -> None:
+        self.write("environment.charge_value(")
         visit(node, frame)
         self.write(")")
 
     def visit_List(self, node: nodes.List, frame: Frame) -> None:
-        self._weighed(super().visit_List, node, frame)
+        self._visit_charged(super().visit_List, node, frame)
 
     def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
-        self._weighed(super().visit_Dict, node, frame)
+        self._visit_charged(super().visit_Dict, node, frame)
 
     def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:
         if node.ctx == "load":
-            self._weighed(super().visit_Tuple, node, frame)
+            self._visit_charged(super().visit_Tuple, node, frame)
         else:
             super().visit_Tuple(node, frame)
 
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
         if isinstance(node.arg, nodes.Slice):
-            self.write("environment.sliced(")
+            self.write("environment.charge_slice(")
             super().visit_Getitem(node, frame)
             self.write(")")
         else:
@@ -143,15 +143,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         _charge(sum(map(len, pieces)))
         return "".join(pieces)
 
-    def joined(self, values: tuple[Any, ...]) -> str:
+    def join_values(self, values: tuple[Any, ...]) -> str:
         _charge(sum(map(_weight, values)))
         return "".join(map(str, values))
 
-    def weighed(self, value: Any) -> Any:
+    def charge_value(self, value: Any) -> Any:
         _charge(_weight(value))
         return value
 
-    def sliced(self, value: Any) -> Any:
+    def charge_slice(self, value: Any) -> Any:
         _charge(len(value) if isinstance(value, str | bytes) else _weight(value))
         return value
 
@@ -307,7 +307,7 @@ def _bounded_filter(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     skip = 1 if hasattr(call, "jinja_pass_arg") else 0
 
     @functools.wraps(call)
-    def bounded(*args: Any, **kwargs: Any) -> Any:
+    def charge_and_call(*args: Any, **kwargs: Any) -> Any:
         _step()
         before, (value, *options) = args[:skip], args[skip:]
         if name == "replace":
@@ -329,4 +329,4 @@ def _bounded_filter(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         _charge(factor * _weight(value))
         return call(*before, value, *options, **kwargs)
 
-    return bounded
+    return charge_and_call

@@ -60,7 +60,11 @@ def _from_transformers(directory: pathlib.Path) -> PreTrainedTokenizerFast:
         tokenizer = AutoTokenizer.from_pretrained(
             str(directory), use_fast=True, trust_remote_code=False, local_files_only=True
         )
-    except Exception as problem:  # transformers validates config.json too, with exceptions of several libraries
+        if tokenizer.is_fast:
+            tokenizer.encode("a")  # fields of tokenizer_config.json are first used here
+    except BaseException as problem:  # transformers validates config.json too, with exceptions of several libraries
+        if not isinstance(problem, Exception) and type(problem).__name__ != "PanicException":  # of a library in Rust
+            raise
         cause = problem.__cause__ or problem
         first = str(cause).strip().splitlines() or [type(cause).__name__]
         raise UserError(

@@ -160,7 +160,7 @@ class ConfigFields:
         if isinstance(value, int | float):
             largest = sys.float_info.max if float in types else LARGEST_COUNTS.get(field, LARGEST)
             if not abs(value) <= largest:
-                raise self.error(field, f"{field} is {value!r}; at most {largest:,} can be")
+                raise self.error(field, f"{field} is {value:,}, and must be finite and at most {largest:,}")
 
     def integer(self, field: str, default: int | None = None) -> int:
         """A positive whole number, required unless there is a default."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtune.families.composite import text_config, with_text_fields
-from meshtune.weights.safetensors_files import read_json
+from meshtune.json_text import read_json, token_ids
 
 GENERATION, CONFIG, KEY = "generation_config.json", "config.json", "eos_token_id"
 OF_CONFIG = ("bos_token_id", KEY, "pad_token_id")  # what transformers reads there where there is no GENERATION
@@ -15,8 +15,8 @@ OF_CONFIG = ("bos_token_id", KEY, "pad_token_id")  # what transformers reads the
 
 def read_ends(*directories: Path | None) -> tuple[int, ...]:
     """The ids that end a text by each directory's generation_config.json, else by its config.json, each id once."""
-    values = (_fields(directory).get(KEY) for directory in directories if directory is not None)
-    return _joined(*map(_ids, values))
+    given = [directory for directory in directories if directory is not None]
+    return _joined(*(_ids(_fields(directory).get(KEY), f"{directory}, field {KEY}") for directory in given))
 
 
 def generation_with_ends(source: Path, ends: Iterable[int]) -> dict[str, Any] | None:
@@ -50,8 +50,8 @@ def _fields(directory: Path) -> dict[str, Any]:
     return fields if fields.get(KEY) is not None or known.get(KEY) is None else fields | {KEY: known[KEY]}
 
 
-def _ids(value: Any) -> tuple[int, ...]:
-    return tuple(id_ for id_ in (value if isinstance(value, list) else [value]) if isinstance(id_, int))
+def _ids(value: Any, where: str = KEY) -> tuple[int, ...]:
+    return tuple(token_ids(value, where))
 
 
 def _joined(*ids: Iterable[int]) -> tuple[int, ...]:
