@@ -26,7 +26,7 @@ def test_a_run_that_was_started_without_the_board_is_shown_by_a_click(tmp_path: 
             press(driver, "Show here")
             eventually(lambda: "running" in "".join(texts(driver, ".head .state")))
             eventually(lambda: len(texts(driver, "figure")) >= 5)
-            assert "it is ended where it was started" in "".join(texts(driver, ".head"))
+            assert "stop it where it was started" in "".join(texts(driver, ".head"))
             assert "Stop and save" not in texts(driver, ".head button")
             assert not axe(driver)
             look(driver, 1280, 900, dark=False)

@@ -146,7 +146,7 @@ def test_every_page_of_a_project_in_both_themes(tmp_path: pathlib.Path):
             driver.find_element("id", field).send_keys(value)
         press(driver, "System prompt, sampling, tools")
         driver.find_element("id", "prompt").send_keys(QUESTION + "\n")
-        eventually(lambda: "per second" in "".join(texts(driver, ".figures")))
+        eventually(lambda: "tokens" in "".join(texts(driver, ".figures")))
         violations += picture(driver, root, "talk")
         press(driver, "Unload")
         eventually(lambda: not texts(driver, ".pick"))

@@ -217,6 +217,8 @@ def test_hostile_data_names_and_recipes_stay_text(hostile, tmp_path: pathlib.Pat
     press(driver, "First records")
     eventually(lambda: HOSTILE in texts(driver, ".record dt code"))
     send_file(driver, jsonl(tmp_path / HOSTILE_NAME, [{HOSTILE: HOSTILE}]))
+    eventually(lambda: "Say which of them is the question" in main())
+    press(driver, "Formats and their fields")
     eventually(lambda: "no format fits" in main())
     press(driver, "First records")
     assert harmless(driver)

@@ -21,7 +21,7 @@ def test_a_model_is_loaded_answers_and_outlives_the_board(tmp_path: pathlib.Path
         press(driver, "Load")
         eventually(lambda: texts(driver, ".pick"))
         driver.find_element("id", "prompt").send_keys("Once upon a time\n")
-        eventually(lambda: "per second" in "".join(texts(driver, ".figures")))
+        eventually(lambda: "tokens" in "".join(texts(driver, ".figures")))
         answer = texts(driver, ".said .answer")
         assert answer[0].strip()
         board.kill()
@@ -31,7 +31,7 @@ def test_a_model_is_loaded_answers_and_outlives_the_board(tmp_path: pathlib.Path
         assert texts(driver, ".said .answer") == answer
         press(driver, "Edit")
         driver.find_element("id", "prompt").send_keys(" there was <b>bold</b>\n")
-        eventually(lambda: "per second" in "".join(texts(driver, ".figures")))
+        eventually(lambda: "tokens" in "".join(texts(driver, ".figures")))
         assert texts(driver, ".asked .answer") == ["Once upon a time there was <b>bold</b>"]
         assert not driver.find_elements("css selector", ".asked b")
         press(driver, "Unload")

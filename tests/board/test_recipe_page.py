@@ -100,6 +100,9 @@ def test_problems_come_with_the_path_of_their_field(workspace):
     answer = board.post("/api/recipe", json={"recipe": "a: [", "changes": []}).json()
     assert answer["values"] is None
     assert "not YAML" in answer["problems"][0]["message"]
+    assert "defaults" not in answer
+    defaults = board.post("/api/recipe", json={"recipe": "method: {kind: full}\n"}).json()["defaults"]
+    assert defaults == {"optimizer.learning_rate": "2e-05", "train.epochs": "3"}
     foreign = board.post("/api/recipe", json={"recipe": "base_model: x\nadapter: lora\ndatasets: []\n"}).json()
     assert foreign["foreign"] == "axolotl"
 

@@ -12,6 +12,7 @@ from hub.fake_hub import TOKEN as SECRET
 from hub.fake_hub import running_hub
 from meshtune.board import queue
 from meshtune.board.measured import measured
+from meshtune.board.routes.compare import _without_defaults
 from meshtune.board.workspace import Workspace, workspace_at
 from meshtune.quickstart import LESSON, MODEL
 
@@ -143,6 +144,16 @@ def test_commands_of_evaluations_and_exports(workspace, tmp_path):
         answer = board.post("/api/check", json={"model": str(MODEL), **body})
         assert answer.status_code == 400, body
         assert answer.json()["problems"][0]["path"] == path, body
+
+
+def test_sources_are_compared_by_what_is_not_a_default():
+    source = {"path": "chats.jsonl", "name": None, "split": "train", "format": "auto", "weight": None}
+    assert _without_defaults("data.train", [source, source | {"weight": 2.0}]) == [
+        "chats.jsonl",
+        {"path": "chats.jsonl", "weight": 2.0},
+    ]
+    assert _without_defaults("data.validation", 0.05) == 0.05
+    assert _without_defaults("data.train", [{"unknown": 1}]) == [{"unknown": 1}]
 
 
 def test_runs_are_compared_by_the_keys_in_which_they_differ(workspace):

@@ -104,7 +104,7 @@ def test_the_report_says_what_was_gained_and_lost(outcome):
     assert f"{metrics['base']:.4g}" in text
     assert "hello to Lily." in text
     assert page.count("data:image/png;base64,") == 2
-    assert text.count("Intervals of 98%") == page.count("Intervals of 98%") == 1
+    assert "Intervals" not in text
     assert "http" not in page.replace("http-equiv", "")
     samples = [json.loads(line) for line in (folder / "tuned/samples/perplexity.jsonl").read_text().splitlines()]
     assert len(samples) == 3

@@ -64,7 +64,9 @@ def test_no_place_of_the_report_has_a_verdict_of_a_handful_of_records(reports):
 
 
 def test_the_verdict_stands_second_and_numbers_are_short(reports):
-    _, report = reports[ENOUGH]
+    folder, report = reports[ENOUGH]
+    for name in ("report.html", "report.md"):
+        assert (folder / name).read_text().count("Intervals of 98%") == 1
     table = report.tables[0]
     assert (table.title, table.head[:2]) == ("Your records", ("metric", "verdict"))
     assert [row[:2] for row in table.rows] == [

@@ -68,9 +68,9 @@ def write_report(
             named = [(name, item) for name, listed in general.items() for item in listed]
             tables.append(_differences("Tasks", before_name, after_name, named))
         findings += sentences(professional, general)
-        findings.append(
-            f"Intervals of 98%: {RESAMPLES:,} draws of the samples. Unclear: the interval holds 0, or p is above 0.05."
-        )
+        if any(item.verdict != TOO_FEW for items in (professional, *general.values()) for item in items):
+            about = "draws of the samples. Unclear: the interval holds 0, or p is above 0.05."
+            findings.append(f"Intervals of 98%: {RESAMPLES:,} {about}")
         draw_differences(folder / DIFFERENCES, professional, general)
         pictures.insert(0, DIFFERENCES)
     for name, outcome in outcomes.items():

@@ -17,7 +17,7 @@ export function chart(title, { unit = '', inBytes = false } = {}) {
   const legend = h('div', { class: 'legend' });
   const save = h('span', { class: 'save' }, ['PNG', 'CSV'].map((form) => h('button', { type: 'button', class: 'plain', 'aria-label': `${t('chart.download', { form })}: ${title}`,
     title: t('chart.download', { form }), onclick: () => (form === 'PNG' ? savePicture() : saveTable()) }, form)));
-  const element = h('figure', { class: 'card chart' }, h('figcaption', {}, h('span', {}, title), legend, save), h('div', { class: 'area' }, canvas, readout));
+  const element = h('figure', { class: 'card chart' }, h('figcaption', {}, h('span', {}, title), h('div', { class: 'marks' }, legend, save)), h('div', { class: 'area' }, canvas, readout));
   let series = [];
   let xAxis = { title: '', whole: true };
   let logarithmic = false;
