@@ -10,7 +10,7 @@ import pytest
 import xxhash
 
 from meshtune import digests
-from meshtune.digests import digest_files, find_damage
+from meshtune.digests import DamagedError, check_directory, digest_files, find_damage, write_digests
 from meshtune.train.checkpoint import follow
 
 SIZES = (0, 1, mmap.PAGESIZE, digests.BUFFER_BYTES + 1, digests.POPULATE_BYTES + 5)
@@ -121,3 +121,17 @@ def test_a_file_that_gets_its_size_before_its_contents_is_hashed_again(tmp_path,
     followed, late = follow_writing(tmp_path, write, monkeypatch)
     assert late == [0, BLOCK]
     assert followed == digest_files(tmp_path, ["data/file"])
+
+
+def test_a_config_that_was_edited_is_called_changed_and_one_that_is_cut_short_damaged(tmp_path):
+    file = tmp_path / "adapter_config.json"
+    file.write_text('{"base_model_name_or_path": "there"}')
+    write_digests(tmp_path)
+    file.write_text('{"base_model_name_or_path": "elsewhere"}')
+    with pytest.raises(
+        DamagedError, match=r"adapter_config\.json was changed since it was written: it is 40 bytes long"
+    ):
+        check_directory(tmp_path, fix="")
+    file.write_text('{"base_model_name_or_path"')
+    with pytest.raises(DamagedError, match=r"adapter_config\.json is damaged"):
+        check_directory(tmp_path, fix="")

@@ -241,3 +241,16 @@ def test_a_lora_of_an_embedding_is_named_and_what_is_offered_works(tied, tmp_pat
         lines = lines.replace(f'"{name}"', repr(path))
     exec(lines, {})
     assert np.abs(meshtune.load(tmp_path / "merged").logits(ids)[0] - expected).max() < 1e-4
+
+
+def test_an_adapter_of_a_model_with_another_number_of_layers_says_so_first(made, saved):
+    spec, _ = base("llama3")
+    short = dataclasses.replace(spec, stacks=tuple(dataclasses.replace(stack, repeats=1) for stack in spec.stacks[:1]))
+    assert short.layers < spec.layers
+    with pytest.raises(UserError, match=rf"trained on base \({spec.layers} layers\), and the model has {short.layers}"):
+        load_adapter(saved, short)
+    longer = dataclasses.replace(spec, stacks=(*spec.stacks, *spec.stacks))
+    with pytest.raises(
+        UserError, match=rf"trained on base \({spec.layers} layers\), and the model has {longer.layers}"
+    ):
+        load_adapter(saved, longer)

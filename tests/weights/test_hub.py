@@ -201,3 +201,13 @@ def test_a_directory_that_is_no_model_is_refused(tmp_path, make_model):
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     assert "only pickled weights are here" in refused(tmp_path)
     assert locate(tmp_path, allow=TOKENIZER) == tmp_path
+
+
+def test_a_misspelt_path_is_not_taken_for_an_id_of_the_hub(tmp_path, monkeypatch):
+    (tmp_path / "runs/bruno").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="there is no 'brun' in the folder 'runs' here; as an id of the hub") as error:
+        locate("runs/brun")
+    assert (error.value.fix or "").startswith("did you mean 'runs/bruno'?")

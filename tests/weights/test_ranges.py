@@ -61,6 +61,7 @@ def test_a_tensor_that_is_too_small_for_its_type_is_named(tmp_path):
     assert "too small" not in export(model, tmp_path / "brain.gguf", gguf="BF16").verified
 
 
+@pytest.mark.slow
 def test_a_model_that_rounding_changes_is_not_called_a_defect(tmp_path):
     """A matrix whose numbers float16 has not, with a norm that makes them large again."""
     model = tmp_path / "model"
