@@ -15,6 +15,7 @@ CASES = {
     "badam": ["method=full", "optimizer.name=badam", "optimizer.switch_every=2", "train.micro_batch=2"],
     "fused": ["method=full", "optimizer.name=adamw8bit", "optimizer.in_backward=true", "optimizer.max_grad_norm=null"],
     "galore": ["method=full", "optimizer.name=galore", "optimizer.rank=8", "optimizer.update_gap=3"],
+    "rounded": ["method=full", "compute.precision=bfloat16", "optimizer.stochastic_rounding=true"],
     "schedule_free": ["optimizer.name=schedule_free"],
     "prodigy": ["optimizer.name=prodigy", "optimizer.learning_rate=1"],
     "sophia": ["optimizer.name=sophia", "optimizer.curvature_every=2", "train.micro_batch=2"],

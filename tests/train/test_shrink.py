@@ -9,10 +9,8 @@ import resource
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from real_runs import environment
-from safetensors.numpy import load_file
 
 import meshtune
 
@@ -39,12 +37,9 @@ def train(folder: pathlib.Path, output: str, *changes: str, memory: float | None
     return done.returncode, done.stdout + done.stderr
 
 
-def adapter(folder: pathlib.Path, output: str) -> dict[str, np.ndarray]:
-    return load_file(folder / output / "adapter/adapter_model.safetensors")
-
-
 @pytest.mark.slow
-def test_a_batch_that_does_not_fit_is_refused_and_the_offered_micro_batch_gives_the_same_result(tmp_path):
+def test_a_batch_that_does_not_fit_is_refused_and_the_offered_micro_batch_runs(tmp_path):
+    """That its result is the same is test_step.test_micro_batches_equal_one_big_batch."""
     code, said = train(tmp_path, "refused", memory=4)
     assert code == 2
     assert "are free" in said
@@ -54,11 +49,6 @@ def test_a_batch_that_does_not_fit_is_refused_and_the_offered_micro_batch_gives_
     assert change, said
     code, said = train(tmp_path, "smaller", change[1], memory=4)
     assert code == 0, said
-    code, said = train(tmp_path, "whole")
-    assert code == 0, said
-    whole, smaller = adapter(tmp_path, "whole"), adapter(tmp_path, "smaller")
-    for name, value in whole.items():
-        np.testing.assert_allclose(smaller[name], value, rtol=0, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.slow

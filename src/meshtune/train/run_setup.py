@@ -50,6 +50,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+TOO_LARGE = "this is not expected to fit"
+
+
 @dataclasses.dataclass(frozen=True)
 class RunSetup:
     """A run whose every open choice is resolved, with its data prepared; no weights are loaded yet.
@@ -239,7 +242,7 @@ def _fitting(setup: RunSetup) -> RunSetup:
         return _fitting(with_micro_batch(setup, rows))
     if setup.recipe.compute.memory_check:
         raise MemoryShortage(what, where=where, fix=fix)
-    warning = Decision(WARNING, "this is not expected to fit", f"{what}; compute.memory_check is off")
+    warning = Decision(WARNING, TOO_LARGE, f"{what}; compute.memory_check is off")
     return dataclasses.replace(setup, decisions=[warning, *setup.decisions])
 
 
@@ -252,7 +255,9 @@ def with_micro_batch(setup: RunSetup, rows: int) -> RunSetup:
     compute, decisions = compute_of(*arguments, setup.resolved.layout)
     fresh = {choice.name: choice for choice in decisions}
     chosen = Decision("micro_batch", counted(rows, "row"), "auto: made smaller until it fits")
-    decisions = [fresh.get(choice.name, choice) for choice in setup.decisions if choice.name != chosen.name]
+    outdated = (chosen.name, TOO_LARGE)
+    remaining = (choice for choice in setup.decisions if choice.name not in outdated and choice.value not in outdated)
+    decisions = [fresh.get(choice.name, choice) for choice in remaining]
     return dataclasses.replace(
         setup,
         recipe=recipe,
