@@ -258,7 +258,7 @@ def test_records_that_lose_words_are_left_out_on_request_and_counted(chats):
 
 
 def test_a_system_prompt_of_the_recipe_has_no_place_before_a_text(tokenizer):
-    text = Text("c", ORIGIN, prompt="p", system="Brevis esto.")
+    text = Text("c", ORIGIN, prompt="p", system_prompt="Brevis esto.")
     with pytest.raises(UserError, match=r"data\.system is not written"):
         list(Tokenize(tokenizer, TokenOptions(100))([text]))
     tokenize = Tokenize(tokenizer, TokenOptions(100, skip_bad=True))

@@ -59,12 +59,12 @@ class Conversation:
 @dataclasses.dataclass(frozen=True)
 class Text:
     """A text without messages. `prompt` is excluded from the loss unless the recipe includes prompts; plain text has
-    an empty one. `system` is a system prompt that it should have had, and for which it has no place."""
+    an empty one. `system_prompt` is one that it should have had, and for which it has no place."""
 
     text: str
     origin: Origin
     prompt: str = ""
-    system: str | None = dataclasses.field(default=None, repr=False)
+    system_prompt: str | None = dataclasses.field(default=None, repr=False)
 
 
 Document = Conversation | Text

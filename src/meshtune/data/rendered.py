@@ -196,7 +196,7 @@ def _message_error(view: Rendered, index: int, words: str) -> UserError:
 
 def check_has_place(document: Document) -> None:
     """Raises UserError for a text that was to have a system prompt, which only a chat template writes."""
-    if not isinstance(document, Text) or not document.system:
+    if not isinstance(document, Text) or not document.system_prompt:
         return
     raise UserError(
         "data.system is not written before a text, which has no chat template",

@@ -43,7 +43,7 @@ class WithSystemPrompt(Sequence[Sample]):
         if self.system is None:
             return document
         if not isinstance(document, Conversation):
-            return dataclasses.replace(document, system=self.system)
+            return dataclasses.replace(document, system_prompt=self.system)
         if any(message.role == "system" for message in document.messages):
             return document
         return dataclasses.replace(document, messages=(Message("system", self.system), *document.messages))
