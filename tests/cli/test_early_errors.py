@@ -23,14 +23,14 @@ PROGRAM = """
 import contextlib, io, json, sys
 from meshtune.cli.main import main
 for arguments in json.loads(sys.argv[1]):
-    sys.argv[1:], said = arguments, io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+    sys.argv[1:], output = arguments, io.StringIO()
+    with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
         try:
             main()
             code = 0
         except SystemExit as exit:
             code = exit.code
-    print(json.dumps([code, said.getvalue(), [name for name in %r if name in sys.modules]]))
+    print(json.dumps([code, output.getvalue(), [name for name in %r if name in sys.modules]]))
 """
 
 
@@ -99,15 +99,15 @@ def test_mistakes_that_need_no_device_are_said_before_jax_is_imported(recipe, tm
         f"data inspect {recipe} model=nothere": "model path 'nothere' does not exist",
         f"data inspect {recipe} data.train=data.json": "did you mean data.jsonl",
     }
-    commands |= {f"train {recipe} train.batch_size=64 {override}": said for override, said in TRAIN.items()}
+    commands |= {f"train {recipe} train.batch_size=64 {override}": message for override, message in TRAIN.items()}
     if importlib.util.find_spec("mlflow") is not None:
         del commands[f"train {recipe} train.batch_size=64 log.trackers=[mlflow]"]
     if importlib.util.find_spec("uvicorn") is None:
-        commands = {line: said for line, said in commands.items() if not line.startswith("serve")}
+        commands = {line: message for line, message in commands.items() if not line.startswith("serve")}
     outcomes = run(*(line.split() for line in commands), cwd=tmp_path)
-    for (line, expected), (code, said, imported) in zip(commands.items(), outcomes, strict=True):
-        assert (line, code) == (line, 2), said
-        assert expected in said.replace("\n", " "), line
+    for (line, expected), (code, output, imported) in zip(commands.items(), outcomes, strict=True):
+        assert (line, code) == (line, 2), output
+        assert expected in output.replace("\n", " "), line
         assert (line, imported) == (line, [])
 
 
@@ -140,9 +140,9 @@ torch_is_here = pytest.mark.skipif(importlib.util.find_spec("torch") is None, re
 
 @torch_is_here
 def test_a_command_that_tokenises_does_not_import_torch(recipe, tmp_path):
-    ((code, said, imported),) = run(["data", "inspect", recipe, "model.chat_template=chatml"], cwd=tmp_path)
-    assert code == 0, said
-    assert "data.jsonl, record 0" in said
+    ((code, output, imported),) = run(["data", "inspect", recipe, "model.chat_template=chatml"], cwd=tmp_path)
+    assert code == 0, output
+    assert "data.jsonl, record 0" in output
     assert "transformers" in imported
     assert "torch" not in imported
 
@@ -162,8 +162,8 @@ def test_no_command_imports_torch(recipe, tmp_path):
         "doctor",
         "env",
     ]
-    for line, (code, said, imported) in zip(lines, run(*(line.split() for line in lines), cwd=tmp_path), strict=True):
-        assert (line, code) == (line, 0), said
+    for line, (code, output, imported) in zip(lines, run(*(line.split() for line in lines), cwd=tmp_path), strict=True):
+        assert (line, code) == (line, 0), output
         assert (line, "torch" in imported) == (line, False)
 
 

@@ -19,9 +19,11 @@ from meshtune.config import section
 from meshtune.config.fields import keys
 from meshtune.config.foreign import FOREIGN_KEYS
 from meshtune.config.load import load_recipe
+from meshtune.config.problems import RecipeError
 from meshtune.config.recipe import Recipe
 from meshtune.config.section import section_fields
 from meshtune.errors import UserError
+from meshtune.objectives.config import SftConfig
 
 SMALL = "model: some/model\ndata: a.json\noutput: runs/x\n"
 
@@ -351,6 +353,32 @@ def test_an_override_that_does_not_fit_is_blamed_not_the_file(written):
     assert error.where == "command line, method.rank=0"
 
 
+@pytest.mark.parametrize("doubled", [True, False])
+def test_the_name_that_is_suggested_for_a_misspelt_key_is_the_one_that_was_meant(doubled):
+    """For every key of a recipe, with one letter doubled, and with one left out; all in one recipe."""
+    base = {"model": "m", "data": "d", "output": "o"}
+    meant: dict[str, str] = {}
+    for name in (entry.name for entry in keys()):
+        head, _, last = name.rpartition(".")
+        of_another_kind = head in ("method", "stage") and last not in section_fields(
+            LoraOptions if head == "method" else SftConfig
+        )
+        if ".N." in name or name in base or len(last) < 5 or of_another_kind:
+            continue
+        misspelt = last[:2] + last[1:] if doubled else last[:2] + last[3:]
+        meant[f"{head}.{misspelt}" if head else misspelt] = name
+    error = refused(base, *(f"{misspelt}=1" for misspelt in meant))
+    assert isinstance(error, RecipeError)
+    sentences = {path: sentence for path, sentence, _ in error.problems if path in meant}
+    assert len(sentences) > 100
+    wrong: list[str] = []
+    for path, sentence in sentences.items():
+        head, suggested = path.rpartition(".")[0], re.search(r"did you mean '([^']+)'", sentence)
+        name = suggested and (suggested[1] if "." in suggested[1] or not head else f"{head}.{suggested[1]}")
+        wrong += [sentence] if name != meant[path] else []
+    assert wrong == []
+
+
 def test_a_misspelt_section_on_the_command_line_is_located_there(written):
     for override in ("optimiser.learning_rate=1e-3", "optimizr.name=adam", "optimiser={name: adamw}"):
         error = refused(written(SMALL), override)
@@ -499,6 +527,8 @@ HOSTILE = {
     "much text": "a: " + "x" * 2_000_000,
     "deep": "a: " + "[" * 5000,
     "deep by indentation": "".join(f"{' ' * depth}a:\n" for depth in range(200)),
+    "unknown keys": "".join(f"key{n}: 1\n" for n in range(9000)),
+    "sources without a path": "data: [" + "{cap: 1}, " * 3000 + "]",
     "digits": "seed: " + "1" * 6000,
     "hexadecimal digits": "seed: 0x" + "f" * 6000,
     "digits of a version": f"%YAML 1.{'9' * 5000}\n--- a",

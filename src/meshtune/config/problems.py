@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,15 +24,14 @@ KINDS: dict[Path, tuple[SectionType, ...]] = {("method",): METHODS, ("stage",): 
 UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")  # of models, of dataclasses
 MISSING = "missing"
 CUSTOM = ("value_error", "empty_text")  # raised by a validator of ours: its message is the message
+MOST_PROBLEMS = 200  # that are put into words
 LIST_KEYS = "change it; `meshtune schema --markdown` lists every key"
 ADD_KEY = LIST_KEYS.replace("change", "add")
 HINT = "did you mean '"
+FLOAT16 = "float16 is not offered; did you mean 'bfloat16', or 'mixed', which keeps what is trained in float32?"
 # Names of other tools for a value: what there is in their place.
-_HALF = "float16 is not offered; did you mean 'bfloat16', or 'mixed', which keeps what is trained in float32?"
-OTHER_NAMES: dict[str, str] = {
-    **dict.fromkeys(("fp16", "float16", "half", "16", "16-mixed", "f16"), _HALF),
-    **dict.fromkeys(("fp32", "single", "32", "f32"), "did you mean 'float32'?"),
-}
+OTHER_NAMES: dict[str, str] = dict.fromkeys(("fp16", "float16", "half", "16", "16-mixed", "f16"), FLOAT16)
+OTHER_NAMES |= dict.fromkeys(("fp32", "single", "32", "f32"), "did you mean 'float32'?")
 
 # Where the value at a path was written, "recipe.yaml, line 3" or the override, and how long the written path is.
 Locate = Callable[[Path], tuple[str, int]]
@@ -48,7 +49,8 @@ def as_user_error(error: ValidationError, raw: Mapping[str, object], name: str, 
 
     `raw` is the mapping that was validated, `name` what the user calls it.
     """
-    by_path = _by_path(error.errors(include_url=False), raw)
+    every = _by_path(error.errors(include_url=False), raw)
+    by_path = dict(itertools.islice(every.items(), MOST_PROBLEMS))
     problems: list[tuple[Path, str, str | None]] = []
     for path, details in by_path.items():
         sentence = _sentence(path, details, raw)
@@ -60,8 +62,9 @@ def as_user_error(error: ValidationError, raw: Mapping[str, object], name: str, 
         as_one = RecipeError(sentence, where=where, fix=fixes[0] if fixes else None)
     else:
         lines = "\n".join(f"  {sentence}  [{where}]" for sentence, where in located)
+        lines += f"\n  and {len(every) - len(by_path)} more" if len(every) > len(by_path) else ""
         fix = LIST_KEYS.replace("it", "them", 1) if fixes else None
-        as_one = RecipeError(f"{len(located)} problems in {name}:\n{lines}", where=name, fix=fix)
+        as_one = RecipeError(f"{len(every)} problems in {name}:\n{lines}", where=name, fix=fix)
     as_one.problems = tuple((".".join(map(str, path)), sentence, fix) for path, sentence, fix in problems)
     return as_one
 
@@ -81,7 +84,7 @@ def _where(path: Path, sentence: str, raw: Mapping[str, object], name: str, loca
     """
     prefix = "".join(f"{step}." for step in path)
     places: dict[str, None] = {}
-    for key in [*(entry.name for entry in keys()), "quantize"]:
+    for key in (*_names(), "quantize"):
         below, steps = key.removeprefix(prefix), tuple(key.split("."))
         if not key.startswith(prefix) or value_at(raw, steps) is None:
             continue
@@ -164,7 +167,7 @@ def _unknown_key(path: Path, raw: Mapping[str, object]) -> str:
     name, key = ".".join(map(str, path)), str(path[-1])
     section = section_at(path[:-1], raw)
     valid = list(section_fields(section)) if section is not None else []
-    names = [entry.name for entry in keys()]
+    names = _names()
     if len(path) == 1 and "." in key and key in names:
         return f"{key} is written so on the command line alone; in a recipe it is {_nested(key)}"
     if path[:-1] in KINDS and isinstance(chosen := raw.get(str(path[0])), dict) and name in names:
@@ -178,6 +181,12 @@ def _unknown_key(path: Path, raw: Mapping[str, object]) -> str:
         hint = f"did you mean '{by_last[match[0]]}'? "
     owner = ".".join(map(str, path[:-1])) or "a recipe"
     return f"{name} is not a key; {hint}{owner} takes {', '.join(valid)}"
+
+
+@functools.cache
+def _names() -> tuple[str, ...]:
+    """Every key of a recipe."""
+    return tuple(entry.name for entry in keys())
 
 
 def _nested(name: str) -> str:

@@ -91,7 +91,7 @@ def check_source_path(path: str) -> None:
 
 
 def _reader(path: pathlib.Path, name: str) -> Callable[[pathlib.Path, str], Records]:
-    """What reads a file. Raises UserError if there is no such file, or nothing reads its type."""
+    """The reader of a file. Raises UserError if there is no such file, or nothing reads its type."""
     if not path.exists():
         raise missing_path_error(path, name)
     if not path.is_file():

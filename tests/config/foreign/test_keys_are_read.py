@@ -42,10 +42,10 @@ KINDS = {
 
 
 def outcome(translation) -> tuple[dict[str, Any], str]:
-    """The recipe, and everything that is said."""
+    """The recipe, and the whole report."""
     settings = {name: setting.value for name, setting in translation.draft.settings.items()}
-    said = [*map(str, translation.findings), *translation.draft.remarks, str(settings)]
-    return settings, "\n".join(said)
+    report = [*map(str, translation.findings), *translation.draft.remarks, str(settings)]
+    return settings, "\n".join(report)
 
 
 def test_the_values_are_those_of_every_key():
@@ -58,8 +58,8 @@ def test_every_key_of_axolotls_data_sets_changes_the_recipe_or_is_named(imported
     entry = {"path": "chats.jsonl", "type": prompts}
     before, _ = outcome(imported(AXOLOTL | KINDS[prompts] | {"datasets": [entry]}))
     translation = imported(AXOLOTL | KINDS[prompts] | {"datasets": [entry | {key: ENTRY[key]}]})
-    after, said = outcome(translation)
-    assert after != before or key in said or translation.refused or entry.get(key) == ENTRY[key]
+    after, report = outcome(translation)
+    assert after != before or key in report or translation.refused or entry.get(key) == ENTRY[key]
 
 
 def test_the_chat_template_of_a_data_set_is_that_of_the_run(imported, recipe_of):
@@ -77,8 +77,8 @@ def test_the_chat_template_of_a_data_set_is_that_of_the_run(imported, recipe_of)
     assert overridden.draft.settings["model.chat_template"].value == "llama3"
     assert finding_of(overridden, "chat_template").note == "every data set names its own"
     for mixed in (file("llama3", "chatml"), file("llama3", None), file("llama3", None, chat_template="chatml")):
-        (refused,) = imported(mixed).refused
-        assert "a run has one chat template" in refused.note
+        (finding,) = imported(mixed).refused
+        assert "a run has one chat template" in finding.note
     assert recipe_of(file("llama3", None, chat_template="llama3")).model.chat_template == "llama3"
     texts = {"datasets": [{"path": "a.jsonl", "type": "alpaca", "chat_template": "llama3"}]}
     assert "without an effect with this type: chat_template" in finding_of(imported(AXOLOTL | texts), "datasets").note

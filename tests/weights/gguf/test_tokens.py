@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import shutil
 import struct
 import unicodedata
@@ -80,6 +81,23 @@ def test_another_tokenizer_takes_the_place_of_one_that_is_not_read(stories260k: 
     assert "--tokenizer" in (error.value.fix or "")
     given = load_tokenizer(find(file, tokenizer=str(stories260k)).tokenizer)
     assert given.get_vocab() == load_tokenizer(stories260k).get_vocab()
+
+
+def test_a_file_replaced_by_one_of_equal_size_and_time_is_read_anew(stories260k: Path, tmp_path: Path, monkeypatch):
+    """Here one with another epsilon in its header; what was made of the first is in the cache."""
+    monkeypatch.setenv("MESHTUNE_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "model.gguf"
+    export(stories260k, file, gguf="Q8_0")
+    key = b"llama.attention.layer_norm_rms_epsilon" + struct.pack("<I", 6)
+    before = json.loads((locate(file) / "config.json").read_text())["rms_norm_eps"]
+    content = file.read_bytes()
+    place = content.index(key) + len(key)
+    os.utime(file, (1e9, 1e9))
+    locate(file)
+    file.write_bytes(content[:place] + struct.pack("<f", 2 * before) + content[place + 4 :])
+    os.utime(file, (1e9, 1e9))
+    after = json.loads((locate(file) / "config.json").read_text())["rms_norm_eps"]
+    assert after == pytest.approx(2 * before)
 
 
 def test_ends_of_an_answer_are_read(stories260k: Path, tmp_path: Path):

@@ -46,7 +46,7 @@ class ColumnarRecords:
 
     @functools.cached_property
     def _readers(self) -> dict[str, Reader]:
-        """What makes the values of a column of what Arrow stores, for those where that is not the same."""
+        """The functions that decode the values of those columns whose values Arrow stores in another form."""
         readers = {name: value_reader(feature) for name, feature in self.table.features.items()}
         return {name: reader for name, reader in readers.items() if reader is not None}
 
@@ -85,7 +85,7 @@ class ColumnarRecords:
 
 
 def value_reader(feature: object) -> Reader | None:
-    """What makes a value of a feature of `datasets` of what Arrow stores for it; None where that is the same."""
+    """The function that decodes a value of a feature of `datasets`; None where Arrow stores the value itself."""
     import datasets
 
     if isinstance(feature, datasets.Json):

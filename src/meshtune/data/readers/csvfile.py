@@ -112,7 +112,7 @@ def _conversations(
     file: MappedFile, spans: np.ndarray, decode: Callable[[MappedFile, int, int, int], dict[str, object]]
 ) -> frozenset[str]:
     """The columns whose cells, as far as the first records have them, are all JSON lists of turns."""
-    found: dict[str, bool] = {}
+    always: dict[str, bool] = {}  # whether a column had nothing but conversations so far
     for index, (begin, end) in enumerate(spans[:PROBED].tolist()):
         try:
             record = decode(file, index, begin, end)
@@ -120,8 +120,8 @@ def _conversations(
             continue
         for column, cell in record.items():
             if cell:
-                found[column] = found.get(column, True) and _is_conversation(str(cell))
-    return frozenset(column for column, always in found.items() if always)
+                always[column] = always.get(column, True) and _is_conversation(str(cell))
+    return frozenset(column for column, is_conversation in always.items() if is_conversation)
 
 
 def _is_conversation(cell: str) -> bool:

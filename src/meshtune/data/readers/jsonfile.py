@@ -56,7 +56,7 @@ def parse(file: MappedFile, begin: int, end: int) -> Any:
 
 
 def readable(error: ValueError) -> str:
-    """What is wrong with JSON text. Python's message for an integer of thousands of digits is for programmers."""
+    """Describes what is wrong with JSON text. Python's words for thousands of digits are for programmers."""
     return "a whole number of more than 4,300 digits" if "set_int_max_str_digits" in str(error) else str(error)
 
 

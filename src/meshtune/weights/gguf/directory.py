@@ -61,7 +61,7 @@ def open_gguf(file: Path, cache: Path) -> Path:
 
 
 def _version(file: Path) -> str:
-    """What changes with every write to a file, whatever size and time it is given: the last change of its inode too."""
+    """A text that changes with every write to a file, whatever size and time that leaves: it has the inode's too."""
     state = file.stat()
     return f"{state.st_dev} {state.st_ino} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns}"
 
