@@ -314,7 +314,7 @@ def test_hundreds_of_streams_that_are_broken_off_leave_nothing(url, models):
         time.sleep(0.01)
     assert not worker.busy
     assert worker.scheduler.room == worker.scheduler.capacity
-    assert httpx.post(f"{url}/v1/completions", json=ENDPOINTS["/v1/completions"]).status_code == 200
+    assert httpx.post(f"{url}/v1/completions", json=ENDPOINTS["/v1/completions"], timeout=120).status_code == 200
 
 
 JSON = st.recursive(

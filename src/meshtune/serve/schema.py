@@ -141,7 +141,8 @@ class GenerationRequest(BaseModel):
         """Raises ApiError for more answers than a server takes at once."""
         answers = prompts * self.n
         if capacity is not None and answers > capacity:
-            message = f"{prompts} prompts with n = {self.n} are {answers} answers, and {capacity} at most are taken"
+            subject = f"{prompts} prompts" if prompts > 1 else "one prompt"
+            message = f"{subject} with n = {self.n} are {answers} answers, and {capacity} at most are taken"
             raise ApiError(400, f"{message}; give fewer at once", param="prompt" if prompts > 1 else "n")
 
     @property
