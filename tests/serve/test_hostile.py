@@ -219,6 +219,7 @@ def test_prompts_times_n_are_bounded_before_anything_is_built(http, models):
     message = refused(http.post("/v1/completions", json=body))
     assert message == "3000 prompts with n = 64 are 192000 answers, and 8 at most are taken; give fewer at once"
     assert time.process_time() - begin < 2
+    assert "9 answers, and 8 at most" in refused(http.post("/v1/chat/completions", json=CHAT | {"n": 9}))
     answer = http.post("/v1/completions", json=body | {"prompt": ["a"] * 2, "n": 4})
     assert len(answer.json()["choices"]) == models["m"].worker.scheduler.capacity == 8
 
@@ -313,7 +314,7 @@ def test_hundreds_of_streams_that_are_broken_off_leave_nothing(url, models):
         time.sleep(0.01)
     assert not worker.busy
     assert worker.scheduler.room == worker.scheduler.capacity
-    assert httpx.post(f"{url}/v1/completions", json=ENDPOINTS["/v1/completions"]).status_code == 200
+    assert httpx.post(f"{url}/v1/completions", json=ENDPOINTS["/v1/completions"], timeout=120).status_code == 200
 
 
 JSON = st.recursive(

@@ -246,3 +246,23 @@ def test_channels_of_gpt_oss(size):
     text = f"<|channel|>analysis<|message|>They ask.<|end|><|start|>assistant{HARMONY}"
     content, reasoning, calls = read(HarmonyReader(TOOLS), text, size)
     assert (content, reasoning, called(calls)) == ("", "They ask.", [("weather", json.loads(JSON))])
+
+
+DEEP = "[" * 3_000
+GARBAGE = [
+    "now(a=b'x')", "now(a={1, 2})", "now(a=...)", "now(a=1j)", "now(a={[]: 1})", f"now(a={DEEP}", "now(" * 500,
+    "[now(a=1" + "0" * 5_000 + ")]", "call:now{a:\x007\x00}", "call:now{a:" + DEEP + "}",
+    '{"name": "now", "arguments": ' + DEEP, '{"name": ["now"]}', "<function=now>" * 50, "now\n<arg_key>a</arg_key>",
+    *(f"<|channel|>commentary to={name}<|message|>[<|call|>" for name in (" ", "functions.now")), "\x00", "5", "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(name for name in vars(formats) if isinstance(vars(formats)[name], CallFormat)))
+def test_whatever_a_model_writes_is_read(name):
+    """A client can make it write anything; what is no call is content."""
+    form = vars(formats)[name]
+    for text in GARBAGE:
+        whole = text if form is formats.HARMONY else f"{form.opens}{text}{form.closes}"
+        reader = HarmonyReader(TOOLS) if form is formats.HARMONY else TaggedReader(None, False, form, TOOLS)
+        _, _, calls = read(reader, whole, 1_000)
+        assert all(call.name in TOOLS and json.loads(call.arguments) is not None for call in calls)

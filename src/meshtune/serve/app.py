@@ -112,8 +112,8 @@ class _Api:
 
     async def chat(self, request: Request) -> Response:
         query = await self._query(ChatRequest, request)
-        query.check()
         served = self._models.writer(query.model)
+        query.check(served.worker.scheduler.capacity)
         head = _head(chat.PREFIX, served) | {"object": chat.CHUNK_NAME if query.stream else chat.NAME}
         answers = await self._reading.run(request, chat.ChatAnswers, query, served)
         return await self._answered(request, query, served, answers, head)
@@ -321,5 +321,5 @@ async def _refused(_: Request, problem: Exception) -> Response:
 
 async def _http_error(request: Request, problem: Exception) -> Response:
     assert isinstance(problem, HTTPException)
-    message = f"{request.method} {request.scope['path']} is not part of this API"
+    message = f"{request.method} {request.scope['path'][:200]} is not part of this API"
     return JSONResponse(ApiError(problem.status_code, message).body, problem.status_code)

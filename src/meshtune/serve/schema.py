@@ -137,6 +137,14 @@ class GenerationRequest(BaseModel):
             logit_bias=tuple((self.logit_bias or {}).items()),
         )
 
+    def check_number(self, prompts: int, capacity: int | None) -> None:
+        """Raises ApiError for more answers than a server takes at once."""
+        answers = prompts * self.n
+        if capacity is not None and answers > capacity:
+            subject = f"{prompts} prompts" if prompts > 1 else "one prompt"
+            message = f"{subject} with n = {self.n} are {answers} answers, and {capacity} at most are taken"
+            raise ApiError(400, f"{message}; give fewer at once", param="prompt" if prompts > 1 else "n")
+
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
@@ -188,8 +196,9 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: Text | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def check(self) -> None:
-        """Raises ApiError for what is asked for and cannot be given."""
+    def check(self, capacity: int | None) -> None:
+        """Raises ApiError for what cannot be given by a server that takes `capacity` answers at once."""
+        self.check_number(1, capacity)
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
 
@@ -218,12 +227,7 @@ class CompletionRequest(GenerationRequest):
             raise ApiError(400, "a suffix is not supported: this model continues texts", param="suffix")
         if self.best_of not in (None, self.n):
             raise ApiError(400, "best_of other than n is not supported", param="best_of")
-        answers = len(self.prompt) * self.n
-        if capacity is not None and answers > capacity:
-            message = (
-                f"{len(self.prompt)} prompts with n = {self.n} are {answers} answers, and {capacity} at most are taken"
-            )
-            raise ApiError(400, f"{message}; give fewer at once", param="prompt")
+        self.check_number(len(self.prompt), capacity)
 
 
 class ScoreRequest(BaseModel):

@@ -12,6 +12,8 @@ from meshtune.serve.responses.call import ToolCall, Tools, call_of
 from meshtune.serve.responses.formats import CallFormat
 
 THINK = ("<think>", "</think>")
+# What reading a call raises where a model has written something else: a literal that JSON does not have, say.
+UNREADABLE = (ValueError, TypeError, LookupError, RecursionError, MemoryError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +137,7 @@ class TaggedReader:
             calls = self._form.read(body, self._tools)
             if not calls or any(call.name not in self._tools for call in calls):
                 raise ValueError("a call of no tool")
-        except (ValueError, RecursionError):
+        except UNREADABLE:
             text = self._blank + self._form.opens + body + closes
             self._blank = ""
             return [Delta(content=text)] if text else []
@@ -205,12 +207,12 @@ class HarmonyReader:
         header, body, self._header = self._header or "", self._body, None
         if "to=" not in header:
             return []
-        name = header.split("to=", 1)[1].split("<|")[0].split()[0].removeprefix("functions.")
+        name = (header.split("to=", 1)[1].split("<|")[0].split() or [""])[0].removeprefix("functions.")
         try:
             if name not in self._tools:
                 raise ValueError(f"no tool is called {name}")
             return [Delta(call=call_of(name, json.loads(body)))]
-        except ValueError:
+        except UNREADABLE:
             return [Delta(content=body)]
 
 
