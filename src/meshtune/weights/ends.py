@@ -16,7 +16,7 @@ OF_CONFIG = ("bos_token_id", KEY, "pad_token_id")  # what transformers reads the
 def read_ends(*directories: Path | None) -> tuple[int, ...]:
     """The ids that end a text by each directory's generation_config.json, else by its config.json, each id once."""
     values = (_fields(directory).get(KEY) for directory in directories if directory is not None)
-    return _joined(*map(_ids, values))
+    return _union(*map(_ids, values))
 
 
 def generation_with_ends(source: Path, ends: Iterable[int]) -> dict[str, Any] | None:
@@ -26,7 +26,7 @@ def generation_with_ends(source: Path, ends: Iterable[int]) -> dict[str, Any] | 
         return None
     fields = _fields(source)
     read = read_json(source / GENERATION) if (source / GENERATION).is_file() else fields  # by other programs
-    return None if set(ends) <= set(_ids(read.get(KEY))) else fields | {KEY: list(_joined(_ids(fields.get(KEY)), ends))}
+    return None if set(ends) <= set(_ids(read.get(KEY))) else fields | {KEY: list(_union(_ids(fields.get(KEY)), ends))}
 
 
 def config_with_ends(config: Mapping[str, Any], ends: Iterable[int]) -> dict[str, Any]:
@@ -54,9 +54,9 @@ def _ids(value: Any) -> tuple[int, ...]:
     return tuple(id_ for id_ in (value if isinstance(value, list) else [value]) if isinstance(id_, int))
 
 
-def _joined(*ids: Iterable[int]) -> tuple[int, ...]:
+def _union(*ids: Iterable[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(id_ for part in ids for id_ in part))
 
 
 def _value(before: Any, ends: tuple[int, ...]) -> Any:
-    return before if set(ends) <= set(_ids(before)) else list(_joined(_ids(before), ends))
+    return before if set(ends) <= set(_ids(before)) else list(_union(_ids(before), ends))
